@@ -102,7 +102,7 @@ def _named(impl: str) -> Implementation:
 
 
 def _four_d(x: Tensor) -> Tensor:
-    """With a head dimension of one, if it has none."""
+    """Add a head dimension of one where there is none."""
     return x if x.ndim == 4 else x.unsqueeze(1)
 
 

@@ -3,10 +3,8 @@
 from cs336_systems.blocks.autograd import WrittenOutBlock, write_out
 from cs336_systems.blocks.block import backward, forward, recall
 from cs336_systems.blocks.head import head_ops
-from cs336_systems.blocks.named import block_ops, block_products
-from cs336_systems.blocks.ops import BlockOps
-from cs336_systems.blocks.quantized import QuantizedProducts
-from cs336_systems.blocks.reference import REFERENCE
+from cs336_systems.blocks.ops import REFERENCE, BlockOps, block_ops
+from cs336_systems.blocks.quantized import QuantizedProducts, block_products
 from cs336_systems.blocks.saved import Saved
 from cs336_systems.blocks.weights import BlockGradients, BlockWeights, merge_
 

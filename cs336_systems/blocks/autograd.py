@@ -36,7 +36,7 @@ from cs336_systems.model.layers import Placement
 
 @dataclass(frozen=True)
 class _Call:
-    """What a block's forward and its backward have in common besides tensors."""
+    """The settings that a block's forward and its backward share, besides tensors."""
 
     ops: BlockOps
     products: Products
@@ -125,7 +125,7 @@ class WrittenOutBlock(TransformerBlock):
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy or a pickle, whose parameters have memory of their own each."""
+        """Merge the weights of a copy or a pickle, whose parameters have memory of their own each."""
         super().__setstate__(state)
         merge_(self)
 

@@ -48,7 +48,7 @@ class _Stages:
     cos: Tensor
     sin: Tensor
     places: Mapping[str, Tensor]
-    """Where results of products go, as of ``Saved``."""
+    """Memory for results of products, by the names of ``Saved``."""
 
     def place(self, name: str, like: Tensor, width: int) -> Tensor:
         """Memory for a result of a product: the caller's, or new."""
@@ -62,7 +62,7 @@ class _Stages:
 
     def read(self, name: str, x: Any, *, rows: bool = True, columns: bool = True) -> Operand:
         """An activation, by its name among ``Saved``'s, as products read it."""
-        return self.products.read(x, self.maxima.of(name, x), rows=rows, columns=columns)
+        return self.products.read(name, x, self.maxima, rows=rows, columns=columns)
 
     def norm1(self, x_RD: Tensor, rstd_R: Tensor | None = None) -> tuple[Any, Tensor]:
         """The norm of x, to be read, and its statistic, which may be known."""
@@ -191,7 +191,7 @@ class _Recalled:
         return [self[name] for name in self.projections]
 
     def operand(self, name: str, *, rows: bool = False) -> Operand:
-        """As products read it: by its columns, and by its rows where what follows it is computed again."""
+        """The operand of this name: its columns, and its rows where what follows it is recomputed."""
         found = self.operands.get(name)
         if found is None or (rows and found.rows is None):
             found = self.operands[name] = self.stages.read(name, self[name], rows=rows)
@@ -205,7 +205,7 @@ class _Recalled:
             self.operands.pop(name, None)
 
     def take(self, name: str) -> Tensor:
-        """What backward may write over, and has no longer here."""
+        """Hand out a tensor for backward to write over, and keep it no longer."""
         tensor = self[name]
         self.forget(name)
         return tensor.clone() if name in self.stay else tensor
@@ -316,12 +316,12 @@ class _Writer:
     accumulate: bool
 
     def product(self, gradient: Tensor | None, dy_RN: Operand, x_RM: Operand) -> None:
-        """Of y = x W^T."""
+        """Write the gradient of W in y = x W^T."""
         if gradient is not None:
             self.products.backward_weight_(self.ops, gradient, dy_RN.columns, x_RM.columns, self.accumulate)
 
     def vector(self, gradient: Tensor | None, value: Tensor) -> None:
-        """Of a gain or a bias."""
+        """Write the gradient of a gain or a bias."""
         if gradient is not None and self.accumulate:
             gradient.add_(value)
         elif gradient is not None:
@@ -355,7 +355,7 @@ def backward(
     recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 
     gate_up, with_product = recalled.take("gate_up"), "product" not in recalled.operands
-    dy_read = products.read_gradient(dy, maxima.of("dy", dy), columns=grads.down is not None)
+    dy_read = products.read_gradient("dy", dy, maxima, columns=grads.down is not None)
     dproduct = products.backward(ops, dy_read.rows, stages.columns_of("down"))
     asked = {"with_product": with_product, "columns": grads.gate_up is not None}
     again, dgate_up = products.swiglu_backward_(ops, dproduct, gate_up, stages.maxima, maxima, **asked)
@@ -374,8 +374,7 @@ def backward(
     del dnormed2, residual, how
     recalled.forget("residual")
 
-    absmax = maxima.of("dresidual", dresidual)
-    dy_read = products.read_gradient(dresidual, absmax, columns=grads.output is not None)
+    dy_read = products.read_gradient("dresidual", dresidual, maxima, columns=grads.output is not None)
     write.product(grads.output, dy_read, stages.read("attended", recalled["attended"], rows=False))
     dattended = products.backward(ops, dy_read.rows, stages.columns_of("output"))
     del dy_read
@@ -400,7 +399,7 @@ def backward(
         stages.rotate_(dqkv, config.n_heads, config.kv_heads, inverse=True, **maxima.raised("dqkv"))
     if grads.qkv_bias is not None:
         write.vector(grads.qkv_bias, ops.column_sums(dqkv))
-    dy_read = products.read_gradient(dqkv, maxima.of("dqkv", dqkv), columns=grads.qkv is not None)
+    dy_read = products.read_gradient("dqkv", dqkv, maxima, columns=grads.qkv is not None)
     del dqkv
     write.product(grads.qkv, dy_read, recalled.operand("normed1"))
     dnormed1 = products.backward(ops, dy_read.rows, stages.columns_of("qkv"))

@@ -1,37 +1,81 @@
 """The fused kernels as a written-out block calls them: every operation between its matrix products is one launch.
 
 Products of forward, SwiGLU included, are kernels of our own for the shapes where those are faster
-(``kernels/products.py``); others are torch's.
+(``kernels/products.py``); others are torch's. Attention is causal, on slices of q | k | v, with gradients written into
+given slices:
 
-    forward(x, weights, saved, fused(HOPPER_ATTENTION), config, cos, sin)
+    ops = dataclasses.replace(KERNELS, **FLASH_ATTENTION)
+
+Gradients have the same bits every run with ``FLASH_ATTENTION``, with ``HOPPER_ATTENTION`` where torch is told to use
+deterministic algorithms, and with ``HOPPER_ATTENTION_IN_ORDER``; only then do those of different levels agree to the
+bit.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from typing import Any
 
-from cs336_systems.blocks.attention import AttentionOps
+import torch
+from torch import Tensor
+
+from cs336_systems.attention.flash import function as flash
+from cs336_systems.attention.hopper import function as hopper
+from cs336_systems.blocks.maxima import FusedQuantizers, Quantizers
 from cs336_systems.blocks.ops import BlockOps
-from cs336_systems.blocks.reference import REFERENCE
+from cs336_systems.kernels.absmax import absmax, row_and_column_absmax
 from cs336_systems.kernels.column_sums import column_sums
 from cs336_systems.kernels.norm_rotate import norm_rotate, norm_rotate_backward_
 from cs336_systems.kernels.products import product_, swiglu_product_
+from cs336_systems.kernels.quantize import quantize, quantize_blocks, transpose_bytes
+from cs336_systems.kernels.quantize_parts import PartsQuantizer
 from cs336_systems.kernels.rms_norm import add_rms_norm_forward, rms_norm_backward, rms_norm_forward
+from cs336_systems.kernels.rms_norm_quantize import add_rms_norm_absmax, rms_norm_absmax, rms_norm_quantize
 from cs336_systems.kernels.rotary import rotate_
-from cs336_systems.kernels.swiglu import swiglu_backward_
+from cs336_systems.kernels.swiglu import empty_slopes, swiglu_backward_, swiglu_forward
+from cs336_systems.kernels.swiglu_quantize import swiglu_backward_quantize
+
+KERNELS = BlockOps(
+    rms_norm_forward=rms_norm_forward,
+    add_rms_norm_forward=add_rms_norm_forward,
+    rms_norm_backward=rms_norm_backward,
+    product_=product_,
+    swiglu_product_=swiglu_product_,
+    swiglu_backward_=swiglu_backward_,
+    column_sums=column_sums,
+    rotate_=rotate_,
+    norm_rotate=norm_rotate,
+    norm_rotate_backward_=norm_rotate_backward_,
+)
+"""All operations but attention and the products of backward, which are torch's."""
+QUANTIZERS = Quantizers(
+    *(absmax, row_and_column_absmax, quantize, quantize_blocks, transpose_bytes, PartsQuantizer, swiglu_forward),
+    raised=True,
+    fused=FusedQuantizers(
+        rms_norm_absmax, add_rms_norm_absmax, rms_norm_quantize, empty_slopes, swiglu_backward_quantize
+    ),
+)
 
 
-def fused(attention: AttentionOps) -> BlockOps:
-    """The kernels, with ``FLASH_ATTENTION`` or ``HOPPER_ATTENTION`` (``attention.py``)."""
-    return replace(
-        REFERENCE,
-        rms_norm_forward=rms_norm_forward,
-        add_rms_norm_forward=add_rms_norm_forward,
-        rms_norm_backward=rms_norm_backward,
-        product_=product_,
-        swiglu_product_=swiglu_product_,
-        swiglu_backward_=swiglu_backward_,
-        column_sums=column_sums,
-        rotate_=rotate_,
-        norm_rotate=norm_rotate,
-        norm_rotate_backward_=norm_rotate_backward_,
-        **attention,
-    )
+def attention_ops(
+    forward_op: Callable[..., Any], backward_op: Callable[..., Any], *options: Callable[[], bool]
+) -> dict[str, Callable[..., Any]]:
+    """The two fields of ``BlockOps`` that are attention, from an operator and one that writes into what it is given.
+
+    Args:
+        options: functions for the last arguments of ``backward_op``, which are called at each of its calls.
+    """
+
+    def forward(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
+        o, lse = forward_op(q_BHSE, k_BKSE, v_BKSE, True, q_BHSE.shape[-1] ** -0.5)
+        return o, lse
+
+    def backward(
+        do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, into: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        backward_op(q, k, v, o, lse, do, *into, True, q.shape[-1] ** -0.5, *(option() for option in options))
+
+    return {"attention_forward": forward, "attention_backward": backward}
+
+
+FLASH_ATTENTION = attention_ops(flash.forward_op, flash.backward_into_op)
+HOPPER_ATTENTION = attention_ops(hopper.forward_op, hopper.backward_into_op, torch.are_deterministic_algorithms_enabled)
+HOPPER_ATTENTION_IN_ORDER = attention_ops(hopper.forward_op, hopper.backward_into_op, lambda: True)

@@ -25,14 +25,14 @@ from torch.autograd.function import once_differentiable
 from cs336_systems.model import ModelOps
 
 CHUNK = 1024
-"""Tokens whose logits exist at a time, unless it is said."""
+"""Tokens whose logits exist at a time, unless the caller says otherwise."""
 
 
 def head_ops(kernels: str, ops: ModelOps, z_loss: float = 0.0, chunk: int | None = None) -> ModelOps:
-    """``ops`` with the loss in chunks, by a name of ``config.KERNELS``; ``fused`` brings its norm, too.
+    """Give ``ops`` the loss in chunks, by a name of ``config.KERNELS``; ``fused`` brings its norm, too.
 
     Args:
-        z_loss: as of ``linear_cross_entropy``, where gradients are taken; a loss that is only looked at is without it.
+        z_loss: that of ``linear_cross_entropy``, where gradients are taken; a loss that is only evaluated has none.
         chunk: tokens whose logits exist at a time; None for the operation's own choice.
     """
     if kernels == "reference":
@@ -108,30 +108,20 @@ def _in_chunks(
     return total / denominator
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _Known(torch.autograd.Function):
+    """``apply(x, weight, (loss, dx, dweight))`` is the loss, whose gradients by x and weight are known already."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        weight_VD: Tensor,
-        targets_T: Tensor,
-        denominator: Tensor,
-        wants: tuple[bool, bool],
-        ignore_index: int,
-        z_loss: float,
-        chunk: int,
-    ) -> Tensor:
-        dx = torch.empty_like(x_TD) if wants[0] else None
-        dweight = torch.zeros_like(weight_VD) if wants[1] else None
-        loss = _in_chunks(x_TD, weight_VD, targets_T, denominator, dx, dweight, ignore_index, z_loss, chunk)
-        ctx.save_for_backward(dx, dweight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, known: tuple[Tensor, Tensor | None, Tensor | None]) -> Tensor:
+        loss, *gradients = known
+        ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, arriving: Tensor) -> tuple[Tensor | None, ...]:
         found = (None if gradient is None else gradient * arriving for gradient in ctx.saved_tensors)
-        return *found, None, None, None, None, None, None
+        return *found, None
 
 
 def linear_cross_entropy(
@@ -169,6 +159,10 @@ def linear_cross_entropy(
     if targets.is_cpu and len(wrong := targets_T[counts & ((targets_T < 0) | (targets_T >= len(weight)))]):
         raise ValueError(f"target {wrong[0].item()} is neither in [0, {len(weight)}) nor {ignore_index}, ignored")
     denominator = counts.sum() if reduction == "mean" else torch.ones((), dtype=torch.int64, device=x.device)
-    wants = torch.is_grad_enabled() and x.requires_grad, torch.is_grad_enabled() and weight.requires_grad
-    loss: Tensor = _LinearCrossEntropy.apply(x_TD, weight, targets_T, denominator, wants, ignore_index, z_loss, chunk)
-    return loss
+    recorded = torch.is_grad_enabled()
+    dx = torch.empty_like(x_TD) if recorded and x.requires_grad else None
+    dweight = torch.zeros_like(weight) if recorded and weight.requires_grad else None
+    with torch.no_grad():
+        loss = _in_chunks(x_TD, weight, targets_T, denominator, dx, dweight, ignore_index, z_loss, chunk)
+    found: Tensor = _Known.apply(x_TD, weight, (loss, dx, dweight))
+    return found

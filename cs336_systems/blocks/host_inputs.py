@@ -17,8 +17,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from cs336_systems.kernels.host_link import Coming, HostLink
-from cs336_systems.kernels.host_memory import aligned, host_slab
+from cs336_systems.kernels.host_memory import Coming, HostLink, aligned, host_slab
 
 
 class Away:

@@ -11,40 +11,40 @@ from typing import Any
 
 from torch import Tensor
 
+from cs336_systems.blocks.ops import swiglu
 from cs336_systems.blocks.products import Maxima
+from cs336_systems.kernels import quantize_reference as plain
 
 _HANDED_ON = "_largest_magnitude"
 """An attribute of gradients: the magnitude, () in fp32, and the version of the gradient that it is of."""
 
 
 @dataclass(frozen=True)
-class Quantizers:
-    """The functions of ``kernels/quantize_reference.py`` and SwiGLU of gate | up, these or kernels."""
-
-    absmax: Callable[[Tensor], Tensor]
-    row_and_column_absmax: Callable[[Tensor], tuple[Tensor, Tensor]]
-    quantize: Callable[..., Any]
-    quantize_blocks: Callable[..., Any]
-    transpose_bytes: Callable[[Tensor], Tensor]
-    parts_quantizer: Callable[..., Any]
-    """Makes a ``PartsQuantizer``."""
-    swiglu: Callable[..., Tensor]
-    raised: bool
-    """Whether the block's operations note the largest magnitudes of what they write."""
-    fused: "FusedQuantizers | None" = None
-    """For one scale."""
-
-
-@dataclass(frozen=True)
 class FusedQuantizers:
-    """Kernels that quantize what they compute, and store it in no other way, by their names in ``kernels``."""
+    """Kernels that quantize what they compute, with one scale, and store it in no other way."""
 
     rms_norm_absmax: Callable[..., Tensor]
     add_rms_norm_absmax: Callable[..., tuple[Tensor, Tensor]]
     rms_norm_quantize: Callable[..., Any]
     empty_slopes: Callable[[Tensor], Tensor]
-    """For those of SwiGLU, which the next reads."""
+    """Memory for the slopes of SwiGLU, which the next reads."""
     swiglu_backward_quantize: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Quantizers:
+    """The functions that find magnitudes and quantize, and SwiGLU of gate | up: plain ones, or kernels."""
+
+    absmax: Callable[[Tensor], Tensor] = plain.absmax
+    row_and_column_absmax: Callable[[Tensor], tuple[Tensor, Tensor]] = plain.row_and_column_absmax
+    quantize: Callable[..., Any] = plain.quantize
+    quantize_blocks: Callable[..., Any] = plain.quantize_blocks
+    transpose_bytes: Callable[[Tensor], Tensor] = plain.transpose_bytes
+    parts_quantizer: Callable[..., Any] = plain.PartsQuantizer
+    swiglu: Callable[..., Tensor] = swiglu
+    raised: bool = False
+    """Whether the block's operations note the largest magnitudes of what they write."""
+    fused: FusedQuantizers | None = None
 
 
 class FoundMaxima(Maxima):
@@ -52,7 +52,7 @@ class FoundMaxima(Maxima):
 
     Args:
         known: whether they are there already.
-        slopes: of SwiGLU, if they are.
+        slopes: those of SwiGLU that forward noted, if it did.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class FoundMaxima(Maxima):
         return self._each[name]
 
     def found(self, name: str) -> Tensor:
+        """The magnitude that was noted before."""
         assert name in self._known, name
         return self._each[name]
 
@@ -89,12 +90,14 @@ class FoundMaxima(Maxima):
             setattr(dx, _HANDED_ON, (self._each["dx"], dx._version))
 
     def take_over(self, dy: Tensor) -> None:
+        """Note the largest magnitude that dy (B, S, D) brings along, if it does."""
         absmax, version = getattr(dy, _HANDED_ON, (None, None))
         if absmax is not None and version == dy._version:
             self._each["dy"] = absmax
             self._known.add("dy")
 
     def steepest(self, gate_up: Tensor) -> dict[str, Tensor]:
+        """The arguments by which SwiGLU notes its slopes for backward."""
         if self._quantizers.fused is None:
             return {}
         self.slopes = self._quantizers.fused.empty_slopes(gate_up)

@@ -1,67 +1,259 @@
-"""The operations that a written-out block calls, as values: plain tensors, no autograd.
+"""The operations that a written-out block calls: their formulas in plain PyTorch, and sets of them as values.
 
-Every set of them (``reference.py`` in plain PyTorch, others of fused kernels) must be deterministic, and agree with
+The functions here define the operations, on plain tensors and without autograd, for any device and float dtype. Sums
+are taken in at least fp32; attention holds every score, forward and backward. ``block_ops`` gives the set that commands
+and cases name: these, or fused kernels in their places (``fused.py``). Every set must be deterministic, and agree with
 itself to the bit where one value can be had in two ways, since a block may keep the one or compute the other:
 
 * ``add_rms_norm_forward`` norms the residual that it returns, rounded, as ``rms_norm_forward`` of it would;
 * ``swiglu_backward_`` finds the product that ``swiglu_product_`` returned;
 * ``swiglu_product_`` finds the gate | up that ``product_`` would.
 
-Operations that write what products read, the norm's backward among them, take ``absmax=`` where products are quantized
-by kernels: one fp32 element, which they raise to the largest magnitude of what they write.
+Where products are quantized by kernels, operations that write what products read, the norm's backward among them, take
+``absmax=``: one fp32 element, which they raise to the largest magnitude of what they write.
 
 Shape legend: B batch, S sequence, R = B S rows, D d_model, F d_ff, H query heads, K key/value heads, E d_head,
 P = (H + 2 K) E; N and K also a weight's rows and columns. Statistics (``rstd``, ``lse``) are at least fp32.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 PRODUCTS = frozenset({"product_", "add_product_", "product_backward", "weight_backward_"})
-"""Those that are a matrix product and nothing else."""
+"""The operations that are a matrix product and nothing else."""
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rms_norm_forward(x_RD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x * rstd * gain, rstd), where rstd = 1 / sqrt(mean(x^2) + eps) of each row."""
+    x_wide = _widened(x_RD)
+    rstd_R = torch.rsqrt(x_wide.square().mean(-1) + eps)
+    return (x_wide * rstd_R[:, None]).to(x_RD.dtype) * gain_D, rstd_R
+
+
+def add_rms_norm_forward(x_RD: Tensor, branch_RD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x + branch, its norm, its rstd)."""
+    residual_RD = x_RD + branch_RD
+    return residual_RD, *rms_norm_forward(residual_RD, gain_D, eps)
+
+
+def rms_norm_backward(
+    dy_RD: Tensor, x_RD: Tensor, gain_D: Tensor, rstd_R: Tensor, dresidual_RD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(dx, dgain); with n = x rstd and g = dy gain: dx = rstd (g - n mean(n g)) + dresidual, dgain = sum_r dy n."""
+    dy, rstd = _widened(dy_RD), rstd_R[:, None]
+    normalised = _widened(x_RD) * rstd
+    g = dy * gain_D
+    dx = rstd * (g - normalised * (normalised * g).mean(-1, keepdim=True)) + dresidual_RD
+    return dx.to(x_RD.dtype), (dy * normalised).sum(0).to(gain_D.dtype)
+
+
+def product_(out_RN: Tensor, x_RK: Tensor, weight_NK: Tensor) -> None:
+    """out = x weight^T."""
+    torch.mm(x_RK, weight_NK.T, out=out_RN)
+
+
+def add_product_(out_RN: Tensor, addend_RN: Tensor, x_RK: Tensor, weight_NK: Tensor) -> None:
+    """out = addend + x weight^T, rounded once; out may be addend."""
+    torch.addmm(addend_RN, x_RK, weight_NK.T, out=out_RN)
+
+
+def product_backward(dy_RN: Tensor, weight_NK: Tensor) -> Tensor:
+    """The gradient of x, dy weight (R, K)."""
+    return dy_RN @ weight_NK
+
+
+def weight_backward_(gradient_NK: Tensor, dy_RN: Tensor, x_RK: Tensor, accumulate: bool) -> None:
+    """gradient = dy^T x, or that and what it was; beta = 0 overwrites whatever was there."""
+    gradient_NK.addmm_(dy_RN.T, x_RK, beta=int(accumulate))
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of merged gate | up (R, 2F)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def swiglu_product_(gate_up: Tensor, x_RD: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) * up (R, F); gate | up (R, 2F) becomes x weight^T."""
+    product_(gate_up, x_RD, weight)
+    return swiglu(gate_up)
+
+
+def swiglu_backward_(dproduct: Tensor, gate_up: Tensor, *, with_product: bool) -> None:
+    """Write the gradient of gate | up over it and, ``with_product``, silu(gate) * up over dproduct (R, F).
+
+    With s = sigmoid(gate): dup = dproduct silu(gate), dgate = dproduct up s (1 + gate (1 - s)).
+    """
+    dproduct_wide = _widened(dproduct)
+    gate, up = _widened(gate_up).chunk(2, dim=-1)
+    s = torch.sigmoid(gate)
+    gradients = dproduct_wide * up * s * (1 + gate * (1 - s)), dproduct_wide * gate * s
+    if with_product:
+        dproduct.copy_(swiglu(gate_up))
+    gate_up.copy_(torch.cat(gradients, dim=-1))
+
+
+def column_sums(x_RP: Tensor) -> Tensor:
+    """The sum of the rows, (P,): the gradient of a bias."""
+    return x_RP.sum(0)
+
+
+def rotate_(qkv_BSP: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int, *, inverse: bool) -> None:
+    """Rotate the pairs (x[i], x[i + E/2]) of every head of q and k by their position's angle, or back by it, in place.
+
+    cos and sin are (S, E/2); one of the numbers of heads may be 0.
+    """
+    d_half = cos.shape[-1]
+    heads = qkv_BSP.view(*qkv_BSP.shape[:2], n_heads + 2 * n_kv_heads, 2, d_half)[:, :, : n_heads + n_kv_heads]
+    cos, sin = cos[:, None], -sin[:, None] if inverse else sin[:, None]
+    first, second = heads.unbind(-2)
+    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-2)
+    heads.copy_(rotated)
+
+
+def norm_rotate(
+    qkv_RP: Tensor, q_gain: Tensor, k_gain: Tensor, eps: float, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int
+) -> Tensor:
+    """q | k (R, (H + K) E): RMSNorm of each head of q with its gain and of each of k with its own, then rotated.
+
+    One of the numbers of heads may be 0.
+    """
+    n_rotated, d_head = n_heads + n_kv_heads, q_gain.shape[0]
+    heads = qkv_RP[:, : n_rotated * d_head].reshape(-1, d_head)
+    gains = torch.cat((q_gain.expand(n_heads, -1), k_gain.expand(n_kv_heads, -1))).repeat(qkv_RP.shape[0], 1)
+    normed, _ = rms_norm_forward(heads, gains, eps)
+    normed = normed.view(-1, cos.shape[0], n_rotated * d_head)
+    rotate_(normed, cos, sin, n_rotated, 0, inverse=False)
+    return normed.view(qkv_RP.shape[0], -1)
+
+
+def norm_rotate_backward_(
+    dqkv_RP: Tensor,
+    qkv_RP: Tensor,
+    q_gain: Tensor,
+    k_gain: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+) -> tuple[Tensor, Tensor]:
+    """(dq_gain (E), dk_gain (E)); the gradient of what ``norm_rotate`` returned becomes that of q and k, in place.
+
+    It rotates back, then takes ``rms_norm_backward`` of each head. The gradient of v stays; rows may lie apart.
+    """
+    d_head, found = q_gain.shape[0], []
+    for start, n, gain in ((0, n_heads, q_gain), (n_heads, n_kv_heads, k_gain)):
+        columns = slice(start * d_head, (start + n) * d_head)
+        dheads, heads = dqkv_RP[:, columns].contiguous(), qkv_RP[:, columns].reshape(-1, d_head)
+        if not n:
+            found.append(torch.zeros_like(gain))
+            continue
+        rotate_(dheads.view(-1, cos.shape[0], n * d_head), cos, sin, n, 0, inverse=True)
+        rstd = torch.rsqrt(_widened(heads).square().mean(-1) + eps)
+        dheads, dgain = rms_norm_backward(dheads.view(-1, d_head), heads, gain, rstd, dheads.new_zeros(()))
+        dqkv_RP[:, columns] = dheads.view(dqkv_RP.shape[0], -1)
+        found.append(dgain)
+    dq_gain, dk_gain = found
+    return dq_gain, dk_gain
+
+
+def _grouped(x: Tensor, n_groups: int) -> Tensor:
+    """Query heads by the key/value head that they share: (B, H, S, ...) -> (B, K, H/K, S, ...), at least fp32."""
+    return rearrange(_widened(x), "b (k g) ... -> b k g ...", k=n_groups)
+
+
+def _scores(q_BKGSE: Tensor, k_BK1SE: Tensor) -> Tensor:
+    n_queries, d_head = q_BKGSE.shape[-2:]
+    n_keys = k_BK1SE.shape[-2]
+    future = torch.ones(n_queries, n_keys, dtype=torch.bool, device=q_BKGSE.device).triu(n_keys - n_queries + 1)
+    return (q_BKGSE * d_head**-0.5 @ k_BK1SE.mT).masked_fill(future, float("-inf"))
+
+
+def attention_forward(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
+    """(softmax(q k^T / sqrt(E)) v, log-sum-exp of the scores (B, H, S)), causal; the last query sees every key.
+
+    Strides are those of slices of q | k | v. An output whose memory is (B, S, H, E) saves a copy.
+    """
+    n_groups = k_BKSE.shape[1]
+    scores = _scores(_grouped(q_BHSE, n_groups), _grouped(k_BKSE, n_groups))
+    lse = torch.logsumexp(scores, dim=-1)
+    o = torch.exp(scores - lse[..., None]) @ _grouped(v_BKSE, n_groups)
+    return o.flatten(1, 2).to(q_BHSE.dtype), lse.flatten(1, 2)
+
+
+def attention_backward(
+    do_BHSE: Tensor,
+    q_BHSE: Tensor,
+    k_BKSE: Tensor,
+    v_BKSE: Tensor,
+    o_BHSE: Tensor,
+    lse_BHS: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Write (dq, dk, dv) into ``gradients``, slices of one gradient of q | k | v.
+
+    With p = exp(scores - lse): dv = p^T do, ds = p (do v^T - sum(do o)), dq = ds k and dk = ds^T q, both scaled.
+    """
+    n_groups, scale = k_BKSE.shape[1], q_BHSE.shape[-1] ** -0.5
+    q, k, v, o, do, lse = (_grouped(x, n_groups) for x in (q_BHSE, k_BKSE, v_BKSE, o_BHSE, do_BHSE, lse_BHS))
+    p = torch.exp(_scores(q, k) - lse[..., None])
+    ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
+    dq_BHSE, dk_BKSE, dv_BKSE = gradients
+    dq_BHSE.copy_((ds @ k * scale).flatten(1, 2))
+    dk_BKSE.copy_((ds.mT @ q * scale).sum(2))
+    dv_BKSE.copy_((p.mT @ do).sum(2))
 
 
 @dataclass(frozen=True)
 class BlockOps:
-    """One function per operation; arguments are passed by position unless they are named below."""
+    """One function for each operation; each is called as the one that stands here as its plain form."""
 
-    rms_norm_forward: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    """(x_RD, gain_D, eps) -> (y_RD, rstd_R)."""
-    add_rms_norm_forward: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
-    """(x_RD, branch_RD, gain_D, eps) -> (x + branch, its norm, rstd_R)."""
-    rms_norm_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    """(dy_RD, x_RD, gain_D, rstd_R, dresidual_RD) -> (dx_RD, dgain_D); dresidual is added to dx."""
-    product_: Callable[[Tensor, Tensor, Tensor], object]
-    """(out_RN, x_RK, weight_NK): out becomes x weight^T."""
-    add_product_: Callable[[Tensor, Tensor, Tensor, Tensor], object]
-    """(out_RN, addend_RN, x_RK, weight_NK): out becomes addend + x weight^T, rounded once; out may be addend."""
-    product_backward: Callable[[Tensor, Tensor], Tensor]
-    """(dy_RN, weight_NK) -> dy weight (R, K), the gradient of x."""
-    weight_backward_: Callable[[Tensor, Tensor, Tensor, bool], object]
-    """(gradient_NK, dy_RN, x_RK, accumulate): gradient becomes dy^T x, or that and what it was."""
-    swiglu_product_: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(gate | up (R, 2F), x_RD, weight (2F, D)) -> silu(gate) * up (R, F); gate | up becomes x weight^T."""
-    swiglu_backward_: Callable[..., object]
-    """(dproduct_RF, gate | up (R, 2F), with_product=), in place: gate | up becomes its gradient, and with_product
-    dproduct becomes silu(gate) * up again."""
-    column_sums: Callable[[Tensor], Tensor]
-    """x_RP -> the sum of its rows (P,), the gradient of a bias."""
-    rotate_: Callable[..., object]
-    """(qkv_BSP, cos (S, E/2), sin, H, K, inverse=): rotate the heads of q and k in place, forth or back.
+    rms_norm_forward: Callable[..., tuple[Tensor, Tensor]] = rms_norm_forward
+    add_rms_norm_forward: Callable[..., tuple[Tensor, Tensor, Tensor]] = add_rms_norm_forward
+    rms_norm_backward: Callable[..., tuple[Tensor, Tensor]] = rms_norm_backward
+    product_: Callable[..., object] = product_
+    add_product_: Callable[..., object] = add_product_
+    product_backward: Callable[..., Tensor] = product_backward
+    weight_backward_: Callable[..., object] = weight_backward_
+    swiglu_product_: Callable[..., Tensor] = swiglu_product_
+    swiglu_backward_: Callable[..., object] = swiglu_backward_
+    column_sums: Callable[..., Tensor] = column_sums
+    rotate_: Callable[..., object] = rotate_
+    norm_rotate: Callable[..., Tensor] = norm_rotate
+    norm_rotate_backward_: Callable[..., tuple[Tensor, Tensor]] = norm_rotate_backward_
+    attention_forward: Callable[..., tuple[Tensor, Tensor]] = attention_forward
+    attention_backward: Callable[..., object] = attention_backward
 
-    H or K may be 0."""
-    norm_rotate: Callable[..., Tensor]
-    """(qkv_RP, q_gain_E, k_gain_E, eps, cos (S, E/2), sin, H, K) -> q | k (R, (H + K) E): the heads of q and of k, each
-    normed with its gain and rotated. H or K may be 0."""
-    norm_rotate_backward_: Callable[..., tuple[Tensor, Tensor]]
-    """(dqkv_RP, qkv_RP, q_gain_E, k_gain_E, eps, cos, sin, H, K) -> (dq_gain_E, dk_gain_E), in place: the gradient of
-    what ``norm_rotate`` returned becomes that of q and k before it; that of v stays. Rows of dqkv may lie apart."""
-    attention_forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    """Causal, scaled by 1 / sqrt(E): (q_BHSE, k_BKSE, v_BKSE) -> (o_BHSE, lse_BHS).
 
-    Strides are those of slices of q | k | v. An o whose memory is (B, S, H, E) saves a copy. There may be more keys
-    than queries: the last query sees them all."""
-    attention_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]], None]
-    """(do, q, k, v, o, lse, (dq, dk, dv)): writes the gradients into the last, slices of one gradient of q | k | v."""
+REFERENCE = BlockOps()
+
+
+def block_ops(kernels: str, attention: str, *, deterministic: bool = False) -> BlockOps:
+    """The operations of a name in ``config.KERNELS`` with attention of one in ``config.WRITTEN_OUT_ATTENTIONS``.
+
+    Args:
+        deterministic: the same bits every run, whatever torch has been told.
+
+    Raises:
+        ValueError: these do not go together.
+    """
+    if attention == "reference":
+        if kernels != "reference":
+            raise ValueError(f"kernels {kernels} need attention flash or hopper, got {attention}")
+        return REFERENCE
+    from cs336_systems.blocks import fused  # brings Triton along, which not every machine has
+
+    hopper = fused.HOPPER_ATTENTION_IN_ORDER if deterministic else fused.HOPPER_ATTENTION
+    own: dict[str, Any] = {"flash": fused.FLASH_ATTENTION, "hopper": hopper}[attention]
+    return replace(REFERENCE if kernels == "reference" else fused.KERNELS, **own)

@@ -28,42 +28,22 @@ class Operand:
     columns: Any = None
 
 
-@dataclass(frozen=True)
-class UnstoredNorm:
-    """RMSNorm of x (R, D) before it is computed: products that quantize it do so as they read x."""
-
-    x_RD: Tensor
-    gain_D: Tensor
-    rstd_R: Tensor
-
-
 class Maxima:
-    """The largest magnitudes of what products read, by name, for those that need them; these need none."""
+    """The largest magnitudes of what products read, by name, for products that need them; these need none."""
 
     def raised(self, name: str) -> dict[str, Tensor]:
-        """What to give to the operation that writes the tensor of this name, so that it notes the largest magnitude."""
+        """The argument by which the operation that writes the tensor of this name notes its largest magnitude."""
         return {}
 
     def of(self, name: str, x: Any) -> Tensor | None:
-        """That of x, noted before or found now."""
-        return None
-
-    def found(self, name: str) -> Tensor | None:
-        """That which was noted before."""
+        """The largest magnitude of x, noted before or found now."""
         return None
 
     def hand_on(self, dx: Tensor) -> None:
-        """dx (B, S, D) leaves the block as the dy of another: let it bring its largest magnitude along, if noted."""
-
-    def take_over(self, dy: Tensor) -> None:
-        """Note the largest magnitude that dy (B, S, D) brings along, if it does."""
-
-    def steepest(self, gate_up: Tensor) -> dict[str, Tensor]:
-        """What to give to SwiGLU, so that it notes its slopes for backward."""
-        return {}
+        """Let dx (B, S, D), which leaves the block as the dy of another, bring along its magnitude, if noted."""
 
     def kept(self) -> dict[str, Tensor]:
-        """What is kept for backward, by names of ``costs.kept.kept_names``."""
+        """The magnitudes that are kept for backward, by names of ``costs.kept.kept_names``."""
         return {}
 
 
@@ -74,11 +54,11 @@ class Products:
     """Whether operands are kept as ``costs/kept.py`` says of quantized blocks."""
 
     def maxima(self, x: Tensor, kept: Mapping[str, Tensor] | None = None) -> Maxima:
-        """Of activations: to be found in forward, on the device of x, or those that forward kept."""
+        """The magnitudes of activations: to be found in forward, on the device of x, or those that forward kept."""
         return NONE
 
     def gradient_maxima(self, dy: Tensor) -> Maxima:
-        """Of gradients, to be found in backward, but that of dy if it brings it along."""
+        """The magnitudes of gradients, to be found in backward, but that of dy if it brings it along."""
         return NONE
 
     def norm(
@@ -110,20 +90,20 @@ class Products:
         """(x + branch, RMSNorm of it, to be read, and rstd)."""
         return ops.add_rms_norm_forward(x_RD, branch_RD, gain_D, eps, **raised)
 
-    def read(self, x_RK: Any, absmax: Tensor | None, *, rows: bool = True, columns: bool = True) -> Operand:
-        """An activation and its largest magnitude; ``rows`` and ``columns`` say how it will be read."""
+    def read(self, name: str, x_RK: Any, maxima: Maxima, *, rows: bool = True, columns: bool = True) -> Operand:
+        """An activation by its name among ``maxima``; ``rows`` and ``columns`` say how it will be read."""
         return Operand(x_RK, x_RK)
 
-    def read_gradient(self, dy_RN: Tensor, absmax: Tensor | None, *, columns: bool = True) -> Operand:
-        """A gradient of an activation, always read by its rows."""
+    def read_gradient(self, name: str, dy_RN: Tensor, maxima: Maxima, *, columns: bool = True) -> Operand:
+        """A gradient of an activation by its name among ``maxima``, always read by its rows."""
         return Operand(dy_RN, dy_RN)
 
     def read_weight(self, name: str, weight_NK: Tensor, *, rows: bool = False, columns: bool = False) -> Operand:
-        """A weight, by its name in ``BlockWeights``."""
+        """A weight by its name in ``BlockWeights``."""
         return Operand(weight_NK, weight_NK)
 
     def at(self, parameters: Sequence[Tensor]) -> None:
-        """Before any weight is read in a pass: the parameters that hold the weights; none where they move."""
+        """Tell, before a pass reads weights, which parameters hold them; none where they move."""
 
     def forward_(self, ops: BlockOps, out: Tensor, x: Any, weight: Any, bias: Tensor | None = None) -> None:
         """x W^T, and a bias for each column, of rows."""
@@ -156,8 +136,8 @@ class Products:
         The product is to be read by its columns; ``columns`` says whether the gradient will be, too.
         """
         ops.swiglu_backward_(dproduct, gate_up, with_product=with_product, **gradient_maxima.raised("dgate_up"))
-        product = self.read(dproduct, maxima.of("product", dproduct), rows=False) if with_product else None
-        return product, self.read_gradient(gate_up, gradient_maxima.of("dgate_up", gate_up), columns=columns)
+        product = self.read("product", dproduct, maxima, rows=False) if with_product else None
+        return product, self.read_gradient("dgate_up", gate_up, gradient_maxima, columns=columns)
 
     def backward(self, ops: BlockOps, dy: Any, weight: Any) -> Tensor:
         """dy W, of rows of dy and columns of W."""
@@ -168,7 +148,7 @@ class Products:
         ops.weight_backward_(gradient, dy, x, accumulate)
 
     def kept(self, name: str, operand: Operand) -> dict[str, Tensor]:
-        """What is kept of one of ``costs.kept.OPERANDS``, by names in ``KEPT``."""
+        """The tensors that are kept of one of ``costs.kept.OPERANDS``, by names in ``KEPT``."""
         return {name: operand.rows}
 
     def recall(self, name: str, tensors: Mapping[str, Tensor]) -> Operand:

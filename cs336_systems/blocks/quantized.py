@@ -33,13 +33,13 @@ from torch import Tensor
 
 from cs336_systems.blocks.maxima import FoundMaxima, FusedQuantizers, Quantizers
 from cs336_systems.blocks.ops import BlockOps
-from cs336_systems.blocks.products import NONE, Maxima, Operand, Products, UnstoredNorm
+from cs336_systems.blocks.products import NONE, STORED, Maxima, Operand, Products
 from cs336_systems.config import Recipe
 from cs336_systems.costs.kept import SCALED_BLOCK
 
 ACTIVATIONS = ("normed1", "attended", "normed2", "product")
 GRADIENTS = ("dy", "dgate_up", "dresidual", "dqkv")
-"""What products read, beside weights."""
+"""The names of the tensors that products read, beside weights: activations and gradients."""
 WEIGHTS = ("qkv", "output", "gate_up", "down")
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -52,7 +52,16 @@ class Quantized:
     scale: Tensor
     """fp32: (), (M, 1), or (M, K / 128), rounded up."""
     dtype: torch.dtype
-    """Of what was quantized."""
+    """The dtype of the matrix before it was quantized."""
+
+
+@dataclass(frozen=True)
+class UnstoredNorm:
+    """RMSNorm of x (R, D) before it is computed: it is quantized as x is loaded."""
+
+    x_RD: Tensor
+    gain_D: Tensor
+    rstd_R: Tensor
 
 
 class QuantizedProducts(Products):
@@ -64,28 +73,30 @@ class QuantizedProducts(Products):
 
     quantized = True
 
-    def __init__(self, recipe: Recipe, quantizers: Quantizers, *, remember: bool = False) -> None:
+    def __init__(self, recipe: Recipe, quantizers: Quantizers, remember: bool = False) -> None:
         self.recipe, self.quantizers, self.remember = recipe, quantizers, remember
         self._weights: dict[str, Operand] = {}
         self._versions: _Versions = []
-        self._arrived: Arrived | None = None
+        self.arrived: Arrived | None = None
+        """A function that gives weights as who moves them has quantized them; None where they are quantized here."""
         self._maxima_of_weights: dict[str, Tensor] = {}
         self._noted: _Versions = []
 
     def for_another_block(self) -> "QuantizedProducts":
-        """The same, with weights of its own to remember."""
-        return QuantizedProducts(self.recipe, self.quantizers, remember=self.remember)
+        """Make equal products, with weights of their own to remember."""
+        return QuantizedProducts(self.recipe, self.quantizers, self.remember)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a block remembers nothing."""
-        return _make, (self.recipe, self.quantizers, self.remember)
+        """Copy and pickle without what is remembered."""
+        return QuantizedProducts, (self.recipe, self.quantizers, self.remember)
 
     def maxima(self, x: Tensor, kept: Mapping[str, Tensor] | None = None) -> Maxima:
         return self._maxima(x, ACTIVATIONS, kept or {})
 
     def gradient_maxima(self, dy: Tensor) -> Maxima:
         maxima = self._maxima(dy, (*GRADIENTS, "dx"), {})
-        maxima.take_over(dy)
+        if isinstance(maxima, FoundMaxima):
+            maxima.take_over(dy)
         return maxima
 
     def _maxima(self, x: Tensor, names: Sequence[str], kept: Mapping[str, Tensor]) -> Maxima:
@@ -127,30 +138,30 @@ class QuantizedProducts(Products):
         residual, rstd = self._fused.add_rms_norm_absmax(x_RD, branch_RD, gain_D, eps, **raised)
         return residual, UnstoredNorm(residual, gain_D, rstd), rstd
 
-    def read(self, x_RK: Any, absmax: Tensor | None, *, rows: bool = True, columns: bool = True) -> Operand:
+    def read(self, name: str, x_RK: Any, maxima: Maxima, *, rows: bool = True, columns: bool = True) -> Operand:
+        absmax, dtype = maxima.of(name, x_RK), FORMATS[self.recipe.matmul]
         if isinstance(x_RK, UnstoredNorm):
             assert self._fused is not None and absmax is not None
-            x, dtype = x_RK.x_RD, FORMATS[self.recipe.matmul]
-            how = {"rows": rows, "transposed": columns}
-            found = self._fused.rms_norm_quantize(x, x_RK.gain_D, x_RK.rstd_R, absmax, dtype, **how)
-            return _operand(found, x.dtype)
-        return self._quantize(x_RK, self.recipe.matmul, rows, columns, absmax)
+            x, how = x_RK.x_RD, {"rows": rows, "transposed": columns}
+            return _operand(self._fused.rms_norm_quantize(x, x_RK.gain_D, x_RK.rstd_R, absmax, dtype, **how), x.dtype)
+        return self._quantize(x_RK, dtype, rows, columns, absmax)
 
-    def read_gradient(self, dy_RN: Tensor, absmax: Tensor | None, *, columns: bool = True) -> Operand:
-        return self._quantize(dy_RN, self.recipe.gradient, True, columns, absmax)
+    def read_gradient(self, name: str, dy_RN: Tensor, maxima: Maxima, *, columns: bool = True) -> Operand:
+        return self._quantize(dy_RN, FORMATS[self.recipe.gradient], True, columns, maxima.of(name, dy_RN))
 
     def read_weight(self, name: str, weight_NK: Tensor, *, rows: bool = False, columns: bool = False) -> Operand:
-        if self._arrived is not None:
+        if self.arrived is not None:
             return Operand(
-                Quantized(*self._arrived(name, False), weight_NK.dtype) if rows else None,
-                Quantized(*self._arrived(name, True), weight_NK.dtype) if columns else None,
+                Quantized(*self.arrived(name, False), weight_NK.dtype) if rows else None,
+                Quantized(*self.arrived(name, True), weight_NK.dtype) if columns else None,
             )
+        dtype = FORMATS[self.recipe.matmul]
         if not self.remember:
-            return self._quantize(weight_NK, self.recipe.matmul, rows, columns, square=True)
+            return self._quantize(weight_NK, dtype, rows, columns, square=True)
         if name not in self._weights:
             right = self._noted and self._noted == self._versions
             absmax = self._maxima_of_weights.get(name) if right else None
-            self._weights[name] = self._quantize(weight_NK, self.recipe.matmul, True, True, absmax, square=True)
+            self._weights[name] = self._quantize(weight_NK, dtype, True, True, absmax, square=True)
         return self._weights[name]
 
     def at(self, parameters: Sequence[Tensor]) -> None:
@@ -162,13 +173,8 @@ class QuantizedProducts(Products):
             self._weights.clear()
 
     def receive(self, arrived: "Arrived") -> None:
-        """Weights are read there from now on, quantized by who moves them; the parameters may have no memory."""
-        self._arrived = arrived
-
-    @property
-    def receives(self) -> bool:
-        """Whether they are."""
-        return self._arrived is not None
+        """Read weights there from now on; the parameters may have no memory."""
+        self.arrived = arrived
 
     def maxima_of_weights(self, device: torch.device) -> dict[str, Tensor]:
         """Where the largest magnitudes of weights may be written, () each, in fp32; empty if nobody would read them.
@@ -180,11 +186,11 @@ class QuantizedProducts(Products):
         return self._maxima_of_weights
 
     def note(self, parameters: Sequence[Tensor]) -> None:
-        """The largest magnitudes are those of the weights as they are; of none without parameters, as for ``at``."""
+        """Say that the magnitudes are those of the weights as they are now; of none without parameters."""
         self._noted = _versions(parameters)
 
     def noted(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether they are."""
+        """Whether the noted magnitudes are those of the weights as they are now."""
         return self._noted == _versions(parameters)
 
     def forward_(self, ops: BlockOps, out: Tensor, x: Quantized, weight: Quantized, bias: Tensor | None = None) -> None:
@@ -197,7 +203,8 @@ class QuantizedProducts(Products):
         self, ops: BlockOps, gate_up: Tensor, x: Quantized, weight: Quantized, maxima: Maxima
     ) -> Tensor:
         self.forward_(ops, gate_up, x, weight)
-        product: Tensor = self.quantizers.swiglu(gate_up, **maxima.raised("product"), **maxima.steepest(gate_up))
+        slopes = maxima.steepest(gate_up) if isinstance(maxima, FoundMaxima) else {}
+        product: Tensor = self.quantizers.swiglu(gate_up, **maxima.raised("product"), **slopes)
         return product
 
     def swiglu_backward_(
@@ -240,11 +247,17 @@ class QuantizedProducts(Products):
         return Operand(columns=Quantized(tensors[name], tensors[f"{name}_scale"], tensors["x"].dtype))
 
     def _quantize(
-        self, x_RK: Tensor, name: str, rows: bool, columns: bool, absmax: Tensor | None = None, *, square: bool = False
+        self,
+        x_RK: Tensor,
+        dtype: torch.dtype,
+        rows: bool,
+        columns: bool,
+        absmax: Tensor | None = None,
+        *,
+        square: bool = False,
     ) -> Operand:
-        """``square``: blocks, where the recipe has them, are 128 x 128."""
-        quantizers, dtype = self.quantizers, FORMATS[name]
-        asked: dict[str, Any] = {"rows": rows, "transposed": columns}
+        """Quantize x; ``square`` says that blocks, where the recipe has them, are 128 x 128."""
+        quantizers, asked = self.quantizers, dict[str, Any](rows=rows, transposed=columns)
         match self.recipe.scaling:
             case "tensor":
                 absmax = quantizers.absmax(x_RK) if absmax is None else absmax
@@ -273,17 +286,17 @@ class QuantizedProducts(Products):
 
 
 Arrived = Callable[[str, bool], tuple[Tensor, Tensor]]
-"""From a weight's name and whether it is to be transposed to its values in fp8 and its inverse scale, ()."""
+"""A function of a weight's name, and of whether it is to be transposed: its values in fp8 and its inverse scale, ()."""
 _Versions = list[tuple[Any, ...]]
 
 
 def _versions(parameters: Sequence[Tensor]) -> _Versions:
-    """What differs when one of them has moved or changed."""
+    """Place and version of each parameter, which differ once it has moved or changed."""
     return [(p.untyped_storage()._cdata, p.storage_offset(), p._version) for p in parameters]
 
 
 def _operand(found: Any, dtype: torch.dtype) -> Operand:
-    """What quantizers return, of tensors of this dtype."""
+    """Make an operand of what quantizers return for a tensor of this dtype."""
     rows, columns = (found.q, found.inverse_scale), (found.q_t, found.inverse_scale_t)
     return Operand(*(None if each[0] is None else Quantized(*each, dtype) for each in (rows, columns)))
 
@@ -298,12 +311,23 @@ def _of_each_row(scale: Tensor | None, values: Tensor | None) -> Tensor | None:
     return scale.t().repeat_interleave(SCALED_BLOCK, dim=1)[:, : len(values)].contiguous().t()
 
 
-def _make(recipe: Recipe, quantizers: Quantizers, remember: bool) -> QuantizedProducts:
-    return QuantizedProducts(recipe, quantizers, remember=remember)
+def block_products(kernels: str, recipe: Recipe, *, remember: bool = False) -> Products:
+    """The products of a recipe, quantized by plain functions or kernels, as a name in ``config.KERNELS`` says.
+
+    Args:
+        remember: keep weights quantized until they change.
+    """
+    if not recipe.quantized:
+        return STORED
+    if kernels == "reference":
+        return QuantizedProducts(recipe, Quantizers(), remember)
+    from cs336_systems.blocks.fused import QUANTIZERS  # brings Triton along, which not every machine has
+
+    return QuantizedProducts(recipe, QUANTIZERS, remember)
 
 
 def _scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor | None, *, by: str) -> Tensor:
-    """By the library's product, which with scales by block adds up in fp32 and nothing to it."""
+    """Multiply by the library's product, which with scales by block adds up in fp32 and adds no bias."""
     scale_a, scale_b = a.scale, b.scale
     if by == "row":
         scale_b = scale_b.T
@@ -319,7 +343,7 @@ def _scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out:
 
 
 def _emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor | None, *, by: str) -> Tensor:
-    """The same of quantized values in at least fp32."""
+    """Multiply quantized values in at least fp32."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if by == "block":
         product = (_unscaled(a, wide) @ _unscaled(b, wide).T).to(wide if bias is None else a.dtype)

@@ -1,4 +1,4 @@
-"""What one run of a block keeps for backward; ``costs/kept.py`` lists the tensors.
+"""The tensors that one run of a block keeps for backward; ``costs/kept.py`` lists them.
 
 saved = Saved(kept_names("products"))
 y = forward(x, weights, saved, ...)
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 APART = ("q", "keys_values")
-"""In place of ``qkv``: of stored matrices, two products instead of one, with results (R, H E) and (R, 2 K E)."""
+"""Two projections, with results (R, H E) and (R, 2 K E), in place of ``qkv``; matrices are not quantized then."""
 
 
 class Saved:
@@ -43,6 +43,6 @@ class Saved:
 
     @property
     def n_bytes(self) -> int:
-        """Of the memory behind the tensors, each piece once."""
+        """The bytes of the memory behind the tensors, each piece counted once."""
         pieces = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.tensors.values()}
         return sum(piece.nbytes() for piece in pieces.values())

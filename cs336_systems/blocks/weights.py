@@ -55,13 +55,13 @@ class BlockWeights:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> "BlockWeights":
-        """From a reference block's parameters by name: views where they lie one after the other, else copies."""
+        """Make weights of a reference block's parameters: views where they lie one after the other, else copies."""
         return cls(**{name: merged([parameters[part].detach() for part in parts]) for name, parts in _held(parameters)})
 
 
 @dataclass(frozen=True)
 class BlockGradients:
-    """Where backward writes the gradients of ``BlockWeights``; None for those that nobody wants."""
+    """Memory into which backward writes the gradients of ``BlockWeights``; None for those that nobody wants."""
 
     ln1: Tensor | None = None
     qkv: Tensor | None = None

@@ -219,13 +219,13 @@ def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[
     read: dict[str, Any] = {}
 
     def quantize_x() -> None:
-        read["x"] = products.read(x, products.maxima(x).of("normed1", x))
+        read["x"] = products.read("normed1", x, products.maxima(x))
 
     def forward() -> None:
         products.forward_(ops, y, read["x"].rows, held.rows)
 
     def quantize_dy() -> None:
-        read["dy"] = products.read_gradient(dy, products.gradient_maxima(dy).of("dy", dy))
+        read["dy"] = products.read_gradient("dy", dy, products.gradient_maxima(dy))
 
     def gradient_of_weight(accumulate: bool) -> None:
         products.backward_weight_(ops, dweight, read["dy"].columns, read["x"].columns, accumulate)

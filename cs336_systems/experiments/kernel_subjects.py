@@ -21,8 +21,7 @@ from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_
 from cs336_systems.kernels.column_sums import column_sums
 from cs336_systems.kernels.grad_norm import grad_norm, norm_table
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy_forward_backward
-from cs336_systems.kernels.quantize import quantize, transpose_bytes
-from cs336_systems.kernels.quantize_blocks import quantize_blocks
+from cs336_systems.kernels.quantize import quantize, quantize_blocks, transpose_bytes
 from cs336_systems.kernels.quantize_parts import PartsQuantizer
 from cs336_systems.kernels.quantize_reference import Part, Quantized
 from cs336_systems.kernels.rotary import rotate_

@@ -80,16 +80,17 @@ def row_and_column_absmax_kernel(
     tl.atomic_max(column_at, tl.max(bits, axis=0), mask=columns < width, sem="relaxed")
 
 
-def _absmax_result(x: Tensor) -> Tensor:
-    return x.new_empty((), dtype=torch.float32)
+@operator("absmax", lambda x: x.new_empty((), dtype=torch.float32))
+def absmax(x: Tensor) -> Tensor:
+    """The largest magnitude of x of any shape, () in fp32: 0 of an empty tensor, NaN if x holds one.
 
-
-@operator("absmax", _absmax_result)
-def absmax_op(x: Tensor) -> Tensor:
-    """The largest magnitude () of contiguous x."""
-    absmax = torch.zeros((), dtype=torch.float32, device=x.device)
-    launch(absmax_kernel, (ceil_div(x.numel(), BLOCK),), x, absmax, x.numel(), BLOCK=BLOCK, num_warps=WARPS)
-    return absmax
+    Raises:
+        ValueError: x is neither fp32, bf16 nor fp16, or there is no CUDA device.
+    """
+    check_runnable(absmax_kernel, x)
+    x, found = x.contiguous(), torch.zeros((), dtype=torch.float32, device=x.device)
+    launch(absmax_kernel, (ceil_div(x.numel(), BLOCK),), x, found, x.numel(), BLOCK=BLOCK, num_warps=WARPS)
+    return found
 
 
 def _row_and_column_results(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,27 +99,6 @@ def _row_and_column_results(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @operator("row_and_column_absmax", _row_and_column_results)
-def row_and_column_absmax_op(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest magnitudes of rows (T, 1) and columns (1, D) of contiguous x (T, D)."""
-    n_rows, width = x.shape
-    rows = torch.zeros(n_rows, 1, dtype=torch.float32, device=x.device)
-    columns = torch.zeros(1, width, dtype=torch.float32, device=x.device)
-    grid = (ceil_div(n_rows, TILE_ROWS) * ceil_div(width, TILE_COLUMNS),)
-    tile = {"TILE_ROWS": TILE_ROWS, "TILE_COLUMNS": TILE_COLUMNS}
-    launch(row_and_column_absmax_kernel, grid, x, rows, columns, n_rows, width, **tile)
-    return rows, columns
-
-
-def absmax(x: Tensor) -> Tensor:
-    """The largest magnitude of x of any shape, () in fp32: 0 of an empty tensor, NaN if x holds one.
-
-    Raises:
-        ValueError: x is neither fp32, bf16 nor fp16, or there is no CUDA device.
-    """
-    check_runnable(absmax_kernel, x)
-    return absmax_op(x.contiguous())
-
-
 def row_and_column_absmax(x: Tensor) -> tuple[Tensor, Tensor]:
     """The largest magnitudes of each row (T, 1) and of each column (1, D) of x (T, D), fp32, in one pass.
 
@@ -128,7 +108,13 @@ def row_and_column_absmax(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.dim() != 2:
         raise ValueError(f"rows and columns are those of a matrix, got {tuple(x.shape)}")
     check_runnable(row_and_column_absmax_kernel, x)
-    return row_and_column_absmax_op(x.contiguous())
+    n_rows, width = x.shape
+    rows = torch.zeros(n_rows, 1, dtype=torch.float32, device=x.device)
+    columns = torch.zeros(1, width, dtype=torch.float32, device=x.device)
+    grid = (ceil_div(n_rows, TILE_ROWS) * ceil_div(width, TILE_COLUMNS),)
+    tile = {"TILE_ROWS": TILE_ROWS, "TILE_COLUMNS": TILE_COLUMNS}
+    launch(row_and_column_absmax_kernel, grid, x.contiguous(), rows, columns, n_rows, width, **tile)
+    return rows, columns
 
 
 def check_absmax(absmax: Tensor | None, x: Tensor) -> None:

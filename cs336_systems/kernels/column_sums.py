@@ -52,15 +52,18 @@ def column_sums_kernel(
     tl.store(partial_sums + tl.cast(chunk, tl.int64) * D + columns, tl.sum(sums, axis=0), mask=columns < D)
 
 
-def _result(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[1])
+@operator("column_sums", lambda x_TD: x_TD.new_empty(x_TD.shape[1]))
+def column_sums(x_TD: Tensor) -> Tensor:
+    """The sum over the rows of x, (D,) in its dtype.
 
-
-@operator("column_sums", _result)
-def column_sums_op(x: Tensor) -> Tensor:
-    """The sums (D,) over the rows of contiguous x (T, D)."""
-    n_rows, d = x.shape
-    sums = _result(x)
+    Raises:
+        ValueError: x is no matrix, of another dtype than fp32, bf16 or fp16, or there is no CUDA device.
+    """
+    if x_TD.dim() != 2:
+        raise ValueError(f"column_sums takes a matrix, got one of {x_TD.dim()} dimensions")
+    check_runnable(column_sums_kernel, x_TD)
+    x, (n_rows, d) = x_TD.contiguous(), x_TD.shape
+    sums = x.new_empty(d)
     if not x.numel():
         return sums.zero_()
     n_chunks = ceil_div(n_rows, CHUNK_ROWS)
@@ -79,19 +82,6 @@ def column_sums_op(x: Tensor) -> Tensor:
         num_warps=WARPS,
     )
     sum_rows(partial_sums, sums, overlap=overlap)
-    return sums
-
-
-def column_sums(x_TD: Tensor) -> Tensor:
-    """The sum over the rows of x, (D,) in its dtype.
-
-    Raises:
-        ValueError: x is no matrix, of another dtype than fp32, bf16 or fp16, or there is no CUDA device.
-    """
-    if x_TD.dim() != 2:
-        raise ValueError(f"column_sums takes a matrix, got one of {x_TD.dim()} dimensions")
-    check_runnable(column_sums_kernel, x_TD)
-    sums: Tensor = column_sums_op(x_TD.contiguous())
     return sums
 
 

@@ -1,18 +1,12 @@
-"""The L2 norm of many tensors together, and the factor that clips them to a largest norm; both stay on the device.
-
-Formula (the clipping of Pascanu et al. 2013, with the constant of ``torch.nn.utils.clip_grad_norm_``):
+"""The L2 norm of many tensors together, which stays on the device, as clipping by it asks (``training/clipping.py``).
 
     norm  = sqrt(sum_t sum_i t[i]^2)
-    scale = min(1, max_norm / (norm + 1e-6))         NaN where norm is not finite
 
 How. Two launches for any number of tensors, of either dtype. A program sums the squares of a chunk of one tensor
 (``tensor_table.py``) in fp32, each lane its own elements and then the lanes in pairs, and writes one fp32 partial sum;
 a single program, launched meanwhile and waiting for the last of them, adds the partial sums in fp64, in a fixed order,
-and takes the root. So the result is the same bits every time. It stays on the device: nobody waits. With AdamW's
-``grad_scale`` gradients are never written back.
-
-NaN and inf anywhere give a norm of NaN or inf. ``scale`` is NaN for both: 0, as torch has it for inf, would turn an
-infinite gradient into NaN in the weights, while NaN tells AdamW to change nothing.
+and takes the root. So the result is the same bits every time. NaN and inf anywhere
+give a norm of NaN or inf. With AdamW's ``grad_scale`` gradients are never written back.
 
 Traffic: every tensor once, and 4 bytes per 65,536 elements twice.
 
@@ -21,7 +15,6 @@ of a chunk adds at most 16 squares per lane and 12 levels of pairs: its relative
 that of the norm below 0.9e-6 plus half an ulp.
 
     norm = grad_norm([p.grad for p in parameters])          # fp32, shape ()
-    optimizer.step(grad_scale=clip_scale(norm, 1.0))
 """
 
 from collections.abc import Sequence
@@ -92,14 +85,6 @@ def root_of_sum_kernel(partials, norm, n_partials, BLOCK: tl.constexpr, OVERLAP:
     tl.store(norm, tl.sqrt(tl.sum(total)).to(tl.float32))
 
 
-@triton.jit
-def clip_scale_kernel(norm, scale, max_norm):
-    """scale () of norm (); one program."""
-    x = tl.load(norm)
-    factor = tl.minimum(max_norm / (x + 1e-6), 1.0)
-    tl.store(scale, tl.where(x < float("inf"), factor, float("nan")))
-
-
 def grad_norm(tensors: Sequence[Tensor], table: TensorTable | None = None) -> Tensor:
     """The L2 norm of all elements of all tensors, fp32 of shape () on their device; two launches, no waiting.
 
@@ -164,21 +149,3 @@ def norm_of_sums(sums: Sequence[Tensor]) -> Tensor:
 def norm_table() -> TensorTable:
     """An empty table for ``grad_norm`` to keep between calls."""
     return TensorTable(CHUNK)
-
-
-def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor that brings gradients of this norm to at most ``max_norm``: fp32, shape (), on the norm's device.
-
-    NaN where the norm is not finite, by which AdamW knows that the step must be skipped.
-
-    Raises:
-        ValueError: ``max_norm`` is not positive, or the norm is not one fp32 number where Triton runs.
-    """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm must be positive, got {max_norm}")
-    if norm.numel() != 1 or norm.dtype != torch.float32 or needs_other_device(clip_scale_kernel, norm.device):
-        got = f"{norm.dtype} of shape {tuple(norm.shape)} on {norm.device}"
-        raise ValueError(f"clip_scale takes one fp32 number on a CUDA device, got {got}")
-    scale = torch.empty((), dtype=torch.float32, device=norm.device)
-    launch(clip_scale_kernel, (1,), norm, scale, float(max_norm))
-    return scale

@@ -157,68 +157,6 @@ def _gains(dqkv_RW: Tensor, qkv_RW: Tensor, q_gain_E: Tensor, k_gain_E: Tensor, 
 
 
 @operator("norm_rotate", _rotated)
-def norm_rotate_op(
-    qkv: Tensor,
-    q_gain: Tensor,
-    k_gain: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    n_heads: int,
-    n_kv_heads: int,
-) -> Tensor:
-    """q | k (R, (H + K) E), normed and rotated."""
-    out = _rotated(qkv, q_gain, k_gain, n_heads, n_kv_heads)
-    n_rotated, half = n_heads + n_kv_heads, cos.shape[1]
-    n_vectors = qkv.shape[0] * n_rotated
-    block_vectors, block_half = _block(half)
-    launch(
-        norm_rotate_kernel,
-        (ceil_div(n_vectors, block_vectors),),
-        *(qkv, out, q_gain.contiguous(), k_gain.contiguous(), cos.contiguous(), sin.contiguous()),
-        *(qkv.stride(0), eps, n_heads, n_rotated, cos.shape[0], n_vectors),
-        HALF=half,
-        BLOCK_VECTORS=block_vectors,
-        BLOCK_HALF=block_half,
-        enable_fp_fusion=False,
-    )
-    return out
-
-
-@operator("norm_rotate_backward_", _gains, mutates=("dqkv",))
-def norm_rotate_backward_op(
-    dqkv: Tensor,
-    qkv: Tensor,
-    q_gain: Tensor,
-    k_gain: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    n_heads: int,
-    n_kv_heads: int,
-) -> tuple[Tensor, Tensor]:
-    """(dq_gain (E), dk_gain (E)); q | k of dqkv becomes the gradient of what they were before norm and rotation."""
-    half, n_tokens = cos.shape[1], qkv.shape[0]
-    block_vectors, block_half = _block(half)
-    programs = 2 if qkv.is_cpu else PROGRAMS_PER_MULTIPROCESSOR * n_multiprocessors(qkv.device)
-    share = ceil_div(programs * n_heads, n_heads + n_kv_heads)
-    n_query_programs = min(share, ceil_div(n_tokens * n_heads, block_vectors))
-    n_key_programs = min(programs, ceil_div(n_tokens * n_kv_heads, block_vectors))
-    partial = torch.empty(n_query_programs + n_key_programs, 2 * half, dtype=torch.float32, device=qkv.device)
-    launch(
-        norm_rotate_backward_kernel,
-        (n_query_programs + n_key_programs,),
-        *(dqkv, qkv, q_gain.contiguous(), k_gain.contiguous(), cos.contiguous(), sin.contiguous(), partial),
-        *(dqkv.stride(0), qkv.stride(0), eps, n_heads, n_kv_heads, n_query_programs, cos.shape[0], n_tokens),
-        HALF=half,
-        BLOCK_VECTORS=block_vectors,
-        BLOCK_HALF=block_half,
-        enable_fp_fusion=False,
-    )
-    dq_gain, dk_gain = (part.sum(0).to(q_gain.dtype) for part in partial.split((n_query_programs, n_key_programs)))
-    return dq_gain, dk_gain
-
-
 def norm_rotate(
     qkv_RW: Tensor,
     q_gain_E: Tensor,
@@ -240,11 +178,26 @@ def norm_rotate(
     Raises:
         ValueError: shapes, strides, dtypes (fp32, bf16 or fp16) or devices, or no CUDA device.
     """
-    _check(qkv_RW, q_gain_E, k_gain_E, cos_SE2, sin_SE2, n_heads, n_kv_heads)
-    found: Tensor = norm_rotate_op(qkv_RW, q_gain_E, k_gain_E, eps, cos_SE2, sin_SE2, n_heads, n_kv_heads)
-    return found
+    qkv, q_gain, k_gain, cos, sin = qkv_RW, q_gain_E, k_gain_E, cos_SE2, sin_SE2
+    _check(qkv, q_gain, k_gain, cos, sin, n_heads, n_kv_heads)
+    out = _rotated(qkv, q_gain, k_gain, n_heads, n_kv_heads)
+    n_rotated, half = n_heads + n_kv_heads, cos.shape[1]
+    n_vectors = qkv.shape[0] * n_rotated
+    block_vectors, block_half = _block(half)
+    launch(
+        norm_rotate_kernel,
+        (ceil_div(n_vectors, block_vectors),),
+        *(qkv, out, q_gain.contiguous(), k_gain.contiguous(), cos.contiguous(), sin.contiguous()),
+        *(qkv.stride(0), eps, n_heads, n_rotated, cos.shape[0], n_vectors),
+        HALF=half,
+        BLOCK_VECTORS=block_vectors,
+        BLOCK_HALF=block_half,
+        enable_fp_fusion=False,
+    )
+    return out
 
 
+@operator("norm_rotate_backward_", _gains, mutates=("dqkv_RW",))
 def norm_rotate_backward_(
     dqkv_RW: Tensor,
     qkv_RW: Tensor,
@@ -265,13 +218,30 @@ def norm_rotate_backward_(
     Raises:
         ValueError: as of ``norm_rotate``.
     """
-    _check(dqkv_RW, q_gain_E, k_gain_E, cos_SE2, sin_SE2, n_heads, n_kv_heads)
-    _check(qkv_RW, q_gain_E, k_gain_E, cos_SE2, sin_SE2, n_heads, n_kv_heads)
-    check_alike(dqkv=dqkv_RW, qkv=qkv_RW)
-    if dqkv_RW.shape[0] != qkv_RW.shape[0]:
-        raise ValueError(f"dqkv {tuple(dqkv_RW.shape)} and qkv {tuple(qkv_RW.shape)} have not as many rows")
-    how = eps, cos_SE2, sin_SE2, n_heads, n_kv_heads
-    dq_gain, dk_gain = norm_rotate_backward_op(dqkv_RW, qkv_RW, q_gain_E, k_gain_E, *how)
+    dqkv, qkv, q_gain, k_gain, cos, sin = dqkv_RW, qkv_RW, q_gain_E, k_gain_E, cos_SE2, sin_SE2
+    for rows in (dqkv, qkv):
+        _check(rows, q_gain, k_gain, cos, sin, n_heads, n_kv_heads)
+    check_alike(dqkv=dqkv, qkv=qkv)
+    if dqkv.shape[0] != qkv.shape[0]:
+        raise ValueError(f"dqkv {tuple(dqkv.shape)} and qkv {tuple(qkv.shape)} have not as many rows")
+    half, n_tokens = cos.shape[1], qkv.shape[0]
+    block_vectors, block_half = _block(half)
+    programs = 2 if qkv.is_cpu else PROGRAMS_PER_MULTIPROCESSOR * n_multiprocessors(qkv.device)
+    share = ceil_div(programs * n_heads, n_heads + n_kv_heads)
+    n_query_programs = min(share, ceil_div(n_tokens * n_heads, block_vectors))
+    n_key_programs = min(programs, ceil_div(n_tokens * n_kv_heads, block_vectors))
+    partial = torch.empty(n_query_programs + n_key_programs, 2 * half, dtype=torch.float32, device=qkv.device)
+    launch(
+        norm_rotate_backward_kernel,
+        (n_query_programs + n_key_programs,),
+        *(dqkv, qkv, q_gain.contiguous(), k_gain.contiguous(), cos.contiguous(), sin.contiguous(), partial),
+        *(dqkv.stride(0), qkv.stride(0), eps, n_heads, n_kv_heads, n_query_programs, cos.shape[0], n_tokens),
+        HALF=half,
+        BLOCK_VECTORS=block_vectors,
+        BLOCK_HALF=block_half,
+        enable_fp_fusion=False,
+    )
+    dq_gain, dk_gain = (part.sum(0).to(q_gain.dtype) for part in partial.split((n_query_programs, n_key_programs)))
     return dq_gain, dk_gain
 
 

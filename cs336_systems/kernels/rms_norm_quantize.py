@@ -18,6 +18,8 @@ Limits: as ``rms_norm.py`` and ``quantize.py``.
     quantized = rms_norm_quantize(residual, gain, rstd, slot, torch.float8_e4m3fn)
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +33,7 @@ from cs336_systems.kernels.quantize import (
     LANES,
     TILE,
     TILE_TRANSPOSED,
+    empty_pair,
     load_tile,
     scales_of,
     store_transposed,
@@ -79,16 +82,10 @@ def rms_norm_quantize_kernel(
         store_transposed(q_t, word, words, columns, inside, n_rows)
 
 
-def results(
-    x: Tensor, gain: Tensor, rstd: Tensor, absmax: Tensor, dtype: torch.dtype, rows: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def results(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Empty tensors for ``rms_norm_quantize_op``; one of no elements stands for what was not asked for."""
-    n_rows, width = x.shape
-    return (
-        torch.empty((n_rows, width) if rows else (0,), dtype=dtype, device=x.device),
-        torch.empty((width, n_rows) if transposed else (0,), dtype=dtype, device=x.device),
-        torch.empty((), device=x.device),
-    )
+    *_, dtype, rows, transposed = rest
+    return *empty_pair(x, dtype, rows, transposed), torch.empty((), device=x.device)
 
 
 @operator("rms_norm_quantize", results)

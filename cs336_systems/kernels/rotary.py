@@ -78,38 +78,7 @@ def rotary_kernel(
     tl.store(out + out_at + HALF, second_out, mask=inside)
 
 
-@operator("rotate_", lambda *arguments: None, mutates=("qkv", "absmax"))
-def rotate_in_place_op(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    n_heads: int,
-    n_kv_heads: int,
-    inverse: bool,
-    absmax: Tensor | None = None,
-) -> None:
-    """Rotate the first n_heads + n_kv_heads heads of each row of contiguous qkv in place."""
-    (n_positions, half), width = cos.shape, qkv.shape[-1]
-    n_rotated = n_heads + n_kv_heads
-    n_read = n_rotated if absmax is None else n_rotated + n_kv_heads
-    n_vectors = qkv.shape[:-1].numel() * n_read
-    strides = (n_positions * width, 2 * half, width)
-    block_half = next_power_of_2(half)
-    block_vectors = max(1, BLOCK_PAIRS // block_half)
-    launch(
-        rotary_kernel,
-        (ceil_div(n_vectors, block_vectors),),
-        *(qkv, qkv, cos.contiguous(), sin.contiguous(), *strides, *strides),
-        *(qkv if absmax is None else absmax, n_read, n_rotated, n_positions, n_vectors),
-        HALF=half,
-        INVERSE=inverse,
-        WITH_ABSMAX=absmax is not None,
-        BLOCK_VECTORS=block_vectors,
-        BLOCK_HALF=block_half,
-        enable_fp_fusion=False,
-    )
-
-
+@operator("rotate_", lambda *_: None, mutates=("qkv", "absmax"))
 def rotate_(
     qkv: Tensor,
     cos_SE2: Tensor,
@@ -151,5 +120,21 @@ def rotate_(
             raise ValueError(f"{name} must be float32 {tuple(cos_SE2.shape)} on {qkv.device}, got {got}")
     check_runnable(rotary_kernel, qkv)
     check_absmax(absmax, qkv)
-    if qkv.numel():
-        rotate_in_place_op(qkv, cos_SE2, sin_SE2, n_heads, n_kv_heads, inverse, absmax)
+    n_rotated = n_heads + n_kv_heads
+    n_read = n_rotated if absmax is None else n_rotated + n_kv_heads
+    n_vectors = qkv.shape[:-1].numel() * n_read
+    strides = (n_positions * width, 2 * half, width)
+    block_half = next_power_of_2(half)
+    block_vectors = max(1, BLOCK_PAIRS // block_half)
+    launch(
+        rotary_kernel,
+        (ceil_div(n_vectors, block_vectors),),
+        *(qkv, qkv, cos_SE2.contiguous(), sin_SE2.contiguous(), *strides, *strides),
+        *(qkv if absmax is None else absmax, n_read, n_rotated, n_positions, n_vectors),
+        HALF=half,
+        INVERSE=inverse,
+        WITH_ABSMAX=absmax is not None,
+        BLOCK_VECTORS=block_vectors,
+        BLOCK_HALF=block_half,
+        enable_fp_fusion=False,
+    )

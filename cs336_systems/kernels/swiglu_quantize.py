@@ -33,7 +33,7 @@ from torch import Tensor
 from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
 from cs336_systems.kernels.assembly import fp8_bytes, packed, rounded
 from cs336_systems.kernels.launching import ceil_div, check_alike, check_runnable, launch, operator
-from cs336_systems.kernels.quantize import FORMATS, LANES, Tile, scales_of, store_transposed
+from cs336_systems.kernels.quantize import FORMATS, LANES, Tile, empty_pair, scales_of, store_transposed
 from cs336_systems.kernels.quantize_reference import LARGEST, Quantized, check, only
 from cs336_systems.kernels.swiglu import BLOCK_F, BLOCK_ROWS, check_slopes, gradients_of, own_block
 
@@ -136,14 +136,10 @@ def swiglu_backward_quantize_kernel(
 def results(dz: Tensor, gate_up: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Empty tensors for ``swiglu_backward_quantize_op``; one of no elements stands for what was not asked for."""
     _, _, dtype, transposed, z_absmax, z_dtype = rest
-    n_rows, width = gate_up.shape
-    return (
-        torch.empty((n_rows, width), dtype=dtype, device=dz.device),
-        torch.empty((width, n_rows) if transposed else (0,), dtype=dtype, device=dz.device),
-        torch.empty((), device=dz.device),
-        torch.empty((0,) if z_absmax is None else (width // 2, n_rows), dtype=z_dtype, device=dz.device),
-        torch.empty((0,) if z_absmax is None else (), device=dz.device),
-    )
+    with_z = z_absmax is not None
+    q, q_t = empty_pair(gate_up, dtype, True, transposed)
+    _, z_t = empty_pair(dz, z_dtype, False, with_z)
+    return q, q_t, torch.empty((), device=dz.device), z_t, torch.empty(() if with_z else (0,), device=dz.device)
 
 
 @operator("swiglu_backward_quantize", results, mutates=("absmax",))

@@ -75,48 +75,38 @@ def _block_d(d: int) -> int:
     return min(BLOCK_D, triton.next_power_of_2(d))
 
 
-def launch_forward(x_RD: Tensor, weight_D: Tensor) -> Tensor:
-    """out (rows,) of contiguous x (rows, d) and weight (d,)."""
-    n_rows, d = x_RD.shape
-    out = x_RD.new_zeros(n_rows) if d == 0 else x_RD.new_empty(n_rows)
-    if x_RD.numel():
-        with torch.cuda.device_of(x_RD):  # Triton launches on the current device, which may be another
-            weighted_sum_forward_kernel[(triton.cdiv(n_rows, BLOCK_ROWS),)](
-                x_RD, weight_D, out, n_rows, d, BLOCK_ROWS=BLOCK_ROWS, BLOCK_D=_block_d(d)
-            )
-    return out
-
-
-def launch_backward(x_RD: Tensor, weight_D: Tensor, grad_out_R: Tensor) -> tuple[Tensor, Tensor]:
-    """grad_x (rows, d) and grad_weight (d,) for contiguous arguments."""
-    n_rows, d = x_RD.shape
-    programs = triton.cdiv(n_rows, BLOCK_ROWS)
-    grad_x = torch.empty_like(x_RD)
-    partial = torch.empty(programs, d, dtype=torch.float32, device=x_RD.device)
-    if x_RD.numel():
-        with torch.cuda.device_of(x_RD):
-            weighted_sum_backward_kernel[(programs,)](
-                x_RD, weight_D, grad_out_R, grad_x, partial, n_rows, d, BLOCK_ROWS=BLOCK_ROWS, BLOCK_D=_block_d(d)
-            )
-    return grad_x, partial.sum(dim=0).to(weight_D.dtype)
-
-
 class WeightedSum(torch.autograd.Function):
     """``WeightedSum.apply(x, weight)`` for x (..., d) and weight (d,): the kernels, joined to autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x_RD, weight = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous(), weight.contiguous()
+        n_rows, d = x.shape[:-1].numel(), x.shape[-1]
+        x_RD, weight = x.reshape(n_rows, d).contiguous(), weight.contiguous()
         ctx.save_for_backward(x_RD, weight)
         ctx.shape = x.shape
-        return launch_forward(x_RD, weight).view(x.shape[:-1])
+        out = x_RD.new_zeros(n_rows) if d == 0 else x_RD.new_empty(n_rows)
+        if x_RD.numel():
+            with torch.cuda.device_of(x_RD):  # Triton launches on the current device, which may be another
+                weighted_sum_forward_kernel[(triton.cdiv(n_rows, BLOCK_ROWS),)](
+                    x_RD, weight, out, n_rows, d, BLOCK_ROWS=BLOCK_ROWS, BLOCK_D=_block_d(d)
+                )
+        return out.view(x.shape[:-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
         x_RD, weight = ctx.saved_tensors
-        grad_x, grad_weight = launch_backward(x_RD, weight, grad_out.reshape(-1).contiguous())
-        return grad_x.view(ctx.shape), grad_weight
+        n_rows, d = x_RD.shape
+        programs = triton.cdiv(n_rows, BLOCK_ROWS)
+        grad_x, partial = torch.empty_like(x_RD), x_RD.new_empty(programs, d, dtype=torch.float32)
+        if x_RD.numel():
+            with torch.cuda.device_of(x_RD):
+                weighted_sum_backward_kernel[(programs,)](
+                    *(x_RD, weight, grad_out.reshape(-1).contiguous(), grad_x, partial, n_rows, d),
+                    BLOCK_ROWS=BLOCK_ROWS,
+                    BLOCK_D=_block_d(d),
+                )
+        return grad_x.view(ctx.shape), partial.sum(dim=0).to(weight.dtype)
 
 
 def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:

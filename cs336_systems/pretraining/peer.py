@@ -25,9 +25,8 @@ from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import Prepared, describe_device
 from cs336_systems.pretraining.run_log import RunLog
 from cs336_systems.pretraining.run_records import End, Evaluation, Model, Options, Step
-from cs336_systems.training.accumulation import micro_batches
 from cs336_systems.training.precision import autocast, matmul_precision
-from cs336_systems.training.step import TrainStep
+from cs336_systems.training.step import TrainStep, micro_batches
 
 
 class PeerModel(nn.Module):

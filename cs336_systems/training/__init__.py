@@ -2,8 +2,7 @@
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.training.assemble import assemble, check_supported, random_batch
-from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.optimizer import AdamW
-from cs336_systems.training.step import TrainStep
+from cs336_systems.training.step import TrainStep, cross_entropy
 
 __all__ = ["AdamW", "TrainStep", "TrainingCase", "assemble", "check_supported", "cross_entropy", "random_batch"]

@@ -1,4 +1,4 @@
-"""From a description to a runnable training step, for one rank and for many: the one place that puts a step together.
+"""Make a runnable training step of a description, for one rank and for many: the one place that puts a step together.
 
 Optimisations are applied from outside, in one order:
 
@@ -41,13 +41,12 @@ from cs336_systems.training.activation_checkpointing import unsupported_reason a
 from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.cuda_graph import CapturedStep
-from cs336_systems.training.loss import cross_entropy
+from cs336_systems.training.optimizer import WeightMaxima
 from cs336_systems.training.optimizer import unsupported_reason as optimizer_reason
 from cs336_systems.training.parallel import make_parallel_optimizer, wrap
 from cs336_systems.training.precision import matmul_dtype, parameter_dtype, recipe_unsupported_reason
 from cs336_systems.training.precision import unsupported_reason as precision_reason
-from cs336_systems.training.step import TrainStep
-from cs336_systems.training.weight_maxima import NotingOptimizer, WeightMaxima
+from cs336_systems.training.step import TrainStep, cross_entropy
 
 
 def assemble(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps = REFERENCE_OPS) -> TrainStep:
@@ -116,7 +115,7 @@ def finish(
         hyperparameters |= {"offload": states}
     optimizer = make_parallel_optimizer(case.optimizer, wrapped, case.parallel, **hyperparameters)
     if "gradients" in away:
-        from cs336_systems.training.host_gradients import HostGradients  # brings Triton along
+        from cs336_systems.training.host_states import HostGradients  # brings Triton along
 
         optimizer.host_gradients = HostGradients(wrapped.parameters())  # type: ignore[attr-defined]
     kind = CapturedStep if case.cuda_graph == "on" else TrainStep
@@ -124,7 +123,7 @@ def finish(
     if case.parallel.update == "under-backward":
         assert isinstance(wrapped, FSDP)
         update = BackwardUpdate(wrapped, optimizer)
-    maxima = WeightMaxima(model, optimizer) if isinstance(optimizer, NotingOptimizer) else None
+    maxima = WeightMaxima(model, optimizer) if hasattr(optimizer, "note_maxima") else None
     return kind(wrapped, optimizer, case.precision, loss_function, case.accumulate, guard, update, maxima)
 
 

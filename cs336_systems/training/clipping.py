@@ -41,9 +41,9 @@ class GradientGuard:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
         self.max_norm, self.halts = max_norm, halts
         self.norm: Tensor | None = None
-        """Of the last step, at one place of memory, so that a CUDA graph can write it."""
+        """The norm of the last step, at one place of memory, so that a CUDA graph can write it."""
         self.loss: Tensor | None = None
-        """Of the last step, the mean over the ranks, at one place too; 0 if none was given."""
+        """The loss of the last step, the mean over the ranks, at one place too; 0 if none was given."""
         self._halted: Tensor | None = None
         self._tables: dict[str, Any] = {}
 
@@ -57,7 +57,7 @@ class GradientGuard:
         _scaled_step(optimizer, *self.scale(*self._norm_and_loss(model, optimizer, loss)))
 
     def scale(self, norm: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """By what to multiply the gradients of this norm, NaN to pass over them, and 1 if that is so; notes both.
+        """Note norm and loss; returns (factor for the gradients, NaN to pass over them; 1 if that is so, else 0).
 
         For who steps an optimizer piece by piece; all arguments and results are () on the device.
         """
@@ -74,7 +74,7 @@ class GradientGuard:
     def _norm_and_loss(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Of the whole gradient, and the mean over the ranks; fp32, shape ()."""
+        """(Norm of the whole gradient, mean of the loss over the ranks), in fp32 and of shape ()."""
         device, host_gradients = next(model.parameters()).device, getattr(optimizer, "host_gradients", None)
         mean = torch.zeros((), device=device) if loss is None else loss.detach().float().reshape(())
         shares = None
@@ -105,7 +105,7 @@ class GradientGuard:
 
 
 def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor] | None, list[Tensor]]:
-    """Of which this rank has a share, None if there are none such; and those that every rank has whole."""
+    """(Gradients of which this rank has a share, None if there are none such; those that every rank has whole)."""
     if isinstance(model, FSDP):
         shards = [p.sharded_param.grad for group in model.groups for p in group.parameters]
         replicated = [p.sharded_param.grad for p in model.replicated]

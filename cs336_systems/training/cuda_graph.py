@@ -20,8 +20,8 @@ a replay. Of torch's optimizers they are numbers in the captured launches. A ste
 optimizer's state, is another than in the last one runs the optimizer uncaptured, so a schedule is right, and launches
 the optimizer's kernels; once they stay the optimizer is captured again.
 
-Weights that are quantized are so in every replay, by maxima that the optimizer finds (``weight_maxima.py``): if someone
-else has changed the weights, they are found before it.
+Weights that are quantized are so in every replay, by maxima that the optimizer finds (``optimizer.WeightMaxima``): if
+someone else has changed the weights, they are found before it.
 
 Memory: capturing allocates what a step does, in the same order, from a pool of its own; what the uncaptured steps had
 cached for that is given back before.
@@ -56,7 +56,7 @@ class CapturedStep(TrainStep):
         self._inputs: tuple[Tensor, ...] = ()
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._settings: list[Any] = []
-        """What the optimizer was told in the last step."""
+        """The optimizer's settings in the last step."""
 
     def phases(self, mode: str, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
         """The one phase ``step``.

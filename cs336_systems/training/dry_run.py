@@ -20,7 +20,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -42,35 +42,17 @@ from cs336_systems.training.precision import matmul_dtype
 from cs336_systems.training.step import TrainStep
 
 META = torch.device("meta")
-_MOMENTS = {2: torch.bfloat16, 4: torch.float32}
+_RESIZE = torch.UntypedStorage.resize_
 
 
 @dataclass(eq=False)
 class _Storage:
-    """Bytes that are alive together."""
+    """Bytes that are alive together; moments are given by their number."""
 
     part: str
     made_in: int
-    """Number of the moment in which it was made."""
     n_bytes: int = 0
     freed_in: int | None = None
-
-
-@dataclass
-class _Log:
-    """What was made and freed, in order, by moments."""
-
-    moments: list[str] = field(default_factory=lambda: ["states"])
-    changes: list[tuple[int, _Storage, int]] = field(default_factory=list)
-    """Number of the moment, storage, bytes more."""
-
-    def begin(self, moment: str) -> None:
-        if self.moments[-1] != moment:
-            self.moments.append(moment)
-
-    @property
-    def now(self) -> int:
-        return len(self.moments) - 1
 
 
 class LiveStorages(TorchDispatchMode):
@@ -78,15 +60,27 @@ class LiveStorages(TorchDispatchMode):
 
     def __init__(self, block_bytes: Callable[[int], int]) -> None:
         super().__init__()
-        self.log = _Log()
         self.part = "parameters"
-        """Of what is made now."""
+        """The part of memory to which belongs what is made now."""
+        self.moments = ["states"]
+        self.changes: list[tuple[int, _Storage, int]] = []
+        """Number of the moment, storage, bytes more; in order."""
+        self.alive: dict[int, _Storage] = {}
         self._block_bytes = block_bytes
-        self._alive: dict[int, _Storage] = {}
+
+    def begin(self, moment: str, part: str) -> None:
+        """Say what runs from now on, and the part of memory to which belongs what it makes."""
+        if self.moments[-1] != moment:
+            self.moments.append(moment)
+        self.part = part
+
+    @property
+    def _now(self) -> int:
+        return len(self.moments) - 1
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would import its compiler, three seconds, to keep it from looking into this mode."""
+        """Say no, as torch would import its compiler, three seconds, to keep it from looking into this mode."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,72 +91,66 @@ class LiveStorages(TorchDispatchMode):
             with self:
                 return FUNCTIONS[func](*args, **kwargs)
         if func is torch.ops.aten.add.Tensor and _accumulates(args[0]):
-            self._change(self._alive[args[0].untyped_storage()._cdata], 0)  # it becomes the sum
+            self._change(self.alive[args[0].untyped_storage()._cdata], 0)  # it becomes the sum
         made = _scaled_product(*args, **kwargs) if func._opname == "_scaled_mm" else func(*args, **kwargs)
         self.add(made)
         if (workspace := _WORKSPACES.get(func._opname)) is not None and (n_bytes := workspace(args, made)):
-            self._change(scratch := _Storage("temporaries", self.log.now), n_bytes)
+            self._change(scratch := _Storage("temporaries", self._now), n_bytes)
             self._change(scratch, 0)
         return made
 
     def add(self, value: Any) -> None:
         """Count the storages of tensors among the values, which may be nested."""
-        if isinstance(value, Tensor):
-            self._add(value.untyped_storage())
-        elif isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)):
             for each in value:
                 self.add(each)
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        if (key := storage._cdata) not in self._alive:
-            self._alive[key] = one = _Storage(self.part, self.log.now)
+        elif isinstance(value, Tensor) and (key := (storage := value.untyped_storage())._cdata) not in self.alive:
+            self.alive[key] = one = _Storage(self.part, self._now)
             weakref.finalize(storage, self._drop, key).atexit = False
             self._change(one, storage.nbytes())
 
     def _change(self, storage: _Storage, n_bytes: int) -> None:
         n_bytes = self._block_bytes(n_bytes)
-        self.log.changes.append((self.log.now, storage, n_bytes - storage.n_bytes))
+        self.changes.append((self._now, storage, n_bytes - storage.n_bytes))
         storage.n_bytes = n_bytes
 
     def _drop(self, key: int) -> None:
-        storage = self._alive.pop(key)
-        storage.freed_in = self.log.now
+        storage = self.alive.pop(key)
+        storage.freed_in = self._now
         self._change(storage, 0)
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage anew, if it is counted: ``resize_`` is no operator. FSDP gathers so."""
-        if (one := self._alive.get(storage._cdata)) is not None:
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Stand for ``resize_``, which is no operator, and count the storage anew if it is counted. FSDP gathers so."""
+        _RESIZE(storage, size)
+        if (one := self.alive.get(storage._cdata)) is not None:
             one.part = "gathered parameters"
             self._change(one, storage.nbytes())
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Of a tensor that is in host memory."""
-        storage = self._alive[tensor.untyped_storage()._cdata]
+        """Do not count a tensor that is in host memory."""
+        storage = self.alive[tensor.untyped_storage()._cdata]
         storage.part = "host"
         self._change(storage, 0)
 
     def label(self, part: str, tensors: Iterable[Tensor | None]) -> None:
         """Say what part of memory the tensors are."""
         for tensor in tensors:
-            if tensor is not None and (one := self._alive.get(tensor.untyped_storage()._cdata)) is not None:
+            if tensor is not None and (one := self.alive.get(tensor.untyped_storage()._cdata)) is not None:
                 one.part = part
-
-    def alive(self) -> list[_Storage]:
-        return list(self._alive.values())
 
     def peak(self, start: int, workspaces: int) -> PeakMemory:
         """The largest moment from this change on, above the library's workspaces."""
         parts = dict.fromkeys((*PARTS, "host"), 0) | {"tables and workspaces": workspaces}
         total, most, at_most = workspaces, -1, parts
         moments: dict[str, int] = {}
-        for i, (number, storage, n_bytes) in enumerate(self.log.changes):
+        for i, (number, storage, n_bytes) in enumerate(self.changes):
             total += n_bytes
             part = storage.part
             if part == "activations" and storage.freed_in == storage.made_in:
                 part = "temporaries"
             parts[part] += n_bytes
             if i >= start:
-                moment = self.log.moments[number]
+                moment = self.moments[number]
                 moments[moment] = max(moments.get(moment, 0), total)
                 if total > most:
                     most, at_most = total, parts.copy()
@@ -184,7 +172,7 @@ def _accumulates(tensor: Tensor) -> bool:
 
 
 def _nothing_sent(func: Any, args: Any) -> Any:
-    """What a collective returns whose tensors are as they were."""
+    """Return what a collective does, with the tensors as they were."""
     results = [FakeWork().boxed() if "Work" in str(each.type) else args[0] for each in func._schema.returns]
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -198,18 +186,16 @@ def _scaled_product(
 
 
 def _attention_sums(args: Any, made: Any) -> int:
-    """What the Hopper kernels' backward allocates: two statistics of a row, and fp32 sums of its dq."""
+    """Bytes that the Hopper kernels' backward allocates: two statistics of a row, and fp32 sums of its dq."""
     batch, heads, n_queries, d_head = args[0].shape
     return 4 * batch * heads * -(-n_queries // 128) * 128 * (2 + (64 if d_head <= 64 else 128))
 
 
-def _like_input(args: Any, made: Any) -> int:
-    return args[0].nbytes
-
-
 def _embedding_sums(args: Any, made: Any) -> int:
-    """What CUDA allocates to add up an embedding's gradient from more than 3,072 tokens: it sorts them, and adds up to
-    ten equal ones at a time (aten/src/ATen/native/cuda/Embedding.cu, NROWS_PER_THREAD in EmbeddingBackwardKernel.cu).
+    """Bytes that CUDA allocates to add up an embedding's gradient from more than 3,072 tokens.
+
+    It sorts them, and adds up to ten equal ones at a time (aten/src/ATen/native/cuda/Embedding.cu, NROWS_PER_THREAD in
+    EmbeddingBackwardKernel.cu).
     """
     tokens, (n_words, d_model) = args[1].numel(), made.shape
     return 0 if tokens <= 3072 else 4 * (tokens // 10 + min(tokens, n_words)) * d_model + 4 * 8 * tokens
@@ -219,10 +205,10 @@ _WORKSPACES: dict[str, Callable[[Any, Any], int]] = {
     "hopper_attention_backward": _attention_sums,
     "hopper_attention_backward_into": _attention_sums,
     "embedding_dense_backward": _embedding_sums,
-    "logsumexp": _like_input,  # the exponentials
-    "_softmax_backward_data": _like_input,  # gradient times result (aten/src/ATen/native/cuda/SoftMax.cu)
+    "logsumexp": lambda args, made: args[0].nbytes,  # the exponentials
+    "_softmax_backward_data": lambda args, made: args[0].nbytes,  # gradient times result (cuda/SoftMax.cu)
 }
-"""Bytes that operators allocate inside while they run, of their arguments and results."""
+"""Bytes that operators allocate inside while they run, as functions of their arguments and results."""
 
 _WITHOUT_BODY = (
     *("hopper_attention_forward", "hopper_attention_backward", "hopper_attention_backward_into"),
@@ -285,20 +271,8 @@ def _first_of(world_size: int) -> Iterator[Rank]:
         dist.destroy_process_group(imagined)
 
 
-@contextmanager
-def _watching_resizes(live: LiveStorages) -> Iterator[None]:
-    resize = torch.UntypedStorage.resize_
-
-    def watched(storage: torch.UntypedStorage, size: int) -> None:
-        resize(storage, size)
-        live.resized(storage)
-
-    with patch.object(torch.UntypedStorage, "resize_", watched):
-        yield
-
-
 def _unwrapped(case: TrainingCase) -> TrainingCase:
-    """The case as one rank would run it that shares nothing. DDP adds no memory: its buckets are the gradients."""
+    """Return the case of one rank that shares nothing. DDP adds no memory: its buckets are the gradients."""
     kind = type("Unwrapped", (type(case),), {"parallel": Parallel()})
     unwrapped: TrainingCase = kind(**{each.name: getattr(case, each.name) for each in fields(case)})
     return unwrapped
@@ -335,10 +309,12 @@ def dry_run(
         rank = stack.enter_context(_first_of(world_size)) if sharded else None
         stack.enter_context(only_allocating(live.leave_out))
         casts = _Autocast(matmul_dtype(case.precision), wide_softmax=on_cuda)
-        stack.enter_context(_watching_resizes(live))
+        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", lambda *given: live.resize(*given)))
         stack.enter_context(live)
         of_their_own = case.moment_bytes != case.precision.parameter_bytes
-        moments: dict[str, Any] = {"state_dtype": _MOMENTS[case.moment_bytes]} if of_their_own else {}
+        moments: dict[str, Any] = (
+            {"state_dtype": {2: torch.bfloat16, 4: torch.float32}[case.moment_bytes]} if of_their_own else {}
+        )
         model = build_unchecked(eager, META, casts.ops if case.precision.autocast else REFERENCE_OPS)
         step = finish(model, eager, rank, **moments)
         live.label("tables and workspaces", step.model.buffers())
@@ -349,23 +325,18 @@ def dry_run(
 
         def run(optimizer_part: str) -> None:
             for phase, call in step.phases(mode, ids, targets).items():
-                _begin(live, phase, optimizer_part if phase == "optimizer" else "activations")
+                live.begin(phase, optimizer_part if phase == "optimizer" else "activations")
                 call()
                 casts.cache.clear()
 
         run("optimizer state")
-        for storage in live.alive():
+        for storage in live.alive.values():
             if storage.part not in ("optimizer state", "gathered parameters", "tables and workspaces", "host"):
                 storage.part = "parameters"
-        start = len(live.log.changes)
+        start = len(live.changes)
         run("temporaries")
     workspaces = workspace_bytes * (1 if mode == "forward" else 2) if on_cuda else 0
     return live.peak(start, workspaces)
-
-
-def _begin(live: LiveStorages, moment: str, part: str) -> None:
-    live.log.begin(moment)
-    live.part = part
 
 
 def _note_moments(step: TrainStep, live: LiveStorages) -> None:
@@ -375,15 +346,15 @@ def _note_moments(step: TrainStep, live: LiveStorages) -> None:
 
     def comes(moment: str, part: str) -> Callable[..., None]:
         def forward(*_: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:
-                _begin(live, moment, part)
+            if torch._C._current_graph_task_id() == -1:  # forward, not a block that backward runs again
+                live.begin(moment, part)
 
         return forward
 
     def leaves(moment: str) -> Callable[..., None]:
         def forward(module: nn.Module, inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.requires_grad and torch._C._current_graph_task_id() == -1:
-                output.register_hook(lambda _: _begin(live, moment, "temporaries"))
+                output.register_hook(lambda _: live.begin(moment, "temporaries"))
 
         return forward
 

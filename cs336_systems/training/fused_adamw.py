@@ -8,12 +8,11 @@ The formula is that of ``optimizer.AdamW``; with fp32 states the two agree withi
   without waiting for the device; a skipped step is not counted;
 * ``master`` keeps fp32 weights of bf16 parameters, which are then what these round to;
 * ``offload`` keeps states in host memory (``host_states.py``), to the bit without any other effect;
-* ``note_maxima`` has steps find the largest magnitudes of what they write;
-* ``clear_gradients`` sets gradients to zero in the same pass, for those that stay where they are.
+* ``note_maxima`` has steps find the largest magnitudes of what they write.
 
     optimizer = FusedAdamW(model.parameters(), lr=3e-4)
     norm = grad_norm([p.grad for p in model.parameters()], table)
-    optimizer.step(grad_scale=clip_scale(norm, 1.0))
+    optimizer.step(grad_scale=(1.0 / (norm + 1e-6)).clamp(max=1.0))
 
 The learning rate and whatever else changes by step is read from device memory: a CUDA graph that holds a step is right
 for the next one after ``upload_hyperparameters``, which waits for nothing.
@@ -36,10 +35,9 @@ import torch
 from torch import Tensor
 
 from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_, update_kernel
-from cs336_systems.kernels.host_link import HostLink
+from cs336_systems.kernels.host_memory import HostLink
 from cs336_systems.kernels.launching import needs_other_device
-from cs336_systems.training.host_gradients import HostGradients
-from cs336_systems.training.host_states import place, staged_adamw_
+from cs336_systems.training.host_states import HostGradients, place, staged_adamw_
 from cs336_systems.training.optimizer import check_hyperparameters
 
 MAX_DESCRIPTIONS = 64
@@ -71,9 +69,7 @@ class FusedAdamW(torch.optim.Optimizer):
     Args:
         params, lr, betas, eps, weight_decay: as for ``optimizer.AdamW``.
         state_dtype: of both moments; the parameter's if None.
-        stochastic_rounding: of parameters without masters and moments that are bf16; to nearest otherwise.
         seed: of stochastic rounding; may differ between groups, and is saved with them.
-        clear_gradients: ``step`` leaves zeros in the gradients that are on the device.
         master: keep fp32 weights of the parameters that are bf16.
         offload: of ``exp_avg``, ``exp_avg_sq`` and ``master`` those that are kept in host memory. The device may still
             write there when ``step`` returns: synchronize before reading them.
@@ -92,9 +88,7 @@ class FusedAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         *,
         state_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = True,
         seed: int = 0,
-        clear_gradients: bool = False,
         master: bool = False,
         offload: Collection[str] = (),
     ) -> None:
@@ -107,16 +101,14 @@ class FusedAdamW(torch.optim.Optimizer):
             raise ValueError(f"offload must be of {', '.join(_STATES)}, got {', '.join(sorted(unknown))}")
         self.state_dtype, self.master, self.offload = state_dtype, master, tuple(offload)
         self.host_gradients: HostGradients | None = None
-        """Where gradients are, if not at the parameters."""
+        """The gradients in host memory, if they are not at the parameters."""
         self._links: dict[torch.device, HostLink] = {}
         self._places: dict[Tensor, tuple[int, int]] = {}
         self._tables: dict[tuple[int, ...], UpdateTable] = {}
         self._maxima: dict[Tensor, frozenset[Tensor]] = {}
         self.noted: frozenset[Tensor] = frozenset()
         """Places of ``note_maxima`` that the last step set."""
-        hyperparameters = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        options = {"stochastic_rounding": stochastic_rounding, "seed": seed, "clear_gradients": clear_gradients}
-        super().__init__(params, hyperparameters | options)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed})
 
     UPLOADED = ("lr", "betas", "eps", "weight_decay")
     """Options of a group that ``upload_hyperparameters`` brings to launches that are captured."""
@@ -192,31 +184,29 @@ class FusedAdamW(torch.optim.Optimizer):
         together: defaultdict[Any, list[Update]] = defaultdict(list)
         self._make_states([p for group in self.param_groups for p in group["params"] if self._gradient(p) is not None])
         for group in self.param_groups:
-            how = (group["stochastic_rounding"], group["clear_gradients"])
             for parameter in group["params"]:
                 if (gradient := self._gradient(parameter)) is not None:
                     update = self._update(parameter, gradient, group)
                     staged = tuple(name for name in self.offload if name in update.tensors)
                     staged += () if parameter.grad is not None else ("gradient",)
-                    together[parameter.device, update.dtypes, staged, *how].append(update)
+                    together[parameter.device, update.dtypes, staged].append(update)
         self.noted = frozenset()
-        for (device, _, staged, stochastic_rounding, clear_gradients), updates in together.items():
-            rest = {"stochastic_rounding": stochastic_rounding, "clear_gradients": clear_gradients}
+        for (device, _, staged), updates in together.items():
             if staged:
-                staged_adamw_(updates, staged, self._link(device), grad_scale, **rest)
+                staged_adamw_(updates, staged, self._link(device), grad_scale)
             else:
-                adamw_(self._noting(updates), grad_scale, **rest, table=self._table(updates))
+                adamw_(self._noting(updates), grad_scale, stochastic_rounding=True, table=self._table(updates))
             # Which autograd would see in an operation of torch, and who keeps something made of the weights compares.
             torch.autograd.graph.increment_version([update.parameter for update in updates])
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, of tensors that are there."""
+        """Return torch's state dict once the device has written what lies in host memory."""
         self._synchronize()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but states take this optimizer's dtypes and places, where torch would take the parameter's."""
+        """Load as torch does, but into states of this optimizer's dtypes and places, not of the parameter's."""
         super().load_state_dict({**state_dict, "state": {}})
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -228,7 +218,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     ours.copy_(torch.as_tensor(state[name]))
 
     def _synchronize(self) -> None:
-        """With those devices that write to host memory."""
+        """Wait for the devices that write to host memory."""
         for device in self._links:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -255,7 +245,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return moments | ({"master": torch.float32} if has_master else {})
 
     def _make_states(self, parameters: Sequence[Tensor]) -> None:
-        """Those that are not there yet, all that are in host memory in one slab."""
+        """Make the states that are not there yet, all that are in host memory in one slab."""
         new = {parameter: self._state_dtypes(parameter) for parameter in parameters if not self.state[parameter]}
         away = {p: {name: dtypes[name] for name in self.offload if name in dtypes} for p, dtypes in new.items()}
         for device in {parameter.device for parameter in new}:

@@ -1,4 +1,4 @@
-"""AdamW's step for tensors whose states, or gradients, lie in host memory: fetched, updated and sent back in pieces.
+"""States and gradients in host memory: AdamW's step fetches, updates and sends them back in pieces.
 
 While one batch of pieces is updated, the next is on its way to the device and the one before on its way back, so a step
 takes as long as the link takes for the longer direction, and the device holds three batches: 3 x 128 MiB for moments in
@@ -6,39 +6,42 @@ bf16. A piece is a stretch of one tensor; as AdamW goes element by element and c
 (``kernels/adamw.py``), where tensors are cut changes no bit.
 
     hosts = place({p: {"exp_avg": torch.bfloat16} for p in parameters}, device)      # one slab for all of them
-    staged_adamw_(updates, {"exp_avg"}, link, scale, stochastic_rounding=True)
+    staged_adamw_(updates, {"exp_avg"}, link, scale)
+
+    optimizer.host_gradients = HostGradients(model.parameters())        # of a FusedAdamW
+    loss.backward()                                                     # p.grad is None
+    norm = optimizer.host_gradients.norm()
+    optimizer.step(); optimizer.zero_grad()
 
 Bytes over the link per parameter: the states once in and once out, gradients once in. On an H200 a step with moments in
 bf16 took 145 ms for Qwen2.5-1.5B and 766 ms for 7B, where 51 GB/s each way take 121 and 597 (before batches were full).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cs336_systems.costs.offload import BATCH_ELEMENTS
+from cs336_systems.costs.offload import BATCH_ELEMENTS, IN_FLIGHT_BYTES
 from cs336_systems.kernels.adamw import Update, adamw_, check_updates
-from cs336_systems.kernels.host_link import Coming, HostLink
-from cs336_systems.kernels.host_memory import aligned, host_slab
+from cs336_systems.kernels.grad_norm import norm_of_sums, norm_table, sums_of_squares
+from cs336_systems.kernels.host_memory import Coming, HostLink, aligned, host_slab
+from cs336_systems.kernels.tensor_table import TensorTable
 
 PIECE_ELEMENTS = 128
 """A tensor is cut at multiples of it, where its elements are aligned as in the whole tensor."""
 
-Hosts = dict[Tensor, dict[str, Tensor]]
-"""By parameter, its tensors in host memory by name."""
 
-
-def place(dtypes: Mapping[Tensor, Mapping[str, torch.dtype]], device: torch.device) -> Hosts:
-    """Zeros like each parameter in one slab of host memory, pinned for ``device`` if that is a GPU; those named.
+def place(dtypes: Mapping[Tensor, Mapping[str, torch.dtype]], device: torch.device) -> dict[Tensor, dict[str, Tensor]]:
+    """Zeros like each parameter, by the names given for it, in one slab of host memory, pinned if ``device`` is a GPU.
 
     Raises:
         RuntimeError: there is not as much host memory.
     """
     n_bytes = sum(aligned(p.numel() * dtype.itemsize) for p, named in dtypes.items() for dtype in named.values())
     slab = host_slab(n_bytes, device)
-    hosts: Hosts = {}
+    hosts = {}
     for parameter, named in dtypes.items():
         strides = torch.empty_like(parameter.detach(), device="meta").stride()
         hosts[parameter] = {
@@ -53,13 +56,8 @@ def staged_adamw_(
     staged: Collection[str],
     link: HostLink,
     scale: Tensor | None = None,
-    *,
-    stochastic_rounding: bool,
-    clear_gradients: bool = False,
 ) -> None:
-    """``adamw_`` where the fields named in ``staged`` are in host memory; to the bit what it is without.
-
-    Gradients in host memory are read, and not cleared.
+    """``adamw_``, with stochastic rounding, where the fields named in ``staged`` are in host memory: the same bits.
 
     Raises:
         ValueError: as ``adamw_``.
@@ -76,7 +74,7 @@ def staged_adamw_(
         tensors = iter(here.wait())
         arrived: list[dict[str, Any]] = [{name: next(tensors) for name in staged} for _ in batch]
         ready = [update._replace(**own) for update, own in zip(batch, arrived, strict=True)]
-        adamw_(ready, scale, stochastic_rounding=stochastic_rounding, clear_gradients=clear_gradients)
+        adamw_(ready, scale, stochastic_rounding=True)
         sent = [
             (getattr(now, name), getattr(host, name)) for now, host in zip(ready, batch, strict=True) for name in back
         ]
@@ -113,3 +111,75 @@ def _piece(update: Update, begin: int, end: int) -> Update:
     }
     step = update.step if begin == 0 else update.step.clone()
     return update._replace(step=step, offset=update.offset + begin, **stretches)
+
+
+class HostGradients:
+    """Gradients that leave for host memory as backward makes them: the device holds only those on their way.
+
+    Micro-batches add up as on the device, to the bit: what is on the host comes back, the new gradient is added to it,
+    and the sum leaves. What comes next is fetched ahead, in the order of the backward before. The norm is that of
+    ``grad_norm`` over the gradients in the order of the parameters, to the bit: the squares of each are added up while
+    it is here. Host memory takes one slab, as large as all gradients. Gradients must be dense, and are for one rank.
+
+    Raises:
+        RuntimeError: there is not as much host memory.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        device = trainable[0].device
+        hosts = place({parameter: {"gradient": parameter.dtype} for parameter in trainable}, device)
+        self._hosts = {parameter: named["gradient"] for parameter, named in hosts.items()}
+        self._link = HostLink(device, IN_FLIGHT_BYTES)
+        self._tables: dict[Tensor, TensorTable] = {parameter: norm_table() for parameter in trainable}
+        self._sums: dict[Tensor, Tensor] = {}
+        """The sums of squares of the gradients that are there, by chunks."""
+        self._coming: dict[Tensor, Coming] = {}
+        self._arrived: dict[Tensor, None] = {}
+        """The parameters whose gradients came in this backward, in order."""
+        self._next: dict[Tensor, Tensor] = {}
+        """The parameter whose gradient followed another's in the last backward."""
+        for parameter in trainable:
+            parameter.register_post_accumulate_grad_hook(self._take)
+
+    def of(self, parameter: Tensor) -> Tensor | None:
+        """The gradient in host memory, which the device may still be writing; None if there is none."""
+        return self._hosts[parameter] if parameter in self._sums else None
+
+    def tensors(self) -> list[Tensor]:
+        """The gradients that are there, in the order of the parameters."""
+        return [host for parameter, host in self._hosts.items() if parameter in self._sums]
+
+    def norm(self) -> Tensor:
+        """The norm of all gradients together, fp32, shape (), on the device."""
+        return norm_of_sums([self._sums[parameter] for parameter in self._hosts if parameter in self._sums])
+
+    def settle(self) -> None:
+        """Let what the device does from here on find all gradients on the host."""
+        self._link.release()
+
+    def forget(self) -> None:
+        """Clear all gradients."""
+        for coming in self._coming.values():
+            coming.wait()
+        for left in (self._coming, self._sums, self._arrived):
+            left.clear()
+
+    @torch.no_grad()
+    def _take(self, parameter: Tensor) -> None:
+        gradient, host = parameter.grad, self._hosts[parameter]
+        assert gradient is not None
+        parameter.grad = None
+        if parameter in self._arrived:  # another backward
+            self._arrived.clear()
+        if self._arrived:
+            self._next[next(reversed(self._arrived))] = parameter
+        self._arrived[parameter] = None
+        if parameter in self._sums:
+            coming = self._coming.pop(parameter, None) or self._link.fetch([host])
+            gradient = coming.wait()[0].add_(gradient)
+        following = self._next.get(parameter)
+        if following is not None and following in self._sums and following not in self._arrived:
+            self._coming[following] = self._link.fetch([self._hosts[following]])
+        self._sums[parameter] = sums_of_squares([gradient], self._tables[parameter])
+        self._link.send([gradient], [host])

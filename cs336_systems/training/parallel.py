@@ -1,4 +1,4 @@
-"""What makes one step of many ranks: wrappers around the model, and optimizers whose state is sharded.
+"""One step of many ranks: wrappers around the model, and optimizers whose state is sharded.
 
     naive, flat              this suite's DDP after backward: a message per gradient, or one
     overlapped, bucketed     the same during backward: a message per gradient, or per bucket
@@ -45,7 +45,7 @@ def _ddp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
 
 
 def _group(parallel: Parallel, rank: Rank) -> dist.ProcessGroup | None:
-    """In which DDP sends; None for the default group."""
+    """The group in which DDP sends; None for the default group."""
     return limited_group(rank, parallel.max_ctas) if parallel.max_ctas else None
 
 

@@ -2,7 +2,12 @@
 
 ``TrainStep`` is the one thing that benchmarks time. It owns the order of work (forward and loss under autocast,
 backward, synchronising gradients with other ranks, optimizer and clearing of gradients) and nothing of how it is
-measured:
+measured.
+
+The loss of N micro-batches is the mean over all of their tokens. Each has as many as any other, so that is the mean of
+their losses, and each backward adds the gradient of its loss over N to what is there, in place: they take the memory of
+one. With several ranks the gradients stay on their rank until the last backward, which averages their sum over the
+ranks.
 
     step = assemble(TrainingCase(size="small"))
     loss = step(token_ids, targets)                                  # one whole step
@@ -10,8 +15,8 @@ measured:
         phase()                                                      # "forward", then "backward"
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +24,55 @@ from torch import Tensor, nn
 from cs336_systems.config import MODES, Precision
 from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.training.accumulation import local_gradients, micro_batches, part_name
 from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.clipping import GradientGuard
-from cs336_systems.training.loss import cross_entropy
+from cs336_systems.training.optimizer import WeightMaxima
 from cs336_systems.training.precision import autocast, matmul_precision, needs_loss_scaling
-from cs336_systems.training.weight_maxima import WeightMaxima
 
 Phase = Callable[[], None]
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean negative log-likelihood, in nats: logits (..., vocab), int64 targets (...) -> scalar, at least fp32.
+
+    The log-sum-exp subtracts the row's maximum before it exponentiates, so that no logit, however large, overflows;
+    half precision logits are widened to fp32 first, at the price of one fp32 copy, which ``costs/memory.py`` counts.
+
+    Raises:
+        ValueError: the leading shapes of logits and targets differ.
+    """
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"targets {tuple(targets.shape)} do not match logits {tuple(logits.shape)} without the vocabulary"
+        )
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    target_logits = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return (torch.logsumexp(logits, dim=-1) - target_logits).mean()
+
+
+def micro_batches(n: int, token_ids: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(batch, seq) ids and targets as ``n`` pairs of equally many sequences each, in their order; views.
+
+    Raises:
+        ValueError: they cannot be dealt out equally.
+    """
+    if token_ids.shape[0] % n:
+        raise ValueError(f"{token_ids.shape[0]} sequences do not make {n} micro-batches of equally many")
+    return list(zip(token_ids.chunk(n), targets.chunk(n), strict=True))
+
+
+@contextmanager
+def local_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep wrapper and optimizer from sending gradients to other ranks in forward and backward inside."""
+    with ExitStack() as stack:
+        for owner in (model, optimizer):
+            no_sync = getattr(owner, "no_sync", None)
+            if callable(no_sync):
+                stack.enter_context(no_sync())
+        if callable(set_sync := getattr(model, "set_requires_gradient_sync", None)):  # torch's FSDP2
+            set_sync(False)
+            stack.callback(set_sync, True)
+        yield
 
 
 class TrainStep:
@@ -41,7 +87,7 @@ class TrainStep:
         accumulate: micro-batches per optimizer step, into which a batch is dealt out.
         guard: steps the optimizer, if that is to clip, or to pass over gradients that are not finite.
         update: steps the optimizer under backward.
-        maxima: of weights that are quantized, which the optimizer finds.
+        maxima: the magnitudes of weights that are quantized, which the optimizer finds.
 
     Raises:
         ValueError: ``accumulate`` is not positive, or a guard, a scaled loss and an update under backward meet.
@@ -77,7 +123,7 @@ class TrainStep:
         self.device = self._parameters[0].device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=needs_loss_scaling(precision))
         self.loss: Tensor | None = None
-        """Loss of the last batch, detached, on the device; of its micro-batches so far, what they add to it."""
+        """Loss of the last batch, detached, on the device; while it runs, the sum over its micro-batches so far."""
 
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """One whole step on (batch, seq) ids; returns the loss before the update, a detached scalar on the device."""
@@ -146,7 +192,8 @@ class TrainStep:
         passes: dict[str, Phase] = {"forward": forward}
         if mode != "forward":
             passes["backward"] = backward
-        return {part_name(name, part): phase for name, phase in passes.items()}
+        # ``config.phase_of`` finds the phase in these names.
+        return {name if part == 1 else f"{name} {part}": phase for name, phase in passes.items()}
 
     def _update(self) -> None:
         self._optimize()
@@ -164,11 +211,11 @@ class TrainStep:
         self._weights_updated()
 
     def _weights_updated(self) -> None:
-        """By the optimizer."""
+        """Note that the optimizer has written the weights."""
         self._weights_changed()
         if self.maxima is not None:
             self.maxima.note_updated()
 
     def _weights_changed(self) -> None:
-        """What was made of the weights is made anew, also where they were written behind autograd's back."""
+        """Raise the weights' versions, by which what was made of them is known to be old."""
         torch.autograd.graph.increment_version(self._parameters)

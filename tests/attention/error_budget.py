@@ -1,18 +1,18 @@
 """What flash attention is checked against: the formula in fp64, and the error that the same dtype's eager code makes.
 
-Tolerances are derived. The exact answer is the fp64 formula on the same (already rounded) inputs. The budget is twice
-the error of the eager formula in the inputs' dtype, plus a floor for where eager code is exact by luck (a softmax over
-one key, say): every term of the sums rounded once, eps * sum |terms|. The backward pass recomputes P = exp(S - lse)
-from an fp32 lse, so each of its terms also carries the relative error eps_fp32 * max |S|.
+The budget is that of ``tests/kernels/against_fp64.py``, with a floor for where eager code is exact by luck (a softmax
+over one key, say): every term of the sums rounded once, eps * sum |terms|. The backward pass recomputes
+P = exp(S - lse) from an fp32 lse, so each of its terms also carries the relative error eps_fp32 * max |S|.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cs336_systems.attention.flash import FlashAttention
+from tests.kernels import against_fp64
+from tests.kernels.against_fp64 import random
 
 
 class Results(NamedTuple):
@@ -73,36 +73,20 @@ def results_of(
     scale: float | None = None,
     *options: bool,
 ) -> Results:
-    """Of views of the arguments that keep their strides."""
+    """Results of an autograd Function, called with views of the arguments that keep their strides."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     o = attend.apply(q, k, v, causal, scale, *options)
     (lse,) = (x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1])
     return Results(o.detach(), lse, *torch.autograd.grad(o, (q, k, v), do))
 
 
-def error(actual: Tensor, exact: Tensor) -> float:
-    """Largest absolute difference; infinities must be equal, NaN fails."""
-    assert actual.shape == exact.shape, (actual.shape, exact.shape)
-    assert not actual.isnan().any()
-    infinite = exact.isinf()
-    assert torch.equal(actual.isinf(), infinite)
-    difference = (actual.double() - exact).masked_fill(infinite, 0.0)
-    return difference.abs().max().item() if difference.numel() else 0.0
-
-
 def compare(actual: Results, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float) -> None:
-    """Results of 4-D inputs against fp64: within twice the error of eager code in the inputs' dtype plus the floors.
-
-    Prints every error beside its budget.
-    """
+    """Hold results of 4-D inputs against fp64."""
     exact = eager(q, k, v, do, causal, scale, torch.float64)
     same_dtype = eager(q, k, v, do, causal, scale, q.dtype)
     floor = floors(q, k, v, do, causal, scale)
-    for name, value, truth, other, least in zip(Results._fields, actual, exact, same_dtype, floor, strict=True):
-        assert value.dtype == (torch.float32 if name == "lse" else q.dtype)
-        budget = 2 * error(other, truth) + least.item()
-        print(f"{name}: error {error(value, truth):.2e}, eager {error(other, truth):.2e}, allowed {budget:.2e}")
-        assert error(value, truth) <= budget, name
+    for name, *of in zip(Results._fields, actual, same_dtype, exact, floor, strict=True):
+        against_fp64.check(name, *of)
 
 
 def check(
@@ -120,11 +104,6 @@ def check(
     return actual
 
 
-def random(shape: Sequence[int], dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(device, dtype)
-
-
 def make(
     device: str,
     dtype: torch.dtype = torch.float32,
@@ -139,5 +118,12 @@ def make(
     """Random contiguous 4-D q, k, v, do."""
     kv = (batch, kv_heads or heads, n_queries if n_keys is None else n_keys, d_head)
     query = (batch, heads, n_queries, d_head)
-    q, k, v, do = (random(shape, dtype, device, seed) for seed, shape in enumerate((query, kv, kv, query)))
+    q, k, v, do = (random(shape, device, dtype, seed) for seed, shape in enumerate((query, kv, kv, query)))
     return q, k, v, do
+
+
+def strided(x: Tensor) -> list[Tensor]:
+    """The values of x in other layouts: heads inside rows, columns apart, odd and even slices of wider tensors."""
+    wide, twice = torch.cat((x[..., :3], x, x), dim=-1), torch.cat((x, x), dim=-1)
+    heads_inside, columns_apart = x.transpose(1, 2).contiguous().transpose(1, 2), x.mT.contiguous().mT
+    return [heads_inside, columns_apart, wide[..., 3 : 3 + x.shape[-1]], twice[..., x.shape[-1] :]]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests.attention.error_budget import random
+from tests.kernels.against_fp64 import random
 
 MARGIN = 16
 """Columns on either side of the matrix; whole 16 bytes in every dtype."""
@@ -34,8 +34,8 @@ def check_slices(
 ) -> None:
     """Two backwards of one attention, called with its tensors, for ``writing`` dq, dk and dv too, causal and scale."""
     shape = (batch, seq_len, (heads + 2 * kv_heads) * d_head)
-    q, k, v = heads_of(random(shape, dtype, device, 0), heads, kv_heads)
-    do = random((batch, seq_len, heads, d_head), dtype, device, 1).transpose(1, 2)
+    q, k, v = heads_of(random(shape, device, dtype, 0), heads, kv_heads)
+    do = random((batch, seq_len, heads, d_head), device, dtype, 1).transpose(1, 2)
     scale = d_head**-0.5
     o, lse = forward(q, k, v, True, scale)
     assert o.transpose(1, 2).is_contiguous()

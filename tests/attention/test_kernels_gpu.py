@@ -1,13 +1,16 @@
-"""What the Triton and the Hopper kernels both do on a GPU: dtypes, head dims and awkward lengths against fp64."""
+"""What the Triton and the Hopper kernels both do on a GPU: awkward shapes against fp64, strides, torch.compile."""
+
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from cs336_systems.attention.flash import FlashAttention
 from cs336_systems.attention.flash import function as flash
 from cs336_systems.attention.hopper import HopperFlashAttention
 from cs336_systems.attention.hopper import function as hopper
-from tests.attention.error_budget import check, make, results_of
+from tests.attention.error_budget import check, make, results_of, strided
 from tests.attention.slices import check_slices
 
 ON_CUDA = torch.cuda.is_available()
@@ -122,3 +125,51 @@ def test_the_current_device_need_not_be_the_tensors(attend: type) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     check(*make("cuda:1", torch.bfloat16, n_queries=100, d_head=64), True, attend=attend)
+
+
+@each_dtype
+def test_strides(attend: type, dtype: torch.dtype) -> None:
+    layouts = [strided(x) for x in make("cuda", dtype, batch=2, heads=3, n_queries=150, d_head=64)]
+    for turn in range(4):
+        check(*(layout[(turn + i) % 4] for i, layout in enumerate(layouts)), True, attend=attend)
+
+
+@each_kernel
+def test_operators_pass_opcheck(attend: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    module, options = (flash, (True, False)) if attend is FlashAttention else (hopper, (True,))
+    tensors = make("cuda", torch.bfloat16, heads=2, n_queries=70, d_head=64)
+    q, k, v, do = (strided(x)[i % 4] for i, x in enumerate(tensors))
+    torch.library.opcheck(module.forward_op, (q, k, v, True, 0.25))
+    o, lse = module.forward_op(q, k, v, True, 0.25)
+    torch.library.opcheck(module.backward_op, (q, k, v, o, lse, do, True, 0.25, *options))
+    into = [torch.empty_like(x) for x in (q, k, v)]
+    last = options if module is hopper else ()
+    torch.library.opcheck(module.backward_into_op, (q, k, v, o, lse, do, *into, True, 0.25, *last))
+
+
+@pytest.mark.parametrize("how", [{"dynamic": True}, {"mode": "reduce-overhead"}], ids=str)
+@pytest.mark.parametrize(("attend", "options"), [case(FlashAttention, ()), case(HopperFlashAttention, (None, True))])
+def test_compiles_without_graph_breaks(
+    attend: type, options: tuple[object, ...], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last mode replays CUDA graphs from the third call of a shape on."""
+    monkeypatch.undo()  # the compiler makes tensors, too
+    torch.compiler.reset()
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend.apply(2 * q, k, v, True, *options) + 1
+
+    compiled = torch.compile(plain, fullgraph=True, **how)
+    for n_queries in (70, 130):
+        q, k, v, do = make("cuda", torch.bfloat16, heads=4, kv_heads=2, n_queries=n_queries, d_head=64)
+        for inputs, gradient in (((q, k, v), do), ((q[:, 0], k[:, 0], v[:, 0]), do[:, 0])):
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            expected = plain(*leaves)
+            expected_gradients = torch.autograd.grad(expected, leaves, gradient)
+            for _ in range(4):
+                torch.compiler.cudagraph_mark_step_begin()
+                o = compiled(*leaves)
+                assert torch.equal(o, expected)
+                for a, b in zip(torch.autograd.grad(o, leaves, gradient), expected_gradients, strict=True):
+                    assert torch.equal(a, b)

@@ -79,32 +79,15 @@ def inputs(shape: AttentionShape, dtype: torch.dtype = torch.float64, device: st
 
 
 @each_variant
-def test_output_matches_the_dense_oracle(variant):
-    q, k, v, _ = inputs(SHAPE)
-    expected, _ = dense_attention(q, k, v, variant)
-    # 23 products of values below 10 and of 16 terms each, rounded 2^-53: 4e-13; a soft cap's slope is at most 1.
-    torch.testing.assert_close(variant_attention(q, k, v, variant), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("shape", [DECODE, FEW_KEYS], ids=["decode", "few keys"])
-@pytest.mark.parametrize("name", ["causal", "document", "window 7 & ALiBi & softcap 2 & document", "relative bias 4"])
-def test_the_last_query_stands_at_the_last_key(shape, name):
+@pytest.mark.parametrize("shape", [SHAPE, FEW_KEYS], ids=["square", "few keys"])
+def test_output_matches_the_dense_oracle(variant, shape):
+    """The last query stands at the last key, and one that sees no key gives zero."""
     q, k, v, _ = inputs(shape)
-    actual = variant_attention(q, k, v, VARIANTS[name], scale=0.3)
-    expected, lse = dense_attention(q, k, v, VARIANTS[name], scale=0.3)
+    expected, lse = dense_attention(q, k, v, variant, scale=0.3)
+    actual = variant_attention(q, k, v, variant, scale=0.3)
+    # 23 products of values below 10 and of 16 terms each, rounded 2^-53: 4e-13; a soft cap's slope is at most 1.
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-    blind = lse.isneginf()
-    assert blind.any() == (shape is FEW_KEYS and name != "relative bias 4")
-    assert (actual[blind] == 0).all()
-
-
-def test_one_head_needs_no_head_dimension():
-    q, k, v = (x[:, 0] for x in inputs(SHAPE)[:3])
-    variant = document(IDS) & causal()
-    o, lse = dense_attention(q, k, v, variant)
-    assert o.shape == q.shape
-    assert lse.shape == q.shape[:-1]
-    torch.testing.assert_close(variant_attention(q, k, v, variant), o, rtol=0, atol=1e-12)
+    assert (actual[lse.isneginf()] == 0).all()
 
 
 RULES = {
@@ -167,7 +150,7 @@ def test_score_formulas_at_single_scores():
 
 
 @pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.score_mod is not None])
-@each_shape
+@pytest.mark.parametrize("shape", [FEW_KEYS], ids=["few keys"])
 def test_gradients_of_score_mods_match_the_formulas(name, shape):
     """A mod is elementwise in its indices, so broadcast indices evaluate, and differentiate, all of it at once."""
     table = TABLE.double().requires_grad_()
@@ -183,17 +166,6 @@ def test_gradients_of_score_mods_match_the_formulas(name, shape):
     torch.testing.assert_close(of_mod, of_formula, rtol=0, atol=1e-13)
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)  # a table entry sums up to 2 29 23 gradients
-
-
-def test_gradients_that_flex_attention_lacks_are_refused_on_a_cpu():
-    q, k, v, _ = inputs(SHAPE)
-    with pytest.raises(ValueError, match="no backward on a CPU for 'causal'.*torch.no_grad.*dense_attention"):
-        variant_attention(q, k.requires_grad_(), v, causal())
-    with torch.no_grad():
-        assert not variant_attention(q, k, v, causal()).requires_grad
-    learned = relative_bias(TABLE.double().requires_grad_())
-    with pytest.raises(ValueError, match="no backward on a CPU for 'relative bias 4'"):
-        variant_attention(q, k.detach(), v, learned, compiled=True)
 
 
 @pytest.mark.slow
@@ -215,16 +187,6 @@ def test_one_compiled_function_serves_every_variant(monkeypatch):
         torch.testing.assert_close(actual, dense_attention(q, k, v, variant)[0], rtol=0, atol=1e-12)
 
 
-def test_a_block_mask_can_be_made_once():
-    q, k, v, _ = inputs(DECODE)
-    variant = document(IDS) & causal()
-    mask = make_block_mask(variant, DECODE)
-    actual = variant_attention(q, k, v, variant, block_mask=mask)
-    assert torch.equal(actual, variant_attention(q, k, v, variant))
-    with pytest.raises(ValueError, match="block_mask was created for"):
-        variant_attention(q[:, :, 1:], k, v, variant, block_mask=mask)
-
-
 def long(n_queries: int, n_keys: int, batch: int = 1) -> AttentionShape:
     return AttentionShape(batch, 2, 2, n_queries, n_keys, 64)
 
@@ -235,10 +197,7 @@ def long(n_queries: int, n_keys: int, batch: int = 1) -> AttentionShape:
         (full(), long(1024, 1024), 64, 64),
         (causal(), long(1024, 1024), 36, 64),
         (causal(), long(300, 300), 6, 9),  # blocks stick out of the matrix
-        (causal(), long(128, 1024), 8, 8),
-        (sliding_window(129), long(1024, 1024), 15, 64),
         (sliding_window(130), long(1024, 1024), 21, 64),
-        (document(torch.arange(1024)[None] // 256), long(1024, 1024), 16, 64),
         (document(torch.arange(1024)[None] // 256) & causal(), long(1024, 1024), 12, 64),
         (prefix_lm(torch.tensor([0, 256])), long(1024, 1024, batch=2), 36 + 37, 128),
         (
@@ -247,7 +206,6 @@ def long(n_queries: int, n_keys: int, batch: int = 1) -> AttentionShape:
             12 + 36,
             128,
         ),
-        (causal() & softcap(3.0), long(1024, 1024), 36, 64),
     ],
     ids=lambda value: value.name if isinstance(value, Variant) else None,
 )
@@ -255,26 +213,17 @@ def test_skipped_blocks_are_counted(variant, shape, visited, blocks):
     assert block_sparsity(variant, shape) == pytest.approx(100 * (1 - visited / blocks))
 
 
-def test_score_modifications_are_not_joined_with_or():
-    with pytest.raises(ValueError, match="only masks can be joined with |, and 'softcap 2' modifies scores"):
-        causal() | softcap(2.0)
-    with pytest.raises(ValueError, match="'ALiBi' modifies scores"):
-        alibi(SLOPES) | causal()
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: sliding_window(0), "at least the query itself: 0"),
         (lambda: softcap(0.0), "finite and positive: 0.0"),
-        (lambda: softcap(math.inf), "finite and positive: inf"),
         (lambda: relative_bias(torch.zeros(4, 8)), r"2 max_distance \+ 1\): \(4, 8\)"),
         (lambda: dense_mask(document(IDS[:, 1:]), SHAPE), r"document ids must have shape \(2, 23\).*: \(2, 22\)"),
         (
             lambda: dense_mask(causal() & prefix_lm(PREFIXES[:1]), SHAPE),
             r"prefix lengths must have shape \(2,\).*\(1,\)",
         ),
-        (lambda: make_block_mask(prefix_lm(PREFIXES[:1]), SHAPE), "prefix lengths must have shape"),
         (
             lambda: variant_attention(*inputs(SHAPE)[:3], alibi(alibi_slopes(2))),
             r"slopes must have shape \(4,\).*\(2,\)",
@@ -285,6 +234,8 @@ def test_score_modifications_are_not_joined_with_or():
         ),
         (lambda: variant_attention(*inputs(SHAPE)[:3], alibi(SLOPES.to("meta"))), "'ALiBi' are on meta, not on cpu"),
         (lambda: variant_attention(*inputs(SHAPE)[:3], causal(), scale=-1.0), "the scale must be finite and positive"),
+        (lambda: variant_attention(*(x.requires_grad_() for x in inputs(SHAPE)[:3]), causal()), "no backward on a CPU"),
+        (lambda: alibi(SLOPES) | causal(), "only masks can be joined with |, and 'ALiBi' modifies scores"),
     ],
 )
 def test_what_does_not_fit_is_named(make, message):

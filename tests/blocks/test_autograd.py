@@ -1,8 +1,7 @@
-"""The written-out block among autograd's other nodes: a whole model, odd uses, and ranks that share the work."""
+"""The written-out block among autograd's other nodes: repeated uses, frozen parameters, what is held and freed."""
 
 import copy
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -12,11 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cs336_systems.blocks import REFERENCE, WrittenOutBlock, write_out
 from cs336_systems.config import PRECISIONS
 from cs336_systems.costs.kept import bytes_kept
-from cs336_systems.distributed import FSDP, BucketedDDP, ShardedOptimizer
 from cs336_systems.model import TransformerBlock, TransformerLM
 
-from ..distributed.checks import on_each
-from .cases import HANDOUT, KEEPS, LLAMA, QWEN, inputs, tables
+from .cases import KEEPS, LLAMA, QWEN, inputs, tables
 
 
 def models(config=QWEN, dtype=torch.float64, keep="products") -> tuple[TransformerLM, TransformerLM]:
@@ -43,35 +40,21 @@ def loss_of(model, ids) -> torch.Tensor:
 IDS = torch.arange(4 * 9).view(4, 9) * 7 % 50
 
 
-@pytest.mark.parametrize("keep", ["input", "products", "all-norm"])
-@pytest.mark.parametrize("config", [HANDOUT, replace(QWEN, tie_embeddings=True)], ids=["handout", "tied"])
-def test_a_model_trains_as_the_reference_does(config, keep):
-    pair = models(config, keep=keep)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in pair]
-    for _ in range(3):
-        losses = []
-        for model, optimizer in zip(pair, optimizers, strict=True):
-            loss = loss_of(model, IDS)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        torch.testing.assert_close(*losses, rtol=1e-11, atol=0)
-    torch.testing.assert_close(*(gradients(model) for model in pair), rtol=1e-7, atol=1e-11)
-
-
-def test_two_uses_of_one_block_add_up():
+def test_two_uses_of_one_block_add_up_and_odd_strides_are_served():
+    """x and dy are not contiguous, and another dy is one number expanded."""
     results = []
-    x, dy = inputs(LLAMA, 9, torch.float64)
+    x = torch.randn(LLAMA.d_model, 9, 2, dtype=torch.float64).transpose(0, 2)
+    dy = torch.randn(LLAMA.d_model, 2, 9, dtype=torch.float64).permute(1, 2, 0)
     for block in blocks():
         x = x.detach().requires_grad_()
         how = tables(LLAMA, 9, torch.float64)
         (block(block(x, *how), *how) + block(x, *how)).backward(dy)
+        block(x, *how).transpose(0, 1).sum().backward()
         results.append([x.grad, *gradients(block).values()])
     torch.testing.assert_close(*results)
 
 
-def test_a_second_backward_needs_a_retained_graph():
+def test_a_second_backward_needs_a_retained_graph_and_a_change_in_place_is_noticed():
     _, block = blocks()
     x, dy = inputs(LLAMA, 9, torch.float64)
     y = block(x, *tables(LLAMA, 9, torch.float64))
@@ -81,6 +64,12 @@ def test_a_second_backward_needs_a_retained_graph():
     assert all(torch.equal(twice, 2 * first) for twice, first in zip(gradients(block).values(), once, strict=True))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         y.backward(dy)
+    for changed in (x, block.ffn.w3.weight):
+        y = block(x, *tables(LLAMA, 9, torch.float64))
+        with torch.no_grad():
+            changed += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(dy)
 
 
 @pytest.mark.parametrize("keep", KEEPS)
@@ -129,18 +118,6 @@ def test_frozen_parameters_and_inputs_get_no_gradients():
     torch.testing.assert_close(*results)
 
 
-def test_odd_strides_are_served():
-    """x and dy that are not contiguous, and a dy that is one number expanded."""
-    results = []
-    x = torch.randn(LLAMA.d_model, 9, 2, dtype=torch.float64).transpose(0, 2)
-    for block in blocks():
-        y = block(x, *tables(LLAMA, 9, torch.float64))
-        y.transpose(0, 1).sum().backward(retain_graph=True)
-        (y.transpose(0, 1) * torch.arange(2)[:, None]).sum().backward()
-        results.append([y, *gradients(block).values()])
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.parametrize("keep", KEEPS)
 def test_autograd_holds_the_predicted_bytes(keep):
     """Beside parameters and rotary tables, which are there anyway; and nothing where no backward can come."""
@@ -157,17 +134,6 @@ def test_autograd_holds_the_predicted_bytes(keep):
     assert y.untyped_storage().data_ptr() not in storages
     with torch.no_grad():
         assert torch.equal(block(x, *how), y)
-
-
-def test_a_change_in_place_is_noticed():
-    _, block = blocks()
-    x, dy = inputs(LLAMA, 9, torch.float64)
-    for changed in (x, block.ffn.w3.weight):
-        y = block(x, *tables(LLAMA, 9, torch.float64))
-        with torch.no_grad():
-            changed += 1
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward(dy)
 
 
 def test_mixed_dtypes_and_autocast_are_refused():
@@ -192,63 +158,3 @@ def test_compiled_code_leaves_the_block_as_it_is():
     torch.testing.assert_close(
         *(torch.autograd.grad(each, tuple(model.parameters())) for each in (loss, expected)),
     )
-
-
-# --- ranks, each with half of the batch ----------------------------------------------------------------------------
-
-
-def own(rank) -> torch.Tensor:
-    return IDS.chunk(rank.world_size)[rank.rank]
-
-
-def expected_gradients() -> dict[str, torch.Tensor]:
-    reference, _ = models()
-    loss_of(reference, IDS).backward()
-    return gradients(reference)
-
-
-def data_parallel_gradients_are_means(rank):
-    for wrap in (nn.parallel.DistributedDataParallel, partial(BucketedDDP, bucket_size_mb=0.01)):
-        _, ours = models()  # its own: two wrappers on one model would both average its gradients
-        wrapped = wrap(ours)
-        loss_of(wrapped, own(rank)).backward()
-        torch.testing.assert_close(gradients(ours), expected_gradients())
-
-
-def fully_sharded_gradients_are_means(rank):
-    reference, ours = models()
-    expected = expected_gradients()
-    fsdp = FSDP(ours, units=lambda module: isinstance(module, TransformerBlock))
-    optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.5)
-    loss_of(fsdp, own(rank)).backward()
-    fsdp.finish_gradient_synchronization()
-    optimizer.step()
-    with torch.no_grad():
-        for name, whole in fsdp.gather_full_params().items():
-            before = reference.get_parameter(name)
-            torch.testing.assert_close(whole, before - 0.5 * expected[name], msg=name)
-
-
-def fully_sharded_blocks_must_be_units(rank):
-    fsdp = FSDP(models()[1])
-    with pytest.raises(RuntimeError, match="is read outside of its own module's call"):
-        fsdp(own(rank))
-
-
-def the_sharded_optimizer_steps(rank):
-    reference, ours = models()
-    sharded = ShardedOptimizer(ours.parameters(), torch.optim.AdamW, lr=0.01)
-    whole = torch.optim.AdamW(reference.parameters(), lr=0.01)
-    for model, optimizer in ((reference, whole), (ours, sharded)):
-        loss_of(model, IDS).backward()
-        optimizer.step()
-    torch.testing.assert_close(dict(ours.named_parameters()), dict(reference.named_parameters()))
-
-
-CHECKS = (
-    data_parallel_gradients_are_means,
-    fully_sharded_gradients_are_means,
-    fully_sharded_blocks_must_be_units,
-    the_sharded_optimizer_steps,
-)
-test_ranks = pytest.mark.slow(on_each(2, CHECKS, world=__name__))

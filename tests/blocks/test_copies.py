@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cs336_systems.attention.hopper import backward as hopper_backward
 from cs336_systems.attention.hopper import forward as hopper_forward
 from cs336_systems.blocks import BlockGradients, BlockOps, BlockWeights, Saved, backward, block_ops, forward, merge_
-from cs336_systems.blocks.attention import _through
+from cs336_systems.blocks.fused import attention_ops
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import LEVELS, kept_names
 from cs336_systems.kernels.allocating import FUNCTIONS, only_allocating
@@ -20,7 +20,7 @@ from tests.attention.hopper.unlaunched import hopper_unlaunched
 from .cases import tables
 
 CONFIG = ModelConfig("biased", d_model=64, d_ff=96, n_layers=1, n_heads=4, n_kv_heads=2, qkv_bias=True)
-HOPPER = _through(hopper_forward.launch_forward, hopper_backward.launch_backward)
+HOPPER = attention_ops(hopper_forward.launch_forward, hopper_backward.launch_backward)
 COPIES = {torch.ops.aten.copy_.default, torch.ops.aten.clone.default, torch.ops.aten.cat.default}
 
 

@@ -30,7 +30,7 @@ def of_all_logits(x, weight, targets, *, z_loss=0.0, reduction="mean") -> Tensor
     return F.cross_entropy(logits, targets, reduction=reduction) + z_loss * z
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 7, 100])
+@pytest.mark.parametrize("chunk", [1, 5, 100])
 @pytest.mark.parametrize("options", [{}, {"z_loss": 0.3}, {"reduction": "sum"}])
 def test_loss_and_gradients_are_those_of_all_logits(options, chunk):
     x, weight, targets = case(14, 3, 11)
@@ -42,25 +42,6 @@ def test_loss_and_gradients_are_those_of_all_logits(options, chunk):
     for factor in (1.0, -2.5):
         gradients = (torch.autograd.grad(factor * loss, (x, weight), retain_graph=True) for loss in (found, expected))
         torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_dtypes_err_no_more_than_all_logits_do(dtype):
-    """The budget is the error of the reference operation in the same dtype, and a rounding for each chunk's sum."""
-    x, weight, targets = case(60, 32, 50, dtype)
-    exact = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
-    expected = torch.autograd.grad(of_all_logits(*exact, targets), exact)
-    ours, theirs = (
-        torch.autograd.grad(loss(x, weight, targets), (x, weight))
-        for loss in (lambda *tensors: linear_cross_entropy(*tensors, chunk=20), REFERENCE_OPS.linear_cross_entropy)
-    )
-    for name, mine, plain, true in zip(("dx", "dweight"), ours, theirs, expected, strict=True):
-        scale = torch.linalg.vector_norm(true)
-        errors = [(torch.linalg.vector_norm(found.double() - true) / scale).item() for found in (mine, plain)]
-        print(f"{name}: in chunks {errors[0]:.1e}, all logits {errors[1]:.1e}")
-        assert errors[0] <= 2 * errors[1] + 3 * torch.finfo(dtype).eps
-        assert mine.dtype == dtype
-    assert linear_cross_entropy(x, weight, targets).dtype == torch.float32
 
 
 class Largest(TorchDispatchMode):
@@ -85,31 +66,28 @@ def test_no_more_logits_exist_than_those_of_a_chunk():
     assert largest.n_elements == 64 * 40
 
 
-def test_without_gradients_none_are_computed():
+def test_gradients_are_computed_where_they_are_wanted_in_the_dtype_of_the_leaf():
     x, weight, targets = case(6, 3, 5)
     with Largest() as largest, torch.no_grad():
         found = linear_cross_entropy(x, weight, targets, chunk=6)
     assert largest.n_elements == 6 * 5 and not found.requires_grad
-    frozen = linear_cross_entropy(x, weight.detach(), targets)
-    frozen.backward()
+    linear_cross_entropy(x, weight.detach(), targets).backward()
     assert weight.grad is None
     torch.testing.assert_close(x.grad, torch.autograd.grad(of_all_logits(x, weight, targets), x)[0])
-
-
-def test_where_no_target_counts_the_mean_is_nan_and_gradients_are_zero():
-    x, weight, _ = case(6, 3, 5)
     loss = linear_cross_entropy(x, weight, torch.full((6,), -100))
+    gradients = torch.autograd.grad(loss, (x, weight))
+    assert loss.isnan() and not any(gradient.any() for gradient in gradients)
+    narrow = x.detach().bfloat16().requires_grad_()
+    loss = linear_cross_entropy(narrow, weight.detach().bfloat16(), targets)
     loss.backward()
-    assert loss.isnan() and not x.grad.any() and not weight.grad.any()
+    assert (loss.dtype, narrow.grad.dtype) == (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
         ({"targets": torch.tensor([0, 5])}, r"target 5 is neither in \[0, 5\) nor -100"),
-        ({"targets": torch.tensor([0, -1])}, r"target -1 is neither in \[0, 5\) nor -100"),
         ({"targets": torch.tensor([0])}, r"x \(2, 3\), weight \(5, 3\) and targets \(1,\) are not"),
-        ({"weight": torch.zeros(5, 4)}, r"weight \(5, 4\)"),
         ({"chunk": 0}, "chunk must be positive, got 0"),
         ({"reduction": "median"}, "reduction must be mean or sum, got 'median'"),
     ],

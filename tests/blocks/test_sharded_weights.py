@@ -93,48 +93,44 @@ def same(model: nn.Module, expected: list[Tensor]) -> bool:
 
 
 FORMS = (partial(sharded, reduce_gradients=None), partial(sharded, reduce_gradients="reduce-scatter"))
-WAYS: tuple[tuple[Callable, Callable], ...] = (
-    (lambda model: model, adamw),
-    *((wrap, adamw) for wrap in (fsdp_of, FlatDDP, partial(BucketedDDP, bucket_size_mb=0.01))),
-    *((lambda model: model, form) for form in FORMS),
-    (FlatDDP, FORMS[0]),
+FROZEN = {"frozen": "layers.1.attn.k_proj.weight"}
+UNEVEN = {"config": replace(HANDOUT, d_ff=41)}
+QKV, GATE_UP = (TIED.d_model + 2 * TIED.d_kv, TIED.d_model), (2 * 41, HANDOUT.d_model)
+
+
+def itself(model: TransformerLM) -> TransformerLM:
+    return model
+
+
+WAYS: tuple[tuple[Callable, Callable, dict[str, object], set[tuple[int, ...]]], ...] = (
+    (itself, adamw, {}, set()),
+    *((wrap, adamw, {}, set()) for wrap in (fsdp_of, FlatDDP, partial(BucketedDDP, bucket_size_mb=0.01))),
+    *((itself, form, {}, set()) for form in FORMS),
+    (FlatDDP, FORMS[0], {}, set()),
+    (fsdp_of, adamw, FROZEN, set()),
+    *((itself, form, FROZEN, {QKV}) for form in FORMS),
+    (fsdp_of, adamw, UNEVEN, {GATE_UP}),
 )
+"""Wrapper, optimizer, what is special in the model, and the matrices that are then joined by a copy."""
 
 
-def nothing_is_joined_by_a_copy(rank):
-    expected = alone()
-    for wrap, make in WAYS:
-        model = wrap(model_of())
+def steps_are_those_of_one_process_without_copies(rank):
+    for wrap, make, how, copies in WAYS:
+        model = wrap(model_of(**how))
         optimizer = make(model)
         with copies_counted() as joined:
             train(model, optimizer)
-        assert joined == []
-        assert same(model, expected)
+        assert set(joined) == copies
+        assert same(model, alone(**how))
 
 
-def nor_from_meta(rank):
-    model = fsdp_of(model_of(device="meta"))
-    with copies_counted() as joined:
-        train(model, adamw(model))
-    assert joined == []
-    assert same(model, alone())
-
-
-def nor_in_a_compute_dtype(rank):
-    for device in ("cpu", "meta"):
-        model = fsdp_of(model_of(device=device), torch.bfloat16)
+def nor_are_there_copies_from_meta_or_in_a_compute_dtype(rank):
+    for device, dtype in (("meta", None), ("cpu", torch.bfloat16), ("meta", torch.bfloat16)):
+        model = fsdp_of(model_of(device=device), dtype)
         with copies_counted() as joined:
             train(model, adamw(model))
         assert joined == []
-
-
-def nor_where_a_part_is_frozen_under_fsdp(rank):
-    how = {"frozen": "layers.1.attn.k_proj.weight"}
-    model = fsdp_of(model_of(**how))
-    with copies_counted() as joined:
-        train(model, adamw(model))
-    assert joined == []
-    assert same(model, alone(**how))
+        assert dtype is not None or same(model, alone())
 
 
 def merged_gradients_travel_as_they_are(rank):
@@ -155,26 +151,6 @@ def merged_gradients_travel_as_they_are(rank):
     finally:
         fsdp_averaging.Reduction = Reduction
     assert [sorted(map(len, runs)) for runs in sent] == [*[[1, 1, 2, 3]] * TIED.n_layers, [1]]
-
-
-def what_is_frozen_in_part_is_joined_by_a_copy_elsewhere(rank):
-    how = {"frozen": "layers.1.attn.k_proj.weight"}
-    expected = alone(**how)
-    for make in FORMS:
-        model = model_of(**how)
-        with copies_counted() as joined:
-            train(model, make(model))
-        assert set(joined) == {(TIED.d_model + 2 * TIED.d_kv, TIED.d_model)}
-        assert same(model, expected)
-
-
-def rows_that_do_not_divide_are_joined_by_a_copy(rank):
-    config = replace(HANDOUT, d_ff=41)
-    model = fsdp_of(model_of(config=config))
-    with copies_counted() as joined:
-        train(model, adamw(model))
-    assert set(joined) == {(2 * 41, config.d_model)}
-    assert same(model, alone(config=config))
 
 
 def optimizer_states_are_those_of_one_process(rank):
@@ -218,14 +194,16 @@ def ranks_must_agree_on_what_lies_together(rank):
         sharded(model, None)
 
 
+def blocks_must_be_units_of_fsdp(rank):
+    with pytest.raises(RuntimeError, match="is read outside of its own module's call"):
+        FSDP(model_of())(IDS)
+
+
 CHECKS = (
-    nothing_is_joined_by_a_copy,
-    nor_from_meta,
-    nor_in_a_compute_dtype,
-    nor_where_a_part_is_frozen_under_fsdp,
+    blocks_must_be_units_of_fsdp,
+    steps_are_those_of_one_process_without_copies,
+    nor_are_there_copies_from_meta_or_in_a_compute_dtype,
     merged_gradients_travel_as_they_are,
-    what_is_frozen_in_part_is_joined_by_a_copy_elsewhere,
-    rows_that_do_not_divide_are_joined_by_a_copy,
     optimizer_states_are_those_of_one_process,
     checkpoints_are_those_of_the_reference_model,
     ranks_must_agree_on_what_lies_together,

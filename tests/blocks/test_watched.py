@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.blocks import REFERENCE, write_out
+from cs336_systems.blocks.maxima import FoundMaxima
 from cs336_systems.blocks.quantized import ACTIVATIONS, GRADIENTS
 from cs336_systems.blocks.watched import WatchedProducts, watching
 from cs336_systems.kernels.quantize_reference import dequantize
@@ -31,8 +32,7 @@ def gradients(model: TransformerLM) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("keep", ["products", "input"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "keep"), [("tensor", "input"), *((name, "products") for name in RECIPES)])
 def test_a_step_that_is_watched_is_the_same_step(recipe, keep):
     expected = gradients(model_of(RECIPES[recipe], keep))
     model = model_of(RECIPES[recipe], keep)
@@ -65,21 +65,19 @@ def test_counts_are_those_of_all_elements(monkeypatch, recipe, columns_alone):
     x = (torch.randn(64, 160) * torch.randn(64, 160).mul(4).exp()).bfloat16()
     x[3], x[:, 5] = 0.0, 0.0
     watch = WatchedProducts(products_of(RECIPES[recipe]), 0)
-    absmax = watch.maxima(x).of("normed1", x)
-    operand = watch.read(x, absmax, rows=not columns_alone)
+    operand = watch.read("normed1", x, watch.maxima(x), rows=not columns_alone)
     read, seen = (operand.columns, x.T) if columns_alone else (operand.rows, x)
     again = dequantize(read.values, read.scale)
     zeroed = int(((again == 0) & (seen != 0)).sum())
     assert 0 < zeroed < x.numel()
     assert watch.found["normed1"].tolist() == [x.abs().max().item(), zeroed, 0, x.numel()]
-    watch.maxima(x).of("normed1", x)
-    watch.read(x, absmax, rows=not columns_alone)
+    watch.read("normed1", x, watch.maxima(x), rows=not columns_alone)
     assert watch.found["normed1"].tolist() == [x.abs().max().item(), 2 * zeroed, 0, 2 * x.numel()]
 
 
 def test_a_scale_that_is_too_small_cuts_off():
     x = torch.linspace(-1, 1, 32 * 16).view(32, 16)
     watch = WatchedProducts(products_of(RECIPES["tensor"]), 0)
-    watch.reading = "dy"
-    watch.read_gradient(x, torch.tensor(0.5))
+    maxima = FoundMaxima(torch.tensor([0.5]), ["dy"], watch.quantizers, known=True)
+    watch.read_gradient("dy", x, maxima)
     assert watch.found["dy"][2] == (x.abs() > 0.5).sum() > 0

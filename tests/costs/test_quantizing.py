@@ -68,7 +68,7 @@ class Counted:
             rotate_=noting(REFERENCE.rotate_, lambda arguments, found: arguments[0]),
         )
 
-    def swiglu(self, gate_up, *, absmax, slopes):
+    def swiglu(self, gate_up, *, absmax, slopes=None):
         product = self.reference.swiglu(gate_up)
         absmax.copy_(product.abs().max())
         return product

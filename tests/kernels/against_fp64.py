@@ -21,21 +21,30 @@ def random(shape: tuple[int, ...], device: str, dtype: torch.dtype, seed: int = 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def check(name: str, actual: Tensor, eager: Tensor, exact: Tensor) -> None:
-    """``actual`` within twice the eager error, plus a floor for where that is nought by luck.
+def error(actual: Tensor, exact: Tensor) -> float:
+    """The largest absolute difference; infinities must be equal, NaN fails."""
+    assert actual.shape == exact.shape, (actual.shape, exact.shape)
+    assert not actual.isnan().any()
+    infinite = exact.isinf()
+    assert torch.equal(actual.isinf(), infinite)
+    difference = (actual.double() - exact).masked_fill(infinite, 0.0)
+    return difference.abs().max().item() if difference.numel() else 0.0
 
-    The floor is of the largest value one rounding to the dtype, and 8 in fp32: fast exponentials and divisions on a GPU
-    are good to two each.
+
+def check(name: str, actual: Tensor, eager: Tensor, exact: Tensor, floor: float | Tensor | None = None) -> None:
+    """``actual`` has at most twice the error of eager code in the same dtype, plus a floor where that is 0 by luck.
+
+    By default the floor is one rounding of the largest value to the dtype, and 8 in fp32: fast exponentials and
+    divisions on a GPU are good to two each. Where terms of a sum cancel, the caller gives it.
     """
-    assert actual.shape == eager.shape == exact.shape
-    assert actual.dtype == eager.dtype
-    assert actual.isfinite().all(), name
-    if actual.numel():
-        ours, others = ((x.double() - exact).abs().max().item() for x in (actual, eager))
+    assert actual.dtype == eager.dtype, name
+    if floor is None:
         rounding = torch.finfo(actual.dtype).eps + 8 * torch.finfo(torch.float32).eps
-        allowed = 2 * others + rounding * exact.abs().max().item()
-        print(f"{name} {tuple(actual.shape)} {actual.dtype}: {ours:.2e}, eager {others:.2e}, allowed {allowed:.2e}")
-        assert ours <= allowed, name
+        floor = rounding * exact.abs().max().item() if exact.numel() else 0.0
+    ours, others = error(actual, exact), error(eager, exact)
+    allowed = 2 * others + float(floor)
+    print(f"{name} {tuple(actual.shape)} {actual.dtype}: {ours:.2e}, eager {others:.2e}, allowed {allowed:.2e}")
+    assert ours <= allowed, name
 
 
 def check_refused(*cases: tuple[Callable[[], object], str]) -> None:

@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.kernels import adamw_table
 from cs336_systems.kernels.adamw import BLOCK, CHUNK, Update, UpdateTable, adamw_
-from cs336_systems.kernels.tensor_table import to_device
 from cs336_systems.training import AdamW
-from tests.kernels.against_fp64 import check_refused
+from tests.kernels.against_fp64 import check, check_refused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, BF16 = torch.float32, torch.bfloat16
 HYPERPARAMETERS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.3}
-SIZES = [0, 1, 7, BLOCK, 2 * BLOCK + 3, CHUNK + BLOCK + 1]
+SIZES = [0, 7, 2 * BLOCK + 3, CHUNK + BLOCK + 1]
 N = 2**15
 SIGMAS = 5
 """Of a binomial count: passed by chance once in 1.7 million, and the seeds are fixed."""
@@ -56,11 +54,6 @@ def eager(update: Update, dtype: torch.dtype, scale: float = 1.0) -> list[Tensor
     return [parameter.detach(), *moments.values()]
 
 
-def error(actual: Tensor, exact: Tensor) -> float:
-    assert not actual.isnan().any()
-    return (actual.double() - exact).abs().max().item() if actual.numel() else 0.0
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_one_step_in_fp32(size: int) -> None:
     """Twice eager's error and two ulp: one product more (the scale), and the hardware's root and division."""
@@ -69,13 +62,10 @@ def test_one_step_in_fp32(size: int) -> None:
     adamw_([update], torch.tensor(0.25, device=DEVICE), stochastic_rounding=True)
     assert update.step == 4
     for name, actual, rival, exact in zip(("p", "m", "v"), tensors_of(update), other, truth, strict=True):
-        largest = exact.abs().max().item() if size else 0.0
-        budget = 2 * error(rival, exact) + 2 * torch.finfo(FP32).eps * largest
-        print(f"{name} {size}: {error(actual, exact):.2e}, allowed {budget:.2e}")
-        assert error(actual, exact) <= budget
+        check(name, actual, rival, exact, 2 * torch.finfo(FP32).eps * exact.abs().max() if size else 0.0)
 
 
-@pytest.mark.parametrize("dtypes", [(BF16, BF16, BF16), (BF16, FP32, BF16), (BF16, BF16, FP32), (FP32, BF16, BF16)])
+@pytest.mark.parametrize("dtypes", [(BF16, FP32, BF16), (BF16, BF16, FP32), (FP32, BF16, BF16)])
 def test_what_is_bf16_is_a_neighbour_of_the_exact_value(dtypes: tuple[torch.dtype, ...]) -> None:
     update = make(2 * BLOCK + 3, dtypes)
     truth = eager(update, torch.float64)
@@ -102,41 +92,40 @@ def test_a_master_is_updated_as_a_parameter_in_fp32_is_and_the_parameter_is_what
     assert torch.equal(narrow.parameter, narrow.master.bfloat16())
 
 
-def test_many_tensors_of_many_hyperparameters_are_the_tensors_alone() -> None:
-    own = [{"lr": 0.1}, {"weight_decay": 0.0}, {"betas": (0.5, 0.6)}, {"eps": 1e-8}]
-    together = [make(5 + 40 * i, (BF16, BF16, BF16), i, number=i, seed=i % 2, **own[i % 4]) for i in range(12)]
-    alone = [copy(update) for update in together]
+@pytest.mark.parametrize("dtypes", [(BF16, BF16, BF16), (FP32, BF16, FP32)])
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's
+def test_many_tensors_are_the_tensors_alone_and_note_their_magnitudes(dtypes: tuple[torch.dtype, ...]) -> None:
+    """Of whatever hyperparameters; the last two share a place for the largest magnitude, and NaN shows there."""
+    own = [{"lr": 0.1}, {"weight_decay": 0.0}, {"betas": (0.5, 0.6)}, {"eps": 1e-8}, {}]
+    sizes = [0, 7, BLOCK + 3, CHUNK + 5, 9]
+    alone = [make(n, dtypes, i, number=i, seed=i % 2, **own[i]) for i, n in enumerate(sizes)]
+    slots = torch.full((4,), 7.0, device=DEVICE)
+    together = [copy(update, absmax=slots[min(i, 3)]) for i, update in enumerate(alone)]
+    adamw_(together, torch.tensor(math.inf, device=DEVICE), stochastic_rounding=True)
+    assert (slots == 7).all() and all(map(same_bits, together, alone))
     adamw_(together, stochastic_rounding=True)
     for update, other in zip(together, alone, strict=True):
         adamw_([other], stochastic_rounding=True)
         assert same_bits(update, other)
+    largest = [update.parameter.abs().max().item() if update.parameter.numel() else 0.0 for update in alone]
+    assert slots.tolist() == [*largest[:3], max(largest[3:])]
+    together[1].gradient[3] = math.nan
+    adamw_(together, stochastic_rounding=True)
+    assert slots.isnan().tolist() == [False, True, False, False]
+    assert together[1].parameter.isnan().sum() == 1
 
 
-@pytest.mark.parametrize("dtypes", [(BF16, BF16, BF16), (FP32, BF16, FP32)])
-def test_absmax_is_that_of_the_written_weights(dtypes: tuple[torch.dtype, ...]) -> None:
-    slots = torch.full((len(SIZES),), 7.0, device=DEVICE)
-    updates = [make(size, dtypes, i, number=i) for i, size in enumerate(SIZES)]
-    plain = [copy(update) for update in updates]
-    updates = [update._replace(absmax=slot) for update, slot in zip(updates, slots, strict=True)]
-    skipped = torch.tensor(math.inf, device=DEVICE)
-    adamw_(updates, skipped, stochastic_rounding=True)
-    assert (slots == 7).all()
-    adamw_(updates, stochastic_rounding=True)
-    adamw_(plain, stochastic_rounding=True)
-    for update, other in zip(updates, plain, strict=True):
-        assert same_bits(update, other)
-        assert update.absmax == (update.parameter.abs().max() if update.parameter.numel() else 0)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's
-def test_absmax_is_shared_within_a_call_and_keeps_nan() -> None:
-    merged, alone = torch.zeros((), device=DEVICE), torch.zeros((), device=DEVICE)
-    parts = [make(CHUNK + 5, (BF16, BF16, BF16), i, number=i, absmax=merged) for i in range(3)]
-    broken = make(7, (BF16, BF16, BF16), 3, number=3, absmax=alone)
-    broken.gradient[3] = math.nan
-    adamw_([*parts, broken, make(9, (BF16, BF16, BF16))], stochastic_rounding=False)
-    assert merged == max(part.parameter.abs().max() for part in parts)
-    assert alone.isnan()
+@pytest.mark.parametrize("scale", [math.nan, 1.0])
+def test_a_scale_that_is_not_finite_changes_nothing_and_gradients_may_be_cleared(scale: float) -> None:
+    updates = [make(BLOCK + 5, (BF16, BF16, FP32)) for _ in range(3)]
+    for update, clear in zip(updates[1:], (False, True), strict=True):
+        factor = torch.tensor([scale], device=DEVICE)
+        adamw_([update], factor, stochastic_rounding=True, clear_gradients=clear)
+        assert update.gradient.any() == (not clear)
+    before, kept, cleared = updates
+    assert same_bits(kept, cleared)
+    assert same_bits(kept, before) == math.isnan(scale)
+    assert kept.step == (3 if math.isnan(scale) else 4)
 
 
 def count_is_binomial(hits: Tensor, probability: float) -> bool:
@@ -149,22 +138,6 @@ def count_is_binomial(hits: Tensor, probability: float) -> bool:
 def constant(values: Sequence[float], n: int = N, **fields) -> Update:
     tensors = [torch.full((n,), value, dtype=BF16, device=DEVICE) for value in values]
     return Update(*tensors, torch.tensor(0, device=DEVICE), **fields)
-
-
-def test_rounding_of_moments_is_unbiased_and_independent() -> None:
-    """m = 1 + 1/256, between 1 and 1 + 1/128 at 1/2; v = 1 + 1/256 + 1/65536, at 1/2 + 1/512; both exact in fp32."""
-    update = constant((1, 1 + 2**-7, 1, 1), lr=0.0, betas=(0.5, 0.75), eps=1e-8, weight_decay=0.0)
-    adamw_([update], stochastic_rounding=True)
-    m_up, v_up = update.exp_avg == 1 + 2**-7, update.exp_avg_sq == 1 + 2**-7
-    assert (m_up | (update.exp_avg == 1)).all()
-    assert (v_up | (update.exp_avg_sq == 1)).all()
-    p_v = 0.5 + 2**-9
-    assert count_is_binomial(m_up, 0.5)
-    assert count_is_binomial(v_up, p_v)
-    assert count_is_binomial(m_up & v_up, 0.5 * p_v)
-    assert count_is_binomial(m_up[::2] & m_up[1::2], 0.25)  # the two elements that share 128 bits
-    assert count_is_binomial(v_up[::2] & v_up[1::2], p_v**2)
-    assert count_is_binomial(m_up[:CHUNK] & m_up[CHUNK : 2 * CHUNK], 0.25)
 
 
 def test_rounding_of_parameters_is_unbiased_in_both_directions_of_zero() -> None:
@@ -240,7 +213,7 @@ def test_random_bits_are_philoxs() -> None:
         assert (update.exp_avg_sq[i] > 1) == ((words[2] >> 16 * (i % 2) & 0xFFFF) + 32896 >= 65536)
 
 
-@pytest.mark.parametrize("cut", [BLOCK, 16, 1001, 8, 1])
+@pytest.mark.parametrize("cut", [BLOCK, 1001, 8])
 def test_two_shards_are_the_whole_to_the_bit(cut: int) -> None:
     """Even and odd places, aligned or not: the paths by blocks and by elements draw the same bits."""
     whole = make(2 * BLOCK + 100, (BF16, BF16, BF16), number=3)
@@ -255,55 +228,6 @@ def test_two_shards_are_the_whole_to_the_bit(cut: int) -> None:
         adamw_([whole], stochastic_rounding=True)
         adamw_(shards, stochastic_rounding=True)
         assert same_bits(whole, parts)
-
-
-@pytest.mark.parametrize("scale", [math.nan, math.inf])
-def test_a_scale_that_is_not_finite_changes_nothing_but_clears(scale: float) -> None:
-    update = make(CHUNK + 5, (BF16, BF16, FP32))
-    before, factor = copy(update), torch.tensor([scale], device=DEVICE)
-    adamw_([update], factor, stochastic_rounding=True)
-    assert same_bits(update, before)
-    assert torch.equal(update.gradient, before.gradient)
-    adamw_([update], factor, stochastic_rounding=True, clear_gradients=True)
-    assert same_bits(update, before)
-    assert not update.gradient.any()
-    assert update.step == 3
-
-
-def test_a_new_learning_rate_of_all_tensors_is_no_copy(monkeypatch) -> None:
-    copied = []
-    monkeypatch.setattr(adamw_table, "to_device", lambda *given: copied.append(given[0]) or to_device(*given))
-    updates = [make(7, (BF16, BF16, BF16), weight_decay=decay) for decay in (0.1, 0.0)]
-    table = UpdateTable()
-    for lr, betas, n_copies in ((0.1, (0.9, 0.95), 1), (0.2, (0.9, 0.95), 1), (0.3, (0.8, 0.9), 1)):
-        updates = [update._replace(lr=lr, betas=betas) for update in updates]
-        table.describe(updates, torch.device(DEVICE))
-        assert len(copied) == n_copies
-        expected = [(update.lr, *update.betas, update.eps, update.weight_decay) for update in updates]
-        assert torch.equal(table.hyperparameters.cpu(), torch.tensor(expected, dtype=torch.float64))
-    table.describe([updates[0]._replace(lr=0.4), updates[1]], torch.device(DEVICE))
-    assert len(copied) == 2
-    assert table.hyperparameters[:, 0].tolist() == [0.4, 0.3]
-
-
-def test_gradients_are_cleared_after_use() -> None:
-    kept, cleared = (make(BLOCK + 7, (BF16, FP32, BF16)) for _ in range(2))
-    adamw_([kept], stochastic_rounding=True)
-    adamw_([cleared], stochastic_rounding=True, clear_gradients=True)
-    assert same_bits(kept, cleared)
-    assert not cleared.gradient.any()
-    assert torch.equal(kept.gradient, make(BLOCK + 7, (BF16, FP32, BF16)).gradient)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_bad_gradient_shows_in_its_own_element_alone(value: float) -> None:
-    update = make(300, (BF16, BF16, BF16))
-    update.gradient[17] = value
-    adamw_([update], stochastic_rounding=True)
-    for x in tensors_of(update):
-        assert x.isfinite().sum() == 299
-        assert not x[17].isfinite()
-    assert update.parameter[17].isnan()  # inf / inf
 
 
 def test_refusals() -> None:

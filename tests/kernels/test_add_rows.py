@@ -16,7 +16,7 @@ def words(n: int, n_words: int) -> torch.Tensor:
     return torch.where(torch.rand(n, generator=generator) < 0.5, n_words // 2, ids)
 
 
-@pytest.mark.parametrize(("n", "n_words", "d"), [(1, 3, 1), (40, 7, 5), (97, 30, 64), (16, 3, 300), (0, 4, 8)])
+@pytest.mark.parametrize(("n", "n_words", "d"), [(1, 3, 1), (40, 7, 5), (16, 3, 300), (0, 4, 8)])
 def test_values(n: int, n_words: int, d: int) -> None:
     for dtype in DTYPES:
         generator = torch.Generator().manual_seed(1)

@@ -9,7 +9,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 1), (300, 70), (CHUNK_ROWS, 128), (2 * CHUNK_ROWS + 37, 257), (0, 5), (5, 0)])
+@pytest.mark.parametrize("shape", [(1, 1), (2 * CHUNK_ROWS + 37, 130), (0, 5), (5, 0)])
 def test_values(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     sums, exact = column_sums(x), x.double().sum(0)

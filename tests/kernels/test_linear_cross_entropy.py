@@ -1,20 +1,16 @@
 """Head and loss in chunks against full logits in fp64: values, gradients, what is allocated, what is refused."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from cs336_systems.kernels import linear_cross_entropy as module
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy as public
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy_forward_backward
-from tests.kernels.against_fp64 import check_refused
+from tests.kernels.against_fp64 import check, check_refused, error
 
 ON_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if ON_CUDA else "cpu"
@@ -56,14 +52,8 @@ def formula(
     return Results(loss.detach(), *torch.autograd.grad(loss, (x, weight)), lse.detach())
 
 
-def error(actual: Tensor, exact: Tensor) -> float:
-    assert actual.shape == exact.shape
-    assert not actual.isnan().any()
-    return (actual.double() - exact).abs().max().item()
-
-
-def check(x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, chunk: int | None = None) -> None:
-    """Errors against fp64: at most twice those of full logits in the same dtype, plus a floor for its luck.
+def check_all(x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, chunk: int | None = None) -> None:
+    """Against full logits in fp64 and in the same dtype.
 
     The floor rounds each term of a sum once, and the sum over chunks once per chunk; an exponential carries the
     rounding of its fp32 argument, logits times log2(e).
@@ -84,36 +74,24 @@ def check(x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ch
         per_term * n_chunks * (terms.t() @ x.double().abs()),
         torch.tensor(in_exponent),
     )
-    for name in Results._fields:
-        actual, truth = getattr(got, name), getattr(exact, name)
-        allowed = 2 * error(getattr(eager, name), truth) + getattr(floors, name).max().item()
-        print(f"{name} {tuple(x.shape)} {len(weight)} {x.dtype}: {error(actual, truth):.2e}, allowed {allowed:.2e}")
-        assert error(actual, truth) <= allowed, name
+    for name, *of in zip(Results._fields, got, eager, exact, (floor.max() for floor in floors), strict=True):
+        check(name, *of)
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize(
-    ("shape", "chunk"),
-    [((1, 1, 3), None), ((1, 37, 5), None), ((13, 101, 16), 5), ((7, 5003, 8), 3), ((5, 33001, 8), 4)],
+    ("shape", "chunk", "z_loss"),
+    [((1, 1, 3), None, 0.0), ((13, 101, 16), 5, 0.01), ((7, 5003, 8), 3, 0.0), ((5, 33001, 8), 4, 0.01)],
 )
 def test_values_and_gradients(shape: tuple[int, int, int], chunk: int | None, z_loss: float) -> None:
     for dtype in DTYPES:
-        check(*make(*shape, dtype), z_loss=z_loss, chunk=chunk)
-
-
-@given(st.integers(1, 9), st.integers(1, 300), st.integers(1, 12), st.integers(1, 10), st.integers(0, 100))
-@settings(max_examples=15, deadline=None, database=None, derandomize=True)
-def test_any_shape(n_tokens: int, n_words: int, d: int, chunk: int, seed: int) -> None:
-    check(*make(n_tokens, n_words, d, seed=seed), chunk=chunk, z_loss=0.1)
-
-
-def test_large_logits_overflow_nowhere() -> None:
-    x, weight, targets = make(5, 70, 4)
-    got = Results(*linear_cross_entropy_forward_backward(1e4 * x, weight, targets))
-    exact = formula(1e4 * x, weight, targets, dtype=torch.float64)
-    torch.testing.assert_close(got.loss.double(), exact.loss, rtol=1e-5, atol=0.0)
-    torch.testing.assert_close(got.dweight.double(), exact.dweight, rtol=1e-3, atol=1e-3)
+        inputs = make(*shape, dtype)
+        check_all(*inputs, z_loss=z_loss, chunk=chunk)
+    check_all(100 * inputs[0], *inputs[1:], chunk=chunk)  # logits whose exponentials overflow
+    transposed = [*(t.t().contiguous().t() for t in inputs[:2]), torch.stack((inputs[2],) * 2, dim=-1)[:, 0]]
+    pairs = (linear_cross_entropy_forward_backward(*tensors, chunk=chunk) for tensors in (inputs, transposed))
+    for found, expected in zip(*pairs, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_the_chunk_is_chosen_by_the_bytes_of_its_logits() -> None:
@@ -124,52 +102,31 @@ def test_the_chunk_is_chosen_by_the_bytes_of_its_logits() -> None:
     assert module.default_chunk(5000, 10**7, 4) == module.default_chunk(0, 10, 4) == 256
 
 
-def test_targets_that_do_not_count_as_torch_has_them() -> None:
-    x, weight, targets = (t.requires_grad_(t.is_floating_point()) for t in make(4, 10, 3))
-    targets = torch.full_like(targets, IGNORED)
-    for function in (lambda: public(x, weight, targets), lambda: F.cross_entropy(x @ weight.t(), targets)):
-        loss = function()
-        assert loss.isnan()
-        for gradient in torch.autograd.grad(loss, (x, weight)):
-            assert (gradient == 0).all()
-    assert public(x, weight, targets, reduction="sum") == 0
-    targets = torch.tensor([7, 0, 7, 3], device=DEVICE)
-    torch.testing.assert_close(
-        public(x, weight, targets, ignore_index=7), F.cross_entropy(x @ weight.t(), targets, ignore_index=7)
-    )
-
-
 @pytest.mark.usefixtures("poisoned")
-def test_no_tokens() -> None:
-    x, weight, targets = make(0, 10, 3)
-    loss, dx, dweight, lse = linear_cross_entropy_forward_backward(x, weight, targets)
-    assert loss.isnan()
-    assert dx.shape == (0, 3)
-    assert lse.shape == (0,)
-    assert (dweight == 0).all()
+def test_where_no_target_counts_the_mean_is_nan_and_gradients_are_zero() -> None:
+    for n_tokens in (0, 4):
+        x, weight, targets = make(n_tokens, 10, 3)
+        loss, dx, dweight, lse = linear_cross_entropy_forward_backward(x, weight, torch.full_like(targets, IGNORED))
+        assert loss.isnan() and lse.shape == (n_tokens,)
+        assert not dx.any() and dx.shape == x.shape and not dweight.any()
+        assert public(x, weight, torch.full_like(targets, 7), ignore_index=7, reduction="sum") == 0
 
 
-def test_gradients_accumulate_where_they_lie() -> None:
-    x, weight, targets = make(9, 40, 8)
-    _, _, alone, _ = linear_cross_entropy_forward_backward(x, weight, targets, chunk=4)
-    before = torch.randn_like(weight)
-    grad_weight = before.clone()
-    _, _, dweight, _ = linear_cross_entropy_forward_backward(x, weight, targets, chunk=4, grad_weight=grad_weight)
-    assert dweight is grad_weight
-    torch.testing.assert_close(grad_weight, before + alone, rtol=1e-5, atol=1e-6)
-
-
-def test_micro_batches_share_a_denominator() -> None:
+def test_micro_batches_share_a_denominator_and_gradients_add_up_where_they_lie() -> None:
     x, weight, targets = make(10, 40, 8)
     loss, dx, dweight, _ = linear_cross_entropy_forward_backward(x, weight, targets)
-    n_counting, grad_weight = (targets != IGNORED).sum(), torch.zeros_like(weight)
+    n_counting, before = (targets != IGNORED).sum(), torch.randn_like(weight)
+    grad_weight = before.clone()
     parts = [
-        linear_cross_entropy_forward_backward(x_M, weight, t_M, grad_weight=grad_weight, denominator=n_counting)
+        linear_cross_entropy_forward_backward(
+            x_M, weight, t_M, grad_weight=grad_weight, denominator=n_counting, chunk=3
+        )
         for x_M, t_M in zip(x.split(4), targets.split(4), strict=True)
     ]
+    assert all(part[2] is grad_weight for part in parts)
     torch.testing.assert_close(sum(part[0] for part in parts), loss)
     torch.testing.assert_close(torch.cat([part[1] for part in parts]), dx)
-    torch.testing.assert_close(grad_weight, dweight)
+    torch.testing.assert_close(grad_weight, before + dweight)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -185,80 +142,16 @@ def test_autograd_scales_by_the_arriving_gradient(reduction: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, x)
-
-
-def test_only_what_is_wanted_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    in_chunks = module.in_chunks
-
-    def spy(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        asked.append((arguments[5], arguments[3] is not None, arguments[7].keywords["gradient"]))
-        return in_chunks(*arguments)
-
-    monkeypatch.setattr(module, "in_chunks", spy)
-    x, weight, targets = make(6, 30, 8)
-    wanted = formula(x, weight, targets)
-    x_leaf, weight_leaf = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    public(x_leaf, weight, targets).backward()
-    torch.testing.assert_close(x_leaf.grad, wanted.dx)
-    public(x, weight_leaf, targets).backward()
-    torch.testing.assert_close(weight_leaf.grad, wanted.dweight)
+    for wanted_alone, gradient in ((0, wanted[0]), (1, wanted[1])):
+        leaves = [t.detach().requires_grad_(i == wanted_alone) for i, t in enumerate((x_BSD, weight))]
+        loss = 3.0 * public(*leaves, targets_BS, reduction=reduction, chunk=5)
+        found = torch.autograd.grad(loss, leaves[wanted_alone])[0]
+        torch.testing.assert_close(found.view_as(gradient), gradient, rtol=1e-5, atol=1e-6)
     with torch.no_grad():
-        loss = public(x_leaf, weight_leaf, targets)
-    torch.testing.assert_close(loss, wanted.loss)
-    assert not public(x, weight, targets).requires_grad
-    assert asked == [(True, False, True), (False, True, True), (False, False, False), (False, False, False)]
+        torch.testing.assert_close(public(x_BSD, weight, targets_BS, reduction=reduction, chunk=5), expected.detach())
 
 
-def test_a_tied_weight_gets_both_gradients() -> None:
-    _, weight, targets = make(7, 30, 8)
-    ids = torch.arange(7, device=DEVICE)
-    tied, expected = (weight.clone().requires_grad_() for _ in range(2))
-    public(F.embedding(ids, tied), tied, targets).backward()
-    F.cross_entropy(F.embedding(ids, expected) @ expected.t(), targets).backward()
-    torch.testing.assert_close(tied.grad, expected.grad)
-
-
-def test_strides() -> None:
-    x, weight, targets = make(9, 50, 8)
-    wanted = linear_cross_entropy_forward_backward(x, weight, targets, chunk=4)
-    spread = [torch.stack((t, t), dim=-1)[..., 0] for t in (x, weight, targets)]
-    transposed = [x.t().contiguous().t(), weight.t().contiguous().t(), targets]
-    for inputs in (spread, transposed):
-        got = linear_cross_entropy_forward_backward(*inputs, chunk=4)
-        for a, b in zip(got, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor's memory that an operation returns."""
-
-    n_elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        found = function(*arguments, **(options or {}))
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, Tensor):
-                self.n_elements = max(self.n_elements, tensor.untyped_storage().nbytes() // tensor.itemsize)
-        return found
-
-
-def rows_in_torch(logits: Tensor, targets: Tensor, losses: Tensor, lse: Tensor) -> None:
-    """What the kernel does with a scale of 1, if all targets count."""
-    lse.copy_(logits.logsumexp(-1))
-    losses.copy_(lse - logits.gather(1, targets[:, None])[:, 0])
-    logits.sub_(lse[:, None]).exp_().scatter_add_(1, targets[:, None], -torch.ones_like(logits[:, :1]))
-
-
-@pytest.mark.slow
-def test_no_more_than_a_chunk_of_logits_exists() -> None:
-    x, weight, targets = make(64, 1000, 8)
-    with Largest() as largest:
-        module.in_chunks(x, weight, targets.clamp(min=0), torch.zeros_like(weight), True, True, 16, rows_in_torch)
-    assert largest.n_elements == 16 * 1008
-
-
-@pytest.mark.parametrize("wrong", [-1, 11, 2**40])
+@pytest.mark.parametrize("wrong", [-1, 2**40])
 def test_targets_out_of_range_are_refused_or_make_nan(wrong: int) -> None:
     x, weight, _ = make(3, 11, 4)
     targets = torch.tensor([0, wrong, 10], device=DEVICE)
@@ -282,12 +175,10 @@ def test_refusals() -> None:
     check_refused(
         (lambda: public(x, weight, targets[:2]), r"targets \(2,\) do not match x \(3, 4\)"),
         (lambda: public(x, weight[:, :3], targets), r"weight \(11, 3\) .* x \(3, 4\)"),
-        (lambda: public(x, weight[:0], targets), r"weight \(0, 4\)"),
         (lambda: public(x, weight, targets.int()), "got torch.int32"),
         (lambda: public(x.half(), weight.half(), targets), "in float16"),
         (lambda: public(x, weight.bfloat16(), targets), "x torch.float32 on .*, weight torch.bfloat16 on"),
         (lambda: public(x.double(), weight.double(), targets), "got torch.float64"),
-        (lambda: public(x, weight.to("meta"), targets), "weight torch.float32 on meta"),
         (lambda: public(x, weight, targets.to("meta")), f"targets are on meta, x is on {DEVICE}"),
         (lambda: public(x, weight, targets, reduction="none"), "got 'none'"),
         (lambda: public(x, weight, targets, chunk=0), "got 0"),
@@ -303,7 +194,7 @@ class TestOnGpu:
     @pytest.mark.parametrize("n_words", [50_257, 151_936])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_vocabularies(self, dtype: torch.dtype, n_words: int) -> None:
-        check(*make(700, n_words, 256, dtype), chunk=256, z_loss=1e-4)
+        check_all(*make(700, n_words, 256, dtype), chunk=256, z_loss=1e-4)
 
     def test_beyond_two_to_the_31_logits(self) -> None:
         x, weight, targets = make(16_384, 151_936, 16, torch.bfloat16)

@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.blocks import reference
 from cs336_systems.kernels.norm_rotate import norm_rotate, norm_rotate_backward_
 from cs336_systems.model import ops
 from tests.kernels.against_fp64 import PLACES, check, random
 
 from .test_rotary import angles, split
 
-SHAPES = [(2, 5, 3, 3, 64), (1, 7, 4, 2, 80), (3, 4, 6, 1, 128), (2, 3, 5, 5, 6), (1, 1, 1, 1, 2), (3, 40, 2, 1, 8)]
+SHAPES = [(1, 7, 4, 2, 80), (2, 3, 5, 5, 6), (1, 1, 1, 1, 2), (3, 40, 2, 1, 8)]
 """(B, S, H, K, E); the last has more blocks of heads than backward has programs where it is interpreted."""
 EPS = 1e-6
 
@@ -63,18 +62,6 @@ def test_values_and_gradients(shape: tuple[int, ...], device: str, dtype: torch.
     assert not also_none.any()
     for name, found, together in (("dq_gain", dq_gain, dgains[0]), ("dk_gain", dk_gain, dgains[1])):
         check(name, found, together, together.double())
-
-
-def test_the_reference_is_autograd_of_the_model() -> None:
-    shape = (2, 5, 3, 2, 8)
-    qkv, dy = random((10, 56), "cpu", torch.float64), random((10, 40), "cpu", torch.float64, 3)
-    gains = [random((8,), "cpu", torch.float64, seed) for seed in (1, 2)]
-    how = *gains, EPS, *(table.double() for table in angles(5, 8, "cpu"))
-    y, dqkv, *dgains = by_autograd(shape, qkv, gains, dy, torch.float64)
-    torch.testing.assert_close(reference.norm_rotate(qkv, *how, 3, 2), y)
-    found = torch.cat((dy, torch.zeros(10, 16)), dim=1)
-    torch.testing.assert_close(list(reference.norm_rotate_backward_(found, qkv, *how, 3, 2)), dgains)
-    torch.testing.assert_close(found, dqkv)
 
 
 @pytest.mark.parametrize(

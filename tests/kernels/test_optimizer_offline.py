@@ -44,8 +44,6 @@ print(json.dumps({"ptx": ptx, "metadata": wide}))
     ("name", "most_registers", "wide_loads", "wide_stores"),
     [
         ("bfloat16 bfloat16 bfloat16", 96, 4, 4),  # 8 elements per thread: 16 bytes of each tensor
-        ("bfloat16 bfloat16 float32", 96, 6, 6),
-        ("float32 bfloat16 bfloat16", 96, 5, 5),
         ("float32 float32 float32", 64, 8, 8),
         ("bfloat16 bfloat16 float32 master", 96, 7, 8),
         ("bfloat16 bfloat16 bfloat16 absmax", 144, 4, 4),  # 80 where gradients are not cleared
@@ -75,9 +73,7 @@ def arithmetic(ptx: str) -> list[Counter[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["bfloat16 bfloat16 bfloat16", "bfloat16 bfloat16 bfloat16 master", "float32 bfloat16 bfloat16"]
-)
+@pytest.mark.parametrize("name", ["bfloat16 bfloat16 bfloat16 master", "float32 bfloat16 bfloat16"])
 def test_an_element_is_updated_by_the_same_arithmetic_in_whole_blocks_and_at_ends(name: str) -> None:
     """So that it is the same bits wherever tensors are cut, for shards and on the way to host memory."""
     blocks, ends = arithmetic(json.loads(run_apart(COMPILE, name))["ptx"])

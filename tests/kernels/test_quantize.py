@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from cs336_systems.kernels import quantize_reference as reference
-from cs336_systems.kernels.quantize import quantize, transpose_bytes
-from cs336_systems.kernels.quantize_blocks import quantize_blocks
+from cs336_systems.kernels.quantize import quantize, quantize_blocks, transpose_bytes
 from cs336_systems.kernels.quantize_reference import LARGEST, MIN_ABSMAX, Quantized
 from tests.kernels.against_fp64 import INTERPRETED, ON_GPU, PLACES, WITH_BF16, check_refused, random
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP32, BF16 = torch.float32, torch.bfloat16
-SHAPES = [(16, 16), (16, 272), (144, 48), (256, 128), (0, 16), (32, 0)]
+SHAPES = [(16, 16), (16, 272), (144, 48), (0, 16), (32, 0)]
 ON_CPU_AND_GPU = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=ON_GPU)]
 
 
@@ -39,52 +38,27 @@ def maxima(x: Tensor, per_row: bool) -> dict[str, Tensor]:
 
 
 def check_all_forms(x: Tensor, dtype: torch.dtype) -> None:
-    """Every form of scaling, of both or one of q and q_t, twice."""
+    """Every form of scaling, of both or one of q and q_t."""
     for rows, transposed in ((True, True), (True, False), (False, True)):
         wanted = {"rows": rows, "transposed": transposed}
         for per_row in (False, True):
             expected = reference.quantize(x, dtype=dtype, **maxima(x, per_row), **wanted)
-            for _ in range(2):
-                check_same(quantize(x, dtype=dtype, **maxima(x, per_row), **wanted), expected)
+            check_same(quantize(x, dtype=dtype, **maxima(x, per_row), **wanted), expected)
         for square in (False, True):
             expected = reference.quantize_blocks(x, dtype, square=square, **wanted)
-            for _ in range(2):
-                check_same(quantize_blocks(x, dtype, square=square, **wanted), expected)
+            check_same(quantize_blocks(x, dtype, square=square, **wanted), expected)
 
 
 @pytest.mark.parametrize("fp8", LARGEST, ids=str)
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 @pytest.mark.parametrize(("device", "dtype"), WITH_BF16)
 @pytest.mark.usefixtures("poisoned")
 def test_as_defined(shape: tuple[int, int], device: str, dtype: torch.dtype, fp8: torch.dtype) -> None:
     check_all_forms(random(shape, device, dtype), fp8)
 
 
-@settings(deadline=None, max_examples=15)
-@given(
-    n_rows=st.integers(1, 20),
-    width=st.integers(1, 20),
-    exponent=st.integers(-30, 30),
-    fp8=st.sampled_from(list(LARGEST)),
-    seed=st.integers(0, 3),
-)
-@pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
-def test_any_shape_and_range(
-    device: str, dtype: torch.dtype, n_rows: int, width: int, exponent: int, fp8: torch.dtype, seed: int
-) -> None:
-    x = random((16 * n_rows, 16 * width), device, dtype, seed) * 10.0**exponent
-    check_same(
-        quantize(x, dtype=fp8, **maxima(x, seed == 0), transposed=True),
-        reference.quantize(x, dtype=fp8, **maxima(x, seed == 0), transposed=True),
-    )
-    check_same(
-        quantize_blocks(x, fp8, square=seed == 1, transposed=True),
-        reference.quantize_blocks(x, fp8, square=seed == 1, transposed=True),
-    )
-
-
 @pytest.mark.parametrize("fp8", LARGEST, ids=str)
-@pytest.mark.parametrize("absmax", [1e-38, 1.0, 3.7, 448.0, 1e30])
+@pytest.mark.parametrize("absmax", [1e-38, 3.7, 448.0])
 @pytest.mark.parametrize("device", ON_CPU_AND_GPU)
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # the interpreter's
 def test_every_bf16_number_saturates_and_rounds_to_even(device: str, absmax: float, fp8: torch.dtype) -> None:
@@ -121,8 +95,9 @@ def test_what_the_definition_says(device: str, fp8: torch.dtype) -> None:
     assert found[0, :3].tolist() == [1, 1 + 2 * spacing, -1]
 
 
-@pytest.mark.parametrize("quantizer", ["tensor", "row", "block", "square"])
-@pytest.mark.parametrize("fp8", LARGEST, ids=str)
+@pytest.mark.parametrize(
+    ("quantizer", "fp8"), [("tensor", E4M3), ("row", E5M2), ("block", E4M3), ("square", E5M2)], ids=str
+)
 @pytest.mark.parametrize("device", ON_CPU_AND_GPU)
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's
 def test_zero_nan_and_infinity_are_seen(device: str, fp8: torch.dtype, quantizer: str) -> None:
@@ -154,12 +129,12 @@ def test_strides_and_empty_tensors(device: str, dtype: torch.dtype) -> None:
     x = random((48, 32), device, dtype)
     check_all_forms(x.t(), E4M3)
     check_all_forms(random((48, 64), device, dtype)[:, 16:48], E5M2)
-    for shape in SHAPES[4:]:
+    for shape in SHAPES[3:]:
         q, q_t, *_ = quantize(torch.zeros(shape, device=device), torch.zeros((), device=device), E4M3, transposed=True)
         assert (q.shape, q_t.shape) == (shape, shape[::-1])
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=6, derandomize=True)
 @given(n_rows=st.integers(0, 20), width=st.integers(0, 20), seed=st.integers(0, 3))
 @pytest.mark.parametrize("device", ON_CPU_AND_GPU)
 def test_bytes_are_transposed(device: str, n_rows: int, width: int, seed: int) -> None:
@@ -189,21 +164,3 @@ def test_refusals() -> None:
             (lambda to=transpose: to(torch.zeros(16, 16, dtype=BF16)), "got torch.bfloat16"),
         )
     check_refused((lambda: quantize(x.double(), absmax, E4M3), "got torch.float64"))
-
-
-@pytest.mark.parametrize(("device", "dtype"), [pytest.param("cuda", BF16, marks=ON_GPU)])
-def test_more_than_2_to_the_31_elements(device: str, dtype: torch.dtype) -> None:
-    n_rows, width = 2**17 + 128, 2**14 + 16
-    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
-        pytest.skip("needs 12 GiB of free GPU memory")
-    x = torch.zeros(n_rows, width, device=device, dtype=dtype)
-    x[-128:] = random((128, width), device, dtype)
-    absmax = reference.absmax(x[-128:])
-    q, q_t, *_ = quantize(x, absmax, E4M3, transposed=True)
-    expected = reference.quantize(x[-128:], absmax, E4M3)
-    assert torch.equal(q[-128:].float(), expected.q.float())
-    assert torch.equal(q_t[:, -128:].float(), expected.q.float().t())
-    q, q_t, *_ = quantize_blocks(x, E4M3, square=True, transposed=True)
-    expected = reference.quantize_blocks(x[-128:], E4M3, square=True)
-    assert torch.equal(q[-128:].float(), expected.q.float())
-    assert torch.equal(q_t[:, -128:].float(), expected.q.float().t())

@@ -46,11 +46,9 @@ def check_same(matrices: list[Tensor], cuts: list[list[int]], fp8: torch.dtype, 
         assert memory[:, 1:].isnan().all()
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=6, derandomize=True)
 @given(
-    cuts=st.lists(
-        st.lists(st.sampled_from([16, 48, 8192, 8208, 20_000]), min_size=1, max_size=3), min_size=1, max_size=3
-    ),
+    cuts=st.lists(st.lists(st.sampled_from([16, 48, 8208]), min_size=1, max_size=3), min_size=1, max_size=3),
     fp8=st.sampled_from(list(LARGEST)),
     dtypes=st.sampled_from([(FP32, None), (BF16, None), (FP32, BF16), (FP32, FP32)]),
     seed=st.integers(0, 3),
@@ -91,12 +89,8 @@ def test_refusals() -> None:
     cases = (
         ([part()], torch.int8, None, "quantization is to .*, not to torch.int8"),
         ([part(), part(matrix=2)], E4M3, None, r"from 0 without gaps, got \[0, 2\]"),
-        ([part(), part(dtype=FP32)], E4M3, None, r"part 1 is \(32,\) torch.float32"),
         ([part(0, n_bytes=0)], E4M3, None, r"parts have elements, .* part 0 is \(0,\)"),
         ([part(n_bytes=16)], E4M3, None, "part 0 has 32 elements, and for its bytes 16 of torch.uint8"),
-        ([part(scale=scale.bfloat16())], E4M3, None, r"that of part 0 is \(\) torch.bfloat16"),
-        ([part(scale=scale.view(1))], E4M3, None, r"that of part 0 is \(1,\) torch.float32"),
-        ([part()], E4M3, torch.float64, "got torch.bfloat16, rounded to torch.float64"),
         ([part(dtype=torch.float64)], E4M3, None, "got torch.float64, rounded to torch.float64"),
     )
     for kind in KINDS:

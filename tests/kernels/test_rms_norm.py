@@ -1,12 +1,9 @@
 """RMSNorm, with and without the add in front: against fp64, its written-out interface, operators, and compiled code."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import Tensor
 
 from cs336_systems.kernels import rms_norm_kernels
@@ -23,8 +20,7 @@ from tests.kernels.against_fp64 import INTERPRETED, ON_GPU, PLACES, check, check
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 EPS = 1e-5
-SHAPES = [(1, 2), (1, 40), (70, 2), (7, 3), (2, 3, 37), (33, 256), (130, 300), (5,), (0, 8), (4, 0)]
-SHAPES.append(pytest.param((2, MAX_BLOCK_D + 3), marks=pytest.mark.slow))
+SHAPES = [(70, 2), (2, 3, 37), (130, 300), (5,), (0, 8), (4, 0), (2, MAX_BLOCK_D + 3)]
 
 
 def reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -51,77 +47,51 @@ def values_and_gradients(
     return [*(x.detach() for x in outs), *gradients]
 
 
-def check_all(names: str, found: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
-    for name, *versions in zip(names.split(), found, eager, exact, strict=True):
-        check(name, *versions)
-
-
-def check_gradients(found: Sequence[Tensor], dy: Tensor, x: Tensor, weight: Tensor, dresidual: Tensor | float) -> None:
-    """dx and dgain against fp64, where terms may cancel: each is a product of a few factors, rounded in fp32."""
-    eager, exact = (
-        values_and_gradients(reference, (x, weight), (dy,), dtype)[1:] for dtype in (x.dtype, torch.float64)
-    )
-    wide_x, wide_dy = x.double(), dy.double()
-    rstd = (wide_x.square().mean(-1, keepdim=True) + EPS).rsqrt()
-    dn = wide_dy * weight.double()
-    terms_of_dx = rstd * (dn.abs() + wide_x.abs() * rstd.square() * (dn * wide_x).abs().mean(-1, keepdim=True))
-    for name, ours, others, truth, terms in (
-        ("dx", found[0], eager[0] + dresidual, exact[0] + dresidual, terms_of_dx),
-        ("dgain", found[1], eager[1], exact[1], (wide_dy * wide_x * rstd).abs().sum(0)),
-    ):
-        error, of_eager, largest = ((t - truth).abs().max().item() for t in (ours, others, truth + terms))
-        allowed = 2 * of_eager + torch.finfo(x.dtype).eps * truth.abs().max().item()
-        allowed += 8 * torch.finfo(torch.float32).eps * largest
-        print(f"{name} {tuple(x.shape)} {x.dtype}: {error:.2e}, eager {of_eager:.2e}, allowed {allowed:.2e}")
-        assert error <= allowed, name
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.usefixtures("poisoned")
 def test_values_and_gradients(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
     x, branch, dy, dresidual, weight = make(shape, device, dtype)
 
-    def all_of(ours: Function, formula: Function, inputs: Sequence[Tensor], arriving: Sequence[Tensor]) -> Any:
-        return (
+    for ours, formula, inputs, arriving in (
+        (rms_norm, reference, (x, weight), (dy,)),
+        (add_rms_norm, add_reference, (x, branch, weight), (dresidual, dy)),
+    ):
+        results = (
             values_and_gradients(function, inputs, arriving, wide)
-            for function, wide in ((ours, dtype), (formula, dtype), (formula, torch.float64))
+            for function, wide in (
+                (lambda *leaves, ours=ours: ours(*leaves, EPS), dtype),
+                (formula, dtype),
+                (formula, torch.float64),
+            )
         )
-
-    check_all("y dx dgain", *all_of(lambda *leaves: rms_norm(*leaves, EPS), reference, (x, weight), (dy,)))
-    check_all(
-        "residual y dx dbranch dgain",
-        *all_of(lambda *leaves: add_rms_norm(*leaves, EPS), add_reference, (x, branch, weight), (dresidual, dy)),
-    )
+        for i, versions in enumerate(zip(*results, strict=True)):
+            check(f"{ours.__name__} {i}", *versions)
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
 @INTERPRETED  # as each width is compiled for itself
-@settings(deadline=None, max_examples=20)
-@given(
-    n_rows=st.integers(1, 12),
-    d=st.integers(1, 200),
-    scale=st.sampled_from([1e-4, 1.0, 1e4]),
-    in_parts=st.booleans(),
-)
-def test_random_shapes(n_rows: int, d: int, scale: float, in_parts: bool) -> None:
-    """Rstd kept or not, dresidual there or not; rows held at once, or walked over as those are that are too long."""
-    x, branch, dy, dresidual, weight = make((n_rows, d), "cpu", torch.float32)
-    x, branch = x * scale, branch * scale
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if in_parts:
-            monkeypatch.setattr(rms_norm_kernels, "tile_for", lambda d: rms_norm_kernels.Tile(1, 64, 1, 3, 4, 4))
-        residual, y, rstd = add_rms_norm_forward(x, branch, weight, EPS)
-        assert torch.equal(residual, x + branch)
-        for found, expected in zip((y, rstd), rms_norm_forward(residual, weight, EPS), strict=True):
-            assert torch.equal(found, expected)
-        check("y", y, reference(residual, weight), reference(residual.double(), weight.double()))
-        exact_rstd = (residual.double().square().mean(-1) + EPS).rsqrt()
-        torch.testing.assert_close(rstd.double(), exact_rstd, rtol=1e-6, atol=0)
-        for arrives in (None, dresidual):
-            kept = rms_norm_backward(dy, residual, weight, rstd, arrives)
-            again = rms_norm_backward(dy, residual, weight, None, arrives, eps=EPS)
-            check_gradients(kept, dy, residual, weight, 0.0 if arrives is None else arrives)
-            assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+def test_statistics_and_gradients_are_the_same_bits_kept_or_computed_again(
+    in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows held at once, or walked over as those are that are too long; dresidual there or not."""
+    x, branch, dy, dresidual, weight = make((7, 150), "cpu", torch.float32)
+    if in_parts:
+        monkeypatch.setattr(rms_norm_kernels, "tile_for", lambda d: rms_norm_kernels.Tile(1, 64, 1, 3, 4, 4))
+    residual, y, rstd = add_rms_norm_forward(x, branch, weight, EPS)
+    for found, expected in zip((y, rstd), rms_norm_forward(residual, weight, EPS), strict=True):
+        assert torch.equal(found, expected)
+    check("y", y, reference(residual, weight), reference(residual.double(), weight.double()))
+    for arrives in (None, dresidual):
+        kept = rms_norm_backward(dy, residual, weight, rstd, arrives)
+        again = rms_norm_backward(dy, residual, weight, None, arrives, eps=EPS)
+        eager, exact = (
+            values_and_gradients(reference, (residual, weight), (dy,), wide)[1:] for wide in (x.dtype, torch.float64)
+        )
+        added = 0.0 if arrives is None else arrives
+        check("dx", kept[0], eager[0] + added, exact[0] + added)
+        check("dgain", kept[1], eager[1], exact[1])
+        assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
 
 
 @pytest.mark.parametrize("d", [1024, 1600, 4096, MAX_BLOCK_D, 2 * MAX_BLOCK_D])
@@ -166,16 +136,9 @@ def test_strides_and_expanded_gradients(device: str, dtype: torch.dtype) -> None
     x.requires_grad_()
     rms_norm(x, weight, EPS).sum().backward()
     assert torch.equal(x.grad, rms_norm_backward(torch.ones_like(dy), x.detach(), weight, None, eps=EPS)[0])
-
-
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_one_of_two_results_is_used(device: str, dtype: torch.dtype) -> None:
-    x, branch, dy, dresidual, weight = make((3, 10), device, dtype)
-    x.requires_grad_()
-    residual, y = add_rms_norm(x, branch, weight, EPS)
-    (of_residual,) = torch.autograd.grad(residual, x, dresidual, retain_graph=True)
-    assert torch.equal(of_residual, dresidual)
-    (of_y,) = torch.autograd.grad(y, x, dy)
+    residual, y = add_rms_norm(x, branch, weight, EPS)  # of which one result is used
+    assert torch.equal(torch.autograd.grad(residual, x, dy, retain_graph=True)[0], dy)
+    of_y = torch.autograd.grad(y, x, dy)[0]
     assert torch.equal(of_y, rms_norm_backward(dy, residual.detach(), weight, None, eps=EPS)[0])
 
 
@@ -199,23 +162,3 @@ def test_refusals() -> None:
         (lambda: rms_norm(x.double(), weight.double(), EPS), "got torch.float64"),
         (lambda: rms_norm_backward(x, x, weight, None), "needs rstd, or eps"),
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("device", "dtype"), [pytest.param("cuda", torch.bfloat16, marks=ON_GPU)])
-@pytest.mark.parametrize("d", [4096, 16384])
-def test_more_than_2_to_the_31_elements(d: int, device: str, dtype: torch.dtype) -> None:
-    n_rows = 2**31 // d + 5
-    if torch.cuda.mem_get_info()[0] < 32 * 2**30:
-        pytest.skip("needs 32 GiB of free GPU memory")
-    *last, weight = make((3, d), device, dtype)
-    x, branch, dy, dresidual = (torch.zeros(n_rows, d, device=device, dtype=dtype) for _ in last)
-    for whole, end in zip((x, branch, dy, dresidual), last, strict=True):
-        whole[-3:] = end
-    found, expected = (add_rms_norm_forward(*pair, weight, EPS) for pair in ((x, branch), last[:2]))
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a[-3:], b)
-    found = rms_norm_backward(dy, x, weight, None, dresidual, EPS)
-    expected = rms_norm_backward(last[2], last[0], weight, None, last[3], EPS)
-    assert torch.equal(found[0][-3:], expected[0])
-    torch.testing.assert_close(found[1], expected[1])  # of other partial sums

@@ -1,16 +1,13 @@
 """RMSNorm into fp8: to the bit what it is stored and then quantized, and its statistics without storing it."""
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import Tensor
 
 from cs336_systems.kernels import quantize_reference as reference
-from cs336_systems.kernels import rms_norm_kernels
 from cs336_systems.kernels.rms_norm import add_rms_norm_forward, rms_norm_forward
 from cs336_systems.kernels.rms_norm_quantize import add_rms_norm_absmax, rms_norm_absmax, rms_norm_quantize
-from tests.kernels.against_fp64 import INTERPRETED, ON_GPU, WITH_BF16, check_refused, random
+from tests.kernels.against_fp64 import ON_GPU, WITH_BF16, check_refused, random
 from tests.kernels.test_quantize import check_same
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -25,47 +22,29 @@ def operands(n_rows: int, d: int, device: str, dtype: torch.dtype, seed: int = 0
 
 
 def check_both_ways(x: Tensor, branch: Tensor, gain: Tensor, fp8: torch.dtype, eps: float = EPS) -> None:
-    """With and without a branch, each orientation and both, twice."""
+    """With and without a branch, each orientation and both."""
     residual, y, rstd = add_rms_norm_forward(x, branch, gain, eps)
     for each, norm in ((None, rms_norm_forward(x, gain, eps)), (branch, (y, rstd))):
         stored, expected_rstd = norm
         largest = reference.absmax(stored)
-        for _ in range(2):
-            slot = torch.zeros((), device=x.device)
-            if each is None:
-                normed, found_rstd = x, rms_norm_absmax(x, gain, eps, slot)
-            else:
-                normed, found_rstd = add_rms_norm_absmax(x, each, gain, eps, slot)
-                again = add_rms_norm_absmax(x, each, gain, eps)
-                assert all(
-                    torch.equal(a.nan_to_num(-1.0), b.nan_to_num(-1.0))
-                    for a, b in zip(again, (normed, found_rstd), strict=True)
-                )
-                assert torch.equal(normed.nan_to_num(-1.0), residual.nan_to_num(-1.0))
-            assert torch.equal(found_rstd.nan_to_num(-1.0), expected_rstd.nan_to_num(-1.0))
-            assert torch.equal(slot.nan_to_num(-1.0), largest.nan_to_num(-1.0))
-            for how in ({}, {"transposed": True}, {"rows": False, "transposed": True}):
-                expected = reference.quantize(stored, largest, fp8, **how)
-                check_same(rms_norm_quantize(normed, gain, found_rstd, slot, fp8, **how), expected)
+        slot, normed = torch.zeros((), device=x.device), x
+        if each is None:
+            found_rstd = rms_norm_absmax(x, gain, eps, slot)
+        else:
+            normed, found_rstd = add_rms_norm_absmax(x, each, gain, eps, slot)
+            assert torch.equal(normed.nan_to_num(-1.0), residual.nan_to_num(-1.0))
+        assert torch.equal(found_rstd.nan_to_num(-1.0), expected_rstd.nan_to_num(-1.0))
+        assert torch.equal(slot.nan_to_num(-1.0), largest.nan_to_num(-1.0))
+        for how in ({}, {"transposed": True}, {"rows": False, "transposed": True}):
+            expected = reference.quantize(stored, largest, fp8, **how)
+            check_same(rms_norm_quantize(normed, gain, found_rstd, slot, fp8, **how), expected)
 
 
-@pytest.mark.parametrize("fp8", reference.LARGEST, ids=str)
-@pytest.mark.parametrize("shape", [(16, 16), (16, 272), (144, 48), (128, 256)], ids=str)
+@pytest.mark.parametrize(("shape", "fp8"), [((16, 16), E5M2), ((16, 272), E4M3), ((144, 48), E5M2)], ids=str)
 @pytest.mark.parametrize(("device", "dtype"), WITH_BF16)
 @pytest.mark.usefixtures("poisoned")
 def test_as_in_two_launches(shape: tuple[int, int], device: str, dtype: torch.dtype, fp8: torch.dtype) -> None:
     check_both_ways(*operands(*shape, device, dtype), fp8)
-
-
-@INTERPRETED  # as each width is compiled for itself
-@settings(deadline=None, max_examples=20)
-@given(n_rows=st.integers(1, 12), d=st.integers(1, 20), seed=st.integers(0, 3), in_parts=st.booleans())
-def test_any_shape(n_rows: int, d: int, seed: int, in_parts: bool) -> None:
-    """Rows held at once, or walked over as those are that are too long."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if in_parts:
-            monkeypatch.setattr(rms_norm_kernels, "tile_for", lambda d: rms_norm_kernels.Tile(1, 64, 1, 3, 4, 4))
-        check_both_ways(*operands(16 * n_rows, 16 * d, "cpu", torch.float32, seed), E5M2)
 
 
 @pytest.mark.parametrize("d", [896, 1536, 2048, 3584, 4096])
@@ -74,8 +53,9 @@ def test_as_in_two_launches_at_the_widths_of_models(d: int, device: str) -> None
     check_both_ways(*operands(2064, d, device, BF16), E4M3)
 
 
-@pytest.mark.parametrize("of", ["x", "branch", "gain"])
-@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("of", "value"), [("x", 0.0), ("branch", float("nan")), ("x", -float("inf")), ("gain", float("inf"))]
+)
 @pytest.mark.parametrize(("device", "dtype"), WITH_BF16)
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")  # the interpreter's
 def test_zero_nan_and_infinity_are_seen(device: str, dtype: torch.dtype, value: float, of: str) -> None:

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from cs336_systems.kernels.rotary import rotate_
 from cs336_systems.model import ops
-from tests.kernels.against_fp64 import ON_GPU, PLACES, check, check_refused, random
+from tests.kernels.against_fp64 import PLACES, check, check_refused, random
 
-MERGED = [(2, 5, 3, 3, 64), (1, 7, 4, 2, 80), (3, 4, 6, 1, 128), (2, 3, 5, 5, 6), (1, 1, 1, 1, 2), (0, 4, 2, 1, 8)]
+MERGED = [(1, 7, 4, 2, 80), (2, 3, 5, 5, 6), (1, 1, 1, 1, 2), (0, 4, 2, 1, 8)]
 """(B, S, H, K, E)"""
 
 
@@ -25,15 +25,15 @@ def split(qkv: Tensor, n_heads: int, n_kv_heads: int) -> tuple[Tensor, ...]:
     return heads.split((n_heads, n_kv_heads, n_kv_heads), dim=1)
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("shape", MERGED, ids=str)
+@pytest.mark.parametrize(("shape", "flat"), [(shape, i % 2 == 0) for i, shape in enumerate(MERGED)], ids=str)
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_the_references_bits_its_gradient_and_the_way_back(
     shape: tuple[int, ...], flat: bool, device: str, dtype: torch.dtype
 ) -> None:
     batch, n_positions, n_heads, n_kv_heads, d_head = shape
     qkv = random((batch, n_positions, (n_heads + 2 * n_kv_heads) * d_head), device, dtype)
-    cos, sin = angles(n_positions, d_head, device)
+    tables = angles(n_positions + 3, d_head, device)
+    cos, sin = (torch.cat((table, table), dim=1)[3:, d_head // 2 :] for table in tables)  # strided, from position 3 on
     q, k, v = split(qkv, n_heads, n_kv_heads)
     written = qkv.clone()
     rows = written.flatten(0, 1) if flat else written
@@ -43,7 +43,7 @@ def test_the_references_bits_its_gradient_and_the_way_back(
         assert torch.equal(found, other)
     for first, *heads in ((0, n_heads, 0), (n_heads * d_head, 0, n_kv_heads)):
         part = rows[..., first : first + (heads[0] + 2 * heads[1]) * d_head]
-        alone = qkv.view_as(rows)[..., first : first + part.shape[-1]].contiguous()
+        alone = qkv.view_as(rows)[..., first : first + part.shape[-1]].clone(memory_format=torch.contiguous_format)
         rotate_(alone, cos, sin, *heads)
         assert torch.equal(alone, part)
 
@@ -60,16 +60,6 @@ def test_the_references_bits_its_gradient_and_the_way_back(
     torch.testing.assert_close(written, qkv, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_positions_may_start_anywhere_and_tables_be_strided(device: str, dtype: torch.dtype) -> None:
-    qkv, (cos, sin) = random((2, 9, 32), device, dtype), angles(9, 8, device)
-    whole, part = qkv.clone(), qkv[:, 4:].contiguous()
-    rotate_(whole, cos, sin, 2, 1)
-    scattered = [torch.cat((table, table), dim=1)[4:, 4:] for table in (cos, sin)]
-    rotate_(part, *scattered, 2, 1)
-    assert torch.equal(part, whole[:, 4:])
-
-
 def test_refusals() -> None:
     cos, sin = angles(5, 8, "cpu")
     qkv = torch.zeros(2, 5, 32)
@@ -84,18 +74,3 @@ def test_refusals() -> None:
         *((lambda h=h: rotate_(torch.zeros(5, 16), cos, sin, *h), f"{h[0]}, {h[1]}") for h in ((2, -1), (0, 0))),
         (lambda: rotate_(torch.zeros(32, 5).t(), cos, sin, 2, 1), r"contiguous, got strides \(1, 5\)"),
     )
-
-
-@pytest.mark.parametrize(("device", "dtype"), [pytest.param("cuda", torch.bfloat16, marks=ON_GPU)])
-def test_more_than_2_to_the_31_elements(device: str, dtype: torch.dtype) -> None:
-    n_positions, n_heads, n_kv_heads, d_head = 1024, 16, 8, 128
-    n_tokens = (2**19 // n_positions + 1) * n_positions
-    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
-        pytest.skip("needs 20 GiB of free GPU memory")
-    qkv = torch.zeros(n_tokens, (n_heads + 2 * n_kv_heads) * d_head, device=device, dtype=dtype)
-    tables = angles(n_positions, d_head, device)
-    last = random((n_positions, qkv.shape[1]), device, dtype)
-    qkv[-n_positions:] = last
-    rotate_(qkv, *tables, n_heads, n_kv_heads)
-    rotate_(last, *tables, n_heads, n_kv_heads)
-    assert torch.equal(qkv[-n_positions:], last)

@@ -1,9 +1,7 @@
 """SwiGLU's backward into fp8: to the bit what it is in two launches that store it, and quantization of that."""
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import Tensor
 
 from cs336_systems.kernels import quantize_reference as reference
@@ -29,22 +27,21 @@ def slopes_of(gate_up: Tensor) -> Tensor:
 
 
 def check_both_ways(dz: Tensor, gate_up: Tensor, fp8: torch.dtype, z_fp8: torch.dtype = E4M3) -> None:
-    """With and without the second orientation and z, twice."""
+    """With and without the second orientation and z."""
     dgate_up, z = backward(dz, gate_up)
     slopes = slopes_of(gate_up)
     assert torch.equal(z.nan_to_num(-1.0), swiglu_forward(gate_up).nan_to_num(-1.0))
     largest, z_absmax = reference.absmax(dgate_up), reference.absmax(z)
     for transposed, with_z in ((True, True), (True, False), (False, True)):
         expected = reference.quantize(dgate_up, largest, fp8, transposed=transposed)
-        for _ in range(2):
-            slot = torch.zeros((), device=dz.device)
-            how = {"transposed": transposed, "z_absmax": z_absmax if with_z else None, "z_dtype": z_fp8}
-            found, found_z = swiglu_backward_quantize(dz, gate_up, slopes, slot, fp8, **how)
-            assert torch.equal(slot.nan_to_num(-1.0), largest.nan_to_num(-1.0))
-            check_same(found, expected)
-            assert (found_z is None) == (not with_z)
-            if found_z is not None:
-                check_same(found_z, reference.quantize(z, z_absmax, z_fp8, rows=False, transposed=True))
+        slot = torch.zeros((), device=dz.device)
+        how = {"transposed": transposed, "z_absmax": z_absmax if with_z else None, "z_dtype": z_fp8}
+        found, found_z = swiglu_backward_quantize(dz, gate_up, slopes, slot, fp8, **how)
+        assert torch.equal(slot.nan_to_num(-1.0), largest.nan_to_num(-1.0))
+        check_same(found, expected)
+        assert (found_z is None) == (not with_z)
+        if found_z is not None:
+            check_same(found_z, reference.quantize(z, z_absmax, z_fp8, rows=False, transposed=True))
 
 
 def test_blocks_that_differ_by_little_are_not_passed_over() -> None:
@@ -54,24 +51,16 @@ def test_blocks_that_differ_by_little_are_not_passed_over() -> None:
     check_both_ways(dz, gate_up, E4M3)
 
 
-@pytest.mark.parametrize("fp8", reference.LARGEST, ids=str)
-@pytest.mark.parametrize("shape", [(16, 16), (16, 272), (144, 48), (128, 256)], ids=str)
+@pytest.mark.parametrize(("shape", "fp8"), [((16, 16), E5M2), ((16, 272), E4M3), ((144, 48), E5M2)], ids=str)
 @pytest.mark.parametrize(("device", "dtype"), WITH_BF16)
 @pytest.mark.usefixtures("poisoned")
 def test_as_in_two_launches(shape: tuple[int, int], device: str, dtype: torch.dtype, fp8: torch.dtype) -> None:
-    check_both_ways(*operands(*shape, device, dtype), fp8)
-
-
-@settings(deadline=None, max_examples=10)
-@given(n_rows=st.integers(1, 12), d_ff=st.integers(1, 20), seed=st.integers(0, 3))
-@pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
-def test_any_shape(device: str, dtype: torch.dtype, n_rows: int, d_ff: int, seed: int) -> None:
-    check_both_ways(*operands(16 * n_rows, 16 * d_ff, device, dtype, seed), E4M3, E5M2)
+    check_both_ways(*operands(*shape, device, dtype), fp8, E5M2 if fp8 == E4M3 else E4M3)
 
 
 @pytest.mark.parametrize("of", ["dz", "gate", "up"])
-@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize(("device", "dtype"), WITH_BF16)
+@pytest.mark.parametrize("value", [0.0, float("nan"), -float("inf")])
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # the interpreter's
 def test_zero_nan_and_infinity_are_seen(device: str, dtype: torch.dtype, value: float, of: str) -> None:
     dz, gate_up = operands(32, 48, device, dtype)

@@ -9,7 +9,7 @@ from tests.kernels.against_fp64 import PLACES, check, check_refused, random
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (2, 3, 37), (33, 256), (17, 300), (5,), (0, 8), (4, 0)])
+@pytest.mark.parametrize("shape", [(2, 3, 37), (17, 300), (5,), (0, 8), (4, 0)])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_values_and_gradients(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
     x, weight, g = (random(size, device, dtype, i) for i, size in enumerate((shape, shape[-1:], shape[:-1])))

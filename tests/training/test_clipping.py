@@ -9,13 +9,12 @@ from torch import nn
 
 from cs336_systems.case import Parallel, TrainingCase
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.training.assemble import build_model, finish, random_batch
 from cs336_systems.training.clipping import GradientGuard
-from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.optimizer import make_optimizer
 from cs336_systems.training.parallel import make_parallel_optimizer, wrap
-from cs336_systems.training.step import TrainStep
+from cs336_systems.training.step import TrainStep, cross_entropy
+from tests.distributed.checks import on_ranks
 
 OPTIMIZERS = ("torch-fused", "fused")
 """The latter in Triton's interpreter, where there is no GPU."""
@@ -41,7 +40,7 @@ def copies(model):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("max_norm", [0.5, 1000.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.5, math.inf])
 def test_clips_as_torch_does(model, name, max_norm):
     optimizer = make_optimizer(name, model.parameters(), lr=0.1, eps=1.0)
     guard = GradientGuard(max_norm)
@@ -62,9 +61,10 @@ def test_clips_as_torch_does(model, name, max_norm):
         torch.testing.assert_close(value, parameter.detach(), rtol=2**-18, atol=2**-18)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("halts", [True, False])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("name", "halts", "bad"),
+    [("torch-fused", True, math.nan), ("torch-fused", False, math.inf), ("fused", True, math.inf)],
+)
 def test_a_gradient_that_is_not_finite_changes_nothing(model, name, halts, bad):
     def trained(factors):
         torch.manual_seed(0)
@@ -86,9 +86,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model, name, halts, bad):
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("halts", [True, False])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("name", "halts", "bad"),
+    [("torch-fused", True, math.nan), ("torch-fused", False, math.inf), ("fused", False, math.nan)],
+)
 def test_a_loss_alone_that_is_not_finite_changes_nothing(model, name, halts, bad):
     optimizer = make_optimizer(name, model.parameters(), lr=0.1)
     guard = GradientGuard(1.0, halts=halts)
@@ -126,7 +127,7 @@ def one_bad_loss(rank, placements):
 @pytest.mark.slow
 def test_all_ranks_pass_over_a_step_whose_loss_is_not_finite_on_one():
     placements = [Parallel("bucketed"), Parallel(optimizer_state="scattered")]
-    one, other = spawn(one_bad_loss, 2, placements)
+    one, other = on_ranks(one_bad_loss, 2, placements)
     assert one == other
     for i in range(0, len(one), 3):
         assert [moved for moved, _, _ in one[i : i + 3]] == [True, False, True]

@@ -11,7 +11,7 @@ from cs336_systems.kernels.grad_norm import grad_norm
 from cs336_systems.training import TrainingCase, host_states
 from cs336_systems.training.assemble import build_model, finish, random_batch
 from cs336_systems.training.clipping import GradientGuard
-from cs336_systems.training.host_gradients import HostGradients
+from cs336_systems.training.host_states import HostGradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = ModelConfig("two", 8, 16, 2, 1, vocab_size=24, context_length=8, tie_embeddings=True)
@@ -19,12 +19,12 @@ BASE = {"device": DEVICE, "batch_size": 1, "optimizer": "fused", "keep": "input"
 
 
 def steps(config=CONFIG, **fields):
-    """Of ten steps: losses, norms, weights and moments."""
+    """Of five steps: losses, norms, weights and moments."""
     case = TrainingCase.of(config, **BASE | fields)
     guard = GradientGuard(0.5)
     step = finish(build_model(case), case, guard=guard, decay="matrices", lr=0.01)
     found = []
-    for seed in range(10):
+    for seed in range(5):
         batch = random_batch(TrainingCase.of(config, **BASE | fields, seed=seed))
         found += [step(*batch), guard.norm.clone()]
         assert all(parameter.grad is None for parameter in step.model.parameters())
@@ -40,7 +40,7 @@ def on_the_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offload", ["m", "gradients", "residual", "m-v-gradients-residual"])
+@pytest.mark.parametrize("offload", ["m", "gradients-residual", "m-v-gradients-residual"])
 def test_steps_are_the_same_bits(on_the_device, offload, monkeypatch):
     monkeypatch.setattr(host_states, "BATCH_ELEMENTS", 192)
     assert all(map(torch.equal, steps(offload=offload), on_the_device))
@@ -60,7 +60,8 @@ def test_gradients_of_several_backwards_add_up_on_the_host_and_so_does_their_nor
     torch.manual_seed(0)
     plain = torch.nn.Sequential(*(torch.nn.Linear(30, 30, device=DEVICE) for _ in range(4)))
     away = copy.deepcopy(plain)
-    host = HostGradients(away.parameters())
+    unused = torch.nn.Parameter(torch.ones(3, device=DEVICE))
+    host = HostGradients([*away.parameters(), unused])
     for _ in range(2):
         for _ in range(3):
             x = torch.randn(5, 30, device=DEVICE)
@@ -72,15 +73,8 @@ def test_gradients_of_several_backwards_add_up_on_the_host_and_so_does_their_nor
                 torch.cuda.synchronize()
             assert torch.equal(host.of(twin), parameter.grad.cpu())
         assert torch.equal(host.norm(), grad_norm([parameter.grad for parameter in plain.parameters()]))
+        assert host.of(unused) is None
         host.forget()
         plain.zero_grad()
         assert host.of(twin) is None
         assert host.tensors() == []
-
-
-def test_a_parameter_that_took_no_part_has_no_gradient():
-    used, unused = (torch.nn.Parameter(torch.ones(3, device=DEVICE)) for _ in range(2))
-    host = HostGradients([used, unused])
-    used.sum().backward()
-    assert host.of(unused) is None
-    assert torch.equal(host.norm().cpu(), torch.tensor(3.0).sqrt())

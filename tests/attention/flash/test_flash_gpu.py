@@ -1,16 +1,15 @@
-"""What ``test_kernels_gpu.py`` does not ask of the Triton kernels: TF32, strides, torch.compile, long spans."""
+"""What ``test_kernels_gpu.py`` does not ask of the Triton kernels: TF32 and long spans."""
 
 import gc
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from cs336_systems.attention.flash import FlashAttention
-from cs336_systems.attention.flash.function import backward_into_op, backward_op, forward_op
 from cs336_systems.attention.flash.tiles import MAX_ROW_STRIDE
-from tests.attention.error_budget import check, error, make, results_of
+from tests.attention.error_budget import make, results_of
+from tests.kernels.against_fp64 import error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,48 +27,6 @@ def test_tf32_only_where_torch_allows_it() -> None:
     rounded = flash(*tensors, False, None).o
     difference = error(rounded, exact.double())
     assert 0 < difference < 2**-10 * 4 * exact.abs().max().item()
-
-
-def strided(x: Tensor) -> list[Tensor]:
-    """The values of x in other layouts: heads inside rows, columns apart, an odd slice of a wider tensor."""
-    wide = torch.cat((x[..., :3], x, x), dim=-1)
-    return [x.transpose(1, 2).contiguous().transpose(1, 2), x.mT.contiguous().mT, wide[..., 3 : 3 + x.shape[-1]]]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strides(dtype: torch.dtype) -> None:
-    layouts = [strided(x) for x in make("cuda", dtype, batch=2, heads=3, n_queries=150, d_head=64)]
-    for turn in range(3):
-        q, k, v, do = (layout[(turn + i) % 3] for i, layout in enumerate(layouts))
-        check(q, k, v, do, True)
-
-
-def test_operators_pass_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    q, k, v, do = (strided(x)[i % 3] for i, x in enumerate(make("cuda", torch.bfloat16, heads=2, n_queries=70)))
-    torch.library.opcheck(forward_op, (q, k, v, True, 0.25))
-    o, lse = forward_op(q, k, v, True, 0.25)
-    torch.library.opcheck(backward_op, (q, k, v, o, lse, do, True, 0.25, True, False))
-    into = [torch.empty_like(x) for x in (q, k, v)]
-    torch.library.opcheck(backward_into_op, (q, k, v, o, lse, do, *into, True, 0.25))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_without_graph_breaks(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # the compiler makes tensors, too
-    torch.compiler.reset()
-    compiled = torch.compile(
-        lambda q, k, v: FlashAttention.apply(2 * q, k, v, True) + 1, fullgraph=True, dynamic=dynamic
-    )
-    for n_queries in (70, 130):
-        q, k, v, do = make("cuda", torch.bfloat16, heads=4, kv_heads=2, n_queries=n_queries, d_head=64)
-        for inputs, gradient in (((q, k, v), do), ((q[:, 0], k[:, 0], v[:, 0]), do[:, 0])):
-            leaves = [x.detach().requires_grad_() for x in inputs]
-            o, expected = compiled(*leaves), FlashAttention.apply(2 * leaves[0], *leaves[1:], True) + 1
-            assert torch.equal(o, expected)
-            actual_gradients = torch.autograd.grad(o, leaves, gradient)
-            for a, b in zip(actual_gradients, torch.autograd.grad(expected, leaves, gradient), strict=True):
-                assert torch.equal(a, b)
 
 
 def test_spans_beyond_int32() -> None:
