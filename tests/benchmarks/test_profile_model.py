@@ -109,15 +109,6 @@ def test_a_snapshot_is_drawn_beside_it_or_where_out_says(command, refused, tmp_p
     assert "nowhere.pickle: No such file or directory" in refused("--read", tmp_path / "nowhere.pickle")
 
 
-def test_an_nsys_export_is_shown(command, tmp_path):
-    path = tmp_path / "golden.sqlite"
-    path.write_bytes(gzip.decompress((FIXTURES / "nsys.sqlite.gz").read_bytes()))
-    code, out, _ = command("--read", path, "--format", "csv")
-    assert code == 0
-    assert "softmax_warp_backward" in out
-    assert json.loads(out.splitlines()[-1])["ranges"] == 219
-
-
 def test_bad_values(refused, monkeypatch, tmp_path):
     faults = {
         "--profiler nsys": "--profiler nsys .*--profiler kineto",
@@ -159,13 +150,6 @@ def test_a_cell_recorded_by_nsys(monkeypatch, tmp_path):
     assert metrics["operations"].samples == [322]
     assert metrics["matmul_share"].samples[0] == pytest.approx(81, abs=1)
     assert recorded_workload(cell).warmup == cell.warmup
-
-
-def test_memory_is_another_profiler(monkeypatch, tmp_path):
-    (cell,) = cells_for("--profiler memory --mode step --context-length 16")
-    metrics = {metric.name: metric for metric in measure_profile(cell, raw=tmp_path, out=tmp_path / "out")}
-    assert metrics["eager_block_activations_mib"].unit == "MiB"
-    assert len(list((tmp_path / "out").glob("memory-tiny-*.md"))) == 1
 
 
 def test_a_program_that_prints_no_times_is_an_error(monkeypatch, tmp_path):
@@ -237,42 +221,23 @@ def test_annotation_changes_no_kernel_on_a_gpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_bare_run_on_a_cpu_ends_in_a_digest_and_json(first_run):
+def test_a_bare_run_on_a_cpu_ends_in_pages_rows_and_traces_that_can_be_read_again(first_run, command):
     code, out, err, folder = first_run
     assert code == 0, err
-    summary = json.loads(out.splitlines()[-1])
-    assert summary["ok"] == 2
-    assert [cell["status"] for cell in summary["cells"]] == ["ok", "ok"]
+    assert [cell["status"] for cell in json.loads(out.splitlines()[-1])["cells"]] == ["ok", "ok"]
     name = "tiny-b1-c128-fp32-kineto"
     written = {path.name for path in (folder / "out").iterdir()}
     pictures = {f"{name}-forward.png", f"{name}-step.png"}
     assert written == {f"{name}.md", f"{name}-kernels.csv", f"{name}-ranges.csv", "profile_model.csv", *pictures}
-    assert {path.name for path in (folder / "raw" / name).iterdir()} == {"forward.json.gz", "step.json.gz"}
     page = (folder / "out" / f"{name}.md").read_text()
     assert "Without a GPU" in page
-    assert re.search(r"^\| inference forward ", page, re.MULTILINE)
     assert re.search(r"^\| softmax +\| backward ", page, re.MULTILINE)
-    assert str(folder / "out" / f"{name}.md") in out
-
-
-@pytest.mark.slow
-def test_rows_hold_what_measuring_costs(first_run):
-    rows = read_rows(first_run[3] / "out" / "profile_model.csv")
+    rows = read_rows(folder / "out" / "profile_model.csv")
     step = rows[rows["mode"] == "step"].set_index("metric")
-    assert {"unprofiled_step", "annotated_step", "recorded_step", "annotated_backward"} <= set(step.index)
-    assert step.loc["unprofiled_step", "n"] == ROUNDS * 3
-    assert step.loc["recorded_step", "n"] == 2
+    assert (step.loc["unprofiled_step", "n"], step.loc["recorded_step", "n"]) == (ROUNDS * 3, 2)
     quotient = step.loc["annotated_step", "median"] / step.loc["unprofiled_step", "median"]
     assert step.loc["annotation_ratio", "median"] == pytest.approx(quotient, rel=1e-5)
-    assert step.loc["matmul_share", "median"] > 0
-    assert "idle" not in step.index
-
-
-@pytest.mark.slow
-def test_the_trace_of_the_run_can_be_read_again(first_run, command):
-    path = first_run[3] / "raw" / "tiny-b1-c128-fp32-kineto" / "step.json.gz"
-    code, out, _ = command("--read", path)
+    assert step.loc["matmul_share", "median"] > 0 and "idle" not in step.index
+    code, out, _ = command("--read", folder / "raw" / name / "step.json.gz")
     assert code == 0
-    assert "layers.1.ffn.w2 (backward)" in out
-    assert "aten::mm" in out
-    assert json.loads(out.splitlines()[-1])["ops"] > 1000
+    assert "layers.1.ffn.w2 (backward)" in out and "aten::mm" in out

@@ -34,18 +34,10 @@ def test_recipes_are_interleaved_in_rounds_of_one_seed_each():
     assert asked == [("e4m3", "e5m2", "tensor"), ("e4m3", "e4m3", "row")]
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ({"size": "tinny"}, "tinny"),
-        ({"warmup": 6}, "--steps .* got 6"),
-        ({"total_batch_tokens": 100}, "100"),
-        ({"keep": "autograd"}, "autograd"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused(fault, message):
-    with pytest.raises(ValueError, match=message):
-        make_cells(replace(TINY, **fault))
+def test_what_cannot_be_asked_is_refused():
+    for name, value in {"size": "tinny", "warmup": 6, "total_batch_tokens": 100, "keep": "autograd"}.items():
+        with pytest.raises(ValueError, match=str(value)):
+            make_cells(replace(TINY, **{name: value}))
 
 
 def test_data_are_looked_at_before_anything_runs(tmp_path, monkeypatch, capsys):

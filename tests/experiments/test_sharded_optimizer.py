@@ -9,7 +9,6 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.sharded_optimizer import MEMORY, SHARDINGS, TIMES, measure, memory_figure
 from cs336_systems.harness.record import Metric, parse_samples
-from cs336_systems.report.figures import save
 from tests.benchmarks.commands import cells_of
 
 TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
@@ -34,14 +33,6 @@ def rows() -> pd.DataFrame:
     return parse_samples(pd.DataFrame([*lines, failed]))
 
 
-def test_repeats_are_outermost_and_ways_innermost():
-    cells = cells_of("sharded_optimizer", *TINY, "--repeat", "2", "--batch-size", "1", "2")
-    assert [cell.repeat for cell in cells] == [0] * 8 + [1] * 8
-    assert [cell.sharding for cell in cells[:4]] == list(SHARDINGS)
-    assert [cell.sharding for cell in cells[8:12]] == list(SHARDINGS)[::-1]
-    assert {cell.world_size for cell in cells} == {2}
-
-
 @pytest.mark.slow
 def test_measured_bytes_are_the_predicted_ones(rows):
     """Within the 3 % asked for; on a CPU the sums are exact, and step counters are what is left over."""
@@ -53,31 +44,21 @@ def test_measured_bytes_are_the_predicted_ones(rows):
             ("after_step_optimizer_state", "predicted_optimizer_state"),
         ):
             assert medians[measured] == pytest.approx(medians[predicted], rel=2e-3)
-        assert medians["initialised_optimizer_state"] == 0
-        assert medians["after_forward_gradients"] == 0
+        assert medians["initialised_optimizer_state"] == medians["after_forward_gradients"] == 0
 
 
-def test_tables(rows):
+@pytest.mark.slow
+def test_tables_and_figure(rows):
     times, memory = TIMES.of(rows), MEMORY.of(rows)
     for table in (times, memory):
         assert list(table.frame["how"]) == [*SHARDINGS, "replicated"]
         assert table.frame["status"].iloc[-1] == "oom: too large"
-        assert "ranks 2" in table.caption
-    assert times.frame["ratio to replicated"].iloc[0] == "1.000"
-    assert times.frame["ratio to replicated"].iloc[-1] == "–"
+    assert times.frame["ratio to replicated"].iloc[[0, -1]].tolist() == ["1.000", "–"]
     assert "activations GiB" not in memory.frame  # a CPU does not say
-
-
-def test_figure(rows, tmp_path):
     figure = memory_figure(rows)
     assert [axes.get_title() for axes in figure.axes] == ["initialised", "after forward", "before step", "after step"]
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list(SHARDINGS[::-1])
-    for axes, state in zip(figure.axes, (0, 1, 1, 1), strict=True):
-        widths = {bar.get_facecolor(): bar.get_width() for bars in axes.containers for bar in bars.patches[-1:]}
-        drawn = sorted(width for width in widths.values() if width)
-        assert len(drawn) >= 1 + state, "parameters, and the optimizer's state once there is one"
-    assert "Memory of one rank of 2: tiny" in figure.subfigs[0].get_suptitle()
-    assert save(memory_figure(rows), tmp_path / "memory.png")
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-    assert not save(memory_figure(rows[rows["status"] != "ok"]), tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()
+    for axes, n_categories in zip(figure.axes, (1, 2, 2, 2), strict=True):
+        widths = [bars.patches[-1].get_width() for bars in axes.containers]
+        assert sum(width > 0 for width in widths) >= n_categories, "parameters, and the state once there is one"
+    assert memory_figure(rows[rows["status"] != "ok"]) is None
