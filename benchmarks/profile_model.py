@@ -3,8 +3,6 @@
     uv run benchmarks/profile_model.py --profiler kineto                  # anywhere; on a CPU it shows operators
     uv run benchmarks/profile_model.py --profiler nsys --size small large --context-length 128 512 --out digests/
     uv run benchmarks/profile_model.py --profiler memory --size 2.7b --context-length 2048 --mode step
-    uv run benchmarks/profile_model.py --read profiles/raw/small-b4-c512-fp32-nsys/step.sqlite
-    uv run benchmarks/profile_model.py --read profiles/raw/memory-2.7b-b4-c2048-fp32-step.pickle
 
 nsys and kineto (torch.profiler) are read into the same tables and give the same digest; memory watches the allocator
 and accounts for what a block keeps for backward. Each cell, one mode of one workload, runs in a process of its own:
@@ -13,15 +11,11 @@ profiles/raw/; a page (Markdown), CSVs and pictures per workload to --out. A run
 for the device.
 """
 
-from cs336_systems.experiments.profile import EXPERIMENT, Options, show_recording
-from cs336_systems.report.command_line import exit_with, parse
+from cs336_systems.experiments.driver import command
+from cs336_systems.experiments.profile import EXPERIMENT
+from cs336_systems.report.command_line import exit_with
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, then profile, or show what was recorded; returns the exit code."""
-    options = parse(Options, arguments, __doc__)
-    return show_recording(options, options.read) if options.read else EXPERIMENT.run(options)
-
+main = command(EXPERIMENT, __doc__)
 
 if __name__ == "__main__":
     exit_with(EXPERIMENT.name, main)

@@ -2,14 +2,13 @@
 
 Time is recorded by nsys or by kineto (torch.profiler), after plain and annotated steps of the same process
 (``profiling/recording.py``); ``profile_page.py`` says what the traces show. Memory is the allocator's log of one pass
-and what a block keeps for backward (``memory_page.py``). ``--read`` shows a recording of an earlier run.
+and what a block keeps for backward (``memory_page.py``).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,7 +21,6 @@ from cs336_systems.config import MODES
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.options import TimedCase, TrainingRun, training_cells
-from cs336_systems.hardware import GIB
 from cs336_systems.report.command_line import complain
 
 if TYPE_CHECKING:
@@ -87,9 +85,6 @@ class Asked(TrainingRun):
     CPU_DEFAULTS: ClassVar = TrainingRun.CPU_DEFAULTS | {"warmup": 1, "steps": 3, "recorded_steps": 2}
     raw: Path = Path("profiles/raw")
     """Folder for the recorded files; pages go there too, unless --out names a folder."""
-    read: Path | None = None
-    """Run nothing; show an nsys export (.sqlite) or a Chrome trace (.json, .json.gz) of annotated steps, or draw a
-    memory snapshot (.pickle, .pickle.gz) beside it or to --out."""
 
 
 Options: Any = options_of(ProfileCell, Asked)
@@ -213,58 +208,6 @@ def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> int:
             show(table, options.format)
         print(f"{page}: kernels, attention's stages and limits\n")
     return 0
-
-
-def show_recording(options: Any, path: Path) -> int:
-    """What a file of an earlier run says, by the profiler that its name tells; the exit code."""
-    from cs336_systems.profiling.memory_history import SNAPSHOTS
-    from cs336_systems.profiling.traces.tables import TraceError
-    from cs336_systems.report.show import show
-
-    try:
-        tables, pictures, summary = (_snapshot if path.name.endswith(SNAPSHOTS) else _trace)(path, options)
-    except (ValueError, TraceError, OSError) as error:
-        return complain(NAME, error)
-    for table in tables:
-        show(table, options.format)
-    if pictures:
-        print(*pictures, sep="\n", end="\n\n")
-    print(json.dumps({"benchmark": NAME, "read": str(path)} | summary))
-    return 0
-
-
-def _snapshot(path: Path, options: Any) -> tuple[list, list[Path], dict[str, Any]]:
-    """Phases and largest allocations of an allocator's snapshot, its two pictures, and its peak."""
-    from cs336_systems.experiments import memory_page
-    from cs336_systems.experiments.memory_figures import draw_history
-    from cs336_systems.profiling.memory_history import SNAPSHOTS, read_snapshot, reconstruct
-
-    name = next(path.name.removesuffix(ending) for ending in SNAPSHOTS if path.name.endswith(ending))
-    history = reconstruct(read_snapshot(path))
-    pictures = draw_history(history, options.out or path.parent, name, name)
-    phases = [memory_page.phase_table(history)] if history.phases else []
-    summary = {"events": history.n_events, "peak_gib": round(history.peak().n_bytes / GIB, 4)}
-    return [*phases, memory_page.allocation_table(history)], pictures, summary
-
-
-def _trace(path: Path, options: Any) -> tuple[list, list[Path], dict[str, Any]]:
-    """Ranges and kernels of a trace, and its size."""
-    from cs336_systems.profiling.ranges import STEP
-    from cs336_systems.profiling.recording import read_trace
-    from cs336_systems.profiling.traces.queries import kernel_table, range_table
-    from cs336_systems.report.tables import Table
-
-    trace = read_trace(path)
-    what = "kernels, copies and fills" if trace.has_gpu else "CPU operators"
-    found = {
-        f"Ranges of {path}, per step.": range_table(trace),
-        f"The 20 {what} that take most of a step.": kernel_table(trace, trace.instances(STEP)).head(20),
-    }
-    shown = [
-        Table(caption, frame.map(lambda cell: f"{cell:.4g}" if isinstance(cell, float) else str(cell)))
-        for caption, frame in found.items()
-    ]
-    return shown, [], {"ops": len(trace.ops), "ranges": len(trace.ranges)}
 
 
 EXPERIMENT = Experiment(

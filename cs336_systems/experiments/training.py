@@ -133,14 +133,13 @@ class TrainingRunCell:
         return TrainOptions(steps=1_000_000, evaluate_every=None, save_every=None, export=False, **ours)
 
     def __str__(self) -> str:
+        together = f"ZeRO {self.zero}{' by copies' if self.gather_by == 'copies' else ''}"
+        shared = together if self.n_together > 1 else "independent"
+        ranks = f"on {self.world_size} ranks, {shared}" if self.world_size > 1 else ""
+        recipe, graph = "" if self.recipe == "stored" else self.recipe, "CUDA graph" if self.cuda_graph == "on" else ""
         shape = f"{self.size} {self.batch_size} x {self.context_length} {self.dtype}"
-        graph = " CUDA graph" if self.cuda_graph == "on" else ""
-        copies = " by copies" if self.gather_by == "copies" else ""
-        ranks = f" on {self.world_size} ranks" if self.world_size > 1 else ""
-        ranks += f", ZeRO {self.zero}{copies}" if self.n_together > 1 else " apart" if ranks else ""
-        recipe = "" if self.recipe == "stored" else self.recipe
-        words = (shape, self.how, recipe, self.kernels, self.keep, self.attention)
-        return " ".join(filter(None, words)) + graph + ranks
+        words = (shape, self.how, recipe, self.kernels, self.keep, self.attention, graph, ranks)
+        return " ".join(filter(None, words))
 
 
 @dataclass(frozen=True)
@@ -414,23 +413,19 @@ def ranks_figure(rows: pd.DataFrame, goal: float) -> Figure | None:
     lines = over_one_rank(rows)
     if lines.empty:
         return None
-    places = range(len(lines))
     figure = Figure(figsize=(8, 1.4 + 0.32 * len(lines)), layout="constrained")
     axes = figure.subplots()
     axes.axvline(goal, color="0.6", linestyle="--", linewidth=1, label=f"goal: {goal:g} %")
-    marks = (("o", OKABE_ITO[0]), ("s", OKABE_ITO[1]), ("D", OKABE_ITO[2]), ("|", "0.3"))
-    for way, (marker, colour) in zip(WAYS, marks, strict=True):
+    for way, marker, colour in zip(WAYS, "osD|", (*OKABE_ITO[:3], "0.3"), strict=True):
         shares = 100 * lines[way] / lines["ranks"]
-        axes.scatter(shares, places, marker=marker, color=colour, s=70 if way == APART else 32, label=way, zorder=3)
-        for place, share in zip(places, shares, strict=True):
-            if share < _LEAST_DRAWN:
-                axes.annotate(f"← {share:.0f}", (_LEAST_DRAWN + 0.1, place), color=colour, va="center", fontsize=8)
+        axes.scatter(shares, range(len(lines)), marker=marker, color=colour, s=32, label=way, zorder=3)
+        for place, share in shares[shares < _LEAST_DRAWN].items():
+            axes.annotate(f"← {share:.0f}", (_LEAST_DRAWN + 0.1, place), color=colour, va="center", fontsize=8)
     names = [f"{line.size}, {line.products}, {line.ranks} ranks ({line.commit})" for line in lines.itertuples()]
-    axes.set_yticks(places, names, fontsize=8)
+    axes.set_yticks(range(len(lines)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(_LEAST_DRAWN, 101)
     axes.set_xlabel("tokens/s, % of the number of ranks times one rank in the same command", fontsize=9)
-    axes.tick_params(axis="x", labelsize=9)
     dress(axes)
     figure.legend(loc="outside upper center", ncols=5, fontsize=8, frameon=False)
     return figure

@@ -11,7 +11,6 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +22,9 @@ from cs336_systems.config import resolve_size
 from cs336_systems.distributed.process_group import Rank, alone, on_every_rank
 from cs336_systems.experiments.block_measure import with_float8
 from cs336_systems.experiments.fp8 import RECIPES
+from cs336_systems.experiments.measured import in_gib
 from cs336_systems.experiments.ranked import largest
 from cs336_systems.experiments.training import TORCHAO, TrainingRunCell
-from cs336_systems.hardware import GIB
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.record import Metric
 from cs336_systems.model import TransformerBlock
@@ -99,54 +98,43 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
     Raises:
         Unsupported: the device cannot do it, or the peer is not installed.
     """
+    independent = cell.apart == "on"
     with tempfile.TemporaryDirectory() as name:
         vocab_size, tokens = resolve_size(cell.size).vocab_size, _STEPS_OF_DATA * cell.total_batch_tokens + 1
         data = write_random_tokens(Path(name) / "data", tokens, max(vocab_size, 264), cell.seed)
         options = replace(cell.train_options, data=data, out=Path(name) / "run")
         meter = PeakMeter(rank.device)
-        apart = cell.apart == "on"
-        with alone(rank) if apart else nullcontext(rank) as own:
+        with alone(rank) if independent else nullcontext(rank) as own:
             watch = (_train_ours if cell.how == "ours" else _train_peer)(cell, options, own)
         peak = meter.peak_bytes()
         of_all = None if peak is None else largest(peak, rank)
-        of_ranks = on_every_rank(lambda: watch.steady) if apart else [watch.steady]
-        if rank.rank:
-            return []  # the first rank has the log
-        steps = slowest(of_ranks)
-        metrics = [
-            Metric("step", "ms", [1000 * step.seconds for step in steps]),
-            Metric("tokens_per_s", "1/s", [len(of_ranks) * step.tokens / step.seconds for step in steps]),
-            Metric("loss", "nats", [step.loss for step in steps]),
-        ]
-        if apart:
-            medians_ms = [1000 * _median_seconds(each) for each in of_ranks]
-            metrics.append(Metric("step_of_ranks", "ms, the median of each rank", medians_ms))
-        bound = watch.light.seconds_per_token if watch.light else None
-        if bound is not None:
-            shares = [100 * bound * step.tokens / step.seconds for step in steps]
-            metrics.append(Metric("speed_of_light", "%", shares, derived=True))
-        if cell.how == "ours":
-            metrics.append(Metric("around", "ms", [1000 * step.around_seconds for step in steps]))
-        if passes := watch.passes:
-            n_late, n_blocks = sum(each.n_late for each in passes), sum(len(each.leads_ms) for each in passes)
-            which, leads = "in the last steps, on the first rank", [each.lead_ms for each in passes]
-            metrics.append(Metric("host_lead", f"ms, of each pass over the blocks {which}", leads))
-            metrics.append(Metric("late_blocks", f"% of blocks {which}", [100 * n_late / n_blocks]))
-        if of_all is not None:
-            metrics.append(Metric("peak_memory", "GiB", [of_all / GIB]))
-        if watch.memory is not None and "in all" in watch.memory.predicted_bytes:
-            metrics.append(Metric("predicted_peak_memory", "GiB", [watch.memory.predicted_bytes["in all"] / GIB]))
-        return metrics
-
-
-def slowest(of_ranks: Sequence[list[Step]]) -> list[Step]:
-    """The steps of the rank whose median takes longest."""
-    return max(of_ranks, key=_median_seconds)
-
-
-def _median_seconds(steps: list[Step]) -> float:
-    """Median seconds of a step; NaN without steps."""
-    return statistics.median(step.seconds for step in steps) if steps else math.nan
+        of_ranks = on_every_rank(lambda: watch.steady) if independent else [watch.steady]
+    if rank.rank:
+        return []  # the first rank has the log
+    medians_s = [statistics.median(step.seconds for step in steps) if steps else math.nan for steps in of_ranks]
+    steps = of_ranks[medians_s.index(max(medians_s))]
+    metrics = [
+        Metric("step", "ms", [1000 * step.seconds for step in steps]),
+        Metric("tokens_per_s", "1/s", [len(of_ranks) * step.tokens / step.seconds for step in steps]),
+        Metric("loss", "nats", [step.loss for step in steps]),
+    ]
+    if independent:
+        medians_ms = [1000 * seconds for seconds in medians_s]
+        metrics.append(Metric("step_of_ranks", "ms, the median of each rank", medians_ms))
+    if watch.light is not None and (bound := watch.light.seconds_per_token) is not None:
+        shares = [100 * bound * step.tokens / step.seconds for step in steps]
+        metrics.append(Metric("speed_of_light", "%", shares, derived=True))
+    if cell.how == "ours":
+        metrics.append(Metric("around", "ms", [1000 * step.around_seconds for step in steps]))
+    if passes := watch.passes:
+        n_late, n_blocks = sum(each.n_late for each in passes), sum(len(each.leads_ms) for each in passes)
+        which, leads = "in the last steps, on the first rank", [each.lead_ms for each in passes]
+        metrics.append(Metric("host_lead", f"ms, of each pass over the blocks {which}", leads))
+        metrics.append(Metric("late_blocks", f"% of blocks {which}", [100 * n_late / n_blocks]))
+    metrics += [] if of_all is None else in_gib(peak_memory=of_all)
+    if watch.memory is not None and (predicted := watch.memory.predicted_bytes.get("in all")) is not None:
+        metrics += in_gib(predicted_peak_memory=predicted)
+    return metrics
 
 
 def _train_ours(cell: TrainingRunCell, options: TrainOptions, rank: Rank) -> Watch:
