@@ -7,7 +7,7 @@ in a handful of figures.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,53 +48,48 @@ _FEW = 40
 _RECENT = 100
 """Steps over whose medians a run's recent speed is told."""
 _GREY = "#666666"
+_EVALUATION: dict[str, Any] = {"linewidth": 0.8, "linestyle": "--", "marker": "o", "markersize": 5}
+_RESUMED: dict[str, Any] = {"linewidth": 0.8, "linestyle": ":"}
 _OUTLIER: dict[str, Any] = {"marker": "o", "markersize": 8, "markerfacecolor": "none", "linestyle": ""}
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """What is drawn of a column, and what is said where there is none."""
+    """What is drawn of a column, in which of a run's frames it is, and what is said where there is none."""
 
     label: str
-    missing: str
     unit: float = 1.0
     smooth: bool = False
     from_zero: bool = False
-    frame: Callable[[Run], pd.DataFrame] = lambda run: run.steps
+    source: Literal["steps", "gpu", "values", "gradients"] = "steps"
+    missing: str = "no steps yet"
 
-
-def _gpu(label: str, unit: float = 1.0, *, from_zero: bool = False) -> _Panel:
-    return _Panel(label, "no GPU state in the log", unit, from_zero=from_zero, frame=lambda run: run.gpu)
-
-
-def _quantized(label: str, unit: float = 1.0, *, gradients: bool = False) -> _Panel:
-    """Of the tensor and the block where it is most."""
-
-    def frame(run: Run) -> pd.DataFrame:
+    def frame(self, run: Run) -> pd.DataFrame:
+        """The rows by step; of quantization the tensor and the block where it is most, gradients apart."""
+        if self.source in ("steps", "gpu"):
+            return run.steps if self.source == "steps" else run.gpu
         found = run.quantization
-        worst = (
-            found[found["tensor"].isin(GRADIENTS) == gradients].groupby("step", as_index=False).max(numeric_only=True)
-        )
+        own = found[found["tensor"].isin(GRADIENTS) == (self.source == "gradients")]
+        worst = own.groupby("step", as_index=False).max(numeric_only=True)
         return worst.assign(gradient_underflow=worst["underflow"])
 
-    return _Panel(label, "no look at quantization in the log", unit, frame=frame)
 
-
-_NO_STEPS = "no steps yet"
+_GPU: dict[str, Any] = {"source": "gpu", "missing": "no GPU state in the log"}
+_QUANTIZED: dict[str, Any] = {"source": "values", "missing": "no look at quantization in the log"}
 _NO_LIGHT = "no steps on a device whose peak is known"
 _PANELS: dict[str, _Panel] = {
-    "loss": _Panel("loss, nats per token", _NO_STEPS, smooth=True),
-    "norm": _Panel("gradient norm", _NO_STEPS, smooth=True),
-    "learning_rate": _Panel("learning rate, 10⁻³", _NO_STEPS, 1000),
-    "tokens_per_s": _Panel("tokens/s", _NO_STEPS, smooth=True, from_zero=True),
-    "speed_of_light": _Panel("% of the speed of light", _NO_LIGHT, 100, smooth=True, from_zero=True),
-    "memory_used_bytes": _gpu("GPU memory in use, GiB", 1 / GIB, from_zero=True),
-    "sm_mhz": _gpu("GPU clock, MHz"),
-    "power_w": _gpu("GPU power, W"),
-    "temperature_c": _gpu("GPU temperature, °C"),
-    "underflow": _quantized("most underflow, %", 100),
-    "gradient_underflow": _quantized("most underflow of gradients, %", 100, gradients=True),
-    "absmax": _quantized("largest magnitude but of gradients"),
+    "loss": _Panel("loss, nats per token", smooth=True),
+    "norm": _Panel("gradient norm", smooth=True),
+    "learning_rate": _Panel("learning rate, 10⁻³", 1000),
+    "tokens_per_s": _Panel("tokens/s", smooth=True, from_zero=True),
+    "speed_of_light": _Panel("% of the speed of light", 100, smooth=True, from_zero=True, missing=_NO_LIGHT),
+    "memory_used_bytes": _Panel("GPU memory in use, GiB", 1 / GIB, from_zero=True, **_GPU),
+    "sm_mhz": _Panel("GPU clock, MHz", **_GPU),
+    "power_w": _Panel("GPU power, W", **_GPU),
+    "temperature_c": _Panel("GPU temperature, °C", **_GPU),
+    "underflow": _Panel("most underflow, %", 100, **_QUANTIZED),
+    "gradient_underflow": _Panel("most underflow of gradients, %", 100, **_QUANTIZED | {"source": "gradients"}),
+    "absmax": _Panel("largest magnitude but of gradients", **_QUANTIZED),
 }
 
 
@@ -126,7 +121,7 @@ def run_figure(runs: Mapping[str, Run], x: XAxis = "step", smooth: int | None = 
         axes.set_ylabel(panel.label)
         dress(axes)
         if not any(drawn):
-            nothing_finite = panel.missing == _NO_STEPS and any(len(run.steps) for run in runs.values())
+            nothing_finite = panel.missing == "no steps yet" and any(len(run.steps) for run in runs.values())
             missing = "no finite value yet" if nothing_finite else panel.missing
             axes.text(0.5, 0.5, missing, transform=axes.transAxes, ha="center", va="center", color=_GREY)
             axes.set(xticks=[], yticks=[])
@@ -198,7 +193,7 @@ def _draw(axes: Axes, run: Run, colour: str, column: str, panel: _Panel, x: XAxi
 def _mark(loss: Axes, norm: Axes, run: Run, colour: str, x: XAxis) -> None:
     """Evaluations, outliers, what is not finite, and where the run was resumed."""
     evaluated = _places(run, run.evaluations["step"], x)
-    loss.plot(evaluated, run.evaluations["loss"], color=colour, linewidth=0.8, linestyle="--", marker="o", markersize=5)
+    loss.plot(evaluated, run.evaluations["loss"], color=colour, **_EVALUATION)
     for axes, quantity in ((loss, "loss"), (norm, "norm")):
         found = run.outliers[run.outliers["quantity"] == quantity]
         found = found[np.isfinite(found["value"])]
@@ -209,7 +204,7 @@ def _mark(loss: Axes, norm: Axes, run: Run, colour: str, x: XAxis) -> None:
     for options in run.all(Options):
         if options.first_step:
             place = _places(run, pd.Series([options.first_step]), x)[0]
-            loss.axvline(place, color=colour, linewidth=0.8, linestyle=":")
+            loss.axvline(place, color=colour, **_RESUMED)
 
 
 def _mark_throttling(axes: Axes, run: Run, colour: str, x: XAxis, floor: float) -> None:
@@ -226,20 +221,19 @@ def _mark_throttling(axes: Axes, run: Run, colour: str, x: XAxis, floor: float) 
 
 def _legend(runs: Collection[Run], smooth: int) -> Iterator[Line2D]:
     """What the marks in the panel of the loss mean, of those that are there; and that evaluations are not."""
-    if any(len(run.steps) for run in runs):
-        yield Line2D([], [], color=_GREY, linewidth=0.8, alpha=0.5 if smooth > 1 else 1, label="each step")
-        if smooth > 1:
-            yield Line2D([], [], color=_GREY, linewidth=1.6, label=f"median over {smooth:,} steps")
-    if any(len(run.evaluations) for run in runs):
-        yield Line2D([], [], color=_GREY, linewidth=0.8, linestyle="--", marker="o", markersize=5, label="evaluation")
-    else:
-        yield Line2D([], [], linestyle="", label="no evaluation yet")
-    if any(len(run.outliers) for run in runs):
-        yield Line2D([], [], color=_GREY, label="outlier", **_OUTLIER)
-    if any(not np.isfinite(run.steps[["loss", "norm"]]).all(axis=None) for run in runs):
-        yield Line2D([], [], color=_GREY, marker="x", linestyle="", label="not finite")
-    if any(options.first_step for run in runs for options in run.all(Options)):
-        yield Line2D([], [], color=_GREY, linewidth=0.8, linestyle=":", label="resumed")
+    marks: list[tuple[bool, str, dict[str, Any]]] = [
+        (any(len(run.steps) for run in runs), "each step", {"linewidth": 0.8, "alpha": 0.5 if smooth > 1 else 1}),
+        (any(len(run.steps) for run in runs) and smooth > 1, f"median over {smooth:,} steps", {"linewidth": 1.6}),
+        (any(len(run.evaluations) for run in runs), "evaluation", _EVALUATION),
+        (not any(len(run.evaluations) for run in runs), "no evaluation yet", {"linestyle": ""}),
+        (any(len(run.outliers) for run in runs), "outlier", _OUTLIER),
+        (
+            any(not np.isfinite(run.steps[["loss", "norm"]]).all(axis=None) for run in runs),
+            *("not finite", {"marker": "x", "linestyle": ""}),
+        ),
+        (any(options.first_step for run in runs for options in run.all(Options)), "resumed", _RESUMED),
+    ]
+    return (Line2D([], [], color=_GREY, label=label, **style) for there, label, style in marks if there)
 
 
 def _title(runs: Mapping[str, Run]) -> str:

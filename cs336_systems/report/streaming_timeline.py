@@ -25,9 +25,9 @@ _BLUE, _VERMILION, _GREEN, _PINK, _ORANGE, _SKY, _BLACK = OKABE_ITO
 _KERNELS: dict[str, tuple[str, str]] = {
     Kind.FORWARD: ("forward", _SKY),
     Kind.BACKWARD: ("backward", _BLUE),
-    Kind.RECOMPUTE: ("computed again", _ORANGE),
-    Kind.KEYS: ("computed again", _ORANGE),
-    Kind.RESTORE: ("computed again", _ORANGE),
+    Kind.RECOMPUTE: ("recomputed", _ORANGE),
+    Kind.KEYS: ("recomputed", _ORANGE),
+    Kind.RESTORE: ("recomputed", _ORANGE),
     Kind.HEAD: ("head and loss", "#999999"),
     Kind.OPTIMIZER: ("optimizer", _BLACK),
 }
@@ -72,20 +72,20 @@ def _look(kind: str, what: str) -> tuple[str, str]:
 
 
 def streaming_figure(rows: pd.DataFrame, title: str) -> Figure:
-    """Of one step's ``timeline_rows``."""
+    """The picture of one step's ``timeline_rows``."""
     looks = [_look(kind, what) for kind, what in zip(rows["kind"], rows["what"].fillna(""), strict=True)]
-    lanes, starts, ends = (list(rows[name]) for name in ("lane", "start_s", "end_s"))
-    times = LaneTimes(lanes, starts, ends, {})
+    rows, span = rows.assign(colour=[colour for _, colour in looks]), float(rows["end_s"].max())
     figure = Figure(figsize=(12, 6.2), layout="constrained")
     grid = figure.subplots(len(LANES) + 1, 1, height_ratios=[1] * len(LANES) + [2.2])
     for axes, lane in zip(grid, LANES, strict=False):
-        own = [i for i, other in enumerate(times.lanes) if other == lane]
-        _draw_shares(axes, own, times, looks)
-        axes.set_ylabel(f"{_NAMES[lane]}\n{100 * times.busy[lane] / times.span:.0f} %", fontsize=8)
+        own = rows[rows["lane"] == lane]
+        _draw_shares(axes, own, span)
+        busy = (own["end_s"] - own["start_s"]).sum() / span
+        axes.set_ylabel(f"{_NAMES[lane]}\n{100 * busy:.0f} %", fontsize=8)
     for axes in grid[: len(LANES) - 1]:
         axes.set_xticklabels([])
     grid[len(LANES) - 1].set_xlabel("time since the step began, s", fontsize=8)
-    _draw_close_up(grid[-1], rows, times, looks)
+    _draw_close_up(grid[-1], rows)
     grid[-1].set_xlabel("the middle of the step: time, ms; numbers are layers", fontsize=8)
     known = dict(looks)
     order = dict.fromkeys(name for name, _ in (*_KERNELS.values(), *_COPIES.values(), _MOMENTS))
@@ -95,41 +95,36 @@ def streaming_figure(rows: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def _draw_shares(axes: Axes, own: list[int], times: LaneTimes, looks: list[tuple[str, str]]) -> None:
+def _draw_shares(axes: Axes, own: pd.DataFrame, span: float) -> None:
     """The busy share of each part of the step, stacked by colour."""
-    width = times.span / _BINS
-    shares: dict[tuple[str, str], np.ndarray] = {}
-    for i in own:
-        bins = shares.setdefault(looks[i], np.zeros(_BINS))
-        first, last = int(times.starts[i] / width), min(_BINS - 1, int(times.ends[i] / width))
-        for j in range(first, last + 1):
-            bins[j] += max(0.0, min(times.ends[i], (j + 1) * width) - max(times.starts[i], j * width)) / width
-    edges = np.arange(_BINS) * width
+    edges = np.linspace(0, span, _BINS + 1)
     bottom = np.zeros(_BINS)
-    for (_, colour), bins in shares.items():
-        axes.bar(edges, bins, width, bottom=bottom, align="edge", color=colour, lw=0)
-        bottom += bins
-    axes.set_xlim(0, times.span)
+    for colour, operations in own.groupby("colour", sort=False):
+        lengths = operations["end_s"] - operations["start_s"]
+        turns = np.ravel(operations[["start_s", "end_s"]])  # a lane does one thing at a time
+        busy = np.repeat(np.append(0, lengths.cumsum()), 2)[1:-1]
+        shares = np.diff(np.interp(edges, turns, busy)) / (span / _BINS)
+        axes.bar(edges[:-1], shares, span / _BINS, bottom=bottom, align="edge", color=str(colour), lw=0)
+        bottom += shares
+    axes.set_xlim(0, span)
     axes.set_ylim(0, 1)
     axes.set_yticks([])
     _dress(axes)
 
 
-def _draw_close_up(axes: Axes, rows: pd.DataFrame, times: LaneTimes, looks: list[tuple[str, str]]) -> None:
-    kernels = [i for i, lane in enumerate(times.lanes) if lane == "compute"]
+def _draw_close_up(axes: Axes, rows: pd.DataFrame) -> None:
+    kernels = rows[rows["lane"] == "compute"]
     middle = max(0, len(kernels) // 2 - _CLOSE_UP // 2)
-    window = kernels[middle : middle + _CLOSE_UP]
-    start, end = times.starts[window[0]], times.ends[window[-1]]
-    for i, (kind, layer) in enumerate(zip(rows["kind"], rows["layer"], strict=True)):
-        if times.ends[i] <= start or times.starts[i] >= end:
-            continue
-        row, left = LANES.index(times.lanes[i]), 1e3 * (times.starts[i] - start)
-        length = 1e3 * (times.ends[i] - times.starts[i])
-        axes.broken_barh([(left, length)], (row - 0.42, 0.84), facecolors=looks[i][1], edgecolor="white", lw=0.4)
-        if kind in (Kind.FORWARD, Kind.BACKWARD) and length > 10 * (end - start):
-            dark = looks[i][1] == _BLUE
-            where = left + length / 2, row
-            axes.text(*where, str(layer), ha="center", va="center", fontsize=6, color="w" if dark else "k")
+    window = kernels.iloc[middle : middle + _CLOSE_UP]
+    start, end = window["start_s"].iloc[0], window["end_s"].iloc[-1]
+    for operation in rows[(rows["end_s"] > start) & (rows["start_s"] < end)].to_dict("records"):
+        row, left = LANES.index(operation["lane"]), 1e3 * (operation["start_s"] - start)
+        length = 1e3 * (operation["end_s"] - operation["start_s"])
+        colour = operation["colour"]
+        axes.broken_barh([(left, length)], (row - 0.42, 0.84), facecolors=colour, edgecolor="white", lw=0.4)
+        if operation["kind"] in (Kind.FORWARD, Kind.BACKWARD) and length > 10 * (end - start):
+            where, ink = (left + length / 2, row), "w" if colour == _BLUE else "k"
+            axes.text(*where, str(operation["layer"]), ha="center", va="center", fontsize=6, color=ink)
     axes.set_xlim(0, 1e3 * (end - start))
     axes.set_ylim(len(LANES) - 0.5, -0.5)
     axes.set_yticks(range(len(LANES)), [_NAMES[lane] for lane in LANES], fontsize=8)
