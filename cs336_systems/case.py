@@ -209,7 +209,7 @@ class TrainingCase:
     fp8_skip_first: int = option(0, "First blocks that stay out of fp8.", several=False, sign="not negative")
     fp8_skip_last: int = option(0, "Last blocks that stay out of fp8.", several=False, sign="not negative")
     seed: int = 0
-    """Of parameters and tokens."""
+    """Seed of parameters and tokens."""
 
     @classmethod
     def of(cls, config: ModelConfig, **fields: Any) -> Self:
@@ -292,7 +292,7 @@ class TrainingCase:
 
     @property
     def extras(self) -> list[str]:
-        """What differs from plain eager training, each in a word or two."""
+        """The differences from plain eager training, each in a word or two."""
         found = []
         for each, of in options_in(TrainingCase):
             value = getattr(self, each.name)

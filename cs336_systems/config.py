@@ -199,7 +199,7 @@ class Precision:
     matmul_bytes: int
     matmul_dtype: str
     softmax_bytes: int
-    """Of the probabilities that softmax returns: CUDA's autocast widens them to fp32."""
+    """Bytes of a probability that softmax returns: CUDA's autocast widens them to fp32."""
 
     @property
     def autocast(self) -> bool:
@@ -225,18 +225,18 @@ PRECISIONS: dict[str, Precision] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the four products of a block multiply: as its tensors are stored, or quantized to eight-bit floats.
+    """How the four matmuls of a block multiply: as its tensors are stored, or quantized to eight-bit floats.
 
     A quantized tensor is multiplied by the largest scale that fits its largest magnitude into the format (current
     scaling), rounded to nearest even, and saturates. Embedding, head, attention, norms and residuals stay as they are.
     """
 
     matmul: str = "same"
-    """Of activations and weights: same, as they are stored, or e4m3, with three bits of mantissa."""
+    """The dtype of activations and weights: same, as they are stored, or e4m3, with three bits of mantissa."""
     gradient: str = "e4m3"
-    """Of gradients of activations, where products are quantized: e4m3, or e5m2, with more range and less precision."""
+    """The dtype of activation gradients in quantized matmuls: e4m3, or e5m2, with more range and less precision."""
     scaling: str = "tensor"
-    """What shares a scale: all of a tensor; row, what one sum of a product reads; or block, 128 numbers of that, and of
+    """The numbers that share a scale: tensor, all; row, those of one sum of a product; or block, 128 of those, and of
     weights 128 x 128."""
     skip_first: int = 0
     """Blocks at the input that are not quantized."""

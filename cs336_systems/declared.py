@@ -1,4 +1,4 @@
-"""What a step or a question can be asked, declared once: type, plain value, help and allowed values of a field.
+"""The fields of a step or a question, declared once: type, plain value, help and allowed values.
 
     @dataclass(frozen=True)
     class Cell:
@@ -25,7 +25,7 @@ _Tuple: Any = tuple
 
 @dataclass(frozen=True)
 class Option:
-    """What ``option`` says of a field besides its plain value, with the same names."""
+    """The arguments of ``option`` for a field besides its plain value, with the same names."""
 
     help: str
     values: tuple[Any, ...] = ()

@@ -1,4 +1,4 @@
-"""What no training step can be, whatever the device: one table of conditions, each with the sentence that refuses it.
+"""No training step can be like this, whatever the device: a table of conditions, each with the sentence that refuses.
 
     if reason := refusal(case): ...
 

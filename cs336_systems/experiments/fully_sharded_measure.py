@@ -104,7 +104,7 @@ def _bench_ms(prepared: PreparedStep, step_ms: float) -> list[float]:
 
 
 def _gather_waits(prepared: PreparedStep) -> list[Metric]:
-    """What the units of our FSDP waited for their weights, on this rank, in steps of their own.
+    """Time how long the units of our FSDP wait for their weights, on this rank, in steps of their own.
 
     Each wait is counted once, and lengthens the step by as much. Yet a step that waits for nothing is not shorter by
     the sum: a gather that is in time runs beside kernels, and slows them.
@@ -189,7 +189,7 @@ def _states_and_traffic(prepared: PreparedStep, rank: Rank) -> list[Metric]:
 
 
 def _recorded(prepared: PreparedStep, rank: Rank, path: Path) -> list[Metric]:
-    """What recordings of all ranks say; rank 0's stays at ``path``.
+    """Record all ranks and read what that says; rank 0's recording stays at ``path``.
 
     Communication is exposed where only it runs, on the rank where that is least: the others wait for a slower rank's
     kernels. So does rank 0, whose share of that is in ``waited``.

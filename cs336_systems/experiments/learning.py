@@ -236,7 +236,7 @@ def _gradients(step: TrainStep, token_ids: Tensor, targets: Tensor) -> dict[str,
 
 
 def by_seed(line: Line, metric: str) -> pd.Series:
-    """What was measured with each seed; nothing if the line lacks the metric."""
+    """The metric's median by seed; nothing if the line lacks it."""
     return line.run[line.run["metric"] == metric].drop_duplicates("seed", keep="last").set_index("seed")["median"]
 
 

@@ -1,4 +1,4 @@
-"""What every measurement of a training step says: its phases, its rates, its peak, and that its loss is finite.
+"""Every measurement of a training step says this: its phases, its rates, its peak, and that its loss is finite.
 
 Every rate is computed sample by sample and marked as derived, so that its spread is that of the times.
 """
@@ -60,7 +60,7 @@ def _peak_of_reference(case: TrainingCase, mode: str) -> PeakMemory:
 
 
 def cheapest_within(case: TrainingCase, mode: str, budget_gib: float, **how: Any) -> tuple[dict[str, str], str]:
-    """What a case keeps for backward to recompute least within a budget: the fields to set, and a sentence about it.
+    """Choose what a case keeps for backward to recompute least within a budget: fields to set, and a sentence about it.
 
     Args:
         how: for ``predicted_peak`` the ``world_size``, and for ``cheapest_keep`` whether blocks may be ``mixed``.

@@ -48,7 +48,7 @@ _LARGEST = 10
 
 @dataclass(frozen=True)
 class BlockAccount:
-    """What one block and one of its norms keep, eager or compiled."""
+    """The tensors that one block and one of its norms keep, eager or compiled."""
 
     variant: str
     block: Residuals
@@ -92,7 +92,7 @@ def write_memory_page(
 
 
 def account_block(case: TrainingCase, *, compile: bool) -> BlockAccount:
-    """What one block of the model keeps at the case's batch and context; checkpointing, between blocks, left out."""
+    """Account for one block of the model at the case's batch and context, without checkpointing between blocks."""
     arguments = (*case.work, case.precision, torch.device(case.device))
     account = partial(block_residuals, *arguments, ops=case_ops(case), compile=compile)
     if case.written_out:
@@ -144,7 +144,7 @@ def peak_frame(profile: MemoryProfile) -> pd.DataFrame:
 
 
 def peak_table(profile: MemoryProfile) -> Table:
-    """What is alive at the peak, beside what was predicted."""
+    """The bytes alive at the peak by category, beside the prediction."""
     peak, case = profile.history.peak(), profile.case
     frame = peak_frame(profile).itertuples(index=False, name=None)
     lines = [(category, digits(gib), f"{percent:.1f}") for category, gib, percent in frame]

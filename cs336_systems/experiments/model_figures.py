@@ -63,7 +63,7 @@ def step_figure(rows: pd.DataFrame) -> Figure | None:
 
 
 def _one_setting(rows: pd.DataFrame) -> pd.DataFrame:
-    """What ran of the largest mode and of one value of each fixed setting, the newest run of each cell."""
+    """The newest run of each cell that ran in the largest mode and with the commonest value of each fixed setting."""
     ran = rows[rows["status"] == "ok"]
     if ran.empty:
         return ran
@@ -125,7 +125,7 @@ _MOST_PANELS = 3
 
 
 def frontier_figure(rows: pd.DataFrame) -> Figure | None:
-    """What activation checkpointing gains: peak GiB against milliseconds of the whole pass, a point for every policy.
+    """Draw what activation checkpointing gains: peak GiB against ms of the whole pass, a point for every policy.
 
     Lines join the lengths of segments and the numbers of checkpointed blocks, an open marker is the predicted peak, and
     the grey staircase is the frontier: no policy needs less of both than a point on it. A panel for each of the three

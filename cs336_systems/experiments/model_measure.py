@@ -102,7 +102,7 @@ def rates(
 
 
 def expected_seconds(cell: ModelCell, *, ceilings: Ceilings) -> float:
-    """What a cell should take: a process, filling the parameters, and its steps at half of the measured ceiling."""
+    """The seconds that a cell should take: a process, filling parameters, its steps at half of the measured ceiling."""
     if isinstance(cell, CeilingCell):
         return 5.0 if cell.device == "cuda" else 10.0
     measured = ceilings.get(cell.dtype, {})

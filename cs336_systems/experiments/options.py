@@ -35,7 +35,7 @@ _NOT_NEGATIVE = ("warmup", "later_warmup", "prefetch", "losses", "max_ctas")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What every benchmark is asked."""
+    """The options of every benchmark."""
 
     CPU_DEFAULTS: ClassVar[dict[str, Any]] = {}
     """Where there is no GPU defaults shrink, so that a bare command ends in under a minute."""
@@ -61,7 +61,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class TrainingRun(RunOptions):
-    """What every benchmark of a training step is asked besides its cell."""
+    """The options of every benchmark of a training step besides those of its cell."""
 
     CPU_DEFAULTS: ClassVar = {"size": ("tiny",), "context_length": (128,), "batch_size": (1,)}
     repeat: int = option(
@@ -73,7 +73,7 @@ class TrainingRun(RunOptions):
 
 @dataclass(frozen=True)
 class RankedRun(TrainingRun):
-    """What every benchmark of a step on several ranks is asked besides its cell."""
+    """The options of every benchmark of a step on several ranks besides those of its cell."""
 
     later_warmup: int | None = option(
         None,

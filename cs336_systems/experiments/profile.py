@@ -116,14 +116,14 @@ def make_cells(options: Any) -> list[ProfileCell]:
 
 
 def workload_of(cell: ProfileCell) -> Workload:
-    """What the cell times."""
+    """The workload that the cell times."""
     from cs336_systems.profiling.recording import Workload
 
     return Workload(**{field.name: getattr(cell, field.name) for field in fields(Workload)})
 
 
 def recorded_workload(cell: ProfileCell) -> Workload:
-    """What the cell records. torch.profiler starts in a process that is warm already."""
+    """The workload that the cell records; torch.profiler starts in a process that is warm already."""
     warmup = min(cell.warmup, 1) if cell.profiler == "kineto" else cell.warmup
     return replace(workload_of(cell), warmup=warmup, steps=cell.recorded_steps)
 
@@ -164,7 +164,7 @@ def stages(options: Any, cells: Sequence[ProfileCell], outcomes: list[Outcome]) 
 
 
 def _profile_of(outcome: Outcome, raw: Path) -> Profile:
-    """What a successful cell has measured and recorded; raises TraceError if its trace cannot be read any more."""
+    """The profile of a successful cell; raises TraceError if its trace cannot be read any more."""
     from cs336_systems.experiments.profile_page import Profile
     from cs336_systems.profiling.recording import HOWS, read_trace
 

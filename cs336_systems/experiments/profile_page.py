@@ -1,4 +1,4 @@
-"""What the traces of one workload show: one Markdown page, two CSVs and a picture per mode.
+"""The page of one workload's traces: Markdown, two CSVs and a picture per mode.
 
     write_page(profiles, "small-...", where="NVIDIA H200", profiler="nsys", folder)
 
@@ -44,7 +44,7 @@ class Profile:
 
     @property
     def clock(self) -> str:
-        """What the trace's operations ran on, as a column says it."""
+        """The clock of the trace's operations, as a column says it."""
         return "GPU" if self.trace.has_gpu else "CPU operators"
 
     def passes(self) -> dict[str, list[pd.DataFrame]]:
@@ -231,7 +231,7 @@ def limits_table(profiles: list[Profile], where: str) -> Table:
 
 
 def verdict(profile: Profile) -> str:
-    """What limits this mode, in one sentence with its numbers."""
+    """Say what limits this mode, in one sentence with its numbers."""
     found = limits(profile.trace, profile.unprofiled_ms[WHOLE])
     reasons = {
         "compute": f"matmuls run for {found.compute_ms / found.step_ms:.0%} of the time",

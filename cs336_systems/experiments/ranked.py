@@ -1,4 +1,4 @@
-"""What questions about several ranks share: a value from all ranks, bytes on a ring, checks, tables and pictures.
+"""Questions about several ranks share this: a value from all ranks, bytes on a ring, checks, tables and pictures.
 
 Importing this module imports no torch, pandas or matplotlib.
 """
@@ -38,7 +38,7 @@ _COLLECTIVES = {
     "reduce_scatter": "reduce_scatter",
     "broadcast": "broadcast",
 }
-"""What ``costs`` calls a collective, by how c10d's name for it begins."""
+"""The name of a collective in ``costs``, by how c10d's name for it begins."""
 
 SENT = "per rank and step, over a ring"
 """Note of a column of ``sent_mib``."""
@@ -93,7 +93,7 @@ def sent_metric(events: Iterable[Event], world_size: int) -> Metric:
 
 
 def sent_mib(metrics: Mapping[str, pd.Series], world_size: int) -> float | None:
-    """What ``sent_metric`` says, from a cell's rows by metric, earlier ones too; None if they say nothing of it."""
+    """The value of ``sent_metric`` from a cell's rows by metric, earlier ones too; None if they say nothing of it."""
     if "sent_per_rank" in metrics:
         return float(metrics["sent_per_rank"]["median"])
     if "sent" not in metrics:
@@ -124,7 +124,7 @@ def scaling(line: Line, **alone: object) -> float | None:
 
 @dataclass(frozen=True)
 class Effort:
-    """What is asked of a measurement besides its cell's columns: warm-up of later turns, and what is recorded.
+    """How much is measured of a cell, besides its columns: warm-up of later turns, and what is recorded.
 
     A turn after the first has fewer steps of warm-up, and only takes the times that are compared: it neither records
     nor counts bytes and messages, and has no steps without communication.
@@ -141,7 +141,7 @@ class Effort:
 
     @classmethod
     def of(cls, options: Any) -> Effort:
-        """What the options say."""
+        """The effort that the options ask for."""
         said: dict[str, Any] = {field.name: getattr(options, field.name, field.default) for field in fields(cls)}
         return cls(**said)
 

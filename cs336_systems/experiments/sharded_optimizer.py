@@ -255,7 +255,7 @@ MEMORY = replace(
 
 
 def memory_figure(rows: pd.DataFrame) -> Figure | None:
-    """What a rank's memory is taken by: a row of panels for each of the last three models and settings.
+    """Draw what takes a rank's memory: a row of panels for each of the last three models and settings.
 
     A panel is a moment of a step, a stacked bar of GiB a way to hold the state. A line across a bar is what parameters,
     gradients and state were predicted to take.

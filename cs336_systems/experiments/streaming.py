@@ -90,7 +90,7 @@ class StreamingCell:
     steps: int = option(3, "Recorded steps.", several=False, sign="positive")
     seed: int = 0
     peer: str = ""
-    """What runs instead of a streamed step; it has no caps, 0 in their columns."""
+    """The peer that runs instead of a streamed step; it has no caps, 0 in their columns."""
 
     @property
     def variant(self) -> str:

@@ -32,7 +32,7 @@ def heatmaps(rows: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
 
 
 def heatmap_figure(rows: pd.DataFrame) -> Figure | None:
-    """Of one model on one device, a line of maps for each length; of a cell's several settings the fastest is drawn."""
+    """Draw one model on one device, a line of maps for each length, the fastest of a cell's several settings."""
     settings = ["gpu", "device", "simulated_device", "size", "context_length", "device_gib", "host_gib", "order"]
     found = newest(rows, [*settings, "chunk", "tokens_per_step", "clipping", "master"])
     prefix = "" if (found["metric"] == "tokens_per_s").any() else "simulated_"

@@ -165,7 +165,7 @@ def _draw(folder: Path, cell: StreamingCell, choice: Choice, times: LaneTimes, h
 
 
 def simulated(choice: Choice, hardware: Hardware) -> list[Metric]:
-    """What the plan is, and what it should cost."""
+    """The plan as metrics, and what it should cost."""
     plan, times = choice.plan, choice.times
     peak = hardware.peak("bf16")
     assert peak is not None
@@ -244,7 +244,7 @@ class PeerCase(TrainingCase):
 
 
 def case_of(cell: StreamingCell) -> PeerCase:
-    """What a peer's cell runs; on a CPU without torch.compile and with plain attention."""
+    """The case that a peer's cell runs; on a CPU without torch.compile and with plain attention."""
     on_gpu, offloads = cell.device == "cuda", cell.peer == "fsdp2-offload"
     tokens = cell.tokens_per_step or PEER_TOKENS
     sequences = max(1, min(LEAST_CHUNK, tokens) // cell.context_length)

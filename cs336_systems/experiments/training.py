@@ -107,7 +107,7 @@ class TrainingRunCell:
     seconds: float = option(60.0, "Least duration of the recorded steps.", several=False)
     seed: int = 0
     data: str = "random tokens"
-    """What tokens are; the speed does not depend on it."""
+    """The tokens; the speed does not depend on them."""
     library: str = ""
     """Others' libraries, with versions."""
 
@@ -202,7 +202,7 @@ def _library(how: str) -> str:
 
 
 def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
-    """What ``training_measure.py`` measures."""
+    """Measure a cell as ``training_measure.py`` says."""
     from cs336_systems.experiments import training_measure
 
     return training_measure.measure(cell, rank)

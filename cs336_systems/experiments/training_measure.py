@@ -61,7 +61,7 @@ class Watch:
         self.light: Light | None = None
         self.memory: Memory | None = None
         self.passes: list[Pass] = []
-        """What ``host_lead`` saw, to be filled in when the run has ended."""
+        """The passes that ``host_lead`` saw, filled in when the run has ended."""
 
     def write(self, record: Record) -> None:
         if isinstance(record, Light):

@@ -1,1 +1,1 @@
-"""What a step should cost and what it does cost, side by side: tables, figures, comparisons."""
+"""Tables, figures and comparisons that put what a step should cost beside what it does cost."""

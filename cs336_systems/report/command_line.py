@@ -1,4 +1,4 @@
-"""What every command does before and around its work: parse, one sentence on bad input, end with a code.
+"""Every command begins and ends in this way: it parses, says one sentence on bad input, and ends with a code.
 
 Imports no torch, pandas or matplotlib, so that ``--help`` and a typing error are answered at once. A benchmark reads
 
@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn, Protocol, Self, TextIO, TypeVar
 import tyro
 
 Format = Literal["auto", "markdown", "latex", "csv"]
-"""Of tables: auto draws them on a terminal and writes Markdown elsewhere."""
+"""The form of tables: auto draws them on a terminal and writes Markdown elsewhere."""
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -66,7 +66,7 @@ def complain(command: str, fault: Exception | str) -> int:
 
 
 def os_error(error: OSError) -> str:
-    """What went wrong, with the file if it is known."""
+    """The error in words, with the file if it is known."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 

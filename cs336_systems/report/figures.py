@@ -1,4 +1,4 @@
-"""What all figures share: how axes look, how they are written, and colours that colour-blind readers can tell apart."""
+"""All figures share this: how axes look, how files are written, and colours that colour-blind readers tell apart."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +11,7 @@ OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "
 """Okabe and Ito 2008."""
 
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
-"""Of ticks on a logarithmic axis: no powers of ten."""
+"""The format of ticks on a logarithmic axis: no powers of ten."""
 WITH_COMMAS = FuncFormatter(lambda value, _: f"{value:,g}")
 
 

@@ -64,7 +64,7 @@ class Line:
     lines: Mapping[tuple, Line]
 
     def median(self, metric: str) -> float | None:
-        """Of a metric, None if it was not measured."""
+        """The median of a metric, None if it was not measured."""
         return float(self.metrics[metric]["median"]) if metric in self.metrics else None
 
     def peer(self, **settings: object) -> Line | None:

@@ -40,7 +40,7 @@ _LAYOUT: list[HashableList[str]] = [
 _WITHOUT_GPU: list[HashableList[str]] = [*_LAYOUT[:2], ["tokens_per_s", "tokens_per_s", "tokens_per_s"]]
 _QUANTIZATION: list[HashableList[str]] = [["underflow", "gradient_underflow", "absmax"]]
 _SMOOTHED_SHARE = 0.02
-"""Of the longest run's steps, over which the running median goes if nobody says."""
+"""The share of the longest run's steps over which the running median goes if nobody says."""
 _DECADE = 10
 """Between the ends of an axis, from which on ticks stand by powers of ten."""
 _FEW = 40
@@ -55,7 +55,7 @@ _OUTLIER: dict[str, Any] = {"marker": "o", "markersize": 8, "markerfacecolor": "
 
 @dataclass(frozen=True)
 class _Panel:
-    """What is drawn of a column, in which of a run's frames it is, and what is said where there is none."""
+    """A panel: the column's label and unit, the frame of a run that has it, and what is said where there is none."""
 
     label: str
     unit: float = 1.0
@@ -220,7 +220,7 @@ def _mark_throttling(axes: Axes, run: Run, colour: str, x: XAxis, floor: float) 
 
 
 def _legend(runs: Collection[Run], smooth: int) -> Iterator[Line2D]:
-    """What the marks in the panel of the loss mean, of those that are there; and that evaluations are not."""
+    """Explain the marks that the panel of the loss has, and say that there are no evaluations yet."""
     marks: list[tuple[bool, str, dict[str, Any]]] = [
         (any(len(run.steps) for run in runs), "each step", {"linewidth": 0.8, "alpha": 0.5 if smooth > 1 else 1}),
         (any(len(run.steps) for run in runs) and smooth > 1, f"median over {smooth:,} steps", {"linewidth": 1.6}),

@@ -65,7 +65,7 @@ def timeline_rows(operations: Sequence[Operation], times: LaneTimes) -> pd.DataF
 
 
 def _look(kind: str, what: str) -> tuple[str, str]:
-    """What the legend calls an operation, and its colour."""
+    """An operation's name in the legend, and its colour."""
     if kind in (Kind.FETCH, Kind.EVICT):
         return _COPIES.get(what, _MOMENTS)
     return _KERNELS.get(kind, _REST)
