@@ -77,8 +77,6 @@ class HostInputs:
         self._last = weakref.ref(away)
         return away
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "HostInputs":
-        return HostInputs(self.n_blocks)
-
     def __reduce__(self) -> tuple[type["HostInputs"], tuple[int]]:
+        """Copy and pickle without the memory."""
         return HostInputs, (self.n_blocks,)

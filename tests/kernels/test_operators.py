@@ -33,7 +33,7 @@ def calls(device: str, dtype: torch.dtype) -> list[tuple[Callable, tuple[object,
         (rms_norm.rms_norm_backward, (y, x, gain, None, None, EPS, slot)),
         (rms_norm_absmax, (x, gain, EPS, slot)),
         (add_rms_norm_absmax, (x, y, gain, EPS, slot)),
-        *((rms_norm_quantize_op, (x, gain, rstd, one, E4M3, *how)) for how in ((True, True), (False, True))),
+        (rms_norm_quantize_op, (x, gain, rstd, one, E4M3, False, True)),
         (swiglu.forward_op, (gate_up, slot, slopes)),
         (swiglu.backward_op, (x, gate_up)),
         (swiglu.backward_in_place_op, (x.clone(), gate_up.clone(), True, slot)),
@@ -53,7 +53,7 @@ def calls(device: str, dtype: torch.dtype) -> list[tuple[Callable, tuple[object,
 @pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
 def test_operators_pass_opcheck(device: str, dtype: torch.dtype) -> None:
     for operator, arguments in calls(device, dtype):
-        torch.library.opcheck(operator, arguments)
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.config import OPTIMIZERS
 from cs336_systems.training import AdamW
 from cs336_systems.training.optimizer import make_optimizer
 
@@ -97,7 +96,7 @@ def test_each_group_has_its_own_hyperparameters_also_when_added_late():
     torch.testing.assert_close(flat(ours), flat(theirs), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["reference", "torch-fused"])
 def test_a_saved_state_resumes_with_the_same_bits(name):
     hyperparameters = {"lr": 0.03, "betas": (0.7, 0.9), "eps": 1e-6, "weight_decay": 0.2}
     whole = parameters(torch.float32)
