@@ -41,14 +41,14 @@ def after_backward(
         step.model.token_embeddings.requires_grad_(False)
         step.model.layers[2].ffn.requires_grad_(False)
     runs: list[int] = []
-    for i, block in enumerate(step.model.layers):
+    for i, block in enumerate(() if "compile" in options else step.model.layers):  # hooks would be compiled, too
         block.register_forward_pre_hook(lambda *_, i=i: runs.append(i))
     phases = step.phases("step", *batch())
     phases["forward"]()
-    assert runs == list(range(config.n_layers))
+    once = len(runs)
     phases["backward"]()
     again, _ = recomputed_blocks(make_plan(policy, config.n_layers))
-    assert "compile" in options or len(runs) == config.n_layers + again
+    assert "compile" in options or (once, len(runs)) == (config.n_layers, config.n_layers + again)
     return step
 
 
