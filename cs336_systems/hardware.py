@@ -1,4 +1,4 @@
-"""What it runs on: the published peaks of each device, cited, and the lookup that finds them by name.
+"""The devices that it runs on: the published peaks of each device, cited, and the lookup that finds them by name.
 
 A measured time means little until it stands beside the least time the device could have needed. That bound
 comes from here: matmul FLOP/s per dtype, memory bytes/s, link bytes/s. `costs/` divides by these numbers and
@@ -53,7 +53,7 @@ class Hardware:
     """Published peaks of one device. None means: the device has no such unit, or no document says."""
 
     name: str
-    """What reports call it, e.g. "H100 SXM"."""
+    """The name in reports, e.g. "H100 SXM"."""
 
     device_names: tuple[str, ...]
     """The exact strings by which `torch.cuda.get_device_name` and NVML call this device."""

@@ -1,1 +1,1 @@
-"""What a training step should cost: pure arithmetic on configurations, without torch."""
+"""The cost of a training step as pure arithmetic on configurations, without torch."""

@@ -1,4 +1,4 @@
-"""What a collective should cost: its bytes, its seconds on a ring, and algorithm and bus bandwidth.
+"""The cost of a collective by arithmetic: its bytes, its seconds on a ring, and algorithm and bus bandwidth.
 
 The model is alpha-beta: a message takes ``alpha_s`` to start and ``beta_s_per_byte`` for each byte. On a ring of n
 ranks every collective is a number of steps in which each rank sends one chunk to its neighbour (Patarasuk and Yuan,
@@ -38,7 +38,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_t
 
 @dataclass(frozen=True)
 class RingCost:
-    """One collective on a ring: what alpha and beta are multiplied with."""
+    """The steps and bytes of a collective on a ring, which alpha and beta are multiplied with."""
 
     steps: int
     """Messages that a rank sends one after another."""
@@ -48,7 +48,7 @@ class RingCost:
 
 @dataclass(frozen=True)
 class Link:
-    """What carries the messages."""
+    """A connection that carries messages."""
 
     alpha_s: float
     """Seconds to start a message."""
@@ -61,7 +61,7 @@ class Link:
         return 1 / self.beta_s_per_byte if self.beta_s_per_byte else float("inf")
 
     def seconds(self, cost: RingCost) -> float:
-        """What a collective takes."""
+        """Seconds that a collective takes."""
         return cost.steps * self.alpha_s + cost.wire_bytes * self.beta_s_per_byte
 
 

@@ -1,4 +1,4 @@
-"""What fully sharded data parallelism holds and sends: bytes per rank of states, bytes per step of collectives.
+"""Fully sharded data parallelism by arithmetic: bytes per rank of states, bytes per step of collectives.
 
 On W ranks, with P bytes of parameters of two or more dimensions in the dtype that is communicated and G of their
 gradients in theirs, a step of U units sends
@@ -22,13 +22,13 @@ from cs336_systems.config import ModelConfig
 Shape = tuple[int, ...]
 
 COUNT_BYTES = 4
-"""Of the number, per trainable parameter, that says how many ranks have its gradient."""
+"""Bytes of the number, one for each trainable parameter, that says how many ranks have its gradient."""
 
 MAXIMA_BYTES = 4 * 4
-"""Of the largest magnitudes of a quantized block's four matrices: q | k | v, output, gate | up and down."""
+"""Bytes of the largest magnitudes of a quantized block's four matrices: q | k | v, output, gate | up and down."""
 
 MEETING_BYTES = 4
-"""Of the number that ranks reduce to wait for each other, where they copy each other's weights."""
+"""Bytes of the number that ranks reduce to wait for each other, where they copy each other's weights."""
 
 
 def is_sharded(shape: Shape) -> bool:
@@ -59,7 +59,7 @@ def model_units(config: ModelConfig) -> list[list[Shape]]:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What the fullest rank holds between steps."""
+    """Bytes of state that the fullest rank holds between steps."""
 
     parameters: int
     gradients: int

@@ -1,4 +1,4 @@
-"""What a block with a hand-written backward keeps from forward to backward: a choice, its bytes, and what it saves.
+"""The choice of what a block with a hand-written backward keeps from forward to backward, its bytes, and its savings.
 
 ``KEPT`` is the one table. A block always keeps its input. Whatever else it keeps is memory spent to save backward from
 recomputing it. Each of the four levels holds all of the one before it:
@@ -121,7 +121,7 @@ _COUNTED = re.compile(r"([1-9]\d{0,8})x(.*)")
 
 
 def keep_of_blocks(keep: str, n_layers: int) -> tuple[str, ...]:
-    """What each block keeps, the first one first: ``8xall+4xproducts+attention`` counts all but the last part.
+    """The level of each block, the first one first: ``8xall+4xproducts+attention`` counts all but the last part.
 
     Raises:
         ValueError: no such level or switch, a part without its number, or none of the blocks left for the last.
@@ -229,7 +229,7 @@ def bytes_kept(
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What one block's backward recomputes."""
+    """The part of one block's forward that its backward recomputes."""
 
     names: tuple[str, ...]
     flops: int
@@ -248,7 +248,7 @@ class Recomputed:
 
 
 def recomputed(config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, keep: str) -> Recomputed:
-    """What one block's backward recomputes.
+    """The part of one block's forward that its backward recomputes.
 
     Raises:
         ValueError: no such level or switch.

@@ -1,4 +1,4 @@
-"""What a training step keeps in host memory instead of on the device.
+"""The states that a training step offloads: it keeps them in host memory instead of on the device.
 
     m, v          AdamW's moments
     master        its fp32 weights of bf16 parameters, if it has them (``TrainingCase.master``)
@@ -16,19 +16,19 @@ from cs336_systems.costs.activations import WIDE
 from cs336_systems.costs.kept import check_known
 
 STATES = {"m": "exp_avg", "v": "exp_avg_sq", "master": "master"}
-"""What the optimizer calls them."""
+"""Names of offloaded states, each with the optimizer's key for it."""
 OFFLOADS = (*STATES, "gradients", "residual")
 
 BATCH_ELEMENTS = 2**25
-"""That the optimizer fetches together: 64 MiB of a bf16 state take 1.2 ms at 55 GB/s, a hundred times a launch."""
+"""Elements that the optimizer fetches together: 64 MiB of bf16 state take 1.2 ms at 55 GB/s, a hundred launches."""
 BATCHES_ON_DEVICE = 3
-"""One that comes, one that is updated, one that goes."""
+"""Batches on the device at a time: one is fetched, one is updated, one is sent back."""
 IN_FLIGHT_BYTES = 2**30
-"""Of gradients, on their way out while the device goes on: a block of 14B has 0.5 GiB, all made at once."""
+"""Bytes of gradients that may be in flight to the host: a block of 14B has 0.5 GiB, all made at once."""
 
 
 def offloaded(case: TrainingCase) -> frozenset[str]:
-    """Of ``OFFLOADS`` what the case has in host memory.
+    """The names, of ``OFFLOADS``, of what the case has in host memory.
 
     Raises:
         ValueError: a name is unknown; the message has the nearest.
@@ -40,13 +40,13 @@ def offloaded(case: TrainingCase) -> frozenset[str]:
 
 
 def state_bytes_per_parameter(case: TrainingCase) -> dict[str, int]:
-    """Of the optimizer's states, by name."""
+    """Bytes that each of the optimizer's states takes for a parameter, by name."""
     moments = dict.fromkeys(("m", "v"), case.moment_bytes)
     return moments if case.master == "none" else moments | {"master": WIDE}
 
 
 def host_bytes(case: TrainingCase, world_size: int = 1) -> dict[str, int]:
-    """Of host memory on each of so many ranks, by what is there; of shards the mean."""
+    """Bytes of host memory on each of ``world_size`` ranks by name; a shard counts with the mean of all."""
     names, (config, batch_size, seq_len) = offloaded(case), case.work
     width = case.precision.parameter_bytes
     sharded = case.parallel.wrapper == "fsdp" or case.parallel.optimizer_state != "replicated"

@@ -64,7 +64,7 @@ class LeastRecomputation:
 
 @dataclass(frozen=True)
 class LeastRecomputationOfBlocks(LeastRecomputation):
-    """What hand-written blocks keep, and what that is predicted to cost."""
+    """A choice of what hand-written blocks keep that fits a budget, and what it is predicted to cost."""
 
     moment: str
     """The moment of the peak."""
@@ -144,8 +144,8 @@ def candidate_keeps() -> Iterator[str]:
 def cheapest_keep(
     case: TrainingCase, mode: str, budget_bytes: int, predict: Predict, *, mixed: bool = False
 ) -> LeastRecomputationOfBlocks:
-    """What hand-written blocks must keep so that the predicted peak is at most ``budget_bytes`` and the least time goes
-    into recomputation; the case's own choice is not looked at.
+    """The choice for hand-written blocks with which the predicted peak is at most ``budget_bytes`` and the least time
+    goes into recomputation; the case's own choice is not looked at.
 
     Args:
         mixed: whether the first blocks may keep more than the others.
@@ -184,7 +184,7 @@ def cheapest_keep(
 def _best_pair(
     most_first: list[str], first: int, room: int, n_layers: int, seconds: dict[str, float], n_bytes: dict[str, int]
 ) -> tuple[str, str]:
-    """What the first blocks keep, which does not fit all blocks, and what the others keep, which does.
+    """The level of the first blocks, which does not fit all blocks, and that of the others, which does.
 
     This is an estimate: peaks are taken to differ by what is kept. ``room`` bytes are left where all blocks keep what
     is at ``first``.
@@ -206,7 +206,7 @@ def _hardware() -> Hardware:
 
 
 def _keep_choice(case: TrainingCase, mode: str, predict: Predict) -> LeastRecomputationOfBlocks:
-    """What the case's blocks keep, with its costs."""
+    """The case's own choice of what blocks keep, with its costs."""
     peak = predict(case)
     blocks = Counter(keep_of_blocks(case.keep, case.config.n_layers)) if mode != "forward" else Counter()
     again = {each: recomputed(*case.work, case.precision, each) for each in blocks}

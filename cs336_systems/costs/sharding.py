@@ -1,4 +1,4 @@
-"""What sharding optimizer state saves and costs: bytes that each rank holds, and bytes that it sends per step.
+"""Sharded optimizer state by arithmetic: bytes that each rank holds, and bytes that it sends per step.
 
 Three forms of data parallelism on W ranks, with P bytes of parameters, as many of gradients, and k P of optimizer state
 (k = 2 for AdamW, 1 for SGD with momentum):

@@ -33,10 +33,10 @@ _TRAINING = 3
 
 @dataclass(frozen=True)
 class LightPart:
-    """What one part of a step takes at the least."""
+    """The least time of one part of a step."""
 
     dtype: str
-    """Of its products, one of ``hardware.MATMUL_DTYPES``."""
+    """The dtype of its matmuls, one of ``hardware.MATMUL_DTYPES``."""
     flops_per_token: float
     seconds_per_token: float | None
     """On all devices together; None where the peak is unknown."""
@@ -44,18 +44,18 @@ class LightPart:
 
 @dataclass(frozen=True)
 class SpeedOfLight:
-    """What a token takes at the least, by part of the step."""
+    """The least time of a token, by part of the step."""
 
     parts: Mapping[str, LightPart]
 
     @property
     def seconds_per_token(self) -> float | None:
-        """All parts together, on all devices; None unless each part's peak is known."""
+        """Seconds of all parts together on all devices; None unless each part's peak is known."""
         seconds = [part.seconds_per_token for part in self.parts.values()]
         return None if None in seconds else sum(filter(None, seconds))
 
     def share(self, tokens_per_s: float) -> float | None:
-        """Of the speed of light, at which a rate of tokens runs; None where that is unknown."""
+        """The share of the speed of light that a rate of tokens reaches; None where that is unknown."""
         return None if self.seconds_per_token is None else tokens_per_s * self.seconds_per_token
 
 

@@ -59,7 +59,7 @@ of 2048 in 0.85)."""
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device sustains, in FLOP/s and bytes/s."""
+    """The rates that a device sustains, in FLOP/s and bytes/s."""
 
     products: float
     attention_forward: float
@@ -127,7 +127,7 @@ class StreamedWork:
     chunk: int
     precision: Precision = PRECISIONS["bf16"]
     moments: tuple[tuple[str, int], ...] = tuple(MOMENTS.items())
-    """What the optimizer keeps, by name, and bytes a parameter of each."""
+    """Names of the states that the optimizer keeps, and bytes a parameter of each."""
 
     def __post_init__(self) -> None:
         short, long = sorted((self.chunk, self.context_length))

@@ -33,7 +33,7 @@ from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.capped import caps_within, hardware_of
 from cs336_systems.report.figures import save
 from cs336_systems.report.streaming_timeline import streaming_figure, timeline_rows
-from cs336_systems.streaming.choose import LEAST_CHUNK, Caps, CapsTooSmallError, Choice, choose
+from cs336_systems.streaming.choose import LEAST_CHUNK, Caps, CapsTooSmallError, ChosenPlan, choose
 from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.lanes import Lanes, Streams
@@ -78,7 +78,7 @@ def measure(cell: StreamingCell, pictures: Path | None = None, explain: bool = F
 
 
 def _run(
-    cell: StreamingCell, choice: Choice, hardware: Hardware, fence: Fence | None, pictures: Path | None
+    cell: StreamingCell, choice: ChosenPlan, hardware: Hardware, fence: Fence | None, pictures: Path | None
 ) -> list[Metric]:
     """Times, rates and memory of the step as it runs, on a GPU within its fence."""
     device = torch.device(cell.device)
@@ -111,7 +111,7 @@ def _run(
     return metrics + in_gib(device_in_use=used.device, host_in_use=used.host, context=used.context)
 
 
-def planned(cell: StreamingCell) -> tuple[Choice, Hardware, Fence | None]:
+def planned(cell: StreamingCell) -> tuple[ChosenPlan, Hardware, Fence | None]:
     """A plan, the device that it is for, and on a GPU the fence that its caps are; raises as ``measure`` does."""
     device, gib = torch.device(cell.device), (cell.device_gib, cell.host_gib)
     if cell.simulated_device:
@@ -126,7 +126,7 @@ def planned(cell: StreamingCell) -> tuple[Choice, Hardware, Fence | None]:
         raise PredictedOutOfMemory(str(error).partition(": ")[2]) from error  # model and caps are the cell's
 
 
-def _choose(cell: StreamingCell, hardware: Hardware, caps: Caps) -> Choice:
+def _choose(cell: StreamingCell, hardware: Hardware, caps: Caps) -> ChosenPlan:
     """The plan that the cell asks for, within these caps; raises CapsTooSmallError."""
     return choose(
         cell.config,
@@ -141,7 +141,7 @@ def _choose(cell: StreamingCell, hardware: Hardware, caps: Caps) -> Choice:
     )
 
 
-def _prepared(cell: StreamingCell, choice: Choice, lanes: Lanes | None) -> tuple[StreamedStep, Tensor, Tensor]:
+def _prepared(cell: StreamingCell, choice: ChosenPlan, lanes: Lanes | None) -> tuple[StreamedStep, Tensor, Tensor]:
     """A step with fresh weights, and random ids and targets, on the host as a loader gives them."""
     plan, device = choice.plan, torch.device(cell.device)
     names = ("fused", "hopper") if device.type == "cuda" else ("reference", "reference")
@@ -154,7 +154,7 @@ def _prepared(cell: StreamingCell, choice: Choice, lanes: Lanes | None) -> tuple
     return step, ids, targets
 
 
-def _draw(folder: Path, cell: StreamingCell, choice: Choice, times: LaneTimes, how: str) -> None:
+def _draw(folder: Path, cell: StreamingCell, choice: ChosenPlan, times: LaneTimes, how: str) -> None:
     """The step's operations with their times as a table, and as a picture."""
     rows = timeline_rows(choice.schedule.operations, times)
     where = f"{cell.size}_{cell.context_length}_{cell.device_gib:g}_{cell.host_gib:g}"
@@ -164,7 +164,7 @@ def _draw(folder: Path, cell: StreamingCell, choice: Choice, times: LaneTimes, h
     save(streaming_figure(rows, title), folder / f"benchmark_streaming_timeline_{where}.png")
 
 
-def simulated(choice: Choice, hardware: Hardware) -> list[Metric]:
+def simulated(choice: ChosenPlan, hardware: Hardware) -> list[Metric]:
     """The plan as metrics, and what it should cost."""
     plan, times = choice.plan, choice.times
     peak = hardware.peak("bf16")
@@ -186,7 +186,7 @@ def simulated(choice: Choice, hardware: Hardware) -> list[Metric]:
     return found + operations(choice, times, "simulated_")
 
 
-def shares(choice: Choice, times: LaneTimes) -> dict[str, float]:
+def shares(choice: ChosenPlan, times: LaneTimes) -> dict[str, float]:
     """Shares of a step's time, in percent: H2D and D2H busy, no kernel running, and recomputation."""
     busy = {lane: 100 * seconds / times.span for lane, seconds in times.busy.items()}
     again = sum(
@@ -202,7 +202,7 @@ def shares(choice: Choice, times: LaneTimes) -> dict[str, float]:
     }
 
 
-def operations(choice: Choice, times: LaneTimes, prefix: str = "") -> list[Metric]:
+def operations(choice: ChosenPlan, times: LaneTimes, prefix: str = "") -> list[Metric]:
     """Mean milliseconds of each kind of kernel, and the link's rate each way while it is at work."""
     seconds: dict[str, list[float]] = defaultdict(list)
     n_bytes: dict[str, int] = defaultdict(int)
@@ -219,7 +219,7 @@ def operations(choice: Choice, times: LaneTimes, prefix: str = "") -> list[Metri
     ]
 
 
-def _rates(choice: Choice, hardware: Hardware | None, step_ms: list[float]) -> list[Metric]:
+def _rates(choice: ChosenPlan, hardware: Hardware | None, step_ms: list[float]) -> list[Metric]:
     """Rates of steps; shares of a peak and of the simulation where the device is the simulated one."""
     flops = choice.plan.tokens * choice.model_flops_per_s / choice.tokens_per_s
     peak = hardware.peak("bf16") if hardware else None

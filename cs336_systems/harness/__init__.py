@@ -1,1 +1,1 @@
-"""What measurements rely on: clock, memory meter, processes and ranks, sweeps, rows, provenance."""
+"""The tools that measurements rely on: clock, memory meter, processes and ranks, sweeps, rows, provenance."""

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Cell(Protocol):
-    """What a measurement needs to know of a benchmark's frozen dataclass; its fields become columns.
+    """A benchmark's frozen dataclass as a measurement knows it; its fields become columns.
 
     A cell that several ranks measure together has a ``world_size`` as well.
     """

@@ -22,7 +22,7 @@ _OLDER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
 
 
 def cublas_workspace_bytes(device: torch.device) -> int:
-    """What torch allocates for each cuBLAS handle on this device; 0 on a CPU, and where there is no GPU an H200's."""
+    """Bytes that torch allocates for each cuBLAS handle; 0 on a CPU, and where there is no GPU an H200's."""
     if device.type != "cuda":
         return 0
     if not torch.cuda.is_available():
@@ -31,7 +31,7 @@ def cublas_workspace_bytes(device: torch.device) -> int:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What tensors take on a GPU; 0 on a CPU, which does not say."""
+    """Bytes of tensors on a GPU; 0 on a CPU, which does not say."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 

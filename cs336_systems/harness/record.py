@@ -54,7 +54,7 @@ EARLIER: dict[str, dict[str, Any]] = {
     "total_batch_tokens": {"recipe": "stored", "library": "", "gather_by": Parallel.gather_by, "apart": "off"},
     "prefetch": {"update": Parallel.update, "gather_by": Parallel.gather_by, "do_bench": "off", "losses": 0},
 }
-"""By a column that tells a benchmark's rows, the settings that its earlier rows lack, and what these were then."""
+"""The settings that a benchmark's earlier rows lack, with their values then, by a column that tells its rows."""
 
 Row = dict[str, Any]
 
@@ -209,7 +209,7 @@ def read_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
 
 
 def unsaid(columns: Collection[str]) -> dict[str, Any]:
-    """What rows with these columns could say when later ones were measured, and what it was then."""
+    """The settings that rows with these columns could not say, and their values then."""
     found = dict(NOT_RECORDED)
     for mark, settings in EARLIER.items():
         found |= settings if mark in columns else {}

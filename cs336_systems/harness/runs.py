@@ -93,19 +93,6 @@ def newest(rows: pd.DataFrame, settings: list[str]) -> pd.DataFrame:
     return pd.concat(runs, ignore_index=True) if runs else rows
 
 
-def median_of(rows: pd.DataFrame, metric: str) -> float:
-    """The median of a metric in rows of one cell, by the rule above.
-
-    Raises:
-        ValueError: the rows do not hold the metric.
-    """
-    found = rows[rows["metric"].isin((metric, RATES.get(metric)))]
-    own = pooled(newest_run(found)).set_index("metric")["median"] if len(found) else pd.Series(dtype=float)
-    if metric not in own:
-        raise ValueError(f"no row holds the metric {metric!r}")
-    return float(own[metric])
-
-
 def by_repeat(run: pd.DataFrame, metric: str) -> pd.Series:
     """The medians of a metric of a run, by repeat."""
     own = run[run["metric"] == metric]

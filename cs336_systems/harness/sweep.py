@@ -119,7 +119,7 @@ class _Log:
             self.progress.update(self._task, description=self._place)
 
     def outcome(self, report: Report) -> Outcome:
-        """What the report says of the present cell."""
+        """The outcome of the present cell, as the report says."""
         seconds = time.perf_counter() - self._cell_started
         outcome = Outcome(
             self._cells[self._n_done], report["status"], report["message"], report["metrics"], seconds=seconds

@@ -1,4 +1,4 @@
-"""What a piece of code sends to other ranks: every collective with its kind, bytes and dtype.
+"""The traffic of a piece of code to other ranks: every collective with its kind, bytes and dtype.
 
     with Traffic() as traffic:
         loss.backward()
@@ -28,7 +28,7 @@ class Event:
 
     kind: str
     n_bytes: int
-    """Of the tensors that the operator is given first: for an all-reduce or a broadcast what it reduces or sends."""
+    """Bytes of the operator's first tensors: for an all-reduce or a broadcast what it reduces or sends."""
     dtype: torch.dtype
 
 

@@ -29,7 +29,15 @@ from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.model.hf_weights import load_hf_weights
 from cs336_systems.pretraining.memory import copy_bytes
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
-from cs336_systems.streaming.choose import EFFORT, HOST_OVERHEAD, Caps, CapsTooSmallError, Choice, choose, chunk_sizes
+from cs336_systems.streaming.choose import (
+    EFFORT,
+    HOST_OVERHEAD,
+    Caps,
+    CapsTooSmallError,
+    ChosenPlan,
+    choose,
+    chunk_sizes,
+)
 from cs336_systems.streaming.explain import Elsewhere, explanation, with_next_gib
 from cs336_systems.streaming.fence import Fence, check_cpu_caps, refusals
 from cs336_systems.streaming.run import FRAGMENTS, LayerAdamW, StreamedStep
@@ -106,7 +114,7 @@ class Chunking:
 
 def chooser(
     options: TrainOptions, case: TrainerCase, device: torch.device, preferred: Chunking | None = None
-) -> Callable[[Caps], Choice]:
+) -> Callable[[Caps], ChosenPlan]:
     """A function that chooses the fastest plan within caps, of the preferred chunking if they hold it; see ``choose``.
 
     Raises:
@@ -129,7 +137,7 @@ def chooser(
     )
 
 
-def _choose(*args: Any, preferred: Chunking | None, chunk: int | None, **how: Any) -> Choice:
+def _choose(*args: Any, preferred: Chunking | None, chunk: int | None, **how: Any) -> ChosenPlan:
     if preferred is not None:
         with suppress(CapsTooSmallError):
             return choose(*args, chunk=preferred.chunk, chunks=preferred.chunks, **how)

@@ -23,7 +23,7 @@ from cs336_systems.distributed.peer_memory import mapped_bytes
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.fit import is_predictable, predicted_peak
 from cs336_systems.pretraining.options import TrainerCase
-from cs336_systems.streaming.choose import Choice
+from cs336_systems.streaming.choose import ChosenPlan
 from cs336_systems.training.step import TrainStep
 
 _MUCH = 0.25
@@ -109,7 +109,7 @@ def hint(case: TrainerCase, total: int | None) -> str:
     return f"{(total - now) / GIB:.1f} GiB are free: {', or '.join(fitting)}" if fitting else ""
 
 
-def planned_segments(choice: Choice, *, copies: bool) -> dict[str, int]:
+def planned_segments(choice: ChosenPlan, *, copies: bool) -> dict[str, int]:
     """What a plan under memory caps takes on the device and on the host.
 
     Args:
@@ -127,7 +127,7 @@ def planned_segments(choice: Choice, *, copies: bool) -> dict[str, int]:
     return found
 
 
-def copy_bytes(choice: Choice) -> int:
+def copy_bytes(choice: ChosenPlan) -> int:
     """Bytes of a checkpoint's copy; 0 where the host's cap has no room for it, and no copy is made."""
     work = choice.plan.work
     n_bytes = work.config.n_parameters * (work.precision.parameter_bytes + sum(n for _, n in work.moments))

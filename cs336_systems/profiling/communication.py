@@ -1,4 +1,4 @@
-"""What communication between ranks costs a step: recorded steps by kind of work, and waits timed without a profiler.
+"""The cost of communication in a step: recorded steps by kind of work, and waits timed without a profiler.
 
     record_phases_of_ranks(phases, model, rank, path)       # on all ranks; the ranks with a path write a trace
     metrics = communication_metrics(trace) + breakdown_metrics(trace)

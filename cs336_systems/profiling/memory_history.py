@@ -1,4 +1,4 @@
-"""What each block of memory was for: the CUDA allocator's own log, read from a file and replayed.
+"""The purpose of each block of memory: the CUDA allocator's own log, read from a file and replayed.
 
     history = reconstruct(read_snapshot(path))
     history.peak().by_category
@@ -30,6 +30,7 @@ dictionaries, lists, strings and numbers; a file that asks for anything else is 
 
 import gzip
 import pickle
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -37,8 +38,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-
-from cs336_systems.profiling.places import own_place
 
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "other"
@@ -58,6 +57,17 @@ Snapshot = dict[str, Any]
 
 _GZIP = b"\x1f\x8b"
 """The first bytes of a gzip file; a pickle of protocol 2 or later begins with 0x80."""
+
+
+_KNOWN_FOLDERS = re.compile(r".*(?:^|/)((?:cs336_systems/|site-packages/|dist-packages/|torchinductor_\w+/).*)")
+"""The last known folder of a path decides whose code it is: a clone may have any name, also that of this package, and
+may hold a virtual environment."""
+
+
+def own_place(place: str) -> str:
+    """The place ``file:line function`` below this package, ``model/ops.py:29 linear``; nothing if it lies elsewhere."""
+    known = _KNOWN_FOLDERS.fullmatch(place)
+    return known[1].removeprefix("cs336_systems/") if known and known[1].startswith("cs336_systems/") else ""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from cs336_systems.profiling.memory_history import (
     Snapshot,
     reconstruct,
 )
-from cs336_systems.profiling.places import graph_nodes, storage_address
+from cs336_systems.profiling.residuals import graph_nodes, storage_address
 from cs336_systems.training import TrainStep, assemble, random_batch
 
 MAX_ENTRIES = 200_000
@@ -44,7 +44,7 @@ MAX_ENTRIES = 200_000
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """What one watched pass showed."""
+    """The findings of one watched pass."""
 
     case: TrainingCase
     mode: str

@@ -18,7 +18,6 @@ import gc
 import json
 import math
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -115,7 +114,11 @@ def profile_workload(workload: Workload, recorded: Workload, profiler: str, path
         del runnable  # the child needs the memory
         gc.collect()
         torch.cuda.empty_cache()
-        samples_ms["recorded"] = record_times(recorded.command(), path)
+        printed = nsys.record(recorded.command(), path)
+        lines = [line for line in printed.splitlines() if line.startswith("{")]
+        if not lines:
+            raise TraceError(f"the program under nsys printed no times: {printed[-200:]!r}")
+        samples_ms["recorded"] = json.loads(lines[-1])
     else:
         with kineto.recording(path, runnable.device):
             samples_ms["recorded"] = runnable.run(recorded.warmup, recorded.steps, annotated=True).samples_ms
@@ -128,19 +131,6 @@ def profile_workload(workload: Workload, recorded: Workload, profiler: str, path
     metrics.append(Metric("annotation_ratio", "annotated / unprofiled", [annotated_ms / unprofiled_ms]))
     metrics.append(Metric("recording_ratio", "recorded / unprofiled", [recorded_ms / unprofiled_ms]))
     return metrics + _trace_metrics(trace, unprofiled_ms)
-
-
-def record_times(program: Sequence[str], path: Path) -> dict[str, list[float]]:
-    """Run a program under nsys in a process of its own; returns the times that it printed, as one JSON object.
-
-    Raises:
-        TraceError: there is no nsys, the program failed, or it printed no times.
-    """
-    printed = nsys.record(program, path)
-    lines = [line for line in printed.splitlines() if line.startswith("{")]
-    if not lines:
-        raise TraceError(f"the program under nsys printed no times: {printed[-200:]!r}")
-    return json.loads(lines[-1])
 
 
 def _trace_metrics(trace: Trace, unprofiled_ms: float) -> list[Metric]:

@@ -1,4 +1,4 @@
-"""What a block keeps for its backward pass: every tensor, who keeps it, and how large it is.
+"""The tensors that a block keeps for its backward pass: every tensor, who keeps it, and how large it is.
 
 ``torch.autograd.graph.saved_tensors_hooks`` sees each tensor that an operation saves; the graph then tells which node
 saved it under which name, and the Python stack which line of the model asked for it. A compiled block saves what its
@@ -34,7 +34,7 @@ from cs336_systems.config import ModelConfig, Precision
 from cs336_systems.model import REFERENCE_OPS, ModelOps
 from cs336_systems.model.layers import RotaryEmbedding
 from cs336_systems.model.transformer import TransformerBlock
-from cs336_systems.profiling.places import graph_nodes, own_place, storage_address
+from cs336_systems.profiling.memory_history import own_place
 from cs336_systems.training.precision import autocast, matmul_precision, parameter_dtype
 
 MIB = 1024**2
@@ -44,7 +44,7 @@ KINDS = ACTIVATION, PARAMETER_COPY, PARAMETER, TABLE = "activation", "parameter 
 
 @dataclass(frozen=True)
 class Residuals:
-    """What one forward pass kept and what its backward pass left behind."""
+    """The tensors that one forward pass kept and the gradients that its backward pass left behind."""
 
     tensors: pd.DataFrame
     """One row per storage with the columns ``kind, module, kept_by, source, shape, dtype, mib, percent, saves``, the
@@ -67,9 +67,23 @@ class Residuals:
         """MiB of the parameters' gradients."""
         return float(self.gradients["mib"].sum())
 
-    def largest(self, n: int = 5) -> pd.DataFrame:
-        """The activations that take the most."""
-        return self.tensors[self.tensors["kind"] == ACTIVATION].head(n)
+
+def graph_nodes(output: Tensor) -> Iterator[Any]:
+    """Every node (``torch.autograd.graph.Node``) of the graph that made ``output``, each once."""
+    seen: set[Any] = set()
+    frontier = [output.grad_fn]
+    while frontier:
+        node = frontier.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        frontier += [function for function, _ in node.next_functions]
+        yield node
+
+
+def storage_address(tensor: Tensor) -> int:
+    """The address at which the storage of ``tensor`` begins, which its views share."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def block_residuals(

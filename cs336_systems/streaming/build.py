@@ -66,11 +66,11 @@ def _timed_as(operation: Operation) -> str:
 
 
 class _Clock:
-    """What is known to have ended before each operation, and what it must wait for besides."""
+    """Keeps track of what has ended before each operation, and finds what it must wait for besides."""
 
     def __init__(self) -> None:
         self.known: list[tuple[int, ...]] = []
-        """By operation, then lane: the last operation of that lane that has ended when this one has."""
+        """The last operation of each lane that has ended when an operation has, by operation, then lane."""
         self.lanes: list[int] = []
         self._last: list[int] = [-1] * len(LANES)
 
@@ -91,7 +91,7 @@ class _Clock:
 
 
 class _Conflicts:
-    """Which operation wrote last and which have read since, by slot or place."""
+    """Keeps track of which operation wrote last and which have read since, by slot or place."""
 
     def __init__(self) -> None:
         self._writer: dict[Slot | Place, int] = {}
@@ -244,7 +244,7 @@ class _Builder:
             self.free_places[place.region].append(self.places.pop(item))
 
     def _waits(self, lane: Lane, reads: Sequence[Slot | Place], writes: Sequence[Slot | Place]) -> tuple[int, ...]:
-        """What the next operation waits for."""
+        """Indices of the operations that the next one waits for."""
         found = self.clock.add(lane, self.conflicts.needs(reads, writes))
         self.conflicts.used(len(self.operations), reads, writes)
         return found

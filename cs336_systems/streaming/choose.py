@@ -74,7 +74,7 @@ class Caps:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenPlan:
     """A plan that fits, and what it should cost."""
 
     plan: Plan
@@ -143,7 +143,7 @@ def choose(
     moments: dict[str, int] = MOMENTS,
     least_chunk: int = LEAST_CHUNK,
     effort: int = EFFORT,
-) -> Choice:
+) -> ChosenPlan:
     """The plan whose simulated step has the most tokens per second.
 
     Args:
@@ -193,7 +193,7 @@ class _Search:
         self.operations = 0
         """Operations that have been simulated."""
 
-    def best(self, effort: int) -> Choice:
+    def best(self, effort: int) -> ChosenPlan:
         """The best plan by estimates first, then by simulation, then by small steps from the best ones.
 
         Raises:
@@ -300,9 +300,9 @@ class _Search:
             seconds += more * (ends[1] - ends[0])
         return plan.tokens / seconds
 
-    def _choice(self, plan: Plan) -> Choice:
+    def _choice(self, plan: Plan) -> ChosenPlan:
         schedule = build(plan)
-        return Choice(plan, schedule, schedule_times(plan, schedule, self.rates), self.caps)
+        return ChosenPlan(plan, schedule, schedule_times(plan, schedule, self.rates), self.caps)
 
     def ranking(self) -> list[Plan]:
         """The plans that fit, the fastest first."""
@@ -321,7 +321,7 @@ class _Search:
                         best, improved = after, True
 
     def _shortage(self) -> str:
-        """What is missing, and the smallest caps that would do."""
+        """A sentence on what is missing, and the smallest caps that would do."""
         caps, works = self.caps, self.works
         given = f"{_gib(caps.device)} GiB of device and {_gib(caps.host)} GiB of host memory"
         who = f"{works[0].config.name} on sequences of {works[0].context_length:,} tokens"

@@ -91,7 +91,7 @@ def _together(compute: float, link: float) -> float:
 
 
 def best_keeps(plan: Plan, seconds: WorkSeconds, host_bytes: int) -> list[tuple[float, Keep]]:
-    """What such a plan keeps at its fastest within its ``ring_bytes`` and so many bytes of the host, with the seconds.
+    """The levels at which such a plan is fastest within its ``ring_bytes`` and so many bytes of the host, and seconds.
 
     There is one for a round by itself, and of interleaved rounds another beside the next round; none if nothing fits.
     """
@@ -107,7 +107,7 @@ def best_keeps(plan: Plan, seconds: WorkSeconds, host_bytes: int) -> list[tuple[
 
 
 def _keep_steps(least: Keep, most: Keep) -> list[Keep]:
-    """From input to attention, then to products, in sixteen steps each."""
+    """Levels from input to attention, then to products, in sixteen steps each."""
     attention, products = (
         sorted({low + (high - low) * i // 16 for i in range(17)}) for low, high in zip(least, most, strict=True)
     )

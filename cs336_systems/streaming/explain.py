@@ -11,13 +11,13 @@ from typing import Any
 from cs336_systems.costs.streaming import LEVELS
 from cs336_systems.hardware import GIB
 from cs336_systems.processes import Died, FreshProcess, start_server
-from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice
+from cs336_systems.streaming.choose import Caps, CapsTooSmallError, ChosenPlan
 from cs336_systems.streaming.schedule import RECOMPUTES, Kind
 
 _COPIES = {"in": "copies to the device", "out": "copies to the host"}
 
 
-def seconds_by_kind(choice: Choice) -> dict[Kind, float]:
+def seconds_by_kind(choice: ChosenPlan) -> dict[Kind, float]:
     """Seconds of each kind of kernels in one step."""
     found: dict[Kind, float] = defaultdict(float)
     for operation, start, end in zip(choice.schedule.operations, choice.times.starts, choice.times.ends, strict=True):
@@ -26,19 +26,19 @@ def seconds_by_kind(choice: Choice) -> dict[Kind, float]:
     return found
 
 
-def end_seconds(choice: Choice) -> float:
+def end_seconds(choice: ChosenPlan) -> float:
     """Seconds from the last kernel of backward to the end of the step, which the optimizer takes."""
     ends = zip(choice.schedule.operations, choice.times.ends, strict=True)
     return choice.times.span - max(end for operation, end in ends if operation.kind is Kind.EMBED_BACKWARD)
 
 
-def recomputed_share(choice: Choice) -> float:
+def recomputed_share(choice: ChosenPlan) -> float:
     """The share of the step's time in which kernels recompute."""
     seconds = seconds_by_kind(choice)
     return sum(seconds.get(kind, 0.0) for kind in RECOMPUTES) / choice.times.span
 
 
-def binds(choice: Choice) -> str:
+def binds(choice: ChosenPlan) -> str:
     """What the time goes into: ``kernels``, ``recomputation``, or the copies that kernels wait for the longest."""
     times = choice.times
     waited = max(times.waited_for, key=times.waited_for.__getitem__)
@@ -47,13 +47,13 @@ def binds(choice: Choice) -> str:
     return "recomputation" if recomputed_share(choice) > 0.05 else "kernels"
 
 
-def levels_in_words(choice: Choice) -> str:
+def levels_in_words(choice: ChosenPlan) -> str:
     """How many pairs of (layer, chunk) are kept at which level."""
     counts = Counter(level for levels in choice.plan.levels for level in levels)
     return ", ".join(f"{counts[level]} at {level}" for level in LEVELS if counts[level])
 
 
-def explanation(choice: Choice, again: Callable[[Caps], Choice]) -> Iterator[str]:
+def explanation(choice: ChosenPlan, again: Callable[[Caps], ChosenPlan]) -> Iterator[str]:
     """The plan in sentences: what lives where, what binds, and what more memory would bring, as ``next_gib`` does."""
     slots = ", ".join(f"{ring.slots} of {name}" for name, ring in choice.schedule.rings.items())
     places = ", ".join(f"{region.places} of {name}" for name, region in choice.schedule.regions.items())
@@ -62,7 +62,7 @@ def explanation(choice: Choice, again: Callable[[Caps], Choice]) -> Iterator[str
     yield from next_gib(choice, again)
 
 
-def reasons(choice: Choice) -> Iterator[str]:
+def reasons(choice: ChosenPlan) -> Iterator[str]:
     """One sentence for each decision and each bound."""
     plan, times, caps = choice.plan, choice.times, choice.caps
     work, n_layers = plan.work, plan.n_layers
@@ -113,11 +113,11 @@ def with_next_gib(caps: Caps) -> dict[str, Caps]:
 class Elsewhere:
     """Choices for caps that are known beforehand, made meanwhile in processes of their own: each takes a core 15 s."""
 
-    def __init__(self, choose: Callable[[Caps], Choice], *caps: Caps) -> None:
+    def __init__(self, choose: Callable[[Caps], ChosenPlan], *caps: Caps) -> None:
         start_server(__name__)
         self._processes = {one: FreshProcess(_send_choice, choose, one) for one in caps}
 
-    def __call__(self, caps: Caps) -> Choice:
+    def __call__(self, caps: Caps) -> ChosenPlan:
         """Waits for the choice, once; raises CapsTooSmallError, or Died where memory was short."""
         process = self._processes.pop(caps)
         try:
@@ -134,14 +134,14 @@ class Elsewhere:
             process.end()
 
 
-def _send_choice(connection: Any, choose: Callable[[Caps], Choice], caps: Caps) -> None:
+def _send_choice(connection: Any, choose: Callable[[Caps], ChosenPlan], caps: Caps) -> None:
     try:
         connection.send(choose(caps))
     except CapsTooSmallError as error:
         connection.send(error)
 
 
-def next_gib(choice: Choice, again: Callable[[Caps], Choice]) -> Iterator[str]:
+def next_gib(choice: ChosenPlan, again: Callable[[Caps], ChosenPlan]) -> Iterator[str]:
     """What one more GiB on either side would bring; ``again`` chooses for other caps."""
     for what, more in with_next_gib(choice.caps).items():
         try:

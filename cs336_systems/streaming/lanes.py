@@ -1,4 +1,4 @@
-"""What runs the operations of a schedule: streams of a GPU, or a CPU that pretends to have a link.
+"""Runners of the operations of a schedule: streams of a GPU, or a CPU that pretends to have a link.
 
 Both take the list in its order and never look ahead. On a GPU each lane is a stream; a thread enqueues everything and
 waits for nothing, and what an operation waits for is an event. The pretended link is as unkind as a schedule allows: a
@@ -29,7 +29,7 @@ RUBBISH = 0xFF
 
 
 class Lanes(Protocol):
-    """What runs one step's operations after those of the step before."""
+    """A runner of one step's operations after those of the step before."""
 
     def run(self, schedule: Schedule, compute: Compute, copy: Copy) -> None:
         """Enqueue or execute all; on return, work on the current stream comes after them."""
@@ -62,20 +62,16 @@ class Streams:
                 stream.wait_event(self.ends[j])
             if self.timed:
                 self._record(self.begins, i, stream)
-            self.enqueue(operation, stream, compute, copy)
+            if operation.lane is Lane.COMPUTE:
+                compute(operation)
+            else:
+                source, target = copy(operation)
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
             if self.timed or i in waited:
                 self._record(self.ends, i, stream)
         for stream in self.copies.values():
             main.wait_stream(stream)
-
-    def enqueue(self, operation: Operation, stream: torch.cuda.Stream, compute: Compute, copy: Copy) -> None:
-        """Enqueues one operation on its stream."""
-        if operation.lane is Lane.COMPUTE:
-            compute(operation)
-            return
-        source, target = copy(operation)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
 
     def _record(self, events: dict[int, torch.cuda.Event], i: int, stream: torch.cuda.Stream) -> None:
         if i not in events:

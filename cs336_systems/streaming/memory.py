@@ -54,7 +54,7 @@ class MemoryMap:
     """The dtype of weights, gradients and activations."""
     parts: Mapping[str, tuple[Part, ...]]
     states: Mapping[str, torch.dtype]
-    """What the optimizer keeps of each parameter."""
+    """Names of the states that the optimizer keeps of each parameter."""
 
     @classmethod
     def of(cls, work: StreamedWork) -> "MemoryMap":
@@ -176,7 +176,7 @@ def _piece(slab: Slab, n_bytes: int) -> Tensor:
 
 
 class Fixed:
-    """What never leaves the device: embedding, final norm and head with all their state, and the rotary tables.
+    """The tensors that never leave the device: embedding, final norm and head with their state, and the rotary tables.
 
     A tied embedding has a gradient from each of its two uses, added up once at the end: rounds may be in any order, and
     the sums still have the same bits.

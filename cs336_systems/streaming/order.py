@@ -58,7 +58,7 @@ class Task:
 
 
 def compute_order(plan: Plan) -> Iterator[Task]:
-    """All that a step computes, in its order."""
+    """Yields all that a step computes, in its order."""
     layers, last = range(plan.n_layers), plan.rounds - 1
     if plan.order == "sequential":
         for r in range(plan.rounds):
@@ -182,7 +182,7 @@ def _optimizer(plan: Plan, layer: int) -> Task:
 
 
 class Unit(NamedTuple):
-    """What takes a slot: an item, or in a grouped ring the items of one sequence, which take a slot each."""
+    """A taker of a slot: an item, or in a grouped ring the items of one sequence, which take a slot each."""
 
     ring: str
     item: Item

@@ -1,4 +1,4 @@
-"""What each kind of operation computes, on tensors in slots: the block, head and optimizer of one layer and chunk.
+"""The kernels of each kind of operation, on tensors in slots: the block, head and optimizer of one layer and chunk.
 
     passes = Passes(plan, memory, fixed, ops, head, optimizer, guard)
     passes.begin(token_ids, targets)
@@ -283,7 +283,7 @@ class Passes:
         return BlockWeights(**self._of(operation, "weights"))
 
     def _saved(self, operation: Operation, own: Mapping[str, Tensor], *, context: bool = True) -> Saved:
-        """What the level ``products`` keeps, in slots; with keys and values of a long sequence if ``context``."""
+        """The tensors of level ``products`` in slots; with keys and values of a long sequence if ``context``."""
         places = dict(own) | self._of(operation, "attention") | self._of(operation, "products")
         if self.part is not None and context:
             places |= self._keys_values(operation)

@@ -22,7 +22,7 @@ ORDERS: tuple[Order, ...] = ("sequential", "interleaved")
 
 STATE_RINGS = ("weights", "gradients")
 RESIDENTS = (*STATE_RINGS, "moments")
-"""What may be resident of a layer."""
+"""The parts of a layer's state that may be resident."""
 
 LEAST_SLOTS: dict[Order, dict[str, int]] = {
     "sequential": {"weights": 2, "gradients": 2, "input": 2, "context": 1, "attention": 2, "products": 2},
@@ -55,7 +55,7 @@ class Plan:
     order: Order
     keep: Keep
     edge_keep: Keep | None = None
-    """What the first and the last of interleaved rounds keep, as these run partly alone; ``keep`` if None."""
+    """The levels of the first and the last of interleaved rounds, which run partly alone; ``keep`` if None."""
     weights: int = 0
     """Layers whose weights never leave the device."""
     gradients: int = 0
@@ -136,7 +136,7 @@ class Plan:
         return Keep(sources * self.chunks, 0), Keep(self.pairs, self.pairs if self.input_every == 1 else 0)
 
     def level(self, layer: int, round: int, chunk: int) -> str:
-        """What a (layer, chunk) keeps in a round: a level of ``costs/kept.py``."""
+        """The level of ``costs/kept.py`` that a (layer, chunk) keeps in a round."""
         levels = self._edge_levels if round in (0, self.rounds - 1) else self.levels
         return levels[layer][chunk]
 

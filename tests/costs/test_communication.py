@@ -20,13 +20,6 @@ def test_factors_are_those_of_nccl_tests_and_without_latency_busbw_is_the_links(
         assert cost(collective, 1, 1e9) == RingCost(0, 0.0)
 
 
-def test_figures_by_hand():
-    link = Link(10e-6, 1 / 100e9)
-    assert link.seconds(cost("all_reduce", 4, 1e9)) == pytest.approx(6 * 10e-6 + 1.5e9 / 100e9)
-    assert link.seconds(cost("broadcast", 4, 1e9)) == pytest.approx(3 * 10e-6 + 1e9 / 100e9)
-    assert (link.bytes_per_s, Link(1.0, 0.0).bytes_per_s) == (100e9, float("inf"))
-
-
 positive = st.floats(1e-3, 1e3)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from cs336_systems import processes
 from cs336_systems.distributed.spawn import spawn
@@ -127,18 +126,6 @@ def test_failed_cells_are_one_row_without_a_metric(monkeypatch, capsys):
     assert "[2/10] unsupported: unsupported: no tensor cores here (" in printed
 
 
-def test_a_gpus_refusal_tells_tensors_from_fragments():
-    text = (
-        "CUDA out of memory. Tried to allocate 32.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 10.91 GiB "
-        "is free. Including non-PyTorch memory, this process has 128.88 GiB memory in use. Of the allocated memory "
-        "96.03 GiB is allocated by PyTorch, and 31.98 GiB is reserved by PyTorch but unallocated. If reserved but"
-    )
-    assert isolation.classify(torch.OutOfMemoryError(text)) == {
-        "status": "oom",
-        "message": "asked for 32.00 GiB of 139.80 GiB, 96.03 GiB in tensors and 31.98 GiB in free pieces too small",
-    }
-
-
 @pytest.mark.parametrize(("what", "status"), [("SIGKILL", "oom"), ("os._exit", "error")])
 def test_a_kill_is_oom_if_the_kernel_counted_one(monkeypatch, what, status):
     counter = itertools.count()
@@ -197,21 +184,6 @@ def test_rows_in_memory_have_every_column_even_if_nothing_was_measured():
     assert set(schema_columns([])) == set(outcome_rows([]).columns)
 
 
-def test_a_full_disk_ends_the_sweep_with_every_earlier_row_on_disk(tmp_path, monkeypatch):
-    really_append, appended = RowFile.append, []
-
-    def append(self, rows):
-        appended.append(rows)
-        if len(appended) == 3:
-            raise OSError(28, "No space left on device")
-        really_append(self, rows)
-
-    monkeypatch.setattr(RowFile, "append", append)
-    with pytest.raises(OSError, match="No space left"):
-        sweep("ok", "unsupported", "ok", "ok", folder=tmp_path)
-    assert list(read_rows(tmp_path / "rows.csv")["metric"]) == ["value", "rate", ""]
-
-
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(scripts):
     process, folder = scripts[0]
@@ -228,24 +200,6 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(scripts):
     assert list(rows["metric"]) == ["value", "rate"] * 2 + [""]
     assert all(is_known(row) for _, row in rows.iterrows())
     assert set(pids) < set(started)
-    assert all(is_gone(pid) for pid in started)
-
-
-@pytest.mark.slow
-def test_ctrl_c_while_the_fork_server_starts_is_a_row_and_leaves_no_process(tmp_path):
-    process = start_script(tmp_path)
-    assert process.stdout.readline() == "begins\n"
-    deadline = time.perf_counter() + 10
-    while not (started := descendants(process)):
-        assert time.perf_counter() < deadline, "the server has not started"
-        time.sleep(0.01)
-    time.sleep(0.3)
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=100)  # until the server, which holds the pipes, has ended as well
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    assert json.loads(out.splitlines()[-1]) == ["interrupted"]
-    assert list(read_rows(tmp_path / "rows.csv")["status"]) == ["interrupted"]
     assert all(is_gone(pid) for pid in started)
 
 
@@ -345,22 +299,7 @@ def test_on_a_terminal_there_is_a_bar_and_an_estimate_if_cells_say_what_they_tak
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich's word for a terminal
     [outcome] = sweep("ok", expected_s=expected_s)
     shown = capsys.readouterr().err
-    assert outcome.status == "ok"
+    assert (outcome.median("value"), outcome.median("missing")) == (2.0, None)
+    assert [outcome.rows[0][name] for name in ("variant", "what", "device", "seed")] == ["test", "ok", "cpu", 7]
     assert "━" in shown
     assert ("about 0:08" in shown) == (expected_s is not None)
-
-
-def test_a_row_names_the_cells_own_columns():
-    [outcome] = sweep("ok")
-    assert [row["metric"] for row in outcome.rows] == ["value", "rate"]
-    assert (outcome.median("value"), outcome.median("missing")) == (2.0, None)
-    row = outcome.rows[0]
-    assert [row[name] for name in ("benchmark", "variant", "what", "device", "seed")] == [
-        *("bench", "test", "ok", "cpu", 7)
-    ]
-    assert json.loads(row["state_after"])
-
-
-def test_importing_a_sweep_imports_no_torch():
-    code = "import sys, cs336_systems.harness.sweep; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

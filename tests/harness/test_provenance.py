@@ -128,21 +128,3 @@ def test_readings_are_taken_while_the_body_runs_and_stop_with_it(monkeypatch):
     assert len(states) == 1
     with pytest.raises(ValueError, match="got 0"):
         provenance.sampled_state(CPU, 0).__enter__()
-
-
-def test_an_error_of_the_reading_thread_is_raised_on_leaving_but_hides_none(monkeypatch):
-    calls = []
-
-    def read(device):
-        calls.append(device)
-        if len(calls) > 1:
-            raise OSError("device lost")
-        return {}
-
-    monkeypatch.setattr(provenance, "device_state", read)
-    with pytest.raises(OSError, match="device lost"), provenance.sampled_state(CPU, interval_s=0.001):
-        time.sleep(0.1)
-    calls.clear()
-    with pytest.raises(KeyError), provenance.sampled_state(CPU, interval_s=0.001):
-        time.sleep(0.1)
-        raise KeyError

@@ -1,9 +1,8 @@
 """The run rule: of each cell the newest run counts, its repeats pooled, and rates fit the times beside them."""
 
-import pandas as pd
 import pytest
 
-from cs336_systems.harness.runs import by_repeat, median_of, newest, newest_run, pooled
+from cs336_systems.harness.runs import newest, newest_run, pooled
 from tests.report.rows import make_cell, make_frame, ms, rate
 
 LATER = {"timestamp": "2026-01-02T00:00:00+00:00"}
@@ -49,12 +48,6 @@ def test_a_failure_is_not_hidden_by_an_earlier_success_nor_a_success_by_an_earli
     ]
 
 
-def test_rows_of_benchmarks_without_repeats_or_commands_are_runs_too():
-    rows = make_frame(measured(1.0), measured(5.0, **LATER)).drop(columns=["repeat", "argv", "commit"])
-    assert list(newest_run(rows)["median"]) == [2.5, 5.0]
-    assert list(by_repeat(rows.tail(2), "step").items()) == [(0, 5.0)]
-
-
 def test_pooled_is_the_median_of_medians_between_the_outermost_percentiles():
     cells = [make_cell(ms("step", *values), repeat=i) for i, values in enumerate([(1, 2, 3), (5, 6, 7), (2, 3, 40)])]
     (row,) = pooled(make_frame(*cells)).to_dict("records")
@@ -69,11 +62,10 @@ def test_a_rate_is_the_amount_over_the_median_time():
     assert found.loc["tokens_per_s", "median"] == pytest.approx(64 / 7)
     assert found.loc["tokens_per_s", "p10"] == pytest.approx(64e3 / found.loc["step", "p90"])
     assert found.loc["tokens_per_s", "p90"] == pytest.approx(64e3 / found.loc["step", "p10"])
-    assert median_of(rows, "tokens_per_s") == pytest.approx(64 / 7)
     twice = make_frame(
         *(make_cell(ms("step", t), rate("tokens_per_s", 64e3 / t), repeat=i) for i, t in ((0, 1e3), (1, 3e3)))
     )
-    assert median_of(twice, "tokens_per_s") == pytest.approx(32)
+    assert pooled(twice).set_index("metric").loc["tokens_per_s", "median"] == pytest.approx(32)
 
 
 def test_newest_keeps_the_columns_and_one_row_per_metric_of_each_cell():
@@ -87,12 +79,3 @@ def test_newest_keeps_the_columns_and_one_row_per_metric_of_each_cell():
         ("10b", "", 0.0),
     ]
     assert newest(rows.head(0), ["size"]).empty
-
-
-def test_a_quoted_median_is_that_of_the_newest_run():
-    rows = make_frame(measured(1.0), *repeated(5.0, 6.0, 10.0, **LATER))
-    assert median_of(rows, "step") == 6.0
-    with pytest.raises(ValueError, match="no row holds the metric 'optimizer'"):
-        median_of(rows, "optimizer")
-    with pytest.raises(ValueError, match="no row holds the metric 'step'"):
-        median_of(pd.DataFrame({"metric": []}), "step")

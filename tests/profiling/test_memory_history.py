@@ -16,12 +16,12 @@ from cs336_systems.profiling.memory_history import (
     PARAMETERS,
     TEMPORARIES,
     Allocation,
+    own_place,
     reconstruct,
 )
-from cs336_systems.profiling.places import own_place, short_place
 from cs336_systems.training import TrainingCase
 from cs336_systems.training.dry_run import dry_run
-from tests.profiling.snapshots import US_PER_EVENT, EventLog, simulated_snapshot
+from tests.profiling.snapshots import EventLog, simulated_snapshot
 
 LINEAR = "/home/me/cs336_systems/model/ops.py:29 linear"
 ENGINE = "/site-packages/torch/autograd/graph.py:8 engine"
@@ -80,21 +80,11 @@ def test_the_peak_is_named_by_phase_and_category():
     assert (peak.phase, peak.n_bytes) == ("backward", 443)
     assert peak.by_category == dict(zip(CATEGORIES, (100, 200, 100, 40, 0, 3), strict=True))
     assert [a.n_bytes for a in history.alive_at(peak.event)] == [200, 100, 100, 40, 3]
-
-
-def test_phases_cover_the_log_and_take_the_time_between_their_marks():
-    log = step_by_hand()
-    history = reconstruct(log.snapshot(LABELS))
-    assert [(phase.name, phase.start) for phase in history.phases] == [
-        ("forward", 1),
-        ("backward", 7),
-        ("optimizer", 13),
+    assert [(phase.name, phase.start, phase.end) for phase in history.phases] == [
+        ("forward", 1, 7),
+        ("backward", 7, 13),
+        ("optimizer", 13, history.n_events + 1),
     ]
-    assert [phase.end for phase in history.phases] == [7, 13, history.n_events + 1]
-    marks = [e["time_us"] for e in log.events if e.get("user_metadata", "").startswith("phase:")]
-    ends = [*marks[1:], US_PER_EVENT * (len(log.events) - 1)]
-    assert [phase.ms for phase in history.phases] == [(b - a) / 1e3 for a, b in zip(marks, ends, strict=True)]
-    assert history.phase_at(0) == "before" and history.phase_at(7) == "backward"
 
 
 def test_a_source_is_the_innermost_line_of_the_project_with_its_node():
@@ -104,8 +94,6 @@ def test_a_source_is_the_innermost_line_of_the_project_with_its_node():
     assert by_size[51].source == "MmBackward0"
     assert by_size[50].source == "no Python stack"
     assert Allocation(0, 0, 0, 0, stack=(ENGINE,)).source == ENGINE
-    in_a_clone_with_spaces = f"/a {LINEAR}"
-    assert Allocation(0, 0, 0, 0, stack=(ENGINE, in_a_clone_with_spaces)).source == "model/ops.py:29 linear"
     assert Allocation(0, 0, 0, 0, stack=(LINEAR,), operation="X").source == "model/ops.py:29 linear (X)"
 
 
@@ -124,15 +112,6 @@ def test_a_block_that_waits_for_the_device_is_freed_once():
     assert total.tolist() == [0, 10, 30, 20, 50, 61, 50]
 
 
-def test_logs_without_requests_are_read():
-    log = EventLog()
-    log.alloc(1, 10)
-    log._event("free_completed", 1, log.living.pop(1))
-    log._event("segment_alloc", 1, 99)
-    log._event("snapshot", 0, 99)
-    assert reconstruct(log.snapshot()).live_bytes()[TEMPORARIES].tolist() == [0, 10, 0]
-
-
 def test_what_is_alive_when_memory_runs_out_in_forward_is_an_activation():
     log = EventLog()
     log.phase("forward")
@@ -145,18 +124,6 @@ def test_what_is_alive_when_memory_runs_out_in_forward_is_an_activation():
     assert history.out_of_memory == 5
     by_size = {a.n_bytes: a.category for a in history.allocations}
     assert (by_size[10], by_size[20]) == (ACTIVATIONS, TEMPORARIES)
-
-
-def test_the_device_is_the_one_that_allocated_unless_it_is_named():
-    log = EventLog()
-    log.alloc(1, 10)
-    snapshot = log.snapshot() | {"segments": []}
-    snapshot["device_traces"] = [[], *snapshot["device_traces"]]
-    assert reconstruct(snapshot).peak() == reconstruct(snapshot, 1).peak()
-    assert reconstruct(snapshot).peak().n_bytes == 10
-    for index in (-1, 0, 7):
-        with pytest.raises(ValueError, match=f"device {index}"):
-            reconstruct(snapshot, index)
 
 
 @settings(deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -185,8 +152,7 @@ def test_the_total_is_a_running_sum(choices, n_before):
 # ---- steps that really run, with their storages watched
 
 
-@pytest.mark.parametrize("mode", ["backward", "step"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast-bf16"])
+@pytest.mark.parametrize(("precision", "mode"), [("fp32", "step"), ("autocast-bf16", "backward")])
 def test_a_step_on_the_cpu_has_the_predicted_categories(precision, mode):
     case = TrainingCase.of(MODEL_SIZES["tiny"], batch_size=2, dtype=precision)
     config, precision = case.config, case.precision
@@ -208,13 +174,6 @@ def test_a_step_on_the_cpu_has_the_predicted_categories(precision, mode):
     assert all(a.source.startswith(("model/", "training/step.py")) for a in in_forward)
 
 
-def test_without_gradients_nothing_is_an_activation():
-    history = reconstruct(simulated_snapshot(TrainingCase.of(MODEL_SIZES["tiny"], batch_size=2), "forward"))
-    assert [phase.name for phase in history.phases] == ["forward"]
-    assert set(history.peak().by_category) == set(CATEGORIES)
-    assert not history.live_bytes()[ACTIVATIONS].any()
-
-
 def test_full_checkpointing_keeps_the_residual_stream_and_recomputes_the_rest_as_temporaries():
     config = MODEL_SIZES["tiny"]
     plain, checkpointed = (
@@ -226,12 +185,8 @@ def test_full_checkpointing_keeps_the_residual_stream_and_recomputes_the_rest_as
     assert checkpointed.live_bytes()[TEMPORARIES].max() > plain.live_bytes()[TEMPORARIES].max()
 
 
-@pytest.mark.parametrize("clone", ["/home/me/clone", "/home/me/a clone", "/x/cs336_systems", "/site-packages", "."])
+@pytest.mark.parametrize("clone", ["/home/me/a clone", "/x/cs336_systems", "/site-packages", "."])
 def test_a_place_is_ours_whatever_the_clone_is_called(clone):
     ours, theirs = "model/ops.py:29 linear", "site-packages/torch/nn/functional.py:8 linear"
     assert own_place(f"{clone}/cs336_systems/{ours}") == ours
-    assert short_place(f"{clone}/cs336_systems/{ours}") == f"cs336_systems/{ours}"
-    assert own_place(f"{clone}/.venv/lib/{theirs}") == ""
-    assert short_place(f"{clone}/.venv/lib/{theirs}") == theirs
-    assert (own_place("/a b/run.py:1 main"), short_place("/a b/run.py:1 main")) == ("", "run.py:1 main")
-    assert short_place("/tmp/torchinductor_me/ab/cd.py:3 call") == "torchinductor_me/ab/cd.py:3 call"
+    assert own_place(f"{clone}/.venv/lib/{theirs}") == own_place("/a b/run.py:1 main") == ""

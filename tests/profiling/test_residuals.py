@@ -21,11 +21,9 @@ from cs336_systems.profiling.residuals import (
 CPU = torch.device("cpu")
 TINY = MODEL_SIZES["tiny"]
 CONFIGS = {
-    "plain": TINY,
     "grouped, biased, tied": replace(TINY, n_kv_heads=2, qkv_bias=True, tie_embeddings=True),
     "square": replace(TINY, d_ff=64),
 }
-CPU_PRECISIONS = ("fp32", "bf16", "autocast-bf16", "autocast-fp16")
 FP32 = PRECISIONS["fp32"]
 
 
@@ -33,11 +31,11 @@ def activations(residuals):
     return residuals.tensors[residuals.tensors["kind"] == ACTIVATION]
 
 
-@pytest.mark.parametrize("batch", [(2, 32), (1, 64), (3, 7)], ids=str)
-@pytest.mark.parametrize("precision", CPU_PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp32", "autocast-bf16"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_block_keeps_what_is_predicted(config, precision, batch):
-    """Tensor by tensor; at (1, 64) an activation has as many elements as a matrix, and is no copy of it."""
+def test_a_block_keeps_what_is_predicted(config, precision):
+    """Tensor by tensor; an activation of (1, 64) tokens has as many elements as a matrix, and is no copy of it."""
+    batch = 1, 64
     precision = PRECISIONS[precision].on("cpu")
     residuals = block_residuals(config, *batch, precision, CPU)
     listed = block_saved_tensors(config, *batch, precision)
@@ -61,15 +59,6 @@ def test_every_tensor_is_named_by_module_node_and_line():
     assert (gate["module"], gate["shape"]) == ("ffn", (2, 32, 192))
 
 
-def test_a_storage_that_several_operations_save_is_one_line():
-    tensors = block_residuals(TINY, 2, 32, FP32, CPU).tensors
-    shared = tensors[tensors["module"] == "attn.q_proj"].iloc[0]
-    assert shared["saves"] == 3, "one norm output feeds three projections"
-    narrow = block_residuals(TINY, 2, 32, PRECISIONS["autocast-bf16"], CPU).tensors
-    for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj"):
-        assert narrow[narrow["module"] == name].iloc[0]["saves"] == 1, "autocast casts it three times"
-
-
 def test_parameters_and_tables_are_listed_apart_and_count_for_nothing():
     residuals = block_residuals(TINY, 2, 32, FP32, CPU)
     apart = residuals.tensors[residuals.tensors["kind"].isin([PARAMETER, TABLE])]
@@ -84,8 +73,7 @@ def test_a_fused_attention_keeps_no_scores():
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     fused = block_residuals(TINY, 2, 128, FP32, CPU, ops=replace(REFERENCE_OPS, attention=attention))
-    largest = block_residuals(TINY, 2, 128, FP32, CPU).largest(1)
-    assert largest.iloc[0]["shape"] == (2, 4, 128, 128)
+    assert activations(block_residuals(TINY, 2, 128, FP32, CPU)).iloc[0]["shape"] == (2, 4, 128, 128)
     assert not (fused.tensors["shape"] == (2, 4, 128, 128)).any()
 
 

@@ -9,19 +9,19 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.costs.streaming import Rates
 from cs336_systems.report.figures import save
 from cs336_systems.report.streaming_timeline import streaming_figure, timeline_rows
-from cs336_systems.streaming.choose import Caps, Choice, choose
+from cs336_systems.streaming.choose import Caps, ChosenPlan, choose
 
 MIB = 1024**2
 
 
 @pytest.fixture(scope="module")
-def choice() -> Choice:
+def choice() -> ChosenPlan:
     config = ModelConfig("small", 64, 192, 4, 4, vocab_size=256, context_length=128)
     rates = Rates(1e11, 1e11, 1e11, 1e10, link_alone=3e8, link_out_both=2.5e8)
     return choose(config, 64, Caps(2 * MIB, 3 * MIB, 0, 0), rates, least_chunk=32, tokens_per_step=384, effort=1)
 
 
-def test_picture(choice: Choice, tmp_path: Path) -> None:
+def test_picture(choice: ChosenPlan, tmp_path: Path) -> None:
     timeline_rows(choice.schedule.operations, choice.times).to_csv(tmp_path / "lanes.csv", index=False)
     figure = streaming_figure(pd.read_csv(tmp_path / "lanes.csv"), "three lanes")
     labels = [axes.get_ylabel() for axes in figure.axes[:3]]

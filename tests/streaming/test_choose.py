@@ -4,15 +4,14 @@ import math
 import re
 from dataclasses import replace
 from functools import cache, partial
-from itertools import pairwise
 
 import pytest
 
-from cs336_systems.config import ModelConfig, resolve_size
+from cs336_systems.config import ModelConfig
 from cs336_systems.costs.streaming import Rates, StreamedWork
-from cs336_systems.hardware import GIB, find_hardware
+from cs336_systems.hardware import GIB
 from cs336_systems.streaming import choose as search
-from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, choose, chunk_sizes
+from cs336_systems.streaming.choose import Caps, CapsTooSmallError, ChosenPlan, choose, chunk_sizes
 from cs336_systems.streaming.explain import Elsewhere, binds, next_gib, reasons, with_next_gib
 from cs336_systems.streaming.plan import Keep, Plan
 from tests.streaming.memory_model import check
@@ -21,12 +20,10 @@ MIB = 1024**2
 SMALL = ModelConfig("small", 64, 192, 6, 4, vocab_size=256, context_length=128)
 SLOW = Rates(1e11, 1e11, 1e11, 1e10, link_alone=3e8, link_out_both=2.5e8)
 """Rates of a CPU with a narrow link."""
-H200 = find_hardware("NVIDIA H200")
-assert H200 is not None
 
 
 @cache
-def small(device: float, host: float, length: int = 64, **options) -> Choice:
+def small(device: float, host: float, length: int = 64, **options) -> ChosenPlan:
     """A choice for a small model; caps in MiB."""
     caps = Caps(int(device * MIB), int(host * MIB), 0, 0)
     how = {"tokens_per_step": 768, "chunk": 64, "effort": 1000, **options}
@@ -60,22 +57,6 @@ def test_more_memory_is_not_slower() -> None:
     speeds = [[small(device, host).tokens_per_s for host in (2.5, 5)] for device in (2.3, 4)]
     for line in (*speeds, *zip(*speeds, strict=True)):
         assert line[1] >= line[0] * 0.999, speeds
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [64, 128])
-@pytest.mark.parametrize("rising", ["host", "device"])
-def test_more_memory_is_not_slower_whatever_the_caps(rising: str, length: int) -> None:
-    for other in (1.1, 1.5, 2.0) if rising == "host" else (2.0, 3.0):
-        speeds = []
-        for n in (1.2, 1.5, 1.9, 2.4, 3.0, 3.7):
-            try:
-                caps = (other, n) if rising == "host" else (n, other)
-                speeds.append(small(*caps, length, chunk=32 if length > 64 else 64, effort=4000).tokens_per_s)
-            except CapsTooSmallError:
-                speeds.append(0.0)
-        assert max(speeds) > 0
-        assert [(a, b) for a, b in pairwise(speeds) if b < 0.98 * a] == [], (other, speeds)
 
 
 def test_page_tables_of_the_host_take_their_share_of_the_device() -> None:
@@ -148,7 +129,7 @@ def test_choices_that_are_made_elsewhere_are_those_that_are_made_here() -> None:
 def test_on_long_sequences_x_of_some_layers_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where attention's outputs and x of all layers do not fit, and to run attention again would take longer."""
 
-    def long() -> Choice:
+    def long() -> ChosenPlan:
         caps = Caps(int(8.5 * MIB), 6 * MIB, 0, 0)
         return choose(SMALL, 4096, caps, SLOW, chunk=512, tokens_per_step=4096, effort=4000)
 
@@ -183,15 +164,3 @@ def test_chunk_sizes() -> None:
     assert chunk_sizes(32_768) == [32_768, 16_384, 8192, 65_536]
     assert chunk_sizes(524_288) == [32_768, 16_384]
     assert chunk_sizes(6000, least=4000) == [6000, 12_000]
-
-
-@pytest.mark.slow
-def test_an_h200_of_a_gib_less_has_another_plan() -> None:
-    def llama(device: int, host: int) -> Choice:
-        config = resolve_size("llama3-1b").at_context(8192)
-        how = {"chunk": 8192, "chunks": 2, "effort": 5000}
-        return choose(config, 8192, Caps(device * GIB, host * GIB), Rates.of(H200), **how)
-
-    roomy = llama(8, 12)
-    assert roomy.plan not in (llama(7, 12).plan, llama(8, 11).plan)
-    assert roomy.tokens_per_s > llama(7, 11).tokens_per_s

@@ -22,15 +22,9 @@ def without(schedule: Schedule, dropped: int) -> Schedule:
     return replace(schedule, operations=tuple(kept))
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_random_plans(seed: int) -> None:
-    check(*random_plan(seed))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hundred", range(10))
-def test_a_thousand_random_plans(hundred: int) -> None:
-    for seed in range(100 * hundred, 100 * hundred + 100):
+@pytest.mark.parametrize("seeds", [range(50), pytest.param(range(50, 300), marks=pytest.mark.slow)])
+def test_random_plans(seeds: range) -> None:
+    for seed in seeds:
         try:
             check(*random_plan(seed))
         except Exception as error:
@@ -45,7 +39,7 @@ def broken(plan: Plan, schedule: Schedule) -> bool:
     return False
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(12))
 def test_no_copy_can_be_dropped(seed: int) -> None:
     plan, schedule = random_plan(seed)
     copies = [i for i, operation in enumerate(schedule.operations) if operation.kind in (Kind.FETCH, Kind.EVICT)]
@@ -53,7 +47,7 @@ def test_no_copy_can_be_dropped(seed: int) -> None:
         assert broken(plan, without(schedule, i)), schedule.operations[i]
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(12))
 def test_no_wait_can_be_dropped(seed: int) -> None:
     plan, schedule = random_plan(seed)
     waits = [(i, j) for i, operation in enumerate(schedule.operations) for j in operation.waits]
@@ -63,7 +57,7 @@ def test_no_wait_can_be_dropped(seed: int) -> None:
         assert broken(plan, replace(schedule, operations=tuple(operations))), (i, j)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_no_kernel_can_be_dropped_or_run_twice(seed: int) -> None:
     plan, schedule = random_plan(seed)
     for i in random.Random(seed).sample(range(len(schedule.operations)), 8):

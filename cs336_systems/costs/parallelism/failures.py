@@ -37,7 +37,7 @@ def mean_time_between_failures(n_nodes: int, per_1000_node_days: float = FAILURE
 
 @dataclass(frozen=True)
 class Job:
-    """What failures and checkpoints cost a job, in seconds.
+    """The costs that failures and checkpoints have for a job, in seconds.
 
     Raises:
         ValueError: a time is not positive, or the restart negative.

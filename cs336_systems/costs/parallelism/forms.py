@@ -162,7 +162,7 @@ class PassCost:
     collectives: tuple[tuple[str, float], ...]
     """(collective, total bytes) in order; bytes as ``costs/communication.py`` counts them."""
     sent_bytes: float
-    """What the device sends for them."""
+    """Bytes that the device sends for them."""
 
     def compute_s(self, device: Device) -> float:
         return self.flops / device.flops_per_s
@@ -174,7 +174,7 @@ class PassCost:
 def pass_cost(
     form: Form, layer: FeedForward, tokens: float, world_size: int, which: Pass, *, large_rings: bool = False
 ) -> PassCost:
-    """What one device computes and sends in one pass of ``layer`` over a global batch of ``tokens``.
+    """The FLOPs and bytes of one device in one pass of ``layer`` over a global batch of ``tokens``.
 
     Args:
         large_rings: take the share (N-1)/N for 1, as the scaling book does.

@@ -40,7 +40,7 @@ from cs336_systems.costs.parallelism.forms import Device, FeedForward, check_pos
 
 @dataclass(frozen=True)
 class Network:
-    """What bounds a mesh: compute per device, and the egress along each of its two axes.
+    """The limits of a mesh: compute per device, and the egress along each of its two axes.
 
     Raises:
         ValueError: a rate is not positive.
@@ -61,7 +61,7 @@ class Network:
 
     @property
     def _own(self) -> int:
-        """What a ring of n saves: the chunk that a device has already."""
+        """The chunks that a device has already and a ring need not send."""
         return 0 if self.large_rings else 1
 
 

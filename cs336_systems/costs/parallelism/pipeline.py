@@ -64,12 +64,12 @@ class Durations:
 
 @dataclass(frozen=True, order=True)
 class Operation:
-    """What one device does with one microbatch on one of its chunks of layers."""
+    """The work of one device on one microbatch and one of its chunks of layers."""
 
     kind: Kind
     microbatch: int
     chunk: int = 0
-    """Which of the device's chunks: chunk c of stage s is the (c p + s)-th part of the model."""
+    """Number of the device's chunk: chunk c of stage s is the (c p + s)-th part of the model."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Timeline:
 
     @property
     def span(self) -> float:
-        """From the first operation to the last on any stage."""
+        """Time from the first operation to the last on any stage."""
         return max(timed.end for stage in self.operations for timed in stage)
 
     @property

@@ -42,7 +42,7 @@ class Message:
 
 @dataclass(frozen=True)
 class RingRun:
-    """What was sent in each step, and what every rank held before the first and after each."""
+    """The messages of each step, and the holdings of every rank before the first step and after each."""
 
     world_size: int
     steps: tuple[tuple[Message, ...], ...]

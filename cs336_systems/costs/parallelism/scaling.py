@@ -29,7 +29,7 @@ from cs336_systems.costs.parallelism.forms import Device, check_positive
 LLAMA3_70B = replace(
     MODEL_SIZES["llama3-8b"], name="llama3-70b", d_model=8192, d_ff=28_672, n_layers=80, n_heads=64, context_length=8192
 )
-"""As Meta publishes it, 70.6 billion parameters; not among the sizes of ``config.py``, which are there to run."""
+"""The shape that Meta publishes, 70.6 billion parameters; the sizes of ``config.py`` are there to run."""
 
 BYTES_PER_ELEMENT = 2
 """Bytes of each gathered weight and each scattered gradient, which are bf16."""
@@ -142,7 +142,7 @@ CASES: tuple[Case, ...] = (
 
 
 def case(workload: ModelAndBatch, n_devices: int, device: Device) -> Case:
-    """Which limits FSDP on ``n_devices`` is beyond; ValueError as ``fsdp_step``."""
+    """The case that FSDP on ``n_devices`` is in, by the limits that it is beyond; ValueError as ``fsdp_step``."""
     step = fsdp_step(workload, n_devices, device)
     local, communication = step.sequences_per_device < 1, step.communication_s > step.compute_s
     return next(c for c in CASES if (c.local_batch_limit, c.communication_limit) == (local, communication))

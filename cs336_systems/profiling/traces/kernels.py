@@ -1,4 +1,4 @@
-"""What a kernel does, from its name: the classes by which time is added up, and names that fit on a page.
+"""The class of a kernel, from its name: the classes by which time is added up, and names that fit on a page.
 
 The names are those of cuBLAS, cuDNN, CUTLASS, NCCL, torch's own kernels, Triton and Inductor, and of torch's operators
 on a CPU. The first pattern that matches decides, so fused attention (whose kernels name CUTLASS) comes before matmul.
@@ -15,7 +15,7 @@ OPTIMIZER, COPY, OTHER = "optimizer", "copy or cast", "other"
 QUANTIZATION = "quantization"
 
 CLASSES = (MATMUL, ATTENTION, SOFTMAX, REDUCTION, ELEMENTWISE, QUANTIZATION, COPY, OPTIMIZER, COMMUNICATION, OTHER)
-"""In the order in which tables and figures show them."""
+"""The classes in the order in which tables and figures show them."""
 
 _PATTERNS = (
     # Also where SwiGLU's gradient is computed as it is quantized.
@@ -63,7 +63,7 @@ def kernel_class(name: str) -> str:
 
 @functools.cache
 def collective_name(name: str) -> str:
-    """Which collective an operation of class ``COMMUNICATION`` is, as one calls it."""
+    """The common name of the collective that an operation of class ``COMMUNICATION`` is."""
     found = re.search(r"(all|reduce|broad)_?(reduce|gather|scatter|cast|to_?all)", name, re.IGNORECASE)
     if found is None:
         return "collective"

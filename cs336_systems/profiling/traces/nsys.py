@@ -27,7 +27,7 @@ MISSING = (
     "`apt install nsight-systems-cli` from NVIDIA's repository and /opt/nvidia/nsight-systems/*/bin on PATH); "
     "torch.profiler needs no installation"
 )
-"""What to tell a user who has no nsys."""
+"""The message for a user who has no nsys."""
 
 REPORT, EXPORT = ".nsys-rep", ".sqlite"
 """Endings of nsys's own report and of what is read here."""

@@ -82,7 +82,7 @@ class Trace:
         return found
 
     def during(self, ranges: pd.DataFrame, windows: pd.DataFrame) -> pd.DataFrame:
-        """Those of ``ranges`` that lie inside one of ``windows`` of the same process, whatever the thread."""
+        """The rows of ``ranges`` that lie inside one of ``windows`` of the same process, whatever the thread."""
         held = np.zeros(len(ranges), dtype=bool)
         for _, window in windows.iterrows():
             inside = (ranges["start"] >= window["start"]) & (ranges["end"] <= window["end"])

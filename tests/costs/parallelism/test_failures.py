@@ -56,11 +56,6 @@ def test_more_nodes_fail_more_often():
     assert mean_time_between_failures(100, 20) == pytest.approx(DAY / 2)
 
 
-def test_where_nothing_helps():
-    assert JOBS[-1].daly_s == JOBS[-1].mtbf_s, "saving takes longer than failures allow"
-    assert Job(1.0, 1.0).goodput(1e6) == 0, "an interval far beyond the time between failures"
-
-
 def test_bad_input():
     for wrong in ((0, 1), (1, 0), (1, 1, -1)):
         with pytest.raises(ValueError, match="got (0|-1)"):

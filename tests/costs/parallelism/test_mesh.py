@@ -1,7 +1,6 @@
 """Closed forms of the best mesh against searches over it, and the 4D question worked by hand."""
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -85,26 +84,6 @@ def test_one_axis_alone_is_fsdp_and_tensor_parallelism():
     assert tp.communication_s == pytest.approx(
         pass_cost("tensor-parallel", LAYER, 2**18, 8, "forward").sent_bytes / 450e9
     )
-
-
-@every_network
-@pytest.mark.parametrize(("x", "y"), [(16, 4), (64, 1), (1, 16)])
-def test_least_tokens_is_where_a_bisection_ends(network, x, y):
-    network = replace(network, flops_per_s=4.6e14, fsdp_bytes_per_s=3.6e11, tp_bytes_per_s=1.8e11)
-    low, high = 1e-6, 1e12
-    for _ in range(200):
-        middle = math.sqrt(low * high)
-        if evaluate(LAYER, middle, x, y, network).compute_bound:
-            high = middle
-        else:
-            low = middle
-    found = least_tokens(LAYER, x, y, network)
-    if math.isinf(found):
-        assert not evaluate(LAYER, 1e11, x, y, network).compute_bound
-    elif found:
-        assert found == pytest.approx(high)
-    else:
-        assert evaluate(LAYER, 1e-3, x, y, network).compute_bound
 
 
 def test_the_books_example():

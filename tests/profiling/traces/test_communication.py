@@ -2,8 +2,7 @@
 
 import pytest
 
-from cs336_systems.profiling.communication import breakdown, communication_metrics, single_steps
-from cs336_systems.profiling.traces.queries import n_steps, overlap
+from cs336_systems.profiling.communication import breakdown, communication_metrics
 from tests.profiling.traces.test_queries import ALL_REDUCE, CALLER, ms, ms_ranges
 
 STEPS_MS = (0, 100, 200)
@@ -45,12 +44,6 @@ def test_each_recorded_step_is_a_sample(steps):
     assert communication_metrics(alone, alone) == []
 
 
-def test_single_steps_hold_what_theirs_launched(golden_kineto, steps):
-    assert [n_steps(step) for step in single_steps(golden_kineto)] == [1] * n_steps(golden_kineto)
-    trace = steps(*[[("gemm", 1, 4), (ALL_REDUCE, 1, end, 9)] for end in (2, 3, 4)])
-    assert [float(overlap(step)["hidden_ms"].iloc[0]) for step in single_steps(trace)] == [1, 2, 3]
-
-
 def parts(trace):
     return {part: samples_ms for part, samples_ms in breakdown(trace).items() if any(samples_ms)}
 
@@ -81,11 +74,6 @@ def test_every_moment_counts_once_for_the_first_kind_that_runs_in_it(trace_of):
         ("optimizer", "optimizer"): [4],
     }
     assert sum(samples[0] for samples in found.values()) == 24
-
-
-def test_a_phase_without_kernels_takes_no_time(trace_of):
-    trace = trace_of(ms(("gemm", 1, 6, CALLER, 1), ("gemm", 6, 9, CALLER, 5)), ms_ranges(*PHASES))
-    assert parts(trace) == {("forward", "products"): [5], ("forward", "idle"): [1], ("backward", "products"): [3]}
 
 
 def test_a_recorded_step_adds_up(golden_kineto):

@@ -15,16 +15,12 @@ MUL = "at::native::BinaryFunctor<float, float, float, at::native::binary_interna
         ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(Params)", "matmul"),
         ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "matmul"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(float)", "matmul"),
-        ("aten::addmm", "matmul"),
         ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>, cutlass::bfloat16_t>()", "fused attention"),
-        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "fused attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x64x128", "fused attention"),
         ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>(float*)", "softmax"),
-        ("aten::_softmax_backward_data", "softmax"),
         (f"{AT}reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float> > >()", "reduction"),
         ("triton_per_fused_add_mean_mul_pow_rsqrt_1", "reduction"),
         (f"{AT}vectorized_elementwise_kernel<4, {MUL}, std::array<char*, 3ul> >(int)", "elementwise"),
-        ("triton_poi_fused_mul_silu_0", "elementwise"),
         ("triton_poi_fused__to_copy_addmm_mul_3", "elementwise"),
         ("triton_red_fused__softmax_masked_fill_2", "softmax"),
         ("triton_tem_fused_addmm_4", "matmul"),
@@ -35,20 +31,13 @@ MUL = "at::native::BinaryFunctor<float, float, float, at::native::binary_interna
         (f"{AT}multi_tensor_apply_kernel<UnaryOpFunctor<float, 2>, {AT}Copy<float, float> >()", "copy or cast"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
         ("hopper_backward_kernel", "fused attention"),
-        ("hopper_preprocess_kernel", "fused attention"),
         ("cross_entropy_rows_kernel", "softmax"),
         ("rms_norm_backward_kernel", "reduction"),
-        ("sum_rows_kernel", "reduction"),
-        ("column_sums_kernel", "reduction"),
         ("swiglu_forward_kernel", "elementwise"),
         ("product_kernel", "matmul"),
-        ("rotary_kernel", "elementwise"),
         ("update_kernel", "optimizer"),
-        ("quantize_kernel", "quantization"),
         ("row_and_column_absmax_kernel", "quantization"),
         ("swiglu_backward_quantize_kernel", "quantization"),
-        ("rms_norm_quantize_kernel", "quantization"),
-        ("transpose_bytes_kernel", "quantization"),
         ("something_new", "other"),
     ],
 )
@@ -85,8 +74,3 @@ def test_names_of_collectives(expected):
 def test_short_names_tell_what_matters(name, expected):
     assert expected in short_name(name)
     assert "at::native" not in short_name(name)
-
-
-def test_short_names_are_short():
-    assert len(short_name("void f<" + "x" * 500 + ">()")) <= 72
-    assert len(short_name("a" * 500)) == 72

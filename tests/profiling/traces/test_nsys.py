@@ -86,23 +86,6 @@ def test_ranges_of_every_kind(export):
     }
 
 
-def test_a_graph_that_was_traced_as_a_whole_is_an_operation(export):
-    with sqlite3.connect(export) as database:
-        database.execute("CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE AS SELECT * FROM CUPTI_ACTIVITY_KIND_MEMCPY")
-        database.execute('UPDATE CUPTI_ACTIVITY_KIND_GRAPH_TRACE SET start = 1200, "end" = 1700')
-    database.close()
-    last = nsys.read(export).ops.iloc[-1]
-    assert last[["name", "kind", "start", "end"]].tolist() == ["CUDA graph", "kernel", 1200, 1700]
-
-
-def test_the_folder_may_have_any_name(export, tmp_path):
-    for name in ("a#b", "a?b", "100%25 a", "ä"):
-        (folder := tmp_path / name).mkdir()
-        (folder / export.name).write_bytes(export.read_bytes())
-        assert len(nsys.read(folder / export.name).ops) == 5
-        assert [path.name for path in folder.iterdir()] == [export.name]
-
-
 def test_empty_corrupted_foreign_and_missing_files_are_named(tmp_path, export):
     cases = {"empty": b"", "text": b"hello, I am no database at all" * 100, "torn": export.read_bytes()[:6000]}
     for name, content in cases.items():
@@ -148,12 +131,6 @@ def fake_nsys(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Non
     program.write_text(f"#!/bin/bash\n{script}\n")
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
-
-
-def test_recording_runs_and_exports(tmp_path, monkeypatch):
-    fake_nsys(tmp_path, f'echo "{{1}} $1"; [ "$1" = export ] && : > {tmp_path}/out/step.sqlite; exit 0', monkeypatch)
-    assert nsys.record(["true"], tmp_path / "out" / "step") == "{1} profile\n"
-    assert (tmp_path / "out" / "step.sqlite").exists()
 
 
 def test_a_failed_program_and_a_missing_report_are_errors(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ import pytest
 
 from cs336_systems.profiling.traces.queries import (
     Intervals,
-    class_times,
     gaps,
     intersection,
     kernel_table,
@@ -21,7 +20,6 @@ from cs336_systems.profiling.traces.queries import (
     times,
     union,
 )
-from cs336_systems.profiling.traces.tables import TraceError
 
 MS = 1_000_000
 CALLER, AUTOGRAD = 1, 2
@@ -97,12 +95,6 @@ def test_kernels_with_counts_and_shares(two_steps):
     assert table["share_percent"].tolist() == pytest.approx([37.5, 37.5, 25])
 
 
-def test_two_passes_add_up(two_steps):
-    forward, backward = (two_steps.instances(name, inside="step") for name in ("forward", "backward"))
-    assert class_times(two_steps, forward, backward) == {"matmul": 3, "softmax": 2, "elementwise": 3}
-    assert class_times(two_steps, backward) == {"softmax": 2}
-
-
 def test_a_steps_time_is_split_over_what_binds_it(two_steps):
     found = limits(two_steps)
     assert (found.compute_ms, found.memory_ms, found.communication_ms) == (3, 3, 0)
@@ -126,13 +118,6 @@ def test_verdicts(trace_of, kernel, length, verdict):
     assert limits(trace).verdict == verdict
     assert limits(trace, 1000.0).verdict == "overhead"
     assert limits(trace, 1.0).idle_ms == 0
-
-
-def test_a_gap_before_a_kernel_that_was_queued_is_not_the_hosts_fault(trace_of):
-    ops = ms(("gemm", 1, 2, CALLER, 0.5), ("gemm", 3, 4, CALLER, 0.6))
-    found = limits(trace_of(ops, ms_ranges(("step", 0, 4, CALLER))))
-    assert found.idle_ms == 2
-    assert found.late_gaps == 1
 
 
 def test_overlap_of_communication_with_compute(trace_of):
@@ -164,12 +149,6 @@ def test_slowdown_pairs_the_same_kernels_of_two_steps(trace_of):
         "softmax": {"count": 1, "alone_ms": 1, "beside_ms": 2, "added_ms": 0},
         "elementwise": {"count": 0, "alone_ms": 0, "beside_ms": 0, "added_ms": 1},
     }
-
-
-def test_a_trace_without_steps_says_so(trace_of):
-    trace = trace_of(ms(("gemm", 1, 2, CALLER, 0.5)), ms_ranges(("forward", 0, 2, CALLER)))
-    with pytest.raises(TraceError, match="no range 'step'"):
-        kernel_table(trace, trace.instances("forward"))
 
 
 def covered(draw: random.Random) -> tuple[Intervals, set[int]]:

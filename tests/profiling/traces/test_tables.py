@@ -69,11 +69,6 @@ def test_depths_are_per_thread_and_siblings_share_them():
     assert depths(pd.DataFrame(rows, columns=["pid", "tid", "start", "end"])) == [0, 1, 0, 1, 0]
 
 
-def test_no_operations_is_an_error_not_an_empty_table(step):
-    with pytest.raises(TraceError, match="holds no operations"):
-        make_trace(step.ops.iloc[:0], step.ranges, step.source)
-
-
 def test_a_cuda_trace_without_kernels_is_an_error(step):
     assert require_kernels(step) is step
     copies = make_trace(step.ops.assign(kind=COPY), step.ranges, step.source)
