@@ -73,11 +73,10 @@ def communication_metrics(trace: Trace, alone: Trace | None = None) -> list[Metr
         alone: the same steps without communication, to add what communication does to other kernels.
     """
     steps = single_steps(trace) if trace.has_gpu else []
-    streams = [overlap(step) for step in steps]
-    if not streams or any(found.empty for found in streams):
+    found = [overlap(step) for step in steps]
+    if not found or not all(total for total, _ in found):
         return []
-    total = [float(found["communication_ms"].sum()) for found in streams]
-    hidden = [float(found["hidden_ms"].sum()) for found in streams]
+    total, hidden = [whole for whole, _ in found], [part for _, part in found]
     shares = [100 * part / whole for part, whole in zip(hidden, total, strict=True)]
     waited = [whole - part for part, whole in zip(hidden, total, strict=True)]
     metrics = [
@@ -87,9 +86,7 @@ def communication_metrics(trace: Trace, alone: Trace | None = None) -> list[Metr
     ]
     if alone is None:
         return metrics
-    classes = [slowdown(alone, step) for step in steps]
-    slowed = [float((found["beside_ms"] - found["alone_ms"]).sum()) for found in classes]
-    added = [float(found["added_ms"].sum()) for found in classes]
+    slowed, added = zip(*(slowdown(alone, step) for step in steps), strict=True)
     return [
         *metrics,
         Metric("slowed", "ms of other kernels per step", slowed),

@@ -227,57 +227,30 @@ def limits(trace: Trace, step_ms: float | None = None) -> Limits:
     )
 
 
-def overlap(trace: Trace) -> pd.DataFrame:
-    """For each device and stream with communication, how much of it runs while something else does; empty without any.
-
-    Columns: device, stream, operations, communication_ms, hidden_ms, hidden_percent (per step).
-    """
+def overlap(trace: Trace) -> tuple[float, float]:
+    """Milliseconds per step of communication, and of that beside other operations of its device; zeros without any."""
     ops = trace.operations(trace.instances(STEP))
-    steps = n_steps(trace)
     communicating = ops["name"].map(kernel_class) == COMMUNICATION
-    rows = []
-    for (device, stream), group in ops[communicating].groupby(["device", "stream"]):
+    total = hidden = 0
+    for (device, _), group in ops[communicating].groupby(["device", "stream"]):
         busy = union(group)
-        others = union(ops[~communicating & (ops["device"] == device)])
-        hidden = length(intersection(busy, others))
-        rows.append(
-            {
-                "device": device,
-                "stream": stream,
-                "operations": len(group) / steps,
-                "communication_ms": length(busy) / steps / MS,
-                "hidden_ms": hidden / steps / MS,
-                "hidden_percent": 100 * hidden / length(busy),
-            }
-        )
-    return pd.DataFrame(rows)
+        total += length(busy)
+        hidden += length(intersection(busy, union(ops[~communicating & (ops["device"] == device)])))
+    return total / n_steps(trace) / MS, hidden / n_steps(trace) / MS
 
 
-def slowdown(alone: Trace, beside: Trace) -> pd.DataFrame:
-    """The kernels of a step without communication against the same kernels beside it, by class.
+def slowdown(alone: Trace, beside: Trace) -> tuple[float, float]:
+    """Milliseconds per step by which kernels run longer beside communication, and of kernels that come with it.
 
-    The k-th kernel of a name in one step is taken for the k-th of that name in the other, so products of different
-    shapes are not mixed. What only one of the steps has (copies into buckets, say) stands in ``added_ms``, negative
-    where it is the step alone that has it. Communication itself is left out.
-
-    Columns: kernel_class, count, alone_ms, beside_ms, added_ms (per step).
+    The k-th kernel of a name in one step is taken for the k-th of that name in the other, so matmuls of different
+    shapes are not mixed. Kernels that only one of the steps has (copies into buckets, say) are added, or taken off
+    where it is the step alone that has them. Communication itself is left out.
     """
-    paired = pd.merge(
-        _numbered(alone), _numbered(beside), on=["name", "number"], how="outer", suffixes=("_alone", "_beside")
-    )
-    paired["kernel_class"] = paired["name"].map(kernel_class)
-    both = paired["ns_alone"].notna() & paired["ns_beside"].notna()
-    paired["added"] = (paired["ns_beside"].fillna(0) - paired["ns_alone"].fillna(0)).where(~both, 0)
-    matched = paired.where(both).groupby(paired["kernel_class"])
-    table = pd.DataFrame(
-        {
-            "count": matched["name"].count(),
-            "alone_ms": matched["ns_alone"].sum() / MS,
-            "beside_ms": matched["ns_beside"].sum() / MS,
-            "added_ms": paired.groupby("kernel_class")["added"].sum() / MS,
-        }
-    )
-    return table.reindex([label for label in CLASSES if label in table.index]).reset_index(names="kernel_class")
+    suffixes = "_alone", "_beside"
+    paired = pd.merge(_numbered(alone), _numbered(beside), on=["name", "number"], how="outer", suffixes=suffixes)
+    more = paired["ns_beside"] - paired["ns_alone"]  # of both, else NaN
+    added = (paired["ns_beside"].fillna(0) - paired["ns_alone"].fillna(0)).where(more.isna(), 0)
+    return float(more.sum()) / MS, float(added.sum()) / MS
 
 
 def _numbered(trace: Trace) -> pd.DataFrame:

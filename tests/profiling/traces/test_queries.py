@@ -128,9 +128,7 @@ def test_overlap_of_communication_with_compute(trace_of):
         (ALL_REDUCE, 8, 10, CALLER, 0.4, 9),
     )
     trace = trace_of(ops, ms_ranges(("step", 0, 10, CALLER)))
-    (row,) = overlap(trace).to_dict("records")
-    assert (row["device"], row["stream"], row["operations"]) == (0, 9, 2)
-    assert (row["communication_ms"], row["hidden_ms"], row["hidden_percent"]) == (6, 3, 50)
+    assert overlap(trace) == (6, 3)
     assert limits(trace).communication_ms == 3
 
 
@@ -143,12 +141,7 @@ def test_slowdown_pairs_the_same_kernels_of_two_steps(trace_of):
     beside = steps(
         ("gemm", 1, 2), ("gemm", 3, 9), (ALL_REDUCE, 4, 8, 9), ("elementwise_kernel", 9, 10), ("softmax", 11, 13)
     )
-    found = {row.pop("kernel_class"): row for row in slowdown(alone, beside).to_dict("records")}
-    assert found == {
-        "matmul": {"count": 2, "alone_ms": 5, "beside_ms": 7, "added_ms": 0},
-        "softmax": {"count": 1, "alone_ms": 1, "beside_ms": 2, "added_ms": 0},
-        "elementwise": {"count": 0, "alone_ms": 0, "beside_ms": 0, "added_ms": 1},
-    }
+    assert slowdown(alone, beside) == (3, 1)
 
 
 def covered(draw: random.Random) -> tuple[Intervals, set[int]]:
