@@ -31,7 +31,7 @@ from cs336_systems.distributed.process_group import Rank, per_rank
 
 _PERIOD = 13
 _EXACT_INTEGERS = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
-"""Up to which integer a dtype holds every one."""
+"""The integer up to which a dtype holds every one."""
 
 
 class Exchange:

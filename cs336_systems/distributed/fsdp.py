@@ -7,7 +7,7 @@
     optimizer.step()
 
 Every parameter of two or more dimensions is sharded along its first (``fsdp_parameters.py``); units of the module
-gather theirs just ahead of use, in forward and again in backward (``fsdp_units.py``, ``fsdp_schedule.py``). A step
+gather theirs just ahead of use, in forward and once more in backward (``fsdp_units.py``, ``fsdp_schedule.py``). A step
 sends what an all-reduce of the gradients would and half as much again: two all-gathers and a reduce-scatter.
 Rajbhandari et al. 2020 (ZeRO), section 5; Zhao et al. 2023 (PyTorch FSDP); the layout per parameter and the
 bounded look-ahead are those of ``torch.distributed.fsdp.fully_shard``.
@@ -19,9 +19,9 @@ before they travel (``reduce_dtype`` chooses otherwise): the sum over ranks of b
 addition.
 
 Gradients are averages over the ranks, as if each rank's loss were the mean over an equal part of the global batch. They
-are averaged as backward returns. A backward that an error has ended leaves in ``grad`` what had come there, as without
-FSDP: after ``zero_grad`` the next step is right, if all ranks had the error.
-Those of shards know that they are parts (``fsdp_gradients.py``): ``torch.amp.GradScaler`` works, norms are refused.
+are averaged as backward returns. A backward that an error has ended leaves in ``grad`` whatever had come there, as
+without FSDP: after ``zero_grad`` the next step is right, if all ranks had the error. Gradients of shards know that they
+are parts (``fsdp_gradients.py``): ``torch.amp.GradScaler`` works, norms are refused.
 
 State dicts speak of whole tensors, as after torch's ``fully_shard``: ``state_dict()`` of the wrapper, of the module
 inside, or of any part of it shows each shard as a ``DTensor`` that shares its memory; ``torch.distributed.checkpoint``
@@ -51,8 +51,8 @@ class FSDP(NotCopied, nn.Module):
 
     Args:
         module: whole, on this rank's device, or on ``meta``. Its parameters are replaced; rank 0's values count.
-        compute_dtype: in which the module runs and weights are communicated; None for the parameters' own.
-        reduce_dtype: in which gradients are communicated; None for the parameters' own.
+        compute_dtype: the module runs and weights are communicated in it; None for the parameters' own.
+        reduce_dtype: gradients are communicated in it; None for the parameters' own.
         prefetch: units whose weights are gathered ahead of the one that runs; 0 gathers when a unit is called.
         peer_copies: each rank copies the rows of the others from their memory (``peer_memory.py``), where collectives
             would gather them; on one host. The values are the same. Collectives still gather what is cast, and units
@@ -121,7 +121,7 @@ class FSDP(NotCopied, nn.Module):
         self.units = sharded.units
         self.groups: list[ShardedGroup] = sharded.groups
         self.replicated: list[ManagedParameter] = sharded.replicated.parameters
-        _show_whole(module, self.managed_parameters(), WholeTensors(self.process_group, self.device))
+        WholeTensors(self.process_group, self.device).show(module, self.managed_parameters())
         self._order = GatherOrder(sharded, prefetch, self.device, self.process_group)
         for unit in sharded.units:
             unit.run_by(self._order.run)
@@ -143,11 +143,11 @@ class FSDP(NotCopied, nn.Module):
         """Backward passes inside accumulate whole gradients on this rank and communicate none.
 
         They leave the weights gathered that the next forward begins with. It sees a change of shards in between by
-        their versions, or new ``data``: who writes into ``data``, or by a collective, must raise versions
+        their versions, or new ``data``: code that writes into ``data``, or by a collective, must raise versions
         (``torch.autograd.graph.increment_version``).
 
-        The next backward outside, or ``finish_gradient_synchronization``, averages the sum. Who gives it up instead, as
-        after an error, calls ``zero_grad`` of this module: an optimizer's does not know of it.
+        The next backward outside, or ``finish_gradient_synchronization``, averages the sum. To give it up instead, as
+        after an error, call ``zero_grad`` of this module: an optimizer's does not know of it.
         """
         before = self._order.gradients.synchronize
         self._order.gradients.synchronize = False
@@ -186,7 +186,7 @@ class FSDP(NotCopied, nn.Module):
         return {name: wholes[name] for name, _ in self.module.named_parameters(remove_duplicate=False)}
 
     def managed_parameters(self) -> list[ManagedParameter]:
-        """All parameters, sharded ones first; the same list on every rank."""
+        """Return all parameters, sharded ones first, in the same order on every rank."""
         return [*(parameter for group in self.groups for parameter in group.parameters), *self.replicated]
 
     def _apply(self, fn: Any, recurse: bool = True) -> "FSDP":
@@ -199,7 +199,7 @@ class FSDP(NotCopied, nn.Module):
 
 
 def _device(module: nn.Module, device: torch.device | str | None, process_group: dist.ProcessGroup) -> torch.device:
-    """Where the shards live."""
+    """The device of the shards."""
     if device is not None:
         return torch.empty(0, device=device).device  # with an index, as parameters have it
     found = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), None)
@@ -253,11 +253,24 @@ def clip_grad_norm_(fsdp: FSDP, max_norm: float, norm_type: float = 2.0) -> Tens
 
 
 class WholeTensors(NotCopied):
-    """The ranks of a group as the place over which tensors are split; no communication."""
+    """Translates between the shards of a module and the whole tensors of its state dicts, which share their memory.
+
+    Args:
+        process_group: over whose ranks tensors are split.
+        device: of the shards.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
-        self._process_group = process_group
-        self._device = device
+        self._process_group, self._device = process_group, device
+
+    def show(self, module: nn.Module, managed: Iterable[ManagedParameter]) -> None:
+        """Translate in the state dicts of every part of the module from now on."""
+        of_shard = {parameter.sharded_param: parameter for parameter in managed}
+        for holder in module.modules():
+            own = {name: of_shard[p] for name, p in holder._parameters.items() if p is not None}
+            if own:
+                holder.register_state_dict_post_hook(functools.partial(self._to_wholes, own))
+                holder.register_load_state_dict_pre_hook(functools.partial(self._to_rows, own))
 
     @functools.cached_property
     def _mesh(self) -> Any:
@@ -265,17 +278,46 @@ class WholeTensors(NotCopied):
 
         return DeviceMesh.from_group(self._process_group, self._device.type)
 
-    def of(self, parameter: ManagedParameter, value: Tensor) -> Tensor:
-        """A tensor like the parameter's shard as the whole tensor that it is a part of, sharing its memory."""
+    def _to_wholes(
+        self, own: dict[str, ManagedParameter], module: nn.Module, state_dict: Any, prefix: str, *_: Any
+    ) -> None:
+        for name, parameter in own.items():
+            if prefix + name in state_dict and not isinstance(state_dict[prefix + name], nn.Parameter):
+                state_dict[prefix + name] = self._whole(parameter)
+
+    def _whole(self, parameter: ManagedParameter) -> Tensor:
+        rows = parameter.sharded_param.detach()
         if not isinstance(parameter, ShardedParameter):
-            return value
-        from torch.distributed.tensor import DTensor, Shard  # over a second, which not every import is to take
+            return rows
+        from torch.distributed.tensor import DTensor, Shard  # takes over a second, which not every import is to take
 
         stride = torch.empty(parameter.shape, device="meta").stride()
-        return DTensor.from_local(value, self._mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=stride)
+        return DTensor.from_local(rows, self._mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=stride)
 
-    def rows(self, parameter: ShardedParameter, value: Tensor) -> Tensor:
-        """This rank's rows of a whole tensor, which may be a ``DTensor``."""
+    def _to_rows(
+        self,
+        own: dict[str, ManagedParameter],
+        module: nn.Module,
+        state_dict: Any,
+        prefix: str,
+        metadata: dict[str, Any],
+        *others: Any,
+    ) -> None:
+        error_messages: list[str] = others[-1]
+        if metadata.get("assign_to_params_buffers"):
+            raise ValueError(f"load_state_dict(assign=True) would replace shards of FSDP, as {prefix}{next(iter(own))}")
+        for name, parameter in own.items():
+            value = state_dict.get(key := prefix + name)
+            if not isinstance(parameter, ShardedParameter) or not isinstance(value, Tensor):
+                continue
+            if value.shape == parameter.shape:
+                state_dict[key] = self._rows(parameter, value)
+            else:
+                error_messages.append(f"{key} must be whole, {tuple(parameter.shape)}, got {tuple(value.shape)}")
+                state_dict[key] = parameter.sharded_param.detach()  # or torch would compare it with the rows
+
+    def _rows(self, parameter: ShardedParameter, value: Tensor) -> Tensor:
+        """This rank's rows of a whole tensor; of a ``DTensor`` by a collective, unless it is split alike."""
         from torch.distributed.tensor import DTensor, Shard
 
         if not isinstance(value, DTensor):
@@ -283,46 +325,3 @@ class WholeTensors(NotCopied):
         if value.device_mesh == self._mesh and value.placements == (Shard(0),):
             return value.to_local()
         return parameter.rows_of(value.full_tensor())
-
-
-def _show_whole(module: nn.Module, managed: Iterable[ManagedParameter], wholes: WholeTensors) -> None:
-    """Have every part of the module translate between its shards and the whole tensors of its state dicts."""
-    of_shard = {parameter.sharded_param: parameter for parameter in managed}
-    for holder in module.modules():
-        own = {name: of_shard[p] for name, p in holder._parameters.items() if p is not None}
-        if own:
-            holder.register_state_dict_post_hook(functools.partial(_to_wholes, own, wholes))
-            holder.register_load_state_dict_pre_hook(functools.partial(_to_rows, own, wholes))
-
-
-def _to_wholes(
-    own: dict[str, ManagedParameter], wholes: WholeTensors, module: nn.Module, state_dict: Any, prefix: str, *_: Any
-) -> None:
-    for name, parameter in own.items():
-        if prefix + name in state_dict and not isinstance(state_dict[prefix + name], nn.Parameter):
-            state_dict[prefix + name] = wholes.of(parameter, parameter.sharded_param.detach())
-
-
-def _to_rows(
-    own: dict[str, ManagedParameter],
-    wholes: WholeTensors,
-    module: nn.Module,
-    state_dict: Any,
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_messages: list[str],
-) -> None:
-    if local_metadata.get("assign_to_params_buffers"):
-        raise ValueError(f"load_state_dict(assign=True) would replace shards of FSDP, as {prefix}{next(iter(own))}")
-    for name, parameter in own.items():
-        value = state_dict.get(prefix + name)
-        if not isinstance(parameter, ShardedParameter) or not isinstance(value, Tensor):
-            continue
-        if value.shape == parameter.shape:
-            state_dict[prefix + name] = wholes.rows(parameter, value)
-        else:
-            error_messages.append(f"{prefix}{name} must be whole, {tuple(parameter.shape)}, got {tuple(value.shape)}")
-            state_dict[prefix + name] = parameter.sharded_param.detach()  # or torch would compare it with the rows

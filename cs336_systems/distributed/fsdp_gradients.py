@@ -1,4 +1,10 @@
-"""The gradients of shards as users meet them: they know that they are parts, and hooks see them once they are averages.
+"""Gradients under FSDP: from a rank's backward to averages over the ranks, which know that they are parts.
+
+Each group is reduced as soon as backward needs it no more, beside what is left of backward (``Reduction``). Parameters
+of fewer than two dimensions are not split: their ``sharded_param`` is whole on every rank, and ``unsharded_param`` is a
+copy of it in ``compute_dtype``, or itself if there is nothing to cast. Their gradients travel in the last message of a
+step, which also counts the ranks that have a gradient of each parameter, of the sharded ones too. Without
+synchronization whole gradients are kept instead, in the dtype in which they will travel.
 
 Code outside reads ``.grad`` as if it were whole. Most of that is right for rows as well, and stays untouched: an
 optimizer's arithmetic, elementwise clipping, clearing. Two operations are not, and ``ShardGradient`` intercepts them
@@ -11,20 +17,20 @@ where torch's ``DTensor`` does, below autograd and for whoever calls them:
 Every other operation runs on the rows themselves and returns plain tensors, ``detach()`` among them.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import ReduceOp, ReduceScatterOptions
+
+from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup, ShardedParameter
+from cs336_systems.distributed.neighbours import alias, empty_like_run, neighbours
 
 _FIND_INFINITIES = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _NORM = torch.ops.aten.linalg_vector_norm.default
 _NORMS = torch.ops.aten._foreach_norm.Scalar
-
-Hook = Callable[[Any], None]
 
 
 class ShardGradient(Tensor):
@@ -81,31 +87,291 @@ def _over_all(x: Tensor, order: Any = 2, dim: Any = None, *args: Any, **kwargs: 
     return not dim or len(dim) == x.dim()
 
 
-class GradientHooks:
-    """A parameter's ``register_post_accumulate_grad_hook`` under FSDP: hooks run on the average, not on a rank's part.
+class ReplicatedParameters:
+    """Parameters that every rank holds whole; their gradients are averaged in one all-reduce.
 
-    autograd would never run those of a shard, which is in no graph, and would run those of a parameter that every rank
-    holds whole before its gradient is averaged.
+    Args:
+        names: all names of each parameter.
+        parameters: equal on every rank; they stay in use.
+        compute_dtypes: the module sees each of them in its own; None for the parameter's.
     """
 
-    def __init__(self) -> None:
-        self._hooks: OrderedDict[int, Hook] = OrderedDict()
+    def __init__(
+        self,
+        names: Sequence[tuple[str, ...]],
+        parameters: Sequence[nn.Parameter],
+        *,
+        compute_dtypes: Sequence[torch.dtype | None],
+        process_group: dist.ProcessGroup,
+    ) -> None:
+        self._process_group = process_group
+        copies = _cast_copies(dict(zip(parameters, compute_dtypes, strict=True)))
+        self.parameters = [
+            ManagedParameter(name, parameter, copies.get(parameter, parameter), parameter.shape)
+            for name, parameter in zip(names, parameters, strict=True)
+        ]
+        self._cast = {
+            parameter: alias(copy.detach(), int(copy.storage_offset()), parameter.shape)
+            for parameter in self.parameters
+            if (copy := parameter.unsharded_param) is not parameter.sharded_param
+        }
 
-    def __call__(self, hook: Hook) -> RemovableHandle:
-        handle = RemovableHandle(self._hooks)
-        self._hooks[handle.id] = hook
-        return handle
+    def refresh(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Cast what the user has made of these parameters, as far as they are cast, into what the module sees."""
+        cast = [parameter for parameter in parameters if parameter in self._cast]
+        if cast:
+            torch._foreach_copy_(
+                [self._cast[parameter] for parameter in cast],
+                [parameter.sharded_param.detach() for parameter in cast],
+            )
 
-    def run(self, parameter: Tensor) -> None:
-        """Call the hooks, in the order in which they were registered."""
-        for hook in list(self._hooks.values()):
-            hook(parameter)
+    def collect(self) -> None:
+        """Add the gradients of the cast copies to those of the parameters, in the parameters' dtype."""
+        for parameter in self._cast:
+            gradient, parameter.unsharded_param.grad = parameter.unsharded_param.grad, None
+            if gradient is None:
+                continue
+            if parameter.sharded_param.grad is None:
+                parameter.sharded_param.grad = gradient.to(parameter.sharded_param.dtype)
+            else:
+                parameter.sharded_param.grad.add_(gradient)
+
+    def drop_gradients(self) -> None:
+        """Give up the gradients of the cast copies."""
+        for parameter in self._cast:
+            parameter.unsharded_param.grad = None
+
+    def all_reduce(self, device: torch.device, sharded: Sequence[ManagedParameter]) -> Tensor:
+        """Average the gradients, and count the ranks that have one of each parameter, in the same collective.
+
+        A rank without a gradient of a parameter contributes zeros; if no rank has one, none is made.
+
+        Returns:
+            For each of ``sharded``, a number that is zero if no rank has contributed to its gradient; on the device.
+        """
+        trainable = [parameter for parameter in self.parameters if parameter.sharded_param.requires_grad]
+        for parameter in trainable:
+            parameter.has_gradient = parameter.sharded_param.grad is not None
+        dtype = torch.float32
+        for parameter in trainable:
+            dtype = torch.promote_types(dtype, parameter.sharded_param.dtype)
+        counted = [*sharded, *trainable]
+        sizes = [parameter.shape.numel() for parameter in trainable]
+        flat = torch.zeros(sum(sizes) + len(counted), dtype=dtype, device=device)
+        *averages, counts = flat.split([*sizes, len(counted)])
+        averages = [part.view(parameter.shape) for part, parameter in zip(averages, trainable, strict=True)]
+        present = [i for i, parameter in enumerate(trainable) if parameter.has_gradient]
+        gradients = [gradient for parameter in trainable if (gradient := parameter.sharded_param.grad) is not None]
+        if present:
+            torch._foreach_copy_([averages[i] for i in present], gradients)
+        counts.fill_(1)
+        for i, parameter in enumerate(counted):
+            if not parameter.has_gradient:
+                counts[i] = 0  # a fill, which unlike a copy from the host waits for nothing
+        dist.all_reduce(flat, group=self._process_group)
+        flat[: sum(sizes)].div_(self._process_group.size())
+        if present:
+            torch._foreach_copy_(gradients, [averages[i] for i in present])
+        for i, parameter in enumerate(trainable):
+            if not parameter.has_gradient and counts[len(sharded) + i] > 0:
+                parameter.sharded_param.grad = averages[i].to(parameter.sharded_param.dtype, copy=True)
+            if parameter.sharded_param.grad is not None:
+                parameter.run_hooks()
+        return counts[: len(sharded)]
 
 
-def refuse_hook(hook: Hook) -> None:
-    """A shard's ``register_hook``.
+def _cast_copies(compute_dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> dict[Tensor, nn.Parameter]:
+    """For each parameter of another dtype than it is to be computed in: one of its own in that dtype."""
+    cast = [p for p, dtype in compute_dtypes.items() if dtype not in (None, p.dtype) and p.dtype.is_floating_point]
+    copies: dict[Tensor, nn.Parameter] = {}
+    for run in neighbours(cast):
+        for parameter, memory in zip(run, empty_like_run(run, dtype=compute_dtypes[run[0]]), strict=True):
+            copies[parameter] = nn.Parameter(memory.copy_(parameter.detach()), parameter.requires_grad)
+    return copies
+
+
+def take_gradients(parameters: Sequence[ShardedParameter]) -> list[Tensor | None]:
+    """Take from each parameter the sum of what has been accumulated and the last backward's gradient.
+
+    Sums are in the dtype of what has been accumulated, a gradient by itself in its own.
 
     Raises:
-        RuntimeError: always.
+        RuntimeError: a gradient is sparse.
     """
-    raise RuntimeError("a shard of FSDP is in no graph, so hooks must be register_post_accumulate_grad_hook's")
+    taken: list[Tensor | None] = []
+    sums: list[Tensor] = []
+    added: list[Tensor] = []
+    for parameter in parameters:
+        fresh, parameter.unsharded_param.grad = parameter.unsharded_param.grad, None
+        if fresh is not None and fresh.layout is not torch.strided:
+            raise RuntimeError(f"{parameter.names[0]} has a sparse gradient, which FSDP cannot shard: use sparse=False")
+        old, parameter.accumulated = parameter.accumulated, None
+        if fresh is not None and old is not None:
+            sums.append(old)
+            added.append(fresh)
+        taken.append(fresh if old is None else old)
+    if sums:
+        torch._foreach_add_(sums, added)
+    return taken
+
+
+class Reduction:
+    """A reduce-scatter: gradients are taken at once and sent by ``start``.
+
+    ``finish`` waits for it and leaves the gradients of the shards where they belong.
+    """
+
+    def __init__(self, group: ShardedGroup) -> None:
+        self.parameters, dtype = group.trainable, group.reduce_dtype
+        self._process_group = group.process_group
+        self.missing: list[ShardedParameter] = []
+        """Parameters to which this rank contributed nothing and that had no gradient before."""
+        sizes = [parameter.padded_numel for parameter in self.parameters]
+        gradients = take_gradients(self.parameters)
+        staged, sources, self._inputs = [], [], []
+        for parameter, size, gradient in zip(self.parameters, sizes, gradients, strict=True):
+            parameter.has_gradient |= gradient is not None
+            if gradient is None:  # takes part all the same: ranks may differ in what they used
+                padded = torch.zeros(size * group.world_size, dtype=dtype, device=group.device)
+            elif gradient.dtype == dtype and gradient.numel() == size * group.world_size and gradient.is_contiguous():
+                padded = gradient.view(-1)
+            else:
+                padded = torch.empty(size * group.world_size, dtype=dtype, device=group.device)
+                padded[gradient.numel() :].zero_()
+                staged.append(padded[: gradient.numel()].view_as(gradient))
+                sources.append(gradient)
+            self._inputs.append(padded)
+        if staged:
+            torch._foreach_copy_(staged, sources)
+        self._flat = torch.empty(sum(sizes), dtype=dtype, device=group.device)
+        self._outputs = list(self._flat.split(sizes))
+        self._averages = dist.get_backend(group.process_group) == "nccl"
+        self._work: dist.Work | None = None
+
+    def start(self) -> None:
+        """Send, unless it has been done."""
+        if self._work is None:
+            options = ReduceScatterOptions()
+            options.reduceOp = ReduceOp(ReduceOp.AVG if self._averages else ReduceOp.SUM)
+            self._work = self._process_group.reduce_scatter_tensor_coalesced(self._outputs, self._inputs, options)
+
+    def finish(self) -> None:
+        """Make the current stream (on a CPU: the caller) wait, then add the averages to the shards' gradients."""
+        assert self._work is not None
+        self._work.wait()
+        self._inputs.clear()
+        if not self._averages:
+            self._flat.div_(self._process_group.size())
+        for parameter, output in zip(self.parameters, self._outputs, strict=True):
+            shard = parameter.sharded_param
+            average = output[: shard.numel()].view_as(shard).to(shard.dtype)
+            if shard.grad is not None:
+                shard.grad.add_(average)
+            else:
+                # Also where no rank has a gradient: whether one has, ReplicatedParameters.all_reduce tells.
+                shard.grad = ShardGradient(average, self._process_group)
+                if not parameter.has_gradient:
+                    self.missing.append(parameter)
+                    continue
+            parameter.run_hooks()
+
+    def abandon(self) -> None:
+        """Wait if it has been sent, and leave no gradients."""
+        if self._work is not None:
+            self._work.wait()
+
+
+class Gradients:
+    """The gradients of all groups, and of the replicated parameters.
+
+    Args:
+        device: of the parameters.
+    """
+
+    def __init__(self, groups: list[ShardedGroup], replicated: ReplicatedParameters, device: torch.device) -> None:
+        self.groups = groups
+        self.replicated = replicated
+        self.device = device
+        self.synchronize = True
+        """Whether backward reduces gradients or accumulates them."""
+        self.unfinished = False
+        """Whether a backward has left some that are not averaged; the same on every rank."""
+        self._accumulated: dict[ShardedGroup, None] = {}
+        """Groups with gradients of backward passes that were not synchronized."""
+        self._reduction: Reduction | None = None
+        """The one that is under way."""
+        self._missing: list[ShardedParameter] = []
+        """Parameters whose gradient is zeros unless another rank has one."""
+
+    def take(self, group: ShardedGroup) -> None:
+        """Take the group's gradients for a reduction, or accumulate them if this pass is not to be synchronized."""
+        if not group.trainable:
+            return
+        if not self.synchronize:
+            for parameter, gradient in zip(group.trainable, take_gradients(group.trainable), strict=True):
+                parameter.accumulated = None if gradient is None else gradient.to(group.reduce_dtype)
+            self._accumulated[group] = None
+            return
+        # Only one is under way: with the group that backward fills, no more than two have whole gradients in memory.
+        self._finish_reduction()
+        self._accumulated.pop(group, None)
+        self._reduction = Reduction(group)
+
+    def send(self) -> None:
+        """Start the reduction of what was taken last."""
+        if self._reduction is not None:
+            self._reduction.start()
+
+    def _finish_reduction(self) -> None:
+        if self._reduction is not None:
+            self._reduction.start()
+            self._reduction.finish()
+            self._missing += self._reduction.missing
+            self._reduction = None
+
+    def end_backward(self) -> None:
+        """Take gradients that came after their group was reduced, as backward ends, and average if that is due."""
+        for group in self.groups:
+            if group.has_gradients:  # it came after its group was reduced: a reduction adds to what is there
+                self.take(group)
+        self.send()
+        self.replicated.collect()
+        self.unfinished = True
+        if self.synchronize:
+            self.average()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Wait for the reductions, and average the gradients of the replicated parameters.
+
+        A parameter that no rank has used keeps no gradient, as on one device.
+        """
+        for group in list(self._accumulated):
+            self.take(group)
+        self._finish_reduction()
+        sharded = [parameter for group in self.groups for parameter in group.trainable]
+        # The last message of a step, and sent even where nothing is replicated: it also counts who has a gradient.
+        counts = self.replicated.all_reduce(self.device, sharded)
+        if self._missing:  # only then does the host look at the counts, and so wait for the device
+            used = {parameter for parameter, count in zip(sharded, counts.tolist(), strict=True) if count}
+            for parameter in self._missing:
+                if parameter in used:
+                    parameter.run_hooks()
+                else:
+                    parameter.sharded_param.grad = None
+        for parameter in sharded:
+            parameter.has_gradient = False
+        self._missing.clear()
+        self.unfinished = False
+
+    def drop(self) -> None:
+        """Give up all that is not in a parameter's ``grad`` yet, accumulated gradients too."""
+        if self._reduction is not None:
+            self._reduction.abandon()
+            self._reduction = None
+        for group in self.groups:
+            group.drop_gradients()
+        self.replicated.drop_gradients()
+        self._accumulated.clear()
+        self._missing.clear()
+        self.unfinished = False

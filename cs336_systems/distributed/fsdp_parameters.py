@@ -4,28 +4,63 @@ A parameter of two or more dimensions is split along the first one as ``torch.ch
 [r c, (r + 1) c) with c = ceil(rows / world_size), so the last ranks may hold fewer rows, or none. Two objects stand for
 it, named as in torch's ``fully_shard``: ``sharded_param``, the rows in the module's own dtype, which the optimizer
 sees, and ``unsharded_param``, the whole in ``compute_dtype``, which the module sees while it runs. Parameters of fewer
-dimensions are replicated (``fsdp_averaging.py``).
+dimensions are replicated (``fsdp_gradients.py``).
 
 Parameters that are used together form a ``ShardedGroup`` and travel in one collective. Only dtype changes copy: shards
 into ``compute_dtype`` before they are gathered, gradients into ``reduce_dtype`` before they are reduced. What a module
 has laid out as one matrix is one again when it is gathered (``neighbours.py``), if the ranks divide all rows evenly.
 """
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from cs336_systems.distributed.fsdp_gradients import GradientHooks, refuse_hook
 from cs336_systems.distributed.neighbours import alias, neighbours
 from cs336_systems.distributed.peer_memory import Copies, PackedGather, PeerMemory, Turns, all_gather
 
 _ALIGNMENT = 64
 """Elements to which slots are rounded: 128 bytes of bf16, more than vectorised loads and NCCL ask for."""
+
+
+Hook = Callable[[Any], None]
+
+
+class GradientHooks:
+    """A parameter's ``register_post_accumulate_grad_hook`` under FSDP: hooks run on the average, not on a rank's part.
+
+    autograd would never run those of a shard, which is in no graph, and would run those of a parameter that every rank
+    holds whole before its gradient is averaged.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: OrderedDict[int, Hook] = OrderedDict()
+
+    def __call__(self, hook: Hook) -> RemovableHandle:
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    def run(self, parameter: Tensor) -> None:
+        """Call the hooks, in the order in which they were registered."""
+        for hook in list(self._hooks.values()):
+            hook(parameter)
+
+
+def refuse_hook(hook: Hook) -> None:
+    """A shard's ``register_hook``.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError("a shard of FSDP is in no graph, so hooks must be register_post_accumulate_grad_hook's")
 
 
 @dataclass(eq=False)
@@ -34,9 +69,9 @@ class ManagedParameter:
 
     names: tuple[str, ...]
     sharded_param: nn.Parameter
-    """What the optimizer sees: this rank's rows, or all of them if the parameter is replicated."""
+    """The optimizer sees this: the rank's rows, or all of them if the parameter is replicated."""
     unsharded_param: nn.Parameter
-    """What the module sees while it runs."""
+    """The module sees this while it runs."""
     shape: torch.Size
     """The shape of the whole parameter."""
     has_gradient: bool = field(default=False, kw_only=True)
@@ -61,7 +96,7 @@ class ShardedParameter(ManagedParameter):
     padded_numel: int
     """Elements of the shard on every rank, which collectives need to be equal."""
     memory: Tensor
-    """Where collectives read the shard."""
+    """Collectives read the shard here."""
     first_row: int
     """The row of the whole parameter that the shard begins with."""
     accumulated: Tensor | None = None
@@ -88,14 +123,14 @@ class ShardedParameter(ManagedParameter):
 
 
 class GroupState(Enum):
-    """What a group's unsharded parameters are at this moment."""
+    """How far a group's unsharded parameters are at this moment."""
 
     SHARDED = auto()
-    """Without memory."""
+    """They have no memory."""
     GATHERING = auto()
-    """On their way: nobody has waited for the all-gather."""
+    """They are on their way: nobody has waited for the all-gather."""
     UNSHARDED = auto()
-    """There, for what the current stream does next."""
+    """They are there, for whatever the current stream does next."""
 
 
 class ShardedGroup:
@@ -105,8 +140,8 @@ class ShardedGroup:
         names: all names of each parameter.
         parameters: whole, and equal on every rank; the group copies this rank's rows and holds on to no more.
         compute_dtype: of the unsharded parameters; None keeps the parameters' own.
-        reduce_dtype: in which gradients are communicated; None for the parameters' own.
-        stream: where gathers are issued, so that their casts do not wait in line behind the computation; None on a CPU.
+        reduce_dtype: gradients are communicated in it; None for the parameters' own.
+        stream: gathers are issued there, so that casts do not wait in line behind the computation; None on a CPU.
         turns: of ranks that copy each other's rows; None gathers in collectives, as do groups that are cast.
     """
 
@@ -163,7 +198,7 @@ class ShardedGroup:
             rows = whole.detach()[first : first + n_rows[i]]
             memory = alias(self._sharded, starts[i], rows.shape).copy_(rows)
             sharded = nn.Parameter(memory, whole.requires_grad)
-            # Of the whole parameter, for an optimizer that draws random numbers per element.
+            # An optimizer that draws random numbers per element asks for its place in the whole parameter.
             sharded.first_element = first * whole[:1].numel()  # type: ignore[attr-defined]
             unsharded = nn.Parameter(alias(self._unsharded, unsharded_starts[i], whole.shape), whole.requires_grad)
             self.parameters.append(ShardedParameter(names[i], sharded, unsharded, whole.shape, sizes[i], memory, first))
@@ -175,14 +210,14 @@ class ShardedGroup:
         self._unsharded.untyped_storage().resize_(0)
 
     def _read_by_all(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros, (numel,), which the other ranks read if rows are copied; a collective then."""
+        """Make zeros, (numel,), which the other ranks read if rows are copied; a collective then."""
         if self._turns is None:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         self._memory = PeerMemory(numel, dtype, self.device, self.process_group)
         return self._memory.of_rank[self.process_group.rank()]
 
     def _plan_copies(self, outputs: Sequence[Tensor]) -> None:
-        """To where the whole of each parameter arrives, (world_size * n,), if rows are copied."""
+        """If rows are copied, note how: ``outputs`` is where the whole of each parameter arrives, (world_size * n,)."""
         if self._memory is not None:
             rows = [[memory[slot] for memory in self._memory.of_rank] for slot in self._slots]
             self._copies = Copies(outputs, rows)
@@ -238,7 +273,7 @@ class ShardedGroup:
                 self._work = all_gather(self.process_group, outputs, self._sent)
 
     def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Flat tensors: where the whole of each parameter arrives, and this rank's rows as the others get them."""
+        """Flat tensors in which the whole of each parameter arrives, and this rank's rows as the others get them."""
         if self.compute_dtype == self._sharded.dtype:
             return self._gather_outputs, self._gather_inputs
         # Cast to where they would arrive: memory of their own would last until the gather is waited for.
@@ -302,9 +337,9 @@ def on_stream(stream: "torch.cuda.Stream | None") -> AbstractContextManager:
 
 
 def _unsharded_offsets(parameters: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, list[int]]:
-    """Offsets as of ``_offsets``, where neighbours among the parameters, whose slots have these sizes, stay neighbours.
+    """Like ``_offsets``, but neighbours among the parameters, whose slots have these sizes, stay neighbours.
 
-    Only where rows divide evenly: ranks gather the padding of the others too, over what would follow without a gap.
+    They do where rows divide evenly: ranks gather the padding of the others too, over whatever follows without a gap.
     """
     number_of = {parameter: i for i, parameter in enumerate(parameters)}
     runs: list[list[int]] = []

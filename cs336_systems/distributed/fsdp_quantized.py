@@ -2,18 +2,18 @@
 
     FSDP(model, units=is_block, quantized=lambda unit: QuantizedTravel(...) if ... else None)
 
-A unit whose matrices are all read quantized, with one scale each, by nothing but products, has no use for them in bf16.
-So each rank quantizes its rows, by the largest magnitudes of whole matrices, on which the ranks agree first, and bytes
-are gathered. Rounding element by element they are the same bits as those of the whole, quantized. The transposed copy
+A unit that loads all its matrices quantized, with one scale each, for nothing but matmuls, has no use for them in
+bf16. So each rank quantizes its rows, by the largest magnitudes of whole matrices, on which the ranks agree first, and
+bytes are gathered. Rounding goes element by element, so the bits are those of the whole, quantized. The transposed copy
 is made of the bytes that arrived, when it is first asked for.
 
 Rows of all units are quantized together, as a forward or a backward begins, by a few launches and one collective
 (``QuantizedRows``). A rank keeps its bytes until rows have changed on some rank, so that micro-batches share them,
-forward and backward as well. A change is seen by the shards' versions when a forward or a backward begins or ends; who
-writes shards without raising versions must raise them (``torch.autograd.graph.increment_version``).
+forward and backward as well. A change is seen by the shards' versions when a forward or a backward begins or ends;
+code that writes shards must raise them (``torch.autograd.graph.increment_version``).
 
-The unsharded parameters are then names without memory: they have shape and dtype, autograd hangs their gradients on
-them, and whoever reads their values reads nothing. ``deliver`` tells the unit where the bytes are.
+The unsharded parameters have no memory then, only shape and dtype, and autograd hangs their gradients on them.
+``deliver`` tells the unit where the bytes are.
 
 Limits: ranks divide the rows of every parameter evenly, into shards of multiples of 16 elements; others travel as
 stored.
@@ -37,8 +37,8 @@ _SCALE_STRIDE = 4
 
 
 Part = tuple[Tensor, Tensor, int, Tensor]
-"""Rows of a parameter, where their bytes go (uint8, as many elements), the number of their matrix, where its inverse
-scale goes, () in fp32."""
+"""Rows of a parameter, the place of their bytes (uint8, as many elements), the number of their matrix, and the place of
+its inverse scale, () in fp32."""
 
 
 class PartsQuantizer(Protocol):
@@ -127,7 +127,7 @@ class QuantizedRows:
             return versions, [quantizer.absmax() for quantizer in self._quantizers]
 
     def _exchange(self, maxima: Tensor) -> None:
-        """Make them those of all ranks, (n_matrices,) fp32, on the current stream."""
+        """Take the largest of all ranks, (n_matrices,) fp32, in place, on the current stream."""
         # As integers, whose order is that of magnitudes, and in which NaN is the largest.
         dist.all_reduce(maxima.view(torch.int32), dist.ReduceOp.MAX, group=self._process_group)
 
@@ -202,7 +202,7 @@ class QuantizedGroup(ShardedGroup):
         return self._kept_of is not None
 
     def note_bytes(self, made_of: list[int]) -> None:
-        """They are there, made of the shards of these versions."""
+        """Note that the bytes are there, made of the shards of these versions."""
         self._kept_of = made_of
 
     def parts(self, first_matrix: int) -> list[Part]:
@@ -214,7 +214,7 @@ class QuantizedGroup(ShardedGroup):
         ]
 
     def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Where the bytes of each parameter arrive, and those of this rank's rows."""
+        """Flat tensors in which the bytes of each parameter arrive, and those of this rank's rows."""
         if not self.has_bytes:  # outside of a forward, or of rows that changed within
             self._rows.renew()
             if self._turns is not None and self._turns.reading:

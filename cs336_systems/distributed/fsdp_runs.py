@@ -1,7 +1,7 @@
-"""What a forward of FSDP has run and what is therefore expected, and whether all ranks are about to do the same.
+"""The units that a forward of FSDP has run, those that are therefore expected, and whether all ranks run the same.
 
-What is expected, next and of the backward, follows from calls of units alone, never from which tensors are alive or
-which parameters received a gradient: ranks may differ in those, and their collectives must not.
+The expected order, of the forward and of its backward, follows from calls of units alone, never from which tensors are
+alive or which parameters received a gradient: ranks may differ in those, and their collectives must not.
 
 An all-gather of one expert's weights on rank 0 and of another's on rank 1 hangs, aborts, or mixes the two. Ranks
 therefore tell each other where a forward and a backward begin and end, and which units they call if these are not the
@@ -37,7 +37,7 @@ class Forward:
         self.serial = 0
         """The number of this forward among those since the last backward that a backward may come to."""
         self.n_inside: int | None = None
-        """How many units it ran before its end."""
+        """The number of units that it ran before its end."""
         self._expected_inside = previous.n_inside if previous else 0
         self.expected: list[Unit] = previous.units if previous else []
         self.as_expected = bool(self.expected)
@@ -87,10 +87,10 @@ class Run:
     forward: Forward
     unit: Unit
     started: int
-    """How many runs of the forward had ended when this one began: a unit inside a unit ends, and begins its backward,
-    on its own."""
+    """The number of runs that had ended when this one began: a unit inside a unit ends by itself, and begins its
+    backward by itself."""
     number: int
-    """How many had ended before this one did."""
+    """The number of runs that had ended before this one did."""
 
 
 @dataclass

@@ -37,12 +37,8 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.distributed.fsdp_averaging import Gradients
-from cs336_systems.distributed.fsdp_parameters import (
-    GroupState,
-    ShardedGroup,
-    ShardedParameter,
-)
+from cs336_systems.distributed.fsdp_gradients import Gradients
+from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup, ShardedParameter
 from cs336_systems.distributed.fsdp_runs import Agreement, Backward, Forward, Run, Walk
 from cs336_systems.distributed.fsdp_units import Elsewhere, ShardedUnits, Unit
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.distributed.fsdp_averaging import ReplicatedParameters
+from cs336_systems.distributed.fsdp_gradients import ReplicatedParameters
 from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup
 from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedRows, QuantizedTravel
 from cs336_systems.distributed.neighbours import empty_like_run, neighbours
@@ -50,11 +50,7 @@ class Elsewhere(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Whatever would compute with it.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse to compute with it, by a RuntimeError."""
         guard = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         raise RuntimeError(
             f"{guard._name} is read outside of its own module's call, where a rank has only a part of it: name the "
@@ -70,7 +66,7 @@ class ParameterSlot:
     attribute: str
     parameter: ManagedParameter
     resting: Tensor = field(init=False)
-    """What the module refers to while no unit needs the parameter unsharded."""
+    """The module refers to this while no unit needs the parameter unsharded."""
     users: int = 0
     """Units that need it at this moment."""
 
@@ -145,11 +141,7 @@ class NotCopied:
     """A base of classes that cannot be copied or pickled: they refer to a process group and to other ranks' parts."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What ``copy`` and ``pickle`` call.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse ``copy`` and ``pickle``, which call this, by a RuntimeError."""
         raise RuntimeError(
             f"{type(self).__name__} cannot be copied or pickled under FSDP: copy the module before it is wrapped, and "
             "save gather_full_params(), or a sharded checkpoint by save_checkpoint"
@@ -216,13 +208,6 @@ def _keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 
-def _slots(module: nn.Module, predicate: Predicate | None, casts: bool) -> list[_Slot]:
-    """Every slot of a parameter, with the unit that it lies in, in the order of ``module.modules()``."""
-    found: list[_Slot] = []
-    _find_slots(module, None, predicate, casts, found, set())
-    return found
-
-
 def _find_slots(
     module: nn.Module,
     outer: nn.Module | None,
@@ -231,9 +216,10 @@ def _find_slots(
     found: list[_Slot],
     seen: set[tuple[nn.Module | None, nn.Module]],
 ) -> None:
-    """Add those of a module inside the unit ``outer``."""
-    # Not within _slots: calling itself there it would keep itself alive, and by ``found`` the whole parameters, until
-    # Python's collector comes.
+    """Add the slots of a module inside the unit ``outer`` to ``found``, in the order of ``module.modules()``.
+
+    A closure that calls itself would keep itself and whole parameters alive until Python's collector comes.
+    """
     own = list(_own_parameters(module))
     inside = outer
     if outer is None or not _is_compiled(outer):  # nothing can be gathered in the middle of compiled code
@@ -290,7 +276,8 @@ def shard_module(
         if parameter.device not in (device, torch.device("meta")):
             raise ValueError(f"parameter {name} is on {parameter.device}, not on {device} where it is to be sharded")
         names.setdefault(parameter, []).append(name)
-    slots = _slots(module, predicate, casts=compute_dtype is not None)
+    slots: list[_Slot] = []
+    _find_slots(module, None, predicate, compute_dtype is not None, slots, set())
     slots_of: dict[nn.Parameter, list[_Slot]] = {}
     for slot in slots:
         slots_of.setdefault(slot.parameter, []).append(slot)
@@ -412,7 +399,7 @@ def _materialise(
 
 @torch.no_grad()
 def _broadcast(tensors: list[Any], process_group: dist.ProcessGroup) -> None:
-    """Rank 0's values for all."""
+    """Give all ranks rank 0's values."""
     for tensor in tensors:
         sent = tensor.detach().contiguous()
         dist.broadcast(sent.view(torch.uint8) if sent.dtype == torch.bool else sent, group_src=0, group=process_group)

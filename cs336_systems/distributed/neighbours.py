@@ -17,7 +17,7 @@ T = TypeVar("T", bound=Tensor)
 
 
 def neighbours(tensors: Iterable[T], alike: Callable[[T], object] = lambda tensor: None) -> list[list[T]]:
-    """All of the tensors in runs: neighbours in the order of their memory, and every other tensor by itself.
+    """Sort the tensors into runs: neighbours in the order of their memory, and every other tensor by itself.
 
     Runs are ordered by whichever of their tensors was given first.
 
@@ -48,7 +48,7 @@ def _fill_one_storage(tensors: Sequence[Tensor]) -> bool:
 
 
 def starts_in(run: Sequence[Tensor]) -> list[int]:
-    """Where each tensor of a run begins, in elements from the first."""
+    """The place at which each tensor of a run begins, in elements from the first."""
     return list(accumulate((tensor.numel() for tensor in run[:-1]), initial=0))
 
 

@@ -32,7 +32,7 @@ def mapped_bytes(device: torch.device) -> int:
 
 
 def why_not_mapped(device: torch.device, process_group: dist.ProcessGroup) -> str | None:
-    """What keeps these ranks from mapping each other's memory, the same on all; None if nothing does; a collective."""
+    """Say why these ranks cannot map each other's memory, the same on all; None if they can; a collective."""
     places = on_every_rank(lambda: (socket.gethostname(), device.index), process_group)
 
     def reason() -> str | None:

@@ -1,13 +1,13 @@
-"""Who this process is among its peers: joining the process group that its environment describes.
+"""Joining the process group that the environment describes, and agreeing with its other ranks.
 
 The variables are those that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without them it is
-a group of one. ``spawn.py`` starts ranks on this machine.
+a group of one. ``rank_variables`` describes ranks that a process of this machine starts itself.
 
     with joined("cuda") as rank:                       # torchrun --nproc-per-node 8 script.py, or python script.py
         dist.all_reduce(torch.ones(1, device=rank.device))
 
 Failures. The first rank that fails is the one worth reading about; its peers fail a moment later because it is gone.
-``joined`` therefore holds an error of the latter kind back for ``PEER_LOST_HOLD_S``, so that launchers (``spawn``;
+``joined`` therefore holds an error of the latter kind back for ``PEER_LOST_HOLD_S``, so that launchers (the harness;
 torchrun, whose records resolve whole seconds) see the cause first and end the rest. A rank that fails closes or aborts
 its group on the way out and never waits for peers.
 """
@@ -108,7 +108,7 @@ def check_same_across_ranks(value: Any, what: str, group: dist.ProcessGroup | No
 
 
 def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """What ``action`` returns on each rank of the group, by pickle; raises on all if one does; a collective."""
+    """Run ``action`` on each rank of the group; all get all results, by pickle, or one's exception; a collective."""
     result, raised = None, None
     try:
         result = action()
@@ -123,7 +123,7 @@ def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
 
 
 def on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What ``action`` returns on the group's first rank, on every rank; or what it raises there; a collective."""
+    """Run ``action`` on the group's first rank; all get its result, by pickle, or its exception; a collective."""
     results: list[Any] = on_every_rank(lambda: action() if dist.get_rank(group) == 0 else None, group)
     return results[0]
 
@@ -209,7 +209,7 @@ _limited: dict[int, dist.ProcessGroup] = {}
 
 
 def limited_group(rank: Rank, max_ctas: int) -> dist.ProcessGroup:
-    """All ranks in another group, whose NCCL kernels have at most ``max_ctas`` thread blocks each.
+    """Make another group of all ranks, whose NCCL kernels have at most ``max_ctas`` thread blocks each.
 
     A thread block takes a multiprocessor from what runs beside it; with fewer, collectives alone may be slower. Making
     the group is a collective; it is made once for a number, and left with the default one. Source: ``maxCTAs`` of
@@ -230,7 +230,7 @@ def limited_group(rank: Rank, max_ctas: int) -> dist.ProcessGroup:
 
 
 def _store_of(rank: Rank) -> dist.Store:
-    """Where the ranks of this group meet; one without a launcher meets nobody."""
+    """The store in which the ranks of this group meet; without a launcher it is this process's alone."""
     timeout = timedelta(seconds=rank.timeout_s)
     return dist.PrefixStore(f"group {rank.group}", launcher_store(timeout)) if launched() else dist.HashStore()
 
@@ -263,6 +263,25 @@ def _environment() -> tuple[int, int, int]:
     if not (0 <= rank < world_size and 0 <= local_rank <= rank):
         raise ValueError(f"RANK {rank}, LOCAL_RANK {local_rank} and WORLD_SIZE {world_size} contradict each other")
     return rank, local_rank, world_size
+
+
+def rank_variables(number: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables that torchrun would set for a rank on this machine, whose launcher hosts the store at ``port``.
+
+    The cores of this process are divided among the ranks.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    own = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    threads = {"OMP_NUM_THREADS": max(1, cores // world_size)}
+    return {name: str(value) for name, value in (own | store | threads).items()}
+
+
+def take_place(variables: dict[str, str]) -> None:
+    """Make this fresh process the rank that the variables describe, with as many threads as they say."""
+    os.environ.update(variables)
+    if n_threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(n_threads))  # the fork server has imported torch, which reads the variable then
 
 
 _groups = itertools.count()

@@ -49,7 +49,7 @@ from torch import Tensor, nn
 
 from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
 from cs336_systems.distributed.arrivals import Arrivals
-from cs336_systems.distributed.fsdp_gradients import GradientHooks
+from cs336_systems.distributed.fsdp_parameters import GradientHooks
 from cs336_systems.distributed.optimizer_state import (
     check_state_fits,
     copied,

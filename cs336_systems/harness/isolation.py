@@ -207,7 +207,7 @@ class _Team:
             return {self._launcher.rank: self._launcher.place_of_a_new_rank()}
         from torch.distributed import TCPStore
 
-        from cs336_systems.distributed.spawn import rank_variables
+        from cs336_systems.distributed.process_group import rank_variables
 
         self._store = TCPStore("127.0.0.1", 0, cell.world_size, is_master=True, wait_for_workers=False)
         return {number: rank_variables(number, cell.world_size, self._store.port) for number in range(cell.world_size)}
@@ -332,8 +332,7 @@ def _serve(
     """
     import torch
 
-    from cs336_systems.distributed.process_group import is_peer_lost, joined
-    from cs336_systems.distributed.spawn import take_place
+    from cs336_systems.distributed.process_group import is_peer_lost, joined, take_place
 
     if place is None:
         for cell in _arriving(connection):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from cs336_systems.blocks import REFERENCE, write_out
 from cs336_systems.blocks import weights as block_weights
-from cs336_systems.distributed import FSDP, BucketedDDP, FlatDDP, ShardedOptimizer, fsdp_averaging
+from cs336_systems.distributed import FSDP, BucketedDDP, FlatDDP, ShardedOptimizer, fsdp_gradients
 from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoint
-from cs336_systems.distributed.fsdp_averaging import Reduction
+from cs336_systems.distributed.fsdp_gradients import Reduction
 from cs336_systems.distributed.neighbours import neighbours
 from cs336_systems.model import TransformerBlock, TransformerLM
 
@@ -139,17 +139,17 @@ def merged_gradients_travel_as_they_are(rank):
     sent: list[list[Tensor]] = []
 
     class Watched(Reduction):
-        def __init__(self, group: fsdp_averaging.ShardedGroup) -> None:
+        def __init__(self, group: fsdp_gradients.ShardedGroup) -> None:
             gradients = [parameter.unsharded_param.grad for parameter in group.trainable]
             super().__init__(group)
             assert [x.data_ptr() for x in self._inputs] == [gradient.data_ptr() for gradient in gradients]
             sent.append(neighbours(gradients))
 
-    fsdp_averaging.Reduction = Watched
+    fsdp_gradients.Reduction = Watched
     try:
         train(model, adamw(model), 1)
     finally:
-        fsdp_averaging.Reduction = Reduction
+        fsdp_gradients.Reduction = Reduction
     assert [sorted(map(len, runs)) for runs in sent] == [*[[1, 1, 2, 3]] * TIED.n_layers, [1]]
 
 

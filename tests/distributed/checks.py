@@ -2,11 +2,13 @@
 
     test_on_two_ranks = on_each(2, CHECKS)          # a test for each of these functions of the rank
     results = on_ranks(worker, 2, *arguments)       # what worker(rank, *arguments) returns on each
+    results = spawn(worker, 2, *arguments)          # the same, of ranks that nobody has used before
 
 The ranks of a world size stay until this process ends, whichever file asks for them.
 """
 
 import atexit
+import multiprocessing.connection
 import pickle
 import threading
 import time
@@ -18,8 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.distributed.process_group import Rank, joined
-from cs336_systems.distributed.spawn import spawn
+from cs336_systems.distributed.process_group import Rank, joined, rank_variables, take_place
+from cs336_systems.processes import Died, FreshProcess
 
 _KEY = b"ranks of tests"
 
@@ -36,6 +38,44 @@ def on_gpus(world_size):
     """Parameters (world size, device) of a test that needs as many GPUs."""
     missing = pytest.mark.skipif(torch.cuda.device_count() < world_size, reason=f"needs {world_size} CUDA devices")
     return pytest.param(world_size, "cuda", marks=[pytest.mark.multigpu, missing])
+
+
+class RankFailed(RuntimeError):
+    """A rank raised or died; the message says which and how."""
+
+
+def spawn(worker, world_size: int, *arguments, device: str = "cpu", timeout_s: float = 60.0) -> list[Any]:
+    """What ``worker(rank, *arguments)`` returns on each rank, a fresh process; the first failure ends them all."""
+    store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+    ranks = [
+        FreshProcess(_be_a_rank, rank_variables(number, world_size, store.port), worker, arguments, device, timeout_s)
+        for number in range(world_size)
+    ]
+    ended: dict[int, Ended] = {}
+    try:
+        while len(ended) < world_size:
+            waiting = {rank.connection: number for number, rank in enumerate(ranks) if number not in ended}
+            for number in (waiting[one] for one in multiprocessing.connection.wait(list(waiting))):
+                try:
+                    ended[number] = ranks[number].receive()
+                except Died as death:
+                    ended[number] = Ended(str(death))
+                if ended[number].failure:
+                    raise RankFailed(f"rank {number} failed: {ended[number].failure}")
+    finally:
+        for rank in ranks:
+            rank.end()
+    return [ended[number].returned for number in range(world_size)]
+
+
+def _be_a_rank(connection, variables, worker, arguments, device, timeout_s) -> None:
+    take_place(variables)
+    try:
+        with joined(device, timeout_s=timeout_s) as rank:
+            report = pickle.dumps(Ended(None, worker(rank, *arguments)))
+    except BaseException:
+        report = pickle.dumps(Ended(traceback.format_exc()))
+    connection.send_bytes(report)  # by value: multiprocessing's own pickler would share a tensor's memory
 
 
 def _serve(rank: Rank, address: str) -> None:

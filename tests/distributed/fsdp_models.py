@@ -1,8 +1,16 @@
-"""Modules that hold what FSDP stumbles over, and how a shard's neighbours are put together again."""
+"""Modules that hold what FSDP stumbles over, each beside its copy in one process, and how the two are compared."""
+
+import copy
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.model.transformer import TransformerBlock
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+"""Some thousand roundings of fp64."""
 
 
 class Block(nn.Module):
@@ -79,6 +87,60 @@ class Pair(nn.Module):
     def forward(self, x, second):
         y = torch.tanh(x @ self.first)
         return {"sum": torch.tanh(y @ self.second) if second else y, "more": [y]}
+
+
+def by_blocks(module):
+    return isinstance(module, (Block, TransformerBlock))
+
+
+def sharded(make, *arguments, dtype=torch.float64, **options):
+    """A seeded module, and its copy under FSDP."""
+    torch.manual_seed(0)
+    reference = make().to(dtype)
+    return reference, FSDP(copy.deepcopy(reference), *arguments, **options)
+
+
+def batches(n, n_words=11, shape=(4, 5)):
+    """Ids, the same numbers on every device."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(n_words, shape, generator=generator, device="cpu") for _ in range(n)]
+    return [ids.to(torch.get_default_device()) for ids in drawn]
+
+
+def own_rows(batch, rank):
+    return batch.chunk(rank.world_size)[rank.rank]
+
+
+def loss_of(scores, targets):
+    return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def both(reference, fsdp, rank, ids, *arguments):
+    """A forward and a backward on each side."""
+    loss_of(reference(ids, *arguments), ids).backward()
+    loss_of(fsdp(own_rows(ids, rank), *arguments), own_rows(ids, rank)).backward()
+
+
+def zero_grad(*modules):
+    for module in modules:
+        module.zero_grad()
+
+
+def check_gradients(fsdp, reference, **tolerance):
+    """Ours are the reference's, and nothing is left whole."""
+    for name, gradient in full_gradients(fsdp).items():
+        expected = reference.get_parameter(name).grad
+        assert (gradient is None) == (expected is None), name
+        if gradient is not None:
+            torch.testing.assert_close(gradient, expected, **(tolerance or CLOSE))
+    assert not whole_groups(fsdp)
+    assert all(p.unsharded_param.grad is None for group in fsdp.groups for p in group.parameters)
+    assert {p.data_ptr() for p in fsdp.parameters()} == {p.sharded_param.data_ptr() for p in fsdp.managed_parameters()}
+
+
+def whole_groups(fsdp):
+    """The numbers of the groups that are gathered."""
+    return [i for i, group in enumerate(fsdp.groups) if group.unsharded_bytes]
 
 
 def full_gradients(fsdp):

@@ -15,9 +15,8 @@ from cs336_systems.distributed.background_checkpoint import BackgroundSaver
 from cs336_systems.distributed.checkpoint import complete_checkpoints, load_checkpoint, save_checkpoint
 from cs336_systems.distributed.checkpoint_folder import MARKER
 from cs336_systems.distributed.process_group import Rank, joined
-from cs336_systems.distributed.spawn import RankFailed, spawn
 
-from .checks import on_ranks
+from .checks import RankFailed, on_ranks, spawn
 from .fsdp_models import Blocks
 from .trainees import KINDS, Trainee
 

@@ -19,7 +19,7 @@ from cs336_systems.distributed.checkpoint import complete_checkpoints, load_chec
 from cs336_systems.distributed.checkpoint_folder import MARKER
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank, joined
-from cs336_systems.distributed.spawn import spawn
+from tests.distributed.checks import spawn
 
 
 class Run:

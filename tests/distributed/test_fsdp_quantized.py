@@ -1,5 +1,4 @@
-"""Weights that travel in eight bits under FSDP: the bits of quantizing the whole, and of the step without it; fewer
-bytes on the way."""
+"""Weights that travel in eight bits under FSDP: the bits are those of quantizing the whole, the bytes half as many."""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,8 +10,9 @@ from torch import Tensor, nn
 from cs336_systems.blocks import REFERENCE, block_ops, block_products, write_out
 from cs336_systems.blocks.weights import BlockWeights
 from cs336_systems.config import MODEL_SIZES, Recipe
-from cs336_systems.distributed import FSDP, fsdp_parameters
+from cs336_systems.distributed import FSDP
 from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedTravel
+from cs336_systems.harness.traffic import Traffic
 from cs336_systems.kernels.quantize_reference import PartsQuantizer, absmax, quantize, transpose_bytes
 from cs336_systems.model import TransformerBlock, TransformerLM
 from cs336_systems.training.backward_update import BackwardUpdate
@@ -71,16 +71,16 @@ def quantized_groups(model: FSDP) -> list[QuantizedGroup]:
 
 
 def the_steps_are_those_of_one_rank(rank):
-    for placement in ({}, {"device": "meta"}):
-        for how in ({}, {"prefetch": 0}):
-            alone, model = model_of(), fsdp_of(model_of(**placement), **how)
-            assert len(quantized_groups(model)) == CONFIG.n_layers
-            assert equal(train(model), train(alone))
-            assert equal(values_of(model), values_of(alone))
+    """They are also where the model comes from meta, nothing is gathered ahead, or shards are 8 rows of 48."""
+    narrow = replace(CONFIG, d_model=48, d_ff=80, n_heads=3, n_kv_heads=1)
+    for config, placement, how in ((CONFIG, {"device": "meta"}, {}), (narrow, {}, {"prefetch": 0})):
+        alone, model = model_of(config=config), fsdp_of(model_of(config=config, **placement), **how)
+        assert len(quantized_groups(model)) == config.n_layers
+        assert equal(train(model), train(alone))
+        assert equal(values_of(model), values_of(alone))
 
 
-def and_those_without_where_shards_are_wider_than_what_computes(rank):
-    """fp32 weights that are cast before they travel."""
+def fp32_weights_are_cast_before_they_travel(rank):
     kinds = [fsdp_of(model_of(dtype=torch.float32), travels=t, compute_dtype=torch.bfloat16) for t in (True, False)]
     assert [len(quantized_groups(model)) for model in kinds] == [CONFIG.n_layers, 0]
     assert equal(*map(train, kinds))
@@ -120,69 +120,36 @@ def a_nan_on_one_rank_is_every_ranks(rank):
 
 def rows_are_quantized_once_until_some_rank_changes_its_own(rank):
     model, alone = fsdp_of(model_of()), model_of()
-    quantized: Counter[str] = Counter()
+    own = quantized_groups(model)[0].parameters[0]
+    whole, n_quantized = dict(alone.named_parameters())[own.names[0]], []
     for group in quantized_groups(model):
         note = group.note_bytes
-        group.note_bytes = lambda made_of, note=note: quantized.update(["group"]) or note(made_of)
-    n_groups = CONFIG.n_layers
+        group.note_bytes = lambda made_of, note=note: n_quantized.append(1) or note(made_of)
 
     def losses() -> list[Tensor]:
-        """Of two micro-batches."""
+        """Those of two micro-batches."""
         found: list[Tensor] = []
-        for _ in range(2):
-            for each in (model, alone):
-                loss = nn.functional.cross_entropy(each(IDS).flatten(0, 1).float(), IDS.flatten())
-                loss.backward()
-                found.append(loss)
+        for each in (model, alone, model, alone):
+            loss = nn.functional.cross_entropy(each(IDS).flatten(0, 1).float(), IDS.flatten())
+            loss.backward()
+            found.append(loss)
         assert torch.equal(found[0], found[1]) and equal(found[:2], found[2:])
         return found
 
-    def change(by_data: bool) -> None:
-        """The first row of rank 1's part of a matrix of block 0."""
-        own = quantized_groups(model)[0].parameters[0]
-        whole = dict(alone.named_parameters())[own.names[0]]
+    before = losses()
+    for n, by_data in enumerate((False, True)):
+        assert len(n_quantized) == CONFIG.n_layers + n  # on all ranks
         with torch.no_grad():
             whole[whole.shape[0] // rank.world_size] *= 3
-            if rank.rank == 1:
-                row = torch.cat([3 * own.sharded_param[:1], own.sharded_param[1:]])
-                if by_data:
-                    own.sharded_param.data = row
-                else:
-                    own.sharded_param.copy_(row)
-
-    first = losses()
-    assert quantized["group"] == n_groups
-    for n, by_data in enumerate((False, True), start=1):
-        change(by_data)
-        assert not equal(losses(), first)
-        assert quantized["group"] == n_groups + n  # on all ranks
+            if rank.rank == 1 and by_data:
+                own.sharded_param.data = torch.cat([3 * own.sharded_param[:1], own.sharded_param[1:]])
+            elif rank.rank == 1:
+                own.sharded_param[0] *= 3
+        assert not equal(losses(), before)
     train(model, 1)
-    assert quantized["group"] == n_groups + 2
+    assert len(n_quantized) == CONFIG.n_layers + 2
     model(IDS)
-    assert quantized["group"] == 2 * n_groups + 2  # its optimizer has changed all
-
-
-def an_error_while_rows_are_quantized_leaves_no_older_bytes(rank):
-    model, alone = fsdp_of(model_of()), model_of()
-    rows = model._order._quantized_rows
-
-    class Fails:
-        def absmax(self):
-            return quantizer.absmax()
-
-        def quantize_(self, absmax):
-            raise torch.OutOfMemoryError
-
-    with torch.no_grad():
-        assert torch.equal(model(IDS), alone(IDS))
-        (quantizer,) = rows._quantizers
-        for parameter in (*model.parameters(), *alone.parameters()):
-            parameter.mul_(1.5)
-        rows._quantizers = [Fails()]
-        with pytest.raises(torch.OutOfMemoryError):
-            model(IDS)
-        rows._quantizers = [quantizer]
-        assert torch.equal(model(IDS), alone(IDS))
+    assert len(n_quantized) == 2 * CONFIG.n_layers + 2  # its optimizer has changed all
 
 
 def rows_that_a_kernel_updates_under_backward_are_quantized_anew(rank):
@@ -210,23 +177,17 @@ def rows_that_a_kernel_updates_under_backward_are_quantized_anew(rank):
 
 
 def half_the_bytes_travel(rank):
-    n_bytes: Counter[torch.dtype] = Counter()
-    gather = fsdp_parameters.all_gather
-
-    def watched(process_group, outputs, inputs):
-        n_bytes.update({inputs[0].dtype: sum(x.numel() * x.element_size() for x in inputs)})
-        return gather(process_group, outputs, inputs)
-
-    fsdp_parameters.all_gather = watched
-    try:
-        train(fsdp_of(model_of()), 1)
-        ours = dict(n_bytes)
-        n_bytes.clear()
-        train(fsdp_of(model_of(), travels=False), 1)
-    finally:
-        fsdp_parameters.all_gather = gather
-    assert set(n_bytes) == {torch.bfloat16}
-    assert n_bytes[torch.bfloat16] - ours[torch.bfloat16] == 2 * ours[torch.uint8] > 0
+    n_bytes = []
+    for travels in (True, False):
+        with Traffic() as log:
+            train(fsdp_of(model_of(), travels=travels), 1)
+        n_bytes.append(Counter())
+        for event in log.sent:
+            if event.kind == "_allgather_base":
+                n_bytes[-1][event.dtype] += event.n_bytes
+    ours, whole = n_bytes
+    assert set(whole) == {torch.bfloat16}
+    assert whole[torch.bfloat16] - ours[torch.bfloat16] == 2 * ours[torch.uint8] > 0
 
 
 def others_travel_as_they_are_stored(rank):
@@ -235,18 +196,10 @@ def others_travel_as_they_are_stored(rank):
     assert [len(quantized_groups(model)) for model in (row, skipped)] == [0, CONFIG.n_layers - 1]
 
 
-def shards_need_no_tiles(rank):
-    """8 rows of 48, of 16 divided by two ranks."""
-    config = replace(CONFIG, d_model=48, d_ff=80, n_heads=3, n_kv_heads=1)
-    alone, model = model_of(config=config), fsdp_of(model_of(config=config))
-    assert len(quantized_groups(model)) == CONFIG.n_layers
-    assert equal(train(model), train(alone))
-
-
 def every_recipe_trains_as_on_one_rank(rank):
     for recipe in (Recipe("e4m3", "e5m2"), *(Recipe("e4m3", scaling=scaling) for scaling in ("row", "block"))):
         alone, model = model_of(recipe), fsdp_of(model_of(recipe))
-        assert equal(train(model), train(alone)), recipe
+        assert equal(train(model, 2), train(alone, 2)), recipe
         assert equal(values_of(model), values_of(alone)), recipe
 
 
@@ -262,14 +215,12 @@ def kernels_give_the_same_steps(rank):
 
 CHECKS = (
     the_steps_are_those_of_one_rank,
-    and_those_without_where_shards_are_wider_than_what_computes,
+    fp32_weights_are_cast_before_they_travel,
     what_arrives_is_the_whole_quantized,
     a_nan_on_one_rank_is_every_ranks,
     rows_are_quantized_once_until_some_rank_changes_its_own,
-    an_error_while_rows_are_quantized_leaves_no_older_bytes,
     half_the_bytes_travel,
     others_travel_as_they_are_stored,
-    shards_need_no_tiles,
     every_recipe_trains_as_on_one_rank,
 )
 if not torch.cuda.is_available():

@@ -1,18 +1,12 @@
 """Ranks of an FSDP model that differ: in the outputs that their losses use, or in what they run."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.distributed.fsdp import FSDP
-
 from .checks import on_each
-from .fsdp_models import Block, Blocks
-from .test_fsdp import batches, own_rows, wide_loss
-from .test_fsdp_backward import check_gradients
+from .fsdp_models import Block, Blocks, batches, both, by_blocks, check_gradients, loss_of, own_rows, sharded, zero_grad
 
 
 class Outputs(nn.Module):
@@ -28,59 +22,50 @@ class Outputs(nn.Module):
         return [x, *(head(x) for head in self.heads)]
 
 
-def check_two_passes(reference, fsdp, rank, loss_of):
+def check_passes(reference, fsdp, rank, loss_on, n_passes=2):
     """Gradients are those of both ranks' mean loss, also in a second pass, which expects what the first one did.
 
     Args:
-        loss_of: a model and a rank's number -> the loss of that rank's rows.
+        loss_on: takes a model and a rank's number, and returns the loss of that rank's rows.
     """
-    for _ in range(2):
-        reference.zero_grad()
-        fsdp.zero_grad()
-        (sum(loss_of(reference, number) for number in range(2)) / 2).backward()
-        loss_of(fsdp, rank.rank).backward()
+    for _ in range(n_passes):
+        zero_grad(reference, fsdp)
+        (sum(loss_on(reference, number) for number in range(2)) / 2).backward()
+        loss_on(fsdp, rank.rank).backward()
         check_gradients(fsdp, reference)
 
 
 def ranks_may_leave_different_outputs_out_of_the_loss(rank):
     """Whatever the gradient passes by on a rank: heads in the middle, first and last ones, and all blocks with them."""
-    torch.manual_seed(0)
-    reference = Outputs().double()
-    fsdp = FSDP(copy.deepcopy(reference), units=lambda module: isinstance(module, Block))
+    reference, fsdp = sharded(Outputs, units=by_blocks)
     (ids,) = batches(1)
     for used in (([1], [2]), ([3], [1, 2]), ([1, 3], [2]), ([0], [3]), ([1, 2, 3], [0]), ([1], [1])):
 
-        def loss_of(model, number, used=used):
+        def loss_on(model, number, used=used):
             rows = ids[2 * number : 2 * number + 2]
             outputs = model(rows)
-            return sum(wide_loss(outputs[i], rows) for i in used[number])
+            return sum(loss_of(outputs[i], rows) for i in used[number])
 
-        check_two_passes(reference, fsdp, rank, loss_of)
+        check_passes(reference, fsdp, rank, loss_on)
 
 
 def ranks_may_leave_different_outputs_of_several_forwards_out(rank):
     """A forward that backward has come to is walked to its end before the next; one that a rank leaves out is told."""
-    torch.manual_seed(0)
-    reference = Outputs().double()
-    fsdp = FSDP(copy.deepcopy(reference), units=lambda module: isinstance(module, Block))
+    reference, fsdp = sharded(Outputs, units=by_blocks)
     batch = batches(3)
 
-    def loss_of(model, number, used):
+    def loss_on(model, number, used):
         own = [ids[2 * number : 2 * number + 2] for ids in batch]
         outputs = [model(rows) for rows in own]
-        return sum(wide_loss(outputs[i][j], own[i]) for i, j in used[number])
+        return sum(loss_of(outputs[i][j], own[i]) for i, j in used[number])
 
     for used in ((((0, 1), (1, 0)), ((0, 0), (1, 3))), (((0, 2), (1, 1), (2, 0)), ((2, 3), (1, 0), (0, 3)))):
-        reference.zero_grad()
-        fsdp.zero_grad()
-        (sum(loss_of(reference, number, used) for number in range(2)) / 2).backward()
-        loss_of(fsdp, rank.rank, used).backward()
-        check_gradients(fsdp, reference)
+        check_passes(reference, fsdp, rank, lambda model, number, used=used: loss_on(model, number, used), 1)
     for used, said in (
         ((((0, 1),), ((1, 1),)), "where rank 1 comes to the backward of its forward 2 of 3"),
         ((((0, 1), (1, 1)), ((1, 1),)), "where rank 1 ends a backward"),
     ):
-        loss = loss_of(fsdp, rank.rank, used)
+        loss = loss_on(fsdp, rank.rank, used)
         with pytest.raises(RuntimeError, match=f"rank 0 comes to the backward of its forward . of 3, {said}"):
             loss.backward()
 
@@ -103,17 +88,15 @@ class Choosing(nn.Module):
 
 def ranks_may_leave_different_blocks_out_in_reentrant_checkpoints(rank):
     """The gradient passes blocks by in each of several segments, and each has a backward of its own."""
-    torch.manual_seed(0)
-    reference = Choosing().double()
-    fsdp = FSDP(copy.deepcopy(reference), units=lambda module: isinstance(module, Block))
+    reference, fsdp = sharded(Choosing, units=by_blocks)
     (ids,) = batches(1)
     for chosen in (([0, 0, 0], [2, 2, 2]), ([2, 1, 0], [0, 1, 2]), ([1, 1, 1], [1, 1, 1])):
 
-        def loss_of(model, number, chosen=chosen):
+        def loss_on(model, number, chosen=chosen):
             rows = ids[2 * number : 2 * number + 2]
-            return wide_loss(model(rows, chosen[number]), rows)
+            return loss_of(model(rows, chosen[number]), rows)
 
-        check_two_passes(reference, fsdp, rank, loss_of)
+        check_passes(reference, fsdp, rank, loss_on)
 
 
 class Experts(nn.Module):
@@ -134,43 +117,30 @@ class Experts(nn.Module):
 
 
 def ranks_that_run_different_units_are_told(rank):
-    """All of them, in the first forward and in later ones; if ranks change course alike, results are right."""
-    torch.manual_seed(0)
-    reference = Experts().double()
+    """All of them are, in the first forward and in later ones; if ranks change course alike, results are right."""
     (ids,) = batches(1)
-    rows = own_rows(ids, rank)
-    for grad in (True, False):
-        for earlier in ((), ((0, 1),), ((0, 1), (0, 1), (2, 1), (0, 1))):
-            for used, said in (
-                (
-                    ((0,), (1,)),
-                    r"(experts\.0|last before experts\.1), where rank 1 calls experts\.1( before experts\.0)?$",
-                ),
-                (((0, 1), (0, 1, 2)), r"(calls last|ends a forward), where rank 1 calls experts\.2( before last)?$"),
-                (((0,), ()), r"(experts\.0|last before experts\.1), where rank 1 calls last( before experts\.0)?$"),
-            ):
-                fsdp = FSDP(copy.deepcopy(reference), units=lambda module: isinstance(module, Block))
-                for names in earlier:
-                    reference.zero_grad()
-                    fsdp.zero_grad()
-                    wide_loss(reference(ids, names), ids).backward()
-                    wide_loss(fsdp(rows, names), rows).backward()
-                    check_gradients(fsdp, reference)
-                with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=said):
-                    fsdp(rows, used[rank.rank])
+    for earlier in ((), ((0, 1), (0, 1), (2, 1), (0, 1))):
+        for used in (((0,), (1,)), ((0, 1), (0, 1, 2)), ((0,), ())):
+            reference, fsdp = sharded(Experts, units=by_blocks)
+            for names in earlier:
+                zero_grad(reference, fsdp)
+                both(reference, fsdp, rank, ids, names)
+                check_gradients(fsdp, reference)
+            with torch.set_grad_enabled(len(used[1]) > 1), pytest.raises(RuntimeError, match="where rank 1 calls"):
+                fsdp(own_rows(ids, rank), used[rank.rank])
 
 
 def ranks_that_do_different_things_are_told(rank):
     (ids,) = batches(1)
-    fsdp = FSDP(Blocks(), units=lambda module: isinstance(module, Block))
-    wide_loss(fsdp(ids), ids).backward()
-    loss = wide_loss(fsdp(ids), ids)
+    _, fsdp = sharded(Blocks, units=by_blocks)
+    loss_of(fsdp(ids), ids).backward()
+    loss = loss_of(fsdp(ids), ids)
     with pytest.raises(RuntimeError, match="rank 0 begins a backward, where rank 1 begins a forward"):
         if rank.rank == 0:
             loss.backward()
         else:
             fsdp(ids)
-    wide_loss(fsdp(ids), ids).backward()
+    loss_of(fsdp(ids), ids).backward()
     with pytest.raises(RuntimeError, match=r"rank 0 ends a forward, where rank 1 begins a forward before blocks\.2"):
         if rank.rank == 1:
             fsdp.module.blocks[1].register_forward_hook(lambda *_: 1 / 0)
@@ -179,7 +149,7 @@ def ranks_that_do_different_things_are_told(rank):
         fsdp(ids)
     with fsdp.no_sync():
         fsdp.module.blocks[1]._forward_hooks.clear()
-        wide_loss(fsdp(ids), ids).backward()
+        loss_of(fsdp(ids), ids).backward()
     with pytest.raises(RuntimeError, match="rank 0 averages accumulated gradients, where rank 1 begins a forward"):
         if rank.rank == 0:
             fsdp.finish_gradient_synchronization()
@@ -187,13 +157,15 @@ def ranks_that_do_different_things_are_told(rank):
             fsdp(ids)
 
 
-CHECKS = [
-    ranks_may_leave_different_outputs_out_of_the_loss,
-    ranks_may_leave_different_outputs_of_several_forwards_out,
-    ranks_may_leave_different_blocks_out_in_reentrant_checkpoints,
-    ranks_that_run_different_units_are_told,
-    ranks_that_do_different_things_are_told,
-]
-
-
-test_on_two_ranks = pytest.mark.slow(on_each(2, CHECKS))
+CHECKS = [ranks_may_leave_different_outputs_out_of_the_loss, ranks_that_run_different_units_are_told]
+test_on_two_ranks = pytest.mark.slow(
+    on_each(
+        2,
+        [
+            *CHECKS,
+            ranks_may_leave_different_outputs_of_several_forwards_out,
+            ranks_may_leave_different_blocks_out_in_reentrant_checkpoints,
+            ranks_that_do_different_things_are_told,
+        ],
+    )
+)

@@ -100,23 +100,16 @@ def test_c10d_rendezvous_under_slurm_makes_two_nodes(slurm_job):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "variables", "message"),
-    [
-        ("multi_node.sh", {}, "NNODES is not set"),
-        ("multi_node.sh", {"NNODES": "2"}, "MASTER_ADDR is not set"),
-        ("multi_node.sh", {"NNODES": "2", "MASTER_ADDR": "here"}, "NODE_RANK is not set"),
-        ("multi_node.sh", {"NNODES": "2", "MASTER_ADDR": "here", "RENDEZVOUS": "etcd"}, "static or c10d, got 'etcd'"),
-        ("slurm.sh", {}, "this is a batch script"),
-    ],
-)
-def test_recipes_name_what_is_missing(script, variables, message):
-    code, _, stderr = output_of(start(["bash", str(RECIPES / script), "script.py"], **variables))
-    assert code != 0
-    assert message in stderr
-
-
-@pytest.mark.slow
-def test_a_recipe_needs_something_to_run():
-    code, _, stderr = output_of(start(["bash", str(RECIPES / "multi_node.sh")], NNODES="1", MASTER_ADDR="here"))
-    assert (code, stderr) == (2, "multi_node.sh: nothing to run; give a script and its arguments\n")
+def test_recipes_name_what_is_missing():
+    here = {"NNODES": "2", "MASTER_ADDR": "here"}
+    for script, arguments, variables, message in (
+        ("multi_node.sh", ["script.py"], {}, "NNODES is not set"),
+        ("multi_node.sh", ["script.py"], {"NNODES": "2"}, "MASTER_ADDR is not set"),
+        ("multi_node.sh", ["script.py"], here, "NODE_RANK is not set"),
+        ("multi_node.sh", ["script.py"], here | {"RENDEZVOUS": "etcd"}, "'etcd'"),
+        ("multi_node.sh", [], here, "nothing to run"),
+        ("slurm.sh", ["script.py"], {}, "this is a batch script"),
+    ):
+        code, _, stderr = output_of(start(["bash", str(RECIPES / script), *arguments], **variables))
+        assert code != 0
+        assert message in stderr

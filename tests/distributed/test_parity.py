@@ -20,7 +20,7 @@ from cs336_systems.distributed import FSDP, BucketedDDP, FlatDDP, NaiveDDP, Over
 from cs336_systems.distributed.fsdp import clip_grad_norm_
 from cs336_systems.distributed.process_group import Rank
 
-from .checks import on_ranks
+from .checks import on_gpus, on_ranks
 
 BUCKET = {"bucket_size_mb": 300 / 2**20}
 """Two or three tensors of the net, so that a step has several buckets."""
@@ -209,16 +209,25 @@ def train_cells(rank: Rank):
     return {cell: train_cell(rank, *cell) for cell in CELLS}
 
 
-@pytest.fixture(scope="module", params=[(2, "cpu"), pytest.param((4, "cpu"), marks=pytest.mark.slow)], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[
+        (2, "cpu"),
+        pytest.param((4, "cpu"), marks=pytest.mark.slow),
+        pytest.param((2, "cuda"), marks=on_gpus(2).marks),
+    ],
+    ids=str,
+)
 def outcomes(request):
-    """By cell, of each rank."""
+    """The outcomes by cell, on each rank."""
     world_size, device = request.param
     return on_ranks(train_cells, world_size, device=device)
 
 
 @pytest.mark.parametrize(("wrapper", "step"), CELLS)
-def test_ranks_train_as_one_process(outcomes, wrapper, step):
-    rounds_otherwise = len(outcomes) > 2 or (wrapper, step) in ROUND_OTHERWISE
+def test_ranks_train_as_one_process(request, outcomes, wrapper, step):
+    same_order = request.node.callspec.params["outcomes"] == (2, "cpu")
+    rounds_otherwise = not same_order or (wrapper, step) in ROUND_OTHERWISE
     for outcome in (of_rank[wrapper, step] for of_rank in outcomes):
         assert outcome.same_on_all_ranks
         assert outcome.apart <= (2 * outcome.budget if rounds_otherwise else 0)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from cs336_systems.config import resolve_size
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.data_parallel import DATA_PARALLEL, DataParallelCell, PreparedReplica, measure
 from cs336_systems.experiments.ranked import Effort
 from cs336_systems.harness.record import Metric
@@ -15,6 +14,7 @@ from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.report.timeline import two_blocks
 from tests.benchmarks.commands import cells_of
+from tests.distributed.checks import spawn
 
 SMALL = {"size": "tiny", "batch_size": 1, "context_length": 16, "optimizer": "torch-fused", "world_size": 2}
 CELL = DataParallelCell(**SMALL, warmup=1, steps=3, ddp="bucketed", bucket_size_mb=0.1)

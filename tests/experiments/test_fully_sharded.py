@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 import pandas as pd
 import pytest
 
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.fully_sharded import FULLY_SHARDED, Options, make_cells
 from cs336_systems.experiments.fully_sharded_breakdown import breakdown_figure, breakdown_table, recorded_lines
 from cs336_systems.experiments.fully_sharded_measure import measure
@@ -16,6 +15,7 @@ from cs336_systems.profiling.traces import kineto
 from cs336_systems.profiling.traces.kernels import collective_name
 from cs336_systems.report.timeline import two_blocks
 from tests.benchmarks.commands import cells_of
+from tests.distributed.checks import spawn
 
 TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
 WRITTEN_OUT = ["--fsdp", "ours", "--keep", "products"]

@@ -6,10 +6,10 @@ import pandas as pd
 import pytest
 
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.sharded_optimizer import MEMORY, SHARDINGS, TIMES, measure, memory_figure
 from cs336_systems.harness.record import Metric, parse_samples
 from tests.benchmarks.commands import cells_of
+from tests.distributed.checks import spawn
 
 TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
 

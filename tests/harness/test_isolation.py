@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from cs336_systems import processes
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness import isolation
 from cs336_systems.harness.record import RowFile, read_rows, schema_columns
 from cs336_systems.harness.sweep import Outcome, cell_columns, outcome_rows, run_sweep
+from tests.distributed.checks import spawn
 from tests.harness.cells import SKEW_S, Cell, RankedCell, calls, disagree, measure
 
 ROOT = Path(__file__).resolve().parents[2]

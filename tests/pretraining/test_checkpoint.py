@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.distributed.process_group import Rank, joined
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import load_hf_weights
 from cs336_systems.pretraining.checkpoint import load_trained, load_weights, read_run_json, write_run_json
 from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.tokenizer import END_OF_TEXT, ByteTokenizer
+from tests.distributed.checks import spawn
 from tests.pretraining.checkpointed import FAMILIES, LLAMA, model_of, save_model, write_run, write_tokenizer
 
 DTYPES = {"llama": torch.float32, "scaled": torch.bfloat16, "qwen": torch.float32, "all heads": torch.bfloat16}

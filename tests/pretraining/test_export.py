@@ -20,12 +20,12 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
 from cs336_systems.pretraining import export as export_module
 from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from tests.distributed.checks import spawn
 from tests.model.test_hf_weights import Fp64Torch
 from tests.pretraining.checkpointed import FAMILIES, LLAMA, model_of, write_tokenizer
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.pretraining import preparation
 from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.run_log import LOG
@@ -19,6 +18,7 @@ from cs336_systems.pretraining.run_reader import read_run
 from cs336_systems.pretraining.run_records import Evaluation, Quantization
 from cs336_systems.pretraining.trainer import run_prepared
 from cs336_systems.training import parallel
+from tests.distributed.checks import spawn
 from tests.distributed.late import late_updates
 from tests.pretraining.trained import losses_and_norms, options, write_dataset
 

@@ -7,12 +7,12 @@ import torch
 
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.memory import parameter_bytes
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.pretraining.memory import hint, predicted_segments
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_log import LOG
 from cs336_systems.pretraining.run_reader import read_run
 from cs336_systems.pretraining.run_records import Memory
+from tests.distributed.checks import spawn
 from tests.pretraining.trained import options, train_each, write_dataset
 
 GIB = 2**30

@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.pretraining import preparation
 from cs336_systems.pretraining.checkpoint import load_trained, load_weights
 from cs336_systems.pretraining.loader import epoch_order
@@ -30,6 +29,7 @@ from cs336_systems.pretraining.run_records import End
 from cs336_systems.pretraining.trainer import train
 from cs336_systems.processes import Died, FreshProcess
 from cs336_systems.training.step import TrainStep
+from tests.distributed.checks import spawn
 from tests.pretraining.trained import losses_and_norms, options, train_each, write_dataset
 
 ROOT = Path(__file__).resolve().parents[2]

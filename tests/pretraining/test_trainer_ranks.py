@@ -8,10 +8,9 @@ import torch
 
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.trainer import train
-from tests.distributed.checks import on_gpus
+from tests.distributed.checks import on_gpus, spawn
 from tests.pretraining.trained import EXPLODING, losses_and_norms, options, train_each, write_dataset
 
 ZEROS = (0, 1, 2, 3)
