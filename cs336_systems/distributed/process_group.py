@@ -230,9 +230,14 @@ def limited_group(rank: Rank, max_ctas: int) -> dist.ProcessGroup:
 
 
 def _store_of(rank: Rank) -> dist.Store:
-    """The store in which the ranks of this group meet; without a launcher it is this process's alone."""
-    timeout = timedelta(seconds=rank.timeout_s)
-    return dist.PrefixStore(f"group {rank.group}", launcher_store(timeout)) if launched() else dist.HashStore()
+    """The store in which the ranks of this group meet; without a launcher it is this process's alone.
+
+    The launcher's store outlives a restart of all ranks (``torchrun --max-restarts``), so the keys name the restart.
+    """
+    if not launched():
+        return dist.HashStore()
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"restart {restart} group {rank.group}", launcher_store(timedelta(seconds=rank.timeout_s)))
 
 
 def _join(rank: Rank, store: dist.Store) -> None:

@@ -113,3 +113,27 @@ def test_recipes_name_what_is_missing():
         code, _, stderr = output_of(start(["bash", str(RECIPES / script), *arguments], **variables))
         assert code != 0
         assert message in stderr
+
+
+KILLED_ONCE = """
+import os, signal, torch, torch.distributed as dist
+from cs336_systems.distributed.process_group import joined
+with joined(timeout_s=60) as rank:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if rank.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(total)
+    print(f"[{rank.rank}, {int(total)}]\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_meet_anew_when_a_killed_one_is_restarted(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED_ONCE)
+    node = {"NNODES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "2"}
+    command = ["bash", str(RECIPES / "multi_node.sh"), str(script)]
+    code, stdout, stderr = output_of(start(command, **node, RENDEZVOUS="c10d", MAX_RESTARTS="1"))
+    assert code == 0, stderr
+    assert said_by_ranks(stdout) == [[0, 4], [1, 4]]
