@@ -289,7 +289,7 @@ DATA_PARALLEL = ResultTable(
         ),
         Column("tokens/s", "tokens_per_s", ",.0f"),
         Column("collectives", "collectives", ".0f", rank=3),
-        Column("sent MiB", lambda line: sent_mib(line.metrics, line.settings["world_size"]), rank=3, note=SENT),
+        Column("sent MiB", sent_mib, rank=3, note=SENT),
         Column("peak GiB", "peak_memory"),
         Column("scaling %", lambda line: scaling(line, max_ctas=0), ".1f", optional=True, note=SCALING),
     ),

@@ -271,7 +271,7 @@ FULLY_SHARDED = ResultTable(
         Column("MHz", "sm_mhz", ".0f", rank=2, optional=True, note="clock of rank 0's GPU in the timed steps"),
         Column("W", "power_w", ".0f", rank=2, optional=True, note="its power"),
         Column("collectives", "collectives", ".0f", rank=3),
-        Column("sent MiB", lambda line: sent_mib(line.metrics, line.settings["world_size"]), rank=2, note=SENT),
+        Column("sent MiB", sent_mib, rank=2, note=SENT),
         Column("predicted MiB", "predicted_sent", rank=3),
         Column("gathers", "gathers", ".0f", rank=3),
         Column("late", "late_gathers", ".0f", rank=2, note="gathers waited for"),

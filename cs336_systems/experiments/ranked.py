@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,14 +92,12 @@ def sent_metric(events: Iterable[Event], world_size: int) -> Metric:
     return Metric("sent_per_rank", "MiB per step, on a ring", [n_bytes / MIB])
 
 
-def sent_mib(metrics: Mapping[str, pd.Series], world_size: int) -> float | None:
-    """The value of ``sent_metric`` from a cell's rows by metric, earlier ones too; None if they say nothing of it."""
-    if "sent_per_rank" in metrics:
-        return float(metrics["sent_per_rank"]["median"])
-    if "sent" not in metrics:
-        return None
-    sent = metrics["sent"]
-    factor = busbw_factor("all_reduce", world_size) if _PAYLOAD in sent["unit"] else 1.0
+def sent_mib(line: Line) -> float | None:
+    """The value of ``sent_metric`` of a line, also of earlier rows; None if they say nothing of it."""
+    if (found := line.median("sent_per_rank")) is not None or "sent" not in line.metrics:
+        return found
+    sent = line.metrics["sent"]
+    factor = busbw_factor("all_reduce", line.settings["world_size"]) if _PAYLOAD in sent["unit"] else 1.0
     return factor * float(sent["median"])
 
 
