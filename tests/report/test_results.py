@@ -1,7 +1,5 @@
 """The declarative table: settings, metrics, what is computed from other lines, and dates."""
 
-import pytest
-
 from cs336_systems.report.results import Column, ResultTable
 from tests.report.rows import make_cell, make_frame, ms
 
@@ -23,13 +21,10 @@ def column(header: str, *cells) -> list[str]:
     return TABLE.of(make_frame(*cells)).frame[header].tolist()
 
 
-@pytest.mark.parametrize(
-    ("little", "value", "shown"),
-    [(True, 0.00123456, "0.00123"), (True, 0.0, "0.0"), (True, 0.06, "0.1"), (False, 0.00123456, "0.0")],
-)
-def test_what_is_little_is_shown_as_nothing_only_where_it_is_nothing_to_the_reader(little, value, shown):
-    table = ResultTable(settings=("size",), columns=(Column("GiB", "step", ".1f", little=little),))
-    assert table.of(make_frame(make_cell(ms("step", value)))).frame["GiB"].tolist() == [shown]
+def test_what_is_little_is_shown_as_nothing_only_where_it_is_nothing_to_the_reader():
+    for little, value, shown in ((True, 0.00123456, "0.00123"), (True, 0.06, "0.1"), (False, 0.00123456, "0.0")):
+        table = ResultTable(settings=("size",), columns=(Column("GiB", "step", ".1f", little=little),))
+        assert table.of(make_frame(make_cell(ms("step", value)))).frame["GiB"].tolist() == [shown]
 
 
 def test_a_column_may_be_a_ratio_to_another_line():
@@ -42,15 +37,10 @@ def test_a_column_may_be_a_ratio_to_another_line():
     assert table["status"].tolist() == ["ok", "ok", "oom: no room"]
 
 
-@pytest.mark.parametrize("elsewhere", [{"host": "another CPU, 2 cores"}, {"argv": "another command"}, {"commit": "b"}])
-def test_a_ratio_within_repeats_is_of_one_command_on_one_host(elsewhere):
+def test_a_ratio_within_repeats_is_of_one_command_on_one_host_even_if_the_peer_was_measured_again():
     peer, other = make_cell(ms("step", 2.0)), make_cell(ms("step", 1.0), dtype="bf16")
-    assert column("of each repeat", peer, other) == ["1.0", "0.5"]
-    assert column("of each repeat", peer, [row | elsewhere for row in other]) == ["1.0", "–"]
-
-
-def test_a_ratio_within_repeats_is_of_the_command_even_if_the_peer_was_measured_again():
-    peer, other = make_cell(ms("step", 2.0)), make_cell(ms("step", 1.0), dtype="bf16")
+    for elsewhere in ({"host": "another CPU, 2 cores"}, {"argv": "another command"}, {"commit": "b"}):
+        assert column("of each repeat", peer, [row | elsewhere for row in other]) == ["1.0", "–"]
     again = make_cell(ms("step", 4.0), **LATER)
     assert column("of each repeat", peer, other, again) == ["1.0", "0.5"]
     assert column("/ fp32", peer, other, again) == ["1.00", "0.25"], "of what is shown"
@@ -73,12 +63,12 @@ def test_lines_of_several_commands_carry_the_minute_in_which_theirs_began():
     assert "date" not in TABLE.of(make_frame(make_cell(ms("step", 1.0), argv="a command"), killed)).frame
 
 
-@pytest.mark.parametrize("value", [25.0, "25.0", "25"])
-def test_a_setting_is_shown_and_told_apart_by_its_value(value):
+def test_a_setting_is_shown_and_told_apart_by_its_value():
     table = ResultTable(settings=("bucket",), always=("bucket",), columns=(Column("step ms", "step"),))
-    rows = make_frame(make_cell(ms("step", 1.0)), make_cell(ms("step", 2.0))).assign(bucket=[value, float("nan")])
-    assert table.of(rows).frame["bucket"].tolist() == ["25", ""]
-    assert table.of(rows.assign(bucket=[value, "25"])).frame["step ms"].tolist() == ["2.00"]
+    rows = make_frame(make_cell(ms("step", 1.0)), make_cell(ms("step", 2.0)))
+    for value in (25.0, "25.0", "25"):
+        assert table.of(rows.assign(bucket=[value, float("nan")])).frame["bucket"].tolist() == ["25", ""]
+        assert table.of(rows.assign(bucket=[value, "25"])).frame["step ms"].tolist() == ["2.00"]
 
 
 def test_no_rows_make_an_empty_table():
