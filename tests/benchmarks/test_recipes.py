@@ -1,100 +1,128 @@
-"""scripts/measure_distributed.sh: every part's commands parse and are under the measuring conditions that it states."""
+"""Recipes, scripts/measure_*.sh: every part's commands parse, measure no cell twice, interleave what they compare."""
 
 import importlib
 import os
 import re
-import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cs336_systems.experiments.ranked import Effort
+from cs336_systems.experiments.attention import MATERIALISED
+from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.sample_options import SampleOptions
 from cs336_systems.report.command_line import parse
 from scripts import run_benchmarks
 from tests.benchmarks.commands import ROOT
 
-SCRIPT = ROOT / "scripts" / "measure_distributed.sh"
-PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+(?:  |$)", SCRIPT.read_text(), re.MULTILINE)
-QUESTIONS = {"ddp": "data_parallel", "sharded_optimizer": "sharded_optimizer", "fsdp": "fully_sharded"}
-IN_ONE_ROUND = ("traces", "ddp-one-rank", "ddp-ctas8", "leaderboard", "leaderboard-four")
-"""Parts whose times are not those by which ours and torch's are compared, or whose steps take seconds."""
-SHORT_COMMANDS = {("leaderboard", 0), ("leaderboard-four", 1), ("leaderboard-four", 2)}
-"""Which of a part's commands makes five steps after two."""
-LONG_ROUNDS = ("ddp-autocast", "ddp-host", "fsdp-leaderboard")
-"""Parts whose steps scatter, or get faster for longer than five."""
-IN_FEW_STEPS = ("fsdp-leaderboard", "leaderboard-losses", "leaderboard-masters", "leaderboard-fp8")
-"""Whose steps take seconds."""
+RECIPES = ("attention", "distributed", "fp8", "kernels", "models", "profiles", "training")
+"""Recipes of benchmarks."""
+SOME = {
+    "distributed": ("ddp", "sharded-optimizer", "fsdp", "fsdp-gathers", "leaderboard", "leaderboard-fp8"),
+    "profiles": ("memory",),
+}
+"""The parts whose commands are parsed, where all take half a minute, or need nsys."""
+QUESTIONS = {"ddp": "data_parallel", "fsdp": "fully_sharded", "harness": "harness_cost", "profile_model": "profile"}
+"""The files of questions whose commands have other names."""
 
 
-def launches(folder: Path, *parts: str) -> list[str]:
-    """What the launcher is given, a line each with tabs between words."""
-    launcher = folder / "launcher"
-    launcher.write_text('#!/bin/sh\nprintf "%s\\t" "$@"; echo\n')
-    launcher.chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if name != "RANKS"}
-    done = subprocess.run(
-        [str(SCRIPT), str(folder), *parts],
-        env=environment | {"TORCHRUN": str(launcher)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.splitlines()
+def script(recipe):
+    return ROOT / "scripts" / f"measure_{recipe}.sh"
 
 
-def commands(part: str, folder: Path) -> list[tuple[int, str, list[str]]]:
-    """(ranks, question, arguments) of each command that the part would run."""
+def parts(recipe):
+    branches = re.findall(r"^    ([a-z0-9][a-z0-9. |-]*)\)$", script(recipe).read_text(), re.MULTILINE)
+    return list(dict.fromkeys(part.strip() for branch in branches for part in branch.split("|")))
+
+
+def printed(recipe, folder, *parts, **environment):
+    """The words of each command of the parts, with a program that prints its arguments in place of Python's."""
+    program = folder / "program"
+    program.write_text('#!/bin/sh\nprintf "%s\\t" "$@"; echo\n')
+    program.chmod(0o755)
+    given = {name: value for name, value in os.environ.items() if name != "RANKS"} | environment
+    given |= {"PYTHON": str(program), "TORCHRUN": str(program)}
+    command = [str(script(recipe)), str(folder), *parts]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
+    return [line.rstrip("\t").split("\t") for line in done.stdout.splitlines()]
+
+
+def cells_of(recipe, folder, part, **environment):
+    """The cells of each command of a part."""
     found = []
-    for line in launches(folder, part):
-        _, _, ranks, script, *launched = line.rstrip("\t").split("\t")
-        assert script == "scripts/run_benchmarks.py"
-        for path, *arguments in run_benchmarks.commands(launched):
-            found.append((int(ranks), Path(path).stem.removeprefix("benchmark_"), arguments))
+    for words in printed(recipe, folder, part, **environment):
+        commands, ranks = [words], 1
+        if words[3:4] == ["scripts/run_benchmarks.py"]:
+            commands, ranks = run_benchmarks.commands(words[4:]), int(words[2])
+        for program, *arguments in commands:
+            stem = Path(program).stem.removeprefix("benchmark_")
+            question = importlib.import_module(f"cs336_systems.experiments.{QUESTIONS.get(stem, stem)}")
+            options = parse(question.Options, ["--device", "cuda", *arguments], None)
+            if hasattr(options, "world_size"):
+                options = replace(options, world_size=options.world_size or (ranks,))  # as the driver says
+            found.append(question.make_cells(options))
     return found
 
 
-def grid(question: str, ranks: int, arguments: list[str]) -> tuple[list, Effort]:
-    """The cells, and what is asked of them."""
-    module = importlib.import_module(f"cs336_systems.experiments.{QUESTIONS[question]}")
-    options = parse(module.Options, ["--device", "cuda", *arguments], None)
-    return module.make_cells(replace(options, world_size=(ranks,))), Effort.of(options)
+@pytest.mark.parametrize("recipe", [*RECIPES, "runs", "streaming"])
+def test_an_unknown_part_is_named(recipe, tmp_path):
+    done = subprocess.run([str(script(recipe)), str(tmp_path), "everything"], capture_output=True, text=True)
+    assert done.returncode == 2 and "unknown part 'everything'" in done.stderr
 
 
-def test_the_head_names_every_part():
-    branches = re.findall(r"^    ([a-z][a-z0-9 |-]*)\)$", SCRIPT.read_text(), re.MULTILINE)
-    assert sorted(PARTS) == sorted(part for branch in branches for part in branch.split(" | "))
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "profiles"])
+def test_the_head_names_every_part(recipe):
+    named = re.findall(r"^#   ([a-z0-9.-]+)  +\d+(?:  |$)", script(recipe).read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(parts(recipe))
 
 
-@pytest.mark.parametrize("part", [part for part in PARTS if part != "collectives"])
-def test_each_part_times_ten_steps_after_five_in_rounds(part, tmp_path):
-    for number, (ranks, question, arguments) in enumerate(commands(part, tmp_path)):
-        cells, effort = grid(question, ranks, arguments)
-        rounds = sorted({cell.repeat for cell in cells})
-        by_scale = part in ("ddp-four", "ddp-four-ctas", "fsdp-four") and ranks < 4  # what scaling is told by
-        if part not in IN_ONE_ROUND and not by_scale and len({cell.variant for cell in cells}) > 1:
-            assert rounds == [0, 1], shlex.join(arguments)
-        if part == "traces":
-            assert effort.trace is not None
-            continue
-        beside = 2 if question == "sharded_optimizer" else 0  # steps in which memory is read
-        taken = {(effort.warmup(cell) + beside, cell.steps) for cell in cells}
-        short = part in IN_FEW_STEPS or (part, number) in SHORT_COMMANDS
-        if part in LONG_ROUNDS or rounds == [0]:
-            assert taken == {(2, 5) if short else (5, 10)}
-        else:
-            assert taken == {(5, 5), (2, 5)}
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_command_measures_a_cell_twice(recipe, tmp_path):
+    for part in SOME.get(recipe) or parts(recipe):
+        for cells in cells_of(recipe, tmp_path, part):
+            assert cells and len(set(cells)) == len(cells), part
+
+
+def test_ways_that_are_compared_follow_each_other(tmp_path):
+    turn = [("fused", "products", "off"), ("reference", "autograd", "on")]
+    for cells in cells_of("kernels", tmp_path, "steps-products"):
+        assert [(cell.kernels, cell.keep, cell.compile) for cell in cells] == [*turn, *turn[::-1]]
+    interleaved, beyond = cells_of("attention", tmp_path, "pytorch")
+    for first, second in zip(interleaved[::2], interleaved[1::2], strict=True):
+        assert {first.impl, second.impl} == set(MATERIALISED)
+        assert (first.length, first.d_head, first.repeat) == (second.length, second.d_head, second.repeat)
+    assert {cell.impl for cell in beyond} == {"reference"}
+    (cells,) = cells_of("training", tmp_path, "torchao-7b")
+    assert [(cell.how, cell.recipe) for cell in cells] == [
+        *(("ours", "stored"), ("ours", "e4m3")),
+        *(("torchao-tensorwise", "e4m3-e5m2"), ("torchao-rowwise", "e4m3-row")),
+    ]
+
+
+@pytest.mark.parametrize("worlds", ["1 2", "1 2 4"])
+def test_ranks_are_measured_beside_one_gpu_in_bf16_and_fp8(worlds, tmp_path):
+    for part in (part for part in parts("training") if part.startswith("ranks")):
+        for cells in cells_of("training", tmp_path, part, RANKS=worlds):
+            assert {cell.world_size for cell in cells} <= set(map(int, worlds.split()))
+            one = {replace(cell, world_size=1, zero=0, gather_by="collectives", apart="off") for cell in cells}
+            assert one <= set(cells), part
 
 
 def test_parts_that_are_named_together_share_a_launch_unless_they_differ_in_it(tmp_path):
-    assert len(launches(tmp_path, "ddp", "sharded-optimizer", "fsdp")) == 1
-    assert len(launches(tmp_path, "ddp", "ddp-ctas8", "fsdp", "ddp-one-rank", "ddp-xl")) == 3
-    assert len(launches(tmp_path, "leaderboard", "leaderboard-attempts", "leaderboard-fp8")) == 4
-    assert len(launches(tmp_path, "ddp", "fsdp-more")) == 2  # recordings slow the host, and bf16 steps wait for it
+    for together, launches in (("ddp sharded-optimizer fsdp", 1), ("ddp ddp-ctas8 fsdp ddp-one-rank ddp-xl", 3)):
+        assert len(printed("distributed", tmp_path, *together.split())) == launches
 
 
-def test_an_unknown_part_is_named(tmp_path):
-    done = subprocess.run([str(SCRIPT), str(tmp_path), "everything"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "unknown part 'everything'" in done.stderr
+def test_runs_are_trained_compared_and_sampled(tmp_path):
+    for run in ("100m", "compared/ours", "compared/transformers"):
+        (tmp_path / "work" / run).mkdir(parents=True)
+        (tmp_path / "work" / run / "log.jsonl").touch()
+    found = {}
+    for program, *arguments in printed("runs", tmp_path, *parts("runs"), WORK=str(tmp_path / "work")):
+        found.setdefault(Path(program).stem, []).append(arguments)
+    assert len(found["sample"]) == 3
+    for arguments in [*found["train"], *found["compare_with_transformers"]]:
+        assert parse(TrainOptions, ["--device", "cuda", *arguments], None).total_batch_tokens == 131_072
+    for arguments in found["sample"]:
+        parse(SampleOptions, arguments, None)
