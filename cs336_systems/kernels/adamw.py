@@ -23,7 +23,7 @@ counter: (element's pair, 64 bits; step; tensor's number). Its 128 bits serve th
 element is counted in the whole tensor, of which what is here may be a shard that begins at ``offset``: so neither
 shards, alignment, chunks nor the order of programs change a bit.
 
-How. Two launches, for any number of tensors of one combination of dtypes (``adamw_table.py``). The first, one lane
+How. Two launches, for any number of tensors of one combination of dtypes (``tensor_table.py``). The first, one lane
 per tensor, counts the step and computes its coefficients in fp64: steps are counted on the device, as only there it is
 known whether one is skipped. Hyperparameters lie on the device too, and later ones are copied to the same place. So a
 CUDA graph may hold both launches, and a schedule change the learning rate. In the second each program updates a chunk
@@ -55,8 +55,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cs336_systems.kernels.absmax import largest_of_threads, magnitude_bits, raise_absmax
-from cs336_systems.kernels.adamw_table import (
-    CHUNK,
+from cs336_systems.kernels.launching import ceil_div, launch, needs_other_device, overlaps
+from cs336_systems.kernels.tensor_table import ADAMW_CHUNK as CHUNK
+from cs336_systems.kernels.tensor_table import (
     COEFFICIENTS,
     HYPERPARAMETERS,
     TRITON_DTYPES,
@@ -64,7 +65,6 @@ from cs336_systems.kernels.adamw_table import (
     UpdateTable,
     check_updates,
 )
-from cs336_systems.kernels.launching import ceil_div, launch, needs_other_device, overlaps
 
 BLOCK, WARPS = 512, 2
 """8 elements for each of 64 threads: 16 bytes of bf16. For 2^28 elements an H200 reaches 95 % of the copy ceiling, with
@@ -72,7 +72,7 @@ blocks of 1,024 by 4 warps in chunks of 8,192 it reaches 92, with 2,048 by 8 war
 ADVANCE_BLOCK = 32
 """One warp's lanes."""
 
-# A row of the table of tensors, int64, as ``adamw_table.py`` writes it.
+# A row of the table of tensors, int64, as ``tensor_table.py`` writes it.
 COLUMNS = tl.constexpr(14)
 NUMEL = tl.constexpr(0)
 FIRST_CHUNK = tl.constexpr(1)
