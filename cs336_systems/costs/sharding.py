@@ -10,7 +10,7 @@ Three forms of data parallelism on W ranks, with P bytes of parameters, as many 
 
 ``owned`` is the CS336 handout's sharded optimizer, ``scattered`` ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1):
 an all-reduce is a reduce-scatter and an all-gather, so ZeRO replaces the half of it that a rank has no use for by the
-sending of parameters that the other form adds. Parameters and gradients stay whole on every rank in all three.
+sending of parameters that the other form adds. Parameters stay whole on every rank in all three, gradients in two.
 
 ``owned`` cannot cut a tensor, so the fullest rank holds up to a largest tensor more than its share; ``scattered`` cuts
 anywhere. Links are those of the ring of ``communication.py``, and the busiest one counts in each collective. Sizes are

@@ -152,9 +152,8 @@ class BackgroundSaver:
         for name, stretch in collected.stretches.items():
             values = self._slab.take(stretch.values.shape, stretch.values.dtype)
             copies[name] = replace(stretch, values=values.copy_(stretch.values, non_blocking=True))
-        for device in {stretch.values.device for stretch in collected.stretches.values()}:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         return Collected(copies, collected.marker)
 
     def _get_slab(self, n_bytes: int) -> None:

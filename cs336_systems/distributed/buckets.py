@@ -2,11 +2,8 @@
 
 A collective has a latency besides its bytes, so small tensors are sent in groups. ``partition`` makes the groups;
 ``Bucket.gather`` brings the gradients of one group into one piece of memory and leaves every ``.grad`` a view of it:
-the average need not be copied back, and the next backward accumulates where the gradients travel from.
-
-    after zero_grad(set_to_none=True), or the first time    one multi-tensor copy per bucket (reads and writes it once)
-    after zero_grad(set_to_none=False)                      no copy
-    a bucket of one gradient                                no copy, unless its memory is shared
+the average need not be copied back. That takes one multi-tensor copy per bucket, which reads and writes it once, and
+none for a bucket of one gradient, unless its memory is shared.
 
 The ``.grad`` views own that memory, the bucket does not: clearing the gradients frees it. Why not shared memory:
 autograd may hand a parameter a view of a gradient that the rest of backward still reads (of ``x + p.view_as(x)``, say;
@@ -14,13 +11,12 @@ it is not marked as a view), and what travels is overwritten.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import accumulate
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor
 
 T = TypeVar("T", bound=Tensor)
 
@@ -64,20 +60,31 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor], group: dist.ProcessGroup | 
                 tensor.copy_(piece.view(tensor.shape))
 
 
+def used_on_any_rank(
+    used: list[bool], device: torch.device, group: dist.ProcessGroup | None = None
+) -> tuple[list[bool], dist.Work]:
+    """Which parameters have a gradient on any rank, and the collective that tells: a byte per parameter.
+
+    The host waits for the answer only where something is unused on this rank.
+    """
+    complete = all(used)
+    flags = torch.ones(len(used), dtype=torch.uint8, device=device)
+    if not complete:  # else filled on the device: a copy to it would wait for backward
+        flags.copy_(torch.tensor(used))
+    work = dist.all_reduce(flags, dist.ReduceOp.MAX, group, async_op=True)
+    assert work is not None
+    if not complete:
+        work.wait()
+        used = flags.bool().tolist()
+    return used, work
+
+
 def _current_stream(tensor: Tensor) -> tuple[int, int, int]:
     """The current stream of its device: ``stream_id``, ``device_index`` and ``device_type`` of ``torch.cuda.Stream``.
 
     A hook asks at every gradient, and ``torch.cuda.current_stream``, which makes an object each time, is slow for that.
     """
     return torch._C._cuda_getCurrentStream(tensor.get_device())
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """Where a gradient lies in its bucket, in elements: from the start, and from one index to the next."""
-
-    offset: int
-    stride: tuple[int, ...]
 
 
 class Bucket:
@@ -87,28 +94,27 @@ class Bucket:
 
     Args:
         names: of the parameters, for errors.
+        offsets: where each gradient begins in what travels, in elements; without gaps if None.
+        numel: elements that travel; those of all gradients if None.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str] | None = None,
+        offsets: Sequence[int] | None = None,
+        numel: int | None = None,
+    ) -> None:
         self.parameters = list(parameters)
         self.names = list(names or (f"parameter {i}" for i in range(len(self.parameters))))
-        self.slots: list[_Slot] = []
-        self.numel = 0
-        for parameter in self.parameters:
-            dense = torch.empty_like(parameter.detach(), device="meta")
-            self.slots.append(_Slot(self.numel, dense.stride()))
-            self.numel += parameter.numel()
-        self._storage: StorageWeakRef | None = None
-        """The storage in whose slots the last gather left the gradients; a reference that does not keep it alive."""
+        *packed, total = accumulate((parameter.numel() for parameter in self.parameters), initial=0)
+        self.offsets, self.numel = list(offsets or packed), numel or total
+        self._strides = [torch.empty_like(p.detach(), device="meta").stride() for p in self.parameters]
         self.reset()
 
-    def __reduce__(self) -> Any:
-        """For pickle and deepcopy: without the reference to memory, which both would free."""
-        return Bucket, (self.parameters, self.names)
-
     def reset(self) -> None:
-        """Wait for all gradients again."""
-        self.waiting_for = len(self.parameters)
+        """Wait for all gradients of parameters that are trained now."""
+        self.waiting_for = sum(parameter.requires_grad for parameter in self.parameters)
         self._streams: set[tuple[int, int, int]] = set()
         """The streams that compute gradients, as ``_current_stream`` numbers them."""
 
@@ -137,37 +143,24 @@ class Bucket:
         return flat
 
     def _in_place(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """The gradients as one flat tensor if they lie in their slots already and nobody else reads them, else None."""
-        first = gradients[0]
-        if first is None:
+        """The only gradient as a flat tensor if it lies as it is to travel and nobody else reads it, else None."""
+        gradient = gradients[0]
+        if gradient is None or self.numel != gradient.numel() or gradient.stride() != self._strides[0]:
             return None
-        storage = first.untyped_storage()
-        own = self._storage is not None and storage._cdata == self._storage.cdata
+        storage = gradient.untyped_storage()
         holders = torch._C._storage_Use_Count(storage._cdata) - 1  # this function's reference is one
-        if not own and (len(gradients) > 1 or holders > 1):
-            return None
-        start = first.storage_offset()
-        for gradient, slot in zip(gradients, self.slots, strict=True):
-            if (
-                gradient is None
-                or gradient.untyped_storage()._cdata != storage._cdata
-                or gradient.storage_offset() != start + slot.offset
-                or gradient.stride() != slot.stride
-            ):
-                return None
-        if not own:  # from now on: a collective that has just ended may hold it a moment longer
-            self._storage = StorageWeakRef(storage)
-        return first.as_strided((self.numel,), (1,), start)
+        return None if holders > 1 else gradient.as_strided((self.numel,), (1,))
 
     @torch.no_grad()
     def _moved(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """The gradients, copied side by side into new memory."""
         first = self.parameters[0]
         flat = torch.empty(self.numel, dtype=first.dtype, device=first.device)
-        self._storage = StorageWeakRef(flat.untyped_storage())
         sources, targets, missing = [], [], []
-        for parameter, gradient, slot in zip(self.parameters, gradients, self.slots, strict=True):
-            parameter.grad = flat.as_strided(parameter.shape, slot.stride, slot.offset)
+        for parameter, offset, stride, gradient in zip(
+            self.parameters, self.offsets, self._strides, gradients, strict=True
+        ):
+            parameter.grad = flat.as_strided(parameter.shape, stride, offset)
             if gradient is None:
                 missing.append(parameter.grad)
             else:

@@ -97,13 +97,15 @@ def collect(
         ValueError: as ``save_checkpoint``.
     """
     wait_for_parameters(model)
-    view, stretches = NamedState(model), dict[str, Stretch]()
+    view, rank = NamedState(model), group.rank()
     marker: dict[str, Any] = {"step": step, "saved_at": 0, "optimizer": None, "scalars": {}, "extra": dict(extra or {})}
+
+    stretches: dict[str, Stretch] = {}
 
     def collect_own() -> tuple[dict[str, int], dict[str, Any]]:
         own = view.model() | ({} if optimizer is None else view.optimizer(optimizer, marker))
         for name, stretch in own.items():
-            mine = group.rank() == 0 or not name.startswith(BUFFER)  # of buffers rank 0's values count
+            mine = rank == 0 or not name.startswith(BUFFER)  # rank 0's values of buffers count
             if mine and (stretch.values.numel() or stretch.is_whole):
                 stretches[name] = stretch
         whole = {name: stretch.values.nbytes for name, stretch in stretches.items() if stretch.is_whole}
@@ -113,9 +115,9 @@ def collect(
     marker["scalars"] = {entry: value for _, scalars in of_ranks for entry, value in scalars.items()}
     loads = [0] * group.size()
     for name, n_bytes in {name: n for whole, _ in of_ranks for name, n in whole.items()}.items():
-        writer = min((rank for rank, (whole, _) in enumerate(of_ranks) if name in whole), key=lambda rank: loads[rank])
+        writer = min((i for i, (whole, _) in enumerate(of_ranks) if name in whole), key=lambda i: loads[i])
         loads[writer] += n_bytes
-        if writer != group.rank():
+        if writer != rank:
             stretches.pop(name, None)
     return Collected(stretches, marker)
 
@@ -176,27 +178,28 @@ def resume_checkpoint(
         OSError: a rank cannot read.
     """
     group = group_of(model)
-    found = _newest_sound(group, Path(folder), tell)
+    complete, unreadable = on_rank_0(lambda: checkpoint_folder.survey(Path(folder)), group)
+    found = checkpoint_folder.newest_sound(Path(folder), complete, unreadable, lambda one: _damage(group, one))
+    if group.rank() == 0:
+        checkpoint_folder.tell_of(unreadable, tell)
     if found is None:
         return None
     wait_for_parameters(model)
-    view = NamedState(model)
-    stored = _tensors_of(found)
-    of_optimizer = {name: there for name, there in stored.items() if name.startswith(OPTIMIZER)}
-    of_model = {name: there for name, there in stored.items() if name not in of_optimizer}
-    ours, state = view.model(), dict[str, Stretch]()
-    _check_tensors(found.path, ours, of_model)
-    if optimizer is not None:
-        state = view.empty_optimizer_state(found.path, optimizer, found.marker, of_optimizer)
-        _check_tensors(found.path, state, of_optimizer)
+    view, stored = NamedState(model), _tensors_of(found)
+    wanted = view.model()
+    if optimizer is None:
+        stored = {name: there for name, there in stored.items() if not name.startswith(OPTIMIZER)}
+    else:
+        wanted |= view.empty_optimizer_state(found.path, optimizer, found.marker, stored)
+    _check_tensors(found.path, wanted, stored)
 
     def read() -> None:
-        for name, stretch in (ours | state).items():
+        for name, stretch in wanted.items():
             fill(stretch, stored[name])
 
     on_every_rank(read, group)
     if optimizer is not None:
-        view.restore_optimizer(optimizer, found.marker, state)
+        view.restore_optimizer(optimizer, found.marker, wanted)
     return found
 
 
@@ -265,15 +268,6 @@ def check_kept(step: int, keep_last: int, keep_every: int | None) -> None:
 def group_of(model: nn.Module) -> dist.ProcessGroup:
     """The ranks that save together."""
     return model.process_group if isinstance(model, FSDP) else dist.distributed_c10d._get_default_group()
-
-
-def _newest_sound(group: dist.ProcessGroup, folder: Path, tell: Tell) -> StoredCheckpoint | None:
-    """The checkpoint to load, its digests checked by all ranks together; or None if there are none at all."""
-    complete, unreadable = on_rank_0(lambda: checkpoint_folder.survey(folder), group)
-    found = checkpoint_folder.newest_sound(folder, complete, unreadable, lambda stored: _damage(group, stored))
-    if group.rank() == 0:
-        checkpoint_folder.tell_of(unreadable, tell)
-    return found
 
 
 def _damage(group: dist.ProcessGroup, stored: StoredCheckpoint) -> str | None:

@@ -8,6 +8,7 @@ Names, and shapes of whole tensors, are the same however ranks divide them. Ther
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,25 @@ from torch import Tensor, nn
 from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedParameter
-from cs336_systems.distributed.optimizer_state import is_per_element
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
-from cs336_systems.distributed.shards import Piece
 from cs336_systems.distributed.stretches import StoredTensor, Stretch
 
-MODEL = "model/"
-"""Before the names of parameters in a checkpoint."""
-BUFFER = "buffer/"
-OPTIMIZER = "optimizer/"
+MODEL, BUFFER, OPTIMIZER = "model/", "buffer/", "optimizer/"
+"""What names of parameters, of buffers and of optimizer state begin with in a checkpoint."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Share:
+    """The elements of a parameter that ``tensor`` has; the other fields are those of ``Stretch``."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    start: int = 0
+    order: tuple[int, ...] = ()
+
+    def stretch(self, values: Tensor) -> Stretch:
+        """A tensor like the share's, as a stretch of the whole."""
+        return Stretch(self.shape, self.start, values, self.order)
 
 
 class NamedState:
@@ -37,24 +48,19 @@ class NamedState:
 
     def __init__(self, model: nn.Module) -> None:
         self._module = model.module if isinstance(model, (FSDP, DDP)) else model
-        if isinstance(model, FSDP):
-            managed = model.managed_parameters()
-        else:
-            managed = [ManagedParameter((name,), p, p, p.shape) for name, p in self._module.named_parameters()]
         for name, module in self._module.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 kind = type(module).__name__
                 raise ValueError(f"{name or 'the model'} is a {kind}, whose extra state checkpoints cannot hold")
-        self._parameters = {parameter.names[0]: parameter for parameter in managed}
-        self.device = managed[0].sharded_param.device
-        self._name_of: dict[Tensor, str] = {p.sharded_param: name for name, p in self._parameters.items()}
+        if isinstance(model, FSDP):
+            self._shares = {parameter.names[0]: _share(parameter) for parameter in model.managed_parameters()}
+        else:
+            self._shares = {name: _Share(p, tuple(p.shape)) for name, p in self._module.named_parameters()}
+        self._name_of: dict[Tensor, str] = {share.tensor: name for name, share in self._shares.items()}
 
     def model(self) -> dict[str, Stretch]:
         """Parameters, and the buffers that the module's own state dict would hold, by kind and name."""
-        parameters = {
-            f"{MODEL}{name}": _stretch(parameter, parameter.sharded_param.detach())
-            for name, parameter in self._parameters.items()
-        }
+        parameters = {MODEL + name: share.stretch(share.tensor.detach()) for name, share in self._shares.items()}
         buffers = {
             f"{BUFFER}{prefix}{'.' * bool(prefix)}{name}": Stretch.whole(buffer)
             for prefix, module in self._module.named_modules()
@@ -65,14 +71,23 @@ class NamedState:
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The names of the parameters of each of the optimizer's groups."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self._name_of:
-                    raise ValueError(
-                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model lacks: "
-                        "make it from the model's parameters() after wrapping"
-                    )
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter not in self._name_of:
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model lacks: "
+                    "make it from the model's parameters() after wrapping"
+                )
         return [[self._name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+    def _updated(self, optimizer: torch.optim.Optimizer) -> dict[str, _Share]:
+        """What the optimizer updates on this rank, by name."""
+        if not isinstance(optimizer, ShardedOptimizer):
+            return self._shares
+        updated = {}
+        for parameter, piece in optimizer.pieces.items():
+            order = () if piece.tensor.shape == parameter.shape else _memory_order(parameter)
+            updated[self._name_of[parameter]] = _Share(piece.tensor, tuple(parameter.shape), piece.start, order)
+        return updated
 
     def optimizer(self, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> dict[str, Stretch]:
         """The optimizer's tensors; its numbers and its groups go into ``settings``.
@@ -80,48 +95,30 @@ class NamedState:
         Raises:
             ValueError: a parameter is not the model's, or a state cannot be resharded.
         """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # states in host memory may still be written
+        if (device := next(iter(self._name_of)).device).type == "cuda":
+            torch.cuda.synchronize(device)  # states in host memory may still be written
         settings["optimizer"] = [
             {key: _plain(value) for key, value in group.items() if key != "params"} | {"params": names}
             for group, names in zip(optimizer.param_groups, self._groups(optimizer), strict=True)
         ]
-        if isinstance(optimizer, ShardedOptimizer):
-            return self._shares(optimizer, settings)
         stretches: dict[str, Stretch] = {}
-        for sharded_param, state in optimizer.state.items():
-            name = self._name_of[sharded_param]
-            parameter = self._parameters[name]
-            for key, value in state.items():
-                entry = _entry(name, key)
+        for name, share in self._updated(optimizer).items():
+            for key, value in optimizer.state.get(share.tensor, {}).items():
+                if "/" in key:
+                    raise ValueError(f"optimizer state {key} of {name} has a slash in its name")
+                entry = f"{OPTIMIZER}{name}/{key}"
                 if not isinstance(value, Tensor):
                     settings["scalars"][entry] = value
-                elif value.shape == sharded_param.shape:
-                    stretches[entry] = _stretch(parameter, value)
-                elif value.dim() == 0 or not isinstance(parameter, ShardedParameter):
+                elif key != "step" and value.shape == share.tensor.shape:  # torch, too, knows a counter by its name
+                    stretches[entry] = share.stretch(value)
+                elif value.dim() == 0 or share.shape == share.tensor.shape:
                     stretches[entry] = Stretch.whole(value)
                 else:
                     raise ValueError(
                         f"optimizer state {key} of {name} has shape {tuple(value.shape)}, its shard "
-                        f"{tuple(sharded_param.shape)}: only states like the shard can be read by other "
+                        f"{tuple(share.tensor.shape)}: only states like the shard can be read by other "
                         "numbers of ranks"
                     )
-        return stretches
-
-    def _shares(self, optimizer: ShardedOptimizer, settings: dict[str, Any]) -> dict[str, Stretch]:
-        """This rank's share; a value that stands for a whole parameter comes from the rank with its first element."""
-        stretches: dict[str, Stretch] = {}
-        for parameter, piece, state in optimizer.shares():
-            assert piece.tensor is not None
-            name = self._name_of[parameter]
-            for key, value in state.items():
-                entry = _entry(name, key)
-                if is_per_element(key, value, piece.tensor) and value.shape != parameter.shape:
-                    stretches[entry] = Stretch(tuple(parameter.shape), piece.start, value, _memory_order(parameter))
-                elif piece.start == 0 and isinstance(value, Tensor):
-                    stretches[entry] = Stretch.whole(value)
-                elif piece.start == 0:
-                    settings["scalars"][entry] = value
         return stretches
 
     def empty_optimizer_state(
@@ -129,7 +126,7 @@ class NamedState:
     ) -> dict[str, Stretch]:
         """What the checkpoint holds of the optimizer, or of this rank's share of it, in memory that is to be filled.
 
-        That is the optimizer's own memory if it has its state ``in_place``.
+        That is the optimizer's own memory if it has its state ``in_place``, and host memory otherwise.
 
         Raises:
             ValueError: the checkpoint has no optimizer, or one over other parameters.
@@ -144,31 +141,28 @@ class NamedState:
             )
         if getattr(optimizer, "in_place", False):
             return self.optimizer(optimizer, {})
-        pieces = _pieces(optimizer)
+        updated = self._updated(optimizer)
         stretches: dict[str, Stretch] = {}
         for entry, there in stored.items():
             name, key = _split(entry)
-            if not entry.startswith(OPTIMIZER) or name not in self._parameters:
+            if not entry.startswith(OPTIMIZER) or name not in self._shares:
                 continue
-            parameter = self._parameters[name]
-            like = parameter.sharded_param
-            if isinstance(optimizer, ShardedOptimizer) and key != "step" and there.shape == parameter.shape:
-                stretches[entry] = _empty_share(like, pieces.get(like), there.dtype)
-            elif there.shape == parameter.shape:
-                offloaded = key in getattr(optimizer, "offload", ()) and not isinstance(parameter, ShardedParameter)
-                place = torch.device("cpu") if offloaded else self.device
-                stretches[entry] = _stretch(parameter, torch.zeros_like(like, dtype=there.dtype, device=place).detach())
+            if key == "step" or there.shape != self._shares[name].shape:
+                stretches[entry] = Stretch.whole(torch.zeros(there.shape, dtype=there.dtype, device="cpu"))
+            elif share := updated.get(name):
+                memory = torch.zeros_like(share.tensor, dtype=there.dtype, device="cpu", requires_grad=False)
+                stretches[entry] = share.stretch(memory)
             else:
-                stretches[entry] = Stretch.whole(torch.zeros(there.shape, dtype=there.dtype))
+                stretches[entry] = Stretch(there.shape, 0, torch.zeros(0, dtype=there.dtype, device="cpu"))
         return stretches
 
     def restore_optimizer(
-        self, optimizer: torch.optim.Optimizer, settings: dict[str, Any], stretches: dict[str, Stretch]
+        self, optimizer: torch.optim.Optimizer, settings: dict[str, Any], stretches: Mapping[str, Stretch]
     ) -> None:
         """Hand the optimizer the filled tensors, the numbers and the settings of its groups."""
         names = [name for group in settings["optimizer"] for name in group["params"]]
         number_of = {name: number for number, name in enumerate(names)}
-        tensors = {entry: stretch.values for entry, stretch in stretches.items()}
+        tensors = {entry: stretch.values for entry, stretch in stretches.items() if entry.startswith(OPTIMIZER)}
         state: dict[str, dict[str, Any]] = {}
         for entry, value in (tensors | settings["scalars"]).items():
             name, key = _split(entry)
@@ -178,32 +172,21 @@ class NamedState:
             | {"params": [number_of[name] for name in group["params"]]}
             for group in settings["optimizer"]
         ]
-        if not isinstance(optimizer, ShardedOptimizer):
+        if isinstance(optimizer, ShardedOptimizer):
+            updated = self._updated(optimizer)
+            shares = {share.tensor: state[name] for name, share in updated.items() if name in state}
+            optimizer.load_shares(shares, groups)
+        else:
             numbered = {number_of[name]: values for name, values in state.items()}
             optimizer.load_state_dict({"state": numbered, "param_groups": groups})
-            return
-        shares = {
-            piece.tensor: state[name]
-            for parameter, piece in _pieces(optimizer).items()
-            if piece.tensor is not None and (name := self._name_of[parameter]) in state
-        }
-        optimizer.load_shares(shares, groups)
 
 
-def _stretch(parameter: ManagedParameter, value: Tensor) -> Stretch:
-    """A tensor like the parameter's shard as a stretch of the whole."""
-    if not isinstance(parameter, ShardedParameter):
-        return Stretch.whole(value)
-    return Stretch(tuple(parameter.shape), parameter.first_row * parameter.shape[1:].numel(), value)
-
-
-def _empty_share(parameter: Tensor, piece: Piece | None, dtype: torch.dtype) -> Stretch:
-    """State like a piece of a parameter, in host memory, from which a ``ShardedOptimizer`` takes it."""
-    shape = tuple(parameter.shape)
-    if piece is None or piece.tensor is None:
-        return Stretch(shape, 0, torch.zeros(0, dtype=dtype))
-    share = torch.zeros_like(piece.tensor, dtype=dtype, device="cpu").detach()
-    return Stretch(shape, piece.start, share, () if share.shape == shape else _memory_order(parameter))
+def _share(parameter: ManagedParameter) -> _Share:
+    """What this rank has of a parameter under FSDP."""
+    shape, start = tuple(parameter.shape), 0
+    if isinstance(parameter, ShardedParameter):
+        start = parameter.first_row * parameter.shape[1:].numel()
+    return _Share(parameter.sharded_param, shape, start)
 
 
 def _memory_order(parameter: Tensor) -> tuple[int, ...]:
@@ -211,19 +194,6 @@ def _memory_order(parameter: Tensor) -> tuple[int, ...]:
     strides = torch.empty_like(parameter.detach(), device="meta").stride()
     order = tuple(sorted(range(parameter.dim()), key=lambda d: -strides[d]))
     return order if order != tuple(range(parameter.dim())) else ()
-
-
-def _pieces(optimizer: torch.optim.Optimizer) -> dict[Tensor, Piece]:
-    """By parameter, what this rank updates of it: one stretch at most."""
-    if not isinstance(optimizer, ShardedOptimizer):
-        return {}
-    return {parameter: piece for parameter, piece, _ in optimizer.shares()}
-
-
-def _entry(name: str, key: str) -> str:
-    if "/" in key:
-        raise ValueError(f"optimizer state {key} of {name} has a slash in its name")
-    return f"{OPTIMIZER}{name}/{key}"
 
 
 def _split(entry: str) -> tuple[str, str]:

@@ -44,7 +44,7 @@ bucket (bucketed), and always one for those bytes. Besides: one for the order, o
 ``finish_gradient_synchronization`` (the next forward raises otherwise). Parameters must not be unfrozen later (raises).
 Gradients must be dense, without double backward. Reentrant checkpointing ends a backward of its own with each segment:
 right, but everything may be sent once per segment. Buffers are not broadcast in ``eval()``, under ``no_grad`` or in
-``no_sync``, so that one rank alone may evaluate. A deep or pickled copy is a wrapper of its own, for its parameters.
+``no_sync``, so that one rank alone may evaluate. It cannot be copied or pickled: copy its module.
 
 Method: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -61,7 +61,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from cs336_systems.distributed.buckets import MIB, Bucket, broadcast_from_rank_0, partition
+from cs336_systems.distributed.buckets import MIB, Bucket, broadcast_from_rank_0, partition, used_on_any_rank
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_schedule import inside_backward
 from cs336_systems.distributed.fsdp_units import is_unit
@@ -190,31 +190,12 @@ class DDP(nn.Module):
         self._backend = dist.get_backend(process_group)
         self._order_is_final = not during_backward
         self._make_buckets(self._trainable[::-1])
-        self._watch()
-
-    def _watch(self) -> None:
         for position, parameter in enumerate(self._trainable):
             parameter.register_post_accumulate_grad_hook(_ReadyHook(self, position))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: without what is under way.
-
-        Raises:
-            TypeError: the wrapper has a process group of its own, which cannot be copied.
-        """
-        if self._process_group is not None:
-            raise TypeError(
-                f"{type(self).__name__} cannot be copied or pickled with a process group of its own: copy its module, "
-                "and wrap the copy"
-            )
-        return {**self.__dict__, "_progress": _Progress(), "_finished": False}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if dist.is_initialized():
-            self._backend = dist.get_backend(self._process_group)
-        _check_not_watched(self.module)  # a shallow copy has the same parameters
-        self._watch()  # parameters are copied without their hooks
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What ``copy`` and ``pickle`` call; raises TypeError, as a copy's parameters would have no hooks."""
+        raise TypeError(f"{type(self).__name__} cannot be copied or pickled: copy its module, and wrap the copy")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, after rank 0's buffers have been taken over where that is due.
@@ -273,7 +254,8 @@ class DDP(nn.Module):
             self._start(bucket)
             if not self._during_backward:
                 self._progress.under_way.pop().wait()
-        used_anywhere = self._exchange(used)
+        used_anywhere, exchange = used_on_any_rank(used, self._trainable[0].device, self._process_group)
+        exchange.wait()
         for average in self._progress.under_way:
             average.wait()
         for parameter, is_used in zip(self._trainable, used_anywhere, strict=True):
@@ -310,19 +292,9 @@ class DDP(nn.Module):
         average = _Average(gradients, self._communication_dtype, self._backend, self._process_group)
         self._progress.under_way.append(average)
 
-    def _exchange(self, used: list[bool]) -> list[bool]:
-        """Which of the trainable parameters have a gradient on any rank."""
-        device, group = self._trainable[0].device, self._process_group
-        if all(used):  # filled and compared on the device: nothing for the host to wait for
-            dist.all_reduce(torch.ones(len(used), dtype=torch.uint8, device=device), dist.ReduceOp.MAX, group)
-            return used
-        flags = torch.tensor(used, dtype=torch.uint8, device=device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group)
-        return flags.bool().tolist()
-
     def _agree_on_order(self) -> None:
         """Order the buckets as rank 0's backward made gradients ready; what it did not use comes last."""
-        positions = {parameter: i for i, parameter in enumerate(self._trainable)}
+        positions: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self._trainable)}
         current = [positions[parameter] for bucket in self._buckets for parameter in bucket.parameters]
         ready = self._progress.ready
         order = [*ready, *(position for position in current if position not in ready)]

@@ -5,43 +5,44 @@
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, reduce_gradients="shard")
     loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-Three forms; with P bytes of parameters and W ranks on a ring, and AdamW's two moments:
+With P bytes of parameters and W ranks on a ring, and AdamW's two moments:
 
                         gradients before step()     bytes per link and step    memory per rank
     plain DDP           all-reduced by DDP          2 (W-1)/W P                P + P + 2 P
     default             all-reduced by DDP          2 (W-1)/W P + P            P + P + 2 P/W, up to a tensor more
-    "reduce-scatter"    each rank's own: no DDP     2 (W-1)/W P                P + P + 2 P/W
-    "shard"             each rank's own: no DDP     2 (W-1)/W P                P + P/W + 2 P/W, and two buckets
+    "reduce-scatter"    each rank's own: no DDP     2 (W-1)/W P                P + P/W + 2 P/W, and two buckets
+    "shard"             each rank's own: no DDP     2 (W-1)/W P                the same
 
-The default is the CS336 handout's: whole tensors have owners, balanced by bytes, who broadcast what they updated.
-``"reduce-scatter"`` is ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1): each rank receives the sum of only those
-gradients that it needs (divided by W, as DDP does), updates its slices, and all ranks gather the parameters. It sends
-as much as plain DDP; the default's broadcasts, one after another, come on top. ``shards.py`` and ``scattered.py`` have
-the layouts, ``costs/sharding.py`` the arithmetic: of the busiest link in each collective.
+The default is the CS336 handout's: whole tensors have owners, balanced by bytes, who broadcast what they updated. The
+other two are ZeRO (Rajbhandari et al. 2020, section 5.1): each rank receives the sum of only those gradients that it
+needs (divided by W, as DDP does), updates its slices, and all ranks gather the parameters. That is as much as plain DDP
+sends; the default's broadcasts, one after another, come on top. ``shards.py`` has the layouts, ``scattered.py`` what
+happens to gradients, ``costs/sharding.py`` the arithmetic, of the busiest link in each collective.
 
-``"shard"`` is stage 2: whole gradients are freed as their buckets are reduced. With one backward a step it is the same
-numbers, to the bit. Each of several backwards reduces (and sends) its own, and their means add up in the shard.
+The two differ in steps of several backwards. Under ``no_sync()``, ``"reduce-scatter"``, ZeRO stage 1, adds up whole
+gradients and sends them once, with the last backward. ``"shard"``, stage 2, never holds more than two buckets of whole
+gradients: each backward sends, and the means add up in the shard. With one backward a step they are the same numbers,
+to the bit. In both ``.grad`` is None after a backward that has sent, and ``step`` uses the gradients up; to give them
+up without a step, call the optimizer's ``zero_grad``.
 
 What the optimizer class must be like: it updates each parameter by itself (no LBFGS), and element by element for all
 but the default (SGD, Adam, AdamW; not Adafactor, Muon or LAMB). One that draws random numbers per element has a
 method ``locate(tensor, number, offset)`` and is told of which parameter, and from which element on. ``step`` runs it
-once per bucket, so that sending one overlaps with updating the next. With ``"reduce-scatter"``, ``.grad`` is scratch
-memory between backward and ``zero_grad``, and several backwards of a step go under ``no_sync()``, but for the last.
-With ``"shard"``, ``.grad`` is None after backward, and gradients are cleared by the optimizer's ``zero_grad`` alone.
-
-``step`` returns when all parameters are there, for whatever the current stream does next. After ``send_under_forward``
-it returns earlier, and the next forward runs while later layers' parameters are still on their way.
+once per bucket, so that sending one overlaps with updating the next. ``step`` returns when all parameters are there,
+for whatever the current stream does next; after ``send_under_forward`` it returns earlier, and the next forward runs
+while later layers' parameters are still on their way.
 
 Limits: ``torch.amp.GradScaler`` needs whole gradients, thus the default form; parameters must be dense, be on their
-device before, and begin equal on all ranks (DDP sees to that; without it, seed alike or broadcast). For clipping there
-is ``reduced_gradients``.
+device before, and begin equal on all ranks (DDP sees to that; without it, seed alike or broadcast). Outside ``no_sync``
+ranks run equally many backwards, or none. For clipping there is ``reduced_gradients``.
 """
 
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from copy import deepcopy
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -50,29 +51,14 @@ from torch import Tensor, nn
 from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
 from cs336_systems.distributed.arrivals import Arrivals
 from cs336_systems.distributed.fsdp_parameters import GradientHooks
-from cs336_systems.distributed.optimizer_state import (
-    check_state_fits,
-    copied,
-    layout_descriptions,
-    options_of,
-    parameters_of,
-    state_of_piece,
-    whole_state,
-)
 from cs336_systems.distributed.process_group import check_same_across_ranks
 from cs336_systems.distributed.scattered import GradientScatter
-from cs336_systems.distributed.shards import (
-    BucketLayout,
-    ParameterBucket,
-    Piece,
-    Runs,
-    check_dense,
-    local_layout,
-    owned_layout,
-    runs_of,
-)
+from cs336_systems.distributed.shards import ParameterBucket, Piece, Runs, owned_buckets, runs_of, scattered_buckets
 
 REDUCE_SCATTER, SHARD = "reduce-scatter", "shard"
+
+_NOT_OPTIONS = ("params", "param_names")
+_MUTABLE = (Tensor, list, dict, set)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -118,22 +104,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
         self._kwargs = kwargs
-        self._prepare_layout()
-        super().__init__(params, optimizer_cls([{"params": []}], **kwargs).defaults)
-        self._lay_out(self.param_groups, self._agreed(self.param_groups))
-
-    def _prepare_layout(self) -> None:
         self.local: torch.optim.Optimizer | None = None
         """The optimizer of this rank's share; its param_groups correspond to these one by one."""
         self._buckets: list[ParameterBucket] = []
-        self._pieces: dict[Tensor, list[Piece]] = {}
+        """None in a world of one rank, which updates everything where it lies."""
+        self.pieces: dict[Tensor, Piece] = {}
+        """What this rank updates, by parameter; parameters of which it updates nothing are not there."""
         self._names: dict[Tensor, str] = {}
         self._group_of: dict[Tensor, int] = {}
         self._loads = [0] * self.world_size
         self._arrivals: Arrivals | None = None
         self._sending: list[tuple[ParameterBucket, list[nn.Module]]] = []
-        scattered = self.reduce_gradients is not None and self.world_size > 1
-        self._scatter = GradientScatter(self._names, frees=self.reduce_gradients == SHARD) if scattered else None
+        self._scatter = GradientScatter() if reduce_gradients is not None and self.world_size > 1 else None
+        super().__init__(params, optimizer_cls([{"params": []}], **kwargs).defaults)
+        self._lay_out(self.param_groups, self._agreed(self.param_groups))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, such as layers that are no longer frozen; called with the same on every rank.
@@ -164,28 +148,42 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _agreed(self, groups: Sequence[dict[str, Any]]) -> Runs:
         """How to lay out the parameters of new groups, which is the same on every rank."""
-        runs = runs_of(parameters_of(groups))
+        runs = runs_of(_parameters_of(groups))
         if self.world_size > 1:
-            options = f"{self.optimizer_cls.__name__} {self.reduce_gradients} {self.bucket_size_mb}"
-            described = [f"{options}, {parameter}" for parameter in layout_descriptions(groups, runs)]
+            numbered = {parameter: i for i, parameter in enumerate(_parameters_of(groups))}
+            run_of = {parameter: [numbered[each] for each in run] for run in runs for parameter in run}
+            how = f"{self.optimizer_cls.__name__} {self.reduce_gradients} {self.bucket_size_mb}"
+            described = [
+                f"{how}, group {i}: {tuple(p.shape)} {p.dtype}{' frozen' * (not p.requires_grad)} with {run_of[p]}"
+                for i, group in enumerate(groups)
+                for p in group["params"]
+            ]
             check_same_across_ranks(described, "parameters to shard")
         return runs
 
     def _lay_out(self, groups: Sequence[dict[str, Any]], runs: Runs) -> None:
         """Divide the parameters of new groups and give this rank's pieces to its optimizer."""
-        layout = self._layout(runs)
-        self._buckets += layout.buckets
-        self._pieces |= layout.pieces
-        self._plan_sending()
         first = 0 if self.local is None else len(self.local.param_groups)
-        local_groups = []
         for i, group in enumerate(groups, start=first):
             numbered = [f"parameter {j} of group {i}" for j in range(len(group["params"]))]
             self._names |= zip(group["params"], group.get("param_names", numbered), strict=True)
-            pieces = [piece for parameter in dict.fromkeys(group["params"]) for piece in self._pieces[parameter]]
-            tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
+        where = self.rank, self.world_size, int(self.bucket_size_mb * 1024**2)
+        if self.world_size == 1:
+            self.pieces |= {parameter: Piece(0, parameter) for run in runs for parameter in run}
+        elif self._scatter is None:
+            self._buckets += owned_buckets(runs, *where, self._loads)
+        else:  # last parameters first, as backward makes their gradients
+            made = scattered_buckets(reversed(runs), *where)
+            self._scatter.watch(made, self._names)
+            self._buckets += made
+        for bucket in self._buckets:
+            self.pieces |= bucket.own
+        self._plan_sending()
+        local_groups = []
+        for i, group in enumerate(groups, start=first):
+            tensors = [self.pieces[p].tensor for p in dict.fromkeys(group["params"]) if p in self.pieces]
             self._group_of |= dict.fromkeys(tensors, i)
-            local_groups.append({**options_of(group), "params": tensors})
+            local_groups.append({**_options_of(group), "params": tensors})
         if self.local is None:
             self.local = self.optimizer_cls(local_groups, **self._kwargs)
         else:
@@ -193,25 +191,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.local.add_param_group(local_group)
         if locate := getattr(self.local, "locate", None):
             for number, parameter in enumerate(self._names):
-                for piece in self._pieces[parameter]:
-                    if piece.tensor is not None:
-                        locate(piece.tensor, number, piece.start)
+                if piece := self.pieces.get(parameter):
+                    locate(piece.tensor, number, piece.start)
         self.state = self.local.state
 
-    def _layout(self, runs: Runs) -> BucketLayout:
-        bucket_bytes = int(self.bucket_size_mb * 1024**2)
-        if self.world_size == 1:
-            return local_layout([parameter for run in runs for parameter in run])
-        if self._scatter is not None:
-            return self._scatter.layout(runs, self.rank, self.world_size, bucket_bytes)
-        return owned_layout(runs, self.rank, self.world_size, bucket_bytes, self._loads)
-
-    @overload
-    def step(self, closure: None = None, **kwargs: Any) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float], **kwargs: Any) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
         """Update all parameters on all ranks, which must all call it; returns the closure's loss if one is given.
 
         Args:
@@ -226,25 +211,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.wait()
-        if self.world_size > 1:
-            for parameter, name in self._names.items():
-                check_dense(parameter, name)
-        sent = self._scatter.reduce_the_rest() if self._scatter is not None else []
-        options = [options_of(group) for group in self.param_groups]
+        sent = self._take_gradients()
+        options = [_options_of(group) for group in self.param_groups]
+        if not self._sending:
+            self._update(self._local_tensors(), options, kwargs)
         for bucket, readers in self._sending:
+            bucket.hold()
+            if self._scatter is not None:
+                self._scatter.give(bucket)
             # What the optimizer counts in its groups counts steps, so only the last of its calls may change them.
             last = bucket is self._sending[-1][0]
-            self._update(bucket.prepare(), options if last else [copied(each) for each in options], kwargs)
+            if last or bucket.own:
+                own = [piece.tensor for piece in bucket.own.values()]
+                self._update(own, options if last else [_copied(each) for each in options], kwargs)
             works = bucket.send()
             if readers and self._arrivals is not None:
                 self._arrivals.expect(works, readers)
             else:
                 sent += works
+        if self._scatter is not None:
+            self._scatter.clear()
         for work in sent:
             work.wait()
         assert self.local is not None
         for group, local_group in zip(self.param_groups, self.local.param_groups, strict=True):
-            group.update(options_of(local_group))
+            group.update(_options_of(local_group))
         return loss
 
     def send_under_forward(self, modules: Iterable[nn.Module]) -> None:
@@ -296,12 +287,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._scatter is None:
             raise ValueError("this optimizer leaves gradients whole on every rank: take them from the parameters")
         self.wait()
-        for parameter, name in self._names.items():
-            check_dense(parameter, name)
-        for work in self._scatter.reduce_the_rest():
+        for work in self._take_gradients():
             work.wait()
-        tensors = [tensor for bucket in self._buckets for tensor in bucket.prepare()]
-        return [tensor.grad for tensor in tensors if tensor.grad is not None]
+        for bucket in self._buckets:
+            self._scatter.give(bucket)
+        own = [piece.tensor for bucket in self._buckets for piece in bucket.own.values()]
+        return [tensor.grad for tensor in own if tensor.grad is not None]
+
+    def _take_gradients(self) -> list[dist.Work]:
+        """Look at what backward has left, and start to reduce it where that is for this class to do."""
+        if self._scatter is not None:
+            return self._scatter.reduce_the_rest()
+        if self.world_size > 1:
+            for parameter, name in self._names.items():
+                if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                    raise ValueError(f"the gradient of {name} must be dense, got layout {parameter.grad.layout}")
+        return []
 
     def _update(self, tensors: list[Tensor], options: list[dict[str, Any]], kwargs: dict[str, Any]) -> None:
         """Step this rank's optimizer over some of its tensors only, its groups with these options."""
@@ -318,10 +319,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group["params"] = params
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters, on this rank."""
+        """Clear the gradients of all parameters, on this rank; what has been reduced is given up in any case."""
         super().zero_grad(set_to_none)
         if self._scatter is not None:
-            self._scatter.forget(free=set_to_none)
+            self._scatter.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -329,7 +330,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         In the form ``"shard"``, which has no room for whole gradients, each backward reduces all the same.
         """
-        if self._scatter is None or self._scatter.frees:
+        if self._scatter is None or self.reduce_gradients == SHARD:
             yield
             return
         before, self._scatter.enabled = self._scatter.enabled, False
@@ -338,61 +339,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finally:
             self._scatter.enabled = before
 
-    def state_dict(self, *, to: int | None = None) -> dict[str, Any]:
-        """The whole state in ``torch.optim``'s own format, as copies on the CPU; every rank must call it.
-
-        It loads into a ``ShardedOptimizer`` of any form and world size, and into a plain ``optimizer_cls``.
-
-        Args:
-            to: the only rank that gets it, for saving; the others get an empty dict. By default all ranks do, which
-                takes the memory of the whole state once per rank.
-        """
-        keep = to is None or to == self.rank
-        whole = whole_state(self._pieces, self.state, self.world_size, keep=keep)
-        if not keep:
-            return {}
-        mine, self.state = self.state, whole
-        try:
-            return super().state_dict()
-        finally:
-            self.state = mine
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take options and this rank's share of a state that ``state_dict`` or a plain ``optimizer_cls`` returned.
-
-        Raises:
-            ValueError: it holds no parameter groups (another rank got them), or belongs to other parameters; nothing
-                has changed then.
-        """
-        if "param_groups" not in state_dict or "state" not in state_dict:
-            raise ValueError(f"a state dict needs state and param_groups, got keys {sorted(state_dict)}")
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        by_parameter = {
-            parameter: state_dict["state"][number]
-            for number, parameter in zip(numbers, self._parameters(), strict=False)
-            if number in state_dict["state"]
-        }
-        for parameter, state in by_parameter.items():
-            check_state_fits(state, parameter)
-        shares = {
-            piece.tensor: state_of_piece(state, parameter, piece)
-            for parameter, state in by_parameter.items()
-            for piece in self._pieces[parameter]
-            if piece.tensor is not None
-        }
-        self.load_shares(shares, state_dict["param_groups"])
-
-    def shares(self) -> list[tuple[Tensor, Piece, dict[str, Any]]]:
-        """Each parameter that this rank updates a piece of, the piece, and its state, empty before the first step."""
-        return [
-            (parameter, piece, self.state.get(piece.tensor, {}))
-            for parameter, pieces in self._pieces.items()
-            for piece in pieces
-            if piece.tensor is not None
-        ]
-
     def load_shares(self, states: Mapping[Tensor, dict[str, Any]], param_groups: list[dict[str, Any]]) -> None:
-        """Take options as of ``state_dict``, and this rank's states by ``Piece.tensor``; of the others it has none.
+        """Take options in the format of ``torch.optim``, and this rank's states by ``Piece.tensor``.
 
         Raises:
             ValueError: the groups belong to other parameters; nothing has changed then.
@@ -404,25 +352,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
         id_of = dict(zip(self._local_tensors(), ids, strict=True))
         packed["state"] = {id_of[tensor]: state for tensor, state in states.items()}
         for group, local_group in zip(self.param_groups, packed["param_groups"], strict=True):
-            local_group.update(options_of(group))
+            local_group.update(_options_of(group))
         self.local.load_state_dict(packed)
         self.state = self.local.state
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _local_tensors(self) -> list[Tensor]:
         assert self.local is not None
         return [tensor for group in self.local.param_groups for tensor in group["params"]]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """What ``copy`` and ``pickle`` call; raises RuntimeError."""
+    def _refuse(self, *_: Any) -> NoReturn:
+        """What copies, pickles and state dicts come to: raise RuntimeError."""
         raise RuntimeError(
-            "ShardedOptimizer cannot be copied or pickled, as its parameters share buffers with those of other ranks: "
-            "save its state_dict(), or a checkpoint by save_checkpoint"
+            "a ShardedOptimizer holds this rank's share of the state, so it has no state_dict and is not copied or "
+            "pickled: save_checkpoint saves it, for any number of ranks"
         )
 
-    def __repr__(self) -> str:
-        name = type(self).__name__
-        place = f"{self.optimizer_cls.__name__}, rank {self.rank} of {self.world_size}"
-        return super().__repr__().replace(f"{name} (", f"{name} of {place} (", 1)
+    state_dict = load_state_dict = __reduce_ex__ = _refuse  # type: ignore[assignment]
+
+
+def _parameters_of(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """The parameters of all the groups, each once."""
+    return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group: all that it holds besides its parameters."""
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
+def _copied(options: dict[str, Any]) -> dict[str, Any]:
+    """Options that may be changed without changing these."""
+    return {key: deepcopy(value) if isinstance(value, _MUTABLE) else value for key, value in options.items()}

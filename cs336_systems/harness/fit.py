@@ -48,9 +48,14 @@ def predicted_bytes(case: TrainingCase, mode: str = "step", *, world_size: int =
     states = case.config.n_parameters * per_parameter
     if case.parallel.optimizer_state != "replicated":
         states //= world_size
-    gradients = weights // (world_size if case.parallel.optimizer_state == "scattered-gradients" else 1)
-    gradients = 0 if "gradients" in away else gradients
+    gradients = 0 if "gradients" in away else weights // gradient_shards(case, world_size)
     return {"forward": weights, "backward": weights + gradients, "step": weights + gradients + states}[mode]
+
+
+def gradient_shards(case: TrainingCase, world_size: int) -> int:
+    """In how many parts ranks divide the gradients that a step ends with, unless our FSDP does."""
+    freed = {"scattered-gradients": True, "scattered": case.accumulate == 1}
+    return world_size if freed.get(case.parallel.optimizer_state) else 1
 
 
 def predicted_peak(case: TrainingCase, mode: str = "step", *, world_size: int = 1) -> PeakMemory:

@@ -21,7 +21,7 @@ from cs336_systems.costs.memory import parameter_bytes
 from cs336_systems.costs.offload import STATES, host_bytes, offloaded, state_bytes_per_parameter
 from cs336_systems.distributed.peer_memory import mapped_bytes
 from cs336_systems.hardware import GIB
-from cs336_systems.harness.fit import is_predictable, predicted_peak
+from cs336_systems.harness.fit import gradient_shards, is_predictable, predicted_peak
 from cs336_systems.pretraining.options import TrainerCase
 from cs336_systems.streaming.choose import ChosenPlan
 from cs336_systems.training.step import TrainStep
@@ -45,9 +45,9 @@ def predicted_segments(case: TrainerCase, total: int | None) -> dict[str, int]:
         held = parameter_bytes(case.config, case.precision)
         if case.parallel.wrapper == "fsdp":
             held = state_bytes(model_units(case.config), case.world_size, width).parameters
-        divided = {"scattered": 1, "scattered-gradients": case.world_size}.get(case.parallel.optimizer_state)
-        gradients = 0 if "gradients" in away else held // (divided or 1)
-        of_state = held if divided is None else held // case.world_size
+        gradients = 0 if "gradients" in away else held // gradient_shards(case, case.world_size)
+        divided = case.parallel.optimizer_state in ("scattered", "scattered-gradients")
+        of_state = held // case.world_size if divided else held
         shares = {name: of_state * n_bytes // width for name, n_bytes in states.items()}
         return {"weights": held, "gradients": gradients, **shares, **on_host}
     peak = predicted_peak(case, world_size=case.world_size)

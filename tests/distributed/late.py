@@ -7,17 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.distributed.scattered import ScatteredBucket
-from cs336_systems.distributed.shards import FlatBuffer, _OwnedBucket
+from cs336_systems.distributed.shards import ParameterBucket
 
 
 class Late:
     """Collectives that begin with the first ``wait``, which ranks must come to in the same order, and send what the
-    buffers hold now."""
+    bucket holds now."""
 
-    def __init__(self, send: Callable[[], list[dist.Work]], buffers: list[FlatBuffer]) -> None:
+    def __init__(self, send: Callable[[], list[dist.Work]], flat: torch.Tensor) -> None:
         self._send = send
-        self._contents = [(buffer.flat, buffer.flat.clone()) for buffer in buffers]
+        self._contents = [(flat, flat.clone())]
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -30,11 +29,8 @@ class Late:
 
 @contextmanager
 def late_updates() -> Iterator[None]:
-    """Of the steps inside."""
-    of_shards, of_owners = ScatteredBucket.send, _OwnedBucket.send
+    """The steps inside send late."""
+    send = ParameterBucket.send
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ScatteredBucket, "send", lambda own: [Late(lambda: of_shards(own), [own.buffer])])
-        patch.setattr(
-            _OwnedBucket, "send", lambda own: [Late(lambda: of_owners(own), [buffer for _, buffer in own.buffers])]
-        )
+        patch.setattr(ParameterBucket, "send", lambda own: [Late(lambda: send(own), own.flat)])
         yield

@@ -12,7 +12,6 @@ TINY_BUCKETS = {"bucket_size_mb": 600 / 1024**2}
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
-    "adam": (torch.optim.Adam, {"lr": 0.01}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "ours": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
 }

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs336_systems.distributed import FSDP, background_checkpoint, checkpoint, checkpoint_folder
+from cs336_systems.distributed import FSDP, background_checkpoint, checkpoint
 from cs336_systems.distributed.background_checkpoint import BackgroundSaver
 from cs336_systems.distributed.checkpoint import complete_checkpoints, load_checkpoint, save_checkpoint
 from cs336_systems.distributed.checkpoint_folder import MARKER
@@ -28,41 +28,26 @@ def same_bits(left, right):
 def save_while_stepping(rank: Rank, folder):
     """By kind: parameters at the save, whether the same ranks that resume have later ones, and bytes of this rank.
 
-    Training goes on while the save waits for the disk, so that what it writes is a copy.
+    Training continues while the save waits for the disk, so that what it writes is a copy.
     """
     write, found = background_checkpoint.write, {}
     for kind in KINDS:
         trainee, hold = Trainee(kind), threading.Event()
         background_checkpoint.write = lambda *arguments, hold=hold: hold.wait(60) and write(*arguments)
         with BackgroundSaver(folder / kind, trainee.model, trainee.optimizer) as saver:
-            for number in range(3):
-                trainee.step(rank.rank, number)
-            saved_values = trainee.values()
+            trainee.steps(rank.rank, range(3))
+            values = trainee.values()
             assert saver.reserve(2**30) is None
             saver.save(3, {"place": 7})
             assert saver.finished() == []
-            for number in range(3, 6):
-                trainee.step(rank.rank, number)
+            trainee.steps(rank.rank, range(3, 6))
             hold.set()
             (saved,) = saver.wait()
             assert (saved.error, saved.path) == (None, folder / kind / "step-00000003")
             assert 0 < saved.stall_seconds <= saved.seconds
-            saver.save(6)
-        again = Trainee(kind, seed=1)
-        assert load_checkpoint(folder / kind, again.model, again.optimizer) == 6
-        same = same_bits(again.values(), trainee.values())
-        if rank.rank == 0:
-            checkpoint_folder.discard(folder / kind / "step-00000006")
-        dist.barrier()
-        again = resumed(kind, folder / kind)
-        for number in range(3, 6):
-            again.step(rank.rank, number)
-        found[kind] = (
-            saved_values,
-            trainee.values(),
-            same and same_bits(again.values(), trainee.values()),
-            saved.n_bytes,
-        )
+        resumed_trainee = resumed(kind, folder / kind)
+        resumed_trainee.steps(rank.rank, range(3, 6))
+        found[kind] = values, same_bits(resumed_trainee.values(), trainee.values()), saved.n_bytes
     background_checkpoint.write = write
     load_what_does_not_fit(folder)
     refuse_or_fall_back(rank, folder / "refused")
@@ -80,12 +65,11 @@ def resumed(kind, folder):
 
 def resume_under_every_wrapper(rank: Rank, folder):
     """By the kinds that saved and that resume: the values that are loaded."""
-    families = [("fsdp",), ("ddp, fused", "ddp", "owned", "scattered", "freed")]
-    pairs = [(one, other) for family in families for one in family for other in family]
-    pairs += [(kind, kind) for kind in ("fsdp, ours", "fsdp, momentum")]
+    whole = ("ddp, fused", "owned", "scattered")
+    pairs = [(one, other) for one in whole for other in whole] + [(kind, kind) for kind in ("fsdp", "fsdp, ours")]
     found = {(saved, kind): resumed(kind, folder / saved) for saved, kind in pairs}
     for trainee in found.values():
-        trainee.step(rank.rank, 3)  # with state of the right devices, dtypes and shapes
+        trainee.steps(rank.rank, [3])  # with state of the right devices, dtypes and shapes
     return {pair: resumed(pair[1], folder / pair[0]).values() for pair in found}
 
 
@@ -96,10 +80,9 @@ def load_what_does_not_fit(folder):
     wider = FSDP(nn.Sequential(nn.Linear(6, 2 * 6)))
     save_checkpoint(folder / "wide", FSDP(nn.Sequential(nn.Linear(6, 6))), None, 0)
     for model, optimizer, name, message in (
-        (other, None, "fsdp", "is a checkpoint of another model: it lacks .*model/blocks.0.down.bias, "),
-        (trainee.model, fewer, "fsdp", "is a checkpoint of another optimizer: it holds parameter groups of "),
+        (other, None, "fsdp", "it lacks .*model/blocks.0.down.bias, "),
+        (trainee.model, fewer, "fsdp", "another optimizer"),
         (wider, None, "wide", r"model/0.weight is \(6, 6\) torch.float32 there and \(12, 6\) torch.float32 here"),
-        (wider, torch.optim.SGD(wider.parameters()), "wide", "another"),
     ):
         before = {key: value.clone() for key, value in model.gather_full_params().items()}
         with pytest.raises(ValueError, match=message):
@@ -151,7 +134,7 @@ def refuse_or_fall_back(rank: Rank, folder):
 def die_while_saving(rank: Rank, folder):
     """Both ranks have written their shards, rank 0 is killed before the directory is whole."""
     trainee = Trainee("fsdp")
-    trainee.step(rank.rank, 0)
+    trainee.steps(rank.rank, [0])
     checkpoint.write_index = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     save_checkpoint(folder / "fsdp", trainee.model, trainee.optimizer, 9)
 
@@ -163,25 +146,26 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_ranks_resume_with_the_same_bits_and_each_writes_its_share(saved, kind):
+def test_the_same_ranks_resume_with_the_same_bits_and_each_writes_its_share(saved):
     folder, of_ranks = saved
-    assert all(found[kind][1] for found in of_ranks)
-    sizes = [found[kind][2] for found in of_ranks]
-    assert max(sizes) < 0.75 * sum(sizes)
-    (path,) = (folder / kind).iterdir()
-    assert sorted(file.name for file in path.iterdir()) == [
-        *(MARKER, "rank-0.safetensors", "rank-1.safetensors", "tensors.json")
-    ]
-    marker = json.loads((path / MARKER).read_text())
-    assert (marker["step"], marker["extra"], marker["optimizer"][0]["lr"]) == (3, {"place": 7}, 0.05)
+    for kind in KINDS:
+        assert all(found[kind][1] for found in of_ranks)
+        sizes = [found[kind][2] for found in of_ranks]
+        assert max(sizes) < 0.75 * sum(sizes)
+        (path,) = (folder / kind).iterdir()
+        assert sorted(file.name for file in path.iterdir()) == [
+            *(MARKER, "rank-0.safetensors", "rank-1.safetensors", "tensors.json")
+        ]
+        marker = json.loads((path / MARKER).read_text())
+        assert (marker["step"], marker["extra"], marker["optimizer"][0]["lr"]) == (3, {"place": 7}, 0.05)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_other_ranks_and_wrappers_read_the_same_values(saved, world_size):
+def test_other_ranks_and_wrappers_read_the_same_values(saved):
     folder, of_ranks = saved
-    for found in on_ranks(resume_under_every_wrapper, world_size, folder):
+    with joined("cpu") as rank:
+        by_one = resume_under_every_wrapper(rank, folder)
+    for found in (by_one, *on_ranks(resume_under_every_wrapper, 4, folder)):
         for (saved_kind, kind), values in found.items():
             assert same_bits(values, of_ranks[0][saved_kind][0]), (saved_kind, kind)
 
@@ -200,7 +184,7 @@ def test_a_save_that_is_killed_leaves_the_one_before(saved):
 def alone():
     with joined("cpu"):
         trainee = Trainee("ddp, fused")
-        trainee.step(0, 0)
+        trainee.steps(0, [0])
         yield trainee
 
 

@@ -1,8 +1,6 @@
 """Data parallelism in a group of its own: of some of the ranks, and of NCCL kernels with few thread blocks."""
 
-import copy
 import json
-import pickle
 
 import pytest
 import torch
@@ -12,10 +10,10 @@ from torch import nn
 from cs336_systems.distributed.buckets import MIB
 from cs336_systems.distributed.ddp import BucketedDDP
 from cs336_systems.distributed.process_group import Rank, alone, limited_group
+from cs336_systems.harness.traffic import Traffic
 
-from .checks import on_gpus, on_ranks
-from .replicas import averaged, backward, gradients, local_gradients
-from .test_ddp import LADDER
+from .checks import on_each, on_gpus, on_ranks
+from .replicas import RUNGS, averaged, backward, gradients
 from .toys import Branches, Toy
 
 
@@ -23,7 +21,7 @@ def pairs_average_apart(rank: Rank):
     """Ranks 0 and 2 hold one replica, 1 and 3 another; the second pair trains once more, while the first does not."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group, first = groups[rank.rank % 2], rank.rank % 2
-    for wrap in LADDER.values():
+    for wrap in RUNGS:
         module = Toy()
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
@@ -36,7 +34,8 @@ def pairs_average_apart(rank: Rank):
         for _ in range(2 + first):
             x = torch.randn(3, 6)
             dist.broadcast(module.offset, group=group, group_src=0)
-            expected = [averaged(g, group) for g in local_gradients(module, module(x).square().sum())]
+            params = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            expected = [averaged(g, group) for g in torch.autograd.grad(module(x).square().sum(), params)]
             module.offset.fill_(rank.rank)  # a forward takes over that of the pair's first rank
             backward(model, x)
             assert (module.offset == first).all()
@@ -49,7 +48,7 @@ def unused_parameters_are_a_pairs_own(rank: Rank):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair, group = rank.rank // 2, groups[rank.rank // 2]
     used = [[0, 2], [0, 1], [0], [0]][rank.rank]
-    for wrap in LADDER.values():
+    for wrap in RUNGS:
         model = wrap(Branches(), process_group=group)
         for _ in range(2):
             backward(model, torch.randn(2, 4), used)
@@ -77,55 +76,28 @@ def models_and_the_order_of_buckets_are_a_pairs_own(rank: Rank):
     model = BucketedDDP(Twice(width), bucket_size_mb=4 * width * width / MIB, process_group=group)
     for _ in range(2):
         backward(model, torch.randn(2, width))
-    weights = [model.module.layers[i].weight for i in reversed(order)]
-    assert [bucket.parameters for bucket in model._buckets] == [[weight] for weight in weights]
+    with Traffic() as traffic:
+        backward(model, torch.randn(2, width))
+    assert [event.n_bytes for event in traffic.sent] == [4 * width * width] * 2 + [2]
 
 
-def one_that_is_not_in_the_group_is_told(rank: Rank):
+def what_is_refused(rank: Rank):
+    """A rank that is not in the group, and thread blocks, which are NCCL's."""
     group = dist.new_group([0])
     if rank.rank == 0:
         BucketedDDP(nn.Linear(2, 2), process_group=group)
-        return
-    with pytest.raises(ValueError, match="rank 1 is not in the process group of this BucketedDDP"):
-        BucketedDDP(nn.Linear(2, 2), process_group=group)
+    else:
+        with pytest.raises(ValueError, match="rank 1 is not in the process group"):
+            BucketedDDP(nn.Linear(2, 2), process_group=group)
+    for limit, value in ((8, "gloo"), (0, "0")):
+        with pytest.raises(ValueError, match=value):
+            limited_group(rank, limit)
 
 
-def a_wrapper_with_a_group_is_not_copied(rank: Rank):
-    model = BucketedDDP(nn.Linear(2, 2), process_group=dist.new_group([0, 1]))
-    for attempt in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="BucketedDDP cannot be copied or pickled with a process group of its own"):
-            attempt(model)
-
-
-def gloo_has_no_thread_blocks(rank: Rank):
-    with pytest.raises(ValueError, match="thread blocks are NCCL's, and the ranks' backend is gloo"):
-        limited_group(rank, 8)
-    with pytest.raises(ValueError, match="at least one thread block, got 0"):
-        limited_group(rank, 0)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        pairs_average_apart,
-        unused_parameters_are_a_pairs_own,
-        models_and_the_order_of_buckets_are_a_pairs_own,
-    ],
+test_some_of_the_ranks = on_each(
+    4, (pairs_average_apart, unused_parameters_are_a_pairs_own, models_and_the_order_of_buckets_are_a_pairs_own)
 )
-def test_some_of_the_ranks(check):
-    on_ranks(check, 4)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        one_that_is_not_in_the_group_is_told,
-        a_wrapper_with_a_group_is_not_copied,
-        gloo_has_no_thread_blocks,
-    ],
-)
-def test_what_is_refused(check):
-    on_ranks(check, 2)
+test_refusals = on_each(2, (what_is_refused,))
 
 
 def few_thread_blocks(rank: Rank, folder):

@@ -65,7 +65,7 @@ HOOKS = {
         adapters.ddp_bucketed_on_train_batch_start,
         adapters.ddp_bucketed_on_after_backward,
     )
-    for mb in (0.0001, 0.0016, 0.01, None)
+    for mb in (0.0001, 0.0016, None)
 }
 
 

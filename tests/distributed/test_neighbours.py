@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cs336_systems.distributed.neighbours import empty_like_run, neighbours
-from cs336_systems.distributed.shards import flat_buffers, owned_layout, runs_of
+from cs336_systems.distributed.shards import owned_buckets, runs_of, scattered_buckets
 
 
 def numbers(tensors) -> list[list[int]]:
@@ -62,24 +62,30 @@ def test_flat_buffers_keep_neighbours(world_size, bucket_bytes):
     values = [parameter.detach().clone() for parameter in parameters]
     before = numbers(parameters)
     assert before == [[0], [1, 3, 4], [5, 2], [6]]
-    buffers = flat_buffers(runs_of(parameters), bucket_bytes, world_size)
-    assert numbers(parameters) == before
-    assert all(map(torch.equal, parameters, values))
-    assert sum(len(buffer.parameters) for buffer in buffers) == len(parameters)
-    for buffer in buffers:
-        shard = buffer.flat.numel() // world_size
-        views, cuts = buffer.views_of(buffer.flat), buffer.cuts(world_size)
-        for parameter, view, spans in zip(buffer.parameters, views, cuts, strict=True):
-            assert view.data_ptr() == parameter.data_ptr()
-            assert [start for _, start, _ in spans] == [0, *(stop for _, _, stop in spans[:-1])]
-            assert spans[-1][2] == parameter.numel()
-            assert all((view.storage_offset() + start) // shard == rank for rank, start, _ in spans)
+    ends = dict.fromkeys(parameters, 0)
+    for rank in range(world_size):
+        for bucket in scattered_buckets(runs_of(parameters), rank, world_size, bucket_bytes):
+            shard = bucket.flat.numel() // world_size
+            for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+                assert parameter.data_ptr() == bucket.flat[offset:].data_ptr()
+                if piece := bucket.own.get(parameter):
+                    assert piece.start == ends[parameter]
+                    assert piece.tensor.data_ptr() == bucket.flat[offset + piece.start :].data_ptr()
+                    ends[parameter] += piece.tensor.numel()
+                    assert rank * shard <= offset + piece.start < offset + ends[parameter] <= (rank + 1) * shard
+        assert numbers(parameters) == before
+        assert all(map(torch.equal, parameters, values))
+    assert ends == {parameter: parameter.numel() for parameter in parameters}
 
 
 def test_neighbours_have_one_owner_and_what_is_frozen_in_part_comes_apart():
     parameters = merged_parameters()
-    layout = owned_layout(runs_of(parameters), 0, 3, 10**6, [0, 0, 0])
-    owner = {parameter: piece.rank for parameter, (piece,) in layout.pieces.items()}
+    owner = {
+        parameter: rank
+        for rank in range(3)
+        for bucket in owned_buckets(runs_of(parameters), rank, 3, 10**6, [0, 0, 0])
+        for parameter in bucket.own
+    }
     assert owner[parameters[1]] == owner[parameters[3]] == owner[parameters[4]]
     assert owner[parameters[5]] == owner[parameters[2]]
     assert len(set(owner.values())) == 3

@@ -7,6 +7,7 @@ step before, every time.
 import gc
 import tempfile
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 
 from .checks import on_each
 from .late import late_updates
-from .sharding_models import FORMS, Toy, flat, train
-from .test_sharded_optimizer import CollectiveLog, sharded
+from .sharding_models import Toy, flat, train
+from .test_sharded_optimizer import SCATTERED, TWO_FORMS, CollectiveLog, sharded
 
 WIDTHS = (4, 8, 16, 32)
 
@@ -61,65 +62,72 @@ def stepped(rank: Rank, form: str | None) -> tuple[nn.Sequential, ShardedOptimiz
 
 
 def numbers_are_those_of_a_step_that_waits(rank: Rank) -> None:
-    """Also of parameters that are shared, or in none of the modules."""
-    for form in FORMS:
+    """Also of parameters that are shared, in none of the modules, or in layers that no forward has reached since."""
+    for form in TWO_FORMS:
         model, expected = Toy(), Toy()
-        train(expected, sharded(expected, form), range(5), rank.world_size, rank.rank)
+        train(expected, sharded(expected, form), range(4), rank.world_size, rank.rank)
         optimizer = sharded(model, form)
         optimizer.send_under_forward([model.first, model.second, model.tied])
         with late_updates():
-            train(model, optimizer, range(5), rank.world_size, rank.rank)
+            train(model, optimizer, range(4), rank.world_size, rank.rank)
         optimizer.wait()
         assert torch.equal(flat(model), flat(expected)), form
+        some, all_ = layers(), layers()
+        optimizers = each(form, some), each(form, all_)
+        optimizers[0].send_under_forward(some)
+        for one, its in zip((some, all_), optimizers, strict=True):
+            with late_updates():
+                one_step(one, its, rank)
+                one[0](torch.ones(1, 4)).sum().backward()
+                its.step()
+                its.wait()
+        assert torch.equal(flat(some), flat(all_)), form
 
 
 def first_layers_are_sent_first(rank: Rank) -> None:
-    sizes = [16 * width for width in WIDTHS]
     for order in (range(4), (2, 0, 3, 1)):
         model = layers()
-        optimizer = each("reduce-scatter", model)
+        optimizer = each(SCATTERED, model)
         optimizer.send_under_forward(model[i] for i in order)
         read_first_to_last(model, rank.rank).backward()
         with CollectiveLog() as log:
             optimizer.step()
         gathered = [n_bytes for name, n_bytes in log.sent if name == "allgather_base"]
-        assert gathered == [max(256, sizes[i]) for i in order]  # 128 bytes for each rank at the least
+        assert gathered == [max(256, 16 * WIDTHS[i]) for i in order]  # 128 bytes for each rank at the least
 
 
 def each_layer_waits_for_its_own(rank: Rank) -> None:
-    for form in FORMS:
+    for form in TWO_FORMS:
         model, _optimizer, expected = stepped(rank, form)
         x = torch.ones(1, 4)
         for layer in model[:2]:
             layer(x)
         n_there = 4 * sum(WIDTHS[:2])
         assert torch.equal(flat(model[:2]), expected[:n_there])
-        if form is not None:  # else a rank may own all that is left
+        if form is SCATTERED:  # else a rank may own all that is left
             assert not torch.equal(flat(model[2:]), expected[n_there:])
         for layer in model[2:]:
             layer(x)
         assert torch.equal(flat(model), expected)
 
 
-def all_of(state: dict[str, torch.Tensor]) -> torch.Tensor:
-    """As ``flat`` of a model."""
-    return torch.cat([value.double().reshape(-1) for value in state.values()])
-
-
 def whoever_else_reads_waits(rank: Rank) -> None:
-    for form in FORMS:
-        model, optimizer, expected = stepped(rank, form)
-        optimizer.wait()
-        assert torch.equal(flat(model), expected)
-        model, _optimizer, expected = stepped(rank, form)
-        assert torch.equal(all_of(model.state_dict()), expected)
-        model, _optimizer, expected = stepped(rank, form)
+    """Who calls ``wait``, state dicts of the model and of a part of a listed module, and who writes."""
+    for form in TWO_FORMS:
+        readers: tuple[Callable, ...] = (
+            lambda model, optimizer: optimizer.wait(),
+            lambda model, optimizer: model.state_dict(),
+        )
+        for read in readers:
+            model, optimizer, expected = stepped(rank, form)
+            read(model, optimizer)
+            assert torch.equal(flat(model), expected)
         whole = nn.ModuleDict({"of a listed module": nn.Sequential(model)})
         optimizer = each(form, whole)
         optimizer.send_under_forward([whole])
         with late_updates():
             one_step(model, optimizer, rank)
-        state = all_of(model.state_dict())  # of a part of it
+        state = torch.cat([value.double().reshape(-1) for value in model.state_dict().values()])
         optimizer.wait()
         assert torch.equal(state, flat(model))
         model, _optimizer, expected = stepped(rank, form)
@@ -132,41 +140,21 @@ def checkpoints_wait(rank: Rank) -> None:
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]
         dist.broadcast_object_list(folders)
-        for form in FORMS:
-            model, optimizer, expected = stepped(rank, form)
-            save_checkpoint(folders[0], model, None if form is None else optimizer, 1)
-            restored = layers()
-            load_checkpoint(folders[0], restored, None if form is None else each(form, restored))
-            assert torch.equal(flat(restored), expected), form
-            one_step(model, optimizer, rank)
-            save_checkpoint(folders[0], model, optimizer, 2)
-            other, its, _ = stepped(rank, form)  # has made a step less
-            assert load_checkpoint(folders[0], other, its) == 2
-            its.wait()
-            assert torch.equal(flat(other), flat(model)), form
+        model, optimizer, expected = stepped(rank, SCATTERED)
+        save_checkpoint(folders[0], model, optimizer, 1)
+        assert torch.equal(flat(model), expected)
+        one_step(model, optimizer, rank)
+        save_checkpoint(folders[0], model, optimizer, 2)
+        other, its, _ = stepped(rank, SCATTERED)  # has made a step less
+        assert load_checkpoint(folders[0], other, its) == 2
+        its.wait()
+        assert torch.equal(flat(other), flat(model))
         dist.barrier()
-
-
-def the_next_step_waits(rank: Rank) -> None:
-    """Also for layers that no forward has reached since."""
-    for form in FORMS:
-        expected = layers()
-        waiting = each(form, expected)
-        model = layers()
-        optimizer = each(form, model)
-        optimizer.send_under_forward(model)
-        for one, its in ((expected, waiting), (model, optimizer)):
-            with late_updates():
-                one_step(one, its, rank)
-                one[0](torch.ones(1, 4)).sum().backward()
-                its.step()
-                its.wait()
-        assert torch.equal(flat(model), flat(expected)), form
 
 
 def what_goes_leaves_nothing_behind(rank: Rank) -> None:
     """An optimizer no hooks, and the parameters updated; a model no memory. Without Python's collector."""
-    for form in FORMS:
+    for form in TWO_FORMS:
         model, optimizer, expected = stepped(rank, form)
         gone = weakref.ref(optimizer)
         gc.collect()
@@ -184,19 +172,9 @@ def what_goes_leaves_nothing_behind(rank: Rank) -> None:
             gc.enable()
 
 
-def modules_are_checked(rank: Rank) -> None:
-    model = layers()
-    optimizer = each("reduce-scatter", model)
-    with pytest.raises(ValueError, match="parameters of modules to send under differ across ranks at index 0"):
-        optimizer.send_under_forward(reversed(model) if rank.rank else model)
-    model[1].compile()
-    with pytest.raises(ValueError, match="Linear is compiled: what its forward is to wait for would be, too"):
-        optimizer.send_under_forward(model)
-    assert not any(layer._forward_pre_hooks for layer in model)
-
-
 def other_modules_take_the_place_of_the_first(rank: Rank) -> None:
-    model, optimizer, expected = stepped(rank, "reduce-scatter")
+    """Unless ranks name different ones, or one that is compiled."""
+    model, optimizer, expected = stepped(rank, SCATTERED)
     optimizer.send_under_forward(model[3:])
     assert torch.equal(flat(model), expected)
     with late_updates():
@@ -205,6 +183,11 @@ def other_modules_take_the_place_of_the_first(rank: Rank) -> None:
     optimizer.wait()
     assert not torch.equal(flat(model[3:]), before)
     assert torch.equal(flat(model[:3]), others)  # those were there
+    with pytest.raises(ValueError, match="differ across ranks"):
+        optimizer.send_under_forward(reversed(model) if rank.rank else model)
+    model[1].compile()
+    with pytest.raises(ValueError, match="Linear is compiled"):
+        optimizer.send_under_forward(model)
 
 
 CHECKS = (
@@ -213,10 +196,7 @@ CHECKS = (
     each_layer_waits_for_its_own,
     whoever_else_reads_waits,
     checkpoints_wait,
-    the_next_step_waits,
     what_goes_leaves_nothing_behind,
-    modules_are_checked,
     other_modules_take_the_place_of_the_first,
 )
-
 test_on_two_ranks = on_each(2, CHECKS)

@@ -1,7 +1,5 @@
 """The sharded optimizer over NCCL: in-place collectives on shards, fused kernels on slices, state on GPUs."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,20 +14,15 @@ FUSED = {"lr": 0.01, "weight_decay": 0.1, "fused": True}
 
 
 def train_on_gpus(rank: Rank) -> None:
-    """Five steps, the last two after a round trip of the state; fp64 shows any other arithmetic."""
+    """Five steps; fp64 shows any other arithmetic."""
     for dtype in (torch.float64, torch.float32):
         alone = Toy().to(rank.device, dtype)
         train(alone, torch.optim.AdamW(alone.parameters(), **FUSED), range(5), rank.world_size, rank.rank)
         for form in FORMS:
             together = Toy().to(rank.device, dtype)
             options = {"reduce_gradients": form, **TINY_BUCKETS, **FUSED}
-            first = ShardedOptimizer(together.parameters(), torch.optim.AdamW, **options)
-            train(together, first, range(3), rank.world_size, rank.rank)
-            state = copy.deepcopy(first.state_dict())
-            assert {t.device.type for s in state["state"].values() for t in s.values()} == {"cpu"}
-            second = ShardedOptimizer(together.parameters(), torch.optim.AdamW, **options)
-            second.load_state_dict(state)
-            train(together, second, range(3, 5), rank.world_size, rank.rank)
+            optimizer = ShardedOptimizer(together.parameters(), torch.optim.AdamW, **options)
+            train(together, optimizer, range(5), rank.world_size, rank.rank)
             values = [torch.empty_like(flat(together)) for _ in range(rank.world_size)]
             dist.all_gather(values, flat(together))
             assert all(torch.equal(value, values[0]) for value in values)

@@ -4,16 +4,14 @@ import torch
 from torch import nn
 
 from cs336_systems.distributed import FSDP, FlatDDP, ShardedOptimizer
-from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, SHARD
+from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER
 from cs336_systems.training import AdamW
 
-SHARDED = {"owned": None, "scattered": REDUCE_SCATTER, "freed": SHARD}
+SHARDED = {"owned": None, "scattered": REDUCE_SCATTER}
 OPTIMIZERS = {
     "fsdp": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, betas=(0.8, 0.9)),
     "fsdp, ours": lambda parameters: AdamW(parameters, lr=0.05),
-    "fsdp, momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "ddp, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True),
-    "ddp": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
 }
 KINDS = (*OPTIMIZERS, *SHARDED)
 
@@ -58,14 +56,15 @@ class Trainee:
         else:
             self.optimizer = OPTIMIZERS[kind](self.model.parameters())
 
-    def step(self, rank, number):
-        generator = torch.Generator().manual_seed(10 * number + rank)
-        self.model(torch.randn(4, self.layers[0].in_features, generator=generator)).square().mean().backward()
-        if self.averaged:
-            self.model.finish_gradient_synchronization()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.layers.steps += 1
+    def steps(self, rank, numbers):
+        for number in numbers:
+            generator = torch.Generator().manual_seed(10 * number + rank)
+            self.model(torch.randn(4, self.layers[0].in_features, generator=generator)).square().mean().backward()
+            if self.averaged:
+                self.model.finish_gradient_synchronization()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.layers.steps += 1
 
     def values(self):
         """Whole parameters, by name; a collective."""
