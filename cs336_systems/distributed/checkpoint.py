@@ -282,20 +282,15 @@ def _damage(group: dist.ProcessGroup, stored: StoredCheckpoint) -> str | None:
 
 def _check_tensors(path: Path, expected: Mapping[str, Stretch], stored: Mapping[str, StoredTensor]) -> None:
     """Raise ValueError unless the checkpoint holds exactly these tensors, in these shapes and dtypes."""
-
-    def shorten(names: list[str]) -> str:
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-    differences = []
-    if missing := sorted(expected.keys() - stored.keys()):
-        differences.append(f"it lacks {shorten(missing)}")
-    if foreign := sorted(stored.keys() - expected.keys()):
-        differences.append(f"it holds {shorten(foreign)} besides")
-    for name in sorted(expected.keys() & stored.keys()):
-        ours = expected[name].shape, expected[name].values.dtype
-        theirs = stored[name].shape, stored[name].dtype
-        if ours != theirs:
-            differences.append(f"{name} is {theirs[0]} {theirs[1]} there and {ours[0]} {ours[1]} here")
+    ours = {name: f"{stretch.shape} {stretch.values.dtype}" for name, stretch in expected.items()}
+    theirs = {name: f"{tensor.shape} {tensor.dtype}" for name, tensor in stored.items()}
+    differences = [f"it lacks {name}" for name in sorted(ours.keys() - theirs.keys())]
+    differences += [f"it holds {name} besides" for name in sorted(theirs.keys() - ours.keys())]
+    differences += [
+        f"{name} is {theirs[name]} there and {ours[name]} here"
+        for name in sorted(ours.keys() & theirs.keys())
+        if ours[name] != theirs[name]
+    ]
     if differences:
         more = f"; and {len(differences) - 3} more differences" if len(differences) > 3 else ""
         raise ValueError(f"{path} is a checkpoint of another model: {'; '.join(differences[:3])}{more}")

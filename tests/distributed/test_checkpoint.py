@@ -80,7 +80,7 @@ def load_what_does_not_fit(folder):
     wider = FSDP(nn.Sequential(nn.Linear(6, 2 * 6)))
     save_checkpoint(folder / "wide", FSDP(nn.Sequential(nn.Linear(6, 6))), None, 0)
     for model, optimizer, name, message in (
-        (other, None, "fsdp", "it lacks .*model/blocks.0.down.bias, "),
+        (other, None, "fsdp", "it lacks .*model/blocks.0.down.bias; "),
         (trainee.model, fewer, "fsdp", "another optimizer"),
         (wider, None, "wide", r"model/0.weight is \(6, 6\) torch.float32 there and \(12, 6\) torch.float32 here"),
     ):

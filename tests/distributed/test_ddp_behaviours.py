@@ -25,22 +25,6 @@ from .replicas import RUNGS, average_of, averaged, backward, gradients, same_on_
 from .toys import Branches, Mixed, Shifted, Toy
 
 
-def branches_may_be_used_by_no_rank_or_by_some(wrap, rank):
-    model = wrap(Branches())
-    for step in range(4):
-        used = {0: [0, 1], 1: [0]}[rank.rank] if step % 2 else {0: [1], 1: [0, 1]}[rank.rank]
-        x = torch.randn(2, 4)
-        local = torch.autograd.grad(model.module(x, used).square().sum(), list(model.parameters()), allow_unused=True)
-        expected = [
-            averaged(torch.zeros_like(p) if g is None else g) for p, g in zip(model.parameters(), local, strict=True)
-        ]
-        backward(model, x, used)
-        assert all(parameter.grad is None for parameter in model.module.branches[2].parameters())
-        torch.testing.assert_close(gradients(model)[:6], expected[:6])
-        assert same_on_all_ranks(gradients(model)[:6])
-        model.zero_grad(set_to_none=step < 2)
-
-
 def outputs_may_be_left_out_of_the_loss(wrap, rank):
     model = wrap(nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}))
     model.module.forward = lambda x: (model.module["a"](x), model.module["b"](x))
@@ -306,7 +290,6 @@ def backward_may_run_on_another_stream(wrap, rank):
 
 
 CHECKS = (
-    branches_may_be_used_by_no_rank_or_by_some,
     outputs_may_be_left_out_of_the_loss,
     frozen_parameters_stay_and_must_not_thaw,
     dtypes_may_be_mixed,

@@ -111,7 +111,7 @@ def test_damage_is_named_and_the_one_before_read(run, name, harm):
     [
         ({"vocab_size": 300}, r"another model: token_embeddings.weight is \(264, 32\).* there and \(300, 32\)"),
         ({"n_layers": 3}, "another model: it lacks model/layers.2.attn.k_proj.weight"),
-        ({"n_layers": 1}, "another model: it holds model/layers.1.attn.k_proj.weight, .* besides"),
+        ({"n_layers": 1}, "another model: it holds model/layers.1.attn.k_proj.weight besides"),
         ({"qkv_bias": True}, "another model: it lacks model/layers.0.attn.k_proj.bias"),
         ({"tie_embeddings": True}, "another model: it holds model/lm_head.weight besides"),
     ],
