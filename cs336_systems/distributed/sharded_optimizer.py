@@ -154,7 +154,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             run_of = {parameter: [numbered[each] for each in run] for run in runs for parameter in run}
             how = f"{self.optimizer_cls.__name__} {self.reduce_gradients} {self.bucket_size_mb}"
             described = [
-                f"{how}, group {i}: {tuple(p.shape)} {p.dtype}{' frozen' * (not p.requires_grad)} with {run_of[p]}"
+                f"{how}, group {i}: {tuple(p.shape)} {p.dtype}{' frozen' * (not p.requires_grad)}, "
+                f"in one memory with parameters {run_of[p]}"
                 for i, group in enumerate(groups)
                 for p in group["params"]
             ]

@@ -188,7 +188,7 @@ def test_a_disk_that_is_full_is_said_and_not_kept_full(run):
     """Whichever file comes to its end: what is left of it has the name of none, and takes no place."""
     sizes = [file.stat().st_size for file in run.save(1).iterdir()]
     run.save(1)  # so that the one before is gone
-    for n_bytes in [0, min(sizes) // 2, *(size - 1 for size in sizes)]:
+    for n_bytes in [0, *(size - 16 for size in sizes)]:  # digests vary in their digits
         with full_disk(n_bytes), pytest.raises(OSError, match=os.strerror(errno.EFBIG)) as failure:
             run.save(2)
         assert "\n" not in str(failure.value)

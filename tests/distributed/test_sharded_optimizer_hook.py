@@ -32,7 +32,7 @@ def ten_steps(rank: Rank) -> None:
         model, expected = build(tied), build(tied)
         sharded = adapters.get_sharded_optimizer(model.parameters(), torch.optim.AdamW, **HYPERPARAMETERS)
         alone = torch.optim.AdamW(expected.parameters(), **HYPERPARAMETERS)
-        generator = torch.Generator().manual_seed(tied)
+        generator = torch.Generator().manual_seed(int(tied))
         for _ in range(10):
             x, y = torch.rand(32, 10, generator=generator), torch.rand(32, 5, generator=generator)
             for module, optimizer in ((model, sharded), (expected, alone)):
