@@ -78,7 +78,7 @@ def save_checkpoint(
 
 @dataclass(frozen=True)
 class Collected:
-    """What a rank has to write: its stretches, by name, and the content of ``complete.json``, which all ranks share."""
+    """A rank writes these stretches, by name; ``marker`` becomes ``complete.json``, which all ranks share."""
 
     stretches: dict[str, Stretch]
     marker: dict[str, Any]
@@ -91,7 +91,7 @@ def collect(
     extra: Mapping[str, Any] | None,
     group: dist.ProcessGroup,
 ) -> Collected:
-    """What this rank has to write: what it alone has, and its part of what all have; a collective.
+    """Collect what this rank has to write: what it alone has, and its part of what all have; a collective.
 
     Raises:
         ValueError: as ``save_checkpoint``.
@@ -271,7 +271,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
 
 
 def _damage(group: dist.ProcessGroup, stored: StoredCheckpoint) -> str | None:
-    """What is wrong with the contents of a checkpoint's files; it is noted beside them."""
+    """Find out what is wrong with the contents of a checkpoint's files, and note it beside them."""
     own = sorted(stored.files)[group.rank() :: group.size()]
     of_ranks = on_every_rank(lambda: checkpoint_folder.find_damage(stored, own), group)
     damage = next(filter(None, of_ranks), None)

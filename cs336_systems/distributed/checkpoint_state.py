@@ -22,7 +22,7 @@ from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.stretches import StoredTensor, Stretch
 
 MODEL, BUFFER, OPTIMIZER = "model/", "buffer/", "optimizer/"
-"""What names of parameters, of buffers and of optimizer state begin with in a checkpoint."""
+"""In a checkpoint, names of parameters, of buffers and of optimizer state begin with these."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ class NamedState:
         return [[self._name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
     def _updated(self, optimizer: torch.optim.Optimizer) -> dict[str, _Share]:
-        """What the optimizer updates on this rank, by name."""
+        """The elements that the optimizer updates on this rank, by name."""
         if not isinstance(optimizer, ShardedOptimizer):
             return self._shares
         updated = {}
@@ -124,9 +124,9 @@ class NamedState:
     def empty_optimizer_state(
         self, path: Path, optimizer: torch.optim.Optimizer, settings: dict[str, Any], stored: Mapping[str, StoredTensor]
     ) -> dict[str, Stretch]:
-        """What the checkpoint holds of the optimizer, or of this rank's share of it, in memory that is to be filled.
+        """The state that the checkpoint holds, or this rank's share of it, in memory that is to be filled.
 
-        That is the optimizer's own memory if it has its state ``in_place``, and host memory otherwise.
+        The memory is the optimizer's own memory if it has its state ``in_place``, and host memory otherwise.
 
         Raises:
             ValueError: the checkpoint has no optimizer, or one over other parameters.
@@ -182,7 +182,7 @@ class NamedState:
 
 
 def _share(parameter: ManagedParameter) -> _Share:
-    """What this rank has of a parameter under FSDP."""
+    """The elements of a parameter that this rank has under FSDP."""
     shape, start = tuple(parameter.shape), 0
     if isinstance(parameter, ShardedParameter):
         start = parameter.first_row * parameter.shape[1:].numel()

@@ -88,7 +88,7 @@ class _Average:
         self.work = dist.all_reduce(self.sent, op=operation, group=group, async_op=True)
 
     def wait(self) -> None:
-        """Afterwards the tensor is the average for whatever the current stream does next."""
+        """Make the tensor the average for whatever the current stream does next."""
         assert self.work is not None
         self.work.wait()
         if not self.divided:
@@ -99,13 +99,13 @@ class _Average:
 
 @dataclass
 class _Progress:
-    """How far a backward and its collectives have come; apart from the module, whose attributes are slow to set."""
+    """How far a backward and its collectives have come; a module's own attributes would be slow to set."""
 
     ready: dict[int, None] = field(default_factory=dict)
     """The positions of parameters whose gradients it has made, in that order."""
     under_way: list[_Average] = field(default_factory=list)
     n_started: int = 0
-    """Buckets."""
+    """How many buckets are under way or averaged."""
 
 
 class _ReadyHook:
@@ -121,7 +121,7 @@ class _ReadyHook:
 
 
 class DDP(nn.Module):
-    """What the four share; they choose ``capacity_bytes`` and ``during_backward``.
+    """The four rungs share this class, and choose ``capacity_bytes`` and ``during_backward``.
 
     Args:
         module: any module, whole on every rank and on its device, of the same structure everywhere; it stays reachable
@@ -194,7 +194,7 @@ class DDP(nn.Module):
             parameter.register_post_accumulate_grad_hook(_ReadyHook(self, position))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What ``copy`` and ``pickle`` call; raises TypeError, as a copy's parameters would have no hooks."""
+        """Copies and pickles come here: raise TypeError, as a copy's parameters would have no hooks."""
         raise TypeError(f"{type(self).__name__} cannot be copied or pickled: copy its module, and wrap the copy")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

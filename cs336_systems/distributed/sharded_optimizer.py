@@ -109,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._buckets: list[ParameterBucket] = []
         """None in a world of one rank, which updates everything where it lies."""
         self.pieces: dict[Tensor, Piece] = {}
-        """What this rank updates, by parameter; parameters of which it updates nothing are not there."""
+        """The piece of each parameter that this rank updates; parameters of which it updates nothing are missing."""
         self._names: dict[Tensor, str] = {}
         self._group_of: dict[Tensor, int] = {}
         self._loads = [0] * self.world_size
@@ -362,7 +362,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [tensor for group in self.local.param_groups for tensor in group["params"]]
 
     def _refuse(self, *_: Any) -> NoReturn:
-        """What copies, pickles and state dicts come to: raise RuntimeError."""
+        """Copies, pickles and state dicts come here: raise RuntimeError."""
         raise RuntimeError(
             "a ShardedOptimizer holds this rank's share of the state, so it has no state_dict and is not copied or "
             "pickled: save_checkpoint saves it, for any number of ranks"

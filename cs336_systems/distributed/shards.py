@@ -28,7 +28,7 @@ Runs = list[list[Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What this rank updates of a parameter, from the element ``start`` on, in memory order.
+    """The elements of a parameter that this rank updates, from ``start`` on in memory order.
 
     ``tensor`` is what its optimizer sees: the parameter, or a one-dimensional view of a part of it.
     """
@@ -65,7 +65,7 @@ class ParameterBucket:
                 self._views[parameter] = in_memory_order(rows[start:], parameter)
         self.hold()
         self.own: dict[Tensor, Piece] = {}
-        """What this rank updates, by parameter: at most one piece of each."""
+        """By parameter, the one piece of it that this rank updates, if any."""
         if owner is not None:
             self.own = {parameter: Piece(0, parameter) for parameter in self.parameters if owner == rank}
             return

@@ -20,38 +20,6 @@ from .. import adapters
 from .checks import on_ranks
 
 N_EXAMPLES = 20
-
-
-class WithFrozen(nn.Module):
-    """(batch, 10) -> (batch, 5); a bias and a parameter that nothing uses are frozen."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(10, 10, bias=False), nn.ReLU(), nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, 5, bias=False)
-        )
-        self.layers[2].bias.requires_grad_(False)
-        self.fixed = nn.Parameter(torch.full((2,), 2.0), requires_grad=False)
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-class WithTied(nn.Module):
-    """(batch, 10) -> (batch, 5); the second and fourth layer are one weight."""
-
-    def __init__(self):
-        super().__init__()
-        widths = (10, 10, 50, 10, 50, 5)
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths))
-        self.layers[3].weight = self.layers[1].weight
-
-    def forward(self, x):
-        for layer in self.layers[:-1]:
-            x = torch.relu(layer(x))
-        return self.layers[-1](x)
-
-
 HOOKS = {
     "2026": (adapters.get_ddp, lambda model, optimizer: None, adapters.ddp_on_after_backward),
     "individual": (
@@ -69,49 +37,54 @@ HOOKS = {
 }
 
 
-def same_on_all_ranks(model):
+def net(tied: bool) -> nn.Module:
+    """(batch, 10) -> (batch, 5); the second and third layer are one weight, or a bias and a spare one are frozen."""
+    widths = (10, 10, 10, 50, 5) if tied else (10, 10, 50, 5)
+    maps = [nn.Linear(a, b, bias=i == 1 and not tied) for i, (a, b) in enumerate(itertools.pairwise(widths))]
+    model = nn.Sequential(*itertools.chain.from_iterable((linear, nn.ReLU()) for linear in maps[:-1]), maps[-1])
+    if tied:
+        maps[1].weight = maps[0].weight
+    else:
+        maps[1].bias.requires_grad_(False)
+        model.register_parameter("fixed", nn.Parameter(torch.full((2,), 2.0), requires_grad=False))
+    return model
+
+
+def same_on_all_ranks(model) -> bool:
     for tensor in model.module.state_dict().values():
         everyone = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, tensor)
-        assert all(torch.allclose(other, tensor) for other in everyone)
-
-
-def check(rank, world_size, wrap, before_batch, after_backward, model_class):
-    torch.manual_seed(rank)
-    alone = model_class()
-    model = wrap(copy.deepcopy(alone))
-    for (name, theirs), ours in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert torch.allclose(theirs, ours) == (rank == 0 or "fixed" in name)
-    same_on_all_ranks(model)
-
-    shared = torch.Generator().manual_seed(7)
-    x, y = torch.randn(N_EXAMPLES, 10, generator=shared), torch.randn(N_EXAMPLES, 5, generator=shared)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
-    share = slice(rank * N_EXAMPLES // world_size, (rank + 1) * N_EXAMPLES // world_size)
-    for _ in range(5):
-        before_batch(model, optimizers[0])
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        nn.functional.mse_loss(alone(x), y).backward()
-        optimizers[1].step()
-        if rank == 0:
-            for ours, theirs in zip(alone.parameters(), model.parameters(), strict=True):
-                assert torch.allclose(ours, theirs) == (not ours.requires_grad)
-        nn.functional.mse_loss(model(x[share]), y[share]).backward()
-        after_backward(model, optimizers[0])
-        optimizers[0].step()
-        if rank == 0:
-            for ours, theirs in zip(alone.parameters(), model.parameters(), strict=True):
-                assert torch.allclose(ours, theirs)
-        order = torch.randperm(N_EXAMPLES, generator=shared)
-        x, y = x[order], y[order]
-    same_on_all_ranks(model)
+        if not all(torch.allclose(other, tensor) for other in everyone):
+            return False
+    return True
 
 
 def all_hooks(rank: Rank):
-    for hooks in HOOKS.values():
-        for model_class in (WithFrozen, WithTied):
-            check(rank.rank, rank.world_size, *hooks, model_class)
+    for (wrap, before_batch, after_backward), tied in itertools.product(HOOKS.values(), (True, False)):
+        torch.manual_seed(rank.rank)
+        alone = net(tied)
+        model = wrap(copy.deepcopy(alone))
+        for (name, theirs), ours in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(theirs, ours) == (rank.rank == 0 or "fixed" in name)
+        assert same_on_all_ranks(model)
+        shared = torch.Generator().manual_seed(7)
+        x, y = torch.randn(N_EXAMPLES, 10, generator=shared), torch.randn(N_EXAMPLES, 5, generator=shared)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+        for _ in range(5):
+            before_batch(model, optimizers[0])
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            nn.functional.mse_loss(alone(x), y).backward()
+            optimizers[1].step()
+            own = slice(rank.rank * N_EXAMPLES // rank.world_size, (rank.rank + 1) * N_EXAMPLES // rank.world_size)
+            nn.functional.mse_loss(model(x[own]), y[own]).backward()
+            after_backward(model, optimizers[0])
+            optimizers[0].step()
+            if rank.rank == 0:
+                assert all(map(torch.allclose, alone.parameters(), model.parameters()))
+            order = torch.randperm(N_EXAMPLES, generator=shared)
+            x, y = x[order], y[order]
+        assert same_on_all_ranks(model)
 
 
 def test_what_the_public_suites_ask():

@@ -106,28 +106,21 @@ def test_a_description_that_would_run_code_is_refused(folder):
     assert written.exists()  # so it would have been
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
+def test_what_is_no_description_is_told_in_a_sentence(tmp_path):
+    for content in (
         *(b"", b"no pickle", pickle.dumps({"a": 1}), pickle.dumps(OrderedDict()), pickle.dumps(Path("x"))),
         *(b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.", b"\x80\x04K\x00Q."),
-    ],
-)
-def test_what_is_no_description_is_told_in_a_sentence(tmp_path, content):
-    (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(ValueError, match=r"\.metadata is not read: "):
-        old_checkpoint.read_index(tmp_path, [".metadata"])
-
-
-def test_files_beside_the_checkpoint_are_not_opened(folder):
-    path = folder / "alone" / "step-00000002"
-    with pytest.raises(ValueError, match="names __0_0.distcp, which is no file of the checkpoint"):
-        old_checkpoint.read_index(path, [".metadata"])
+    ):
+        (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises(ValueError, match=r"\.metadata is not read: "):
+            old_checkpoint.read_index(tmp_path, [".metadata"])
 
 
 def test_a_tensor_that_would_run_code_is_refused(folder):
     """In the place of each tensor's archive, as long as that."""
     path = folder / "alone" / "step-00000002"
+    with pytest.raises(ValueError, match="names __0_0.distcp, which is no file of the checkpoint"):
+        old_checkpoint.read_index(path, [".metadata"])
     stored = old_checkpoint.read_index(path, ["__0_0.distcp"])
     torch.save(Runs(folder / "written"), file := io.BytesIO())
     (path / "__0_0.distcp").write_bytes(file.getvalue().ljust(2**15, b"\0"))

@@ -7,7 +7,6 @@ step before, every time.
 import gc
 import tempfile
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -112,16 +111,27 @@ def each_layer_waits_for_its_own(rank: Rank) -> None:
 
 
 def whoever_else_reads_waits(rank: Rank) -> None:
-    """Who calls ``wait``, state dicts of the model and of a part of a listed module, and who writes."""
+    """Who calls ``wait``, state dicts of the model and of a part of a listed module, checkpoints, and who writes."""
     for form in TWO_FORMS:
-        readers: tuple[Callable, ...] = (
-            lambda model, optimizer: optimizer.wait(),
-            lambda model, optimizer: model.state_dict(),
-        )
-        for read in readers:
-            model, optimizer, expected = stepped(rank, form)
-            read(model, optimizer)
-            assert torch.equal(flat(model), expected)
+        with tempfile.TemporaryDirectory() as folder:
+            folders = [folder]
+            dist.broadcast_object_list(folders)
+            for reader in ("who waits", "state dict", "checkpoint"):
+                model, optimizer, expected = stepped(rank, form)
+                if reader == "who waits":
+                    optimizer.wait()
+                elif reader == "state dict":
+                    model.state_dict()
+                else:
+                    save_checkpoint(folders[0], model, optimizer, 1)
+                assert torch.equal(flat(model), expected), reader
+            one_step(model, optimizer, rank)
+            save_checkpoint(folders[0], model, optimizer, 2)
+            other, its, _ = stepped(rank, form)  # has made a step less, whose updates are not to come after loading
+            assert load_checkpoint(folders[0], other, its) == 2
+            its.wait()
+            assert torch.equal(flat(other), flat(model))
+            dist.barrier()
         whole = nn.ModuleDict({"of a listed module": nn.Sequential(model)})
         optimizer = each(form, whole)
         optimizer.send_under_forward([whole])
@@ -134,22 +144,6 @@ def whoever_else_reads_waits(rank: Rank) -> None:
         model.load_state_dict(layers().state_dict())
         read_first_to_last(model, 0)
         assert torch.equal(flat(model), flat(layers()))
-
-
-def checkpoints_wait(rank: Rank) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        folders = [folder]
-        dist.broadcast_object_list(folders)
-        model, optimizer, expected = stepped(rank, SCATTERED)
-        save_checkpoint(folders[0], model, optimizer, 1)
-        assert torch.equal(flat(model), expected)
-        one_step(model, optimizer, rank)
-        save_checkpoint(folders[0], model, optimizer, 2)
-        other, its, _ = stepped(rank, SCATTERED)  # has made a step less
-        assert load_checkpoint(folders[0], other, its) == 2
-        its.wait()
-        assert torch.equal(flat(other), flat(model))
-        dist.barrier()
 
 
 def what_goes_leaves_nothing_behind(rank: Rank) -> None:
@@ -195,7 +189,6 @@ CHECKS = (
     first_layers_are_sent_first,
     each_layer_waits_for_its_own,
     whoever_else_reads_waits,
-    checkpoints_wait,
     what_goes_leaves_nothing_behind,
     other_modules_take_the_place_of_the_first,
 )

@@ -4,7 +4,6 @@ import json
 import random
 import zlib
 from itertools import pairwise
-from math import prod
 
 import pytest
 import torch
@@ -109,25 +108,21 @@ def test_an_index_that_does_not_fit_the_files_is_refused(tmp_path, change, messa
         read_index(tmp_path, ["a", "b"])
 
 
-@pytest.mark.parametrize("header", [b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{x"])
-def test_a_file_that_is_no_safetensors_is_refused(tmp_path, header):
-    write_index(tmp_path, [write_stretches(tmp_path / "a", {"w": Stretch.whole(torch.ones(2))})])
-    (tmp_path / "a").write_bytes(header)
-    with pytest.raises(ValueError, match="tensors.json is not read"):
-        read_index(tmp_path, ["a"])
+def test_files_that_are_no_safetensors_or_end_early_are_refused(tmp_path):
+    write_index(tmp_path, [write_stretches(tmp_path / "a", {"w": Stretch.whole(torch.ones(16))})])
+    stored = read_index(tmp_path, ["a"])
+    (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:-1])
+    with pytest.raises(ValueError, match="ends before"):
+        stored["w"].read(0, 16)
+    for header in (b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{x"):
+        (tmp_path / "a").write_bytes(header)
+        with pytest.raises(ValueError, match=r"tensors\.json"):
+            read_index(tmp_path, ["a"])
 
 
 def test_tensors_that_are_parts_of_others_are_refused():
     class Part(torch.Tensor):
         pass
 
-    with pytest.raises(ValueError, match=r"plain tensors, got a Part of \(3,\)"):
+    with pytest.raises(ValueError, match=r"Part of \(3,\)"):
         Stretch.whole(torch.ones(3).as_subclass(Part))
-
-
-def test_a_file_that_ends_early_is_refused(tmp_path):
-    write_index(tmp_path, [write_stretches(tmp_path / "a", {"w": Stretch.whole(torch.ones(prod((4, 4))))})])
-    stored = read_index(tmp_path, ["a"])
-    (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:-1])
-    with pytest.raises(ValueError, match="ends before"):
-        stored["w"].read(0, 16)
