@@ -45,7 +45,7 @@ class Arrivals:
                 self._handles.append(part.register_load_state_dict_pre_hook(self._wait_for_all))
 
     def __reduce__(self) -> tuple[type["Arrivals"], tuple[()]]:
-        """For deepcopy and pickle of modules, which bring along their hooks."""
+        """Let deepcopy and pickle of modules, which bring along their hooks, take an empty one."""
         return Arrivals, ()
 
     def in_order(self, buckets: Iterable[ParameterBucket]) -> list[tuple[ParameterBucket, list[nn.Module]]]:

@@ -71,7 +71,7 @@ class Exchange:
         self.sent.copy_(self._pattern)
 
     def run(self) -> None:
-        """The collective, once."""
+        """Run the collective once."""
         match self.collective:
             case "all_reduce":
                 dist.all_reduce(self.sent)

@@ -76,7 +76,7 @@ class ShardGradient(Tensor):
 
 
 def _rows(value: Any) -> Any:
-    """An operation's argument, which may be a list of tensors, with rows for gradients."""
+    """Put rows for gradients into an operation's argument, which may be a list of tensors."""
     if isinstance(value, ShardGradient):
         return value.rows
     return [_rows(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -117,7 +117,7 @@ class ReplicatedParameters:
         }
 
     def refresh(self, parameters: Iterable[ManagedParameter]) -> None:
-        """Cast what the user has made of these parameters, as far as they are cast, into what the module sees."""
+        """Cast the latest values of these parameters into the copies that the module sees, as far as there are some."""
         cast = [parameter for parameter in parameters if parameter in self._cast]
         if cast:
             torch._foreach_copy_(
@@ -181,7 +181,7 @@ class ReplicatedParameters:
 
 
 def _cast_copies(compute_dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> dict[Tensor, nn.Parameter]:
-    """For each parameter of another dtype than it is to be computed in: one of its own in that dtype."""
+    """Make a copy in the dtype to compute in of each parameter that is stored in another."""
     cast = [p for p, dtype in compute_dtypes.items() if dtype not in (None, p.dtype) and p.dtype.is_floating_point]
     copies: dict[Tensor, nn.Parameter] = {}
     for run in neighbours(cast):
@@ -225,7 +225,7 @@ class Reduction:
         self.parameters, dtype = group.trainable, group.reduce_dtype
         self._process_group = group.process_group
         self.missing: list[ShardedParameter] = []
-        """Parameters to which this rank contributed nothing and that had no gradient before."""
+        """This rank has contributed nothing to these parameters, and they had no gradient before."""
         sizes = [parameter.padded_numel for parameter in self.parameters]
         gradients = take_gradients(self.parameters)
         staged, sources, self._inputs = [], [], []
@@ -299,12 +299,12 @@ class Gradients:
         self._accumulated: dict[ShardedGroup, None] = {}
         """Groups with gradients of backward passes that were not synchronized."""
         self._reduction: Reduction | None = None
-        """The one that is under way."""
+        """The reduction that is under way."""
         self._missing: list[ShardedParameter] = []
         """Parameters whose gradient is zeros unless another rank has one."""
 
     def take(self, group: ShardedGroup) -> None:
-        """Take the group's gradients for a reduction, or accumulate them if this pass is not to be synchronized."""
+        """Take the group's gradients for a reduction, or keep them, whole, if this pass is not to be synchronized."""
         if not group.trainable:
             return
         if not self.synchronize:
@@ -365,7 +365,7 @@ class Gradients:
         self.unfinished = False
 
     def drop(self) -> None:
-        """Give up all that is not in a parameter's ``grad`` yet, accumulated gradients too."""
+        """Give up all gradients that are not in a parameter's ``grad`` yet, accumulated ones too."""
         if self._reduction is not None:
             self._reduction.abandon()
             self._reduction = None

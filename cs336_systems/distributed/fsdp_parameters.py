@@ -79,7 +79,7 @@ class ManagedParameter:
     _hooks: GradientHooks = field(default_factory=GradientHooks, kw_only=True)
 
     def take_hooks(self) -> None:
-        """Hooks that are registered from now on run once the gradient is the average over the ranks."""
+        """Run hooks that are registered from now on once the gradient is the average over the ranks."""
         self.sharded_param.register_post_accumulate_grad_hook = self._hooks  # type: ignore[method-assign]
         if self.unsharded_param is not self.sharded_param:
             self.sharded_param.register_hook = refuse_hook  # type: ignore[method-assign]
@@ -94,13 +94,13 @@ class ShardedParameter(ManagedParameter):
     """A parameter that is split over the ranks."""
 
     padded_numel: int
-    """Elements of the shard on every rank, which collectives need to be equal."""
+    """The number of elements of a shard, padded so that all ranks' are equal, as collectives need it."""
     memory: Tensor
     """Collectives read the shard here."""
     first_row: int
     """The row of the whole parameter that the shard begins with."""
     accumulated: Tensor | None = None
-    """Whole gradient of backward passes under ``no_sync``, in the dtype in which it will be reduced."""
+    """The whole gradient of backward passes under ``no_sync``, in the dtype in which it will be reduced."""
 
     def rows_of(self, whole: Tensor) -> Tensor:
         """This rank's rows of a tensor in the shape of the whole parameter."""
@@ -142,7 +142,7 @@ class ShardedGroup:
         compute_dtype: of the unsharded parameters; None keeps the parameters' own.
         reduce_dtype: gradients are communicated in it; None for the parameters' own.
         stream: gathers are issued there, so that casts do not wait in line behind the computation; None on a CPU.
-        turns: of ranks that copy each other's rows; None gathers in collectives, as do groups that are cast.
+        turns: if they are taken, ranks copy each other's rows, but for those that are cast.
     """
 
     _travels_as_stored = True
@@ -157,7 +157,7 @@ class ShardedGroup:
         reduce_dtype: torch.dtype | None,
         process_group: dist.ProcessGroup,
         stream: "torch.cuda.Stream | None",
-        turns: Turns | None = None,
+        turns: Turns,
     ) -> None:
         self.process_group = process_group
         self.world_size = world_size = process_group.size()
@@ -167,7 +167,7 @@ class ShardedGroup:
         self.reduce_dtype = reduce_dtype or dtype
         self._stream, self._turns = stream, turns
         self.users = 0
-        """Units that run with the group at this moment."""
+        """The number of units that run with the group at this moment."""
         self.state = GroupState.SHARDED
         self._versions: list[int] = []
         """The versions of the shards when they were last gathered."""
@@ -182,7 +182,7 @@ class ShardedGroup:
         self._slots = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
         self._memory: PeerMemory | None = None
         self._copies: Copies | None = None
-        """How rows come from all ranks, if they are copied."""
+        """They bring the rows of all ranks, if rows are copied."""
         if self._travels_as_stored and self.compute_dtype == dtype:
             self._sharded = self._read_by_all(n_sharded, dtype)
         else:
@@ -211,7 +211,7 @@ class ShardedGroup:
 
     def _read_by_all(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Make zeros, (numel,), which the other ranks read if rows are copied; a collective then."""
-        if self._turns is None:
+        if not self._turns.taken:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         self._memory = PeerMemory(numel, dtype, self.device, self.process_group)
         return self._memory.of_rank[self.process_group.rank()]
@@ -229,16 +229,16 @@ class ShardedGroup:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes that the unsharded parameters hold at this moment."""
+        """The bytes that the unsharded parameters hold at this moment."""
         return self._unsharded.untyped_storage().nbytes()
 
     @property
     def stale(self) -> bool:
-        """Whether what this rank has gathered, or keeps for gathers, was made of older values of its shards."""
+        """Whether this rank's shards have changed since it gathered, or made what it keeps for gathers."""
         return self.state is not GroupState.SHARDED and self._changed_since(self._versions)
 
     def drop_stale(self) -> None:
-        """Give up what was made of older values, as shards have changed on some rank; called on all of them."""
+        """Give up all that was made of older values, on all ranks, as shards have changed on some."""
         if not self.users:
             self.free()
 
@@ -252,7 +252,7 @@ class ShardedGroup:
         return [0 if p.sharded_param.is_inference() else p.sharded_param._version for p in self.parameters]
 
     def adopt_data(self) -> None:
-        """Bring what the user has assigned to the ``data`` of shards to where they are read."""
+        """Copy values that the user has assigned to the ``data`` of shards to where collectives read them."""
         for parameter in self.parameters:
             parameter.adopt_data()
 
@@ -267,7 +267,7 @@ class ShardedGroup:
         self._unsharded.untyped_storage().resize_(self._unsharded_bytes)
         with on_stream(self._stream), torch.no_grad():
             outputs, self._sent = self._exchanged()
-            if self._copies is not None and self._turns is not None and self._turns.reading:
+            if self._copies is not None and self._turns.reading:
                 self._work = self._copies.begin()
             else:
                 self._work = all_gather(self.process_group, outputs, self._sent)
@@ -316,7 +316,7 @@ class ShardedGroup:
         ]
 
     def drop_gradients(self) -> None:
-        """Give up the gradients that have not been reduced, accumulated ones as well."""
+        """Give up the gradients that have not been reduced, accumulated ones too."""
         for parameter in self.parameters:
             parameter.unsharded_param.grad = parameter.accumulated = None
             parameter.has_gradient = False
@@ -328,7 +328,7 @@ class ShardedGroup:
 
 
 def on_stream(stream: "torch.cuda.Stream | None") -> AbstractContextManager:
-    """Run what is inside on a stream, after what the current stream was given before; None is the current stream."""
+    """Run the body on a stream, after all that the current stream was given before; None is the current stream."""
     if stream is None:
         return nullcontext()
     # The memory may have been another tensor's a moment ago, and the optimizer may still be writing the shards.

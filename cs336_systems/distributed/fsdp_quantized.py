@@ -42,7 +42,7 @@ its inverse scale, () in fp32."""
 
 
 class PartsQuantizer(Protocol):
-    """Quantizes matrices in parts again and again, as that of ``kernels.quantize_reference``."""
+    """Quantizes matrices in parts, as often as it is called; ``kernels.quantize_reference`` has one."""
 
     def absmax(self) -> Tensor:
         """The largest magnitude of each matrix in these parts, (n_matrices,) fp32, without sign where it is NaN."""
@@ -70,7 +70,7 @@ class QuantizedTravel:
     deliver: Callable[[Callable[[str, bool], tuple[Tensor, Tensor]]], None]
 
     def serves(self, parameters: Sequence[Tensor], world_size: int) -> bool:
-        """Whether ranks can quantize their rows of all these."""
+        """Whether ranks can quantize their rows of all these parameters."""
         n_parts = sum(map(len, self.matrices.values()))
         return len(parameters) == n_parts and all(
             p.shape[0] % world_size == 0 and p.numel() // world_size % _QUANTUM == 0 for p in parameters
@@ -132,7 +132,7 @@ class QuantizedRows:
         dist.all_reduce(maxima.view(torch.int32), dist.ReduceOp.MAX, group=self._process_group)
 
     def _make_quantizers(self, groups: "list[QuantizedGroup]") -> list[PartsQuantizer]:
-        """One for all groups that are quantized in the same way."""
+        """Make one quantizer for all groups that are quantized in the same way."""
         alike: dict[Any, list[QuantizedGroup]] = {}
         for group in groups:
             travel, stored = group.travel, group.parameters[0].memory.dtype
@@ -206,7 +206,7 @@ class QuantizedGroup(ShardedGroup):
         self._kept_of = made_of
 
     def parts(self, first_matrix: int) -> list[Part]:
-        """This rank's rows, of matrices that are numbered from here on."""
+        """This rank's rows; the group's matrices are numbered from ``first_matrix`` on."""
         return [
             (self.parameters[i].memory, self._kept[i], number, self._inverse_scales[number - first_matrix])
             for number, numbers in enumerate(self._parts.values(), first_matrix)
@@ -217,7 +217,7 @@ class QuantizedGroup(ShardedGroup):
         """Flat tensors in which the bytes of each parameter arrive, and those of this rank's rows."""
         if not self.has_bytes:  # outside of a forward, or of rows that changed within
             self._rows.renew()
-            if self._turns is not None and self._turns.reading:
+            if self._turns.reading:
                 self._turns.meet()
         return self._byte_outputs, self._kept
 
@@ -227,7 +227,7 @@ class QuantizedGroup(ShardedGroup):
         self._transposed.clear()
 
     def matrix(self, name: str, transposed: bool) -> tuple[Tensor, Tensor]:
-        """(values, inverse scale) of a matrix that is there, by its name."""
+        """Return (values, inverse scale) of a gathered matrix by its name."""
         assert self.state is GroupState.UNSHARDED, f"{name} is read before it has arrived"
         scale = self._inverse_scales[list(self._parts).index(name)]
         own = [self.parameters[i] for i in self._parts[name]]

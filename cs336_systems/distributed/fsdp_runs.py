@@ -31,7 +31,7 @@ class Forward:
 
     def __init__(self, previous: "Forward | None" = None) -> None:
         self.units: list[Unit] = []
-        """In the order in which they began."""
+        """The units that it has run, in the order in which they began."""
         self.runs: list[Run] = []
         """The runs that backward comes back to, in the order in which they ended."""
         self.serial = 0
@@ -54,7 +54,7 @@ class Forward:
         return self.expected[len(self.units) : until] if self.as_expected else []
 
     def begin(self, unit: Unit, prefetch: int) -> list[Unit]:
-        """Note that a unit begins; the next ones, as far as they can be told."""
+        """Note that a unit begins, and return those that are expected next."""
         position = len(self.units)
         self.units.append(unit)
         return self.expected[position + 1 : position + 1 + prefetch] if self.as_expected else []
@@ -108,14 +108,14 @@ class Backward:
     """One backward pass, with those that take place inside it (of reentrant checkpoints)."""
 
     lives: "weakref.ref[Any]"
-    """Empty once autograd has given the pass up."""
+    """The reference is empty once autograd has given the pass up."""
     walks: dict[Forward, Walk] = field(default_factory=dict)
     recomputed: Forward = field(default_factory=Forward)
     """The runs that a reentrant checkpoint recomputes, for a backward pass of its own inside this one."""
     open: list[Run] = field(default_factory=list)
-    """Runs that it is inside of: what they recompute needs their parameters."""
+    """The runs that it is inside of, whose recomputation needs their parameters."""
     producing: dict[ShardedGroup, None] = field(default_factory=dict)
-    """Groups whose gradients it is making, in the order in which it came to them."""
+    """The groups whose gradients it is making, in the order in which it came to them."""
 
 
 class Agreement:

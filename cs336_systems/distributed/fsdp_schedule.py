@@ -52,7 +52,7 @@ def inside_backward() -> bool:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in a module's output, in whatever nesting of containers and dataclasses."""
+    """Yield the tensors in a module's output, however containers and dataclasses are nested."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -83,9 +83,9 @@ class GatherOrder:
         """The last forward that came to its end: the next one is expected to be like it."""
         self._forward = Forward()
         self._left: set[ShardedGroup] = set()
-        """Groups that the last backward has left for the next forward."""
+        """The groups that the last backward has left gathered for the next forward."""
         self._n_to_come = 0
-        """Forwards since the last backward that one may come to."""
+        """The number of forwards since the last backward that a backward may come to."""
         self._backward: Backward | None = None
         self.gradients = Gradients(sharded.groups, sharded.replicated, device)
         slots = dict.fromkeys(slot for unit in sharded.units for slot in unit.param_slots)
@@ -109,7 +109,7 @@ class GatherOrder:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Inside, the wrapped module runs from its beginning to its end."""
+        """Let the wrapped module run in the body, from its beginning to its end."""
         if inside_backward():
             yield
             return
@@ -132,7 +132,7 @@ class GatherOrder:
             if not returned:
                 self._break_off_reading()
         self._agree("ends a forward")
-        self._end_reading()
+        self._turns.end_reading()
         self._forward.end()
         if not (self._forward.as_expected and self._forward.runs):  # without a backward to come
             self._free_idle()
@@ -189,28 +189,19 @@ class GatherOrder:
         left = self._agree(f"begins {what}")
         try:
             self._quantized_rows.renew()
-            if self._turns is not None:
+            if self._turns.taken:
                 for group in self.groups:
                     group.adopt_data()  # what others are about to read
         except Exception:
-            self._begin_reading()  # others wait for this rank there, and then in nothing until the end
+            self._turns.begin_reading()  # others wait for this rank there, and then in nothing until the end
             self._break_off_reading()
             raise
-        self._begin_reading()
+        self._turns.begin_reading()
         return left
-
-    def _begin_reading(self) -> None:
-        if self._turns is not None:
-            self._turns.begin_reading()
-
-    def _end_reading(self) -> None:
-        """The user may write shards again."""
-        if self._turns is not None:
-            self._turns.end_reading()
 
     def _break_off_reading(self) -> None:
         """End reading after an error on this rank; others may still copy, and wait for this rank in no gather."""
-        if self._turns is not None:
+        if self._turns.taken:
             self._turns.break_off()
             self._forward.as_expected = False
 
@@ -301,7 +292,7 @@ class GatherOrder:
             backward.open.append(run)
 
     def _recomputed(self) -> Forward:
-        """The list of runs that one called now, inside backward, belongs to."""
+        """The list to which a run that is recomputed now, inside backward, belongs."""
         backward = self._current_backward()
         self._walk_out(torch._C._current_graph_task_id() + 1)
         if backward.recomputed in backward.walks:
@@ -353,10 +344,10 @@ class GatherOrder:
 
     @torch.no_grad()
     def _after_backward(self) -> None:
-        """The end of a backward pass: what it has not come to, and whatever is still to be reduced or freed."""
+        """End a backward pass: come to the runs that it has not come to, and reduce and free whatever is left."""
         backward = self._current_backward()
         self._walk_out(0)
-        if self._n_to_come > 1 or self._turns is not None:
+        if self._n_to_come > 1 or self._turns.taken:
             self._agree("ends a backward")
         self._n_to_come = 0
         self._left = self._to_leave()
@@ -364,13 +355,13 @@ class GatherOrder:
         for group in backward.producing:
             self.gradients.take(group)
         self.gradients.end_backward()
-        self._end_reading()
+        self._turns.end_reading()
         if self._forward in backward.walks:
             self._forward = Forward()
         self._backward = None
 
     def finish(self) -> None:
-        """Average the gradients that backward passes have accumulated; those of others are averages already."""
+        """Average the gradients that backward passes have accumulated, if none has averaged them."""
         self.forget_failed_backward()
         if self.gradients.unfinished and self.gradients.synchronize:
             self._agree("averages accumulated gradients")

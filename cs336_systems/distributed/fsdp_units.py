@@ -68,7 +68,7 @@ class ParameterSlot:
     resting: Tensor = field(init=False)
     """The module refers to this while no unit needs the parameter unsharded."""
     users: int = 0
-    """Units that need it at this moment."""
+    """The number of units that need it at this moment."""
 
     def __post_init__(self) -> None:
         self.resting = self.parameter.sharded_param
@@ -110,7 +110,7 @@ class Unit:
     """A module that has its parameters unsharded while it runs."""
 
     name: str
-    """In the wrapped module; of the wrapped module itself, its class's."""
+    """The module's name in the wrapped module, which itself goes by the name of its class."""
     module: nn.Module
     groups: list[ShardedGroup] = field(default_factory=list)
     param_slots: list[ParameterSlot] = field(default_factory=list)
@@ -245,8 +245,8 @@ class ShardedUnits:
     """The units that have something to gather or to cast, in the order of ``module.modules()``."""
     groups: list[ShardedGroup]
     replicated: ReplicatedParameters
-    turns: Turns | None
-    """When ranks copy each other's rows, if they do."""
+    turns: Turns
+    """They tell when ranks copy each other's rows."""
     quantized_rows: QuantizedRows
     """The rows of the groups that travel quantized."""
 
@@ -288,7 +288,7 @@ def shard_module(
     waiting_for = {key: {slot.module for p in group for slot in slots_of[p]} for key, group in members.items()}
 
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    turns = Turns(stream, device, process_group) if peer_copies else None
+    turns = Turns(stream, device, process_group, taken=peer_copies)
     quantized_rows = QuantizedRows(process_group, stream)
     run_of = {parameter: run for run in neighbours(names) for parameter in run}
     made: dict[nn.Parameter, nn.Parameter] = {}

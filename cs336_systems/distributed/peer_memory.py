@@ -60,7 +60,7 @@ class PeerMemory:
     """
 
     of_rank: list[Tensor]
-    """Each (numel,), in the order of ranks, this rank's own among them."""
+    """One tensor of each rank, (numel,), in the order of ranks."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup) -> None:
         size = max(1, numel)  # nothing cannot be mapped
@@ -104,24 +104,27 @@ def _map_files(size: int, dtype: torch.dtype, device: torch.device, process_grou
 
 
 class Turns:
-    """When ranks read what they have mapped of each other, and when they write their own; all take part in both.
+    """Tells when ranks read what they have mapped of each other, and when they write their own; all take part in both.
 
     Args:
         stream: of the copies; None on a CPU.
         device: of the memory.
         process_group: of the ranks.
+        taken: whether ranks copy rows; where they only use collectives, nothing is awaited or sent here.
     """
 
     def __init__(
-        self, stream: "torch.cuda.Stream | None", device: torch.device, process_group: dist.ProcessGroup
+        self, stream: "torch.cuda.Stream | None", device: torch.device, process_group: dist.ProcessGroup, taken: bool
     ) -> None:
-        self._stream, self._group = stream, process_group
-        self._token = torch.zeros(1, device=device)
+        self._stream, self._group, self.taken = stream, process_group, taken
+        self._token = torch.zeros(1, device=device) if taken else torch.empty(0)
         self.reading = False
-        """Whether ranks read what they have mapped: outside, who writes would not wait for it."""
+        """Whether ranks read what they have mapped: outside, code that writes would not wait for it."""
 
     def begin_reading(self) -> None:
         """Copies wait from now on for what all ranks have written on their current streams."""
+        if not self.taken:
+            return
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self.meet()
@@ -129,6 +132,8 @@ class Turns:
 
     def end_reading(self) -> None:
         """The current stream waits from now on for the copies that all ranks have begun."""
+        if not self.taken:
+            return
         self.reading = False
         self.meet()
         self._wait_for_copies()

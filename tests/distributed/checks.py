@@ -118,7 +118,10 @@ class _World:
     def __init__(self, world_size: int, device: str) -> None:
         listener = Listener(authkey=_KEY)
         threading.Thread(
-            target=spawn, args=(_serve, world_size, listener.address), kwargs={"device": device}, daemon=True
+            target=spawn,
+            args=(_serve, world_size, listener.address),
+            kwargs={"device": device, "timeout_s": 600},
+            daemon=True,
         ).start()
         accepted = [listener.accept() for _ in range(world_size)]
         self.connections: list[Connection] = [one for _, one in sorted((one.recv(), one) for one in accepted)]
