@@ -95,7 +95,7 @@ def test_nobody_is_in_before_all_are(described, monkeypatch):
 
     def join_late():
         others.append(1)
-        dist.PrefixStore("group 7", store).set("joined 1", "")
+        dist.PrefixStore("restart 0 group 7", store).set("joined 1", "")
 
     timer = threading.Timer(0.2, join_late)
     timer.start()
