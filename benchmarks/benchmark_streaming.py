@@ -8,8 +8,7 @@
 With ``--gpu`` a device of ``hardware.py`` is simulated, on any machine; without it the step runs here, and its times
 are shown with those of the simulation. Weights and tokens are random. Every cell has a process of its own. If no plan
 fits the caps, the row names the memory that is short. Steps take half a minute or more unless ``--tokens-per-step`` is
-set. ``--explain`` says why a plan is as it is and what another GiB would bring. ``--profile`` records steps with nsys:
-streams in, compute and out, and a range for every operation.
+set. ``--explain`` says why a plan is as it is and what another GiB would bring.
 """
 
 from cs336_systems.experiments.driver import command
