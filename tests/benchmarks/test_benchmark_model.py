@@ -102,7 +102,7 @@ def test_ctrl_c_exits_130_with_every_row_on_disk(faked, command, tmp_path, monke
     press_ctrl_c_in_cell(3, monkeypatch)
     code, out, _ = command("--size", "tiny", "--out", tmp_path, "--format", "csv")
     assert code == 130
-    assert next(csv.DictReader(io.StringIO(out)))["forward ms"] == "2.00 (1.20–2.80)"
+    assert next(csv.DictReader(io.StringIO(out)))["total ms"] == "2.00 (1.20–2.80)"
     rows = read_rows(tmp_path / "benchmark_model.csv")
     assert list(rows["status"]) == ["ok"] * 5 + ["interrupted"]
     assert rows.iloc[-1]["message"] == "Ctrl-C"
@@ -139,7 +139,7 @@ def test_bad_values(refused, tmp_path, monkeypatch):
         "--memory-budget-gib nan": "--memory-budget-gib .*nan",
         "--memory-budget-gib 9 --checkpoint full": "--memory-budget-gib .*--checkpoint full",
         "--memory-budget-gib 9 --accumulate 1 4": "--memory-budget-gib .*--accumulate 1 4",
-        "--memory-budget-gib 0.5 --mode step --size small": "0.5 GiB for small: .*1.9",
+        "--memory-budget-gib 0.5 --mode step --size small": "0.5 GiB for small, .* 1.9",
         "--kernels fused": "kernels fused need device cuda, got cpu",
         "--cuda-graph on": "--mode forward backward step",
         f"--compare {tmp_path}/missing.csv": "missing.csv",
