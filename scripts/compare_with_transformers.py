@@ -9,15 +9,24 @@ AdamW. If the losses on held-out tokens differ by more than one percent, the exi
 each run; plot_run.py draws them together.
 """
 
+from __future__ import annotations
+
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.report.command_line import complain, exit_with, n_gpus
+
+if TYPE_CHECKING:
+    from cs336_systems.distributed.process_group import Rank
+    from cs336_systems.pretraining.preparation import PreparedRun
+    from cs336_systems.pretraining.run_log import RunLog
 
 NAME = "compare_with_transformers"
 BOUND_PERCENT = 1.0
@@ -40,11 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _compare(options: TrainOptions) -> int:
     from cs336_systems.distributed.process_group import joined
+    from cs336_systems.pretraining.checkpoint import ModelOfRun
     from cs336_systems.pretraining.export import export
-    from cs336_systems.pretraining.peer import train_peer
     from cs336_systems.pretraining.preparation import prepare
-    from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog
-    from cs336_systems.pretraining.run_reader import read_run
+    from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, read_run
     from cs336_systems.pretraining.run_records import Evaluation
     from cs336_systems.pretraining.trainer import train
     from cs336_systems.report.run_console import RunConsole
@@ -61,11 +69,11 @@ def _compare(options: TrainOptions) -> int:
     with joined(options.device) as rank:
         prepared = prepare(ours, rank)
         with prepared.loader:
-            data, model = prepared.dataset, prepared.step.model
-            export(folder / "initial", dict(model.named_parameters()), prepared.config, data.tokenizer, data.eos_id)
+            data, weights = prepared.dataset, dict(prepared.step.model.named_parameters())
+            export(folder / "initial", weights, ModelOfRun(prepared.config, data.tokenizer, data.eos_id))
             console = RunConsole(options.log_every)
             with RunLog(LogFile.open(folder / "transformers" / LOG, resume=False), console) as log:
-                theirs = train_peer(prepared, folder / "initial", rank, log)
+                theirs = _train_theirs(prepared, folder / "initial", rank, log)
         train(ours, rank, RunConsole(options.log_every))
     evaluation = read_run(ours.out / LOG).last(Evaluation)
     assert evaluation is not None
@@ -74,6 +82,46 @@ def _compare(options: TrainOptions) -> int:
     figures = {"ours": round(evaluation.loss, 6), "transformers": round(theirs, 6), "off_percent": round(off, 4)}
     print(json.dumps({"command": NAME, "out": str(folder), "steps": prepared.n_steps} | figures))
     return 0 if abs(off) <= BOUND_PERCENT else 1
+
+
+def _train_theirs(prepared: PreparedRun, weights: Path, rank: Rank, log: RunLog) -> float:
+    """The whole run with fp32 parameters, matmuls in bf16 where ours has them; returns the loss on held-out tokens.
+
+    Args:
+        prepared: our run, for its data, learning rate and shape; its model is not used.
+        weights: a Hugging Face folder.
+    """
+    import torch
+
+    from cs336_systems.config import PRECISIONS
+    from cs336_systems.pretraining.evaluation import evaluate
+    from cs336_systems.pretraining.peer import peer_model, peer_optimizer, peer_step
+    from cs336_systems.pretraining.preparation import describe_device
+    from cs336_systems.pretraining.run_records import End, Evaluation, Model, Options, Step
+    from cs336_systems.training.step import TrainStep
+
+    options, config = prepared.options, prepared.config
+    if prepared.evaluation is None:
+        raise ValueError(f"{prepared.dataset.folder} holds out nothing to compare losses on")
+    dtype = options.dtype if options.dtype in ("fp32", "tf32") else "autocast-bf16"
+    model = peer_model(config, rank.device, torch.float32, liger=False, weights=weights)
+    optimizer = peer_optimizer(model, options)
+    log.write(Options({"model": "transformers", "dtype": dtype}, {}, prepared.n_steps))
+    log.write(describe_device(rank))
+    log.write(Model(f"{config.name}, transformers", config.n_parameters, config.context_length))
+    for step in range(prepared.n_steps):
+        began, rate = time.perf_counter(), prepared.rate(step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        values = peer_step(model, optimizer, next(prepared.loader), options, dtype)
+        loss, norm = (value.item() for value in values)
+        log.write(Step(step, time.perf_counter() - began, prepared.tokens_per_step, loss, norm, rate))
+    began, limit = time.perf_counter(), options.evaluation_sequences
+    plain = TrainStep(model, optimizer, PRECISIONS[dtype], None)
+    loss, tokens = evaluate(plain, prepared.evaluation, rank, options.batch_size, limit)
+    log.write(Evaluation(prepared.n_steps, loss, tokens, time.perf_counter() - began))
+    log.write(End(prepared.n_steps, "done"))
+    return loss
 
 
 if __name__ == "__main__":

@@ -9,13 +9,31 @@ Needs one process and no GPU, however many ranks trained. The folder appears onl
 import json
 import sys
 import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import tyro
 
-from cs336_systems.pretraining.export_options import ExportOptions
 from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with
 
 NAME = "export"
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """A checkpoint to a Hugging Face folder."""
+
+    checkpoint: tyro.conf.Positional[Path]
+    """Folder of a run, of which the newest whole checkpoint is taken, or one of its checkpoints."""
+    out: Path | None = None
+    """New folder; by default RUN/hf-STEP."""
+    dtype: Literal["stored", "fp32", "bf16"] = "stored"
+    """Dtype of the weights in the folder."""
+    shard_gib: float = 5.0
+    """Most GiB of weights per file."""
+    replace: bool = False
+    """Also replace another model's folder. An earlier export is replaced anyway, if no other files were added to it."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,39 +49,32 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _export(options: ExportOptions) -> int:
-    options.check()
+    if not options.shard_gib > 0:
+        raise ValueError(f"--shard-gib must be positive, got {options.shard_gib:g}")
     import torch
 
     from cs336_systems.pretraining.checkpoint import load_weights
-    from cs336_systems.pretraining.export import check_target, export
+    from cs336_systems.pretraining.export import check_target, export_saved
 
     started = time.perf_counter()
     if options.out is not None:
         check_target(options.out, options.replace)  # before anything long
-    checkpoint = load_weights(options.checkpoint)
-    for path, reason in checkpoint.skipped.items():
+    saved = load_weights(options.checkpoint)
+    for path, reason in saved.skipped.items():
         print(f"{NAME}: {path} is passed over: {reason}", file=sys.stderr)
-    run = checkpoint.run
-    exported = export(
-        options.out or run.tokenizer.parent / f"hf-{checkpoint.step}",
-        checkpoint.weights,
-        run.config,
-        run.tokenizer,
-        run.eos_id,
-        dtype={"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype],
-        shard_bytes=int(options.shard_gib * 2**30),
-        replace=options.replace,
-        origin={"checkpoint": str(checkpoint.path), "step": checkpoint.step, "model": run.config.name},
-    )
-    dtype = str(exported.dtype).removeprefix("torch.")
+    config, out = saved.model.config, options.out or saved.model.tokenizer.parent / f"hf-{saved.step}"
+    dtype = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
+    how = {"dtype": dtype, "shard_bytes": options.shard_gib * 2**30, "replace": options.replace}
+    exported = export_saved(out, saved, **how)
+    dtype_name, n_bytes = str(exported.dtype).removeprefix("torch."), config.n_parameters * exported.dtype.itemsize
     print(
-        f"{exported.folder}: {run.config.name} at step {checkpoint.step:,}, {exported.n_parameters:,} parameters in "
-        f"{dtype}, {exported.n_bytes / 2**20:,.1f} MiB"
+        f"{exported.folder}: {config.name} at step {saved.step:,}, {config.n_parameters:,} parameters in {dtype_name}, "
+        f"{n_bytes / 2**20:,.1f} MiB"
     )
     for note in exported.notes:
         print(f"note: {note}")
-    line = {"command": NAME, "out": str(exported.folder), "step": checkpoint.step, "dtype": dtype}
-    line |= {"parameters": exported.n_parameters, "bytes": exported.n_bytes, "files": list(exported.files)}
+    line = {"command": NAME, "out": str(exported.folder), "step": saved.step, "dtype": dtype_name}
+    line |= {"parameters": config.n_parameters, "bytes": n_bytes, "files": list(exported.files)}
     print(json.dumps(line | {"s": round(time.perf_counter() - started, 2)}))
     return 0
 

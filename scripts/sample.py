@@ -11,11 +11,47 @@ object.
 import json
 import sys
 import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
 
-from cs336_systems.pretraining.sample_options import SampleOptions
+import tyro
+
 from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with, n_gpus, parse
 
 NAME = "sample"
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Text from a trained model."""
+
+    model: tyro.conf.Positional[Path]
+    """Folder of a run, of which the newest whole checkpoint is taken; one of its checkpoints; a Hugging Face folder."""
+    prompt: str = ""
+    """Text to continue; without one, a new document."""
+    prompt_file: Path | None = None
+    """File with the text to continue."""
+    samples: int = 1
+    """Number of continuations."""
+    max_tokens: int = 200
+    """Most new tokens of each; a sample also ends with its document, or when the context is full."""
+    temperature: float = 0.8
+    """0 always takes the most likely token."""
+    top_k: int | None = None
+    """Draw from this many of the most likely tokens."""
+    top_p: float | None = None
+    """Draw from the fewest most likely tokens that together have this probability."""
+    seed: int = 0
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which the model computes."""
+
+    @classmethod
+    def default(cls, device: str) -> Self:
+        """The defaults on a device: bf16 on a GPU, fp32 on a CPU."""
+        missing: Any = tyro.MISSING
+        return cls(missing, device="cuda", dtype="bf16") if device == "cuda" else cls(missing)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,8 +73,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _sample(options: SampleOptions) -> int:
-    options.check()
     text = options.prompt
+    if text and options.prompt_file is not None:
+        raise ValueError("--prompt and --prompt-file exclude each other")
+    if not 0 <= options.seed < 2**63:
+        raise ValueError(f"--seed must lie in 0..2^63 - 1, got {options.seed}")
     if options.prompt_file is not None:
         text = options.prompt_file.read_text(encoding="utf-8", errors="replace")
     if options.device == "cuda" and not n_gpus():
@@ -47,32 +86,24 @@ def _sample(options: SampleOptions) -> int:
     import torch
 
     from cs336_systems.pretraining.checkpoint import load_trained
-    from cs336_systems.pretraining.sampling import Choice, generate
+    from cs336_systems.pretraining.sampling import generate
     from cs336_systems.pretraining.tokenizer import TextStream
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
-    choice = Choice(options.temperature, options.top_k, options.top_p)
     trained = load_trained(options.model, device=options.device, dtype=dtype)
     for path, reason in trained.skipped.items():
         print(f"{NAME}: {path} is passed over: {reason}", file=sys.stderr)
     tokenizer = trained.tokenizer
     text = text.encode(errors="replace").decode()  # a shell can pass what is no text
     prompt = tokenizer.encode([text])[0][:-1].tolist() or [tokenizer.eos_id]
-    steps = generate(
-        trained.model,
-        prompt,
-        choice,
-        max_tokens=options.max_tokens,
-        n_samples=options.samples,
-        seed=options.seed,
-        eos_id=tokenizer.eos_id,
-        n_ids=tokenizer.vocab_size,
-    )
+    drawn = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "max_tokens", "seed")}
+    drawn |= {"n_samples": options.samples, "eos_id": tokenizer.eos_id, "n_ids": tokenizer.vocab_size}
     started = time.perf_counter()
     samples: list[list[int]] = [[] for _ in range(options.samples)]
     stream = TextStream(tokenizer)
-    print(text, end="", flush=True)
-    for ids in steps:
+    for ids in generate(trained.model, prompt, **drawn):
+        if not samples[0]:
+            print(text, end="", flush=True)
         for sample, token_id in zip(samples, ids, strict=True):
             if token_id is not None:
                 sample.append(token_id)

@@ -14,7 +14,7 @@ import time
 
 import tyro
 
-from cs336_systems.pretraining.tokenize_options import TokenizeOptions
+from cs336_systems.pretraining.tokenizing import TokenizeOptions, tokenize
 from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with
 
 NAME = "tokenize_data"
@@ -23,8 +23,6 @@ NAME = "tokenize_data"
 def main(arguments: list[str] | None = None) -> int:
     """Parse, tokenize, say what came of it; returns the exit code."""
     options = tyro.cli(TokenizeOptions, args=arguments, description=__doc__)
-    from cs336_systems.pretraining.tokenizing import tokenize  # numpy and the tokenizers library come with it
-
     started = time.perf_counter()
     try:
         dataset = tokenize(options)

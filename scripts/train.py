@@ -13,15 +13,19 @@ with 130 and 0; a second Ctrl-C exits at once. --config FILE.toml sets options b
 override it. --print-config only prints such a file, --print-memory the memory predicted for device and host.
 """
 
+import argparse
 import gc
 import json
 import os
 import sys
 import time
+import tomllib
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from cs336_systems.pretraining.config_file import to_toml, with_file
+from cs336_systems.config import did_you_mean
+from cs336_systems.declared import flag
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.report import command_line
 from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with
@@ -54,7 +58,55 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str]) -> TrainOptions:
     """Defaults of the device that is named, else found; over them the file's options; over these the command line's."""
-    return command_line.parse(TrainOptions, with_file(TrainOptions, arguments), __doc__).settled()
+    return command_line.parse(TrainOptions, with_file(arguments), __doc__).settled()
+
+
+def with_file(arguments: list[str]) -> list[str]:
+    """The arguments, behind those of the file that ``--config`` names, which they override.
+
+    A file has a line for each option, named as on the command line (dashes or underscores): ``learning-rate = 3e-4``;
+    ``"none"`` for an option that is not to be set.
+
+    Raises:
+        ValueError: no file is named after ``--config``, or several are; it is not TOML; or an option is unknown.
+        OSError: it cannot be read.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", type=Path, action="append", default=[])
+    try:
+        given, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError:
+        raise ValueError("--config needs a file") from None
+    if len(given.config) > 1:
+        raise ValueError("--config is given twice: one file has all options")
+    return [*(argument for path in given.config for argument in _options_in(path)), *rest]
+
+
+def _options_in(path: Path) -> list[str]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    hints = {name.replace("_", "-"): hint for name, hint in get_type_hints(TrainOptions).items()}
+    found = []
+    for name, value in content.items():
+        name = name.replace("_", "-")
+        if name not in hints:
+            raise ValueError(f"{path}: unknown option {name!r}: {did_you_mean(name, hints)}see --help")
+        if isinstance(value, bool):
+            found.append(flag(name) if value else flag(f"no-{name}"))
+        else:
+            unset = value == "none" and type(None) in get_args(hints[name])
+            values = [None] if unset else value if isinstance(value, list) else [value]
+            found += [flag(name), *map(str, values)]
+    return found
+
+
+def to_toml(options: TrainOptions) -> str:
+    """A line for each option; its numbers, strings and lists are spelled in TOML as in JSON."""
+    values = {field.name.replace("_", "-"): getattr(options, field.name) for field in fields(options)}
+    lines = ((name, "none" if value is None else value) for name, value in values.items())
+    return "\n".join(f"{name} = {json.dumps(value, default=str, ensure_ascii=False)}" for name, value in lines)
 
 
 def _print_memory(options: TrainOptions) -> None:
@@ -62,10 +114,10 @@ def _print_memory(options: TrainOptions) -> None:
     import torch
 
     from cs336_systems.pretraining.capped import caps_of, chooser, planned_for
+    from cs336_systems.pretraining.dataset import Dataset
     from cs336_systems.pretraining.memory import planned_segments, predicted_segments
     from cs336_systems.pretraining.preparation import config_of
     from cs336_systems.pretraining.run_records import Memory
-    from cs336_systems.pretraining.token_stream import Dataset
     from cs336_systems.report.run_console import record_table
     from cs336_systems.report.show import show
     from cs336_systems.streaming.explain import explanation
@@ -151,14 +203,11 @@ def _figures(folder: Path) -> dict[str, Any]:
 
 def _export(folder: Path) -> Path:
     from cs336_systems.pretraining.checkpoint import load_weights
-    from cs336_systems.pretraining.export import export
+    from cs336_systems.pretraining.export import export_saved
 
     gc.collect()  # slabs of a streamed step, which refers to itself
-    checkpoint = load_weights(folder)
-    run, out = checkpoint.run, folder / f"hf-{checkpoint.step}"
-    origin = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "model": run.config.name}
-    export(out, checkpoint.weights, run.config, run.tokenizer, run.eos_id, origin=origin)
-    return out
+    saved = load_weights(folder)
+    return export_saved(folder / f"hf-{saved.step}", saved).folder
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ from cs336_systems.answers.evidence import RUNS, TEST_RUNS
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.harness.record import read_rows
 from cs336_systems.harness.runs import RATES, newest_run, pooled
-from cs336_systems.pretraining.run_log import LOG
-from cs336_systems.pretraining.run_reader import Run, read_run
+from cs336_systems.pretraining.run_log import LOG, Run, read_run
 
 _EFFORT = ("warmup", "steps", "repeat", "calls", "recorded_steps")
 """Columns of a cell that do not tell what was measured, only how often."""

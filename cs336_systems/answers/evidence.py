@@ -35,8 +35,7 @@ import pandas as pd
 
 from cs336_systems.harness.record import Metric, read_rows, unsaid
 from cs336_systems.harness.runs import RATES
-from cs336_systems.pretraining.run_log import LOG
-from cs336_systems.pretraining.run_reader import Run, read_run
+from cs336_systems.pretraining.run_log import LOG, Run, read_run
 from cs336_systems.pretraining.run_records import Device
 
 RUNS, TEST_RUNS, SUMS = "runs", "gpu_tests.csv", "SHA256SUMS"

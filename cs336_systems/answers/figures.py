@@ -35,7 +35,7 @@ from cs336_systems.experiments.sharded_optimizer import memory_figure
 from cs336_systems.experiments.streaming_figures import heatmap_figure
 from cs336_systems.experiments.training import ranks_figure, rates_figure
 from cs336_systems.harness.record import DEFAULTS, EARLIER, NOT_RECORDED
-from cs336_systems.pretraining.run_reader import Run
+from cs336_systems.pretraining.run_log import Run
 from cs336_systems.report.figures import save
 from cs336_systems.report.run_figure import run_figure
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from cs336_systems.answers.committed import NotMeasured
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.experiments.training import APART, COMMAND, TORCHAO, WAYS, fastest, over_one_rank
-from cs336_systems.pretraining.run_reader import Run
+from cs336_systems.pretraining.run_log import Run
 from cs336_systems.pretraining.run_records import KINDS, End, Evaluation, Light, Options, Record, Step
 from cs336_systems.report.results import MISSING
 from cs336_systems.report.run_console import RunConsole

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cs336_systems.distributed.process_group import Rank
     from cs336_systems.harness.record import Metric
     from cs336_systems.harness.sweep import Outcome
-    from cs336_systems.pretraining.preparation import Prepared
+    from cs336_systems.pretraining.preparation import PreparedRun
     from cs336_systems.training.step import TrainStep
 
 DEFAULT_DATA = Path("data/stdlib-bpe4096")
@@ -152,8 +152,8 @@ def stages(options: Any, cells: Sequence[LearningCell], outcomes: list[Outcome])
     Raises:
         ValueError: there are no such data, or nothing of them is held out.
     """
+    from cs336_systems.pretraining.dataset import Dataset
     from cs336_systems.pretraining.preparation import default_data
-    from cs336_systems.pretraining.token_stream import Dataset
 
     dataset = Dataset.open(default_data() if Path(options.data) == DEFAULT_DATA else Path(options.data))
     if dataset.evaluation is None:
@@ -203,19 +203,18 @@ def measure(cell: LearningCell) -> list[Metric]:
     ]
 
 
-def _cosines(prepared: Prepared, rank: Rank) -> list[float]:
+def _cosines(prepared: PreparedRun, rank: Rank) -> list[float]:
     """Cosine of each parameter's gradient with that of fp32, at the weights that the run has come to."""
     from torch.nn.functional import cosine_similarity
 
-    from cs336_systems.pretraining.loader import evaluation_batches
+    from cs336_systems.pretraining.evaluation import evaluation_batches
     from cs336_systems.training.assemble import assemble
     from cs336_systems.training.step import TrainStep
 
     step, options = prepared.step, prepared.options
     assert prepared.evaluation is not None and isinstance(step, TrainStep)
     n_sequences = step.accumulate * min(options.batch_size, _COMPARED_SEQUENCES)
-    shape: dict[str, Any] = {"context_length": options.context_length, "batch_size": n_sequences, "device": rank.device}
-    token_ids, targets, _ = next(evaluation_batches(prepared.evaluation, **shape))
+    token_ids, targets, _ = next(evaluation_batches(prepared.evaluation, n_sequences))
     exact = assemble(replace(prepared.case, **_EXACT), rank)
     exact.model.load_state_dict(step.model.state_dict())
     own, reference = (_gradients(each, token_ids, targets) for each in (step, exact))

@@ -28,14 +28,13 @@ from cs336_systems.experiments.training import TORCHAO, TrainingRunCell
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.record import Metric
 from cs336_systems.model import TransformerBlock
-from cs336_systems.pretraining.loader import Loader
+from cs336_systems.pretraining.dataset import Dataset, write_random_tokens
+from cs336_systems.pretraining.loader import Loader, Sequences
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.peer import peer_model, peer_optimizer, peer_step
 from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_records import Light, Memory, Record, Step
 from cs336_systems.pretraining.signals import StopRequests
-from cs336_systems.pretraining.synthetic import write_random_tokens
-from cs336_systems.pretraining.token_stream import Dataset
 from cs336_systems.pretraining.trainer import run_prepared
 from cs336_systems.profiling.host_lead import HostLead, Pass
 from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
@@ -172,19 +171,13 @@ def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank) -> Wat
         for part in model.blocks if with_liger else [model]:
             part.compile()
     tokens = options.tokens_per_step(1)
-    loader = Loader(
-        dataset.train,
-        context_length=options.context_length,
-        batch_size=tokens // options.context_length,
-        seed=options.seed,
-        vocab_size=config.vocab_size,
-        device=rank.device,
-    )
+    sequences = Sequences(dataset.train, options.context_length, config.vocab_size, rank.device)
+    loader = Loader(sequences, tokens // options.context_length, seed=options.seed)
     assert options.steps is not None
-    schedule = options.schedule_of(options.steps)
+    rate_of = options.rate_of(options.steps)
     with loader, StopRequests() as stop:
         while stop.asked is None:
-            began, rate = time.perf_counter(), schedule(len(watch.steps))
+            began, rate = time.perf_counter(), rate_of(len(watch.steps))
             for group in optimizer.param_groups:
                 group["lr"] = rate
             loss, norm = (value.item() for value in peer_step(model, optimizer, next(loader), options, options.dtype))

@@ -17,7 +17,7 @@ Formats: the safetensors header, and ``model.safetensors.index.json`` (a ``weigh
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -37,17 +37,9 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 _HF_MODULES = {"token_embeddings": "model.embed_tokens", "ln_final": "model.norm", "lm_head": "lm_head"}
 _HF_BLOCK_MODULES = {
-    "ln1": "input_layernorm",
-    "attn.q_proj": "self_attn.q_proj",
-    "attn.k_proj": "self_attn.k_proj",
-    "attn.v_proj": "self_attn.v_proj",
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
-    "attn.output_proj": "self_attn.o_proj",
-    "ln2": "post_attention_layernorm",
-    "ffn.w1": "mlp.gate_proj",
-    "ffn.w2": "mlp.down_proj",
-    "ffn.w3": "mlp.up_proj",
+    **{"ln1": "input_layernorm", "ln2": "post_attention_layernorm", "attn.output_proj": "self_attn.o_proj"},
+    **{f"attn.{name}": f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")},
+    **{"ffn.w1": "mlp.gate_proj", "ffn.w2": "mlp.down_proj", "ffn.w3": "mlp.up_proj"},
 }
 _BLOCK = re.compile(r"layers\.(\d+)\.(.+)")
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -77,12 +69,7 @@ def _folder(path: str | os.PathLike[str]) -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object that a file holds.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no JSON, or no object.
-    """
+    """The object that a file holds; OSError if it cannot be read, ValueError if it is no JSON, or no object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -94,19 +81,20 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The one file, or every shard that the index names; a shard must lie in the folder itself."""
+    index = folder / _INDEX
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
-    if not (folder / _INDEX).is_file():
+    if not index.is_file():
         raise FileNotFoundError(f"neither {_WEIGHTS} nor {_INDEX} is in {folder}")
-    weight_map = read_json(folder / _INDEX).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise ValueError(f"{folder / _INDEX} has no weight_map from weight names to file names")
+        raise ValueError(f"{index} has no weight_map from weight names to file names")
     shards = sorted(set(weight_map.values()))
     for shard in shards:
         if not shard.endswith(".safetensors") or "/" in shard or "\\" in shard:
-            raise ValueError(f"{folder / _INDEX} names {shard!r}, which is not a .safetensors file of its own folder")
+            raise ValueError(f"{index} names {shard!r}, which is not a .safetensors file of its own folder")
         if not (folder / shard).is_file():
-            raise FileNotFoundError(f"{folder / _INDEX} names {shard}, which is not in the folder")
+            raise FileNotFoundError(f"{index} names {shard}, which is not in the folder")
     return [folder / shard for shard in shards]
 
 
@@ -126,32 +114,33 @@ def _open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return stored
 
 
-def _some(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def check_names(weights: str, found: Iterable[str], expected: Iterable[str], model: str) -> None:
+    """Raise ValueError unless the names of ``weights``, in words, are those that the model expects."""
+    missing, unexpected = set(expected) - set(found), set(found) - set(expected)
+    parts = []
+    for what, names in (("lacks", sorted(missing)), ("also has", sorted(unexpected))):
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        parts += [f"{what} {', '.join(names[:4])}{more}"] if names else []
+    if parts:
+        raise ValueError(f"{weights} does not fit {model}: it {' and '.join(parts)}")
 
 
-def _check_fit(stored: dict[str, Any], targets: Mapping[str, Tensor], model: TransformerLM, folder: Path) -> None:
+def _check_fit(stored: dict[str, Any], targets: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> None:
     expected = {name: tuple(parameter.shape) for name, parameter in targets.items()}
-    if model.config.tie_embeddings and _HEAD in stored:
+    if config.tie_embeddings and _HEAD in stored:
         expected[_HEAD] = expected[_EMBEDDING]
-    missing, unexpected = expected.keys() - stored.keys(), stored.keys() - expected.keys()
-    if missing or unexpected:
-        parts = [f"{what} {_some(names)}" for what, names in (("lacks", missing), ("also has", unexpected)) if names]
-        raise ValueError(f"the checkpoint in {folder} does not fit {model.config.name}: it {' and '.join(parts)}")
+    check_names(f"the checkpoint in {folder}", stored, expected, config.name)
     for name, shape in expected.items():
         header = stored[name].get_slice(name)
         if tuple(header.get_shape()) != shape:
             raise ValueError(f"{name} in {folder} has shape {tuple(header.get_shape())}, the model's has {shape}")
         if header.get_dtype() not in _FLOATS:
-            raise ValueError(
-                f"{name} in {folder} is stored as {header.get_dtype()}; only {', '.join(_FLOATS)} are read"
-            )
+            floats = ", ".join(_FLOATS)
+            raise ValueError(f"{name} in {folder} is stored as {header.get_dtype()}; only {floats} are read")
     if _HEAD not in targets and _HEAD in stored:
         head, embedding = (stored[name].get_tensor(name) for name in (_HEAD, _EMBEDDING))
         if head.dtype != embedding.dtype or not torch.equal(head, embedding):
-            raise ValueError(
-                f"{model.config.name} ties its embeddings, but {_HEAD} in {folder} differs from {_EMBEDDING}"
-            )
+            raise ValueError(f"{config.name} ties its embeddings, but {_HEAD} in {folder} differs from {_EMBEDDING}")
 
 
 @torch.no_grad()
@@ -171,14 +160,14 @@ def load_hf_weights(model: TransformerLM, path: str | os.PathLike[str]) -> None:
         raise ValueError("the model is on the meta device and has no storage to load into; call to_empty first")
     with ExitStack() as stack:
         stored = _open_weights(folder, stack)
-        _check_fit(stored, targets, model, folder)
+        _check_fit(stored, targets, model.config, folder)
         for name, parameter in targets.items():
             parameter.copy_(stored[name].get_tensor(name))
     model.rotary.reset_parameters()
 
 
 def save_hf_weights(
-    weights: TransformerLM | Mapping[str, Tensor], path: str | os.PathLike[str], *, shard_bytes: int | None = None
+    weights: TransformerLM | Mapping[str, Tensor], path: str | os.PathLike[str], *, shard_bytes: float | None = None
 ) -> None:
     """Write weights under Hugging Face's names into the folder ``path``: ``model.safetensors``, or shards and an index.
 
@@ -187,7 +176,7 @@ def save_hf_weights(
 
     Args:
         weights: a model, of which a tied head is written once, or whole tensors by our names.
-        shard_bytes: of which a file may not hold more, unless one tensor does; None is one file.
+        shard_bytes: the most bytes of a file that holds more than one tensor; None for one file.
 
     Raises:
         FileNotFoundError: the folder is not there.
@@ -216,16 +205,15 @@ def save_hf_weights(
     (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
-def _divide(tensors: dict[str, Tensor], shard_bytes: int | None) -> list[dict[str, Tensor]]:
+def _divide(tensors: dict[str, Tensor], shard_bytes: float | None) -> list[dict[str, Tensor]]:
     """Tensors in their order, a new part whenever one would not fit into the last."""
     shards: list[dict[str, Tensor]] = [{}]
-    room = shard_bytes
+    n_bytes = 0
     for name, tensor in tensors.items():
-        if room is not None and shard_bytes is not None:
-            if shards[-1] and tensor.nbytes > room:
-                shards.append({})
-                room = shard_bytes
-            room -= tensor.nbytes
+        if shard_bytes is not None and n_bytes and n_bytes + tensor.nbytes > shard_bytes:
+            shards.append({})
+            n_bytes = 0
+        n_bytes += tensor.nbytes
         shards[-1][name] = tensor
     return shards
 
@@ -241,46 +229,48 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
         unfinished.unlink(missing_ok=True)
 
 
+_FIELDS = {
+    **{"d_model": "hidden_size", "d_ff": "intermediate_size", "n_layers": "num_hidden_layers"},
+    **{"n_heads": "num_attention_heads", "vocab_size": "vocab_size", "rms_norm_eps": "rms_norm_eps"},
+}
+"""Fields of ``ModelConfig`` by their names in ``config.json``, as far as both mean the same and none may lack."""
+_SCALING_FIELDS = {
+    **{name: name for name in ("factor", "low_freq_factor", "high_freq_factor")},
+    "original_context_length": "original_max_position_embeddings",
+}
+_UNIFORM = {
+    **{"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
+    "partial_rotary_factor": 1.0,
+}
+"""Fields of ``config.json`` that may have this value alone, or none."""
+
+
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The content of a ``config.json`` that describes the architecture.
 
-    It is a Qwen3 where queries and keys have norms, else a Qwen2 where projections have biases, else a Llama.
-
-    What is no part of the architecture (dtype, ids of special tokens) is left to be added. ``config_from_hf`` reads
-    the same model back, at the context of published weights where there is one.
+    It is a Qwen3 where queries and keys have norms, else a Qwen2 where projections have biases, else a Llama. Dtype and
+    ids of special tokens, no part of the architecture, are left to be added. ``config_from_hf`` reads the same model
+    back, at the context of published weights where there is one.
 
     Raises:
         ValueError: the model has both norms of queries and keys and biases, as no published architecture does.
     """
     if config.qkv_bias and config.qk_norm:
         raise ValueError(f"{config.name} has qkv_bias and qk_norm: Hugging Face has no such architecture")
-    kind: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": False}
-    if config.qk_norm:
-        kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-    if config.qkv_bias:
-        kind = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-    else:
-        kind |= {"attention_bias": False, "head_dim": config.d_head}
-    if kind["model_type"] != "llama":
-        kind |= {"use_sliding_window": False}
-    scaling = config.rope_scaling
-    rope_scaling = scaling and {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_context_length,
-    }
-    return kind | {
-        "hidden_size": config.d_model,
-        "intermediate_size": config.d_ff,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
+    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    hf: dict[str, Any] = {"model_type": kind, "architectures": [f"{kind.capitalize()}ForCausalLM"]}
+    hf |= {"mlp_bias": False} if kind == "llama" else {"use_sliding_window": False}
+    if not config.qkv_bias:
+        hf |= {"attention_bias": False, "head_dim": config.d_head}
+    rope_scaling = None
+    if (scaling := config.rope_scaling) is not None:
+        values = {theirs: getattr(scaling, ours) for ours, theirs in _SCALING_FIELDS.items()}
+        rope_scaling = {"rope_type": "llama3"} | values
+    hf |= {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
+    return hf | {
         "num_key_value_heads": config.kv_heads,
-        "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_context_length or config.context_length,
         "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": rope_scaling,
         "tie_word_embeddings": config.tie_embeddings,
@@ -314,35 +304,19 @@ def config_from_hf(path: str | os.PathLike[str]) -> ModelConfig:
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"{file}: rope parameters {rope!r} are not supported, only one set for all layers is")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    for field, value, allowed in (
-        ("hidden_act", hf.get("hidden_act", "silu"), ("silu",)),
-        ("attention_bias", hf.get("attention_bias"), (None, False)),
-        ("mlp_bias", hf.get("mlp_bias"), (None, False)),
-        ("use_sliding_window", hf.get("use_sliding_window"), (None, False)),
-        *(("layer_types", kind, ("full_attention",)) for kind in hf.get("layer_types") or ()),
-        ("rope type", rope_type, ("default", "llama3")),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")), (None, 1.0)),
-    ):
-        if value not in allowed:
+    asked = [(name, value, (hf | rope).get(name, value)) for name, value in _UNIFORM.items()]
+    asked += [("layer_types", "full_attention", kind) for kind in hf.get("layer_types") or ()]
+    for field, allowed, value in [*asked, ("rope type", "default", "default" if rope_type == "llama3" else rope_type)]:
+        if value not in (allowed, None):
             raise ValueError(f"{file}: {field} {value!r} is not supported")
-
     scaling = None
     if rope_type == "llama3":
-        scaling = RopeScaling(
-            factor=float(required(rope, "factor")),
-            low_freq_factor=float(required(rope, "low_freq_factor")),
-            high_freq_factor=float(required(rope, "high_freq_factor")),
-            original_context_length=required(rope, "original_max_position_embeddings"),
-        )
+        scaling = RopeScaling(**{ours: required(rope, theirs) for ours, theirs in _SCALING_FIELDS.items()})
     config = ModelConfig(
         name=file.parent.resolve().name,
-        d_model=required(hf, "hidden_size"),
-        d_ff=required(hf, "intermediate_size"),
-        n_layers=required(hf, "num_hidden_layers"),
-        n_heads=required(hf, "num_attention_heads"),
+        **{ours: required(hf, theirs) for ours, theirs in _FIELDS.items()},
         n_kv_heads=hf.get("num_key_value_heads"),
-        head_dim=hf.get("head_dim", 128 if model_type == "qwen3" else None),  # what transformers' Qwen3Config assumes
-        vocab_size=required(hf, "vocab_size"),
+        head_dim=hf.get("head_dim", 128 if model_type == "qwen3" else None),  # the value that Qwen3Config assumes
         context_length=required(hf, "max_position_embeddings"),
         max_context_length=hf["max_position_embeddings"],
         qkv_bias=model_type == "qwen2",
@@ -350,6 +324,5 @@ def config_from_hf(path: str | os.PathLike[str]) -> ModelConfig:
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0),
         rope_scaling=scaling,
-        rms_norm_eps=float(required(hf, "rms_norm_eps")),
     )
     return config if config.d_query != config.d_model else replace(config, head_dim=None)

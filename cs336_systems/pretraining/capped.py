@@ -2,12 +2,12 @@
 
     step = CappedStep(options, case, device)         # chooses a plan, sets memory aside, makes or loads weights
     loss = step(token_ids, targets)                  # all micro-batches and the update
-    step.model, step.optimizer                       # for checkpoints: views of what the step keeps, on either side
+    step.model, step.optimizer                       # for checkpoints: views of the tensors that the step keeps
 
 A step's tokens are those of the options, its chunks the plan's (``streaming/choose.py``). A checkpoint is like that of
 any other run, written from where its tensors lie and loaded into place; a run with caps and one without can resume each
-other. On a GPU the caps hold for all that the process has there, by a fence. A CPU's "device" is its own memory; there
-the caps hold for the step's slabs alone, and the plan is the one for an H200: for trying a run out, and for tests.
+other. On a GPU the caps hold for all memory that the process has there, by a fence. A CPU's "device" is its own memory;
+there the caps hold for the step's slabs alone, and the plan is the one for an H200: for trying out, and for tests.
 """
 
 import math
@@ -50,11 +50,7 @@ HOST_LATER = GIB
 
 
 def hardware_of(device: torch.device) -> Hardware:
-    """The card that a plan is for.
-
-    Raises:
-        Unsupported: no peaks are on record for the GPU that is there.
-    """
+    """The card that a plan is for; Unsupported if no peaks are on record for the GPU that is there."""
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     name = torch.cuda.get_device_name(device) if on_gpu else PLANS_FOR
     if (hardware := find_hardware(name)) is None:
@@ -65,11 +61,11 @@ def hardware_of(device: torch.device) -> Hardware:
 def caps_within(
     device: torch.device, gib: tuple[float, float], fence: Fence | None, *, least_host: int = 0, staging: int = 0
 ) -> Caps:
-    """Caps of so many GiB on the device and the host, and what of them is for other things than slabs.
+    """Caps of so many GiB on the device and the host, and the parts of them that slabs cannot have.
 
     Args:
-        fence: says what the process has in use on a GPU; without one that is assumed.
-        least_host: bytes that the process takes of the host at least, beside its slab.
+        fence: measures the memory that the process has in use on a GPU; without one it is assumed.
+        least_host: the least bytes that the process takes of the host beside its slab.
         staging: bytes of the host that copies take besides.
     """
     caps = int(gib[0] * GIB), int(gib[1] * GIB)
@@ -92,16 +88,15 @@ def caps_of(options: TrainOptions, case: TrainerCase, device: torch.device, fenc
 
 @dataclass(frozen=True)
 class Chunking:
-    """How a step's tokens are cut, on which alone its bits depend: a run that resumes keeps it, if its caps allow."""
+    """Tokens of a chunk and chunks of a round. A step's bits depend on them alone, so a run that resumes keeps them, if
+    its caps allow."""
 
     chunk: int
-    """Tokens of a chunk."""
     chunks: int
-    """Chunks of a round."""
 
     @classmethod
     def of_run(cls, options: TrainOptions) -> "Chunking | None":
-        """That of the newest checkpoint in the run's folder, if it cuts what the options ask for, too."""
+        """The chunking of the newest checkpoint in the run's folder, if it cuts a step of the options, too."""
         complete, _ = survey(options.out)
         if not complete or (found := complete[-1].extra.get("chunking")) is None:
             return None
@@ -123,18 +118,11 @@ def chooser(
     tokens, width, chunk = options.tokens_per_step(1), case.moment_bytes, options.chunk
     if chunk is None and all(tokens % size for size in chunk_sizes(options.context_length)):
         chunk = options.batch_size * options.context_length
-    return partial(
-        _choose,
-        case.config,
-        options.context_length,
-        preferred=preferred,
-        chunk=chunk,
-        rates=Rates.of(hardware_of(device)),
-        tokens_per_step=tokens,
-        precision=case.precision,
-        moments={"exp_avg": width, "exp_avg_sq": width} | ({"master": 4} if case.master == "fp32" else {}),
-        effort=EFFORT if device.type == "cuda" else EFFORT // 20,
-    )
+    moments = {"exp_avg": width, "exp_avg_sq": width} | ({"master": 4} if case.master == "fp32" else {})
+    effort = EFFORT if device.type == "cuda" else EFFORT // 20
+    how = {"rates": Rates.of(hardware_of(device)), "precision": case.precision, "moments": moments, "effort": effort}
+    given = case.config, options.context_length
+    return partial(_choose, *given, preferred=preferred, chunk=chunk, tokens_per_step=tokens, **how)
 
 
 def _choose(*args: Any, preferred: Chunking | None, chunk: int | None, **how: Any) -> ChosenPlan:
@@ -145,13 +133,13 @@ def _choose(*args: Any, preferred: Chunking | None, chunk: int | None, **how: An
 
 
 def planned_for(case: TrainerCase, device: torch.device) -> str:
-    """For which card and dtype a plan is made, in a sentence."""
+    """The card and dtype that a plan is made for, in a sentence."""
     there = "" if device.type == "cuda" and torch.cuda.is_available() else ", as there is no GPU in use"
     return f"The plan is for an {hardware_of(device).name} and {case.precision.name}{there}."
 
 
 class CappedStep:
-    """What the trainer uses of a ``TrainStep``, with a plan in place of a graph.
+    """The part of a ``TrainStep`` that the trainer uses, with a plan in place of a graph.
 
     Attributes:
         chunking: is saved with a checkpoint, as a mapping.
@@ -160,7 +148,7 @@ class CappedStep:
     Raises:
         Unsupported: the device cannot do what the case asks for, or is unknown (a ValueError).
         ValueError: the caps are too small or more than there is, host memory cannot be pinned, or the weights to begin
-            with do not serve.
+            with do not serve. From every call: torch was refused memory; after a step, the weights are of no step then.
     """
 
     def __init__(self, options: TrainOptions, case: TrainerCase, device: torch.device) -> None:
@@ -173,19 +161,17 @@ class CappedStep:
         caps, chunking = caps_of(options, case, device, self._fence), Chunking.of_run(options)
         if not on_gpu:
             check_cpu_caps(caps.device, caps.host)
-        self._again = choose_plan = chooser(options, case, device, chunking)
+        self._elsewhere = choose_plan = chooser(options, case, device, chunking)
         with ExitStack() as unless_chosen:
             if on_gpu:
-                self._again = elsewhere = Elsewhere(choose_plan, *with_next_gib(caps).values())
+                self._elsewhere = elsewhere = Elsewhere(choose_plan, *with_next_gib(caps).values())
                 unless_chosen.callback(elsewhere.end)
             self.choice = choose_plan(caps)
             unless_chosen.pop_all()
         plan = self.choice.plan
         self.chunking, self.evaluation_batch = Chunking(plan.work.chunk, plan.chunks), plan.round_sequences
         self._cut_anew = chunking not in (None, self.chunking)
-        adamw: dict[str, Any] = {"lr": options.learning_rate, "betas": options.betas, "eps": options.eps}
-        adamw |= {"weight_decay": options.weight_decay}
-        self._layers = LayerAdamW(**adamw, decay="matrices", seed=options.seed)
+        self._layers = LayerAdamW(**options.adamw, decay="matrices", seed=options.seed)
         torch.manual_seed(options.seed)
         self._refusals = partial(refusals, device, caps.device)
         ops = block_ops(case.kernels, case.attention, deterministic=case.deterministic)
@@ -196,7 +182,7 @@ class CappedStep:
         except RuntimeError as error:
             raise ValueError(str(error).partition("\n")[0]) from error
         self.guard, self.model = self._step.guard, self._step.model()
-        self.optimizer = self._step.optimizer_state(self.model, **adamw)
+        self.optimizer = self._step.optimizer_state(self.model, **options.adamw)
         if options.init is None:
             with self._refusals():
                 self._step.reset_parameters()
@@ -205,29 +191,25 @@ class CappedStep:
             self._step.begin_training()
 
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """Runs a whole step at the learning rate of the optimizer's first group; returns the loss before the update.
-
-        Raises:
-            ValueError: torch was refused memory; the weights are of no step then.
-        """
+        """Runs a whole step at the learning rate of the optimizer's first group; returns the loss before the update."""
         self._layers.lr = self.optimizer.param_groups[0]["lr"]
         with self._refusals():
             return self._step(token_ids, targets)
 
     def loss_of(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of at most ``evaluation_batch`` sequences, nothing being learned; raises as a step."""
+        """The mean loss of at most ``evaluation_batch`` sequences; nothing is learned."""
         with self._refusals():
             return self._step.evaluate(token_ids, targets)
 
     def find_nonfinite(self, token_ids: Tensor, targets: Tensor) -> str | None:
-        """See ``StreamedStep.find_nonfinite``; raises as a step."""
+        """The first tensor that is not finite, as ``StreamedStep.find_nonfinite`` says it."""
         with self._refusals():
             return self._step.find_nonfinite(token_ids, targets)
 
     def explanation(self) -> Iterator[str]:
-        """The plan in sentences, and what the caps change for a run that resumes."""
+        """The plan in sentences, and the effect of the caps on a run that resumes."""
         yield from [self._planned_for] if self._planned_for else []
-        yield from explanation(self.choice, self._again)
+        yield from explanation(self.choice, self._elsewhere)
         if self._saves and (n_bytes := copy_bytes(self.choice)):
             yield f"A checkpoint's copy takes another {n_bytes / GIB:.1f} GiB of the host."
         if self._cut_anew:

@@ -1,13 +1,13 @@
 """The folder of a run: which model it trains, with which tokenizer, and the checkpoints; its model read by anyone.
 
-    write_run_json(Path("runs/stdlib"), config, dataset.tokenizer, dataset.eos_id)     # once, before the first step
-    checkpoint = load_weights(Path("runs/stdlib"))                # the newest; or one: runs/stdlib/step-00000200
-    checkpoint.run.config, checkpoint.step, checkpoint.weights    # by the model's names, whole, in their dtypes
+    model = write_run_json(Path("runs/stdlib"), ModelOfRun(config, dataset.tokenizer, dataset.eos_id))  # at the start
+    saved = load_weights(Path("runs/stdlib"))                     # the newest; or one: runs/stdlib/step-00000200
+    saved.model.config, saved.step, saved.weights                 # by the model's names, whole, in their dtypes
 
     runs/stdlib/
       run.json                  layout, the fields of ModelConfig, the id of the token that ends documents
       tokenizer.json            a copy; tokenizer_config.json and chat_template.jinja too where the original has them
-      step-00000200/            what distributed/checkpoint.py writes; the step is said there
+      step-00000200/            a checkpoint, as distributed/checkpoint.py writes it
 
 Reading takes one process and no GPU, whatever the number of ranks that wrote, and leaves optimizer states on the disk.
 """
@@ -16,7 +16,6 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,25 +29,33 @@ from cs336_systems.pretraining.tokenizer import TOKENIZER, JsonTokenizer, copy_t
 
 RUN = "run.json"
 LAYOUT = 1
-"""Of ``run.json``."""
+"""The version of ``run.json``."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """What ``run.json`` holds.
-
-    Attributes:
-        tokenizer: its ``tokenizer.json``.
-        eos_id: of the token that ends each document.
-    """
+class ModelOfRun:
+    """The model of a run, its ``tokenizer.json`` or a folder that has one, and the id that ends documents."""
 
     config: ModelConfig
     tokenizer: Path
     eos_id: int
 
+    def load_tokenizer(self) -> JsonTokenizer:
+        """The tokenizer.
+
+        Raises:
+            ValueError: it is missing, damaged, without that id or larger than the model's vocabulary.
+            OSError: it cannot be read.
+        """
+        loaded = load_tokenizer(self.tokenizer, self.eos_id)
+        if loaded.vocab_size > self.config.vocab_size:
+            has = f"{loaded.vocab_size:,} ids, the model {self.config.vocab_size:,}"
+            raise ValueError(f"tokenizer {self.tokenizer} has {has}")
+        return loaded
+
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SavedModel:
     """The model of a checkpoint.
 
     Attributes:
@@ -56,100 +63,82 @@ class Checkpoint:
         skipped: checkpoints that were passed over as damaged, and why.
     """
 
-    run: Run
+    model: ModelOfRun
     path: Path
     step: int
     weights: dict[str, Tensor]
     skipped: dict[Path, str]
 
 
-def write_run_json(folder: Path, config: ModelConfig, tokenizer: Path, eos_id: int) -> Run:
+def write_run_json(folder: Path, model: ModelOfRun) -> ModelOfRun:
     """Describe a run in its folder, which is made, and copy the tokenizer there; once described it stays as it is.
 
-    Args:
-        tokenizer: a ``tokenizer.json``, or a folder that has one.
-        eos_id: of the token that ends each document.
-
     Raises:
-        ValueError: the tokenizer is missing, damaged, without that token or larger than the model's vocabulary, or the
-            folder is that of another run.
+        ValueError: the tokenizer does not serve, or the folder is that of another run.
         OSError: something cannot be read or written.
     """
-    loaded = load_tokenizer(tokenizer, eos_id)
-    if loaded.vocab_size > config.vocab_size:
-        raise ValueError(f"tokenizer {tokenizer} has {loaded.vocab_size:,} ids, the model {config.vocab_size:,}")
-    run = Run(config, folder / TOKENIZER, eos_id)
+    loaded = model.load_tokenizer()
     if (folder / RUN).exists():
         there = read_run_json(folder)
-        was, now = ({"eos_id": one.eos_id} | asdict(one.config) for one in (there, run))
+        was, now = ({"eos_id": one.eos_id} | asdict(one.config) for one in (there, model))
         others = [f"{name} is {was[name]} there and {now[name]} here" for name in now if was[name] != now[name]]
-        if not others and load_tokenizer(there.tokenizer, eos_id).json() != loaded.json():
+        if not others and there.load_tokenizer().json() != loaded.json():
             others.append("its tokenizer is another")
         if others:
             fault = f"{folder} is the folder of another run, of model {there.config.name}; name another"
             raise ValueError(f"{fault}: {', '.join(others[:3])}")
         return there
     folder.mkdir(parents=True, exist_ok=True)
-    copy_tokenizer(tokenizer, folder)
+    copy_tokenizer(model.tokenizer, folder)
     unfinished = folder / f".{RUN}.{os.getpid()}.tmp"
     try:
         with unfinished.open("w") as file:
-            json.dump({"layout": LAYOUT, "model": asdict(config), "eos_id": eos_id}, file, indent=1)
+            json.dump({"layout": LAYOUT, "model": asdict(model.config), "eos_id": model.eos_id}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(folder / RUN)
     finally:
         unfinished.unlink(missing_ok=True)
-    return run
+    return read_run_json(folder)
 
 
-def read_run_json(folder: Path) -> Run:
-    """What ``write_run_json`` wrote.
+def read_run_json(folder: Path) -> ModelOfRun:
+    """The model that ``write_run_json`` described.
 
-    Raises:
-        ValueError: there is none, it is damaged, or of another version.
-        OSError: it cannot be read.
+    Raises ValueError if there is no description, it is damaged, or of another version; OSError if it cannot be read.
     """
     file = folder / RUN
-    if not folder.exists():
-        raise ValueError(f"{folder} does not exist")
     if not file.exists():
-        raise ValueError(f"{folder} is no folder of a run: it has no {RUN}")
+        fault = f"is no folder of a run: it has no {RUN}" if folder.exists() else "does not exist"
+        raise ValueError(f"{folder} {fault}")
     try:
         content = json.loads(file.read_text())
-        layout = content["layout"]
+        layout, fields = content["layout"], content["model"]
         if layout == LAYOUT:
-            return Run(_config(content["model"]), folder / TOKENIZER, content["eos_id"])
+            scaling = fields["rope_scaling"]
+            config = ModelConfig(**fields | {"rope_scaling": scaling and RopeScaling(**scaling)})
+            return ModelOfRun(config, folder / TOKENIZER, content["eos_id"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error}") from None
     raise ValueError(f"{file} is of layout {layout}; this version reads {LAYOUT}")
 
 
-def _config(fields: dict[str, Any]) -> ModelConfig:
-    scaling = fields["rope_scaling"]
-    return ModelConfig(**fields | {"rope_scaling": scaling and RopeScaling(**scaling)})
-
-
-def load_weights(path: Path) -> Checkpoint:
+def load_weights(path: Path) -> SavedModel:
     """The model of a checkpoint, or of the newest sound one in the folder of a run.
 
     Raises:
         ValueError: there is no run, no checkpoint, none that is whole, or it is of another model.
         OSError: something cannot be read.
     """
-    run = read_run_json(path.resolve().parent if is_checkpoint(path) else path)
+    model = read_run_json(path.resolve().parent if is_checkpoint(path) else path)
     stored, skipped = find_checkpoint(path)
-    parameters = dict(TransformerLM(run.config, device="meta").named_parameters())
-    return Checkpoint(run, stored.path, stored.step, load_whole_model(stored, parameters), skipped)
+    parameters = dict(TransformerLM(model.config, device="meta").named_parameters())
+    return SavedModel(model, stored.path, stored.step, load_whole_model(stored, parameters), skipped)
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A model that can be run, and its tokenizer.
-
-    Attributes:
-        step: of the checkpoint that it is from; None if it is from Hugging Face.
-    """
+class RunnableModel:
+    """A model that can be run, its tokenizer, and its checkpoint's step, None if it is from Hugging Face."""
 
     model: TransformerLM
     tokenizer: JsonTokenizer
@@ -157,29 +146,23 @@ class Trained:
     skipped: dict[Path, str]
 
 
-def load_trained(path: Path, *, device: torch.device | str, dtype: torch.dtype) -> Trained:
+def load_trained(path: Path, *, device: torch.device | str, dtype: torch.dtype) -> RunnableModel:
     """The reference model from the folder of a run, one of its checkpoints, or a Hugging Face folder.
 
     Raises:
         ValueError: it is none of these, damaged, of another model, or without a tokenizer.
         OSError: something cannot be read.
     """
-    if (path / "config.json").exists():
-        model = _empty(config_from_hf(path), device, dtype)
-        tokenizer = load_tokenizer(path)
-        load_hf_weights(model, path)
-        return Trained(model, tokenizer, None, {})
-    checkpoint = load_weights(path)
-    tokenizer = load_tokenizer(checkpoint.run.tokenizer, checkpoint.run.eos_id)
-    model = _empty(checkpoint.run.config, device, dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(checkpoint.weights.pop(name))  # so that two copies are never whole
-    model.rotary.reset_parameters()
-    return Trained(model, tokenizer, checkpoint.step, checkpoint.skipped)
-
-
-def _empty(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> TransformerLM:
+    saved = None if (path / "config.json").exists() else load_weights(path)
+    config = saved.model.config if saved else config_from_hf(path)
+    tokenizer = saved.model.load_tokenizer() if saved else load_tokenizer(path)
     model = TransformerLM(config, device="meta", dtype=dtype)
     model.to_empty(device=device)
-    return model
+    if saved is None:
+        load_hf_weights(model, path)
+        return RunnableModel(model, tokenizer, None, {})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(saved.weights.pop(name))  # so that two copies are never whole
+    model.rotary.reset_parameters()
+    return RunnableModel(model, tokenizer, saved.step, saved.skipped)

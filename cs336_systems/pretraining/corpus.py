@@ -6,23 +6,23 @@
     for document in corpus.documents():
         document.text
 
-The order is that of the paths given, and of names within a folder. Bytes that are not UTF-8 are read as U+FFFD;
-documents without text are left out. Nothing but the present document, or the present rows of Parquet, is in memory.
+The order is that of the paths given, and of names within a folder. Bytes that are not UTF-8 become U+FFFD; documents
+without text are left out. Only the present document, or the present rows of Parquet, are in memory.
 """
 
 import json
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
 SUFFIXES = (".py", ".txt", ".md", ".jsonl", ".parquet")
-"""Of the files that are taken from folders, unless said."""
+"""Suffixes of the files that are taken from folders, unless others are asked for."""
 MOST_BYTES = 64 * 2**20
-"""Of a text file that is one document."""
+"""The most bytes of a document in a text file: one without separators is rarely meant to be one document."""
 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
@@ -30,7 +30,7 @@ _CHUNK_BYTES = 2**20
 
 
 class Document(NamedTuple):
-    """A text, and the share of its file that it accounts for."""
+    """A text, and how many bytes of its file it accounts for."""
 
     text: str
     file_bytes: int
@@ -41,9 +41,9 @@ class Corpus:
     """Files whose documents are read one after the other.
 
     Attributes:
-        name: short, for folders.
-        field: of a line of JSON or a row of Parquet, that holds the text.
-        separator: between the documents of a text file; without one each file is a document.
+        name: a short one, for folders.
+        field: the field of a JSON line, or the column of Parquet, that holds the text.
+        separator: the text between the documents of a text file; without one each file is a document.
     """
 
     name: str
@@ -61,20 +61,19 @@ class Corpus:
         field: str = "text",
         separator: str | None = None,
     ) -> Self:
-        """The files that paths name; no path is the standard library of the running Python.
+        """The files that paths name; without a path, the standard library of the running Python.
 
         Args:
-            suffixes: of the files that are taken from folders, hidden ones excepted.
+            suffixes: those of the files that are taken from folders; hidden files are not.
 
         Raises:
-            ValueError: a path is not there, or a folder has no such files.
+            ValueError: a path is not there, a folder has no such files, or the separator is empty.
         """
         if separator == "":
             raise ValueError("a separator of documents has at least one character")
         if not paths:
             version = ".".join(map(str, sys.version_info[:3]))
-            library = Path(sysconfig.get_path("stdlib"))
-            files = _files(library, (".py",), _NOT_STANDARD)
+            files = _files(Path(sysconfig.get_path("stdlib")), (".py",), _NOT_STANDARD)
             return cls("stdlib", f"the standard library of Python {version}", tuple(files))
         found: dict[Path, None] = {}
         for path in paths:
@@ -88,7 +87,7 @@ class Corpus:
 
     @property
     def n_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files together."""
         return sum(path.stat().st_size for path in self.files)
 
     def documents(self) -> Iterator[Document]:
@@ -100,53 +99,38 @@ class Corpus:
             OSError: a file cannot be read.
         """
         for path in self.files:
-            for document in self._read(path):
-                if document.text:
-                    yield document
-
-    def _read(self, path: Path) -> Iterator[Document]:
-        if path.suffix in (".jsonl", ".ndjson"):
-            return _json_lines(path, self.field)
-        if path.suffix == ".parquet":
-            return _parquet(path, self.field)
-        if path.suffix in _COMPRESSED:
-            raise ValueError(f"{path} is compressed: unpack it first")
-        return _text(path, self.separator)
+            if path.suffix in _COMPRESSED:
+                raise ValueError(f"{path} is compressed: unpack it first")
+            if path.suffix in (".jsonl", ".ndjson"):
+                found = _json_lines(path, self.field)
+            elif path.suffix == ".parquet":
+                found = _parquet(path, self.field)
+            else:
+                found = _text(path, self.separator)
+            yield from (document for document in found if document.text)
 
 
-def _files(folder: Path, suffixes: Sequence[str], excluded: Set[str] = frozenset()) -> list[Path]:
+def _files(folder: Path, suffixes: Sequence[str], excluded: set[str] | None = None) -> list[Path]:
     """All files below a folder that have one of the suffixes, sorted; none that is hidden, or in an excluded folder."""
     found = []
     for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
+        folders[:] = [name for name in folders if name not in (excluded or ()) and not name.startswith(".")]
         found += [Path(parent, name) for name in names if name.endswith(tuple(suffixes)) and not name.startswith(".")]
     return sorted(found)
 
 
 def _text(path: Path, separator: str | None) -> Iterator[Document]:
-    if separator is not None:
-        yield from _separated(path, separator.encode())
-        return
-    n_bytes = path.stat().st_size
-    _check_size(path, n_bytes)
-    yield Document(path.read_bytes().decode(errors="replace"), n_bytes)
-
-
-def _separated(path: Path, separator: bytes) -> Iterator[Document]:
+    rest, end = b"", (separator or "").encode()
     with path.open("rb") as file:
-        rest = b""
         while chunk := file.read(_CHUNK_BYTES):
-            *pieces, rest = (rest + chunk).split(separator)
-            _check_size(path, len(rest))
+            *pieces, rest = (rest + chunk).split(end) if end else [rest + chunk]
+            if len(rest) > MOST_BYTES:
+                size = f"{len(rest) / 2**20:.0f} MiB or more"
+                advice = "--separator says where the documents of a text file end"
+                raise ValueError(f"{path} has a document of {size}: {advice}")
             for piece in pieces:
-                yield Document(piece.decode(errors="replace"), len(piece) + len(separator))
-        yield Document(rest.decode(errors="replace"), len(rest))
-
-
-def _check_size(path: Path, n_bytes: int) -> None:
-    if n_bytes > MOST_BYTES:
-        size = f"{n_bytes / 2**20:.0f} MiB or more"
-        raise ValueError(f"{path} has a document of {size}: --separator says where the documents of a text file end")
+                yield Document(piece.decode(errors="replace"), len(piece) + len(end))
+    yield Document(rest.decode(errors="replace"), len(rest))
 
 
 def _json_lines(path: Path, field: str) -> Iterator[Document]:

@@ -1,12 +1,12 @@
-"""Numbers of a step, read on the host once the next step is queued, so that the device never waits.
+"""Numbers of a step, copied to the host once the next step is queued, so that the device never waits.
 
     deferred = Deferred(device, ("loss", "norm"))
     for step in range(first_step, n_steps):
-        deferred.begin()                                 # what comes before it is around the step
+        deferred.begin()                                 # the time before it is around the step
         done = deferred.push(*train(step))               # loss and norm, on the device
         if done is not None:
-            log.write(Step(step - 1, done.seconds, tokens, **done.values, learning_rate=schedule(step - 1)))
-    done = deferred.flush()                              # of the last step
+            log.write(Step(step - 1, done.seconds, tokens, **done.values, learning_rate=rate(step - 1)))
+    done = deferred.flush()                              # the last step
 
 ``push`` starts a copy of the step's scalars to pinned memory, behind the step on its stream, and then waits for the
 copy of the step before. So the host is at most one step ahead of the device, and a loss is said one step late. On a CPU
@@ -22,26 +22,29 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Done:
-    """What a step came to."""
+    """The values of a step that is done.
+
+    Attributes:
+        seconds: from the end of the step before it, or from ``restart``, to its own, by the device's clock.
+        around_seconds: the part of them before ``begin`` and after the call of ``push``.
+    """
 
     values: dict[str, float]
     seconds: float
-    """From the end of the step before it, or from ``restart``, to its own, by the device's clock."""
     around_seconds: float
-    """Of these, before ``begin`` and after the call of ``push``."""
 
 
 class Deferred:
     """Scalars and seconds of each step, one step late.
 
     Args:
-        device: where steps are queued, on the current stream.
-        names: of the values that each step has.
+        device: steps are queued there, on the current stream.
+        names: the names of the values of each step.
     """
 
     def __init__(self, device: torch.device, names: tuple[str, ...]) -> None:
         self._device, self._names = device, names
-        self._pending: tuple[Tensor, _Span, _Span] | None = None
+        self._pending: tuple[Tensor, tuple[_Moment, ...]] | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -49,35 +52,36 @@ class Deferred:
         self._begun = self._work_begun = _Moment(self._device)
 
     def begin(self) -> None:
-        """The step itself begins; not said, it does where the step before it ended."""
+        """The step itself begins; without this call it does where the step before it ended."""
         self._work_begun = _Moment(self._device)
 
     def push(self, *values: Tensor) -> Done | None:
         """Take the values, tensors of one element, of the step that was just queued; returns the step before it."""
-        work = self._work_begun, _Moment(self._device)
+        work_ended = _Moment(self._device)
         scalars = torch.stack([value.detach().float().reshape(()) for value in values])
         if self._device.type == "cuda":
             scalars = torch.empty(scalars.shape, pin_memory=True, device="cpu").copy_(scalars, non_blocking=True)
         now = _Moment(self._device)
-        before, self._pending = self._pending, (scalars, (self._begun, now), work)
+        before, self._pending = self._pending, (scalars, (self._begun, self._work_begun, work_ended, now))
         self._begun = self._work_begun = now
         return self._read(before)
 
     def flush(self) -> Done | None:
-        """Wait for the last step; None if no step is left to be read."""
+        """Wait for the last step; None if its values have been returned."""
         before, self._pending = self._pending, None
         return self._read(before)
 
-    def _read(self, pending: "tuple[Tensor, _Span, _Span] | None") -> Done | None:
+    def _read(self, pending: "tuple[Tensor, tuple[_Moment, ...]] | None") -> Done | None:
         if pending is None:
             return None
-        scalars, *spans = pending
-        seconds, of_work = (ended.seconds_since(begun) for begun, ended in spans)
-        return Done(dict(zip(self._names, scalars.tolist(), strict=True)), seconds, seconds - of_work)
+        scalars, (begun, work_begun, work_ended, ended) = pending
+        seconds = ended.seconds_since(begun)  # waits for the copy, too
+        values = dict(zip(self._names, scalars.tolist(), strict=True))
+        return Done(values, seconds, seconds - work_ended.seconds_since(work_begun))
 
 
 class _Moment:
-    """Now, on the device."""
+    """A moment of the device's work."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -86,11 +90,8 @@ class _Moment:
         self._host_s = time.perf_counter()
 
     def seconds_since(self, earlier: "_Moment") -> float:
-        """Waits until the device is there."""
+        """Seconds from an earlier moment to this one; waits until the device is there."""
         if self._event is None or earlier._event is None:
             return self._host_s - earlier._host_s
         self._event.synchronize()
         return earlier._event.elapsed_time(self._event) / 1000
-
-
-_Span = tuple[_Moment, _Moment]

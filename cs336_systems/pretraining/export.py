@@ -1,6 +1,6 @@
 """Export a trained model as a Hugging Face folder, for ``AutoModelForCausalLM``, ``AutoTokenizer`` and this suite.
 
-    exported = export(folder, weights, config, tokenizer, eos_id)
+    exported = export(folder, weights, ModelOfRun(config, tokenizer, eos_id))
 
     config.json                 LlamaForCausalLM, or Qwen2ForCausalLM where query, key and value have biases
     model.safetensors           or shards and model.safetensors.index.json, above a size
@@ -14,7 +14,7 @@ beside its files; any other folder of a model only if asked, and what is no mode
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,49 +24,41 @@ from torch import Tensor
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
-from cs336_systems.model.hf_weights import config_to_hf, read_json, save_hf_weights
+from cs336_systems.model.hf_weights import check_names, config_to_hf, read_json, save_hf_weights
+from cs336_systems.pretraining.checkpoint import ModelOfRun, SavedModel
 from cs336_systems.pretraining.publishing import published
-from cs336_systems.pretraining.tokenizer import JsonTokenizer, copy_tokenizer, load_tokenizer
+from cs336_systems.pretraining.tokenizer import JsonTokenizer, copy_tokenizer
 
 MANIFEST = "export.json"
 LAYOUT = 1
-"""Of the manifest."""
+"""The version of the manifest."""
 ALONE = "tokenizer"
 """Folder of a tokenizer without a model's config beside it."""
 SHARD_BYTES = 5 * 2**30
-"""Of weights, at most, in a file."""
+"""The most bytes of weights in a file."""
 
 _QWEN_SPLIT = json.dumps(r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+")[1:-1]
-"""Of the pattern by which Qwen's tokenizers split text, as it stands in a ``tokenizer.json``."""
+"""Part of the pattern by which Qwen's tokenizers split text, as it stands in a ``tokenizer.json``."""
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
-
-    Attributes:
-        n_bytes: of the weights.
-        notes: what whoever loads it should know, a sentence each.
-    """
+    """A folder that was written: the names of its files, the dtype of the weights, and advice for those who load it."""
 
     folder: Path
     files: tuple[str, ...]
     dtype: torch.dtype
-    n_parameters: int
-    n_bytes: int
     notes: tuple[str, ...]
 
 
 def export(
     folder: Path,
     weights: Mapping[str, Tensor],
-    config: ModelConfig,
-    tokenizer: Path,
-    eos_id: int,
+    model: ModelOfRun,
     *,
     dtype: torch.dtype | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: float = SHARD_BYTES,
     replace: bool = False,
     origin: Mapping[str, Any] | None = None,
 ) -> Exported:
@@ -74,48 +66,50 @@ def export(
 
     Args:
         weights: whole tensors by the names of a ``TransformerLM``, such as its state dict; a tied head may be there.
-        tokenizer: a ``tokenizer.json``, or a folder that has one; files of transformers beside it come along.
-        eos_id: of the token that ends documents.
-        dtype: of what is written; by default the weights'.
-        replace: another model's folder, too.
-        origin: noted in ``export.json``.
+        model: files of transformers beside its tokenizer come along.
+        dtype: the dtype in the folder; by default the weights'.
+        replace: also replace another model's folder.
+        origin: is noted in ``export.json``.
 
     Raises:
-        ValueError: the weights are not the model's, or of several dtypes; the tokenizer is missing, damaged or larger
-            than the model's vocabulary; or the folder is one that must not be replaced.
+        ValueError: the weights are not the model's, or of several dtypes; the tokenizer does not serve; or the folder
+            is one that must not be replaced.
         OSError: something cannot be read or written.
     """
     check_target(folder, replace)
-    loaded = load_tokenizer(tokenizer, eos_id)
-    if loaded.vocab_size > config.vocab_size:
-        raise ValueError(f"tokenizer {tokenizer} has {loaded.vocab_size:,} ids, the model {config.vocab_size:,}")
+    config, loaded, notes = model.config, model.load_tokenizer(), []
     parameters = {name: tensor.to(dtype or tensor.dtype) for name, tensor in _parameters(weights, config).items()}
     found = {tensor.dtype for tensor in parameters.values()}
-    if len(found) > 1:
-        raise ValueError(f"the weights are of several dtypes, {', '.join(sorted(map(str, found)))}: choose one")
+    if len(found) > 1 or not found <= _DTYPES.keys():
+        dtypes, known = (", ".join(sorted(map(str, some))) for some in (found, _DTYPES))
+        raise ValueError(f"weights are exported in one dtype of {known}, not in {dtypes}: choose one")
     (written,) = found
-    if written not in _DTYPES:
-        raise ValueError(f"weights of {written} cannot be exported, only {', '.join(map(str, _DTYPES))}")
+    if unused := config.vocab_size - loaded.vocab_size:
+        sizes = f"the tokenizer has {loaded.vocab_size:,} ids, the model {config.vocab_size:,}"
+        notes.append(f"{sizes}: the last {unused:,} are padding")
     with published(folder) as hidden:
         save_hf_weights(parameters, hidden, shard_bytes=shard_bytes)
-        _copy_tokenizer(hidden, tokenizer, loaded)
-        if _is_replaced(config, loaded):
+        _copy_tokenizer(hidden, model.tokenizer, loaded)
+        # AutoTokenizer takes the vocabulary alone beside a config of type qwen2.
+        if config.qkv_bias and _QWEN_SPLIT not in loaded.json():
+            notes.append(
+                "AutoTokenizer of transformers 5 splits text as Qwen's tokenizer does for any model of this type, not "
+                f"as this one: load it from the folder {ALONE} inside"
+            )
             (hidden / ALONE).mkdir()
-            _copy_tokenizer(hidden / ALONE, tokenizer, loaded)
-        bos_id = _bos_id(hidden, loaded)
-        special = {"bos_token_id": bos_id, "eos_token_id": eos_id}
+            _copy_tokenizer(hidden / ALONE, model.tokenizer, loaded)
+        special = {"bos_token_id": _bos_id(hidden, loaded), "eos_token_id": loaded.eos_id}
         _write_json(hidden / "config.json", config_to_hf(config) | special | {"torch_dtype": _DTYPES[written]})
-        _write_json(hidden / "generation_config.json", special | {"pad_token_id": eos_id})
+        _write_json(hidden / "generation_config.json", special | {"pad_token_id": loaded.eos_id})
         files = sorted(_files(hidden))
         _write_json(hidden / MANIFEST, {"layout": LAYOUT, "origin": dict(origin or {}), "files": files})
-    return Exported(
-        folder,
-        tuple(files),
-        written,
-        sum(tensor.numel() for tensor in parameters.values()),
-        sum(tensor.nbytes for tensor in parameters.values()),
-        tuple(_notes(config, loaded)),
-    )
+    return Exported(folder, tuple(files), written, tuple(notes))
+
+
+def export_saved(folder: Path, saved: SavedModel, **how: Any) -> Exported:
+    """``export`` of a checkpoint, whose origin is noted."""
+    origin = {"checkpoint": str(saved.path), "step": saved.step, "model": saved.model.config.name}
+    return export(folder, saved.weights, saved.model, origin=origin, **how)
 
 
 def check_target(folder: Path, replace: bool) -> None:
@@ -142,10 +136,7 @@ def _parameters(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str,
     shapes = {name: p.shape for name, p in TransformerLM(config, device="meta").named_parameters()}
     head, embedding = "lm_head.weight", "token_embeddings.weight"
     tied = {head} if config.tie_embeddings and head in weights else set()
-    for what, names in (("lack", shapes.keys() - weights.keys()), ("also have", weights.keys() - shapes.keys() - tied)):
-        if names:
-            some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise ValueError(f"the weights are not those of {config.name}: they {what} {some}")
+    check_names("a set of weights", weights, shapes.keys() | tied, config.name)
     for name, shape in shapes.items():
         if weights[name].shape != shape:
             raise ValueError(f"{name} has shape {tuple(weights[name].shape)}, that of {config.name} {tuple(shape)}")
@@ -165,29 +156,13 @@ def _copy_tokenizer(folder: Path, tokenizer: Path, loaded: JsonTokenizer) -> Non
     _write_json(config, settings | {"eos_token": eos})
 
 
-def _notes(config: ModelConfig, loaded: JsonTokenizer) -> Iterator[str]:
-    if unused := config.vocab_size - loaded.vocab_size:
-        sizes = f"the tokenizer has {loaded.vocab_size:,} ids, the model {config.vocab_size:,}"
-        yield f"{sizes}: the last {unused:,} are padding"
-    if _is_replaced(config, loaded):
-        yield (
-            "AutoTokenizer of transformers 5 splits text as Qwen's tokenizer does for any model of this type, not as "
-            f"this one: load it from the folder {ALONE} inside"
-        )
-
-
-def _is_replaced(config: ModelConfig, loaded: JsonTokenizer) -> bool:
-    """Whether transformers' ``AutoTokenizer`` takes the vocabulary alone, as it does beside a config of type qwen2."""
-    return config.qkv_bias and _QWEN_SPLIT not in loaded.json()
-
-
 def _files(folder: Path) -> set[str]:
     """The names of all files below."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
 
 
 def _bos_id(folder: Path, loaded: JsonTokenizer) -> int | None:
-    """Of the token that texts begin with, by the tokenizer's config; None if it says that there is none."""
+    """The token that texts begin with, by the tokenizer's config; None if it says that there is none."""
     bos = read_json(folder / "tokenizer_config.json").get("bos_token")
     token = bos["content"] if isinstance(bos, dict) else bos
     return None if token is None else JsonTokenizer(loaded.json(), token).eos_id

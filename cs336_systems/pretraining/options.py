@@ -1,8 +1,7 @@
 """Options of ``train.py``, and checks before anything runs: every fault is one sentence. Imports no torch.
 
-A run is a step, declared by ``TrainerCase``, and what surrounds it. ``training_case`` is the step that the options
-describe, ``Schedule`` its learning rate by step; how many steps and micro-batches there are follows from the options
-and the number of ranks.
+A run is a step, declared by ``TrainerCase``, and its surroundings, declared by ``RunFields``. ``training_case`` is the
+step that the options describe; how many steps and micro-batches there are also follows from the number of ranks.
 """
 
 import math
@@ -16,13 +15,13 @@ from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import default_keep
 from cs336_systems.declared import flag, like, option, option_name, options_in, options_of
-from cs336_systems.pretraining.schedules import Schedule, ScheduleKind
+from cs336_systems.pretraining.schedules import LearningRate, ScheduleKind
 from cs336_systems.refusals import refusal
 
 _RECOMPUTED = {name: name for name in ("swiglu", "norm", "ffn", "qkv")} | {"att": "qkv-attention"}
-"""What ``--recompute`` calls the parts that blocks do not keep, as switches of ``--keep``."""
+"""The parts that blocks do not keep, by their names in ``--recompute``, as switches of ``--keep``."""
 _MOST_WARMUP = 100
-"""Steps of warm-up unless it is said."""
+"""The most steps of warm-up by default."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class TrainerCase(TrainingCase):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFields:
     """A training run, apart from its step."""
 
     CPU_DEFAULTS: ClassVar[dict[str, Any]] = {
@@ -115,7 +114,7 @@ class Run:
         **{"attention": "reference", "kernels": "reference"},
         **{"evaluate_every": 200, "evaluation_sequences": 512, "save_every": 200, "log_every": 50, "walltime": 70.0},
     }
-    """Where there is no GPU defaults shrink, so that a bare command ends in a minute and a half."""
+    """Smaller defaults without a GPU, so that a bare command ends in a minute and a half."""
 
     init: Path | None = None
     """Hugging Face folder whose weights are trained further, instead of --size."""
@@ -125,30 +124,26 @@ class Run:
     """Folder of the run: log, checkpoints, export. A folder with checkpoints is resumed from the newest."""
     device: Literal["cpu", "cuda"] = "cuda"
     """Where to run; under torchrun each rank has its own GPU."""
-    total_batch_tokens: int | None = None
-    """Tokens per step over all ranks; sets --accumulate."""
-    steps: int | None = None
-    """Steps of the whole run, including those of earlier commands; by default one epoch."""
-    epochs: float | None = None
-    """Length of the run, instead of --steps or its default."""
-    learning_rate: float = 6e-4
-    """Highest learning rate."""
+    total_batch_tokens: int | None = option(None, "Tokens per step over all ranks; sets --accumulate.", sign="positive")
+    steps: int | None = option(
+        None, "Steps of the whole run, earlier commands included; by default one epoch.", sign="positive"
+    )
+    epochs: float | None = option(None, "Length of the run, instead of --steps or its default.", sign="positive")
+    learning_rate: float = option(6e-4, "Highest learning rate.", sign="not negative")
     schedule: ScheduleKind = "cosine"
     """Shape of the learning rate after the warm-up."""
-    warmup_steps: int | None = None
-    """Steps over which the learning rate rises; by default a tenth of all, at most 100."""
+    warmup_steps: int | None = option(
+        None, "Steps over which the learning rate rises; by default a tenth of all, at most 100.", sign="not negative"
+    )
     final_fraction: float = 0.1
     """Final learning rate, as a fraction of the highest."""
     cooldown_steps: int | None = None
     """Steps of the decay of wsd; by default the last fifth."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Betas of AdamW."""
-    eps: float = 1e-8
-    """Epsilon of AdamW."""
-    weight_decay: float = 0.1
-    """Weight decay of matrices; norms and biases have none."""
-    clip: float | None = 1.0
-    """Largest norm of the whole gradient; None: no clipping."""
+    eps: float = option(1e-8, "Epsilon of AdamW.", sign="positive")
+    weight_decay: float = option(0.1, "Weight decay of matrices; norms and biases have none.", sign="not negative")
+    clip: float | None = option(1.0, "Largest norm of the whole gradient; None: no clipping.", sign="positive")
     skip_nonfinite: bool = False
     """Skip steps whose loss or gradient is not finite, instead of stopping at the first."""
     offload: tuple[Literal["m", "v", "master", "gradients", "residual"], ...] = ()
@@ -157,50 +152,68 @@ class Run:
     recompute: str = "none"
     """What --keep leaves out, by its old names: swiglu, norm, ffn, qkv, att, several as norm-swiglu (--keep
     all-norm-swiglu); block (--keep input); full, every-K, ... (--keep autograd-input, autograd-every-K, ...)."""
-    device_gib: float | None = None
-    """With --host-gib: stream layers, so that all memory of the process on the device stays below this cap. A plan
-    decides what is kept where and what is computed again. On a CPU only the step's slabs count."""
-    host_gib: float | None = None
-    """With --device-gib: the cap on host memory."""
-    chunk: int | None = None
-    """Under these caps, tokens that a layer processes at a time: whole sequences or an even piece of one. By default
-    the fastest, or a micro-batch if a step is too short for that."""
-    evaluate_every: int | None = 250
-    """Steps between evaluations on held-out tokens; there is one at the end. None: no evaluation."""
-    evaluation_sequences: int | None = 512
-    """Number of held-out sequences per evaluation; None: all."""
-    save_every: int | None = 1000
-    """Steps between checkpoints; there is one at the end, whatever ends the run. A checkpoint waits while the one
-    before is still written. None: no checkpoints."""
-    keep_last: int = 2
-    """Number of newest checkpoints that are kept."""
-    keep_every: int | None = None
-    """Checkpoints of steps that are multiples of this are never removed."""
-    log_every: int = 1
-    """The console shows one step in this many; the log has all."""
-    quantization_every: int | None = None
-    """Log once in this many steps what quantization did to each tensor: absmax, underflow, saturation. With
-    --matmul-dtype e4m3 and --cuda-graph off. None: never."""
+    device_gib: float | None = option(
+        None,
+        "With --host-gib: stream layers, so that all memory of the process on the device stays below this cap. A plan "
+        "decides what is kept where and what is recomputed. On a CPU only the step's slabs count.",
+        sign="positive",
+    )
+    host_gib: float | None = option(None, "With --device-gib: the cap on host memory.", sign="positive")
+    chunk: int | None = option(
+        None,
+        "Under these caps, tokens that a layer processes at a time: whole sequences or an even piece of one. "
+        "By default the fastest, or a micro-batch if a step is too short for that.",
+        sign="positive",
+    )
+    evaluate_every: int | None = option(
+        250,
+        "Steps between evaluations on held-out tokens; there is one at the end. None: no evaluation.",
+        sign="positive",
+    )
+    evaluation_sequences: int | None = option(
+        512, "Number of held-out sequences per evaluation; None: all.", sign="positive"
+    )
+    save_every: int | None = option(
+        1000,
+        "Steps between checkpoints; there is one at the end, whatever ends the run. A checkpoint waits while "
+        "the one before is still written. None: no checkpoints.",
+        sign="positive",
+    )
+    keep_last: int = option(2, "Number of newest checkpoints that are kept.", sign="positive")
+    keep_every: int | None = option(
+        None, "Checkpoints of steps that are multiples of this are never removed.", sign="positive"
+    )
+    log_every: int = option(1, "The console shows one step in this many; the log has all.", sign="positive")
+    quantization_every: int | None = option(
+        None,
+        "Log once in this many steps what quantization did to each tensor: absmax, underflow, saturation. "
+        "With --matmul-dtype e4m3 and --cuda-graph off. None: never.",
+        sign="positive",
+    )
     tensorboard: bool = False
     """Also write TensorBoard events into --out; needs the extra tensorboard."""
     wandb: str | None = None
     """Weights & Biases project to which the run is also logged; needs the extra wandb."""
     export: bool = True
     """Export a Hugging Face folder into --out at the end."""
-    walltime: float | None = None
-    """Seconds from the start of the command after which the run saves and ends, to be resumed; None: no limit."""
-    seed: int = 0
-    """Seed of parameters, data order and stochastic rounding."""
+    walltime: float | None = option(
+        None,
+        "Seconds from the start of the command after which the run saves and ends, to be resumed; None: never.",
+        sign="positive",
+    )
+    seed: int = option(0, "Seed of parameters, data order and stochastic rounding.", sign="not negative")
 
 
 if TYPE_CHECKING:
 
     @dataclass(frozen=True)
-    class _Options(Run, TrainerCase):  # of which tyro sees none
+    class _Options(RunFields, TrainerCase):  # of which tyro sees none
         size: str = ""
 
 else:
-    _Options = options_of(TrainerCase, Run, several=False, size="qwen2.5-0.5b", context_length=1024, batch_size=16)
+    _Options = options_of(
+        TrainerCase, RunFields, several=False, size="qwen2.5-0.5b", context_length=1024, batch_size=16
+    )
 
 
 @dataclass(frozen=True)
@@ -218,23 +231,28 @@ class TrainOptions(_Options):
         return replace(self, steps=None) if by_default else self
 
     def check(self) -> None:
-        """Raise ValueError for what can be said without looking at data, device or ranks."""
-        signs = dict.fromkeys(_POSITIVE, "positive") | dict.fromkeys(_NOT_NEGATIVE, "not negative")
-        signs |= {option_name(each): of.sign for each, of in options_in(self) if of.sign}
-        for name, sign in signs.items():
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and (value > 0 if sign == "positive" else value >= 0)):
-                must = (
-                    ("be positive" if sign == "positive" else "not be negative")
-                    if math.isfinite(value)
-                    else "be finite"
-                )
+        """Raise ValueError for faults that show without data, device or ranks."""
+        for each, of in options_in(self):
+            name, value = option_name(each), getattr(self, option_name(each))
+            if not of.sign or value is None:
+                continue
+            if not math.isfinite(value):
+                raise ValueError(f"{flag(name)} must be finite, got {value}")
+            if value < 0 or (value == 0 and of.sign == "positive"):
+                must = "be positive" if of.sign == "positive" else "not be negative"
                 raise ValueError(f"{flag(name)} must {must}, got {value}")
+        asked = {
+            f.name: f"{flag(f.name)} {value}" for f in fields(self) if (value := getattr(self, f.name)) != f.default
+        }
+        for one, other in _ALTERNATIVES:
+            if one in asked and other in asked:
+                raise ValueError(f"{asked[one]} and {asked[other]}: give one of them")
         for name in _OF_QUANTIZED if self.matmul_dtype == "same" else ():
-            if getattr(self, name) != getattr(TrainOptions, name):
-                raise ValueError(
-                    f"{flag(name)} {getattr(self, name)} is for quantized matmuls, and --matmul-dtype is same"
-                )
+            if name in asked:
+                raise ValueError(f"{asked[name]} is for quantized matmuls, and --matmul-dtype is same")
+        for name in _OF_WRITTEN_OUT if self.kept["keep"] == "autograd" else ():
+            if name in asked:
+                raise ValueError(f"{asked[name]} needs a head with a hand-written backward, not --keep autograd")
         for refused, sentence in _REFUSALS:
             if refused(self):
                 raise ValueError(sentence.format(o=self))
@@ -250,7 +268,7 @@ class TrainOptions(_Options):
         return self.device_gib is not None
 
     def _check_caps(self) -> None:
-        """Raise ValueError for what does not go together with caps on memory."""
+        """Raise ValueError for options that do not go together with caps on memory."""
         optimizer = "fused" if self.device == "cuda" else "torch-fused"
         for name, served in (_UNDER_CAPS | {"optimizer": [optimizer]}).items():
             value = getattr(self, name)
@@ -263,14 +281,12 @@ class TrainOptions(_Options):
             return
         short, long = sorted((self.chunk, self.context_length))
         if long % short or self.tokens_per_step(1) % long:
-            raise ValueError(
-                f"--chunk {self.chunk} does not divide sequences of {self.context_length} tokens and a step of "
-                f"{self.tokens_per_step(1):,} evenly"
-            )
+            whole = f"sequences of {self.context_length} tokens and a step of {self.tokens_per_step(1):,}"
+            raise ValueError(f"--chunk {self.chunk} does not divide {whole} evenly")
 
     @property
     def kept(self) -> dict[str, str]:
-        """What blocks keep, said or not, as the columns ``keep`` and ``checkpoint``; under caps at most."""
+        """The columns ``keep`` and ``checkpoint`` that --keep and --recompute mean; under caps the most."""
         if self.capped:
             return {"keep": "products"}
         if self.recompute == "none":
@@ -292,10 +308,9 @@ class TrainOptions(_Options):
             return self.accumulate
         tokens = self.batch_size * self.context_length * world_size
         if self.total_batch_tokens % tokens:
-            raise ValueError(
-                f"--total-batch-tokens {self.total_batch_tokens:,} is no multiple of {tokens:,}, the tokens of a "
-                f"micro-batch: --batch-size {self.batch_size} of {self.context_length} tokens on {world_size} ranks"
-            )
+            asked = f"--total-batch-tokens {self.total_batch_tokens:,} is no multiple of {tokens:,}"
+            size = f"--batch-size {self.batch_size} of {self.context_length} tokens on {world_size} ranks"
+            raise ValueError(f"{asked}, the tokens of a micro-batch: {size}")
         return self.total_batch_tokens // tokens
 
     def tokens_per_step(self, world_size: int) -> int:  # type: ignore[override]
@@ -309,12 +324,16 @@ class TrainOptions(_Options):
         per_step = self.tokens_per_step(world_size) // self.context_length
         return max(1, math.ceil((self.epochs or 1.0) * n_sequences / per_step))
 
-    def schedule_of(self, n_steps: int) -> Schedule:
-        """The learning rate by step; raises ValueError as ``Schedule`` does."""
-        warmup_steps = min(_MOST_WARMUP, n_steps // 10) if self.warmup_steps is None else self.warmup_steps
-        return Schedule(
-            self.learning_rate, n_steps, self.schedule, warmup_steps, self.final_fraction, self.cooldown_steps
-        )
+    def rate_of(self, n_steps: int) -> LearningRate:
+        """The learning rate by step; raises ValueError as ``LearningRate`` does."""
+        warmup = min(_MOST_WARMUP, n_steps // 10) if self.warmup_steps is None else self.warmup_steps
+        ends = self.final_fraction, self.cooldown_steps
+        return LearningRate(self.learning_rate, n_steps, self.schedule, warmup, *ends)
+
+    @property
+    def adamw(self) -> dict[str, Any]:
+        """AdamW's hyperparameters, by torch's names."""
+        return {"lr": self.learning_rate, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
     def training_case(self, config: ModelConfig, world_size: int) -> TrainerCase:
         """The step on each of so many ranks."""
@@ -330,66 +349,30 @@ class TrainOptions(_Options):
         return TrainerCase(**own, **{each.name: getattr(self, option_name(each)) for each in given})
 
 
-_POSITIVE = (
-    *("total_batch_tokens", "steps", "epochs", "clip", "walltime", "evaluate_every", "evaluation_sequences"),
-    *(
-        "save_every",
-        "keep_last",
-        "keep_every",
-        "log_every",
-        "quantization_every",
-        "device_gib",
-        "host_gib",
-        "chunk",
-        "eps",
-    ),
-)
-_NOT_NEGATIVE = ("learning_rate", "weight_decay", "seed", "warmup_steps")
-"""Numbers of a run; those of a step are declared with it."""
 _OF_QUANTIZED = ("gradient_dtype", "scaling", "fp8_skip_first", "fp8_skip_last", "quantization_every")
-"""Options that say something of quantized matmuls alone."""
+"""Options for quantized matmuls alone."""
+_OF_WRITTEN_OUT = ("z_loss", "lmhead_chunks")
+"""Options for a head with a hand-written backward alone."""
+_ALTERNATIVES = (("steps", "epochs"), ("total_batch_tokens", "accumulate"), ("keep", "recompute"))
+"""Pairs of options that say the same thing in two ways."""
 _UNDER_CAPS: dict[str, list[Any]] = {
     **{"zero": [0], "offload": [()], "keep": [None], "recompute": ["none"], "compile": ["off"], "cuda_graph": ["off"]},
     **{"dtype": ["bf16", "fp32"], "kernels": ["fused", "reference"], "matmul_dtype": ["same"]},
     **{"z_loss": [0.0], "lmhead_chunks": [None]},
 }
-"""Options with the only values that they may have under caps on memory."""
-
-
-def _by_autograd(o: TrainOptions) -> bool:
-    return o.kept["keep"] == "autograd"
+"""The only values of some options under caps on memory."""
 
 
 _REFUSALS: tuple[tuple[Callable[[TrainOptions], bool], str], ...] = (
     (lambda o: o.seed >= 2**32, "--seed must be less than 2^32, as many as NumPy's generator has, got {o.seed}"),
     (lambda o: not all(0 <= beta < 1 for beta in o.betas), "--betas must lie in [0, 1), got {o.betas[0]} {o.betas[1]}"),
     (
-        lambda o: o.steps is not None and o.epochs is not None,
-        "--steps {o.steps} and --epochs {o.epochs:g}: give one of them",
-    ),
-    (
-        lambda o: o.total_batch_tokens is not None and o.accumulate != 1,
-        "--total-batch-tokens {o.total_batch_tokens} and --accumulate {o.accumulate}: give one of them",
-    ),
-    (
-        lambda o: o.keep is not None and o.recompute != "none",
-        "--keep {o.keep} and --recompute {o.recompute}: give one of them",
-    ),
-    (
         lambda o: o.moments != "same" and o.optimizer != "fused",
         "--moments {o.moments} needs --optimizer fused, got {o.optimizer}",
     ),
     (
-        lambda o: bool(o.z_loss) and _by_autograd(o),
-        "--z-loss {o.z_loss:g} needs a head with a hand-written backward, not --keep autograd",
-    ),
-    (
-        lambda o: o.deterministic and o.attention == "hopper" and _by_autograd(o),
+        lambda o: o.deterministic and o.attention == "hopper" and o.kept["keep"] == "autograd",
         "--deterministic and --attention hopper need blocks with a hand-written backward, not --keep autograd",
-    ),
-    (
-        lambda o: o.lmhead_chunks is not None and _by_autograd(o),
-        "--lmhead-chunks {o.lmhead_chunks} needs a head with a hand-written backward, not --keep autograd",
     ),
     (
         lambda o: o.quantization_every is not None and o.cuda_graph == "on",
@@ -412,4 +395,4 @@ _REFUSALS: tuple[tuple[Callable[[TrainOptions], bool], str], ...] = (
         "--save-every None leaves no checkpoint to be exported: --no-export does without",
     ),
 )
-"""What a run cannot be, whatever its data, device and ranks; ``o`` are the options."""
+"""Conditions under which no run is possible, whatever its data, device and ranks; ``o`` are the options."""

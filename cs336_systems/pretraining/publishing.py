@@ -4,7 +4,7 @@
         (folder / "train.bin").write_bytes(...)
 
 A kill leaves ``.NAME.PID.tmp``, which can be removed, and beside it ``.NAME.PID.old`` if it came between two renames:
-what was there before, to be given its name again.
+the earlier folder, to be given its name again.
 """
 
 import os

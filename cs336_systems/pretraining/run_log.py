@@ -1,39 +1,64 @@
-"""Where a training run's records go: a file of JSON lines, and whatever else listens.
+"""The log of a training run: written record by record, and read as pandas frames, also while it is being written.
 
     with RunLog(LogFile.open(folder / LOG, resume=False), RunConsole()) as log:
         log.write(Options(options, defaults, n_steps=1000))
         log.write(Step(0, seconds, tokens, loss, norm, learning_rate))
 
-A run that resumes at a step appends to its log, and hands over what led up to it:
+    run = read_run(folder / LOG)
+    run.steps[["step", "loss", "tokens_per_s", "speed_of_light"]]
 
-    earlier = [step for step in read_run(folder / LOG).all(Step) if step.step < first_step]
-    with RunLog(LogFile.open(folder / LOG, resume=True), RunConsole(), earlier=earlier) as log: ...
+A run that resumes appends to its log (``resume=True``) and hands over the steps that led up to it (``earlier``).
 
 The first rank alone has a log, and one process at a time writes it: the file is locked, where its file system has
-locks. Every line is written in one piece the moment it is said, so at every moment the file is
-whole lines and at most one that is torn, at its end: after a kill, or on a full disk. A resumed run cuts that off.
+locks. Every line is written in one piece, so at every moment the file is whole lines and at most one that is torn, at
+its end: one that is being written, or that a kill or a full disk cut off. A reader leaves it out, a resumed run cuts it
+off. Of steps that a resumed run made a second time, the later records hold.
 
-Records hold numbers of the host. To read a loss from the device is to wait for the step that makes it, so whoever
-trains reads it a step later, from a copy that the device has made meanwhile: ``deferred.py``. No sink sees a tensor.
-
-A step that is far from those before it is flagged with a record of its own. A sink that cannot write (its disk is full)
-is reported to the others, and training goes on; what it did not take is lost to it alone. Where it cannot take the
-options, with which a session begins, there is none: what came after would be read as an earlier session's.
+Records hold numbers of the host; no sink sees a tensor (``deferred.py``). A step that is far from those before it is
+flagged with a record of its own: a bad batch, or a run about to diverge. A sink that cannot write (its disk is full) is
+reported to the others, and training goes on; only that sink lacks the records. Where it cannot take the options, with
+which a session begins, there is no session: later records would be read as an earlier session's.
 """
 
 import fcntl
+import math
 import os
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Literal, Protocol, Self, TypeVar
 
-from cs336_systems.pretraining.outliers import WINDOW, OutlierWatch
-from cs336_systems.pretraining.run_reader import read_run
-from cs336_systems.pretraining.run_records import Level, Message, Options, Record, Step, to_line
+import numpy as np
+import pandas as pd
+
+from cs336_systems.pretraining.run_records import (
+    HEAD,
+    Evaluation,
+    GpuState,
+    Level,
+    Light,
+    Message,
+    Options,
+    Outlier,
+    Quantization,
+    Record,
+    Step,
+    from_line,
+    to_line,
+)
 
 LOG = "log.jsonl"
 """A run's log in its folder."""
+WINDOW = 100
+"""Steps with which the next one is compared."""
+FLAGGED_Z = 6.0
+"""Standard deviations from the mean of these steps; normal noise gets there once in 2 x 10^7 steps."""
+
+Kind = TypeVar("Kind", bound=Record)
+_DTYPES: dict[Any, str] = {int: "int64", float: "float64", float | None: "float64"}
 
 
 class Sink(Protocol):
@@ -54,8 +79,8 @@ class LogFile:
         """A new log, or the end of one that is there; resuming where there is none begins one.
 
         Raises:
-            ValueError: what is to be resumed is no log, of another version, or written by another process now.
-            FileExistsError: what is to be new is there.
+            ValueError: the file to be resumed is no log, of another version, or written by another process now.
+            FileExistsError: a file is where a new log is to be.
             OSError: it cannot be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,9 +97,7 @@ class LogFile:
     def write(self, record: Record) -> None:
         """Append the record's line, or nothing of it.
 
-        Raises:
-            TypeError: it holds what JSON does not, such as a tensor.
-            OSError: it cannot be written.
+        Raises TypeError if it holds a value that JSON does not have, such as a tensor; OSError if it cannot be written.
         """
         line, start = to_line(record), os.fstat(self._descriptor).st_size
         assert start or isinstance(record, Options), f"a log begins with options, not with {record}"
@@ -98,7 +121,7 @@ class LogFile:
 
 
 class RunLog:
-    """Hands each record to every sink, from any thread; adds what is out of line.
+    """Hands each record to every sink, from any thread; adds an ``Outlier`` to a step that is one.
 
     Args:
         earlier: steps before those of a run that is resumed, with which its next ones are compared.
@@ -107,21 +130,17 @@ class RunLog:
     def __init__(self, *sinks: Sink, earlier: Sequence[Step] = ()) -> None:
         self._sinks = sinks
         self._failing: list[Sink] = []
-        self._watch = OutlierWatch()
+        self._watch = _OutlierWatch()
         self._lock = threading.RLock()  # a signal handler may write while its own thread does
         for step in earlier[-WINDOW:]:
-            self._watch.see(step)
+            list(self._watch.outliers(step))
 
     def write(self, record: Record) -> None:
-        """Say it now.
-
-        Raises:
-            OSError: a sink cannot take the options.
-        """
+        """Hand the record over now; OSError if a sink cannot take the options."""
         with self._lock:
             self._hand(record, self._sinks)
-            for outlier in self._watch.see(record) if isinstance(record, Step) else ():
-                self.write(outlier)
+            for outlier in self._watch.outliers(record) if isinstance(record, Step) else ():
+                self._hand(outlier, self._sinks)
 
     def say(self, text: str, level: Level = "info") -> None:
         """Write a message."""
@@ -151,3 +170,132 @@ class RunLog:
             else:
                 if sink in self._failing:
                     self._failing.remove(sink)
+
+
+class _OutlierWatch:
+    """Flags steps by their z-score: the distance from the mean of the 100 steps before, in their standard deviations.
+
+    Nothing is flagged before there are as many, since the first steps change too fast. A value that is not finite is
+    always flagged, and later ones are not compared with it.
+    """
+
+    def __init__(self) -> None:
+        self._windows: dict[Literal["loss", "norm"], deque[float]]
+        self._windows = {"loss": deque(maxlen=WINDOW), "norm": deque(maxlen=WINDOW)}
+
+    def outliers(self, step: Step) -> Iterator[Outlier]:
+        for quantity, window in self._windows.items():
+            value: float = getattr(step, quantity)
+            z = self._z(value, window)
+            if not abs(z) < FLAGGED_Z:
+                yield Outlier(step.step, quantity, value, z)
+            if math.isfinite(value):
+                window.append(value)
+
+    def _z(self, value: float, window: deque[float]) -> float:
+        if not math.isfinite(value):
+            return value
+        if len(window) < WINDOW or value == (mean := sum(window) / WINDOW):
+            return 0.0
+        deviation = float(np.std(window))
+        return (value - mean) / deviation if deviation else math.copysign(math.inf, value - mean)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of a log, in their order, but for those that a resumed run overtook.
+
+    Attributes:
+        n_bytes: the size of the whole lines.
+        torn: bytes after them.
+    """
+
+    path: Path
+    records: tuple[Record, ...]
+    n_bytes: int
+    torn: int
+
+    def all(self, kind: type[Kind]) -> tuple[Kind, ...]:
+        """Every record of a kind."""
+        return tuple(record for record in self.records if isinstance(record, kind))
+
+    def last(self, kind: type[Kind]) -> Kind | None:
+        """The newest record of a kind, None if there is none."""
+        return next((record for record in reversed(self.records) if isinstance(record, kind)), None)
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        """One line per step: the fields of ``Step``, tokens_seen, tokens_per_s, speed_of_light (a share, or NaN)."""
+        steps, light = _frame(self.all(Step), Step), self.last(Light)
+        bound = light.seconds_per_token if light else None
+        steps["tokens_seen"] = steps["tokens"].cumsum()
+        steps["tokens_per_s"] = steps["tokens"] / steps["seconds"]
+        steps["speed_of_light"] = steps["tokens_per_s"] * (float("nan") if bound is None else bound)
+        return steps
+
+    @cached_property
+    def evaluations(self) -> pd.DataFrame:
+        """One line per evaluation; of two after the same step, as where a run resumed, the later."""
+        return _frame(self.all(Evaluation), Evaluation).drop_duplicates("step", keep="last", ignore_index=True)
+
+    @cached_property
+    def gpu(self) -> pd.DataFrame:
+        """One line per ``GpuState``."""
+        return _frame(self.all(GpuState), GpuState)
+
+    @cached_property
+    def quantization(self) -> pd.DataFrame:
+        """One line per step that was looked at, tensor and block: absmax, underflow and saturation, as shares."""
+        columns = ["block", "absmax", "underflow", "saturation"]
+        found = [pd.DataFrame(columns=["step", "tensor", *columns])]
+        found += [
+            pd.DataFrame({"step": record.step, "tensor": tensor} | {name: measured[name] for name in columns})
+            for record in self.all(Quantization)
+            for tensor, measured in record.tensors.items()
+        ]
+        types = dict.fromkeys(("step", "block"), "int64") | dict.fromkeys(columns[1:], "float64")
+        return pd.concat(found[1:] or found, ignore_index=True).astype(types)
+
+    @cached_property
+    def outliers(self) -> pd.DataFrame:
+        """One line per ``Outlier``."""
+        return _frame(self.all(Outlier), Outlier)
+
+
+def read_run(path: Path) -> Run:
+    """Read a log; an empty one is a run that has only just begun.
+
+    Raises ValueError if it is no log of a run, or of another version; the line is named; OSError if it cannot be read.
+    """
+    content = path.read_bytes()
+    if not (content.startswith(HEAD) or HEAD.startswith(content)):
+        raise ValueError(f"{path} is no log of a training run")
+    *lines, torn = content.split(b"\n")
+    records: list[Record] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = from_line(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        if isinstance(record, Options):
+            records = [one for one in records if not _overtaken(one, record.first_step)]
+        if record is not None:
+            records.append(record)
+    return Run(path, tuple(records), len(content) - len(torn), len(torn))
+
+
+def _overtaken(record: Record, first_step: int) -> bool:
+    """Whether it is of a step that a run resumed at ``first_step`` makes a second time."""
+    if isinstance(record, Step | GpuState | Quantization | Outlier):
+        return record.step >= first_step
+    return isinstance(record, Evaluation) and record.step > first_step
+
+
+def _frame(records: Iterable[Record], kind: type[Record]) -> pd.DataFrame:
+    """A line for each record; columns are the kind's fields, with their types also where there is no line."""
+    said = list(records)
+    columns = {
+        one.name: pd.Series([getattr(record, one.name) for record in said], dtype=_DTYPES.get(one.type, "str"))
+        for one in fields(kind)
+    }
+    return pd.DataFrame(columns)

@@ -1,7 +1,7 @@
 """Generate text, a token at a time: the reference model's operations with a key/value cache.
 
-    for ids in generate(model, prompt_ids, Choice(temperature=0.8, top_p=0.95), max_tokens=200, n_samples=4, seed=0):
-        ids                           # of each sample its next id, or None once it has ended
+    for ids in generate(model, prompt_ids, temperature=0.8, top_p=0.95, max_tokens=200, n_samples=4, seed=0):
+        ids                           # the next id of each sample, or None once it has ended
 
 Keys (after their rotation) and values of every position are kept in two tensors that are allocated once, with the heads
 that the model has for them, so a token costs one pass over the weights and over the cache. Queries that share a
@@ -10,7 +10,6 @@ so its scores never grow with the square of its length.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -24,11 +23,7 @@ _PROMPT_PART = 512
 
 
 class CachedModel:
-    """A model that remembers the positions it has seen.
-
-    Args:
-        n_samples: sequences that can be continued side by side.
-        capacity: positions that can be kept.
+    """A model that remembers the positions it has seen, at most ``capacity`` of each of ``n_samples`` sequences.
 
     Raises:
         ValueError: the capacity is beyond the model's context length.
@@ -45,9 +40,9 @@ class CachedModel:
 
     @torch.no_grad()
     def hidden(self, token_ids: Tensor) -> Tensor:
-        """Read (B, S) int64 ids that follow what was seen: (B, S, d_model), before the last norm.
+        """Read (B, S) int64 ids that follow those seen before: (B, S, d_model), before the last norm.
 
-        B is 1 for what all samples share, as long as they have all been the same, else the number of samples.
+        B is 1 for ids that all samples share, as long as they have all been the same, else the number of samples.
         """
         model, n_rows = self.model, token_ids.shape[0]
         start, end = self.length, self.length + token_ids.shape[1]
@@ -64,9 +59,9 @@ class CachedModel:
         return x
 
     @torch.no_grad()
-    def logits(self, token_ids: Tensor) -> Tensor:
-        """Read (B, S) int64 ids that follow what was seen: the logits at each of them, (B, S, vocab_size)."""
-        return self.model.lm_head(self.model.ln_final(self.hidden(token_ids)))
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(B, S, vocab_size) for (B, S, d_model)."""
+        return self.model.lm_head(self.model.ln_final(hidden))
 
 
 def _attend(q_BHSE: Tensor, k_BKNE: Tensor, v_BKNE: Tensor) -> Tensor:
@@ -80,74 +75,54 @@ def _attend(q_BHSE: Tensor, k_BKNE: Tensor, v_BKNE: Tensor) -> Tensor:
     return rearrange(o, "b k (g s) e -> b (k g) s e", s=n_queries)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How the next token is drawn: among the top k, of these the top p, as likely as at a temperature.
+def probabilities(
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    """The probability of each next token, (B, V), at least fp32, for logits (B, V) at a temperature above 0.
 
-    Attributes:
-        temperature: of the softmax; 0 takes the likeliest token.
-        top_k: so many of the likeliest tokens.
-        top_p: the fewest likeliest tokens that have this probability together (Holtzman et al. 2020).
-
-    Raises:
-        ValueError: a number is out of range.
+    Args:
+        top_k: only so many of the likeliest tokens.
+        top_p: of these, only the fewest that have this probability together (Holtzman et al. 2020).
     """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must not be negative, got {self.temperature:g}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top k must be positive, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top p must lie in (0, 1], got {self.top_p:g}")
-
-    def draw(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """Ids (B,) for logits (B, V)."""
-        if self.temperature == 0:
-            return logits.argmax(-1)
-        return torch.multinomial(self.probabilities(logits), 1, generator=generator)[:, 0]
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Of each token to be drawn, (B, V), at least fp32; at a temperature above 0."""
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        p = torch.softmax((wide - wide.amax(-1, keepdim=True)) / self.temperature, dim=-1)
-        if self.top_k is None and self.top_p is None:
-            return p
-        ordered, order = p.sort(dim=-1, descending=True, stable=True)
-        if self.top_k is not None:
-            ordered[:, self.top_k :] = 0
-            ordered /= ordered.sum(-1, keepdim=True)
-        if self.top_p is not None:
-            ordered[ordered.cumsum(-1) - ordered >= self.top_p] = 0
-            ordered /= ordered.sum(-1, keepdim=True)
-        return torch.zeros_like(p).scatter_(-1, order, ordered)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    p = torch.softmax((wide - wide.amax(-1, keepdim=True)) / temperature, dim=-1)
+    if top_k is None and top_p is None:
+        return p
+    ordered, order = p.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        ordered[:, top_k:] = 0
+        ordered /= ordered.sum(-1, keepdim=True)
+    if top_p is not None:
+        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
+        ordered /= ordered.sum(-1, keepdim=True)
+    return torch.zeros_like(p).scatter_(-1, order, ordered)
 
 
 def generate(
     model: TransformerLM,
     prompt: Sequence[int],
-    choice: Choice,
     *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
     max_tokens: int,
     n_samples: int = 1,
     seed: int = 0,
     eos_id: int | None = None,
     n_ids: int | None = None,
 ) -> Iterator[list[int | None]]:
-    """Continue a prompt: of each sample its next id, or None once ``eos_id`` came.
+    """Continue a prompt: yields the next id of each sample, or None once its ``eos_id`` came.
 
     Ends when all samples have, after ``max_tokens``, or when the context is full: a model of context C continues P
     tokens by at most C - P + 1. The same seed gives the same samples on the same device and number of samples.
 
     Args:
-        n_ids: of the tokenizer; ids from there on are never drawn.
+        temperature: 0 takes the likeliest token.
+        top_k, top_p: as of ``probabilities``.
+        n_ids: the tokenizer's ids; those from there on are never drawn.
 
     Raises:
-        ValueError: the prompt is empty, longer than the context or beyond the vocabulary, a number is not positive, or
+        ValueError: the prompt is empty, longer than the context or beyond the vocabulary, a number is out of range, or
             the model's logits are not finite.
     """
     context, vocab_size = model.config.context_length, model.config.vocab_size
@@ -157,34 +132,29 @@ def generate(
         raise ValueError(f"the prompt has {len(prompt):,} tokens, the model's context {context:,}")
     if max_tokens < 1 or n_samples < 1:
         raise ValueError(f"tokens and samples must be positive, got {max_tokens} and {n_samples}")
-    return _generate(model, prompt, choice, max_tokens, n_samples, seed, eos_id, n_ids)
-
-
-def _generate(
-    model: TransformerLM,
-    prompt: Sequence[int],
-    choice: Choice,
-    max_tokens: int,
-    n_samples: int,
-    seed: int,
-    eos_id: int | None,
-    n_ids: int | None,
-) -> Iterator[list[int | None]]:
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must not be negative, got {temperature:g}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top k must be positive, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top p must lie in (0, 1], got {top_p:g}")
     device = model.token_embeddings.weight.device
-    capacity = min(model.config.context_length, len(prompt) + max_tokens - 1)
-    cached = CachedModel(model, n_samples, capacity)
-    generator = torch.Generator(device).manual_seed(seed)
+    capacity = min(context, len(prompt) + max_tokens - 1)
+    cached, generator = CachedModel(model, n_samples, capacity), torch.Generator(device).manual_seed(seed)
     *earlier, token_ids = torch.tensor([prompt], device=device).split(_PROMPT_PART, dim=1)
     for part in earlier:
         cached.hidden(part)
     ended = [False] * n_samples
     while True:
-        last = cached.hidden(token_ids)[:, -1:]
-        with torch.no_grad():
-            logits = model.lm_head(model.ln_final(last))[:, 0, :n_ids]
+        logits = cached.logits(cached.hidden(token_ids)[:, -1:])[:, 0, :n_ids]
         if not logits.isfinite().all():
             raise ValueError(f"the model's logits after {cached.length} tokens are not finite")
-        chosen = choice.draw(logits.expand(n_samples, -1), generator)
+        logits = logits.expand(n_samples, -1)
+        if temperature == 0:
+            chosen = logits.argmax(-1)
+        else:
+            p = probabilities(logits, temperature, top_k, top_p)
+            chosen = torch.multinomial(p, 1, generator=generator)[:, 0]
         ids = [None if over else token_id for over, token_id in zip(ended, chosen.tolist(), strict=True)]
         yield ids
         ended = [over or token_id == eos_id for over, token_id in zip(ended, ids, strict=True)]

@@ -1,9 +1,9 @@
 """The learning rate as a function of the step alone: a run that resumes has nothing to restore.
 
-    schedule = Schedule(peak=3e-4, n_steps=10_000, kind="wsd", warmup_steps=200)
-    schedule(0)                       # 1.5e-6, of the first step
+    rate = LearningRate(peak=3e-4, n_steps=10_000, kind="wsd", warmup_steps=200)
+    rate(0)                           # 1.5e-6, of the first step
 
-With W steps of warm-up, N in all and f the final fraction, step s has
+With W steps of warm-up, N in total and f the final fraction, step s has
 
     s < W     peak (s + 1) / W
     constant  peak
@@ -22,28 +22,30 @@ from typing import Literal, get_args
 
 ScheduleKind = Literal["cosine", "linear", "wsd", "constant"]
 _COOLDOWN_SHARE = 0.2
-"""Of all steps: the share from which wsd is as good as a cosine (Hägele et al. 2024)."""
+"""The share of all steps from which wsd is as good as a cosine (Hägele et al. 2024)."""
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Learning rate by step.
+class LearningRate:
+    """The learning rate by step.
+
+    Attributes:
+        peak: the highest rate.
+        n_steps: steps of the whole run, warm-up included.
+        kind: the shape after the warm-up.
+        final_fraction: the rate at the end, as a fraction of the peak.
+        cooldown_steps: steps of the decay of wsd; by default the last fifth.
 
     Raises:
         ValueError: a number is out of range, or warm-up and cool-down are longer than the run.
     """
 
     peak: float
-    """The highest rate."""
     n_steps: int
-    """Of the whole run, warm-up included."""
     kind: ScheduleKind = "cosine"
-    """What comes after the warm-up."""
     warmup_steps: int = 0
     final_fraction: float = 0.0
-    """Of the peak, at the end."""
     cooldown_steps: int | None = None
-    """Of wsd alone; by default the last fifth of the steps."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ScheduleKind):
@@ -56,44 +58,28 @@ class Schedule:
             raise ValueError(f"the final fraction of the learning rate must lie in 0..1, got {self.final_fraction}")
         if not 0 <= self.warmup_steps <= self.n_steps:
             raise ValueError(f"warm-up must take 0 to {self.n_steps:,} steps, all there are; got {self.warmup_steps:,}")
-        if self.cooldown_steps is None:
-            return
-        if self.kind != "wsd":
+        if self.cooldown_steps is not None and self.kind != "wsd":
             raise ValueError(f"only the schedule wsd has cool-down steps, got {self.cooldown_steps:,} with {self.kind}")
-        if not 0 <= self.cooldown_steps <= self.n_steps - self.warmup_steps:
-            raise ValueError(
-                f"cool-down must take 0 to {self.n_steps - self.warmup_steps:,} steps, those after the warm-up; "
-                f"got {self.cooldown_steps:,}"
-            )
+        after_warmup = self.n_steps - self.warmup_steps
+        if not 0 <= (self.cooldown_steps or 0) <= after_warmup:
+            steps = f"0 to {after_warmup:,} steps, those after the warm-up; got {self.cooldown_steps:,}"
+            raise ValueError(f"cool-down must take {steps}")
 
     def __call__(self, step: int) -> float:
-        """The rate of a step, counted from 0.
-
-        Raises:
-            ValueError: the step is negative.
-        """
-        if step < 0:
-            raise ValueError(f"steps are counted from 0, got {step}")
+        """The rate of a step, counted from 0."""
+        assert step >= 0, step
         if step < self.warmup_steps:
             return self.peak * ((step + 1) / self.warmup_steps)
         return self.peak * (self.final_fraction + (1 - self.final_fraction) * self._height(step))
 
     def _height(self, step: int) -> float:
         """How far the rate is above the final one: from 1 down to 0."""
-        if self.kind == "constant":
-            return 1.0
-        length = self._decaying_steps
+        length = self.n_steps - self.warmup_steps
+        if self.kind == "wsd":
+            default = min(length, round(_COOLDOWN_SHARE * self.n_steps))
+            length = default if self.cooldown_steps is None else self.cooldown_steps
         elapsed = min(step, self.n_steps) - (self.n_steps - length)
-        if elapsed <= 0:
+        if elapsed <= 0 or self.kind == "constant":
             return 1.0
         t = elapsed / length
         return {"linear": 1 - t, "cosine": (1 + math.cos(math.pi * t)) / 2, "wsd": 1 - math.sqrt(t)}[self.kind]
-
-    @property
-    def _decaying_steps(self) -> int:
-        after_warmup = self.n_steps - self.warmup_steps
-        if self.kind != "wsd":
-            return after_warmup
-        if self.cooldown_steps is not None:
-            return self.cooldown_steps
-        return min(after_warmup, round(_COOLDOWN_SHARE * self.n_steps))

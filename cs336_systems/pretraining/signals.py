@@ -1,9 +1,9 @@
-"""When a run is to end early: Ctrl-C, SIGTERM, or its time limit.
+"""Reasons to end a run early: Ctrl-C, SIGTERM, or its time limit.
 
     with StopRequests(ends_at=time.monotonic() + 3600.0) as stop:
         while stop.asked is None: ...
 
-A signal only leaves a word: the step that runs is finished, and whoever looks saves and ends. A second one of the same
+A signal only leaves a word: the step that runs is finished, and the trainer saves and ends. A second signal of the same
 kind does what it always did.
 """
 
@@ -11,12 +11,10 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
-Reason = Literal["walltime", "terminated", "interrupted"]
-REASONS: tuple[Reason, ...] = get_args(Reason)
-
-_SIGNALS: dict[int, Reason] = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
+REASONS = ("walltime", "terminated", "interrupted")
+_SIGNALS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
 
 
 class StopRequests:
@@ -28,12 +26,12 @@ class StopRequests:
 
     def __init__(self, ends_at: float | None = None) -> None:
         self._ends_at = ends_at
-        self._signalled: Reason | None = None
+        self._signalled: str | None = None
         self._earlier: dict[int, Any] = {}
 
     @property
-    def asked(self) -> Reason | None:
-        """Why the run should end, if it should."""
+    def asked(self) -> str | None:
+        """One of ``REASONS`` if the run should end."""
         if self._signalled is None and self._ends_at is not None and time.monotonic() >= self._ends_at:
             return "walltime"
         return self._signalled
@@ -48,5 +46,5 @@ class StopRequests:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = _SIGNALS[number]
+        self._signalled = _SIGNALS[signal.Signals(number)]
         signal.signal(number, self._earlier.pop(number))

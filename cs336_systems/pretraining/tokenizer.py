@@ -2,20 +2,20 @@
 
     tokenizer = train_bpe(texts, vocab_size=4096)
     tokenizer = load_tokenizer(Path("Qwen2.5-0.5B"))        # the file, or a Hugging Face folder that has it
-    tokenizer = ByteTokenizer()                              # 256 bytes and the end of text
-    for ids in tokenizer.encode(texts):                      # each text's ids, its end of text last
-        ...
-    path.write_text(tokenizer.json())                        # for tokenizers.Tokenizer.from_file, to decode samples
+    tokenizer = ByteTokenizer()                             # 256 bytes and the end of text
+    tokenizer.encode(texts)                                 # (n,) ids of each text, the end of text last
+    path.write_text(tokenizer.json())                       # for tokenizers.Tokenizer.from_file, to decode samples
 
-Byte-level BPE (Radford et al. 2019): merges of bytes within words, so every text can be written and read back. Text
-that spells a special token is text, never that token. Truncation and padding in a ``tokenizer.json`` are not obeyed.
+Byte-level BPE (Radford et al. 2019) merges bytes within words, so every text can be written and read back. Text that
+spells a special token is text, never that token. Truncation and padding in a ``tokenizer.json`` are not obeyed. Every
+tokenizer can be sent to other processes; its ids are below ``vocab_size``, and ``eos_id`` ends each document.
 """
 
 import json
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,28 +26,6 @@ END_OF_TEXT = "<|endoftext|>"
 TOKENIZER = "tokenizer.json"
 BESIDE_TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
 """Files that transformers reads with a ``tokenizer.json``."""
-
-
-class Tokenizer(Protocol):
-    """Text to ids; can be sent to other processes."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids are below it."""
-        ...
-
-    @property
-    def eos_id(self) -> int:
-        """Of the token that ends each document."""
-        ...
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """The (n,) ids of each text, ending with ``eos_id``."""
-        ...
-
-    def json(self) -> str:
-        """The same tokenizer as the text of a ``tokenizer.json``."""
-        ...
 
 
 class ByteTokenizer:
@@ -68,14 +46,14 @@ class ByteTokenizer:
 
 
 def _byte_signs() -> list[str]:
-    """What stands for each byte in byte-level vocabularies: its own character if visible, else one from 256 on."""
+    """The sign of each byte in byte-level vocabularies: its own character if visible, else one from 256 on."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
 class JsonTokenizer:
-    """What a ``tokenizer.json`` defines, by the tokenizers library.
+    """A tokenizer that a ``tokenizer.json`` defines, run by the tokenizers library.
 
     Args:
         eos: the token that ends documents, or its id.
@@ -97,7 +75,11 @@ class JsonTokenizer:
         if eos_id is None or eos_token is None:
             raise ValueError(f"it has no token {eos!r} to end documents with")
         self.eos_id, self.eos_token = eos_id, eos_token
-        self.vocab_size = max(self._definition.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(self.vocabulary().values()) + 1
+
+    def vocabulary(self) -> dict[str, int]:
+        """Ids by token."""
+        return self._definition.get_vocab(with_added_tokens=True)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         encoded = self._definition.encode_batch_fast(list(texts), add_special_tokens=False)  # twice as fast: no offsets
@@ -114,8 +96,11 @@ class JsonTokenizer:
         return JsonTokenizer, (self.json(), self.eos_token)
 
 
+Tokenizer = ByteTokenizer | JsonTokenizer
+
+
 class TextStream:
-    """Text from ids that come one by one: ``push`` returns what is certain by now, ``rest`` what is left at the end.
+    """Text from ids that come one by one: ``push`` returns the text that is certain by now, ``rest`` the last of it.
 
     Characters of which bytes are still to come are held back; all parts together are what ``decode`` returns.
     """
@@ -150,24 +135,22 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     definition = Definition(models.BPE())
     definition.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     definition.decoder = decoders.ByteLevel()
+    signs = sorted(_byte_signs())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(_byte_signs()),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=signs, show_progress=False
     )
     definition.train_from_iterator(iter(texts), trainer)
     return JsonTokenizer(definition.to_str(), END_OF_TEXT)
 
 
-def tokenizer_file(path: Path) -> Path:
+def _tokenizer_file(path: Path) -> Path:
     """The ``tokenizer.json`` that is named itself, or by its folder."""
     return path / TOKENIZER if path.is_dir() else path
 
 
 def copy_tokenizer(path: Path, folder: Path) -> None:
-    """Copy a ``tokenizer.json``, named as for ``load_tokenizer``, and what transformers reads with it."""
-    source = tokenizer_file(path)
+    """Copy a ``tokenizer.json``, named as for ``load_tokenizer``, and the files that transformers reads with it."""
+    source = _tokenizer_file(path)
     shutil.copyfile(source, folder / TOKENIZER)
     for name in BESIDE_TOKENIZER:
         if source.with_name(name).exists():
@@ -185,35 +168,14 @@ def load_tokenizer(path: Path, eos: str | int | None = None) -> JsonTokenizer:
         ValueError: there is none, it is damaged, or it has no such token.
         OSError: it cannot be read.
     """
-    file = tokenizer_file(path)
+    file = _tokenizer_file(path)
     if not file.exists():
         raise ValueError(f"tokenizer {path}: there is no {file}")
+    config = file.with_name("tokenizer_config.json")
     try:
-        default = _configured_eos(file) or END_OF_TEXT if eos is None else eos
-        return JsonTokenizer(file.read_text(encoding="utf-8"), default)
+        if eos is None and config.exists():
+            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+            eos = eos["content"] if isinstance(eos, dict) else eos
+        return JsonTokenizer(file.read_text(encoding="utf-8"), END_OF_TEXT if eos is None else eos)
     except ValueError as error:
         raise ValueError(f"tokenizer {file}: {error}") from None
-
-
-def vocabulary(file: Path) -> dict[str, int]:
-    """Ids by token, of a ``tokenizer.json``.
-
-    Raises:
-        ValueError: it is damaged.
-        OSError: it cannot be read.
-    """
-    try:
-        return Definition.from_str(file.read_text(encoding="utf-8")).get_vocab(with_added_tokens=True)
-    except OSError:
-        raise
-    except Exception as error:  # the library raises nothing more specific
-        raise ValueError(f"tokenizer {file}: no definition of a tokenizer: {error}") from None
-
-
-def _configured_eos(file: Path) -> str | None:
-    """What the ``tokenizer_config.json`` beside a ``tokenizer.json`` says; there it is a string or an object."""
-    config = file.with_name("tokenizer_config.json")
-    if not config.exists():
-        return None
-    eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    return eos["content"] if isinstance(eos, dict) else eos

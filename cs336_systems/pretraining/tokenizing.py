@@ -3,32 +3,94 @@
     dataset = tokenize(TokenizeOptions(input=(Path("web.jsonl"),), tokenizer="Qwen2.5-0.5B"))
 
     data/web-Qwen2.5-0.5B/
-      train-00000.bin ...        --shard-tokens each; documents run on from one file into the next
+      train-00000.bin ...        --shard-tokens each; a document may begin in one file and end in the next
       evaluation-00000.bin ...
-      tokenizer.json             what they were made with
+      tokenizer.json             the tokenizer that made them
       dataset.json               files, documents, bytes of text and tokens of each split; vocabulary, end of text
+
+Processes encode batches of documents, and results come in the order of the documents. A document is held out for
+evaluation by the hash of its text alone: the same documents on every machine and in every order, and equal documents
+stay together, so that none that is held out is learned elsewhere.
 
 The folder is filled under a hidden name and gets its own when it is complete, so Ctrl-C, a full disk or a kill leave no
 dataset; after a kill the hidden folder (``.NAME.PID.tmp``) remains and can be removed.
 """
 
-import json
+import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cs336_systems.pretraining.corpus import Corpus
-from cs336_systems.pretraining.encoding import Encoded, encode, is_held_out
+from cs336_systems.pretraining.corpus import SUFFIXES, Corpus, Document
+from cs336_systems.pretraining.dataset import MANIFEST, MOST_TOKENS, Dataset, TokenFileWriter, check_width, describe
 from cs336_systems.pretraining.publishing import published
-from cs336_systems.pretraining.token_file import TokenFileWriter, check_width
-from cs336_systems.pretraining.token_stream import LAYOUT, MANIFEST, Dataset
-from cs336_systems.pretraining.tokenize_options import TokenizeOptions
-from cs336_systems.pretraining.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from cs336_systems.pretraining.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from cs336_systems.processes import Died, FreshProcess, start_server
+
+_BATCH_CHARACTERS = 2**19
+"""Characters of text that a process encodes at once: so many that handing them over costs little."""
+
+
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """Text to token files, divided for training and evaluation."""
+
+    input: tuple[Path, ...] = ()
+    """Text, .jsonl and .parquet files, and folders of such; by default the standard library of the running Python."""
+    suffix: tuple[str, ...] = SUFFIXES
+    """Suffixes of the files that are taken from folders."""
+    field: str = "text"
+    """Field of a JSON line or Parquet row that holds the text."""
+    separator: str | None = None
+    """Separator between the documents of a text file, such as <|endoftext|>; by default each file is a document."""
+    tokenizer: str = "bpe"
+    """bpe: byte-level BPE, trained on this text; bytes; or a tokenizer.json, or a Hugging Face folder with one."""
+    vocab_size: int = 4096
+    """Vocabulary of a BPE that is trained here."""
+    sample_mb: float = 16.0
+    """Megabytes of text on which the BPE is trained, from the first training documents."""
+    eos_token: str | None = None
+    """Token that ends each document; by default that of the tokenizer_config.json next to tokenizer.json, else
+    <|endoftext|>."""
+    evaluation_fraction: float = 0.05
+    """Share of the documents that is held out, by the hash of their text: equal documents stay together, on every
+    machine."""
+    shard_tokens: int = 100_000_000
+    """Tokens per file."""
+    bytes_per_token: Literal[2, 4] = 4
+    """4 can be read by llm.q; 2 halve the space, for vocabularies up to 65,536."""
+    processes: int | None = None
+    """Number of processes, by default one per core; it does not change the files."""
+    out: Path | None = None
+    """New folder; by default data/CORPUS-TOKENIZER."""
+    replace: bool = False
+    """Replace an earlier dataset in that folder."""
+
+    def check(self) -> None:
+        """Raise ValueError for a number out of range."""
+        if not 0 <= self.evaluation_fraction <= 1:
+            raise ValueError(f"--evaluation-fraction must lie in 0..1, got {self.evaluation_fraction:g}")
+        if self.tokenizer == "bpe" and self.evaluation_fraction == 1:
+            raise ValueError("--evaluation-fraction 1 leaves nothing to train a BPE on: name a --tokenizer")
+        if self.tokenizer in ("bpe", "bytes") and self.eos_token is not None:
+            asked = f"--eos-token {self.eos_token}"
+            raise ValueError(f"{asked} is for a tokenizer.json, and --tokenizer is {self.tokenizer}")
+        if not 0 < self.shard_tokens <= MOST_TOKENS:
+            raise ValueError(f"--shard-tokens must lie in 1..{MOST_TOKENS}, got {self.shard_tokens}")
+        if not self.sample_mb > 0:
+            raise ValueError(f"--sample-mb must be positive, got {self.sample_mb:g}")
+        if self.processes is not None and self.processes < 1:
+            raise ValueError(f"--processes must be positive, got {self.processes}")
 
 
 def tokenize(options: TokenizeOptions) -> Dataset:
@@ -42,57 +104,50 @@ def tokenize(options: TokenizeOptions) -> Dataset:
     options.check()
     corpus = Corpus.find(options.input, suffixes=options.suffix, field=options.field, separator=options.separator)
     out = options.out or default_folder(options, corpus)
-    _check_target(out, options.replace)
-    with _progress(corpus.n_bytes) as progress:
-        tokenizer = _make_tokenizer(options, corpus, progress)
+    if out.exists() and not (out / MANIFEST).exists():
+        raise ValueError(f"--out {out} is there and no dataset; name another folder")
+    if out.exists() and not options.replace:
+        raise ValueError(f"--out {out} is there already; --replace makes it anew")
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[tokens]}"))
+    shown = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
+    with shown as progress:
+        progress.add_task(f"tokenizer {options.tokenizer}", total=corpus.n_bytes, tokens="")
+        tokenizer = _make_tokenizer(options, corpus)
         check_width(tokenizer.vocab_size, options.bytes_per_token)
-        with _named(out), published(out) as folder:
-            splits = _write(folder, options, corpus, tokenizer, progress)
-            named = {"name": options.tokenizer, "vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
-            described = {"layout": LAYOUT, "corpus": corpus.description, "files": len(corpus.files)}
-            manifest = described | {"tokenizer": named, "splits": splits}
-            (folder / TOKENIZER).write_text(tokenizer.json(), encoding="utf-8")
-            (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        try:
+            with published(out) as folder:
+                splits = _write(folder, options, corpus, tokenizer, progress)
+                named = {"name": options.tokenizer, "vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
+                describe(folder, tokenizer.json(), named, corpus.description, len(corpus.files), splits)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror or str(error), error.filename or str(out)) from error
     return Dataset.open(out)
 
 
 def default_folder(options: TokenizeOptions, corpus: Corpus) -> Path:
-    """Below ``data``, by the names of corpus and tokenizer."""
+    """The folder below ``data`` with the names of corpus and tokenizer."""
     path = Path(options.tokenizer).resolve()
     folder = path.parent if path.suffix == ".json" else path
     named = {"bpe": f"bpe{options.vocab_size}", "bytes": "bytes"}.get(options.tokenizer, folder.name)
     return Path("data") / f"{corpus.name}-{named}"
 
 
-def _check_target(out: Path, replace: bool) -> None:
-    """Raise ValueError unless the folder can be made: nothing is there, or what may be replaced."""
-    if not out.exists():
-        return
-    if not (out / MANIFEST).exists():
-        raise ValueError(f"--out {out} is there and no dataset; name another folder")
-    if not replace:
-        raise ValueError(f"--out {out} is there already; --replace makes it anew")
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a document is for evaluation, as about this fraction of different documents is."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < fraction * 2**64
 
 
-@contextmanager
-def _named(out: Path) -> Iterator[None]:
-    """An OSError of the block says what could not be written, at least the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), error.filename or str(out)) from error
-
-
-def _make_tokenizer(options: TokenizeOptions, corpus: Corpus, progress: "_Bar") -> Tokenizer:
+def _make_tokenizer(options: TokenizeOptions, corpus: Corpus) -> Tokenizer:
     if options.tokenizer == "bytes":
         return ByteTokenizer()
-    if options.tokenizer != "bpe":
-        path = Path(options.tokenizer)
-        if len(path.parts) == 1 and not path.exists():
-            raise ValueError(f"tokenizer {path}: there is no {path}, and made here are bpe and bytes")
-        return load_tokenizer(path, options.eos_token)
-    progress.say(f"training a vocabulary of {options.vocab_size:,}")
-    return train_bpe(_sample(options, corpus), options.vocab_size)
+    if options.tokenizer == "bpe":
+        return train_bpe(_sample(options, corpus), options.vocab_size)
+    path = Path(options.tokenizer)
+    if len(path.parts) == 1 and not path.exists():
+        raise ValueError(f"tokenizer {path}: there is no {path}, and made here are bpe and bytes")
+    return load_tokenizer(path, options.eos_token)
 
 
 def _sample(options: TokenizeOptions, corpus: Corpus) -> Iterator[str]:
@@ -106,21 +161,32 @@ def _sample(options: TokenizeOptions, corpus: Corpus) -> Iterator[str]:
             left -= len(document.text)
 
 
+@dataclass(frozen=True)
+class _Encoded:
+    """Documents of one split: their tokens one after the other, and the bytes of their text."""
+
+    tokens: NDArray[np.uint32]
+    documents: int
+    bytes: int
+
+
 def _write(
-    folder: Path, options: TokenizeOptions, corpus: Corpus, tokenizer: Tokenizer, progress: "_Bar"
+    folder: Path, options: TokenizeOptions, corpus: Corpus, tokenizer: Tokenizer, progress: Progress
 ) -> dict[str, dict[str, Any]]:
-    """Fill the folder with token files; what the manifest says of each split that has any."""
+    """Fill the folder with token files; returns the manifest's splits, those that have any document."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     fraction, n_processes = options.evaluation_fraction, options.processes or cores or 1
-    progress.say("tokenizing")
+    (task,) = progress.task_ids
+    progress.update(task, description="tokenizing")
     with (
         _Shards(folder, "train", options, tokenizer) as train,
         _Shards(folder, "evaluation", options, tokenizer) as evaluation,
     ):
-        for batch, encoded in encode(corpus.documents(), tokenizer, fraction, n_processes):
-            train.append(encoded.train)
-            evaluation.append(encoded.evaluation)
-            progress.advance(sum(document.file_bytes for document in batch), train.tokens + evaluation.tokens)
+        for batch, encoded in _encode_all(corpus.documents(), tokenizer, fraction, n_processes):
+            train.append(encoded[0])
+            evaluation.append(encoded[1])
+            n_tokens = f"{train.tokens + evaluation.tokens:,} tokens"
+            progress.update(task, advance=sum(document.file_bytes for document in batch), tokens=n_tokens)
     n_documents = train.documents + evaluation.documents
     if not n_documents:
         raise ValueError(f"there is no text in {corpus.description}")
@@ -139,22 +205,20 @@ class _Shards:
         self.documents = self.bytes = self.tokens = 0
         self._folder, self._options, self._tokenizer = folder, options, tokenizer
         self._files: list[str] = []
-        self._writer: TokenFileWriter | None = None
+        self._room = 0
         self._unfinished = ExitStack()
 
-    def append(self, part: Encoded) -> None:
+    def append(self, part: _Encoded) -> None:
         self.documents += part.documents
         self.bytes += part.bytes
         self.tokens += len(part.tokens)
         left = part.tokens
         while len(left):
-            writer = self._writer = self._writer or self._next()
-            room = self._options.shard_tokens - writer.n_tokens
-            writer.append(left[:room])
-            left = left[room:]
-            if writer.n_tokens == self._options.shard_tokens:
-                self._unfinished.close()
-                self._writer = None
+            if not self._room:
+                self._begin_next()
+            taken, left = left[: self._room], left[self._room :]
+            self._writer.append(taken)
+            self._room -= len(taken)
 
     def summary(self) -> dict[str, Any]:
         return {"files": self._files, "documents": self.documents, "bytes": self.bytes, "tokens": self.tokens}
@@ -165,35 +229,81 @@ class _Shards:
     def __exit__(self, *error: Any) -> None:
         self._unfinished.__exit__(*error)
 
-    def _next(self) -> TokenFileWriter:
+    def _begin_next(self) -> None:
+        self._unfinished.close()
         self._files.append(f"{self.name}-{len(self._files):05d}.bin")
-        writer = TokenFileWriter(
-            self._folder / self._files[-1],
-            vocab_size=self._tokenizer.vocab_size,
-            bytes_per_token=self._options.bytes_per_token,
-            eos_id=self._tokenizer.eos_id,
-        )
-        return self._unfinished.enter_context(writer)
+        tokenizer, self._room = self._tokenizer, self._options.shard_tokens
+        sizes = {"vocab_size": tokenizer.vocab_size, "bytes_per_token": self._options.bytes_per_token}
+        writer = TokenFileWriter(self._folder / self._files[-1], **sizes, eos_id=tokenizer.eos_id)
+        self._writer = self._unfinished.enter_context(writer)
 
 
-class _Bar:
-    """How far it is, for who waits at a terminal."""
+def _encode_all(
+    documents: Iterable[Document], tokenizer: Tokenizer, fraction: float, n_processes: int
+) -> Iterator[tuple[list[Document], tuple[_Encoded, _Encoded]]]:
+    """Batches of documents in their order, each encoded; a process has one batch at a time.
 
-    def __init__(self, progress: Progress, n_bytes: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=n_bytes, tokens="")
+    Raises:
+        RuntimeError: a process was killed.
+    """
+    if n_processes == 1:
+        for batch in _batches(documents):
+            yield batch, _encode([document.text for document in batch], tokenizer, fraction)
+        return
+    start_server(__name__)
+    busy: deque[tuple[FreshProcess, list[Document]]] = deque()
+    with ExitStack() as processes:
+        for batch in _batches(documents):
+            finished = None
+            if len(busy) == n_processes:
+                process, earlier = busy.popleft()
+                finished = earlier, _receive(process)
+            else:
+                process = FreshProcess(_serve, tokenizer, fraction)
+                processes.callback(process.end)
+            process.connection.send([document.text for document in batch])
+            busy.append((process, batch))
+            if finished is not None:
+                yield finished
+        for process, batch in busy:
+            yield batch, _receive(process)
 
-    def say(self, what: str) -> None:
-        self._progress.update(self._task, description=what)
 
-    def advance(self, n_bytes: int, n_tokens: int) -> None:
-        self._progress.update(self._task, advance=n_bytes, tokens=f"{n_tokens:,} tokens")
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
-@contextmanager
-def _progress(n_bytes: int) -> Iterator[_Bar]:
-    console = Console(stderr=True)
-    columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[tokens]}")]
-    progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
-    with progress:
-        yield _Bar(progress, n_bytes)
+def _receive(process: FreshProcess) -> tuple[_Encoded, _Encoded]:
+    try:
+        return process.receive()
+    except Died as death:
+        raise RuntimeError(f"a process that encodes text {death}") from None
+
+
+def _serve(connection: Connection, tokenizer: Tokenizer, fraction: float) -> None:
+    """Run in a process: encode the texts that come, until the other side hangs up."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have processes of their own
+    with suppress(EOFError, OSError):  # the latter where the other side went in the middle of a message
+        while True:
+            connection.send(_encode(connection.recv(), tokenizer, fraction))
+
+
+def _encode(texts: Sequence[str], tokenizer: Tokenizer, fraction: float) -> tuple[_Encoded, _Encoded]:
+    """The documents for training, and those for evaluation."""
+    held_out, ids = [is_held_out(text, fraction) for text in texts], tokenizer.encode(texts)
+
+    def split(evaluation: bool) -> _Encoded:
+        own = [number for number, held in enumerate(held_out) if held == evaluation]
+        tokens = np.concatenate([np.zeros(0, np.uint32), *(ids[number] for number in own)])
+        return _Encoded(tokens, len(own), sum(len(texts[number].encode()) for number in own))
+
+    return split(False), split(True)

@@ -1,12 +1,10 @@
-"""A run's numbers in TensorBoard and in Weights & Biases: further sinks of its log, for who has them.
+"""A run's numbers in TensorBoard and in Weights & Biases, for which a run needs an extra: tensorboard or wandb.
 
-    RunLog(LogFile.open(folder / LOG, resume=False), TensorBoard(folder), WeightsAndBiases(folder, "my-project"))
-    trackers_of(options, first_step)                       # those that a run's options ask for
-
-Each is an extra: ``uv sync --extra tensorboard`` or ``--extra wandb``.
+RunLog(LogFile.open(folder / LOG, resume=False), *trackers_of(options, first_step))
 """
 
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from cs336_systems.pretraining.options import TrainOptions
@@ -14,43 +12,35 @@ from cs336_systems.pretraining.run_log import Sink
 from cs336_systems.pretraining.run_records import Evaluation, GpuState, Options, Record, Step
 
 WANDB_ID = "wandb_id.txt"
-"""In a run's folder: which run at Weights & Biases it is."""
+"""In a run's folder: its id at Weights & Biases."""
 
 
-def scalars(record: Record) -> dict[str, float]:
-    """What of a record is drawn, by names such as ``train/loss``; nothing of most kinds."""
-    values: dict[str, float | None] = {}
-    match record:
-        case Step():
-            values = {f"train/{name}": getattr(record, name) for name in ("loss", "norm", "learning_rate", "seconds")}
-            values["train/tokens_per_s"] = record.tokens / record.seconds
-        case Evaluation():
-            values = {"evaluation/loss": record.loss}
-        case GpuState():
-            names = ("sm_mhz", "power_w", "temperature_c", "memory_used_bytes")
-            values = {f"gpu/{name}": getattr(record, name) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def trackers_of(options: TrainOptions, first_step: int) -> list[Sink]:
-    """What ``--tensorboard`` and ``--wandb`` ask for, for a run that begins or goes on at this step.
+def trackers_of(options: TrainOptions, first_step: int) -> Iterator[Sink]:
+    """The sinks that ``--tensorboard`` and ``--wandb`` ask for, for a run that begins or resumes at this step.
 
     Raises:
         ValueError: one is not installed, or nobody is logged in.
     """
-    sinks: list[Sink] = []
     if options.tensorboard:
-        sinks.append(TensorBoard(options.out, first_step))
+        yield TensorBoard(options.out, first_step)
     if options.wandb is not None:
-        sinks.append(WeightsAndBiases(options.out, options.wandb, resume=first_step > 0))
-    return sinks
+        yield WeightsAndBiases(options.out, options.wandb, resume=first_step > 0)
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record that are drawn, by names such as ``train/loss``; nothing of most kinds."""
+    drawn = {
+        Step: ("train", ("loss", "norm", "learning_rate", "seconds")),
+        Evaluation: ("evaluation", ("loss",)),
+        GpuState: ("gpu", ("sm_mhz", "power_w", "temperature_c", "memory_used_bytes")),
+    }
+    group, names = drawn.get(type(record), ("", ()))
+    values = {f"{group}/{name}": value for name in names if (value := getattr(record, name)) is not None}
+    return values | ({"train/tokens_per_s": record.tokens / record.seconds} if isinstance(record, Step) else {})
 
 
 class TensorBoard:
-    """Event files in the run's folder.
-
-    Args:
-        first_step: where the run resumes; what was drawn of later steps is taken back.
+    """Event files in the run's folder; events of earlier sessions from ``first_step`` on are taken back.
 
     Raises:
         ValueError: TensorBoard is not installed.

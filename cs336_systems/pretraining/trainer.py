@@ -4,14 +4,14 @@
         outcome = train(options, rank, RunConsole())
 
 Every rank runs the same; the first keeps the log. Nothing in a step waits for the device: loss and norm are read when
-the next step is queued (``deferred.py``), and what one rank alone knows, as that it was sent a signal, is added up over
-the ranks in each step and reaches all at the same one. So a run that resumes is the run that was not interrupted:
-model, moments and the place in the data are in the checkpoint, and the learning rate is a function of the step. Under
-caps on memory the step is a streamed one (``capped.py``), and all the rest is the same.
+the next step is queued (``deferred.py``), and a signal that one rank alone was sent is added up over the ranks in each
+step and reaches all at the same one. A run that resumes is the run that was not interrupted: model, moments and the
+place in the data are in the checkpoint, and the learning rate is a function of the step. Under caps on memory the step
+is a streamed one (``capped.py``), and all the rest is the same.
 
     runs/first/
-      log.jsonl                 what was said (``run_records.py``)
-      run.json, tokenizer.json  what is trained (``checkpoint.py``)
+      log.jsonl                 the run's records (``run_records.py``)
+      run.json, tokenizer.json  the model that is trained (``checkpoint.py``)
       step-00000200/            checkpoints (``distributed/checkpoint.py``)
 
 Checkpoints are written while training goes on. One that is due while the one before is still being written waits for
@@ -46,14 +46,11 @@ from cs336_systems.harness.memory import free_bytes
 from cs336_systems.pretraining.capped import CappedStep
 from cs336_systems.pretraining.deferred import Deferred, Done
 from cs336_systems.pretraining.evaluation import evaluate
-from cs336_systems.pretraining.gpu_state import GpuSampler
-from cs336_systems.pretraining.memory import actual_segments, hint, planned_segments, predicted_segments
+from cs336_systems.pretraining.memory import actual_segments, planned_segments, predicted_segments
 from cs336_systems.pretraining.nonfinite import NonFiniteStep, find_nonfinite, losses_of_ranks
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.pretraining.preparation import Prepared, describe_device, prepare
-from cs336_systems.pretraining.quantization_log import QuantizationSampler
-from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, Sink
-from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.preparation import PreparedRun, describe_device, prepare
+from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, Sink, read_run
 from cs336_systems.pretraining.run_records import (
     Checkpoint,
     Data,
@@ -66,25 +63,26 @@ from cs336_systems.pretraining.run_records import (
     Step,
     changed_options,
 )
+from cs336_systems.pretraining.samplers import GpuSampler, QuantizationSampler
 from cs336_systems.pretraining.signals import REASONS, StopRequests
 from cs336_systems.pretraining.trackers import trackers_of
 
 _VALUES = ("loss", "norm", *REASONS)
-"""Of each step, read a step late; a reason to stop is the number of ranks that have it."""
+"""Values of each step, read a step late; a reason to stop is the number of ranks that have it."""
 
 _LONG_WAIT_S = 1.0
-"""Of a save for the one before, which is said."""
+"""Seconds of a save's wait for the save before from which on the log warns."""
 
 _COPIES = 0.8
-"""Of the host memory that is free, which copies of what is saved may take."""
+"""The share of free host memory that copies of checkpoints may take."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run, or of the part of it that this process has made.
+    """The end of a run, or of the part of it that this process has made.
 
     Attributes:
-        steps: made in all.
+        steps: steps that were made, earlier processes included.
         reason: done, walltime, terminated or interrupted.
         complaint: why the last checkpoint could not be written.
     """
@@ -109,8 +107,8 @@ def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
     Raises:
         ValueError: options, data, folder, weights or device do not serve, or the run has made more steps already; one
             sentence, before anything is changed.
-            From a run under way: its data hold what is no token; what was learned is saved.
-        RankAlone: the same where there are several ranks, on one of them; what the last checkpoint lacks is lost.
+            From a run under way: its data hold an id that is no token; the steps before it are saved.
+        RankAlone: the same where there are several ranks, on one of them; steps since the last checkpoint are lost.
         OSError: something cannot be read, or the log not be written.
         NoneWhole: the folder has checkpoints, all of them damaged.
         NonFiniteStep: a loss or a gradient is not finite; checkpoints are as they were.
@@ -119,8 +117,8 @@ def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
     return run_prepared(prepare(options, rank), rank, *sinks, ends_at=ends_at)
 
 
-def run_prepared(prepared: Prepared, rank: Rank, *sinks: Sink, ends_at: float | None = None) -> Outcome:
-    """The same of a run that is prepared, for who looks at its model afterwards.
+def run_prepared(prepared: PreparedRun, rank: Rank, *sinks: Sink, ends_at: float | None = None) -> Outcome:
+    """``train`` for a run that is prepared, for callers that look at its model afterwards.
 
     Args:
         ends_at: when to save and end, by ``time.monotonic``.
@@ -134,14 +132,16 @@ def run_prepared(prepared: Prepared, rank: Rank, *sinks: Sink, ends_at: float | 
             log.say(sentence, "warning")
         _introduce(prepared, rank, log, first_step)
         stop = stack.enter_context(StopRequests(ends_at))
-        told = rank.device if rank.rank == 0 else torch.device("cpu")  # of which there is nothing to tell
-        gpu = stack.enter_context(GpuSampler(log, told))
-        saver = stack.enter_context(_saver(prepared))
-        stack.callback(gc.unfreeze)  # what the caller has frozen thaws, too
+        sampled = rank.device if rank.rank == 0 else torch.device("cpu")  # which has no state to log
+        gpu = stack.enter_context(GpuSampler(log, sampled))
+        step, options = prepared.step, prepared.options
+        keep: dict[str, Any] = {"keep_last": options.keep_last, "keep_every": options.keep_every}
+        saver = stack.enter_context(BackgroundSaver(options.out, step.model, step.optimizer, **keep))
+        stack.callback(gc.unfreeze)  # also objects that the caller has frozen
         return _Run(prepared, rank, log, saver, first_step).to_the_end(stop, gpu)
 
 
-def _resume(prepared: Prepared, tell: Callable[[str], None]) -> int:
+def _resume(prepared: PreparedRun, tell: Callable[[str], None]) -> int:
     """Take up the newest checkpoint that is whole; returns the steps that it has made, 0 if there is none."""
     step, options = prepared.step, prepared.options
     groups: list[dict[str, Any]] = step.optimizer.param_groups
@@ -157,14 +157,8 @@ def _resume(prepared: Prepared, tell: Callable[[str], None]) -> int:
     return found.step
 
 
-def _saver(prepared: Prepared) -> BackgroundSaver:
-    step, options = prepared.step, prepared.options
-    keep_last, keep_every = options.keep_last, options.keep_every
-    return BackgroundSaver(options.out, step.model, step.optimizer, keep_last=keep_last, keep_every=keep_every)
-
-
-def _open_log(prepared: Prepared, first_step: int, sinks: Sequence[Sink]) -> RunLog:
-    """The first rank's log, begun, to which the others have nothing to say; a collective, as it may fail there."""
+def _open_log(prepared: PreparedRun, first_step: int, sinks: Sequence[Sink]) -> RunLog:
+    """The first rank's log, begun; other ranks' log goes nowhere; a collective, as it may fail there."""
     options = prepared.options
     logs, path = [RunLog()], options.out / LOG
     asked = Options(asdict(options), asdict(TrainOptions.default(options.device)), prepared.n_steps, first_step)
@@ -173,7 +167,7 @@ def _open_log(prepared: Prepared, first_step: int, sinks: Sequence[Sink]) -> Run
         run = read_run(path) if path.exists() else None
         earlier = [step for step in (run.all(Step) if run else ()) if step.step < first_step]
         before = run.last(Options) if run and first_step else None
-        trackers = trackers_of(options, first_step)
+        trackers = list(trackers_of(options, first_step))
         log = RunLog(LogFile.open(path, resume=True), *sinks, *trackers, earlier=earlier)
         try:
             log.write(asked)
@@ -188,8 +182,8 @@ def _open_log(prepared: Prepared, first_step: int, sinks: Sequence[Sink]) -> Run
     return logs[0]
 
 
-def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> None:
-    """Say what the run is."""
+def _introduce(prepared: PreparedRun, rank: Rank, log: RunLog, first_step: int) -> None:
+    """Log device, model, data, memory and speed of light."""
     options, config, dataset = prepared.options, prepared.config, prepared.dataset
     device = describe_device(rank)
     log.write(device)
@@ -198,30 +192,22 @@ def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> 
     held_out = split["evaluation"]["tokens"] if "evaluation" in split else 0
     described = (str(dataset.folder), dataset.manifest["corpus"], tokenizer["name"], dataset.vocab_size)
     log.write(Data(*described, split["train"]["tokens"], held_out, prepared.tokens_per_step))
-    products = prepared.step.precision.matmul_dtype
-    recipe = prepared.case.recipe
-    light = speed_of_light(
-        config,
-        options.context_length,
-        find_hardware(device.name),
-        block_dtype="fp8" if recipe.quantized else products,
-        dtype=products,
-        n_stored_blocks=recipe.n_skipped,
-        n_devices=rank.world_size,
-    )
+    dtype, recipe, hardware = prepared.step.precision.matmul_dtype, prepared.case.recipe, find_hardware(device.name)
+    how: dict[str, Any] = {"dtype": dtype, "block_dtype": "fp8" if recipe.quantized else dtype}
+    how |= {"n_stored_blocks": recipe.n_skipped, "n_devices": rank.world_size}
+    light = speed_of_light(config, options.context_length, hardware, **how)
     if isinstance(prepared.step, CappedStep):
         log.write(Memory(planned_segments(prepared.step.choice, copies=options.save_every is not None)))
         for sentence in prepared.step.explanation():
             log.say(sentence)
     else:
-        case, memory = prepared.case, device.memory_bytes
-        log.write(Memory(predicted_segments(case, memory), hint=hint(case, memory)))
+        log.write(Memory(predicted_segments(prepared.case, device.memory_bytes)))
     parts = {name: asdict(part) for name, part in light.parts.items()}
     log.write(Light(parts, light.seconds_per_token))
 
 
-def _freeze_what_is_there() -> None:
-    """Let Python's collector look at what comes from now on alone, until ``gc.unfreeze``.
+def _freeze_objects() -> None:
+    """Let Python's collector look at later objects alone, until ``gc.unfreeze``.
 
     Most objects are of modules and stay, and going through all of them takes 0.1 to 0.3 s in the middle of some step:
     longer than the host is ahead of a GPU. Ranks then wait for each other's, too (profiles/distributed.md).
@@ -233,7 +219,7 @@ def _freeze_what_is_there() -> None:
 class _Run:
     """A run under way."""
 
-    def __init__(self, prepared: Prepared, rank: Rank, log: RunLog, saver: BackgroundSaver, first_step: int) -> None:
+    def __init__(self, prepared: PreparedRun, rank: Rank, log: RunLog, saver: BackgroundSaver, first_step: int) -> None:
         self._prepared, self._rank, self._log, self._saver = prepared, rank, log, saver
         self._options, self._step = prepared.options, prepared.step
         self._first_step = self._made = self._saved_step = first_step
@@ -252,7 +238,7 @@ class _Run:
         """Why to end, as all ranks know it."""
 
     def to_the_end(self, stop: StopRequests, gpu: GpuSampler) -> Outcome:
-        """Make the steps that are left, unless there is a reason to stop; raises NonFiniteStep."""
+        """Make the steps that are left, unless there is a reason to stop; raises as ``train``."""
         deferred = Deferred(self._rank.device, _VALUES)
         try:
             while self._made < self._prepared.n_steps and self._reason is None:
@@ -278,7 +264,7 @@ class _Run:
             self._fail(error)
             raise
         self._tell_saves(self._saver.wait())
-        wait_for_parameters(self._step.model)  # for who looks at them now
+        wait_for_parameters(self._step.model)  # for callers that look at them
         if isinstance(self._step, CappedStep) and (passed := self._step.passed()):
             self._log.say(passed, "warning")
         reason = self._reason if self._made < self._prepared.n_steps and self._reason else "done"
@@ -286,14 +272,14 @@ class _Run:
         return Outcome(self._options.out, self._first_step, self._made, reason, self._complaint)
 
     def _fail(self, error: Exception) -> None:
-        """Say why and where the run ends."""
+        """Log why and where the run ends."""
         self._tell_saves(self._saver.wait())
         self._log.say(str(error), "error")
         self._log.write(End(self._made, "failed"))
 
     def _queue_step(self, stop: StopRequests, deferred: Deferred) -> list[Tensor]:
-        """Give the device one step; what it comes to, in the order of ``_VALUES``."""
-        rate = self._prepared.schedule(self._made)
+        """Give the device one step; returns ``_VALUES``."""
+        rate = self._prepared.rate(self._made)
         for group in self._step.optimizer.param_groups:
             group["lr"] = rate
         batch = next(self._prepared.loader)
@@ -302,7 +288,7 @@ class _Run:
         with self._quantization.step(self._made):
             loss = self._step(*batch)
         if self._made == self._first_step:
-            _freeze_what_is_there()
+            _freeze_objects()
         self._recent.append((self._made, batch, loss))
         reasons, exchange = before or self._exchange_reasons(stop)
         if exchange is not None:
@@ -312,7 +298,7 @@ class _Run:
         return [guard.loss, guard.norm, *reasons]
 
     def _exchange_reasons(self, stop: StopRequests) -> tuple[Tensor, dist.Work | None]:
-        """Of ``REASONS``, (n,), how many ranks have each as soon as the exchange is done, if there is one."""
+        """How many ranks have each of ``REASONS``, (n,), once the exchange is done, if there is one."""
         reasons, asked = self._no_reason, stop.asked
         if asked is not None:
             reasons = torch.tensor([float(reason == asked) for reason in REASONS], device=self._rank.device)
@@ -322,8 +308,8 @@ class _Run:
         return reasons, dist.all_reduce(reasons, async_op=True)
 
     def _look_at_memory(self) -> None:
-        """Of the device, what the second step takes, which finds all states in place: the host knows it once that is
-        queued. Of the host, room for copies of these states."""
+        """Log the device's memory in the second step, the first with all states in place: the host knows it once that
+        is queued. Reserve host memory for copies of these states."""
         if self._made == self._first_step and self._options.save_every is not None:
             budget = int(_COPIES * free_bytes(torch.device("cpu"))) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             if isinstance(self._step, CappedStep):
@@ -346,11 +332,11 @@ class _Run:
             self._log.write(Memory(predicted, actual_segments(self._step, predicted, total)))
 
     def _tell(self, done: Done | None, step: int) -> None:
-        """Log a step that is done, and draw the conclusions; raises NonFiniteStep."""
+        """Log a step that is done, and learn from it whether to stop; raises NonFiniteStep."""
         if done is None:
             return
         loss, norm = done.values["loss"], done.values["norm"]
-        rate, tokens = self._prepared.schedule(step), self._prepared.tokens_per_step
+        rate, tokens = self._prepared.rate(step), self._prepared.tokens_per_step
         self._log.write(Step(step, done.seconds, tokens, loss, norm, rate, done.around_seconds))
         self._quantization.tell(step)
         self._reason = next((reason for reason in reversed(REASONS) if done.values[reason]), self._reason)
@@ -382,18 +368,10 @@ class _Run:
             self._save()
 
     def _evaluate(self) -> None:
-        options, stream = self._options, self._prepared.evaluation
-        assert stream is not None
+        prepared, limit = self._prepared, self._options.evaluation_sequences
+        assert prepared.evaluation is not None
         clock = Deferred(self._rank.device, ("loss",))
-        loss, tokens = evaluate(
-            self._step,
-            stream,
-            self._rank,
-            context_length=options.context_length,
-            batch_size=self._prepared.evaluation_batch,
-            vocab_size=self._prepared.config.vocab_size,
-            limit=options.evaluation_sequences,
-        )
+        loss, tokens = evaluate(self._step, prepared.evaluation, self._rank, prepared.evaluation_batch, limit)
         clock.push(torch.tensor(loss))
         done = clock.flush()
         assert done is not None

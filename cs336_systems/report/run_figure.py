@@ -22,8 +22,7 @@ from matplotlib.typing import HashableList
 
 from cs336_systems.blocks.quantized import GRADIENTS
 from cs336_systems.hardware import GIB
-from cs336_systems.pretraining.run_log import LOG
-from cs336_systems.pretraining.run_reader import Run, read_run
+from cs336_systems.pretraining.run_log import LOG, Run, read_run
 from cs336_systems.pretraining.run_records import Device, End, Model, Options, Quantization
 from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
 

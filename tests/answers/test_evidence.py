@@ -20,8 +20,7 @@ from cs336_systems.answers.evidence import (
     seal,
 )
 from cs336_systems.harness.record import Metric, RowFile, read_rows
-from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog
-from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, read_run
 from cs336_systems.pretraining.run_records import Device, End, Evaluation, Options, Step
 from tests.report.rows import SETTINGS, make_cell, make_frame, ms
 

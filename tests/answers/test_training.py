@@ -18,8 +18,7 @@ from cs336_systems.answers.training import (
     training_rates_table,
 )
 from cs336_systems.experiments.training import TORCHAO, fastest, rates_figure
-from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog
-from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, read_run
 from cs336_systems.pretraining.run_records import End, Evaluation, Options, Step
 
 CELL = {

@@ -30,32 +30,13 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RopeScaling
 from cs336_systems.model import TransformerLM
-from cs336_systems.model.hf_weights import (
-    config_from_hf,
-    config_to_hf,
-    load_hf_weights,
-    save_hf_weights,
-    to_hf_name,
-)
+from cs336_systems.model.hf_weights import config_from_hf, config_to_hf, load_hf_weights, save_hf_weights, to_hf_name
 
-SHAPE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+SHAPE = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 # With theta 500 and 8-dimensional heads, 64 tokens are 10.2, 2.2, 0.5 and 0.1 turns: kept, between, slowed, slowed.
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 FAMILIES = {
     "llama": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(LLAMA3_ROPE), rms_norm_eps=1e-5),
     "llama-tied": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(LLAMA3_ROPE), tie_word_embeddings=True),
@@ -154,32 +135,17 @@ def test_logits_and_every_gradient_agree_with_transformers(family_folder, upcast
     theirs = relative_errors(logits_and_gradients(reload_hf(family, folder, torch.float32)), oracle)
     ours = relative_errors(logits_and_gradients(load_ours(folder, torch.float32)), oracle)
     eps = torch.finfo(torch.float32).eps
-    print("\n".join(f"{name}: ours {ours[name]:.2e}, transformers {theirs[name]:.2e}" for name in oracle))
     assert {name: (ours[name], theirs[name]) for name in oracle if not ours[name] <= 2 * theirs[name] + eps} == {}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_model_is_transformers_model(family, tmp_path):
-    FAMILIES[family]().save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    ours = TransformerLM(config_from_hf(tmp_path))
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.normal_()
-    save_hf_weights(ours, tmp_path)
-    theirs = dict(reload_hf(family, tmp_path, torch.float32).named_parameters())
-    assert theirs.keys() == {to_hf_name(name) for name, _ in ours.named_parameters()}
-    for name, parameter in ours.named_parameters():
-        assert torch.equal(parameter, theirs[to_hf_name(name)]), name
 
 
 def test_saving_what_was_loaded_writes_the_same_weights(family_folder, tmp_path_factory):
     _, folder = family_folder
     again = tmp_path_factory.mktemp("again")
-    save_hf_weights(load_ours(folder, torch.float32), again)
+    ours = load_ours(folder, torch.float32)
+    save_hf_weights(ours, again)
     assert os.listdir(again) == ["model.safetensors"]
     before, after = load_file(folder / "model.safetensors"), load_file(again / "model.safetensors")
-    assert before.keys() == after.keys()
+    assert before.keys() == after.keys() == {to_hf_name(name) for name, _ in ours.named_parameters()}
     assert all(torch.equal(before[name], after[name]) for name in before)
     with safe_open(again / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -197,13 +163,13 @@ def test_shards_hold_the_same_model_as_one_file(family, tmp_path):
         assert torch.equal(actual, expected), name
 
 
-@pytest.mark.parametrize("config", MODEL_SIZES.values(), ids=lambda config: config.name)
-def test_a_config_comes_back(config, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config)))
-    published = {"context_length": config.max_context_length or config.context_length}
-    published["max_context_length"] = published["context_length"]
-    named = {"name": tmp_path.name, "n_kv_heads": config.kv_heads}
-    assert config_from_hf(tmp_path) == replace(config, **named, **published)
+def test_a_config_comes_back(tmp_path):
+    for config in MODEL_SIZES.values():
+        write_config(tmp_path, config_to_hf(config))
+        context = config.max_context_length or config.context_length
+        published = {"context_length": context, "max_context_length": context}
+        named = {"name": tmp_path.name, "n_kv_heads": config.kv_heads}
+        assert config_from_hf(tmp_path) == replace(config, **named, **published)
 
 
 def test_shards_of_our_own(tmp_path):
@@ -212,10 +178,17 @@ def test_shards_of_our_own(tmp_path):
     assert len(list(tmp_path.glob("model-0000?-of-*.safetensors"))) > 3
     again = load_into_new_model(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    with pytest.raises(ValueError, match="has weights already, as model-00001-of-.*: shards need a folder without"):
+    with pytest.raises(ValueError, match="weights already, as model-00001-of-"):
         save_hf_weights(model, tmp_path, shard_bytes=2000)
-    with pytest.raises(ValueError, match="'head.weight' is not the name of a TransformerLM parameter"):
-        save_hf_weights({"head.weight": torch.zeros(1)}, tmp_path)
+    for name in (
+        "head.weight",
+        "layers.0.ffn.w4.weight",
+        "layers.x.ln1.weight",
+        "ln1.weight",
+        "lm_head.scale",
+    ):
+        with pytest.raises(ValueError, match=repr(name)):
+            save_hf_weights({name: torch.zeros(1)}, tmp_path)
 
 
 def stored_weights(config: ModelConfig) -> dict[str, Tensor]:
@@ -268,43 +241,25 @@ def load_into_new_model(folder) -> TransformerLM:
     return model
 
 
-def test_missing_and_unexpected_weights_are_named(tmp_path):
-    weights = stored_weights(TINY)
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    weights["model.layers.2.mlp.up_proj.weight"] = torch.zeros(1)
-    save_file(weights, tmp_path / "model.safetensors")
-    message = r"does not fit tiny-hf: it lacks model\.layers\.1\.mlp\.up_proj\.weight and also has model\.layers\.2\."
-    assert_refused(TransformerLM(TINY), tmp_path, message)
+def test_weights_that_do_not_fit_are_named(tmp_path):
+    weights, file = stored_weights(TINY), tmp_path / "model.safetensors"
 
+    def refused(message, config=TINY, without=(), **changed):
+        stored = {name: tensor for name, tensor in weights.items() if name not in without}
+        save_file(stored | {f"model.{name}": tensor for name, tensor in changed.items()}, file)
+        assert_refused(TransformerLM(config), tmp_path, message)
 
-def test_many_missing_weights_are_counted(tmp_path):
-    save_file({"model.norm.weight": torch.ones(16)}, tmp_path / "model.safetensors")
+    up = "layers.{}.mlp.up_proj.weight"
+    message = r"tiny-hf: it lacks model\.layers\.1\.mlp\.up_proj\.weight and also has model\.layers\.2\."
+    refused(message, without=["model." + up.format(1)], **{up.format(2): torch.zeros(1)})
     # 9 weights in each of 2 layers, the embedding and the head: 20, of which four are named.
-    assert_refused(TransformerLM(TINY), tmp_path, r"it lacks lm_head\.weight, .* and 16 more$")
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_biases_must_be_on_both_sides(has_bias, tmp_path):
-    save_file(stored_weights(replace(TINY, qkv_bias=has_bias)), tmp_path / "model.safetensors")
-    what = "also has" if has_bias else "lacks"
-    assert_refused(TransformerLM(replace(TINY, qkv_bias=not has_bias)), tmp_path, f"it {what} .*k_proj.bias")
-
-
-def test_both_shapes_of_a_misfit_are_named(tmp_path):
-    weights = stored_weights(TINY)
-    weights["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(16, 16)
-    save_file(weights, tmp_path / "model.safetensors")
-    message = r"layers\.0\.self_attn\.k_proj\.weight in .* has shape \(16, 16\), the model's has \(8, 16\)"
-    assert_refused(TransformerLM(TINY), tmp_path, message)
-
-
-def test_a_quantised_weight_is_refused(tmp_path):
-    weights = stored_weights(TINY)
-    weights["model.norm.weight"] = torch.ones(16, dtype=torch.int8)
-    save_file(weights, tmp_path / "model.safetensors")
-    assert_refused(
-        TransformerLM(TINY), tmp_path, r"model\.norm\.weight in .* is stored as I8; only F64, F32, F16, BF16"
-    )
+    refused(r"it lacks lm_head\.weight, .* and 16 more$", without=weights.keys() - {"model.norm.weight"})
+    refused("it lacks .*k_proj.bias", config=replace(TINY, qkv_bias=True))
+    refused(r"it lacks lm_head\.weight$", without=["lm_head.weight"])
+    refused(r"k_proj\.weight .* \(16, 16\), .* \(8, 16\)", **{"layers.0.self_attn.k_proj.weight": torch.zeros(16, 16)})
+    refused(r"model\.norm\.weight .* I8", **{"norm.weight": torch.ones(16, dtype=torch.int8)})
+    save_file(stored_weights(replace(TINY, qkv_bias=True)), file)
+    assert_refused(TransformerLM(TINY), tmp_path, "it also has .*k_proj.bias")
 
 
 def test_old_rotary_buffers_are_ignored(tmp_path):
@@ -328,64 +283,39 @@ def test_a_tied_model_takes_an_equal_head_and_refuses_another(tmp_path):
 
     head[3, 5] += 1
     save_file({**weights, "lm_head.weight": head}, tmp_path / "model.safetensors")
-    message = r"ties its embeddings, but lm_head\.weight in .* differs from model\.embed_tokens\.weight"
-    assert_refused(TransformerLM(tied), tmp_path, message)
+    assert_refused(TransformerLM(tied), tmp_path, r"lm_head\.weight in .* differs")
     save_file({**weights, "lm_head.weight": head[1:].clone()}, tmp_path / "model.safetensors")
-    assert_refused(TransformerLM(tied), tmp_path, r"lm_head\.weight in .* has shape \(29, 16\), .* has \(30, 16\)")
+    assert_refused(TransformerLM(tied), tmp_path, r"lm_head\.weight .* \(29, 16\), .* \(30, 16\)")
 
 
-def test_an_untied_model_needs_a_head(tmp_path):
-    save_file(stored_weights(replace(TINY, tie_embeddings=True)), tmp_path / "model.safetensors")
-    assert_refused(TransformerLM(TINY), tmp_path, r"does not fit tiny-hf: it lacks lm_head\.weight$")
-
-
-def test_a_folder_without_safetensors_is_refused(tmp_path):
-    model = TransformerLM(TINY)
-    assert_refused(model, tmp_path / "absent", "no checkpoint folder at .*absent", FileNotFoundError)
+def test_files_that_are_no_safetensors_are_refused(tmp_path):
+    model, file = TransformerLM(TINY), tmp_path / "model.safetensors"
+    assert_refused(model, tmp_path / "absent", "absent", FileNotFoundError)
     torch.save(stored_weights(TINY), tmp_path / "pytorch_model.bin")
-    message = r"neither model\.safetensors nor model\.safetensors\.index\.json is in "
-    assert_refused(model, tmp_path, message, FileNotFoundError)
+    assert_refused(model, tmp_path, r"neither model\.safetensors nor ", FileNotFoundError)
+    pickle = (tmp_path / "pytorch_model.bin").read_bytes()
+    for content in (b"", b"\x10\x00\x00\x00\x00\x00\x00\x00not json", b"\xff" * 64, pickle):
+        file.write_bytes(content)
+        assert_refused(model, tmp_path, r"model\.safetensors cannot be read as safetensors")
 
 
-@pytest.mark.parametrize("content", [b"", b"\x10\x00\x00\x00\x00\x00\x00\x00not json", b"\xff" * 64])
-def test_a_broken_file_is_refused(content, tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(content)
-    assert_refused(TransformerLM(TINY), tmp_path, r"model\.safetensors cannot be read as safetensors: ")
-
-
-def test_a_pickle_under_the_right_name_is_refused(tmp_path):
-    torch.save(stored_weights(TINY), tmp_path / "model.safetensors")
-    assert_refused(TransformerLM(TINY), tmp_path, r"model\.safetensors cannot be read as safetensors: ")
-
-
-@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..", "weights.bin"])
-def test_an_index_names_only_safetensors_of_its_own_folder(shard, tmp_path):
+def test_an_index_names_only_safetensors_of_its_own_folder(tmp_path):
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     save_file(stored_weights(TINY), tmp_path / "x.safetensors")
-    index = {"weight_map": dict.fromkeys(stored_weights(TINY), shard)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    message = f"index.json names '{shard}', which is not a .safetensors file of its own folder"
-    assert_refused(TransformerLM(TINY), folder, message)
-
-
-@pytest.mark.parametrize(
-    ("index", "error", "message"),
-    [
-        ("{", ValueError, r"index\.json is not a JSON file: "),
-        ("[]", ValueError, r"index\.json does not hold a JSON object"),
-        ("{}", ValueError, r"index\.json has no weight_map from weight names to file names"),
-        ('{"weight_map": {"a": 1}}', ValueError, r"index\.json has no weight_map from weight names to file names"),
-        (
-            '{"weight_map": {"a": "x.safetensors"}}',
-            FileNotFoundError,
-            r"index\.json names x\.safetensors, which is not",
-        ),
-    ],
-)
-def test_a_broken_index_is_refused(index, error, message, tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    assert_refused(TransformerLM(TINY), tmp_path, message, error)
+    index = folder / "model.safetensors.index.json"
+    for shard in ("../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..", "weights.bin"):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(stored_weights(TINY), shard)}))
+        assert_refused(TransformerLM(TINY), folder, f"index.json names '{shard}'")
+    for content, error, message in (
+        ("{", ValueError, "is not a JSON file"),
+        ("[]", ValueError, "a JSON object"),
+        ("{}", ValueError, "no weight_map"),
+        ('{"weight_map": {"a": 1}}', ValueError, "no weight_map"),
+        ('{"weight_map": {"a": "x.safetensors"}}', FileNotFoundError, r"names x\.safetensors"),
+    ):
+        index.write_text(content)
+        assert_refused(TransformerLM(TINY), folder, rf"index\.json .*{message}", error)
 
 
 def test_a_weight_in_two_shards_is_refused(tmp_path):
@@ -408,99 +338,39 @@ def test_a_failed_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
         save_hf_weights(TransformerLM(TINY), tmp_path)
     assert os.listdir(tmp_path) == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").read_bytes() == before
-    with pytest.raises(FileNotFoundError, match="no checkpoint folder at .*absent"):
+    with pytest.raises(FileNotFoundError, match="absent"):
         save_hf_weights(TransformerLM(TINY), tmp_path / "absent")
 
 
-@pytest.mark.parametrize(
-    "name", ["layers.0.ffn.w4.weight", "layers.x.ln1.weight", "ln1.weight", "lm_head.scale", "", "."]
-)
-def test_an_unknown_parameter_name_is_refused(name):
-    with pytest.raises(ValueError, match="is not the name of a TransformerLM parameter"):
-        to_hf_name(name)
+LLAMA = {"model_type": "llama", "attention_bias": False, "hidden_act": "silu", "num_attention_heads": 32}
+LLAMA |= {"num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "vocab_size": 128256}
+LLAMA3_SCALING = {"rope_type": "llama3", "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+LLAMA3_SCALING |= {"original_max_position_embeddings": 8192}
+QWEN = {"hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "vocab_size": 151936}
+QWEN |= {"tie_word_embeddings": True, "use_sliding_window": False}
+
+
+def sizes(hidden, intermediate, layers):
+    return {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
 
 
 # As published: Llama-3.2-1B, Meta-Llama-3-8B, Qwen2.5-0.5B, Qwen3-0.6B-Base; no fields of tokenizer and generation.
 PUBLISHED = {
-    "llama3-1b": {
-        "model_type": "llama",
-        "attention_bias": False,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 16,
-        "num_key_value_heads": 8,
-        "pretraining_tp": 1,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "factor": 32.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-        "vocab_size": 128256,
-    },
-    "llama3-8b": {
-        "model_type": "llama",
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 8192,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": None,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-        "vocab_size": 128256,
-    },
-    "qwen2.5-0.5b": {
-        "model_type": "qwen2",
-        "hidden_act": "silu",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "max_position_embeddings": 32768,
-        "max_window_layers": 24,
-        "num_attention_heads": 14,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "sliding_window": 32768,
-        "tie_word_embeddings": True,
-        "use_mrope": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "qwen3-0.6b": {
-        "model_type": "qwen3",
-        "attention_bias": False,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "max_position_embeddings": 32768,
-        "max_window_layers": 28,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": None,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
+    "llama3-1b": LLAMA
+    | sizes(2048, 8192, 16)
+    | {"head_dim": 64, "max_position_embeddings": 131072, "mlp_bias": False, "pretraining_tp": 1}
+    | {"rope_scaling": LLAMA3_SCALING, "tie_word_embeddings": True},
+    "llama3-8b": LLAMA
+    | sizes(4096, 14336, 32)
+    | {"max_position_embeddings": 8192, "rope_scaling": None, "tie_word_embeddings": False},
+    "qwen2.5-0.5b": QWEN
+    | sizes(896, 4864, 24)
+    | {"model_type": "qwen2", "max_window_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+    | {"rope_theta": 1000000.0, "sliding_window": 32768, "use_mrope": False},
+    "qwen3-0.6b": QWEN
+    | sizes(1024, 3072, 28)
+    | {"model_type": "qwen3", "attention_bias": False, "head_dim": 128, "max_window_layers": 28}
+    | {"num_attention_heads": 16, "num_key_value_heads": 8, "rope_scaling": None, "rope_theta": 1000000},
 }
 
 
@@ -516,59 +386,57 @@ def test_a_published_config_is_the_named_size(name, tmp_path):
     assert config == replace(size.at_context(PUBLISHED[name]["max_position_embeddings"]), name=tmp_path.name)
 
 
-@pytest.mark.parametrize("theta_inside", [True, False])
-def test_both_layouts_of_rope_parameters_are_read(theta_inside, tmp_path):
-    rope = {**PUBLISHED["llama3-1b"]["rope_scaling"], **({"rope_theta": 7.0} if theta_inside else {})}
-    hf = {**PUBLISHED["llama3-1b"], "rope_theta": None if theta_inside else 7.0, "rope_parameters": rope}
-    del hf["rope_scaling"]
-    config = config_from_hf(write_config(tmp_path, hf))
-    assert config.rope_theta == 7.0
-    assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+def test_both_layouts_of_rope_parameters_are_read(tmp_path):
+    hf = PUBLISHED["llama3-1b"] | {"rope_scaling": None}
+    for theta_inside in (True, False):
+        rope = LLAMA3_SCALING | ({"rope_theta": 7.0} if theta_inside else {})
+        given = hf | {"rope_theta": None if theta_inside else 7.0, "rope_parameters": rope}
+        config = config_from_hf(write_config(tmp_path, given))
+        assert config.rope_theta == 7.0
+        assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
 
 
 def test_what_old_configs_leave_out_has_transformers_defaults(tmp_path):
-    hf = {**PUBLISHED["llama3-8b"]}
-    for key in ("rope_theta", "rope_scaling", "num_key_value_heads", "tie_word_embeddings", "attention_bias"):
-        del hf[key]
+    left_out = ("rope_theta", "rope_scaling", "num_key_value_heads", "tie_word_embeddings", "attention_bias")
+    hf = {name: value for name, value in PUBLISHED["llama3-8b"].items() if name not in left_out}
     config = config_from_hf(write_config(tmp_path, hf))
     assert (config.rope_theta, config.rope_scaling, config.kv_heads) == (10_000.0, None, 32)
     assert not config.tie_embeddings
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "value"),
     [
-        ({"model_type": "mistral"}, "model_type 'mistral' is not supported"),
-        ({"model_type": None}, "does not give model_type"),
-        ({"hidden_size": None}, "does not give hidden_size"),
-        ({"hidden_size": "2048"}, "d_model must be a positive integer, got '2048'"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"attention_bias": True}, "attention_bias True is not supported"),
-        ({"mlp_bias": True}, "mlp_bias True is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types 'sliding_attention' is not supported"),
-        ({"head_dim": "128"}, "head_dim must be a positive integer, got '128'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "does not give low_freq_factor"),
-        ({"rope_scaling": None, "rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported"),
+        ({"model_type": "mistral"}, "'mistral'"),
+        ({"model_type": None}, "model_type"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": "2048"}, "'2048'"),
+        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"mlp_bias": True}, "mlp_bias True"),
+        ({"use_sliding_window": True}, "use_sliding_window True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
+        ({"head_dim": "128"}, "'128'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
+        ({"rope_scaling": None, "rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'"),
         ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "only one set for all layers is"),
-        ({"rope_scaling": [2.0]}, r"rope parameters \[2\.0\] are not supported"),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5 is not supported"),
-        ({"num_key_value_heads": 5}, "n_kv_heads must divide n_heads, got n_kv_heads=5 and n_heads=32"),
+        ({"rope_scaling": [2.0]}, r"\[2\.0\]"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
+        ({"num_key_value_heads": 5}, "n_kv_heads=5 and n_heads=32"),
     ],
 )
-def test_a_config_that_the_model_does_not_compute_is_refused(change, message, tmp_path):
-    with pytest.raises(ValueError, match=message) as refusal:
+def test_a_config_that_the_model_does_not_compute_is_refused(change, value, tmp_path):
+    with pytest.raises(ValueError, match=value) as refusal:
         config_from_hf(write_config(tmp_path, PUBLISHED["llama3-1b"] | change))
     assert "\n" not in str(refusal.value)
 
 
 def test_a_config_that_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint folder at .*absent"):
-        config_from_hf(tmp_path / "absent")
-    with pytest.raises(FileNotFoundError, match=r"no config\.json in "):
-        config_from_hf(tmp_path)
+    for folder in (tmp_path / "absent", tmp_path):
+        with pytest.raises(FileNotFoundError, match=folder.name):
+            config_from_hf(folder)
     (tmp_path / "config.json").write_text("{'single': 'quotes'}")
     with pytest.raises(ValueError, match=r"config\.json is not a JSON file: "):
         config_from_hf(tmp_path)

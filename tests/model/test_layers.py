@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cs336_systems.config import MODEL_SIZES, ModelConfig, RopeScaling
+from cs336_systems.config import ModelConfig, RopeScaling
 from cs336_systems.model.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, rotary_frequencies
 from cs336_systems.model.ops import REFERENCE_OPS
 
@@ -31,10 +31,6 @@ def assert_truncated_normal(weight: Tensor, sigma: float) -> None:
     assert abs(weight.mean().item()) < 5 * sigma / math.sqrt(n)
     largest = weight.abs().max().item() / sigma
     assert 2.9 < largest <= 3 * (1 + 2**-22)
-
-
-def test_the_cut_normals_std_is_the_known_one():
-    assert truncated_std() == pytest.approx(0.9866, abs=5e-5)
 
 
 @pytest.mark.parametrize(("d_in", "d_out"), [(256, 512), (512, 128)])
@@ -99,44 +95,31 @@ def test_llama3_scaling_keeps_short_waves_slows_long_ones_and_joins_them_continu
     assert regimes == {"kept", "between", "slowed"}
 
 
-def test_llama_3_2_frequencies():
-    """The ends of Llama-3.2-1B's 32: the fastest turns one radian a token, the slowest is slowed down 32 times."""
-    frequencies = rotary_frequencies(MODEL_SIZES["llama3-1b"]).tolist()
-    assert len(frequencies) == 32
-    assert frequencies[0] == 1.0
-    assert frequencies[-1] == pytest.approx(500_000.0 ** (-62 / 64) / 32, rel=1e-15)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "table_dtype"),
-    [
-        (None, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.float64, torch.float64),
-    ],
-)
-def test_rotary_tables_are_the_fp64_angles_rounded_once(dtype, table_dtype):
-    tables = RotaryEmbedding(CONFIG, dtype=dtype)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+def test_rotary_tables_are_the_fp64_angles_rounded_once(dtype):
+    tables, table_dtype = (
+        RotaryEmbedding(CONFIG, dtype=dtype),
+        torch.float64 if dtype == torch.float64 else torch.float32,
+    )
     tables.reset_parameters()
     angles = torch.outer(torch.arange(40, dtype=torch.float64), rotary_frequencies(CONFIG))
     cos, sin = tables(40)
     assert torch.equal(cos, angles.cos().to(table_dtype))
     assert torch.equal(sin, angles.sin().to(table_dtype))
     assert cos.dtype == sin.dtype == table_dtype
+    assert tables(3)[0].shape == (3, 8)
+    with pytest.raises(ValueError, match="41 tokens .* 40"):
+        tables(41)
 
 
-@pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float64])
 def test_rotary_tables_moved_to_a_dtype_equal_those_made_in_it(target):
     moved, made = RotaryEmbedding(CONFIG), RotaryEmbedding(CONFIG, dtype=target)
     moved.reset_parameters()
     made.reset_parameters()
     moved.to(target)
     assert moved.cos.dtype == made.cos.dtype == torch.promote_types(target, torch.float32)
-    assert torch.equal(moved.cos, made.cos)
-    assert torch.equal(moved.sin, made.sin)
-    assert [name for name, _ in moved.named_buffers()] == ["cos", "sin"]
+    assert torch.equal(moved.cos, made.cos) and torch.equal(moved.sin, made.sin)
     assert not moved.state_dict()
 
 
@@ -144,12 +127,3 @@ def test_rotary_tables_on_meta_change_dtype_without_storage():
     tables = RotaryEmbedding(CONFIG, device="meta").to(torch.bfloat16)
     assert tables.cos.is_meta
     assert tables.cos.dtype == torch.float32
-
-
-def test_rotary_tables_refuse_more_positions_than_they_cover():
-    tables = RotaryEmbedding(CONFIG)
-    tables.reset_parameters()
-    assert tables(40)[0].shape == tables(40)[1].shape == (40, 8)
-    assert tables(3)[0].shape == (3, 8)
-    with pytest.raises(ValueError, match="sequence of 41 tokens is beyond the model's context length 40"):
-        tables(41)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cs336_systems.config import ModelConfig
-from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerBlock, TransformerLM
+from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 
 CONFIG = ModelConfig(
     name="little", d_model=24, d_ff=40, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=50, context_length=16
@@ -43,10 +43,9 @@ def counting_ops(counts: Counter[str]) -> ModelOps:
     return ModelOps(**{field.name: counted(field.name) for field in fields(ModelOps)})
 
 
-@pytest.mark.parametrize("changed", [1, 7, 15])
+@pytest.mark.parametrize("changed", [1, 15])
 def test_a_later_token_leaves_earlier_logits_bitwise_unchanged(changed):
-    model = seeded_model()
-    before = token_ids()
+    model, before = seeded_model(), token_ids()
     after = before.clone()
     after[:, changed] = (after[:, changed] + 1) % CONFIG.vocab_size
     with torch.no_grad():
@@ -57,16 +56,11 @@ def test_a_later_token_leaves_earlier_logits_bitwise_unchanged(changed):
         assert not torch.equal(logits_before[:, position], logits_after[:, position]), position
 
 
-def test_one_sequence_does_not_see_another():
+def test_one_sequence_does_not_see_another_nor_beyond_the_context():
     model, ids = seeded_model(dtype=torch.float64), token_ids(batch=3)
     with torch.no_grad():
         torch.testing.assert_close(model(ids)[1:2], model(ids[1:2]), rtol=1e-12, atol=1e-12)
-
-
-def test_a_sequence_beyond_the_context_is_refused():
-    model = seeded_model()
-    assert model(token_ids(n_tokens=16)).shape[1] == 16
-    with pytest.raises(ValueError, match="sequence of 17 tokens is beyond the model's context length 16"):
+    with pytest.raises(ValueError, match="17 tokens .* 16"):
         model(token_ids(n_tokens=17))
 
 
@@ -85,16 +79,6 @@ def test_every_operation_goes_through_model_ops():
         "swiglu": n_layers,
         "stack": 1,
     }
-
-
-def test_a_replaced_attention_is_what_the_logits_come_from():
-    """With attention that answers zero, a position's logits depend on its own token alone."""
-    blind = replace(REFERENCE_OPS, attention=lambda q, k, v, *, causal: torch.zeros_like(q))
-    with torch.no_grad():
-        logits = seeded_model(ops=blind)(torch.tensor([[3, 8, 3, 8]]))
-        seeing = seeded_model()(torch.tensor([[3, 8, 3, 8]]))
-    assert torch.equal(logits[0, :2], logits[0, 2:])
-    assert not torch.equal(seeing[0, :2], seeing[0, 2:])
 
 
 def test_attention_is_called_causally_on_grouped_heads():
@@ -150,16 +134,6 @@ def test_biases_exist_on_queries_keys_and_values_only():
     projections = ("q_proj", "k_proj", "v_proj")
     assert names == {f"layers.{i}.attn.{p}.bias" for i in range(CONFIG.n_layers) for p in projections}
     assert not any("bias" in name for name, _ in TransformerLM(CONFIG, device="meta").named_parameters())
-
-
-def test_a_block_adds_attention_then_feed_forward_to_its_input():
-    model = seeded_model(dtype=torch.float64)
-    block, (cos, sin) = model.layers[0], model.rotary(5)
-    assert isinstance(block, TransformerBlock)
-    x = torch.randn(2, 5, CONFIG.d_model, dtype=torch.float64)
-    with torch.no_grad():
-        middle = x + block.attn(block.ln1(x), cos, sin)
-        assert torch.equal(block(x, cos, sin), middle + block.ffn(block.ln2(middle)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -10,7 +10,7 @@ from cs336_systems.config import ModelConfig, RopeScaling
 from cs336_systems.distributed.checkpoint import save_checkpoint
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.model import TransformerBlock, TransformerLM
-from cs336_systems.pretraining.checkpoint import write_run_json
+from cs336_systems.pretraining.checkpoint import ModelOfRun, write_run_json
 from cs336_systems.pretraining.tokenizer import ByteTokenizer
 
 LLAMA = ModelConfig("a-llama", 32, 56, 2, 4, n_kv_heads=2, vocab_size=264, context_length=48)
@@ -47,7 +47,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 def write_run(folder: Path, config: ModelConfig = LLAMA) -> None:
     """A folder that says which model will be trained in it."""
-    write_run_json(folder, config, write_tokenizer(folder.parent / "dataset"), ByteTokenizer.eos_id)
+    write_run_json(folder, ModelOfRun(config, write_tokenizer(folder.parent / "dataset"), ByteTokenizer.eos_id))
 
 
 def save_model(folder: Path, model: nn.Module, step: int, *, optimizer: bool = True) -> Path:

@@ -19,7 +19,7 @@ from cs336_systems.pretraining.run_records import (
     Record,
     Step,
 )
-from cs336_systems.pretraining.schedules import Schedule
+from cs336_systems.pretraining.schedules import LearningRate
 
 TOKENS = 524_288
 GIB = 2**30
@@ -60,14 +60,14 @@ def training(
 ) -> Iterator[Record]:
     """Steps first .. stop-1, with evaluations after every so many and the GPU's state beside them."""
     noise = random.Random(seed)
-    schedule = Schedule(3e-4, n_steps, "wsd", n_steps // 20, 0.05)
+    rate = LearningRate(3e-4, n_steps, "wsd", n_steps // 20, 0.05)
     stop = n_steps if stop is None else stop
     for step in range(first, stop):
         loss = 2.9 + 7.5 * math.exp(-step / (0.04 * n_steps)) + 1.2 * math.exp(-step / (0.6 * n_steps))
         norm = 0.6 + 4 * math.exp(-step / (0.03 * n_steps)) + noise.gauss(0, 0.04)
         spike = 3.0 if step == int(0.62 * n_steps) else 0.0
         took = seconds * (1 + abs(noise.gauss(0, 0.01)))
-        yield Step(step, took, TOKENS, loss + noise.gauss(0, 0.03) + spike, norm + spike, schedule(step))
+        yield Step(step, took, TOKENS, loss + noise.gauss(0, 0.03) + spike, norm + spike, rate(step))
         if gpu_every and step % gpu_every == 0:
             warm = 1 - math.exp(-step / (0.05 * n_steps))
             watts = 400 + 290 * warm + noise.gauss(0, 6)

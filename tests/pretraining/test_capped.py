@@ -12,16 +12,15 @@ from cs336_systems.distributed.process_group import Rank, joined
 from cs336_systems.kernels.host_memory import ALIGNMENT
 from cs336_systems.pretraining import capped
 from cs336_systems.pretraining.capped import CappedStep
+from cs336_systems.pretraining.checkpoint import ModelOfRun
 from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.nonfinite import NonFiniteStep
 from cs336_systems.pretraining.preparation import prepare
-from cs336_systems.pretraining.run_log import LOG
-from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import Checkpoint, Evaluation, Memory, Message
-from cs336_systems.pretraining.tokenizer import ByteTokenizer
 from cs336_systems.pretraining.trainer import train
 from tests.pretraining.checkpointed import LLAMA, model_of, write_tokenizer
-from tests.pretraining.test_trainer import assert_equal_weights, weights
+from tests.pretraining.test_trainer import assert_equal_weights
 from tests.pretraining.trained import EXPLODING, losses_and_norms, options, write_dataset
 
 CONFIG = replace(LLAMA, n_layers=5, tie_embeddings=True, qkv_bias=True)
@@ -43,7 +42,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("capped")
     write_dataset(folder / "data")
     tokenizer = write_tokenizer(folder / "tokenizer")
-    export(folder / "hf", model_of(CONFIG).state_dict(), CONFIG, tokenizer, ByteTokenizer.eos_id)
+    export(folder / "hf", model_of(CONFIG).state_dict(), ModelOfRun(CONFIG, tokenizer, 256))
     return folder
 
 
@@ -61,8 +60,8 @@ def smallest_caps(one, rank):
 
 def step_of(one, rank) -> CappedStep:
     prepared = prepare(one, rank)
-    prepared.loader.close()
-    return prepared.step
+    with prepared.loader:
+        return prepared.step
 
 
 def said_by(run) -> str:
@@ -73,20 +72,16 @@ def said_by(run) -> str:
     "changes",
     [
         {"batch_size": 4, "accumulate": 2},
-        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"context_length": 32, "batch_size": 2, "chunk": 8}, marks=pytest.mark.slow),
-        pytest.param({"dtype": "bf16", "clip": None}, marks=pytest.mark.slow),
     ],
-    ids=["two chunks", "a chunk", "pieces of a sequence", "bf16"],
+    ids=["two chunks", "pieces of a sequence"],
 )
-def test_ten_steps_are_to_the_bit_those_without_caps(folder, alone, tmp_path, changes):
-    roomy = asked(folder, tmp_path / "roomy", **changes, **ROOMY)
+def test_steps_are_to_the_bit_those_without_caps(folder, alone, tmp_path, changes):
+    roomy = asked(folder, tmp_path / "roomy", steps=6, evaluate_every=3, **changes, **ROOMY)
     tight = replace(roomy, out=tmp_path / "tight", **smallest_caps(roomy, alone))
     for run in (roomy, tight):
         train(run, alone)
-    chunkings = [
-        re.search(r"A step is \d+ .* rounds of \d+ chunks of \d+ tokens", said_by(run))[0] for run in (roomy, tight)
-    ]
+    chunkings = [re.search(r"rounds of \d+ chunks of \d+ tokens", said_by(run))[0] for run in (roomy, tight)]
     assert chunkings[0] == chunkings[1]
     assert ["Of 5 layers, none stream" in said_by(run) for run in (roomy, tight)] == [True, False]
     logs = [read_run(run.out / LOG).all(Evaluation) for run in (roomy, tight)]
@@ -114,9 +109,9 @@ def interrupted(whole, out, step):
     return replace(whole, out=out, save_every=5)
 
 
-@pytest.mark.parametrize("caps", [{}, ROOMY], ids=["the same caps", "others"])
-def test_a_run_that_resumes_is_the_run_that_was_not_interrupted(whole, alone, tmp_path, caps):
-    outcome = train(replace(interrupted(whole, tmp_path / "run", 4), **caps), alone)
+def test_a_run_that_resumes_is_the_run_that_was_not_interrupted(whole, alone, tmp_path):
+    """Under other caps, too."""
+    outcome = train(replace(interrupted(whole, tmp_path / "run", 4), **ROOMY), alone)
     assert (outcome.first_step, outcome.steps) == (4, 10)
     assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole.out)
     assert_equal_weights(tmp_path / "run", whole.out)
@@ -145,8 +140,6 @@ def test_a_run_without_caps_takes_it_up_and_the_other_way_round(whole, alone, tm
         assert train(replace(second, out=out, save_every=one.save_every), alone).first_step == 4
         got = torch.tensor(losses_and_norms(out))
         torch.testing.assert_close(got, torch.tensor(losses_and_norms(plain.out)), rtol=1e-4, atol=0)
-    for name, weight in weights(plain.out).items():
-        torch.testing.assert_close(weight, weights(whole.out)[name], rtol=1e-3, atol=1e-3, msg=name)
 
 
 def test_what_is_saved_lies_where_the_step_has_it_and_is_not_copied(whole, alone, tmp_path):
@@ -207,21 +200,13 @@ def test_what_cannot_be_is_refused_before_anything_is_written(whole, alone, tmp_
     with pytest.raises(ValueError, match=r"^a host slab of 0\.00 GiB"):
         train(replace(whole, out=out), alone)
     for changes, value in (
-        ({"host_gib": None}, "--host-gib"),
-        ({"device_gib": 0.0}, "0.0"),
-        ({"zero": 1}, "--zero 1 "),
-        ({"cuda_graph": "on"}, "--cuda-graph on "),
-        ({"matmul_dtype": "e4m3"}, "--matmul-dtype e4m3 "),
-        ({"offload": ("m", "v")}, "--offload m v "),
-        ({"keep": "input"}, "--keep input "),
-        ({"optimizer": "fused"}, "--optimizer fused "),
-        ({"dtype": "autocast-bf16"}, "--dtype autocast-bf16 "),
-        ({"z_loss": 1e-4}, "--z-loss 0.0001 "),
-        ({"chunk": 48}, "--chunk 48 "),
+        *(({"host_gib": None}, "--host-gib"), ({"device_gib": 0.0}, "0.0"), ({"zero": 1}, "--zero 1 ")),
+        *(({"offload": ("m", "v")}, "--offload m v "), ({"keep": "input"}, "--keep input ")),
+        *(({"dtype": "autocast-bf16"}, "--dtype autocast-bf16 "), ({"chunk": 48}, "--chunk 48 ")),
         ({"device_gib": None, "host_gib": None, "chunk": 64}, "--chunk 64 "),
     ):
         with pytest.raises(ValueError, match=re.escape(value)):
-            train(options(tmp_path, **ROOMY | changes), alone)
+            options(tmp_path, **ROOMY | changes).check()
     assert not list(tmp_path.iterdir())
 
 

@@ -11,7 +11,7 @@ from cs336_systems.config import MODEL_SIZES
 from cs336_systems.distributed.process_group import Rank, joined
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import load_hf_weights
-from cs336_systems.pretraining.checkpoint import load_trained, load_weights, read_run_json, write_run_json
+from cs336_systems.pretraining.checkpoint import ModelOfRun, load_trained, load_weights, read_run_json, write_run_json
 from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.tokenizer import END_OF_TEXT, ByteTokenizer
 from tests.distributed.checks import spawn
@@ -42,11 +42,11 @@ def test_one_process_reads_what_any_number_of_ranks_wrote(world_size, tmp_path):
     assert not dist.is_initialized()
     for step, (family, config) in enumerate(FAMILIES.items()):
         checkpoint = load_weights(tmp_path / family)
-        assert (checkpoint.step, checkpoint.run.config, checkpoint.skipped) == (step, config, {})
+        assert (checkpoint.step, checkpoint.model.config, checkpoint.skipped) == (step, config, {})
         model = model_of(config, DTYPES[family])
         assert_models_weights(checkpoint.weights, model)
         out = tmp_path / family / "hf"
-        export(out, checkpoint.weights, config, checkpoint.run.tokenizer, checkpoint.run.eos_id)
+        export(out, checkpoint.weights, checkpoint.model)
         again = TransformerLM(config, dtype=DTYPES[family])
         load_hf_weights(again, out)
         assert_models_weights(dict(again.named_parameters()), model)
@@ -84,44 +84,37 @@ def test_the_newest_or_the_one_that_is_named(run, monkeypatch):
     assert load_weights(type(run)(".")).step == 1
 
 
-def flip_a_bit(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
-    file.write_bytes(content)
+def test_damage_is_named_and_the_one_before_read(run):
+    for number, name in enumerate(("rank-0.safetensors", "tensors.json", "complete.json")):
+        files = [run / f"step-0000000{step}" / name for step in (2, 1)]
+        sound = [file.read_bytes() for file in files]
+        harmed = [content[:-1] if number else content[:-9] + b"?" + content[-8:] for content in sound]
+        files[0].write_bytes(harmed[0])
+        with pytest.raises(ValueError, match="step-00000002 .*" + name):
+            load_weights(files[0].parent)
+        checkpoint = load_weights(run)
+        assert checkpoint.step == 1
+        assert [path.name for path in checkpoint.skipped] == ["step-00000002"]
+        files[1].write_bytes(harmed[1])
+        with pytest.raises(ValueError, match=f"run holds no checkpoint that is whole.*step-00000001.*{name}"):
+            load_weights(run)
+        for file, content in zip(files, sound, strict=True):
+            file.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["rank-0.safetensors", "tensors.json", "complete.json"])
-@pytest.mark.parametrize(
-    "harm", [flip_a_bit, lambda file: file.write_bytes(file.read_bytes()[:-1]), lambda file: file.unlink()]
-)
-def test_damage_is_named_and_the_one_before_read(run, name, harm):
-    harm(run / "step-00000002" / name)
-    with pytest.raises(ValueError, match="step-00000002 .*" + name):
-        load_weights(run / "step-00000002")
-    checkpoint = load_weights(run)
-    assert checkpoint.step == 1
-    assert [path.name for path in checkpoint.skipped] == ["step-00000002"]
-    harm(run / "step-00000001" / name)
-    with pytest.raises(ValueError, match=f"run holds no checkpoint that is whole.*step-00000001.*{name}"):
-        load_weights(run)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"vocab_size": 300}, r"another model: token_embeddings.weight is \(264, 32\).* there and \(300, 32\)"),
-        ({"n_layers": 3}, "another model: it lacks model/layers.2.attn.k_proj.weight"),
-        ({"n_layers": 1}, "another model: it holds model/layers.1.attn.k_proj.weight besides"),
-        ({"qkv_bias": True}, "another model: it lacks model/layers.0.attn.k_proj.bias"),
-        ({"tie_embeddings": True}, "another model: it holds model/lm_head.weight besides"),
-    ],
-)
-def test_a_checkpoint_of_another_model(run, change, message):
-    (run / "run.json").unlink()
-    write_run(run, replace(LLAMA, **change))
-    with pytest.raises(ValueError, match=message.replace("model: token", "model: .*token")) as refusal:
-        load_weights(run)
-    assert "\n" not in str(refusal.value)
+def test_a_checkpoint_of_another_model(run):
+    for change, fault in (
+        ({"vocab_size": 300}, r"\(264, 32\).* \(300, 32\)"),
+        ({"n_layers": 3}, "lacks .*layers.2.attn.k_proj.weight"),
+        ({"n_layers": 1}, "holds .*layers.1.attn.k_proj.weight"),
+        ({"qkv_bias": True}, "lacks .*layers.0.attn.k_proj.bias"),
+        ({"tie_embeddings": True}, "holds .*lm_head.weight"),
+    ):
+        (run / "run.json").unlink()
+        write_run(run, replace(LLAMA, **change))
+        with pytest.raises(ValueError, match=f"another model: .*{fault}") as refusal:
+            load_weights(run)
+        assert "\n" not in str(refusal.value)
 
 
 def test_folders_that_hold_no_run(tmp_path):
@@ -134,53 +127,42 @@ def test_folders_that_hold_no_run(tmp_path):
         load_weights(tmp_path / "run")
 
 
-@pytest.mark.parametrize("config", [*FAMILIES.values(), *MODEL_SIZES.values()], ids=lambda config: config.name)
-def test_any_model_is_described(config, tmp_path):
-    config = replace(config, vocab_size=max(257, config.vocab_size))
-    write_run(tmp_path / "run", config)
-    run = read_run_json(tmp_path / "run")
-    assert (run.config, run.eos_id) == (config, 256)
-    assert run.tokenizer.read_text() == ByteTokenizer().json()
+def test_any_model_is_described(tmp_path):
+    for number, config in enumerate((*FAMILIES.values(), *MODEL_SIZES.values())):
+        config = replace(config, vocab_size=max(257, config.vocab_size))
+        write_run(tmp_path / f"{number}", config)
+        run = read_run_json(tmp_path / f"{number}")
+        assert (run.config, run.eos_id) == (config, 256)
+        assert run.tokenizer.read_text() == ByteTokenizer().json()
 
 
 def test_a_run_is_described_once(tmp_path):
     run, tokenizer = tmp_path / "run", write_tokenizer(tmp_path / "dataset")
     (tmp_path / "dataset" / "tokenizer_config.json").write_text(json.dumps({"eos_token": END_OF_TEXT}))
-    first = write_run_json(run, LLAMA, tokenizer, 256)
+    first = write_run_json(run, ModelOfRun(LLAMA, tokenizer, 256))
     before = {path.name: path.read_text() for path in run.iterdir()}
     assert before.keys() == {"run.json", "tokenizer.json", "tokenizer_config.json"}
-    assert write_run_json(run, LLAMA, tokenizer.parent, 256) == first == read_run_json(run)
-    for config, eos_id in ((replace(LLAMA, n_layers=3), 256), (LLAMA, 7)):
-        fault = "run is the folder of another run, of model a-llama; name another: (n_layers is 2|eos_id is 256) there"
-        with pytest.raises(ValueError, match=fault):
-            write_run_json(run, config, tokenizer, eos_id)
+    assert write_run_json(run, ModelOfRun(LLAMA, tokenizer.parent, 256)) == first == read_run_json(run)
     other = write_tokenizer(tmp_path / "other dataset")
     other.write_text(other.read_text().replace('"b"', '"bb"'))
-    with pytest.raises(ValueError, match="name another: its tokenizer is another$"):
-        write_run_json(run, LLAMA, other, 256)
-    assert {path.name: path.read_text() for path in run.iterdir()} == before
-    for config, eos_id, message in (
-        (replace(LLAMA, vocab_size=256), 256, "has 257 ids, the model 256"),
-        (LLAMA, 257, "it has no token 257 to end documents with"),
+    for config, named, eos_id, fault in (
+        (replace(LLAMA, n_layers=3), tokenizer, 256, "n_layers is 2"),
+        (LLAMA, tokenizer, 7, "eos_id is 256"),
+        (LLAMA, other, 256, "tokenizer"),
+        (replace(LLAMA, vocab_size=256), tokenizer, 256, "257 ids, the model 256"),
+        (LLAMA, tokenizer, 257, "no token 257"),
     ):
-        with pytest.raises(ValueError, match=message):
-            write_run_json(tmp_path / "other", config, tokenizer, eos_id)
-        assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "run.json is damaged"),
-        ("[]", "run.json is damaged"),
-        ('{"layout": 9}', "run.json is of layout 9; this version reads 1"),
-        ('{"layout": 1, "eos_id": 3}', "run.json is damaged: 'model'"),
-        ('{"layout": 1, "eos_id": 3, "model": {"rope_scaling": null, "d": 1}}', "run.json is damaged: .* argument 'd'"),
-        ('{"layout": 1, "model": {"rope_scaling": {}}}', "run.json is damaged"),
-    ],
-)
-def test_descriptions_that_cannot_be_read(content, message, tmp_path):
-    write_run(tmp_path / "run")
-    (tmp_path / "run" / "run.json").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_run_json(tmp_path / "run")
+        with pytest.raises(ValueError, match=fault):
+            write_run_json(run, ModelOfRun(config, named, eos_id))
+    assert {path.name: path.read_text() for path in run.iterdir()} == before
+    for content, fault in (
+        *(("", "damaged"), ("[]", "damaged"), ('{"layout": 9, "model": {}}', "layout 9; this version reads 1")),
+        *(
+            ('{"layout": 1, "eos_id": 3}', "damaged: 'model'"),
+            ('{"layout": 1, "model": {"rope_scaling": {}}}', "damaged"),
+        ),
+        ('{"layout": 1, "eos_id": 3, "model": {"rope_scaling": null, "d": 1}}', "damaged: .* 'd'"),
+    ):
+        (run / "run.json").write_text(content)
+        with pytest.raises(ValueError, match=f"run.json is .*{fault}"):
+            read_run_json(run)

@@ -15,18 +15,16 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_rope_utils
-from transformers.models.llama import modeling_llama
-from transformers.models.qwen2 import modeling_qwen2
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
 from cs336_systems.pretraining import export as export_module
+from cs336_systems.pretraining.checkpoint import ModelOfRun
 from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from tests.distributed.checks import spawn
-from tests.model.test_hf_weights import Fp64Torch
 from tests.pretraining.checkpointed import FAMILIES, LLAMA, model_of, write_tokenizer
 
 TEXT = "def f(x_1):\n\treturn ünïcödé + 12345  # 🙂\n"
@@ -42,7 +40,7 @@ def write(tmp_path, tokenizer):
     """Export a model as ``out``."""
 
     def write(model, **options):
-        return export(tmp_path / "out", model.state_dict(), model.config, tokenizer, ByteTokenizer.eos_id, **options)
+        return export(tmp_path / "out", model.state_dict(), ModelOfRun(model.config, tokenizer, 256), **options)
 
     return write
 
@@ -59,30 +57,7 @@ def load_ours(folder, dtype=torch.float32):
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_transformers_computes_the_same_logits(family, write, tmp_path, monkeypatch):
-    ours = model_of(FAMILIES[family])
-    write(ours)
-    ids = torch.randint(257, (2, 48), generator=torch.Generator().manual_seed(1))
-    with monkeypatch.context() as patch:  # norms, softmax and angles in fp64 too
-        for module in (modeling_llama, modeling_qwen2, modeling_rope_utils):
-            patch.setattr(module, "torch", Fp64Torch())
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        oracle = load_theirs(tmp_path / "out", dtype=torch.float64, attn_implementation="eager")(ids).logits
-    exact = TransformerLM(ours.config, dtype=torch.float64)
-    exact.load_state_dict(ours.state_dict())
-    norm = torch.linalg.vector_norm
-    assert norm(exact(ids) - oracle) < 1e-12 * norm(oracle)
-    theirs = load_theirs(tmp_path / "out")
-    assert theirs.dtype == torch.float32
-    errors = [(norm(logits.double() - oracle) / norm(oracle)).item() for logits in (ours(ids), theirs(ids).logits)]
-    print(f"ours {errors[0]:.2e}, transformers {errors[1]:.2e}")
-    assert errors[0] <= 2 * errors[1] + torch.finfo(torch.float32).eps
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), zip(FAMILIES, [torch.float32, torch.bfloat16] * 2, strict=True))
 def test_reading_back_gives_the_same_bits_and_config(family, dtype, write, tmp_path):
     model = model_of(FAMILIES[family], dtype)
     exported = write(model, shard_bytes=9000)
@@ -93,11 +68,14 @@ def test_reading_back_gives_the_same_bits_and_config(family, dtype, write, tmp_p
     assert again.config == replace(model.config, **named)
     theirs = load_theirs(tmp_path / "out", dtype="auto")
     assert theirs.dtype == dtype == exported.dtype
+    ids = torch.arange(48)[None]
+    with torch.no_grad():  # each within its own rounding; the model's tests compare them to the last digits
+        torch.testing.assert_close(
+            theirs(ids).logits.float(), again(ids).float(), rtol=0, atol=2e3 * torch.finfo(dtype).eps
+        )
     assert type(theirs).__name__ == ("Qwen2ForCausalLM" if model.config.qkv_bias else "LlamaForCausalLM")
-    assert exported.n_parameters == model.config.n_parameters
     shards = [name for name in exported.files if name.startswith("model-0")]
     assert len(shards) > 3
-    assert exported.n_bytes == exported.n_parameters * dtype.itemsize
     largest = max(tensor.nbytes for tensor in model.state_dict().values())
     for name in shards:
         with safe_open(tmp_path / "out" / name, framework="pt") as file:
@@ -105,33 +83,25 @@ def test_reading_back_gives_the_same_bits_and_config(family, dtype, write, tmp_p
         assert sum(sizes) <= 9000 or sizes == [largest]
 
 
-def test_another_dtype(write, tmp_path):
-    model = model_of(LLAMA)
+def test_another_dtype_and_a_published_context(write, tmp_path):
+    model = model_of(replace(LLAMA, max_context_length=4096))
     assert write(model, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert config_from_hf(tmp_path / "out").context_length == 4096
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     for before, after in zip(model.parameters(), load_ours(tmp_path / "out", torch.bfloat16).parameters(), strict=True):
         assert torch.equal(before.bfloat16(), after)
 
 
-def test_published_weights_keep_their_context(write, tmp_path):
-    write(model_of(replace(LLAMA, max_context_length=4096)))
-    assert config_from_hf(tmp_path / "out").context_length == 4096
-
-
 BPE = train_bpe([TEXT, "the theory of the thing\n" * 9, "x = x_1 + 1\n" * 9], 290)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe"])
-@pytest.mark.parametrize("family", ["llama", "qwen"])
+@pytest.mark.parametrize(("family", "kind"), [("llama", "bytes"), ("llama", "bpe"), ("qwen", "bpe")])
 def test_the_tokenizer_is_the_runs(family, kind, tmp_path):
     ours = {"bytes": ByteTokenizer(), "bpe": BPE}[kind]
     (tmp_path / "tokenizer.json").write_text(ours.json())
     config = replace(FAMILIES[family], vocab_size=300)
-    exported = export(tmp_path / "out", model_of(config).state_dict(), config, tmp_path, ours.eos_id)
-    n_padded = 300 - ours.vocab_size
-    assert exported.notes[0] == (
-        f"the tokenizer has {ours.vocab_size} ids, the model 300: the last {n_padded} are padding"
-    )
+    exported = export(tmp_path / "out", model_of(config).state_dict(), ModelOfRun(config, tmp_path, ours.eos_id))
+    assert f"the last {300 - ours.vocab_size} are padding" in exported.notes[0]
     # transformers 5 leaves no other way for models of Qwen's type
     said = "load it from the folder tokenizer inside" in " ".join(exported.notes)
     assert said == (family == "qwen") == ("tokenizer/tokenizer.json" in exported.files)
@@ -156,7 +126,9 @@ def test_a_tokenizer_of_qwen_comes_through_auto_tokenizer(tmp_path):
     original = Qwen2Tokenizer(vocab=vocab, merges=merges, chat_template="{{ messages[0].content }}")
     original.save_pretrained(tmp_path / "qwen")
     config = replace(FAMILIES["qwen"], vocab_size=BPE.vocab_size)
-    exported = export(tmp_path / "out", model_of(config).state_dict(), config, tmp_path / "qwen", BPE.eos_id)
+    exported = export(
+        tmp_path / "out", model_of(config).state_dict(), ModelOfRun(config, tmp_path / "qwen", BPE.eos_id)
+    )
     assert exported.notes == ()
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs(TEXT)["input_ids"] == original(TEXT)["input_ids"]
@@ -178,49 +150,39 @@ def test_what_may_be_replaced(write, tmp_path):
     for name in ("README.md", "tokenizer/added.json"):
         (out / name).write_text("precious")
         before = content(out)
-        with pytest.raises(ValueError, match=f"out has files that this command did not write, as {name}; --replace"):
+        with pytest.raises(ValueError, match=f"as {name}; --replace"):
             write(first)
         assert content(out) == before
         write(second, replace=True)
         assert not (out / name).exists()
-
     (out / "export.json").unlink()
-    with pytest.raises(ValueError, match="out is there and was not written by this command; --replace replaces it"):
+    with pytest.raises(ValueError, match="out .*; --replace replaces it"):
         write(second)
     write(second, replace=True)
-    shutil.rmtree(out)
     for precious in (out / "thesis.tex", out):
+        shutil.rmtree(out)
         precious.parent.mkdir(exist_ok=True)
         precious.write_text("precious")
         for options in ({}, {"replace": True}):
-            with pytest.raises(ValueError, match="out is there and no model's folder; name another"):
+            with pytest.raises(ValueError, match="out is there and no model's folder"):
                 write(first, **options)
         assert precious.read_text() == "precious"
-        shutil.rmtree(out, ignore_errors=True)
 
 
-@pytest.mark.parametrize("stop", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "ctrl-c"])
-def test_an_export_that_fails_leaves_the_earlier_one(stop, write, tmp_path, monkeypatch):
+def test_an_export_that_fails_leaves_the_earlier_one(write, tmp_path, monkeypatch):
     write(model_of(LLAMA))
     before = content(tmp_path / "out")
 
     def fail(*arguments, **options):
-        raise stop
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(export_module, "_copy_tokenizer", fail)
-    with pytest.raises(type(stop)):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(export_module, "_copy_tokenizer", fail)
         write(model_of(LLAMA, seed=1))
-    assert content(tmp_path / "out") == before
-    assert sorted(os.listdir(tmp_path)) == ["out", "tokenizer"]
-
-
-def test_a_full_disk_is_an_error_of_the_disk(write, tmp_path):
-    write(model_of(LLAMA))
-    before = content(tmp_path / "out")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # a full disk
     try:
-        with pytest.raises(OSError, match="model.safetensors cannot be written: .*File too large"):
+        with pytest.raises(OSError, match="model.safetensors .*File too large"):
             write(model_of(LLAMA, seed=1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -252,7 +214,7 @@ def die_at_every_operation(rank: Rank, folder):
         for number, model in enumerate(models):
             n_left = n_operations if number else float("inf")
             try:
-                export(out, model.state_dict(), LLAMA, tokenizer, ByteTokenizer.eos_id)
+                export(out, model.state_dict(), ModelOfRun(LLAMA, tokenizer, 256))
             except Killed:
                 break
             finally:
@@ -271,31 +233,23 @@ def test_a_kill_at_any_moment_loses_nothing(tmp_path):
     assert n_deaths > 15
 
 
-def test_weights_that_are_not_the_models(tmp_path, tokenizer):
+def test_weights_and_tokenizers_that_are_not_the_models(tmp_path, tokenizer):
     config = replace(LLAMA, tie_embeddings=True)
     weights = model_of(config).state_dict()
 
-    def refuse(message, changed, dropped=()):
-        altered = {name: tensor for name, tensor in (weights | changed).items() if name not in dropped}
+    def refuse(message, changed=None, dropped=(), config=config, tokenizer=tokenizer, eos_id=256):
+        altered = {name: tensor for name, tensor in (weights | (changed or {})).items() if name not in dropped}
         with pytest.raises(ValueError, match=message):
-            export(tmp_path / "out", altered, config, tokenizer, 256)
+            export(tmp_path / "out", altered, ModelOfRun(config, tokenizer, eos_id))
         assert os.listdir(tmp_path) == ["tokenizer"]
 
-    refuse(r"not those of a-llama: they lack ln_final.weight$", {}, ["ln_final.weight"])
-    refuse(r"they also have layers.0.attn.q_proj.bias$", {"layers.0.attn.q_proj.bias": torch.zeros(32)})
-    refuse(r"ln_final.weight has shape \(31,\), that of a-llama \(32,\)", {"ln_final.weight": torch.zeros(31)})
-    refuse("ties its embeddings, but lm_head.weight differs", {"lm_head.weight": torch.zeros(264, 32)})
-    refuse("of several dtypes, torch.bfloat16, torch.float32", {"ln_final.weight": torch.zeros(32).bfloat16()})
-    export(tmp_path / "out", {n: w for n, w in weights.items() if n != "lm_head.weight"}, config, tokenizer, 256)
-
-
-def test_tokenizers_that_do_not_fit(tmp_path, tokenizer):
-    small = replace(LLAMA, vocab_size=256)
-    with pytest.raises(ValueError, match="tokenizer.json has 257 ids, the model 256"):
-        export(tmp_path / "out", model_of(small).state_dict(), small, tokenizer, 256)
-    weights = model_of(LLAMA).state_dict()
-    with pytest.raises(ValueError, match="nowhere: there is no"):
-        export(tmp_path / "out", weights, LLAMA, tmp_path / "nowhere", 256)
-    with pytest.raises(ValueError, match="it has no token 263 to end documents with"):
-        export(tmp_path / "out", weights, LLAMA, tokenizer, 263)
-    assert not (tmp_path / "out").exists()
+    refuse(r"a-llama: it lacks ln_final.weight$", dropped=["ln_final.weight"])
+    refuse(r"also have layers.0.attn.q_proj.bias$", {"layers.0.attn.q_proj.bias": torch.zeros(32)})
+    refuse(r"ln_final.weight has shape \(31,\), .* \(32,\)", {"ln_final.weight": torch.zeros(31)})
+    refuse("lm_head.weight differs", {"lm_head.weight": torch.zeros(264, 32)})
+    refuse("torch.bfloat16, torch.float32", {"ln_final.weight": torch.zeros(32).bfloat16()})
+    refuse("257 ids, the model 256", config=replace(config, vocab_size=256))
+    refuse("nowhere", tokenizer=tmp_path / "nowhere")
+    refuse("no token 263", eos_id=263)
+    untied = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
+    export(tmp_path / "out", untied, ModelOfRun(config, tokenizer, 256))

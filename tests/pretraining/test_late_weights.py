@@ -13,8 +13,7 @@ import torch
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.pretraining import preparation
 from cs336_systems.pretraining.checkpoint import load_weights
-from cs336_systems.pretraining.run_log import LOG
-from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import Evaluation, Quantization
 from cs336_systems.pretraining.trainer import run_prepared
 from cs336_systems.training import parallel
@@ -26,12 +25,10 @@ SMALL_MB = 0.02
 FP8 = {"matmul_dtype": "e4m3", "keep": "products"}
 RUNS = {
     "evaluated and saved": {"evaluate_every": 2, "save_every": 2},
-    "not looked at": {},
-    "in fp8": FP8 | {"quantization_every": 1},
-    "in fp8, micro-batches": FP8 | {"batch_size": 2, "evaluate_every": 2},
-    "run again": {"recompute": "full"},
-    "tied": {"evaluate_every": 2},
-    "gradients freed": {"zero": 2, "batch_size": 2, "evaluate_every": 2},
+    "in fp8": FP8 | {"quantization_every": 1, "batch_size": 2},
+    "recomputed": {"recompute": "full"},
+    "tied": {},
+    "gradients freed": {"zero": 2, "batch_size": 2},
 }
 
 

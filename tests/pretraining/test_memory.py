@@ -1,4 +1,4 @@
-"""What the memory of a device is taken by, and what to do with what is free."""
+"""The memory of a device by segment, predicted and measured."""
 
 from dataclasses import replace
 
@@ -7,17 +7,15 @@ import torch
 
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.memory import parameter_bytes
-from cs336_systems.pretraining.memory import hint, predicted_segments
+from cs336_systems.pretraining.memory import predicted_segments
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.pretraining.run_log import LOG
-from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import Memory
 from tests.distributed.checks import spawn
 from tests.pretraining.trained import options, train_each, write_dataset
 
-GIB = 2**30
-H200 = 141 * GIB
-QWEN = replace(resolve_size("qwen2.5-0.5b"), n_layers=6)
+H200 = 141 * 2**30
+QWEN = replace(resolve_size("qwen2.5-0.5b"), n_layers=2)
 
 
 @pytest.fixture(autouse=True)
@@ -30,33 +28,26 @@ def case_of(world_size: int = 1, **changes):
 
 
 def test_segments_add_up_to_the_device():
-    several = (
-        {},
-        {"master_weights": "fp32"},
-        {"accumulate": 4},
-        {"keep": "input", "lmhead_chunks": 2},
-        {"moments": "fp32"},
-    )
-    for changes in several:
+    plain = predicted_segments(case_of(), H200)
+    for changes, more in (
+        ({}, 1),
+        ({"master_weights": "fp32"}, 1),
+        ({"accumulate": 4}, 1),
+        ({"moments": "fp32"}, 2),
+    ):
         segments = predicted_segments(case_of(**changes), H200)
         *parts, whole, free = segments.values()
         assert sum(parts) == whole == H200 - free
         assert min(parts) >= 0
-        assert (
-            segments["m"]
-            == segments["v"]
-            == pytest.approx(segments["weights"] * (2 if "moments" in changes else 1), rel=0.01)
-        )
-
-
-def test_gradients_of_earlier_micro_batches_are_there_at_the_peak():
-    weights = parameter_bytes(QWEN, case_of().precision)
-    assert predicted_segments(case_of(accumulate=4), H200)["gradients"] >= weights
+        assert segments["m"] == segments["v"] == pytest.approx(segments["weights"] * more, rel=0.01)
+        if "accumulate" in changes:  # gradients of earlier micro-batches are there at the peak
+            assert segments["gradients"] >= parameter_bytes(QWEN, case_of().precision)
+        if "master_weights" in changes:
+            assert segments["master"] == pytest.approx(2 * plain["weights"], rel=2e-3)
 
 
 def test_more_chunks_of_the_head_take_less():
-    loss = [predicted_segments(case_of(keep="input", lmhead_chunks=n), H200)["head and loss"] for n in (1, 4, 16)]
-    assert loss == sorted(loss, reverse=True)
+    loss = [predicted_segments(case_of(keep="input", lmhead_chunks=n), H200)["head and loss"] for n in (1, 4)]
     words = -(-QWEN.vocab_size // 16) * 16
     assert loss[0] - loss[1] == pytest.approx(16 * 1024 * (1 - 1 / 4) * words * 2, rel=0.01)
 
@@ -73,31 +64,11 @@ def test_states_alone_where_the_peak_is_not_predicted():
         assert list(segments) == ["weights", "gradients", "m", "v"]
         assert segments["gradients"] == segments["weights"] // parts
         assert segments["weights"] == pytest.approx(moments * segments["m"], rel=0.01)
-
-
-def test_masters_and_what_is_in_host_memory():
-    weights = predicted_segments(case_of(), H200)["weights"]
-    assert predicted_segments(case_of(master_weights="fp32"), H200)["master"] == pytest.approx(2 * weights, rel=2e-3)
     away = predicted_segments(case_of(master_weights="fp32", offload=("m", "v", "gradients")), H200)
     on_host = {name for name in away if name.endswith("on the host")}
     assert on_host == {"gradients on the host", "m on the host", "v on the host"}
     assert away["gradients"] == 0 and not away.keys() & {"m", "v"}
     assert away["master"] == pytest.approx(2 * away["weights"], rel=2e-3)
-    assert hint(case_of(offload=("m",)), H200) == ""
-
-
-def test_hints_name_options_that_fit():
-    small = case_of(batch_size=4, keep="input", accumulate=8)
-    said = hint(small, H200)
-    assert "GiB are free: --keep all would take " in said and "--batch-size 8 would take " in said
-    richer = predicted_segments(replace(small, keep="all"), H200)["in all"]
-    assert f"--keep all would take {richer / GIB:.1f} GiB in all" in said
-    full = predicted_segments(case_of(), None)["in all"]
-    assert hint(case_of(), int(1.1 * full)) == ""
-    assert hint(case_of(), int(0.9 * full)).startswith("It is more than fits: --keep ")
-    assert "--keep all would" in hint(case_of(batch_size=4, keep="2xall+products"), H200)
-    assert hint(case_of(), GIB) == "It is more than fits: take a smaller --batch-size, and more --accumulate"
-    assert hint(case_of(), None) == hint(case_of(kernels="reference"), H200) == ""
 
 
 @pytest.mark.gpu

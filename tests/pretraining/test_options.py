@@ -7,7 +7,6 @@ import pytest
 
 from cs336_systems.case import Parallel
 from cs336_systems.config import resolve_size
-from cs336_systems.pretraining.config_file import to_toml, with_file
 from cs336_systems.pretraining.options import TrainOptions
 
 PLAIN = TrainOptions.default("cpu")
@@ -17,6 +16,11 @@ PLAIN = TrainOptions.default("cpu")
 def parse(load_script, monkeypatch):
     monkeypatch.setattr("cs336_systems.report.command_line.n_gpus", lambda: 0)
     return load_script("scripts/train.py").parse
+
+
+@pytest.fixture
+def to_toml(load_script):
+    return load_script("scripts/train.py").to_toml
 
 
 def test_the_command_line_is_over_the_file_and_the_file_over_the_defaults(parse, tmp_path):
@@ -33,124 +37,93 @@ def test_the_command_line_is_over_the_file_and_the_file_over_the_defaults(parse,
     assert parse(["--evaluate-every", "None"]).evaluate_every is None
     assert parse(["--device", "cuda"]) == TrainOptions.default("cuda")
     assert (parse([]).steps, parse(["--epochs", "2"]).steps, parse(["--epochs", "2"]).epochs) == (800, None, 2.0)
-    with pytest.raises(ValueError, match="--steps 9 and --epochs 2: give one of them"):
+    with pytest.raises(ValueError, match="--steps 9 and --epochs 2.0: give one of them"):
         parse(["--epochs", "2", "--steps", "9"]).check()
     file.write_text('device = "cuda"')
     assert parse(["--config", str(file)]) == TrainOptions.default("cuda")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_printed_config_says_the_same(device, tmp_path, parse):
+def test_a_printed_config_says_the_same(device, tmp_path, parse, to_toml):
     changes = {"data": Path('a "folder"\\'), "eps": 1e-9, "clip": None, "seed": 7, "offload": ("m", "v")}
     asked = replace(TrainOptions.default(device), **changes)
     (tmp_path / "run.toml").write_text(to_toml(asked))
     assert parse(["--config", str(tmp_path / "run.toml")]) == asked
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("learning-rat = 1", "run.toml: unknown option 'learning-rat': did you mean learning-rate?"),
-        ("size = tiny", "run.toml is not TOML: "),
-        ("[model]\nsize = 3", "run.toml: unknown option 'model'"),
-    ],
-)
-def test_what_a_file_cannot_name(content, message, tmp_path, parse):
-    (tmp_path / "run.toml").write_text(content)
-    with pytest.raises(ValueError) as refusal:
-        parse(["--config", str(tmp_path / "run.toml")])
-    assert message in str(refusal.value)
-
-
-@pytest.mark.parametrize("line", ["steps = 1.5", "steps = true", 'learning-rate = "big"', "betas = [0.9]", "zero = 4"])
-def test_a_value_of_another_kind_ends_with_2(line, tmp_path, parse, capsys):
-    (tmp_path / "run.toml").write_text(line)
-    with pytest.raises(SystemExit) as stop:
-        parse(["--config", str(tmp_path / "run.toml")])
-    assert stop.value.code == 2
-    assert f"--{line.split()[0]}" in capsys.readouterr().err
-
-
-def test_one_file_must_be_named_and_there(tmp_path, parse):
-    with pytest.raises(ValueError, match="--config needs a file"):
-        parse(["--config"])
-    (tmp_path / "run.toml").write_text("seed = 1")
-    with pytest.raises(ValueError, match="--config is given twice: one file has all options"):
-        with_file(TrainOptions, ["--config", str(tmp_path / "run.toml"), "--seed", "2", "--config=other.toml"])
+def test_what_a_file_cannot_say(tmp_path, parse, capsys):
+    file = tmp_path / "run.toml"
+    for content, fault in (
+        ("learning-rat = 1", "'learning-rat': did you mean learning-rate?"),
+        ("size = tiny", "run.toml is not TOML"),
+        ("[model]\nsize = 3", "'model'"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError) as refusal:
+            parse(["--config", str(file)])
+        assert "run.toml" in str(refusal.value) and fault in str(refusal.value)
+    for line in ("steps = 1.5", "steps = true", 'learning-rate = "big"', "betas = [0.9]", "zero = 4"):
+        file.write_text(line)
+        with pytest.raises(SystemExit) as stop:
+            parse(["--config", str(file)])
+        assert stop.value.code == 2
+        assert f"--{line.split()[0]}" in capsys.readouterr().err
+    file.write_text("seed = 1")
+    for arguments in (["--config"], ["--config", str(file), "--seed", "2", "--config=other.toml"]):
+        with pytest.raises(ValueError, match="--config"):
+            parse(arguments)
     with pytest.raises(FileNotFoundError):
         parse(["--config", str(tmp_path / "nowhere.toml")])
 
 
+QUANTIZED = {"matmul_dtype": "e4m3"}
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "value"),
     [
-        ({"size": "tinny"}, "unknown model size 'tinny': did you mean tiny"),
+        ({"size": "tinny"}, "'tinny': did you mean tiny"),
         ({"batch_size": 0}, "--batch-size must be positive, got 0"),
         ({"clip": 0.0}, "--clip must be positive, got 0.0"),
         ({"learning_rate": float("nan")}, "--learning-rate must be finite, got nan"),
-        ({"learning_rate": float("inf")}, "--learning-rate must be finite, got inf"),
         ({"clip": float("inf")}, "--clip must be finite, got inf"),
-        ({"eps": 0.0}, "--eps must be positive, got 0.0"),
-        ({"seed": 2**32}, "--seed must be less than 2^32"),
+        ({"seed": 2**32}, "--seed"),
         ({"weight_decay": -1.0}, "--weight-decay must not be negative, got -1.0"),
         ({"betas": (0.9, 1.0)}, "--betas must lie in [0, 1), got 0.9 1.0"),
-        ({"epochs": 2.0}, "--steps 800 and --epochs 2: give one of them"),
-        (
-            {"total_batch_tokens": 1024, "accumulate": 2},
-            "--total-batch-tokens 1024 and --accumulate 2: give one of them",
-        ),
-        (
-            {"total_batch_tokens": 1000},
-            "--total-batch-tokens 1,000 is no multiple of 1,024, the tokens of a",
-        ),
+        ({"epochs": 2.0}, "--steps 800 and --epochs 2.0"),
+        ({"total_batch_tokens": 1024, "accumulate": 2}, "--total-batch-tokens 1024 and --accumulate 2"),
+        ({"total_batch_tokens": 1000}, "--total-batch-tokens 1,000 is no multiple of 1,024"),
         ({"moments": "bf16"}, "--moments bf16 needs --optimizer fused, got torch-fused"),
-        ({"z_loss": 1e-4}, "--z-loss 0.0001 needs a head with a hand-written backward, not --keep autograd"),
-        (
-            {"deterministic": True, "attention": "hopper", "keep": "autograd"},
-            "--deterministic and --attention hopper need blocks with a hand-written backward, not --keep autograd",
-        ),
-        ({"lmhead_chunks": 4}, "--lmhead-chunks 4 needs a head with a hand-written backward, not --keep autograd"),
-        ({"gather_by": "copies", "zero": 2}, "--gather-by copies is for --zero 3, got --zero 2"),
+        ({"z_loss": 1e-4}, "--z-loss 0.0001 "),
+        ({"deterministic": True, "attention": "hopper", "keep": "autograd"}, "--deterministic and --attention hopper"),
+        ({"lmhead_chunks": 4}, "--lmhead-chunks 4 "),
+        ({"gather_by": "copies", "zero": 2}, "--zero 2"),
         ({"lmhead_chunks": 0, "keep": "all"}, "--lmhead-chunks must be positive, got 0"),
-        ({"save_every": None}, "--save-every None leaves no checkpoint to be exported: --no-export does without"),
-        ({"recompute": "some"}, "unknown checkpoint policy 'some': known are"),
-        ({"recompute": "fulll"}, "unknown checkpoint policy 'fulll': did you mean 'full'? known are none, full"),
-        ({"recompute": "swiglu-norn"}, "unknown checkpoint policy 'swiglu-norn'"),
-        ({"recompute": "swiglu", "keep": "all"}, "--keep all and --recompute swiglu: give one of them"),
-        ({"recompute": "block", "keep": "autograd"}, "--keep autograd and --recompute block: give one of them"),
-        ({"recompute": "full", "matmul_dtype": "e4m3"}, "matmul_dtype e4m3 with keep autograd"),
+        ({"save_every": None}, "--save-every None"),
+        ({"recompute": "fulll"}, "'fulll': did you mean 'full'?"),
+        ({"recompute": "swiglu-norn"}, "'swiglu-norn'"),
+        ({"recompute": "swiglu", "keep": "all"}, "--keep all and --recompute swiglu"),
+        ({"recompute": "full"} | QUANTIZED, "e4m3 with keep autograd"),
         ({"keep": "everything"}, "unknown level"),
-        ({"keep": "nosuch"}, "unknown level 'nosuch' in what to keep, 'nosuch': known are"),
         ({"kernels": "fused", "keep": "autograd"}, "kernels fused with keep autograd"),
-        ({"matmul_dtype": "e4m3", "keep": "autograd"}, "matmul_dtype e4m3 with keep autograd: quantized matmuls are"),
-        (
-            {"matmul_dtype": "e4m3", "context_length": 100},
-            "fp8 take sizes that 16 divides, not context 100",
-        ),
+        ({"context_length": 100} | QUANTIZED, "not context 100"),
         ({"fp8_skip_last": -1}, "--fp8-skip-last must not be negative, got -1"),
-        ({"fp8_skip_last": 1}, "--fp8-skip-last 1 is for quantized matmuls, and --matmul-dtype is same"),
-        ({"quantization_every": 9}, "--quantization-every 9 is for quantized matmuls, and --matmul-dtype is same"),
-        ({"quantization_every": 0, "matmul_dtype": "e4m3"}, "--quantization-every must be positive, got 0"),
-        (
-            {"quantization_every": 9, "matmul_dtype": "e4m3", "cuda_graph": "on"},
-            "--quantization-every 9 needs --cuda-graph off: replays show nothing",
-        ),
-        ({"scaling": "row"}, "--scaling row is for quantized matmuls, and --matmul-dtype is same"),
+        ({"fp8_skip_last": 1}, "--fp8-skip-last 1 is for quantized matmuls"),
+        ({"scaling": "row"}, "--scaling row is for quantized matmuls"),
+        ({"quantization_every": 9}, "--quantization-every 9 is for quantized matmuls"),
+        ({"quantization_every": 9, "cuda_graph": "on"} | QUANTIZED, "--quantization-every 9 needs --cuda-graph off"),
     ],
 )
-def test_what_does_not_go_is_said(changes, message):
+def test_what_does_not_go_is_said(changes, value):
     with pytest.raises(ValueError) as refusal:
         replace(PLAIN, **changes).check()
-    assert message in str(refusal.value)
+    assert value in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
     ("recompute", "keep"),
-    [
-        *(("swiglu", "all-swiglu"), ("norm", "all-norm"), ("ffn", "all-ffn"), ("qkv", "all-qkv")),
-        *(("att", "all-qkv-attention"), ("norm-swiglu", "all-norm-swiglu"), ("block", "input")),
-    ],
+    [("swiglu", "all-swiglu"), ("att", "all-qkv-attention"), ("norm-ffn", "all-norm-ffn"), ("block", "input")],
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_blocks_compute_again_is_what_they_do_not_keep(device, recompute, keep):
@@ -158,13 +131,6 @@ def test_what_blocks_compute_again_is_what_they_do_not_keep(device, recompute, k
     options.check()
     config = resolve_size("tiny")
     assert options.training_case(config, 1) == replace(options, recompute="none", keep=keep).training_case(config, 1)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_defaults_are_sound(device):
-    options = TrainOptions.default(device)
-    options.check()
-    options.schedule_of(options.n_steps(1_000_000, 1))
 
 
 def test_steps_and_micro_batches_follow_from_tokens():
@@ -192,7 +158,10 @@ def test_how_ranks_divide_a_step(zero, world_size, parallel):
     assert case.config.context_length == 128
 
 
-@pytest.mark.parametrize(("n_steps", "warmup_steps"), [(5, 0), (20, 2), (800, 80), (5000, 100)])
-def test_a_tenth_of_the_steps_warms_up_unless_it_is_said(n_steps, warmup_steps):
-    assert TrainOptions.default("cpu").schedule_of(n_steps).warmup_steps == warmup_steps
-    assert replace(TrainOptions(), warmup_steps=3).schedule_of(n_steps).warmup_steps == 3
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_defaults_are_sound_and_a_tenth_of_the_steps_warms_up(device):
+    options = TrainOptions.default(device)
+    options.check()
+    for n_steps, warmup_steps in ((5, 0), (20, 2), (800, 80), (5000, 100)):
+        assert options.rate_of(n_steps).warmup_steps == warmup_steps
+        assert replace(options, warmup_steps=3).rate_of(n_steps).warmup_steps == 3

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from cs336_systems.pretraining.run_log import LOG
-from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import Device, Evaluation, Step
 from tests.pretraining.trained import write_dataset
 

@@ -1,4 +1,4 @@
-"""Datasets: the same bytes from any number of processes, every document in one split, shards that are full."""
+"""Datasets: the same bytes from any number of processes, every document in one split, all of them or nothing."""
 
 import filecmp
 import json
@@ -6,18 +6,16 @@ import os
 import signal
 import struct
 from multiprocessing import Pipe
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from cs336_systems.pretraining import encoding, tokenizing
+from cs336_systems.pretraining import tokenizing
 from cs336_systems.pretraining.corpus import Corpus
-from cs336_systems.pretraining.encoding import is_held_out
-from cs336_systems.pretraining.tokenize_options import TokenizeOptions
+from cs336_systems.pretraining.dataset import Dataset
 from cs336_systems.pretraining.tokenizer import ByteTokenizer
-from cs336_systems.pretraining.tokenizing import default_folder, tokenize
+from cs336_systems.pretraining.tokenizing import TokenizeOptions, default_folder, is_held_out, tokenize
 
 
 @pytest.fixture
@@ -29,7 +27,8 @@ def lines(tmp_path):
 
 
 def make(lines, name, **options):
-    return tokenize(TokenizeOptions(input=(lines,), out=lines.parent / name, evaluation_fraction=0.2, **options))
+    given = {"tokenizer": "bytes", "processes": 1, "evaluation_fraction": 0.2} | options
+    return tokenize(TokenizeOptions(input=(lines,), out=lines.parent / name, **given))
 
 
 def tokens(stream):
@@ -38,10 +37,10 @@ def tokens(stream):
     return out
 
 
-@pytest.mark.parametrize("tokenizer", [{"tokenizer": "bytes"}, {"vocab_size": 300, "bytes_per_token": 2}])
+@pytest.mark.parametrize("tokenizer", [{}, {"tokenizer": "bpe", "vocab_size": 300, "bytes_per_token": 2}])
 def test_processes_write_what_one_process_writes(lines, monkeypatch, tokenizer):
-    serial = make(lines, "serial", processes=1, shard_tokens=1000, **tokenizer)
-    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 100)
+    serial = make(lines, "serial", shard_tokens=1000, **tokenizer)
+    monkeypatch.setattr(tokenizing, "_BATCH_CHARACTERS", 100)
     parallel = make(lines, "parallel", processes=3, shard_tokens=1000, **tokenizer)
     names = sorted(path.name for path in serial.folder.iterdir())
     assert names == sorted(path.name for path in parallel.folder.iterdir())
@@ -49,39 +48,22 @@ def test_processes_write_what_one_process_writes(lines, monkeypatch, tokenizer):
     assert sum(name.startswith("train") for name in names) > 2
 
 
-def test_every_document_is_in_the_split_of_its_hash_in_order(lines):
-    dataset = make(lines, "out", tokenizer="bytes", processes=1)
-    for stream, held_out in ((dataset.train, False), (dataset.evaluation, True)):
+def test_every_document_is_in_the_split_of_its_hash_in_order_and_shards_are_full(lines):
+    whole, sharded = make(lines, "whole"), make(lines, "sharded", shard_tokens=777)
+    for name, held_out in (("train", False), ("evaluation", True)):
+        stream, said = getattr(whole, name), whole.manifest["splits"][name]
         documents = [d.text for d in Corpus.find([lines]).documents() if is_held_out(d.text, 0.2) == held_out]
         assert tokens(stream).tolist() == [token for text in documents for token in (*text.encode(), 256)]
-        said = dataset.manifest["splits"]["evaluation" if held_out else "train"]
         assert said["documents"] == len(documents)
         assert said["bytes"] == sum(map(len, documents)) == said["tokens"] - len(documents)
-    assert 20 < dataset.manifest["splits"]["evaluation"]["documents"] < 60
-
-
-def test_shards_are_full_but_the_last_and_change_nothing(lines):
-    whole = make(lines, "whole", tokenizer="bytes", processes=1)
-    sharded = make(lines, "sharded", tokenizer="bytes", processes=1, shard_tokens=777)
-    sizes = [len(file.tokens) for file in sharded.train.files]
-    assert set(sizes[:-1]) == {777}
-    assert 0 < sizes[-1] <= 777
-    assert np.array_equal(tokens(whole.train), tokens(sharded.train))
-    exact = make(lines, "exact", tokenizer="bytes", processes=1, shard_tokens=len(whole.train))
-    assert len(exact.train.files) == 1
-
-
-def test_one_split_alone_can_be_asked_for(lines):
+        sizes = [len(file.tokens) for file in getattr(sharded, name).files]
+        assert set(sizes[:-1]) <= {777} and 0 < sizes[-1] <= 777
+        assert np.array_equal(tokens(stream), tokens(getattr(sharded, name)))
+    assert 20 < said["documents"] < 60
+    assert len(make(lines, "exact", shard_tokens=len(whole.train)).train.files) == 1
     for fraction, train, evaluation in ((0.0, True, False), (1.0, False, True)):
-        options = TokenizeOptions(
-            input=(lines,),
-            out=lines.parent / f"{fraction}",
-            evaluation_fraction=fraction,
-            tokenizer="bytes",
-            processes=1,
-        )
-        dataset = tokenize(options)
-        assert (dataset.train is not None, dataset.evaluation is not None) == (train, evaluation)
+        one = make(lines, f"{fraction}", evaluation_fraction=fraction)
+        assert (one.train is not None, one.evaluation is not None) == (train, evaluation)
 
 
 def test_the_bpe_does_not_learn_from_what_is_held_out(lines):
@@ -89,64 +71,38 @@ def test_the_bpe_does_not_learn_from_what_is_held_out(lines):
     with lines.open("a") as file:
         held_out = next(t for n in range(1000) if is_held_out(t := f"{n} " + "zq" * 500, 0.2))
         file.write(json.dumps({"text": held_out}) + "\n")
-    make(lines, "out", vocab_size=300, processes=1)
-    assert "zq" not in json.loads((lines.parent / "out" / "tokenizer.json").read_text())["model"]["vocab"]
-    options = TokenizeOptions(input=(lines,), sample_mb=100e-6, evaluation_fraction=0.2)
-    sampled = list(tokenizing._sample(options, Corpus.find([lines])))
-    assert 100 <= sum(map(len, sampled)) < 200
+    vocabularies = []
+    for n, sample_mb in enumerate((16.0, 100e-6)):
+        made = make(lines, f"{n}", tokenizer="bpe", vocab_size=300, sample_mb=sample_mb)
+        vocabularies.append(json.loads(made.tokenizer.read_text())["model"]["vocab"])
+    assert "zq" not in vocabularies[0]
+    assert len(vocabularies[1]) < len(vocabularies[0])
 
 
-def test_an_earlier_dataset_is_replaced_only_when_asked(lines):
-    make(lines, "out", tokenizer="bytes", processes=1)
-    with pytest.raises(ValueError, match=r"--out .*out is there already; --replace makes it anew"):
-        make(lines, "out", tokenizer="bytes", processes=1)
-    assert make(lines, "out", vocab_size=300, processes=1, replace=True).vocab_size <= 300
+def test_an_earlier_dataset_is_replaced_only_when_asked_and_only_by_a_whole_one(lines, monkeypatch):
+    before = make(lines, "out")
+    with pytest.raises(ValueError, match=r"--out .*out is there already"):
+        make(lines, "out")
+
+    def fail_to_describe(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tokenizing, "describe", fail_to_describe)
+        make(lines, "out", tokenizer="bpe", vocab_size=300, replace=True)
+    assert sorted(path.name for path in lines.parent.iterdir()) == ["lines.jsonl", "out"]
+    assert Dataset.open(before.folder).manifest == before.manifest
+    assert make(lines, "out", tokenizer="bpe", vocab_size=300, replace=True).vocab_size == 300
     (lines.parent / "mine").mkdir()
     (lines.parent / "mine" / "diary.txt").write_text("")
-    with pytest.raises(ValueError, match=r"--out .*mine is there and no dataset; name another folder"):
-        make(lines, "mine", tokenizer="bytes", processes=1, replace=True)
+    with pytest.raises(ValueError, match=r"--out .*mine is there and no dataset"):
+        make(lines, "mine", replace=True)
     assert sorted(path.name for path in lines.parent.iterdir()) == ["lines.jsonl", "mine", "out"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("No space left on device")])
-def test_a_failure_leaves_the_earlier_dataset_and_nothing_else(lines, monkeypatch, error):
-    before = make(lines, "out", tokenizer="bytes", processes=1)
-    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 100)
-    append, calls = tokenizing._Shards.append, []
-
-    def fail(self, part):
-        calls.append(part)
-        if len(calls) == 20:
-            raise error
-        append(self, part)
-
-    monkeypatch.setattr(tokenizing._Shards, "append", fail)
-    with pytest.raises(error if isinstance(error, type) else type(error)):
-        make(lines, "out", vocab_size=300, processes=1, replace=True)
-    monkeypatch.undo()
-    assert sorted(path.name for path in lines.parent.iterdir()) == ["lines.jsonl", "out"]
-    assert tokenizing.Dataset.open(before.folder).manifest == before.manifest
-
-
-def test_an_earlier_dataset_comes_back_if_the_new_one_cannot_take_its_place(lines, monkeypatch):
-    before = make(lines, "out", tokenizer="bytes", processes=1)
-    rename = Path.rename
-
-    def fail(self, target):
-        if self.suffix == ".tmp":
-            raise OSError("moved by nobody")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OSError, match="moved by nobody"):
-        make(lines, "out", vocab_size=300, processes=1, replace=True)
-    assert sorted(path.name for path in lines.parent.iterdir()) == ["lines.jsonl", "out"]
-    assert tokenizing.Dataset.open(before.folder).manifest == before.manifest
-
-
 def test_a_killed_process_is_said_and_nothing_is_written(lines, monkeypatch):
-    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 100)
-    receive = encoding._receive
+    monkeypatch.setattr(tokenizing, "_BATCH_CHARACTERS", 100)
+    receive = tokenizing._receive
 
     def kill(process):
         psutil.Process(process._process.pid).send_signal(signal.SIGKILL)
@@ -154,21 +110,17 @@ def test_a_killed_process_is_said_and_nothing_is_written(lines, monkeypatch):
         for _ in range(2):  # one answer may be in the pipe already
             receive(process)
 
-    monkeypatch.setattr(encoding, "_receive", kill)
-    with pytest.raises(RuntimeError, match="a process that encodes text died without a report: SIGKILL"):
-        make(lines, "out", tokenizer="bytes", processes=2)
+    monkeypatch.setattr(tokenizing, "_receive", kill)
+    with pytest.raises(RuntimeError, match="SIGKILL"):
+        make(lines, "out", processes=2)
     assert [path.name for path in lines.parent.iterdir()] == ["lines.jsonl"]
 
 
 def test_what_cannot_be_divided_is_said(tmp_path):
-    (tmp_path / "one.txt").write_text("one document")
-    (tmp_path / "empty.txt").write_text("")
-    options = {"tokenizer": "bytes", "processes": 1, "out": tmp_path / "out"}
-    message = "none of 1 documents is for evaluation at --evaluation-fraction 0.05: take another, or --separator"
-    with pytest.raises(ValueError, match=message):
-        tokenize(TokenizeOptions(input=(tmp_path / "one.txt",), **options))
-    with pytest.raises(ValueError, match=r"there is no text in .*empty.txt"):
-        tokenize(TokenizeOptions(input=(tmp_path / "empty.txt",), **options))
+    for name, text, fault in (("one.txt", "one document", "none of 1 .* 0.2"), ("empty.txt", "", "no text in .*empty")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=fault):
+            make(tmp_path / name, "out")
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -183,17 +135,12 @@ def test_folders_are_named_by_corpus_and_tokenizer(tmp_path, monkeypatch):
         assert os.fspath(default_folder(TokenizeOptions(tokenizer=name), web)) == "data/web-Qwen2.5-0.5B"
 
 
-@pytest.mark.parametrize("asked", [[], ["a", "b"]])
-def test_a_process_ends_quietly_when_nobody_listens(asked):
-    ours, theirs = Pipe()
-    if asked:
-        ours.send(asked)
-    ours.close()
-    encoding._serve(theirs, ByteTokenizer(), 0.5)
-
-
-def test_a_process_whose_other_side_goes_in_the_middle_of_a_message_ends_without_a_word():
-    ours, theirs = Pipe()
-    os.write(ours.fileno(), struct.pack("!i", 100) + b"torn")  # a length, and not so many bytes
-    ours.close()
-    encoding._serve(theirs, ByteTokenizer(), 0.5)
+def test_a_process_ends_quietly_when_nobody_listens():
+    for last_word in ("", "whole", "torn"):
+        ours, theirs = Pipe()
+        if last_word == "whole":
+            ours.send(["a", "b"])
+        elif last_word == "torn":
+            os.write(ours.fileno(), struct.pack("!i", 100) + b"torn")  # a length, and not so many bytes
+        ours.close()
+        tokenizing._serve(theirs, ByteTokenizer(), 0.5)

@@ -7,8 +7,7 @@ import torch
 
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.pretraining.run_log import LOG
-from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.trainer import train
 from tests.pretraining.test_trainer import assert_equal_weights
 from tests.pretraining.trained import losses_and_norms, write_dataset

@@ -9,7 +9,7 @@ import pytest
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.hardware import find_hardware
-from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_log import read_run
 from cs336_systems.pretraining.run_records import Device, Quantization, Step
 from cs336_systems.report.run_figure import run_figure
 from tests.pretraining.runs import opening, training, write

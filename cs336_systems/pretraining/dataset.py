@@ -1,0 +1,252 @@
+"""Token files, the stream of tokens that several make, and the folder that ``tokenize_data.py`` writes.
+
+    dataset = Dataset.open(Path("data/stdlib-bpe4096"))     # .train, .evaluation, .tokenizer, .vocab_size, .eos_id
+    dataset.train.copy(start, out)                          # whatever the files into which tokens are divided
+
+A token file has a header of 1,024 bytes and then token ids, little-endian uint16 or uint32, which are mapped into
+memory and read from the disk when touched. The header is 256 little-endian int32: version 2 of llm.q's layout, with a
+note of ours in words that llm.q leaves unused. So llm.q reads these files if tokens have 4 bytes, all that it knows.
+
+    words     0-1            2  3                4       5           6      8-9         10
+    content   "BIN.TOK\\n"    2  bytes per token  tokens  vocabulary  masks  "cs336sys"  EOS id or -1
+
+Ids beyond the vocabulary are refused when they are written. Opening a file compares its size with its header; the
+loader looks at every id that it deals out.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cs336_systems.pretraining.tokenizer import TOKENIZER, ByteTokenizer
+
+MANIFEST = "dataset.json"
+LAYOUT = 1
+"""The version of the manifest."""
+HEADER_BYTES = 1024
+MOST_TOKENS = 2**31 - 1
+"""The most tokens in one file, whose count is an int32."""
+
+_MAGIC = b"BIN.TOK\n"
+_VERSION = 2
+_HEADER = struct.Struct("<8s5i4x8si")
+"""Magic, version, bytes per token, tokens, vocabulary, masks; our tag and the id of the end-of-text token."""
+_TAG = b"cs336sys"
+_DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A complete token file: (n_tokens,) uint16 or uint32 ids, all below ``vocab_size``."""
+
+    path: Path
+    vocab_size: int
+    tokens: NDArray[Any]
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Read the header and map the tokens; ValueError if it is no such file, or torn."""
+        with path.open("rb") as file:
+            header = file.read(HEADER_BYTES)
+            n_bytes = file.seek(0, os.SEEK_END)
+        if len(header) < HEADER_BYTES:
+            raise ValueError(f"{path} is torn or no token file: it has {n_bytes} bytes, a header {HEADER_BYTES}")
+        magic, version, width, n_tokens, vocab_size, masks, _, _ = _HEADER.unpack_from(header)
+        if (magic, version, masks) != (_MAGIC, _VERSION, 0) or width not in _DTYPES:
+            found = f"{magic!r}, version {version}, {width} bytes per token, masks {masks}"
+            raise ValueError(f"{path} is no token file of this suite: its header begins with {found}")
+        expected = HEADER_BYTES + n_tokens * width
+        if n_tokens < 0 or n_bytes != expected:
+            counted = f"{n_tokens:,} tokens of {width} bytes, {expected:,} bytes in total"
+            raise ValueError(f"{path} is torn: its header counts {counted}, and it has {n_bytes:,}")
+        empty = np.zeros(0, _DTYPES[width])
+        tokens = np.memmap(path, _DTYPES[width], "r", HEADER_BYTES, (n_tokens,)) if n_tokens else empty
+        return cls(path, vocab_size, tokens)
+
+
+class TokenFileWriter:
+    """Writes a token file, which is none before the ``with`` statement ends well: the header comes last.
+
+    Args:
+        vocab_size: ids are below it.
+        bytes_per_token: 4, or 2 where the vocabulary allows.
+        eos_id: the token that ends each document.
+
+    Raises:
+        ValueError: ids below ``vocab_size`` do not fit.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, *, vocab_size: int, bytes_per_token: int = 4, eos_id: int = -1) -> None:
+        check_width(vocab_size, bytes_per_token)
+        self.n_tokens = 0
+        self._vocab_size, self._width, self._eos_id = vocab_size, bytes_per_token, eos_id
+        self._file = path.open("wb")
+        self._file.write(bytes(HEADER_BYTES))
+
+    def append(self, tokens: ArrayLike) -> None:
+        """Append (n,) integer ids; ValueError if one is beyond the vocabulary, or if a file may not have so many."""
+        ids = np.asarray(tokens, np.int64)
+        beyond = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
+        if len(beyond):
+            where = f"token {ids[beyond[0]]} at position {self.n_tokens + int(beyond[0]):,}"
+            raise ValueError(f"{where} is outside a vocabulary of {self._vocab_size:,}")
+        if self.n_tokens + len(ids) > MOST_TOKENS:
+            raise ValueError(f"a token file has at most {MOST_TOKENS:,} tokens")
+        self._file.write(ids.astype(_DTYPES[self._width]).tobytes())
+        self.n_tokens += len(ids)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        with self._file:
+            if kind is None:
+                sizes = self._width, self.n_tokens, self._vocab_size
+                self._file.seek(0)
+                self._file.write(_HEADER.pack(_MAGIC, _VERSION, *sizes, 0, _TAG, self._eos_id))
+
+
+def check_width(vocab_size: int, bytes_per_token: int) -> None:
+    """Raise ValueError unless ids below ``vocab_size`` fit into so many bytes."""
+    if bytes_per_token not in _DTYPES or not 0 < vocab_size <= min(256**bytes_per_token, MOST_TOKENS):
+        raise ValueError(f"a vocabulary of {vocab_size:,} does not fit into {bytes_per_token} bytes per token (2 or 4)")
+
+
+class TokenStream:
+    """The tokens of several files, one after the other; ValueError if there is none, or two differ in vocabulary."""
+
+    def __init__(self, files: Sequence[TokenFile]) -> None:
+        sizes = {file.vocab_size: file.path for file in files}
+        if len(sizes) != 1:
+            found = ", ".join(f"{path} has {size:,} ids" for size, path in sizes.items())
+            raise ValueError(f"a stream of tokens needs files of one vocabulary, got {found or 'no file'}")
+        self.files = tuple(files)
+        (self.vocab_size,) = sizes
+        self._starts = np.cumsum([0] + [len(file.tokens) for file in self.files])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def copy(self, start: int, out: NDArray[Any]) -> None:
+        """Fill ``out``, (n,) integers, with the tokens from ``start`` on, of which the stream has n."""
+        assert start >= 0 and start + len(out) <= len(self), (start, len(out), len(self))
+        number, done = int(np.searchsorted(self._starts, start, side="right")) - 1, 0
+        while done < len(out):
+            first = start + done - int(self._starts[number])
+            part = self.files[number].tokens[first : first + len(out) - done]
+            out[done : done + len(part)] = part
+            number, done = number + 1, done + len(part)
+
+    def place(self, position: int) -> str:
+        """The file of a token and its position there."""
+        number = int(np.searchsorted(self._starts, position, side="right")) - 1
+        return f"{self.files[number].path}, position {position - int(self._starts[number]):,}"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A folder of token files, complete by the time it has its name, and the tokenizer that made them.
+
+    Attributes:
+        tokenizer: its ``tokenizer.json``.
+        manifest: the content of ``dataset.json``, which ``describe`` writes.
+    """
+
+    folder: Path
+    train: TokenStream | None
+    evaluation: TokenStream | None
+    tokenizer: Path
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Read the manifest and map all files that it lists.
+
+        Raises:
+            ValueError: the folder is no dataset, of another version, or a file in it is missing, torn or exchanged.
+            OSError: it cannot be read.
+        """
+        path = folder / MANIFEST
+        if not path.exists():
+            raise ValueError(f"{folder} is no folder of scripts/tokenize_data.py: it has no {MANIFEST}")
+        try:
+            manifest = json.loads(path.read_text())
+            if (layout := manifest["layout"]) == LAYOUT:
+                _check(manifest)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged: {error!r}") from None
+        if layout != LAYOUT:
+            raise ValueError(f"{path} is of layout {layout}; this version reads {LAYOUT}")
+        streams: dict[str, TokenStream] = {}
+        for name, split in manifest["splits"].items():
+            streams[name] = stream = TokenStream([TokenFile.open(folder / file) for file in split["files"]])
+            if len(stream) != split["tokens"]:
+                said = f"its {MANIFEST} says {split['tokens']:,}"
+                raise ValueError(f"{folder} has {len(stream):,} tokens to {name}, {said}")
+        if not (folder / TOKENIZER).exists():
+            raise ValueError(f"{folder} has no {TOKENIZER}")
+        return cls(folder, streams.get("train"), streams.get("evaluation"), folder / TOKENIZER, manifest)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below it."""
+        return self.manifest["tokenizer"]["vocab_size"]
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends each document."""
+        return self.manifest["tokenizer"]["eos_id"]
+
+
+def _check(manifest: dict[str, Any]) -> None:
+    """Raise KeyError, TypeError or AttributeError if it lacks a value that readers need."""
+    tokenizer, splits = manifest["tokenizer"], manifest["splits"].values()
+    read: list[tuple[Any, type]] = [(manifest["corpus"], str), (tokenizer["name"], str)]
+    read += [(number, int) for number in (tokenizer["vocab_size"], tokenizer["eos_id"])]
+    read += [(split[name], kind) for split in splits for name, kind in (("files", list), ("tokens", int))]
+    for value, kind in read:
+        if not isinstance(value, kind):
+            raise TypeError(f"{value!r} is no {kind.__name__}")
+
+
+def describe(
+    folder: Path, tokenizer_json: str, tokenizer: dict[str, Any], corpus: str, n_files: int, splits: dict[str, Any]
+) -> None:
+    """Complete a folder of token files by its ``tokenizer.json`` and ``dataset.json``.
+
+    Args:
+        tokenizer: its name, vocab_size and eos_id.
+        corpus: which text the tokens are, in words.
+        n_files: the number of files of text.
+        splits: for train and evaluation the names of files, and the numbers of documents, bytes of text and tokens.
+    """
+    manifest = {"layout": LAYOUT, "corpus": corpus, "files": n_files, "tokenizer": tokenizer, "splits": splits}
+    (folder / TOKENIZER).write_text(tokenizer_json, encoding="utf-8")
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def write_random_tokens(folder: Path, n_tokens: int, vocab_size: int, seed: int = 0) -> Path:
+    """A new dataset of uniformly random ids, for runs of which only the speed is measured; returns its folder.
+
+    Raises:
+        ValueError: the vocabulary is smaller than that of bytes, whose tokenizer it has.
+        OSError: it cannot be written, or is there.
+    """
+    if vocab_size < ByteTokenizer.vocab_size:
+        raise ValueError(f"random tokens need a vocabulary of {ByteTokenizer.vocab_size} or more, got {vocab_size}")
+    folder.mkdir(parents=True)
+    name, eos_id = "train-00000.bin", ByteTokenizer.eos_id
+    with TokenFileWriter(folder / name, vocab_size=vocab_size, eos_id=eos_id) as file:
+        file.append(np.random.default_rng(seed).integers(vocab_size, size=n_tokens))
+    split = {"files": [name], "documents": 1, "bytes": 4 * n_tokens, "tokens": n_tokens}
+    tokenizer = {"name": "none", "vocab_size": vocab_size, "eos_id": eos_id}
+    describe(folder, ByteTokenizer().json(), tokenizer, "random tokens", 1, {"train": split})
+    return folder

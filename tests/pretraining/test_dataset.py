@@ -1,0 +1,151 @@
+"""Token files, streams over several, and their folder: every token comes back; torn and foreign ones are refused."""
+
+import json
+import struct
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from cs336_systems.pretraining.dataset import (
+    HEADER_BYTES,
+    MOST_TOKENS,
+    Dataset,
+    TokenFile,
+    TokenFileWriter,
+    TokenStream,
+)
+from cs336_systems.pretraining.tokenizing import TokenizeOptions, tokenize
+from tests.pretraining.trained import counting, write_tokens
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@given(parts=st.lists(st.lists(st.integers(0, 65_535))))
+@settings(deadline=None, max_examples=30)
+def test_tokens_come_back_and_nothing_else_remains(tmp_path_factory, width, parts):
+    path = tmp_path_factory.mktemp("tokens") / "a.bin"
+    with TokenFileWriter(path, vocab_size=65_536, bytes_per_token=width, eos_id=7) as file:
+        for part in parts:
+            file.append(part)
+    found = TokenFile.open(path)
+    assert found.tokens.tolist() == [token for part in parts for token in part]
+    assert (found.vocab_size, found.tokens.itemsize) == (65_536, width)
+    assert isinstance(found.tokens, np.memmap) or not len(found.tokens)
+    assert [p.name for p in path.parent.iterdir()] == ["a.bin"]
+
+
+def test_the_header_is_what_llm_q_reads(tmp_path):
+    write_tokens(tmp_path / "a.bin", [3, 1, 2], vocab_size=9, eos_id=5)
+    data = (tmp_path / "a.bin").read_bytes()
+    words = struct.unpack("<256i", data[:HEADER_BYTES])
+    assert data[:8] == b"BIN.TOK\n"
+    assert words[2:7] == (2, 4, 3, 9, 0)  # version, bytes per token, tokens, vocabulary, masks
+    assert (data[32:40], words[10]) == (b"cs336sys", 5)
+    assert struct.unpack("<3i", data[HEADER_BYTES:]) == (3, 1, 2)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 4 * 100 + 1, 4 * 100 + HEADER_BYTES])
+def test_a_torn_file_is_refused(tmp_path, cut):
+    path = tmp_path / "a.bin"
+    write_tokens(path, range(100))
+    whole = path.read_bytes()
+    for content in (whole[:-cut], whole + bytes(cut)):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"a.bin is torn"):
+            TokenFile.open(path)
+
+
+@pytest.mark.parametrize(("word", "value"), [(0, 7), (2, 3), (3, 8), (4, -1), (6, 1)])
+def test_a_foreign_header_is_refused(tmp_path, word, value):
+    path = tmp_path / "a.bin"
+    write_tokens(path, range(100))
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<i", data, 4 * word, value)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"a.bin is .*{value}"):
+        TokenFile.open(path)
+
+
+@pytest.mark.parametrize("token", [-1, 10, 2**32])
+def test_a_failure_leaves_no_token_file(tmp_path, token):
+    writer = TokenFileWriter(tmp_path / "a.bin", vocab_size=10)
+    with pytest.raises(ValueError, match=f"token {token} at position 5 .* 10"), writer as file:
+        file.append([1, 2, 3])
+        file.append([9, 0, token, 4])
+    with pytest.raises(ValueError, match=r"a.bin is no token file"):
+        TokenFile.open(tmp_path / "a.bin")
+
+
+def test_numbers_that_do_not_fit(tmp_path):
+    for vocab_size, width in ((65_537, 2), (10, 3), (0, 4)):
+        with pytest.raises(ValueError, match=f"{vocab_size:,} .* {width} bytes"):
+            TokenFileWriter(tmp_path / "a.bin", vocab_size=vocab_size, bytes_per_token=width)
+    with TokenFileWriter(tmp_path / "a.bin", vocab_size=10) as file, pytest.raises(ValueError, match="2,147,483,647"):
+        file.n_tokens = MOST_TOKENS
+        file.append([1])
+
+
+@given(st.data())
+def test_any_slice_of_any_division_into_files(data):
+    n_tokens = data.draw(st.integers(1, 60))
+    shards = data.draw(st.lists(st.integers(0, n_tokens), max_size=6))
+    start = data.draw(st.integers(0, n_tokens - 1))
+    out = np.empty(data.draw(st.integers(0, n_tokens - start)), np.int64)
+    stream = counting(n_tokens, *shards)
+    stream.copy(start, out)
+    assert len(stream) == n_tokens
+    assert out.tolist() == list(range(start, start + len(out)))
+
+
+def test_a_token_has_a_place_and_files_of_two_vocabularies_do_not_mix(tmp_path):
+    stream = counting(10, 0, 4, 4)
+    assert (stream.place(3), stream.place(4)) == ("1.bin, position 3", "3.bin, position 0")
+    files = [write_tokens(tmp_path / f"{size}.bin", [1], vocab_size=size) for size in (10, 11)]
+    for some in (files, []):
+        with pytest.raises(ValueError, match=r"10.bin has 10 ids, .*11.bin has 11 ids" if some else "no file"):
+            TokenStream(some)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"document {number}")
+    options = TokenizeOptions(input=(tmp_path,), tokenizer="bytes", processes=1, out=tmp_path / "out", shard_tokens=100)
+    return tokenize(options).folder
+
+
+def test_damaged_datasets_are_refused(folder):
+    dataset = Dataset.open(folder)
+    assert (dataset.vocab_size, dataset.eos_id, dataset.train.vocab_size) == (257, 256, 257)
+    assert len(dataset.train.files) == 5
+    file, tokenizer, manifest_file = (folder / name for name in ("train-00000.bin", "tokenizer.json", "dataset.json"))
+    whole, manifest = file.read_bytes(), json.loads(manifest_file.read_text())
+    train = manifest["splits"]["train"]
+    damaged = (
+        *({"corpus": None}, {"tokenizer": {}}, {"tokenizer": manifest["tokenizer"] | {"vocab_size": "many"}}),
+        *({"splits": []}, {"splits": {"train": "all"}}, {"splits": {"train": train | {"tokens": None}}}),
+    )
+    harms = [
+        (lambda: file.write_bytes(whole[:-1]), "train-00000.bin is torn"),
+        (lambda: file.write_bytes((folder / "train-00004.bin").read_bytes()), "tokens to train, its dataset.json"),
+        (tokenizer.unlink, "has no tokenizer.json"),
+        (lambda: manifest_file.write_text(json.dumps(manifest | {"layout": 9})), "layout 9; this version reads 1"),
+        *(
+            (lambda lacking=lacking: manifest_file.write_text(json.dumps(manifest | lacking)), "")
+            for lacking in damaged
+        ),
+        (lambda: manifest_file.write_text("{"), "dataset.json is damaged"),
+        (manifest_file.unlink, "it has no dataset.json"),
+    ]
+    sound = {path: path.read_bytes() for path in (file, tokenizer, manifest_file)}
+    for harm, message in harms:
+        harm()
+        with pytest.raises(ValueError, match=message or "dataset.json is damaged") as refusal:
+            Dataset.open(folder)
+        assert "\n" not in str(refusal.value)
+        for path, content in sound.items():
+            path.write_bytes(content)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="train-00000.bin"):
+        Dataset.open(folder)
