@@ -1,7 +1,7 @@
 """FLOPs and bytes of attention by itself, for benchmarks of implementations.
 
 FLOPs follow the FlashAttention convention (Dao 2023, section 4.1): forward 4 B H S_q S_k D, half of it if causal;
-backward 2.5 times that, since the scores are computed again; both 3.5 times. The same count is used for implementations
+backward 2.5 times that, since the scores are recomputed; both 3.5 times. The same count is used for implementations
 that keep the probabilities instead, so that TFLOP/s compare times.
 
 Bytes: eager materialised attention needs four score matrices at the height of its backward (probabilities, their

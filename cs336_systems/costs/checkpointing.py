@@ -23,7 +23,7 @@ segment adds its activations less its gradients, no term in n / k stands against
 
 A fused attention is one operator and counts as a matrix product that returns its result. With the reference attention,
 ``keep-matmuls`` keeps the scores as well, and ``keep-attention`` keeps the product with the values: backward also needs
-the probabilities, so scores and softmax run again, and only that one product is spared.
+the probabilities, so scores and softmax are recomputed, and only that one matmul is spared.
 """
 
 import re

@@ -4,7 +4,7 @@ A matmul (m, k) x (k, n) is 2 m k n operations. Only matmuls are counted (but in
 rotations, softmax and the optimizer are limited by memory, and no peak of a matrix unit applies to them. Backward takes
 two matmuls for each of forward's (one for the input's gradient, one for the weight's), so forward : backward = 1 : 2.
 
-Two questions, kept apart:
+Two questions:
 
 * **Model FLOPs**: what the mathematics requires, however it is computed. Two conventions are in use and differ at long
   context: ``causal`` counts the half of the score matrix that a causal model needs; ``palm`` counts all of it
@@ -104,8 +104,8 @@ def hardware_flops(
     Args:
         attention: ``materialised`` computes all scores and keeps the probabilities for backward; ``flash`` skips the
             masked half and recomputes the scores in backward.
-        checkpoint: the policy that says what runs again in backward (see ``costs/checkpointing.py``).
-        keep: autograd; or what written-out blocks keep, which says that of them (see ``costs/kept.py``).
+        checkpoint: the policy that says what backward recomputes (see ``costs/checkpointing.py``).
+        keep: autograd, or what hand-written blocks keep (see ``costs/kept.py``).
         compiled: whether each block is one compiled function, which cannot stop before its last product.
 
     Raises:
@@ -117,15 +117,15 @@ def hardware_flops(
         raise ValueError(f"unknown attention {attention!r}: known are {', '.join(get_args(AttentionKind))}")
     flash = attention == "flash"
     forward = forward_flops(config, batch_size, seq_len, "causal" if flash else "palm")
-    written_out, n_layers = keep != "autograd", config.n_layers
+    hand_written, n_layers = keep != "autograd", config.n_layers
     again = _recomputed_flops(config, batch_size * seq_len, forward, flash, canonical_policy(checkpoint), compiled)
-    if written_out:
+    if hand_written:
         attention_each = forward.attention // n_layers
         keeps = keep_of_blocks(keep, n_layers)
         again += sum(recomputed_flops(config, batch_size, seq_len, each, attention_each) for each in keeps)
     if mode == "forward":
         return forward.total
-    scores_again = flash or written_out
+    scores_again = flash or hand_written
     backward = 2 * (forward.total - forward.attention) + (5 if scores_again else 4) * forward.attention // 2
     return forward.total + backward + again
 
@@ -133,7 +133,7 @@ def hardware_flops(
 def _recomputed_flops(
     config: ModelConfig, tokens: int, forward: ForwardFlops, flash: bool, checkpoint: str, compiled: bool
 ) -> int:
-    """Products that backward runs a second time: blocks, less what a policy kept and what nobody needs."""
+    """FLOPs of matmuls that backward recomputes: blocks, less what a policy kept and what nobody needs."""
     if checkpoint == KEEP_MATMULS:
         return 0
     blocks, segments = recomputed_blocks(make_plan(checkpoint, config.n_layers))

@@ -126,31 +126,25 @@ def state_bytes_by_rank(
     return [per_parameter * n_bytes for n_bytes in held]
 
 
-def step_messages(form: str, n_bytes: int) -> dict[str, int]:
-    """Total bytes of each kind of collective in one step, without padding; kinds as ``communication.COLLECTIVES``.
+def link_bytes_per_step(form: str, n_bytes: int, world_size: int) -> float:
+    """Bytes of the busiest link of a ring in one direction, collective after collective; bound the time of sending.
+
+    Broadcasts of different owners leave different links idle, but run one after another: each counts in full, though
+    over a step a link carries only (W-1)/W of them. Padding is left out.
 
     Args:
-        n_bytes: of the parameters, and of their gradients.
+        n_bytes: bytes of the parameters, and of their gradients.
 
     Raises:
         ValueError: no such form.
     """
     _check(form)
-    return {
-        "replicated": {"all_reduce": n_bytes},
-        "owned": {"all_reduce": n_bytes, "broadcast": n_bytes},
-        "scattered": {"reduce_scatter": n_bytes, "all_gather": n_bytes},
+    collectives = {
+        "replicated": ("all_reduce",),
+        "owned": ("all_reduce", "broadcast"),
+        "scattered": ("reduce_scatter", "all_gather"),
     }[form]
-
-
-def link_bytes_per_step(form: str, n_bytes: int, world_size: int) -> float:
-    """Bytes of the busiest link of a ring in one direction, collective after collective; bound the time of sending.
-
-    Broadcasts of different owners leave different links idle, but run one after another: each counts in full, though
-    over a step a link carries only (W-1)/W of them. Arguments as for ``step_messages``.
-    """
-    messages = step_messages(form, n_bytes)
-    return sum(cost(collective, world_size, total).wire_bytes for collective, total in messages.items())
+    return sum(cost(collective, world_size, n_bytes).wire_bytes for collective in collectives)
 
 
 def _check(form: str) -> None:

@@ -296,7 +296,7 @@ class StreamedWork:
             case "backward":
                 # SwiGLU 5 d_ff, two norms 8 d, rotation 2 (d_query + d_kv), attention's outputs and sums 8 d_query
                 traffic = row * (8 * config.d_model + 10 * config.d_query + 2 * config.d_kv + 5 * config.d_ff) + always
-                if config.qk_norm:  # norm and rotation again, and x beside their backward
+                if config.qk_norm:  # recomputed norm and rotation, and x beside their backward
                     traffic += 3 * row * (config.d_query + config.d_kv)
                 attended = 2.5 * attention / attention_backward
                 return 2 * products / rates.products + attended + traffic / rates.memory

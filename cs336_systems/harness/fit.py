@@ -43,12 +43,12 @@ def predicted_bytes(case: TrainingCase, mode: str = "step", *, world_size: int =
         return predicted_peak(case, mode, world_size=world_size).n_bytes
     if case.parallel.wrapper in ("fsdp", "fsdp2"):
         return predicted_states(case, world_size)
-    weights, away = parameter_bytes(case.config, case.precision), offloaded(case)
-    per_parameter = sum(n for name, n in state_bytes_per_parameter(case).items() if name not in away)
+    weights, on_host = parameter_bytes(case.config, case.precision), offloaded(case)
+    per_parameter = sum(n for name, n in state_bytes_per_parameter(case).items() if name not in on_host)
     states = case.config.n_parameters * per_parameter
     if case.parallel.optimizer_state != "replicated":
         states //= world_size
-    gradients = 0 if "gradients" in away else weights // gradient_shards(case, world_size)
+    gradients = 0 if "gradients" in on_host else weights // gradient_shards(case, world_size)
     return {"forward": weights, "backward": weights + gradients, "step": weights + gradients + states}[mode]
 
 

@@ -143,7 +143,7 @@ class StreamedStep:
     def find_nonfinite(self, token_ids: Tensor, targets: Tensor) -> str | None:
         """The first tensor that is not finite in a step on these ids, in words; None if there is none.
 
-        The step is run again, after one that changed nothing under a guard that halts.
+        The step is repeated, after one that changed nothing under a guard that halts.
         """
         for name, weight in self._named("weights"):
             if not _finite(weight):

@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 import torch
 
+from cs336_systems.answers import handout
 from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.handout import (
     KeptByBlock,
@@ -13,7 +14,6 @@ from cs336_systems.answers.handout import (
     classes_table,
     kernel_share,
     memory_errors_table,
-    predicted_peak,
     ran_out,
     residuals_table,
     stage_times,
@@ -24,7 +24,6 @@ from cs336_systems.answers.handout import (
 )
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.experiments.precision import cuda_autocast, pretended_cuda
-from cs336_systems.report.tables import digits
 from tests.report.rows import make_cell, make_frame, ms
 
 CELL = {"size": "small", "context_length": 512, "dtype": "fp32", "batch_size": 4}
@@ -37,15 +36,18 @@ def test_arithmetic_needs_no_rows():
     assert (lines.loc[0, "tensor"], lines.loc[0, "MiB"], len(lines)) == ("probabilities", "2,048", 5)
 
 
-def test_checkpointing_stands_beside_its_prediction():
+def test_checkpointing_stands_beside_its_prediction(monkeypatch):
     cell = {"size": "2.7b", "batch_size": 4, "context_length": 2048, "dtype": "fp32"}
     rows = make_frame(
         make_cell(ms("peak_memory", 59.4), ms("step", 1242.0), **cell, checkpoint="full"),
         make_cell(status="oom", **cell, checkpoint="every-8"),
     )
+    monkeypatch.setattr(
+        handout, "predicted_peak", lambda mode, dtype, context, policy: 59.7 if policy == "full" else 85.2
+    )
     lines = checkpoint_table(rows).frame.set_index("checkpoint")
     assert list(lines["measured peak GiB"]) == ["59.4", "oom"]
-    assert lines.loc["full", "predicted peak GiB"] == digits(predicted_peak("step", "fp32", 2048, "full"))
+    assert list(lines["predicted peak GiB"]) == ["59.7", "85.2"]
 
 
 def test_errors_of_predicted_peaks():

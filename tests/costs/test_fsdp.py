@@ -4,12 +4,9 @@ from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.fsdp import model_units, shard_elements, state_bytes, step_traffic
 
 
-def test_rows_are_rounded_up_and_vectors_whole():
-    assert [shard_elements((5, 3), world_size) for world_size in (1, 2, 4, 8)] == [15, 9, 6, 3]
-    assert shard_elements((7,), 2) == shard_elements((), 2) * 7 == 7
-
-
 def test_a_step_by_hand():
+    assert [shard_elements((5, 3), world_size) for world_size in (1, 2, 4, 8)] == [15, 9, 6, 3], "rows are rounded up"
+    assert shard_elements((7,), 2) == shard_elements((), 2) * 7 == 7, "vectors are whole"
     units = [[(4, 2)], [(3, 2), (5,)], [(2, 2)]]
     traffic = step_traffic(units, 2, compute_bytes=2)
     assert traffic.counts == {"all-gather": 5, "reduce-scatter": 3, "all-reduce": 1}

@@ -60,15 +60,6 @@ def test_measured_layer_of_an_h200() -> None:
     assert 1e3 * large.seconds("head", 0, "", RATES) == pytest.approx(184, rel=0.01)
 
 
-def test_k_and_v_of_a_long_sequence_are_a_product_of_their_own() -> None:
-    """A third of q | k | v, which took 0.73 ms for 8,192 tokens on an H200; alone 0.241 ms (LOG.md). q is the rest."""
-    work = StreamedWork(LLAMA, 32_768, 8192)
-    assert 1e3 * work.seconds("keys", 0, "", RATES) == pytest.approx(0.73 / 3, rel=0.08)
-    short = StreamedWork(LLAMA, 8192, 8192)
-    with_queries = short.recompute_flops(0, "attention")[0] - work.recompute_flops(0, "attention")[0]
-    assert with_queries == work.hardware_flops("keys", 0, "") == 2 * 8192 * 4096 * 2 * 1024
-
-
 def test_restoring_x_runs_the_products_behind_attention() -> None:
     """Output, gate and up, down: of forward all but attention and q, k and v."""
     work = StreamedWork(LLAMA, 65_536, 8192)

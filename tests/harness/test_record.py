@@ -6,7 +6,6 @@ import gzip
 import math
 import os
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -54,7 +53,7 @@ def write(path):
     return RowFile(path, CELL_COLUMNS)
 
 
-def test_statistics_by_hand_and_against_numpy():
+def test_statistics_by_hand():
     # sorted 1 2 3 10: p10 lies 0.3 of the way from 1 to 2, p90 0.7 of the way from 3 to 10; deviations -3 -2 -1 6
     assert Metric("step", "ms", [3.0, 1.0, 2.0, 10.0]).statistics() == {
         "metric": "step",
@@ -67,11 +66,8 @@ def test_statistics_by_hand_and_against_numpy():
         "n": 4,
         "samples": "[3.0, 1.0, 2.0, 10.0]",
     }
-    samples = np.random.default_rng(0).lognormal(size=101)
-    row = Metric("step", "ms", samples).statistics()
-    p10, median, p90 = np.percentile(samples, (10, 50, 90))
-    expected = {"median": median, "mean": np.mean(samples), "std": np.std(samples, ddof=1), "p10": p10, "p90": p90}
-    assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    row = Metric("rate", "1/s", [1 / 3], derived=True).statistics()
+    assert (row["std"], row["n"], row["samples"], row["median"]) == ("", 1, "", 0.3333333)
 
 
 @pytest.mark.parametrize("samples", [[], [math.nan], [1.0, -math.inf, 2.0]])
@@ -132,20 +128,6 @@ def test_other_and_missing_columns_are_refused(path, row_file):
     assert "commit" in refusal(path, read_rows)
 
 
-def test_rows_that_could_not_say_a_setting_of_nccl_are_read(path, row_file):
-    earlier = pd.read_csv(path, dtype=str, keep_default_na=False).drop(columns="nccl")
-    earlier.to_csv(path, index=False)
-    rows = read_rows(path)
-    assert (list(rows["nccl"]), list(rows["message"])) == ([""], ["first"])
-
-
-def test_rows_with_very_many_samples_can_be_continued_and_read(path):
-    """The field is longer than the csv module's limit of 131,072 characters."""
-    write(path).append([make_row(status="ok", **Metric("step", "ms", np.linspace(1, 2, 30_000)).statistics())])
-    write(path).append([make_row(status="ok", message="next")])
-    assert [len(samples) for samples in read_rows(path)["samples"]] == [30_000, 0]
-
-
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
 @pytest.mark.parametrize("written", [0.5])
 def test_a_write_that_fails_half_way_leaves_the_file_as_it_was(path, row_file, monkeypatch, failure, written):
@@ -168,14 +150,6 @@ def test_a_write_that_fails_half_way_leaves_the_file_as_it_was(path, row_file, m
     assert path.read_bytes() == before
     row_file.append([make_row(status="ok", message="after")])
     assert list(read_rows(path)["message"]) == ["first", "after"]
-
-
-def test_a_short_write_is_completed(path, row_file, monkeypatch):
-    really_write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: really_write(descriptor, data[:7]))
-    row_file.append([make_row(status="ok", message="in pieces")])
-    monkeypatch.undo()
-    assert list(read_rows(path)["message"]) == ["first", "in pieces"]
 
 
 def test_a_compressed_csv_reads_like_the_plain_one(row_file, path, tmp_path):

@@ -241,19 +241,6 @@ def test_an_exception_closes_what_forward_opened_and_the_next_backward_what_back
     assert emitted.paths[-1] == ("Sequential (backward)", "0 (backward)", "0.inner (backward)")
 
 
-def test_backward_ranges_open_on_the_thread_that_runs_backward(emitted, run_elsewhere, batch):
-    step = tiny_step()
-    with annotate(step.model):
-        loss = step.loss_function(step.model(batch[0]), batch[1])
-        run_elsewhere.submit(loss.backward).result()
-    here = {thread for thread, path in emitted.opened if not path[-1].endswith(BACKWARD)}
-    there = {thread for thread, path in emitted.opened if path[-1].endswith(BACKWARD)}
-    assert here == {threading.get_ident()}
-    assert len(there) == 1
-    assert not here & there
-    assert emitted.balanced
-
-
 @pytest.mark.slow
 def test_compiled_modules_are_ranged_as_a_whole(emitted, batch):
     step, plain = tiny_step(), tiny_step()

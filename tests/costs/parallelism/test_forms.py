@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 
 from cs336_systems.costs.parallelism.forms import (
     DEVICES,
@@ -64,30 +63,6 @@ def test_the_limit_is_where_a_search_finds_it(form, which, large_rings):
 
     searched = max((n for n in range(2, 1000) if hidden(n)), default=1)
     assert searched == (999 if math.isinf(limit) else math.floor(limit))
-
-
-def test_tensor_parallel_backward_needs_one_all_reduce():
-    """The equations in the module's docstring, on four devices played in turn, against autograd on whole matrices."""
-    torch.manual_seed(0)
-    x, dy = torch.randn(2, 6, 8, dtype=torch.float64)
-    w1, w2, w3 = (torch.randn(shape, dtype=torch.float64) for shape in ((8, 16), (8, 16), (16, 8)))
-    inputs = [tensor.clone().requires_grad_() for tensor in (x, w1, w2, w3)]
-    ((torch.nn.functional.silu(inputs[0] @ inputs[1]) * (inputs[0] @ inputs[2])) @ inputs[3]).backward(dy)
-
-    sent, gradients = [], []
-    for w1_i, w2_i, w3_i in zip(w1.chunk(4, 1), w2.chunk(4, 1), w3.chunk(4, 0), strict=True):
-        x1, x2 = x @ w1_i, x @ w2_i
-        f, slope = torch.nn.functional.silu(x1), x1.sigmoid() * (1 + x1 * (1 - x1.sigmoid()))
-        dz = dy @ w3_i.T
-        dx1, dx2 = dz * x2 * slope, dz * f
-        gradients.append((x.T @ dx1, x.T @ dx2, (f * x2).T @ dy))
-        sent.append(dx1 @ w1_i.T + dx2 @ w2_i.T)
-    found = [
-        sum(sent),
-        *(torch.cat(parts, cut) for parts, cut in zip(zip(*gradients, strict=True), (1, 1, 0), strict=True)),
-    ]
-    for tensor, expected in zip(found, inputs, strict=True):
-        torch.testing.assert_close(tensor, expected.grad)
 
 
 def test_the_books_limits():

@@ -117,15 +117,6 @@ def test_exports_without_what_is_asked_for(export, statement):
         nsys.read(export)
 
 
-def test_the_command_traces_cuda_and_nvtx_and_samples_nothing(tmp_path):
-    command = nsys.profile_command(["python", "x.py"], tmp_path / "step.sqlite")
-    assert command[:2] == ["nsys", "profile"]
-    assert command[-2:] == ["python", "x.py"]
-    assert {"--sample=none", "--cpuctxsw=none", "--trace=cuda,nvtx"} <= set(command)
-    assert f"--output={tmp_path / 'step.nsys-rep'}" in command
-    assert nsys.export_command(tmp_path / "step")[-1] == str(tmp_path / "step.nsys-rep")
-
-
 def fake_nsys(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = folder / "nsys"
     program.write_text(f"#!/bin/bash\n{script}\n")

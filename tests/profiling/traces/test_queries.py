@@ -74,17 +74,6 @@ def test_warm_up_is_left_out(two_steps):
     assert table["summed_ms"].tolist() == [8, 6, 2, 2]
 
 
-def test_copies_and_casts_are_told_from_the_rest_of_a_range(trace_of):
-    """Under autocast the range of softmax holds the cast of its input."""
-    ops = ms(("softmax_warp_forward", 1, 2, CALLER, 0.5), ("bfloat16_copy_kernel_cuda", 2, 5, CALLER, 0.6))
-    ops += ms(("gemm", 6, 7, CALLER, 1.5))
-    table = range_table(trace_of(ops, ms_ranges(("step", 0, 8, CALLER), ("softmax", 0.1, 1, CALLER)))).set_index(
-        "range"
-    )
-    assert (table.loc["softmax", "summed_ms"], table.loc["softmax", "copies_ms"]) == (4, 3)
-    assert (table.loc["step", "summed_ms"], table.loc["step", "copies_ms"]) == (5, 3)
-
-
 def test_kernels_with_counts_and_shares(two_steps):
     table = kernel_table(two_steps, two_steps.instances("step"))
     assert table["name"].tolist() == ["elementwise_kernel", "gemm", "softmax"]

@@ -53,17 +53,6 @@ def test_a_range_of_another_thread_holds_its_own_launches_only(trace_of):
     assert names(trace, "layer (backward)") == ["own"]
 
 
-def test_instances_inside_others(trace_of):
-    ranges = [("warmup", 0, 10, 1), ("forward", 1, 5, 1), ("step", 20, 30, 1), ("forward", 21, 25, 1)]
-    trace = trace_of([("k", 2, 3, 1, 2)], ranges)
-    assert trace.instances("forward", inside="step")["start"].tolist() == [21]
-    assert len(trace.instances("forward")) == 2
-    with pytest.raises(TraceError, match="no range 'backward' inside 'step'"):
-        trace.instances("backward", inside="step")
-    with pytest.raises(TraceError, match="made up: no range 'nothing'"):
-        trace.instances("nothing")
-
-
 def test_depths_are_per_thread_and_siblings_share_them():
     rows = [(1, 1, 0, 100), (1, 1, 0, 50), (1, 2, 10, 20), (1, 1, 50, 60), (1, 1, 100, 110)]
     assert depths(pd.DataFrame(rows, columns=["pid", "tid", "start", "end"])) == [0, 1, 0, 1, 0]
