@@ -63,7 +63,7 @@ def models_and_the_order_of_buckets_are_a_pairs_own(rank: Rank):
     class Twice(nn.Module):
         def __init__(self, width):
             super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
+            self.layers = nn.ModuleList(nn.Linear(width, width, bias=i == 1) for i in range(2))
 
         def forward(self, x):
             for i in order:
@@ -78,7 +78,9 @@ def models_and_the_order_of_buckets_are_a_pairs_own(rank: Rank):
         backward(model, torch.randn(2, width))
     with Traffic() as traffic:
         backward(model, torch.randn(2, width))
-    assert [event.n_bytes for event in traffic.sent] == [4 * width * width] * 2 + [2]
+    weight, bias, flags = 4 * width * width, 4 * width, 3
+    ready = ([bias, weight, weight], [weight, bias, weight])[pair]  # the last layer first
+    assert [event.n_bytes for event in traffic.sent] == [*ready, flags]
 
 
 def what_is_refused(rank: Rank):
