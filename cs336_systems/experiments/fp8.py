@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cs336_systems.config import WRITTEN_OUT_ATTENTIONS, ModelConfig, Recipe, resolve_size
 from cs336_systems.costs.kept import kept_names
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from cs336_systems.harness.record import Metric
     from cs336_systems.report.tables import Table
 
-RecipeName = Literal["stored", "e4m3", "e4m3-e5m2", "e4m3-row", "e4m3-block"]
 PARTS = ("product", "block")
 PRODUCTS = ("qkv", "output", "gate_up", "down")
 

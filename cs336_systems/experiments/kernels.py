@@ -122,9 +122,7 @@ def make_cells(options: Any) -> list[KernelCell]:
     cells = [
         cell
         for kernel in options.kernel
-        for cell in every(
-            KernelCell, options, kernel=[kernel], width=options.width or widths(kernel, options.size), how=options.how
-        )
+        for cell in every(KernelCell, options, kernel=[kernel], width=options.width or widths(kernel, options.size))
         if kernel in PEERS.get(cell.how, KERNELS)
     ]
     if not cells:
