@@ -1,12 +1,11 @@
-"""Numbers that are computed: parallelism, pipelines, failures; and predictions of communication beside measurements.
+"""Predictions of communication beside measurements, and the shapes that documents compute with.
 
-Answers come from ``costs/``; this module fixes what the documents ask about: the scaling book's shape of a 70B model's
-feed-forward, a batch of 4M tokens, H100s, and the accounting question's TPUs. Two predictions of a collective's time
-stand side by side: by the link's datasheet, which knows no latency and is a lower bound, and by a ring fitted to rows.
+The shapes are those of the scaling book (a 70B model's feed-forward, a batch of 4M tokens, H100s) and of the accounting
+question (TPUs). Two predictions of a collective's time stand side by side: by the link's datasheet, which knows no
+latency and is a lower bound, and by a ring fitted to rows.
 """
 
 import math
-from dataclasses import dataclass
 
 import pandas as pd
 
@@ -14,93 +13,16 @@ from cs336_systems.answers.committed import NotMeasured
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import LINKS, Link, RingCost, cost, fit
 from cs336_systems.costs.fsdp import model_units
-from cs336_systems.costs.parallelism import ring as rings
-from cs336_systems.costs.parallelism.failures import Job, mean_time_between_failures
-from cs336_systems.costs.parallelism.forms import FeedForward, Form, Pass, find_device, largest_world
-from cs336_systems.costs.parallelism.mesh import (
-    XXL,
-    MeshThreshold,
-    Network,
-    Split,
-    best_whole_split,
-    largest_mesh,
-    optimal_split,
-    smaller_batches,
-    thresholds,
-    torus_network,
-)
-from cs336_systems.costs.parallelism.pipeline import Timeline, simulate
+from cs336_systems.costs.parallelism.forms import FeedForward, find_device
 from cs336_systems.costs.parallelism.scaling import LLAMA3_70B, ModelAndBatch
 from cs336_systems.report.tables import Table, digits
 
 LAYER = FeedForward(8192, 28_672, 3)
 WORKLOAD = ModelAndBatch(LLAMA3_70B.n_parameters, 2**22, 8192)
 H100, TPU = find_device("h100"), find_device("tpu-v5p")
-SAVE_S, RESTART_S = 60.0, 300.0
 MIB = 2**20
 DATASHEET = LINKS["nvlink4"]
 """What joins H100s and H200s of one host."""
-
-
-def ring_ratio(n_ranks: int) -> float:
-    """Bytes that a rank sends in the alternate all-reduce, over those of the ring; both played."""
-    total = 1024 * n_ranks
-    runs = (rings.alternate_all_reduce(n_ranks, total), rings.all_reduce(n_ranks, total))
-    return max(runs[0].bytes_per_link) / max(runs[1].bytes_per_link)
-
-
-def h100s_that_hide(form: Form, which: Pass, tokens: float) -> float:
-    """H100s up to which a form hides its communication, at so many tokens in the batch."""
-    return largest_world(form, LAYER, tokens, which, H100.flops_per_s, H100.egress(8))
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """FSDP and tensor parallelism of 2**20 tokens over 256 H100s, whose axes overlap or share the network."""
-
-    overlapping: bool
-
-    @property
-    def _network(self) -> Network:
-        egress = H100.egress(256)
-        return Network(H100.flops_per_s, egress, egress, self.overlapping)
-
-    @property
-    def best(self) -> Split:
-        return optimal_split(LAYER, 2**20, 256, self._network)
-
-    @property
-    def whole(self) -> Split:
-        """The best split into whole numbers."""
-        return best_whole_split(LAYER, 2**20, 256, self._network)
-
-    @property
-    def largest(self) -> float:
-        """Devices up to which some split hides its communication."""
-        x, y = largest_mesh(LAYER, 2**20, self._network)
-        return x * y
-
-
-def xxl_threshold(*, overlapping: bool, large_rings: bool = True) -> MeshThreshold:
-    """Tokens from which forward of the accounting question's stack on 16 x 4 TPUs is bound by compute."""
-    network = torus_network(TPU, 2, 1, overlapping=overlapping, large_rings=large_rings)
-    return next(t for t in thresholds(XXL.layer, 64, network) if (t.fsdp, t.tp) == (16, 4))
-
-
-def xxl_remedies() -> list[float]:
-    """Tokens per device after each remedy, in the order of ``smaller_batches``."""
-    network = torus_network(TPU, 2, 1, overlapping=False, large_rings=True)
-    return [tokens for _, tokens in smaller_batches(XXL.layer, 16, 4, network)]
-
-
-def schedule(name: str, stages: int, microbatches: int) -> Timeline:
-    """A pipeline schedule, played; interleaved has two chunks per stage."""
-    return simulate(name, stages, microbatches, chunks=2 if name == "interleaved" else 1)
-
-
-def job(n_nodes: int) -> Job:
-    """A run on so many nodes that takes a minute to save and five to restart."""
-    return Job(mean_time_between_failures(n_nodes), SAVE_S, RESTART_S)
 
 
 def link_of(collectives: pd.DataFrame, world_size: int) -> Link:
@@ -128,10 +50,21 @@ def _cost(row: pd.Series) -> RingCost:
 
 
 def best_bucket_mib(collectives: pd.DataFrame, size: str, world_size: int) -> float:
-    """sqrt(s w o) with the fitted link: s all gradients, o its latency per call, w its all-reduce bandwidth."""
+    """sqrt(s w o): all gradients' bytes, and with the fitted link bandwidth and latency of an all-reduce."""
+    n_bytes, bandwidth, overhead = _bucket_terms(collectives, size, world_size)
+    return (n_bytes * bandwidth * overhead) ** 0.5 / MIB
+
+
+def bucket_overhead_ms(collectives: pd.DataFrame, size: str, world_size: int, n_buckets: int) -> float:
+    """s / (n w) + n o: the last of n buckets, and a latency for each."""
+    n_bytes, bandwidth, overhead = _bucket_terms(collectives, size, world_size)
+    return 1e3 * (n_bytes / (n_buckets * bandwidth) + n_buckets * overhead)
+
+
+def _bucket_terms(collectives: pd.DataFrame, size: str, world_size: int) -> tuple[int, float, float]:
+    """Bytes of all gradients; bytes/s and seconds per call of an all-reduce over the fitted link."""
     link, call = link_of(collectives, world_size), cost("all_reduce", world_size, 1.0)
-    overhead, bandwidth = call.steps * link.alpha_s, 1 / (call.wire_bytes * link.beta_s_per_byte)
-    return (sum(gradient_sizes(size)) * bandwidth * overhead) ** 0.5 / MIB
+    return sum(gradient_sizes(size)), 1 / (call.wire_bytes * link.beta_s_per_byte), call.steps * link.alpha_s
 
 
 def predicted_exposed(rung: str, bucket_mib: float = 25.0, size: str = "xl", world_size: int = 2) -> float:

@@ -13,6 +13,7 @@ holds no such row, then raises ``NotMeasured``.
 
 import csv
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +48,8 @@ class Rows:
 
     def where(self, **settings: Any) -> "Rows":
         """Those whose columns hold the values, of a list any; a later value of a column replaces an earlier one."""
-        return replace(self, settings=tuple((dict(self.settings) | settings).items()))
+        named = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+        return replace(self, settings=tuple((dict(self.settings) | named).items()))
 
     def by(self, *columns: str) -> "Rows":
         """The same in the order of columns: sizes from small to large, numbers by value, equal ones as measured."""
@@ -64,16 +66,7 @@ class Rows:
             NotMeasured: there are none.
             ValueError: a setting that is no column.
         """
-        rows = self.read()
-        for name, value in self.settings:
-            if name not in rows:
-                raise ValueError(f"no column is called {name!r}")
-            rows = rows[_holds(rows[name], value)]
-        if rows.empty:
-            raise NotMeasured(f"no row has {', '.join(f'{name} {value}' for name, value in self.settings)}")
-        if self.order:
-            rows = rows.sort_values(list(self.order), key=_places, kind="stable")
-        return rows
+        return _selected(self.read, self.settings, self.order)
 
     def number(self, metric: str, statistic: str = "median") -> float:
         """One metric of one cell, by the rule of ``harness/runs.py``; `a + b` is the sum of two metrics.
@@ -88,9 +81,9 @@ class Rows:
         """
         if " + " in metric:
             return sum(self.number(part, statistic) for part in metric.split(" + "))
-        if metric not in set(self.read()["metric"]):
+        if not (self.read()["metric"] == metric).any():
             raise ValueError(f"no row holds the metric {metric!r}")
-        cell = self.frame()
+        cell = self.where(metric=[metric, *filter(None, [RATES.get(metric)])]).frame()
         rows = cell[cell["metric"] == metric]
         if rows.empty:
             raise NotMeasured(f"no row holds {metric}")
@@ -103,8 +96,7 @@ class Rows:
         if statistic in ("first", "rest"):
             samples = rows["samples"].iloc[-1]
             return float(samples[0] if statistic == "first" else np.mean(samples[1:]))
-        with_time = cell[cell["metric"].isin((metric, RATES.get(metric)))]
-        return float(pooled(newest_run(with_time)).set_index("metric")[statistic][metric])
+        return float(pooled(newest_run(cell)).set_index("metric")[statistic][metric])
 
     def values(self, *metrics: str, statistic: str = "median") -> list[float]:
         """A statistic of every row of some metrics; ``deviation`` is std over mean, ``first`` the first sample."""
@@ -137,9 +129,28 @@ class Asked:
         return self.rows.where(**said | settings).number(metric, statistic)
 
 
+@functools.cache
+def _selected(
+    read: Callable[[], pd.DataFrame], settings: tuple[tuple[str, Any], ...], order: tuple[str, ...]
+) -> pd.DataFrame:
+    """Rows that hold the settings, in an order; remembered, as pages ask for the same ones again."""
+    rows = read()
+    held = np.full(len(rows), True)
+    for name, value in settings:
+        if name not in rows:
+            raise ValueError(f"no column is called {name!r}")
+        held &= _holds(rows[name], value).to_numpy()
+    rows = rows[held] if settings else rows  # once, as it copies all columns
+    if rows.empty:
+        raise NotMeasured(f"no row has {', '.join(f'{name} {value}' for name, value in settings)}")
+    if order:
+        rows = rows.sort_values(list(order), key=_places, kind="stable")
+    return rows
+
+
 def _holds(column: pd.Series, value: Any) -> pd.Series:
-    if isinstance(value, list):
-        return pd.concat([_holds(column, each) for each in value], axis=1).any(axis=1)
+    if isinstance(value, tuple):
+        return functools.reduce(operator.or_, (_holds(column, each) for each in value))
     return column.astype(str) == value if isinstance(value, str) else pd.to_numeric(column, errors="coerce") == value
 
 
@@ -156,16 +167,20 @@ class Committed:
     def __init__(self, profiles: Path, machine: str) -> None:
         self._profiles, self._machine = profiles, machine
         self._read: dict[Path, pd.DataFrame] = {}
+        self._readers: dict[tuple[str, ...], Callable[[], pd.DataFrame]] = {}
 
     def rows(self, *parts: str, machine: str = "", **settings: Any) -> Rows:
         """Rows of parts of the measuring recipes; ``part/file`` where a part has several files."""
-        machine = machine or self._machine
+        return Rows(self._reader(parts, machine or self._machine)).where(**settings)
+
+    def _reader(self, parts: tuple[str, ...], machine: str) -> Callable[[], pd.DataFrame]:
+        """A function that reads parts, the same for the same ones."""
 
         def read() -> pd.DataFrame:
-            tables = [self._table(self._file(part, machine)) for part in parts]
+            tables = [self.table(self._file(part, machine)) for part in parts]
             return tables[0] if len(tables) == 1 else pd.concat(tables)
 
-        return Rows(read).where(**settings)
+        return self._readers.setdefault((machine, *parts), read)
 
     def digests(self, part: str, what: str) -> Rows:
         """``what`` (kernels, ranges, allocations: its CSVs) of every digest, with its cell's columns."""
@@ -202,9 +217,13 @@ class Committed:
             raise ValueError(f"part {part!r} has several files, name one: {', '.join(sorted(p.name for p in found))}")
         return found[0]
 
-    def _table(self, path: Path) -> pd.DataFrame:
+    def table(self, path: Path) -> pd.DataFrame:
+        """The rows of a file, read once."""
         if path not in self._read:
-            self._read[path] = read_rows(path)
+            rows = read_rows(path)
+            words: list[str] = list(rows.select_dtypes("str"))
+            in_one_block = rows.astype(dict.fromkeys(words, object)).copy()  # selections of it are copied quickly
+            self._read[path] = in_one_block
         return self._read[path]
 
     def _digests(self, part: str, what: str) -> pd.DataFrame:

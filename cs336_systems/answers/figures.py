@@ -19,7 +19,8 @@ from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.evidence import seal
 from cs336_systems.answers.training import of_bf16_commands, rates_of_others
 from cs336_systems.answers.vocabulary import LEAKS
-from cs336_systems.costs.parallelism.pipeline import SCHEDULES
+from cs336_systems.costs.parallelism.failures import Job, mean_time_between_failures
+from cs336_systems.costs.parallelism.pipeline import SCHEDULES, simulate
 from cs336_systems.experiments.attention_figures import masks_figure
 from cs336_systems.experiments.attention_figures import scaling_figure as attention_figure
 from cs336_systems.experiments.blocks import kept_figure
@@ -42,7 +43,6 @@ from cs336_systems.report.run_figure import run_figure
 ON_ONE_HOST = ["reference", "flash", "hopper", "sdpa-cudnn"]
 """Implementations of attention whose newest rows of the grids against length are of one host; others are older."""
 
-NODES = (8, 64, 512, 2048)
 FOLDER = "figures"
 """Of ``profiles/``."""
 
@@ -93,9 +93,9 @@ def _text_of_rows(rows: pd.DataFrame) -> str:
 def figures(committed: Committed) -> dict[str, Drawing]:
     """Every figure of the documents, by file name."""
     rows = committed.rows
-    jobs = [(n, calculations.job(n)) for n in NODES]
+    jobs = [(n, Job(mean_time_between_failures(n), save_s=60.0, restart_s=300.0)) for n in (8, 64, 512, 2048)]
     labelled = [(f"{n:,} nodes, M = {job.mtbf_s / 3600:.3g} h", job) for n, job in jobs]
-    timelines = [calculations.schedule(name, 4, 8) for name in SCHEDULES]
+    timelines = [simulate(name, 4, 8, chunks=2 if name == "interleaved" else 1) for name in SCHEDULES]
 
     def of_rows(draw: Callable[..., Figure | None], *parts: str, **settings: Any) -> Drawing:
         return Drawing(draw, lambda: (rows(*parts, **settings).frame(),))
@@ -117,9 +117,6 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_attention_pytorch_d64.png": of_rows(attention_figure, "attention-pytorch", d_head=64),
         "h200_kernels.png": of_rows(shares_figure, "kernels"),
         "h200_blocks.png": of_rows(kept_figure, "fused"),
-        "h200_streaming_8k.png": of_rows(
-            heatmap_figure, "streaming-simulated", machine="cpu", size="llama3-8b", context_length=8192
-        ),
         **{
             f"h200_streaming_{size}.png": of_rows(heatmap_figure, "streaming-simulated", machine="cpu", size=size)
             for size in ("llama3-1b", "llama3-8b")
@@ -133,7 +130,6 @@ def figures(committed: Committed) -> dict[str, Drawing]:
             ranks_figure,
             lambda: (rows("training-4").frame(), 100 * 3.9 / 4),  # the goal: 3.9 times one rank on four
         ),
-        "h200_run_first.png": Drawing(_run_figure, lambda: ("first", committed.run("first"))),
         "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),
         "attention_masks.png": Drawing(masks_figure, lambda: (1024,)),
         "pipeline_schedules.png": Drawing(pipelines_figure, lambda: (timelines,)),

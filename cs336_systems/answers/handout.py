@@ -1,10 +1,9 @@
 """Numbers and tables that answer the handout's questions and that a pivot of rows cannot: sums with arithmetic beside.
 
-Peaks are predicted by ``training/dry_run.py`` beside measured ones, time by kernel comes from the digests of
-``profile_model.py``, rounding from the experiments of ``experiments/precision``.
+What a block keeps is arithmetic of ``costs/``, time by kernel comes from the digests of ``profile_model.py``, rounding
+from the experiments of ``experiments/precision``.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +12,18 @@ import pandas as pd
 import torch
 
 from cs336_systems.answers.committed import NotMeasured
-from cs336_systems.case import TrainingCase
 from cs336_systems.config import HANDOUT_SIZES, MODEL_SIZES, PRECISIONS
 from cs336_systems.costs.activations import block_saved_tensors, total_bytes
 from cs336_systems.costs.attention import AttentionWork, attention_stages
 from cs336_systems.costs.flops import hardware_flops
 from cs336_systems.experiments import precision
-from cs336_systems.hardware import find_hardware
 from cs336_systems.profiling.ranges import SCORES, SOFTMAX, VALUES
 from cs336_systems.profiling.traces.kernels import CLASSES, MATMUL, short_name
 from cs336_systems.report.tables import Table, digits
-from cs336_systems.training.dry_run import dry_run
 
 GIB, MIB = 2**30, 2**20
+PREDICTED = "predicted_peak_memory"
+"""The peak that was predicted when the row was measured, by the arithmetic of that day."""
 LARGE = "2.7b"
 """The size whose memory both handouts ask for; the 2026 one calls it xl."""
 
@@ -33,15 +31,6 @@ _OUT_OF_MEMORY = r"asked for ([\d.]+) GiB of ([\d.]+) GiB, ([\d.]+) GiB in tenso
 _PASSES = ("inference forward", "forward + backward", "full step")
 """What digests call the passes."""
 _CELL = ["size", "context_length", "dtype"]
-
-
-def peak_ratio(dtype: str, other: str) -> float:
-    """How many times as many FLOP/s an H200's datasheet promises for one dtype as for another."""
-    h200 = find_hardware("NVIDIA H200")
-    peaks = [h200.peak(PRECISIONS[name].matmul_dtype) if h200 else None for name in (dtype, other)]
-    if peaks[0] is None or peaks[1] is None:
-        raise LookupError(f"no peak of {dtype} or {other}")
-    return peaks[0] / peaks[1]
 
 
 def handout_attention(length: int, d_head: int) -> AttentionWork:
@@ -88,35 +77,16 @@ def residuals_table(context: int, most: int = 5) -> Table:
     return Table(said, pd.DataFrame(lines))
 
 
-@dataclass(frozen=True)
-class RanOut:
-    """What torch's allocator said when it ran out, in GiB."""
-
-    asked: float
-    device: float
-    """The device's memory."""
-    in_tensors: float
-    in_pieces: float
-    """Held by the allocator in free pieces, each smaller than what was asked for."""
-
-
-def ran_out(rows: pd.DataFrame) -> RanOut:
-    """What the message of the last ``oom`` row says that has one.
+def ran_out(rows: pd.DataFrame) -> dict[str, float]:
+    """What torch's allocator said when it ran out, in GiB: asked for, of the device, in tensors and in free pieces.
 
     Raises:
-        NotMeasured: none does.
+        NotMeasured: no ``oom`` row has such a message.
     """
     said = rows["message"].str.extract(_OUT_OF_MEMORY).dropna().astype(float)
     if said.empty:
         raise NotMeasured("no row says what was asked for when memory ran out")
-    return RanOut(*said.iloc[-1])
-
-
-@functools.cache
-def predicted_peak(mode: str, dtype: str, context: int, checkpoint: str = "none") -> float:
-    """The peak of the large model at batch 4, GiB, found by running the pass on tensors without storage."""
-    case = TrainingCase("cuda", LARGE, 4, context, dtype, checkpoint=checkpoint)
-    return dry_run(case, mode).n_bytes / GIB
+    return dict(zip(("asked", "device", "in_tensors", "in_pieces"), said.iloc[-1], strict=True))
 
 
 def recomputed_flops(policy: str, context: int) -> float:
@@ -135,7 +105,7 @@ def checkpoint_table(rows: pd.DataFrame) -> Table:
         lines.append(
             {
                 "checkpoint": policy,
-                "predicted peak GiB": digits(predicted_peak("step", dtype, context, str(policy))),
+                "predicted peak GiB": digits(found[PREDICTED]) if PREDICTED in found else ended,
                 "measured peak GiB": digits(found["peak_memory"]) if "peak_memory" in found else ended,
                 "more FLOPs %": f"{100 * recomputed_flops(str(policy), context):.1f}",
                 "step ms": digits(found["step"]) if "step" in found else ended,
@@ -179,22 +149,10 @@ def largest_table(allocations: pd.DataFrame, most: int = 3) -> Table:
     return Table("The largest allocations of forward.", pd.DataFrame(lines))
 
 
-@dataclass(frozen=True)
-class TopKernel:
-    """The kernel with the most time in a pass; its share is of the summed time, its runs are per step."""
-
-    name: str
-    kernel_class: str
-    share: float
-    runs: float
-    ms: float
-
-
-def top_kernel(kernels: pd.DataFrame, passes: str, size: str, context: int) -> TopKernel:
-    """The leader of one pass."""
+def top_kernel(kernels: pd.DataFrame, passes: str, size: str, context: int) -> dict[str, Any]:
+    """The name of the kernel with the most time in a pass, its percent of the summed time, and its runs per step."""
     top = _of_pass(kernels, passes, size, context).sort_values("total_ms").iloc[-1]
-    share, runs, ms = top["share_percent"] / 100, top["count"], top["total_ms"]
-    return TopKernel(short_name(top["name"]), top["kernel_class"], float(share), float(runs), float(ms))
+    return {"name": short_name(top["name"]), "percent": float(top["share_percent"]), "runs": float(top["count"])}
 
 
 def kernel_share(kernels: pd.DataFrame, passes: str, size: str, context: int, kernel_class: str = MATMUL) -> float:

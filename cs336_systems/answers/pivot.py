@@ -106,3 +106,15 @@ def part_of(table: Table, columns: Sequence[str] = (), where: Mapping[str, Any] 
     if not 0 < len(frame) <= MOST_LINES:
         raise ValueError(f"a page shows 1 to {MOST_LINES} lines, not {len(frame)}")
     return replace(table, frame=frame[[*columns]] if columns else frame)
+
+
+def quoted(table: Table, column: str, where: Mapping[str, Any]) -> str:
+    """One cell of a table.
+
+    Raises:
+        ValueError: a column that the table does not have; or not one line is as said.
+    """
+    lines = part_of(table, [column], where).frame
+    if len(lines) != 1:
+        raise ValueError(f"{len(lines)} lines have {dict(where)}, not one")
+    return str(lines.iloc[0, 0])

@@ -11,11 +11,12 @@ Numbers show three significant digits, whole ones all of theirs; the filters ``f
 ``ceil`` choose another form. A number that no row holds fails. Templates see no files but each other, and of objects
 only what this package's own classes make public.
 
-**Typed numbers.** Text holds no number that was measured or read somewhere: one with a unit, with decimals, or of three
-digits or more is quoted from rows, from arithmetic or by ``outside(name)``; ``given(text)`` declares a setting. Code,
-the handout's questions (paragraphs in italics), comments and targets of links are not searched. The named models'
-shapes, powers of two and of ten, and years are free unless a unit follows, as are versions of software and parts of
-names (H200).
+**Typed numbers.** Text and code spans hold no number that was measured or read somewhere: one with a unit, with
+decimals, or of three digits or more is quoted from rows, from arithmetic or by ``outside(name)``; ``given(text)`` takes
+sizes of memory that were set. The named models' shapes, powers of two and of ten, and years are free unless a unit
+follows, as are versions of software and parts of names (H200). Not searched are code blocks, the handout's questions
+(paragraphs in italics), comments and targets of links. Not policed are whole numbers below a hundred without a unit,
+words such as "nine tenths" or "twice" (a number in words is found before a unit), and whether a sentence is true.
 """
 
 import difflib
@@ -197,6 +198,10 @@ _UNITS = (
 )
 _UNIT = re.compile(rf"(?:\*\*)?[\s\u00a0-]?(?:{'|'.join(_UNITS)})(?![\w/])|[×x](?![\w(])(?! ?\d)| ×(?! ?[\w(])")
 _NUMBER = re.compile(r"(?<![\w.,^])(?<![A-Za-z]-)\d(?:[\d,_]*\d)?(?:\.\d+)*")
+_IN_WORDS = re.compile(
+    r"\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|half) "
+    r"(?:ms|us|µs|[KMGT]i?B(?:/s)?|tokens/s|[kMGT]?FLOPs?/s|%|per ?cent)(?![\w/])"
+)
 _SOFTWARE = "torch|triton|python|cuda|cudnn|ptxas|driver|nccl|nsight|nsys|matplotlib"
 _PART_OF_MORE = re.compile(rf"(?:(?:{_SOFTWARE})[ -]\(?|[A-Za-z)] ?/ ?)$", re.IGNORECASE)
 """Before a number: the name of software whose version it is, or a letter that it divides."""
@@ -211,7 +216,6 @@ _SHAPES = {
 _SKIPPED = (
     r"^```.*?^```",  # code
     r"\{%.*?%\}|\{\{.*?\}\}|\{#.*?#\}",  # Jinja's own
-    r"`[^`]*`",
     r"<!--.*?-->",
     r"\]\([^)\s]*\)",
     r"https?://\S+",
@@ -249,6 +253,7 @@ def _numbers(text: str) -> Iterator[tuple[int, str]]:
             continue
         if unit or not _is_free(match[0]):
             yield match.start(), match[0] + (unit[0] if unit else "")
+    yield from ((match.start(), match[0]) for match in _IN_WORDS.finditer(text))
 
 
 def _is_free(number: str) -> bool:

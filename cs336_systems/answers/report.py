@@ -78,5 +78,5 @@ def unproven(root: Path, committed: Committed, names: list[str]) -> list[str]:
         print(f"commits are not checked: no history, as {root} is no whole git checkout", file=sys.stderr)
     profiles = root / "profiles"
     inside = [name.removeprefix("profiles/") for name in names]
-    found = [*evidence.problems(profiles, commits, inside), *stale_figures(committed, profiles)]
+    found = [*evidence.problems(profiles, commits, inside, committed.table), *stale_figures(committed, profiles)]
     return [f"profiles/{problem}" for problem in found]

@@ -1,4 +1,4 @@
-"""Whole training runs: rates by size beside peers and published ones, scaling over ranks, and lines of a run's console.
+"""Whole training runs: rates by size beside peers and published ones, and scaling over ranks.
 
 Runs in fp8 have lines of their own: with the run in bf16 of the same command, torchao's, and llm.q's in fp8. Figures of
 others are in ``outside.csv``, each with its source and the date on which the source gave it.
@@ -6,21 +6,15 @@ others are in ``outside.csv``, each with its source and the date on which the so
 
 import csv
 import functools
-import io
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.console import Console
 
 from cs336_systems.answers.committed import NotMeasured
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.experiments.training import APART, COMMAND, TORCHAO, WAYS, fastest, over_one_rank
-from cs336_systems.pretraining.run_log import Run
-from cs336_systems.pretraining.run_records import KINDS, End, Evaluation, Light, Options, Record, Step
 from cs336_systems.report.results import MISSING
-from cs336_systems.report.run_console import RunConsole
 from cs336_systems.report.tables import Table, digits
 
 OUTSIDE = Path(__file__).with_name("outside.csv")
@@ -168,42 +162,3 @@ def scaling_table(rows: pd.DataFrame) -> Table:
     shown = ratios.map(lambda ratio: MISSING if pd.isna(ratio) else f"{ratio:.3f}")
     frame = pd.concat([lines[["size", "products", "ranks"]], shown, lines["commit"]], axis=1)
     return Table("Tokens/s over those of one rank in the same command.", frame)
-
-
-def console_lines(run: Run, steps: Collection[int]) -> str:
-    """The console's lines of some steps and the evaluations after as many, and the end's; ``...`` where some are left
-    out."""
-    file = io.StringIO()
-    console = RunConsole(console=Console(file=file))
-    for record in (*run.all(Options), *run.all(Light)):
-        console.write(record)
-    file.truncate(file.seek(0))  # their tables
-    left_out = False
-    for record in run.records:
-        if not isinstance(record, Step | Evaluation | End):
-            continue
-        if not isinstance(record, End) and record.step not in steps:
-            left_out = True
-            continue
-        if left_out:
-            file.write("...\n")
-        left_out = False
-        console.write(record)
-    return file.getvalue().rstrip("\n")
-
-
-def last_record(run: Run, kind: str) -> Record:
-    """The newest record of a kind, by the name that the log has for it.
-
-    Raises:
-        ValueError: the log has none.
-    """
-    found = run.last(KINDS[kind])
-    if found is None:
-        raise ValueError(f"{run.path} has no record of kind {kind!r}")
-    return found
-
-
-def best_evaluation(run: Run) -> Evaluation:
-    """The one with the least loss, of a run that has one."""
-    return min(run.all(Evaluation), key=lambda evaluation: evaluation.loss)

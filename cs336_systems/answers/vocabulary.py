@@ -1,18 +1,18 @@
 """What templates may call: rows, tables of experiments, and functions that turn rows or arithmetic into numbers."""
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pandas as pd
 
 from cs336_systems.answers import calculations, handout, training
 from cs336_systems.answers.committed import Committed, Rows
-from cs336_systems.answers.pivot import pivot
+from cs336_systems.answers.pivot import pivot, quoted
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import cost
 from cs336_systems.costs.fsdp import model_units, state_bytes
-from cs336_systems.costs.parallelism.forms import least_tokens_per_device
 from cs336_systems.costs.parallelism.mesh import XXL
 from cs336_systems.costs.parallelism.scaling import communication_limit
 from cs336_systems.costs.sharding import link_bytes_per_step
@@ -38,17 +38,21 @@ LEAKS = {leak.NAME: leak.analyse for leak in (matmul_data, roofline_knee, launch
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(handout.handout_attention, handout.KeptByBlock, handout.residuals_table, handout.ran_out),
-    *(handout.predicted_peak, handout.recomputed_flops, handout.checkpoint_table, handout.memory_errors_table),
-    *(handout.largest_table, handout.top_kernel, handout.kernel_share, handout.classes_table, handout.peak_ratio),
+    *(handout.recomputed_flops, handout.checkpoint_table, handout.memory_errors_table),
+    *(handout.largest_table, handout.top_kernel, handout.kernel_share, handout.classes_table),
     *(handout.stage_times, handout.attention_work, handout.stages_table),
     *(handout.sums_table, handout.accumulated, handout.toy_table),
-    *(calculations.ring_ratio, calculations.h100s_that_hide, calculations.Mesh, calculations.schedule),
-    *(calculations.job, calculations.xxl_threshold, calculations.xxl_remedies, calculations.link_of),
-    *(calculations.best_bucket_mib, calculations.predicted_exposed, calculations.gradient_sizes),
+    *(
+        calculations.link_of,
+        calculations.best_bucket_mib,
+        calculations.bucket_overhead_ms,
+        calculations.predicted_exposed,
+        calculations.gradient_sizes,
+    ),
     *(calculations.rung_messages, calculations.collectives_predictions, calculations.ddp_predictions),
     *(training.outside, training.outside_table, training.llmq_rates, training.training_rates_table),
     *(training.fp8_rates_table, training.scaling_table),
-    *(cost, model_units, state_bytes, link_bytes_per_step, resolve_size, least_tokens_per_device, communication_limit),
+    *(cost, model_units, state_bytes, link_bytes_per_step, resolve_size, communication_limit),
     *(attention_tables.comparison_table, attention_tables.account_table, attention_tables.tile_table),
     *(attention_tables.time_over, step_table, collectives_table, breakdown_tables, loss_deviations),
 )
@@ -90,26 +94,42 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
         **{name: _over_rows(function) for name, function in functions.items()},
         **CONSTANTS,
         "pivot": pivot,
-        "given": str,
+        "quoted": quoted,
+        "given": given,
         "parallelism": parallelism,
         "rows": committed.rows,
         "digests": committed.digests,
         "recorded": committed.recorded,
         "gpu_tests": committed.gpu_tests,
-        "console_of": lambda name, *steps: training.console_lines(committed.run(name), steps),
-        "last_of": lambda name, kind: training.last_record(committed.run(name), kind),
-        "best_evaluation": lambda name: training.best_evaluation(committed.run(name)),
     }
 
 
 def _over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function over frames, as templates call it with rows."""
+    """The function over frames, as templates call it with rows; what it found for the same rows is remembered."""
+
+    def found(*arguments: Any, **named: Any) -> Any:
+        return function(*(each.frame() if isinstance(each, Rows) else each for each in arguments), **named)
+
+    remembered = functools.cache(found)
 
     @functools.wraps(function)
     def answer(*arguments: Any, **named: Any) -> Any:
-        return function(*(each.frame() if isinstance(each, Rows) else each for each in arguments), **named)
+        hashable = all(isinstance(each, Hashable) for each in (*arguments, *named.values()))
+        return (remembered if hashable else found)(*arguments, **named)
 
     return answer
+
+
+def given(setting: str) -> str:
+    """Sizes of memory or messages that were set: ``24 GiB``, ``1, 10 and 100 MB``, or device and host, ``24 / 75``.
+
+    Raises:
+        ValueError: anything else, as a time, a rate or a share is a result: rows hold it, or ``outside.csv``.
+    """
+    number = r"\d[\d,]*"
+    if not re.fullmatch(rf"{number}(?:(?:, | and | to | / ){number})* [KMG]i?B|{number} / {number}", setting):
+        raise ValueError(f"{setting!r} is no size of memory or messages")
+    return setting
 
 
 def leak(rows: pd.DataFrame) -> dict[str, Any]:
@@ -127,7 +147,7 @@ def findings(rows: pd.DataFrame) -> Findings:
     return LEAKS[rows["benchmark"].iloc[0]](rows[rows["status"] == "ok"])
 
 
-def parallelism(question: str) -> list[Table]:
-    """The tables of a question of ``scripts/parallelism.py``, at its defaults."""
+def parallelism(question: str, **options: Any) -> list[Table]:
+    """The tables of a question of ``scripts/parallelism.py``, at its defaults but for some options."""
     kinds = {kind.__name__.lower(): kind for kind in QUESTIONS}
-    return kinds[question]().answer()[0]
+    return kinds[question](**options).answer()[0]

@@ -9,6 +9,8 @@ an even number of samples is not the rate of the median time; pooled, each rate 
 time that is shown beside it.
 """
 
+from collections import Counter
+
 import numpy as np
 import pandas as pd
 
@@ -37,13 +39,17 @@ def newest_run(cell: pd.DataFrame) -> pd.DataFrame:
         map(_is_constant, (repeat, *(cell[name] for name in _WRITTEN if name in cell)))
     ):
         return cell  # measured once: no more to tell apart, in nearly every cell
-    outcome = cell.reindex(columns=[*_WRITTEN]).astype(object).fillna("").assign(repeat=repeat)
-    command = outcome[[*_COMMAND]]
-    outcome["again"] = outcome.assign(metric=cell["metric"]).groupby([*outcome, "metric"], dropna=False).cumcount()
-    same_outcome = (outcome == outcome.shift()).all(axis=1)
-    next_repeat = (command == command.shift()).all(axis=1) & (repeat > repeat.shift())
-    number = (~(same_outcome | next_repeat)).cumsum()
-    run = cell[number == number.iloc[-1]]
+    written = (cell[name].fillna("") if name in cell else [""] * len(cell) for name in _WRITTEN)
+    counted: Counter[tuple] = Counter()
+    first, before = 0, None
+    for row, (argv, commit, timestamp, number, metric) in enumerate(zip(*written, repeat, cell["metric"], strict=True)):
+        outcome = (argv, commit, timestamp, number)
+        again = (*outcome, counted[*outcome, metric])
+        counted[*outcome, metric] += 1
+        if before and again != before and not ((argv, commit) == before[:2] and number > before[3]):
+            first = row
+        before = again
+    run = cell.iloc[first:]
     return run[run["status"] == "ok"] if run["status"].iloc[-1] == "ok" else run.iloc[-1:]
 
 
@@ -66,13 +72,18 @@ def pooled(run: pd.DataFrame) -> pd.DataFrame:
         for column, pool in (("median", "median"), ("p10", "min"), ("p90", "max"), ("n", "sum")):
             if column in rows:
                 rows[column] = by_metric[column].agg(pool)
-    medians = run["median"].groupby(run["metric"].to_numpy(), sort=False).agg(list)
     inverses = {time: _inverse_times(run, time) for time in set(RATES.values()) & set(rows.index)}
-    for rate, time in RATES.items():
-        if rate in rows.index and (of_one_unit := inverses.get(time)) and len(of_one_unit) == len(medians[rate]):
-            amount = np.median(np.divide(medians[rate], of_one_unit))
-            shown = amount / rows.loc[time, ["median", "p90", "p10"]].astype(float)
-            rows.loc[rate, ["median", "p10", "p90"]] = shown.to_numpy()
+    if any(inverses.values()):
+        medians: dict[str, list[float]] = {}
+        for metric, median in zip(run["metric"], run["median"], strict=True):
+            medians.setdefault(metric, []).append(median)
+        shown, places = ["median", "p10", "p90"], {metric: place for place, metric in enumerate(rows.index)}
+        values = rows[shown].to_numpy(dtype=float, copy=True)
+        for rate, time in RATES.items():
+            if rate in places and (of_one_unit := inverses.get(time)) and len(of_one_unit) == len(medians[rate]):
+                median, p10, p90 = values[places[time]]
+                values[places[rate]] = np.median(np.divide(medians[rate], of_one_unit)) / np.array([median, p90, p10])
+        rows[shown] = values
     return rows.drop(columns="samples", errors="ignore").reset_index(drop=True)
 
 

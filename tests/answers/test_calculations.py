@@ -1,75 +1,25 @@
-"""Numbers of the calculators as documents ask for them, against what the handouts' formulas give by hand."""
-
-import math
+"""Predictions of communication as documents ask for them, against what the formulas give by hand."""
 
 import pandas as pd
 import pytest
 
 from cs336_systems.answers.calculations import (
     DATASHEET,
-    H100,
-    LAYER,
-    TPU,
-    XXL,
-    Mesh,
+    MIB,
+    best_bucket_mib,
+    bucket_overhead_ms,
     collectives_predictions,
     ddp_predictions,
     exposed_ms,
     gradient_sizes,
-    h100s_that_hide,
-    job,
     link_of,
-    ring_ratio,
     rung_messages,
-    schedule,
-    xxl_remedies,
-    xxl_threshold,
 )
 from cs336_systems.answers.committed import NotMeasured
-from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.communication import Link, cost
-from cs336_systems.costs.parallelism.forms import least_tokens_per_device
 from cs336_systems.harness.record import Metric, parse_samples
 
-
-def test_the_alternate_ring_sends_half_of_n_times_more():
-    assert [ring_ratio(n) for n in (2, 4, 8)] == pytest.approx([1, 2, 4])
-
-
-def test_the_accounting_question():
-    parameters = 126 * 2 * 16_384 * 53_248
-    assert XXL.state_bytes == 16 * parameters
-    assert XXL.least_devices(TPU.memory_bytes, 0) == math.ceil(16 * parameters / 95e9)
-    half = 4096 * 126 * 2 * (16_384 + 53_248) / 2
-    assert XXL.least_devices(TPU.memory_bytes, 4096) == math.ceil((16 * parameters + half) / (95e9 - half))
-    a, t = 2 * 1.8e11 / 4.6e14, 53_248 * 1.8e11 / 4.6e14
-    assert math.ceil(xxl_threshold(overlapping=False).tokens_per_device) == math.ceil(16 / a / (1 - 4 / t) / 64)
-    assert math.ceil(xxl_threshold(overlapping=True).tokens_per_device) == math.ceil(16 / a / 64)
-    assert min(xxl_remedies()) < xxl_threshold(overlapping=False).tokens_per_device
-
-
-def test_forms_of_parallelism():
-    c_over_w = 989.4e12 / 450e9
-    assert least_tokens_per_device(LAYER, H100.flops_per_s, H100.egress(8)) == pytest.approx(c_over_w, rel=1e-3)
-    assert h100s_that_hide("fsdp", "forward", 32_768) == pytest.approx(1 + 32_768 / c_over_w, rel=1e-3)
-    tensor_parallel = h100s_that_hide("tensor-parallel", "backward", 1)
-    assert tensor_parallel == pytest.approx(1 + 3 * 28_672 / c_over_w, rel=1e-3)
-
-
-def test_the_mesh_uses_all_devices_and_gains_from_axes_that_overlap():
-    for mesh in (Mesh(True), Mesh(False)):
-        assert mesh.best.fsdp * mesh.best.tp == pytest.approx(256)
-        assert mesh.whole.fsdp * mesh.whole.tp == 256
-    assert Mesh(True).largest > Mesh(False).largest
-
-
-def test_lecture_questions():
-    assert schedule("gpipe", 4, 8).bubble_fraction == pytest.approx(3 / 11)
-    assert job(2048).mtbf_s == pytest.approx(100 * 86_400 / 2048)
-
-
 LINK = Link(10e-6, 1 / 300e9)
-MIB = 2**20
 GPU = {"gpu": "NVIDIA H200", "host": "a host", "device": "cuda", "status": "ok", "message": ""}
 
 
@@ -111,12 +61,13 @@ def test_the_smallest_world_predicts_the_larger_one(collectives):
     assert float(lines["its error %"].iloc[2]) == pytest.approx(slow, abs=1)
 
 
-def test_gradients_are_those_of_the_model():
-    torch = pytest.importorskip("torch")
-    from cs336_systems.model import TransformerLM
-
-    model = TransformerLM(MODEL_SIZES["tiny"], device=torch.device("meta"))
-    assert gradient_sizes("tiny") == [4 * parameter.numel() for parameter in model.parameters()]
+def test_the_best_bucket_has_the_least_overhead(collectives):
+    n_bytes = sum(gradient_sizes("small"))
+    best = n_bytes / (best_bucket_mib(collectives, "small", 2) * MIB)
+    overhead = [bucket_overhead_ms(collectives, "small", 2, n) for n in (0.9 * best, best, 1.1 * best)]
+    assert overhead[1] == min(overhead)
+    last, calls = cost("all_reduce", 2, n_bytes / best), 2 * LINK.alpha_s * (best - 1)
+    assert overhead[1] == pytest.approx(1e3 * (LINK.seconds(last) + calls), rel=1e-3)
 
 
 def test_messages_of_each_rung():

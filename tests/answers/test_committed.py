@@ -51,34 +51,23 @@ def asked(tmp_path):
     return Committed(tmp_path, "h200").rows("grid")
 
 
-def test_a_number_is_the_median_over_repeats_of_the_newest_run(asked):
+def test_a_number_is_the_median_over_repeats_of_the_newest_run_and_of_one_cell(asked):
     assert asked.where(size="small").number("step") == 2.0
     assert asked.where(size="small").number("step + mfu") == 52.0
     assert asked.where(size="xl", checkpoint=9).number("step", "std") == pytest.approx(2**0.5)
-
-
-def test_a_number_of_several_cells_is_an_error_that_names_how_they_differ(asked):
     with pytest.raises(ValueError, match="several cells, which differ in checkpoint$"):
         asked.where(size="xl").number("step")
-
-
-def test_what_is_not_asked_rightly_is_an_error_and_what_has_no_row_is_not_measured(asked):
-    with pytest.raises(ValueError, match="no column is called 'rung'"):
-        asked.where(rung="naive").number("step")
-    with pytest.raises(ValueError, match="no row holds the metric 'guess'"):
-        asked.where(size="small").number("guess")
+    for wrong, named in ((asked.where(rung="naive"), "rung"), (asked.where(size="small"), "guess")):
+        with pytest.raises(ValueError, match=named):
+            wrong.number("step" if named == "rung" else named)
     for size in ("2.7b", "10b"):
         with pytest.raises(NotMeasured):
             asked.where(size=size).number("step")
 
 
-def test_settings_are_compared_as_numbers_or_as_text_and_may_be_several(asked):
-    assert len(asked.where(checkpoint=[9, 10]).frame()) == 2
-    assert len(asked.where(checkpoint=["", 10]).frame()) == 2
+def test_settings_are_compared_as_numbers_or_as_text_and_rows_ordered_by_size_and_number(asked):
+    assert len(asked.where(checkpoint=[9, 10]).frame()) == len(asked.where(checkpoint=["", 10]).frame()) == 2
     assert set(asked.where(size=["xl", "10b"]).frame()["size"]) == {"xl", "10b"}
-
-
-def test_rows_are_ordered_by_size_and_by_number(asked):
     assert list(asked.by("size").frame()["size"].unique()) == ["small", "xl", "10b"]
     assert list(asked.where(size="xl").by("checkpoint").frame()["checkpoint"]) == ["9", "10.0"]
 

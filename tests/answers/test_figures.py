@@ -6,10 +6,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from cs336_systems.answers import vocabulary
 from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.figures import draw, figures, stale_figures
-from cs336_systems.experiments.findings import Findings
 from cs336_systems.harness.record import DEFAULTS
 from tests.report.rows import make_cell, make_frame, ms
 
@@ -37,19 +35,6 @@ def write(tmp_path, part, name, *cells):
     return Committed(tmp_path, "h200")
 
 
-def test_without_rows_only_arithmetic_is_drawn_and_the_rest_is_named(tmp_path, saved):
-    committed = Committed(tmp_path, "h200")
-    missing = draw(committed, tmp_path)
-    assert set(saved) == BY_ARITHMETIC == {path.name for path in (tmp_path / "figures").iterdir()}
-    assert set(missing) == set(figures(committed)) - BY_ARITHMETIC
-    schedules = " ".join(text.get_text() for text in saved["pipeline_schedules.png"].findobj(Text))
-    assert all(name in schedules for name in ("GPipe", "1F1B", "interleaved 1F1B", "ZB-H1"))
-    jobs = [str(line.get_label()).partition(" nodes")[0] for line in saved["goodput.png"].axes[0].get_lines()]
-    assert [job for job in jobs if job[0].isdigit()] == ["8", "64", "512", "2,048"]
-    curves = [line for line in saved["fsdp_scaling.png"].axes[0].get_lines() if len(line.get_xdata()) > 5]
-    assert {(line.get_xdata()[0], line.get_xdata()[-1]) for line in curves} == {(8, 8192)}
-
-
 def test_the_grid_is_drawn_from_its_rows(tmp_path, saved):
     cells = [
         make_cell(ms("step", time), ms("mfu", 50.0), size="small", context_length=context, gpu="NVIDIA H200")
@@ -64,33 +49,25 @@ def test_the_grid_is_drawn_from_its_rows(tmp_path, saved):
         found["h200_checkpointing.png"].write(tmp_path / "x.png")
 
 
-def test_an_experiment_draws_its_own_findings(tmp_path, saved, monkeypatch):
-    def analyse(rows):
-        return Findings([], {}, lambda axes: axes.plot([0, 1], [0, rows["median"].sum()]), "Title")
-
-    monkeypatch.setitem(vocabulary.LEAKS, "roofline_knee", analyse)
-    failed = make_cell(status="error", message="no", gpu="NVIDIA H200")
-    committed = write(tmp_path, "leaks", "roofline_knee.csv", make_cell(ms("time", 46.0), gpu="NVIDIA H200"), failed)
-    figures(committed)["h200_leak_roofline_knee.png"].write(tmp_path / "knee.png")
-    (axes,) = saved["knee.png"].axes
-    assert list(axes.get_lines()[0].get_ydata()) == [0, 46.0]
-    assert axes.get_title(loc="left") == "Title"
-
-
-def test_a_figure_says_what_it_was_drawn_from(tmp_path):
+def test_what_has_rows_or_needs_none_is_drawn_and_says_from_what(tmp_path, saved):
     cell = make_cell(ms("step", 10.0), ms("mfu", 50.0), size="small", gpu="NVIDIA H200")
     committed = write(tmp_path, "grid", "benchmark_model.csv", cell)
     figure = tmp_path / "figures" / "h200_grid.png"
-    draw(committed, tmp_path)
+    missing = draw(committed, tmp_path)
+    assert set(saved) == BY_ARITHMETIC | {figure.name} == {path.name for path in (tmp_path / "figures").iterdir()}
+    assert set(missing) == set(figures(committed)) - set(saved)
+    schedules = " ".join(text.get_text() for text in saved["pipeline_schedules.png"].findobj(Text))
+    assert all(name in schedules for name in ("GPipe", "1F1B", "interleaved 1F1B", "ZB-H1"))
+    jobs = [str(line.get_label()).partition(" nodes")[0] for line in saved["goodput.png"].axes[0].get_lines()]
+    assert [job for job in jobs if job[0].isdigit()] == ["8", "64", "512", "2,048"]
     assert stale_figures(committed, tmp_path) == []
     shutil.copy(tmp_path / "figures" / "goodput.png", figure)
-    assert stale_figures(committed, tmp_path) == [
-        "figures/h200_grid.png was drawn from other rows: scripts/report.py draws it anew"
-    ]
+    (drawn_from_others,) = stale_figures(committed, tmp_path)
+    assert drawn_from_others.startswith("figures/h200_grid.png was drawn from other rows")
     figure.unlink()
-    assert stale_figures(committed, tmp_path) == ["figures/h200_grid.png is missing: scripts/report.py draws it"]
     figure.with_name("other.png").write_text("no picture")
-    assert stale_figures(committed, tmp_path)[1] == "figures/other.png: nothing draws it"
+    gone, unknown = stale_figures(committed, tmp_path)
+    assert gone.startswith("figures/h200_grid.png is missing") and unknown == "figures/other.png: nothing draws it"
 
 
 def test_a_setting_that_no_training_case_had_when_it_was_measured_changes_no_figures_source(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from cs336_systems.answers.committed import NotMeasured, Rows
-from cs336_systems.answers.pivot import MOST_LINES, part_of, pivot
+from cs336_systems.answers.pivot import MOST_LINES, part_of, pivot, quoted
 from cs336_systems.report.tables import Table
 from tests.report.rows import make_cell, make_frame, ms
 
@@ -57,6 +57,9 @@ def test_part_of_a_table():
     table = Table("Many.", pd.DataFrame({"size": ["a", "b", "c"], "ms": ["1", "2", "3"], "n": [1, 2, 3]}))
     assert part_of(table, ["ms"], {"size": ["a", "c"]}).frame["ms"].to_list() == ["1", "3"]
     assert part_of(table, where={"n": 2}).frame["size"].to_list() == ["b"]
+    assert quoted(table, "ms", {"size": "b", "n": 2}) == "2"
+    with pytest.raises(ValueError, match="2 lines"):
+        quoted(table, "ms", {"size": ["a", "b"]})
     long = Table("", pd.DataFrame({"n": range(MOST_LINES + 1)}))
     for wrong in (lambda: part_of(table, ["guess"]), lambda: part_of(table, where={"n": 9}), lambda: part_of(long)):
         with pytest.raises(ValueError):

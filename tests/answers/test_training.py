@@ -4,11 +4,9 @@ import pandas as pd
 import pytest
 
 from cs336_systems.answers.committed import NotMeasured
+from cs336_systems.answers.figures import _with_others
 from cs336_systems.answers.training import (
-    best_evaluation,
-    console_lines,
     fp8_rates_table,
-    last_record,
     llmq_rates,
     of_bf16_commands,
     outside,
@@ -17,9 +15,7 @@ from cs336_systems.answers.training import (
     scaling_table,
     training_rates_table,
 )
-from cs336_systems.experiments.training import TORCHAO, fastest, rates_figure
-from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, read_run
-from cs336_systems.pretraining.run_records import End, Evaluation, Options, Step
+from cs336_systems.experiments.training import TORCHAO, rates_figure
 
 CELL = {
     **{"gpu": "NVIDIA H200", "device": "cuda", "context_length": 1024, "dtype": "bf16", "world_size": 1, "zero": 0},
@@ -62,14 +58,16 @@ def ways_in(figure):
     return [label.get_text() for label in figure.axes[0].get_yticklabels()]
 
 
-def test_a_bar_for_each_way_and_failed_runs_none():
-    best = fastest(rows())
-    assert list(best["tokens_per_s"]) == [14_000.0, 165_000.0, 132_000.0]
-    figure = rates_figure(rows(), {"llm.q": llmq_rates()})
-    assert ways_in(figure) == ["ours", "transformers-liger", "llm.q"]
-    assert [axes.get_title() for axes in figure.axes] == ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b"]
-    bars = [[bar.get_width() for bar in axes.patches] for axes in figure.axes]
-    assert (bars[0], bars[1], bars[3]) == ([165.0, 132.0, 150.0], [0.0, 0.0, 59.1], [14.0, 0.0, 13.9])
+def test_the_figure_has_the_rates_of_the_table():
+    """Also where a command that quantizes ran faster in bf16: the figure leaves it out as the table does."""
+    faster = rows().query("how == 'ours' and world_size == 1").assign(argv="b")
+    faster.loc[faster["metric"] == "tokens_per_s", "median"] *= 2
+    both = pd.concat([rows(), faster, faster.assign(recipe="e4m3")])
+    in_bf16, others = _with_others(both)
+    bars = [bar.get_width() for bar in rates_figure(in_bf16, others).axes[0].patches]
+    shown = training_rates_table(both).frame["tokens/s"].iloc[0]
+    assert (shown, bars[0]) == ("165,000", 165.0)
+    assert ways_in(rates_figure(rows(), {"llm.q": llmq_rates()})) == ["ours", "transformers-liger", "llm.q"]
     assert rates_figure(rows().assign(status="oom"), {}) is None
 
 
@@ -166,21 +164,6 @@ def test_without_one_rank_there_is_nothing_to_say():
     alone = ranked(("c", "stored", 4, 1, "collectives", "off", 500.0))
     with pytest.raises(NotMeasured, match="beside one"):
         scaling_table(alone)
-
-
-def test_the_console_of_some_steps_and_the_last_record_of_a_kind(tmp_path):
-    with RunLog(LogFile.open(tmp_path / LOG, resume=False)) as log:
-        log.write(Options({}, {}, 5))
-        for step in range(5):
-            log.write(Step(step, 0.5, 1000, 3.0 - step / 10, 1.0, 1e-3))
-        for step, loss in ((2, 2.5), (5, 2.75)):
-            log.write(Evaluation(step, loss, 1000, 0.1))
-        log.write(End(5, "done"))
-    run = read_run(tmp_path / LOG)
-    assert [line[:7] for line in console_lines(run, [4]).splitlines()] == ["...", "[T] ste", "...", "done, a"]
-    assert last_record(run, "end").reason == "done" and best_evaluation(run).step == 2
-    with pytest.raises(ValueError, match="checkpoint"):
-        last_record(run, "checkpoint")
 
 
 def test_what_others_say_has_a_source_and_a_date():
