@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cs336_systems.pretraining.sample_options import SampleOptions
 
 from cs336_systems.experiments.attention import MATERIALISED
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.report.command_line import parse
 from scripts import run_benchmarks
+from scripts.sample import SampleOptions
 from tests.benchmarks.commands import ROOT
 
 RECIPES = ("attention", "distributed", "fp8", "kernels", "models", "profiles", "training")
