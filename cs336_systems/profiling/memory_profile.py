@@ -216,4 +216,4 @@ def named_nodes(step: TrainStep) -> Iterator[Callable[[], None]]:
     try:
         yield name_nodes
     finally:
-        step.loss_of = loss_of  # type: ignore[method-assign]
+        del vars(step)["loss_of"]  # the method again; set to it, the step would refer to itself and outlive its use

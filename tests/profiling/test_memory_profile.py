@@ -69,6 +69,7 @@ def test_nodes_announce_themselves_in_order_and_the_loss_function_returns(monkey
     assert step.loss_function is loss_function and step.loss_of == loss_of
     assert announced[0] == "MeanBackward0" and announced[-1] == "EmbeddingBackward0"
     assert announced.count("SoftmaxBackward0") == CONFIG.n_layers
+    assert "loss_of" not in vars(step)
     plain(ids(), ids())
     pairs = zip(step.model.parameters(), plain.model.parameters(), strict=True)
     assert all(torch.equal(watched, unwatched) for watched, unwatched in pairs)
