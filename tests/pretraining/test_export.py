@@ -244,7 +244,7 @@ def test_weights_and_tokenizers_that_are_not_the_models(tmp_path, tokenizer):
         assert os.listdir(tmp_path) == ["tokenizer"]
 
     refuse(r"a-llama: it lacks ln_final.weight$", dropped=["ln_final.weight"])
-    refuse(r"also have layers.0.attn.q_proj.bias$", {"layers.0.attn.q_proj.bias": torch.zeros(32)})
+    refuse(r"also has layers.0.attn.q_proj.bias$", {"layers.0.attn.q_proj.bias": torch.zeros(32)})
     refuse(r"ln_final.weight has shape \(31,\), .* \(32,\)", {"ln_final.weight": torch.zeros(31)})
     refuse("lm_head.weight differs", {"lm_head.weight": torch.zeros(264, 32)})
     refuse("torch.bfloat16, torch.float32", {"ln_final.weight": torch.zeros(32).bfloat16()})

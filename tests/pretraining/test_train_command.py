@@ -21,7 +21,7 @@ from cs336_systems.training.step import TrainStep
 from tests.pretraining.trained import losses_and_norms, write_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ("--device", "cpu", "--data", "data", "--context-length", "16", "--warmup-steps", "3", "--log-every", "1")
+SMALL = ("--device", "cpu", "--data", "data", "--context-length", "16", "--warmup-steps", "3", "--walltime", "900")
 
 
 def start(folder, *arguments):
