@@ -210,4 +210,4 @@ CHECKS = (
     checkpoints_are_those_of_the_reference_model,
     ranks_must_agree_on_what_lies_together,
 )
-test_two_ranks = pytest.mark.slow(on_each(2, CHECKS, world=__name__))
+test_two_ranks = pytest.mark.slow(on_each(2, CHECKS))
