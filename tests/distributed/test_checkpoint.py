@@ -70,6 +70,9 @@ def resume_under_every_wrapper(rank: Rank, folder):
     found = {(saved, kind): resumed(kind, folder / saved) for saved, kind in pairs}
     for trainee in found.values():
         trainee.steps(rank.rank, [3])  # with state of the right devices, dtypes and shapes
+    for (saved, _), trainee in found.items():  # and values: moments in another order would show
+        same = found[saved, saved].values()
+        torch.testing.assert_close(trainee.values(), same, rtol=1e-4, atol=1e-5)
     return {pair: resumed(pair[1], folder / pair[0]).values() for pair in found}
 
 
