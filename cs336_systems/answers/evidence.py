@@ -2,10 +2,12 @@
 
 **Evidence.** A row's statistics are recomputed from its samples. Derived metrics keep none: a rate's follow, but for
 its amount of work, from those of its time in the same outcome, one or two samples from the statistics themselves. The
-commit must be one that the checked-out one descends from, without changes.
+commit must be one that the checked-out one descends from, without changes. Rows of one outcome agree: a rate times its
+time is the tokens of a step, a share times its limit is its rate, no share of a peak exceeds it; and the lines of a log
+are as far apart as its steps and evaluations took.
 
 **Seals.** ``profiles/SHA256SUMS`` lists every committed file that cannot be made again from others, as ``sha256sum``
-writes it: rows, recordings, logs of runs, figures, the runs of GPU tests, and the figures of others. Adopting a run and
+writes it: rows, recordings, logs of runs, figures, the runs of GPU tests, and ``outside.csv``. Adopting a run and
 drawing a figure seal what they write; ``report.py --seal`` seals the two CSV files that are kept by hand.
 
 **Adopting.** ``scripts/measure_*.sh FOLDER PART...`` write a folder for each part below FOLDER. Its CSVs of rows belong

@@ -33,7 +33,7 @@ def _published() -> dict[str, dict[str, str]]:
 
 
 def outside(name: str) -> str:
-    """A figure that others published, with its unit.
+    """A figure that no row holds, with its unit: published by others, a goal of ours, or a prediction before a run.
 
     Raises:
         LookupError: ``outside.csv`` holds none of this name.
