@@ -1,6 +1,6 @@
-"""The purpose of each block of memory: the CUDA allocator's own log, read from a file and replayed.
+"""The purpose of each block of memory: the CUDA allocator's own log, replayed.
 
-    history = reconstruct(read_snapshot(path))
+    history = reconstruct(take_snapshot(labels))
     history.peak().by_category
 
 PyTorch's caching allocator can log every block that it hands out and takes back, with the Python stack that asked for
@@ -23,19 +23,13 @@ one of the phase ``backward`` (gradients live until they are cleared).
 Events are counted, not timed: allocations are made by the host, which runs ahead of the device, so their times say
 little; the phases' durations are taken between marks, at which the host waited for the device. Bytes are those asked
 for; ``max_memory_allocated`` counts the allocator's blocks, which are rounded up.
-
-A pickle can run code when it is loaded, and snapshots are passed around. ``read_snapshot`` builds nothing but
-dictionaries, lists, strings and numbers; a file that asks for anything else is refused.
 """
 
-import gzip
-import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -46,17 +40,11 @@ CATEGORIES = (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, 
 BEFORE = "before"
 """Phase of what existed when the log began."""
 
-SNAPSHOTS = (".pickle", ".pickle.gz")
-"""Endings of snapshot files; PyTorch's viewer wants them as they are written, not compressed."""
-
 MARK = "phase:"
 """Start of the metadata of an allocation that marks the beginning of a phase."""
 
 Snapshot = dict[str, Any]
 """``device_traces`` (a list of events per device) and ``segments`` as PyTorch documents them, and our ``labels``."""
-
-_GZIP = b"\x1f\x8b"
-"""The first bytes of a gzip file; a pickle of protocol 2 or later begins with 0x80."""
 
 
 _KNOWN_FOLDERS = re.compile(r".*(?:^|/)((?:cs336_systems/|site-packages/|dist-packages/|torchinductor_\w+/).*)")
@@ -164,59 +152,21 @@ class MemoryHistory:
         return sorted(alive, key=lambda allocation: -allocation.n_bytes)
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Builds builtin containers, strings and numbers; refuses every class, function and external reference."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and a snapshot holds only plain data")
-
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise pickle.UnpicklingError("it refers to objects outside the file")
-
-
-def read_snapshot(path: Path) -> Snapshot:
-    """A snapshot from a file of any origin, compressed by gzip or not; nothing in the file is executed.
-
-    Raises:
-        ValueError: the file is empty, torn, no pickle, asks for objects, or is not a memory snapshot.
-        OSError: the file cannot be read.
-    """
-    if not path.stat().st_size:
-        raise ValueError(f"{path} is empty: not a memory snapshot")
-    with path.open("rb") as file:
-        try:
-            compressed = file.peek(2)[:2] == _GZIP
-            snapshot = _PlainUnpickler(gzip.GzipFile(fileobj=file) if compressed else file).load()
-        except Exception as error:  # bytes that are no pickle, or half of one, can raise nearly anything
-            reason = str(error).strip() or type(error).__name__
-            raise ValueError(f"{path} cannot be read as a memory snapshot: {reason}") from error
-    parts = [snapshot.get(key) if isinstance(snapshot, dict) else None for key in ("device_traces", "segments")]
-    if not all(isinstance(part, list) for part in parts):
-        raise ValueError(f"{path} is not a memory snapshot: it has no lists 'device_traces' and 'segments'")
-    return snapshot
-
-
 def reconstruct(snapshot: Snapshot, device_index: int | None = None) -> MemoryHistory:
     """Replay the events that ``snapshot`` holds for one device, by default the first that allocated anything.
 
     Raises:
-        ValueError: not a snapshot, no allocations of that device, or events that contradict each other (a block handed
+        ValueError: no allocations of that device, or events that contradict each other (a block handed
             out twice), which a log that lost its middle shows.
     """
-    try:
-        allocating = [
-            index
-            for index, trace in enumerate(snapshot["device_traces"])
-            if any(event["action"] == "alloc" for event in trace)
-        ]
-        index = next(iter(allocating), None) if device_index is None else device_index
-        if index is None or index not in allocating:
-            device = "any device" if index is None else f"device {index}"
-            raise ValueError(f"the snapshot holds no allocations of {device}: record its history before the work")
-        history = _replay(snapshot["device_traces"][index], _living_blocks(snapshot["segments"], index))
-        _categorise(history, [Label(*label) for label in snapshot.get("labels", [])])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a memory snapshot: an entry has a bad or no {error}") from error
+    traces = snapshot["device_traces"]
+    allocating = [i for i, trace in enumerate(traces) if any(event["action"] == "alloc" for event in trace)]
+    index = next(iter(allocating), None) if device_index is None else device_index
+    if index is None or index not in allocating:
+        device = "any device" if index is None else f"device {index}"
+        raise ValueError(f"the snapshot holds no allocations of {device}: record its history before the work")
+    history = _replay(traces[index], _living_blocks(snapshot["segments"], index))
+    _categorise(history, [Label(*label) for label in snapshot.get("labels", [])])
     return history
 
 
@@ -242,8 +192,6 @@ def _replay(trace: Sequence[dict[str, Any]], living_at_end: dict[int, int]) -> M
     out_of_memory: int | None = None
     for event in trace:
         action, last_us = event["action"], max(last_us, event.get("time_us", 0))
-        if event.get("size", 0) < 0:
-            raise ValueError(f"an event has a size of {event['size']} bytes")
         if action == "alloc":
             address = event["addr"]
             if address in alive:
@@ -305,8 +253,6 @@ def _categorise(history: MemoryHistory, labels: Sequence[Label]) -> None:
         if allocation.phase == "backward":
             last[allocation.address, True] = allocation
     for label in labels:
-        if label.category not in CATEGORIES:
-            raise ValueError(f"a label's category is {label.category!r}, known are {', '.join(CATEGORIES)}")
         found = last.get((label.address, label.category == GRADIENTS and backward is not None))
         if found is not None:
             found.category, found.name = label.category, label.name

@@ -154,7 +154,7 @@ def take_snapshot(labels: Iterable[Label] = ()) -> Snapshot:
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> None:
-    """Write a pickle that PyTorch's viewer and ``read_snapshot`` load.
+    """Write a pickle that PyTorch's viewer (pytorch.org/memory_viz) loads.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,5 +1,7 @@
 """What is attached to a step while it is watched, and that it is taken off again; the whole profile on a GPU."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -12,7 +14,6 @@ from cs336_systems.profiling.memory_history import (
     OPTIMIZER_STATE,
     PARAMETERS,
     TEMPORARIES,
-    read_snapshot,
     reconstruct,
 )
 from cs336_systems.profiling.memory_profile import profile_memory, state_labels
@@ -95,4 +96,4 @@ def test_the_categories_of_a_step_on_a_gpu(tmp_path, precision, mode):
         assert live[GRADIENTS].max() == parameter_bytes(case.config, case.precision)
         in_backward = [a for a in history.allocations if a.phase == "backward" and a.category == TEMPORARIES]
         assert sum("Backward" in a.operation for a in in_backward) > 0.9 * len(in_backward)
-    assert reconstruct(read_snapshot(profile.path)).peak() == peak
+    assert reconstruct(pickle.loads(profile.path.read_bytes())).peak() == peak
