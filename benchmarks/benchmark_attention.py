@@ -7,11 +7,10 @@
 
 Grids: ``pytorch``, the handout's first (batch 8, no head dimension, plain and compiled); ``flash``, its second (batch
 1, causal, every implementation); ``training``, the shapes at which training runs; ``variants``, masks and score
-modifications, FlexAttention against torch's attention with a dense mask. ``experiments/attention_measure.py`` says how
-each cell is measured. Memory is predicted first; a cell that cannot fit becomes a row and is not run. Cells of one grid
-and dtype share a process, so that it starts, and loads kernels, once. With ``--repeat`` the implementations are
-interleaved at each shape, all in one process, so that they meet the same temperature and power, which a GPU's clock
-depends on.
+modifications, FlexAttention against torch's attention with a dense mask. ``cs336_systems/experiments/
+attention_measure.py`` says how each cell is measured. Memory is predicted first; a cell that cannot fit becomes a row
+and is not run. Cells of one grid and dtype share a process, which starts and loads kernels once. With ``--repeat`` the
+implementations are interleaved at each shape, so that they run at the same temperature, power and clock.
 """
 
 from cs336_systems.experiments.attention import EXPERIMENT

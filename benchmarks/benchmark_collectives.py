@@ -1,15 +1,15 @@
 """What does a collective cost on this machine, and does a ring of equal links explain it?
 
-    uv run benchmarks/benchmark_collectives.py                       # two ranks on a CPU; 2, 4 and 6 GPUs, if there
+    uv run benchmarks/benchmark_collectives.py                       # two ranks on a CPU; 2, 4 and 6 of the GPUs
     uv run benchmarks/benchmark_collectives.py --world-size 2 4 --size-mb 1 100 --out results/
     uv run torchrun --nproc-per-node 4 benchmarks/benchmark_collectives.py --dtype fp32 bf16 --out results/
-    torchrun benchmarks/benchmark_collectives.py                              # a world of one: calls that send nothing
+    torchrun benchmarks/benchmark_collectives.py                              # one rank: calls that send nothing
 
-A sample is the mean of ``--calls`` consecutive calls on the slowest rank (as in nccl-tests: only the first shows the
-host's launch latency). Sizes are total bytes, MB is 1e6 bytes; algbw and busbw are defined as in nccl-tests. After
-timing, each collective runs once more and every element of every rank is checked. Each time is shown with that of a
-ring whose latency and bandwidth are fitted to all times of the same world and run, and each busbw with its share of the
-link's datasheet bandwidth.
+A sample is the mean of ``--calls`` consecutive calls on the slowest rank, as in nccl-tests: the host's launch latency
+then shows in the first call only. Sizes are total bytes, MB is 1e6 bytes; algbw and busbw are nccl-tests'. After
+timing, each collective runs once more and every element of every rank is checked. Each time stands beside that of a
+ring of equal links, whose latency and bandwidth are fitted to all times of the same run and number of ranks; each busbw
+is shown with its share of the link's datasheet bandwidth.
 """
 
 from cs336_systems.experiments.collectives import EXPERIMENT

@@ -1,4 +1,4 @@
-"""What do matmuls in fp8 gain, what does quantizing cost, how accurate are gradients? With torchao's float8.
+"""What do matmuls in fp8 gain, what does quantizing cost, how accurate are gradients? Beside torchao's float8.
 
     uv run benchmarks/benchmark_fp8.py                                          # a tiny block, emulated on a CPU
     uv run benchmarks/benchmark_fp8.py --part block --how stored e4m3 e4m3-row torchao-rowwise --out results/

@@ -7,7 +7,7 @@
     torchrun benchmarks/benchmark_fsdp.py --fsdp ours --trace traces/           # a picture: what runs when
 
 Every rank trains on its own random batch of ``--batch-size``; a step takes as long as its slowest rank. Memory is
-compared with its prediction, by category; for every gather of this suite's FSDP the time that its unit waited for it is
+compared with its prediction, by category. For this suite's FSDP, the time that each unit waits for its weights is
 measured.
 """
 

@@ -3,9 +3,9 @@
     uv run benchmarks/benchmark_sharded_optimizer.py                            # tiny, two gloo ranks; one GPU per rank
     uv run benchmarks/benchmark_sharded_optimizer.py --size xl --world-size 2 --repeat 3 --out results/
     uv run torchrun --nproc-per-node 2 benchmarks/benchmark_sharded_optimizer.py --size xl --repeat 3 --out results/
-    torchrun benchmarks/benchmark_sharded_optimizer.py --sharding replicated owned                 # a world of one rank
+    torchrun benchmarks/benchmark_sharded_optimizer.py --sharding replicated owned                 # one rank
 
-Four ways to hold the state of AdamW (``experiments/sharded_optimizer.py`` describes the setup): replicated
+Four ways to hold the state of AdamW (described in ``cs336_systems/experiments/sharded_optimizer.py``): replicated
 (plain data parallelism), owned (the handout's sharded optimizer), scattered (ZeRO stage 1), and torch's
 ZeroRedundancyOptimizer. ``--repeat`` runs all of them in turns, several times; ratios are to replicated of the same
 repeat. Batch sizes are per rank. The time of a step is that of the slowest rank.

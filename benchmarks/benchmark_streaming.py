@@ -1,4 +1,4 @@
-"""What does a training step cost under caps on device and host memory? A plan for the caps, simulated and measured.
+"""What does a training step cost under limits on device and host memory? A plan for them, simulated and measured.
 
     uv run benchmarks/benchmark_streaming.py                                  # a tiny model on a CPU
     uv run benchmarks/benchmark_streaming.py --gpu h200 --size llama3-8b --device-gib 16 24 40 --host-gib 60 96 120
@@ -7,8 +7,8 @@
 
 With ``--gpu`` a device of ``hardware.py`` is simulated, on any machine; without it the step runs here, and its times
 are shown with those of the simulation. Weights and tokens are random. Every cell has a process of its own. If no plan
-fits the caps, the row names the memory that is short. Steps take half a minute or more unless ``--tokens-per-step`` is
-set. ``--explain`` says why a plan is as it is and what another GiB would bring.
+fits the limits, the row names the memory that is short. A step of an 8B model takes half a minute or more unless
+``--tokens-per-step`` is set. ``--explain`` says why a plan is as it is and what another GiB would bring.
 """
 
 from cs336_systems.experiments.driver import command

@@ -4,11 +4,11 @@
     uv run benchmarks/profile_model.py --profiler nsys --size small large --context-length 128 512 --out digests/
     uv run benchmarks/profile_model.py --profiler memory --size 2.7b --context-length 2048 --mode step
 
-nsys and kineto (torch.profiler) are read into the same tables and give the same digest; memory watches the allocator
-and accounts for what a block keeps for backward. Each cell, one mode of one workload, runs in a process of its own:
+nsys and kineto (torch.profiler) give the same page; memory watches the allocator and lists what a block keeps for
+backward. Each cell, one mode of one workload, runs in a process of its own:
 plain and annotated steps in turns, so that the cost of annotation is known, then the recorded ones. Raw files go to
-profiles/raw/; a page (Markdown), CSVs and pictures per workload to --out. A run uses one profiler, as two would contend
-for the device.
+--raw; a page (Markdown), CSVs and pictures per workload go to --out, or also to --raw. A run uses one profiler, as two
+would contend for the device.
 """
 
 from cs336_systems.experiments.driver import command

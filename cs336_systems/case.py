@@ -52,7 +52,7 @@ class Parallel:
     optimizer_state: str = "replicated"
     """replicated, owned, scattered, scattered-gradients, torch-zero: ``training.parallel.make_parallel_optimizer``."""
     bucket_size_mb: float = option(
-        25.0, "MiB of the buckets in which gradients (and owned parameters) travel.", sign="positive", shown=True
+        25.0, "MiB of the buckets in which gradients (and owned parameters) are sent.", sign="positive", shown=True
     )
     communication_dtype: str = option(
         "same",
@@ -62,8 +62,8 @@ class Parallel:
     )
     max_ctas: int = option(
         0,
-        "Most thread blocks of each NCCL kernel that sends DDP's gradients, each of which takes a multiprocessor from "
-        "backward; 0 for as many as NCCL chooses.",
+        "Most thread blocks of each NCCL kernel that sends DDP's gradients; each block takes a multiprocessor from "
+        "backward. 0: NCCL chooses.",
         sign="not negative",
     )
     compute_dtype: str = "same"
@@ -71,7 +71,7 @@ class Parallel:
     prefetch: int = option(1, "How many units ahead our FSDP gathers weights.", sign="not negative", shown=True)
     gather_by: GatherBy = option(
         "collectives",
-        "How our FSDP gathers weights: in collectives, or by copies from the other ranks' memory, on one host.",
+        "How our FSDP gathers weights: in collectives, or by copying from the other ranks' memory on the same host.",
         shown=True,
     )
     update: str = option(
@@ -110,11 +110,11 @@ def kept_as(keep: str) -> dict[str, str]:
 KEEP_HELP = (
     "What blocks keep from forward for backward. With autograd's backward: autograd (everything); autograd-input (each "
     "block's input; the block is recomputed); autograd-every-K (the input of every K-th block); autograd-after-M (the "
-    "inputs of the first M blocks, everything of those after them); autograd-recursive (inputs, in halves of halves); "
+    "inputs of the first M blocks, everything of those after them); autograd-recursive (nested: halves of halves); "
     "autograd-matmuls, autograd-attention (inputs, and the results of matmuls or of attention). With a hand-written "
-    "backward: input; attention (also its output); products (also the results of matmuls); all; or a level without "
-    "some parts, as all-norm-swiglu (norm, qkv, attention, residual, ffn, swiglu); 8xall+products has 8 blocks that "
-    "keep all. By default products for fused kernels and fp8, else autograd."
+    "backward, each with all before it: input; attention (its output); products (results of matmuls); all. Suffixes "
+    "leave out parts: all-norm-swiglu (of norm, qkv, attention, residual, ffn, swiglu). 8xall+products keeps all in "
+    "the first 8 blocks. By default products for fused kernels and fp8, else autograd."
 )
 
 
@@ -131,8 +131,20 @@ class TrainingCase:
     )
     batch_size: int = option(4, "Sequences per micro-batch and rank.", sign="positive", shown=True)
     context_length: int = option(512, "Tokens per sequence.", sign="positive", shown=True)
-    dtype: str = option("fp32", "How numbers are stored and multiplied.", values=tuple(PRECISIONS), shown=True)
-    attention: str = option("reference", "Implementations of attention.", values=ATTENTIONS, words="{}", shown=True)
+    dtype: str = option(
+        "fp32",
+        "Precision: all in fp32, tf32 or bf16; autocast-*, PyTorch's mixed precision.",
+        values=tuple(PRECISIONS),
+        shown=True,
+    )
+    attention: str = option(
+        "reference",
+        "Attention: reference, all scores in memory; this suite's FlashAttention in PyTorch (tiled), in Triton (flash) "
+        "or for H100 and H200 (hopper); torch's (sdpa-..., flex).",
+        values=ATTENTIONS,
+        words="{}",
+        shown=True,
+    )
     compile: str = option(
         "off",
         "torch.compile of each block and of the loss; --compile alone means on. whole-model compiles the blocks as one "
@@ -143,14 +155,14 @@ class TrainingCase:
     )
     checkpoint: str = option(
         "none",
-        "The activation checkpointing policy that --keep autograd-... names, by its old names: none; full "
-        "(autograd-input); every-K; first-M (autograd-after-M); recursive; keep-matmuls, keep-attention.",
+        "Other names for --keep autograd-...: none (autograd); full (autograd-input); every-K; first-M "
+        "(autograd-after-M); recursive; keep-matmuls, keep-attention.",
         words="checkpoint {}",
     )
     optimizer: str = option(
         "reference",
-        "AdamW: reference, written out; torch-fused, torch's fused kernel; fused, this suite's, with stochastic "
-        "rounding of bf16, on CUDA devices.",
+        "AdamW: reference, in plain PyTorch; torch-fused, torch's fused kernel; fused, this suite's kernel, with "
+        "stochastic rounding of bf16, on CUDA devices.",
         values=OPTIMIZERS,
         words="{}",
         shown=True,
@@ -163,15 +175,15 @@ class TrainingCase:
     )
     cuda_graph: str = option(
         "off",
-        "on: capture the whole step and replay it; faster where a step waits for launches. Needs --device cuda, one "
-        "rank, --mode step, --optimizer torch-fused or fused, and at least 4 steps of --warmup.",
+        "on: capture the whole step and replay it; faster where the GPU waits for launches. Needs --device cuda, one "
+        "rank, --mode step, --optimizer torch-fused or fused, and --warmup of at least 4.",
         values=("off", "on"),
         words="CUDA graph",
     )
     kernels: str = option(
         "reference",
-        "Operations between matmuls: reference, plain PyTorch; fused, one Triton kernel each, on CUDA devices, with "
-        "--attention flash or hopper, in blocks with a hand-written backward, and a loss that never has all logits.",
+        "Operations between matmuls: reference, plain PyTorch; fused, one Triton kernel each. fused needs a GPU and "
+        "--attention flash or hopper; blocks have a hand-written backward, and the loss never holds all logits.",
         values=KERNELS,
         words="{} kernels",
     )
@@ -185,14 +197,14 @@ class TrainingCase:
     )
     offload: str = option(
         "none",
-        "What is kept in host memory: m, v, master, gradients (all with --optimizer fused), residual (inputs of blocks "
-        "with a hand-written backward); several joined by hyphens, as m-v.",
+        "What is kept in host memory: AdamW's m and v, master (weights), gradients (all with --optimizer fused), "
+        "residual (inputs of blocks with a hand-written backward); several joined by hyphens, as m-v.",
         words="offload {}",
     )
     matmul_dtype: str = option(
         "same",
-        "Dtype of matmuls in blocks with a hand-written backward: same, as tensors are stored; or e4m3, quantized to "
-        "fp8.",
+        "Dtype of matmuls in blocks: same, that of the stored tensors; or e4m3, quantized to fp8, in blocks with a "
+        "hand-written backward.",
         values=MATMUL_DTYPES,
     )
     gradient_dtype: str = option(
@@ -202,12 +214,12 @@ class TrainingCase:
     )
     scaling: str = option(
         "tensor",
-        "Numbers that share a scale in fp8 matmuls: a tensor; a row along the summed dimension; or a block of 128 of "
-        "it.",
+        "What shares a scale in fp8 matmuls: the whole tensor; a row along the summed dimension; or a block of 128 "
+        "numbers of such a row.",
         values=SCALINGS,
     )
-    fp8_skip_first: int = option(0, "First blocks that stay out of fp8.", several=False, sign="not negative")
-    fp8_skip_last: int = option(0, "Last blocks that stay out of fp8.", several=False, sign="not negative")
+    fp8_skip_first: int = option(0, "Blocks at the input that stay out of fp8.", several=False, sign="not negative")
+    fp8_skip_last: int = option(0, "Blocks at the output that stay out of fp8.", several=False, sign="not negative")
     seed: int = 0
     """Seed of parameters and tokens."""
 

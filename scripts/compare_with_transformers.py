@@ -1,10 +1,10 @@
-"""Train a model twice, by our trainer and by a plain loop over transformers' model, and compare what was learned.
+"""Train a model twice, by our trainer and by a plain loop over transformers' model, and compare the losses.
 
     uv run scripts/compare_with_transformers.py                                     # tiny, on a CPU; 100M on a GPU
     uv run scripts/compare_with_transformers.py --steps 2000 --total-batch-tokens 131072 --out runs/compared
 
 Options are those of train.py, except what the plain loop lacks: z-loss, walltime, skipped steps, several ranks. Both
-begin with the same weights and see the same tokens in the same order; the plain loop has fp32 parameters and torch's
+begin with the same weights and see the same tokens in the same order. The plain loop has fp32 parameters and torch's
 AdamW. If the losses on held-out tokens differ by more than one percent, the exit code is 1. --out receives a folder for
 each run; plot_run.py draws them together.
 """

@@ -25,13 +25,13 @@ class ExportOptions:
     """A checkpoint to a Hugging Face folder."""
 
     checkpoint: tyro.conf.Positional[Path]
-    """Folder of a run, of which the newest whole checkpoint is taken, or one of its checkpoints."""
+    """Folder of a run, whose newest complete checkpoint is taken, or one of its checkpoints."""
     out: Path | None = None
     """New folder; by default RUN/hf-STEP."""
     dtype: Literal["stored", "fp32", "bf16"] = "stored"
     """Dtype of the weights in the folder."""
     shard_gib: float = 5.0
-    """Most GiB of weights per file."""
+    """Largest size of a file of weights, in GiB."""
     replace: bool = False
     """Also replace another model's folder. An earlier export is replaced anyway, if no other files were added to it."""
 

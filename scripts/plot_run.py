@@ -1,4 +1,4 @@
-"""Draw training runs, also while they run: loss, norm, learning rate, tokens/s, share of the speed of light, GPU.
+"""Draw training runs, also while they run: loss, norm, learning rate, tokens/s, share of the speed of light, GPU state.
 
     uv run scripts/plot_run.py runs/first
     uv run scripts/plot_run.py runs/first runs/second/log.jsonl --x tokens --out compared.png
@@ -28,9 +28,9 @@ class PlotOptions:
     out: Path | None = None
     """PNG to write; by default next to the first log, with its name."""
     x: Literal["step", "tokens", "hours"] = "step"
-    """Horizontal axis; hours count training steps only, without pauses."""
+    """Horizontal axis; hours count the time of training steps only."""
     smooth: int | None = None
-    """Steps of the running median; by default a fiftieth of the longest run."""
+    """Steps that the running median spans; by default a fiftieth of the longest run."""
 
 
 def main(arguments: list[str] | None = None) -> int:

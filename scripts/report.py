@@ -1,7 +1,7 @@
 """Render README.md, writeup.md and the pages in profiles/ from their templates and the committed rows.
 
 uv run scripts/report.py                          # rewrite documents that are stale, draw the figures
-uv run scripts/report.py --check                  # write nothing; exit code 1 names what is stale, unknown or unproven
+uv run scripts/report.py --check                  # write nothing; list what is stale, unknown or unproven, exit code 1
 uv run scripts/report.py --adopt results/run7     # move a run's rows and digests into profiles/ first
 uv run scripts/report.py --seal                   # list outside.csv and gpu_tests.csv as they are now, then render
 
@@ -25,11 +25,11 @@ class Options:
     """Render README.md, writeup.md and the pages in profiles/ from their templates and the committed rows."""
 
     check: bool = False
-    """Write nothing; exit code 1 names every stale line, every unknown name, and what was changed by hand."""
+    """Write nothing; list every stale line, every unknown name and what was changed by hand, with exit code 1."""
     adopt: Path | None = None
     """Folder that a measuring recipe wrote: check its rows and digests, move them into profiles/, then render."""
     machine: str = "h200"
-    """Machine whose rows are adopted: a folder of profiles/results, part of the GPU's name or cpu."""
+    """With --adopt, the machine of the rows: a folder of profiles/results, part of the GPU's name or cpu."""
     seal: bool = False
     """List the CSV files that are kept by hand (outside.csv, gpu_tests.csv) as they are now, then render."""
     replace: bool = False

@@ -1,13 +1,13 @@
-"""Run several benchmarks in one process each rank: what a launch costs, imports and all, is paid once.
+"""Run several benchmarks in one process per rank: launching and importing are paid once.
 
     uv run torchrun --standalone --nproc-per-node 2 scripts/run_benchmarks.py \\
         benchmark_ddp --size 2.7b --out results/ddp + benchmark_fsdp --size 2.7b --out results/fsdp
 
-Names are those of the files in benchmarks/, ``+`` stands between commands, and each runs and writes as it does alone.
-They share what is loaded, and nothing else: every cell builds its own model, and every sweep a process group of its
-own. A command that fails does not keep the next one from running; the exit code is the first that is not 0.
+Names are those of the files in benchmarks/; ``+`` stands between commands. Each runs and writes as it does alone. They
+share loaded modules and nothing else: every cell builds its own model, every benchmark its own process group. A command
+that fails does not keep the next one from running; the exit code is the first that is not 0.
 
-``--help`` shows this; after a benchmark's name, its options.
+``--help`` shows this text; after a benchmark's name, that benchmark's options.
 """
 
 import runpy

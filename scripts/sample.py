@@ -27,23 +27,25 @@ class SampleOptions:
     """Text from a trained model."""
 
     model: tyro.conf.Positional[Path]
-    """Folder of a run, of which the newest whole checkpoint is taken; one of its checkpoints; a Hugging Face folder."""
+    """Folder of a run, whose newest complete checkpoint is taken; one of its checkpoints; or a Hugging Face folder."""
     prompt: str = ""
-    """Text to continue; without one, a new document."""
+    """Text to continue; without one the model begins a document."""
     prompt_file: Path | None = None
     """File with the text to continue."""
     samples: int = 1
     """Number of continuations."""
     max_tokens: int = 200
-    """Most new tokens of each; a sample also ends with its document, or when the context is full."""
+    """Largest number of new tokens; a sample also ends with its document, or when the context is full."""
     temperature: float = 0.8
     """0 always takes the most likely token."""
     top_k: int | None = None
-    """Draw from this many of the most likely tokens."""
+    """Draw only from this many of the most likely tokens."""
     top_p: float | None = None
     """Draw from the fewest most likely tokens that together have this probability."""
     seed: int = 0
+    """Seed of the draws."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Where to run."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which the model computes."""
 

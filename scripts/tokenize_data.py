@@ -5,7 +5,7 @@
     uv run scripts/tokenize_data.py --input web.jsonl --field content --tokenizer Qwen2.5-0.5B/
     uv run scripts/tokenize_data.py --input TinyStories-train.txt --separator '<|endoftext|>' --bytes-per-token 2
 
-Documents are held out for evaluation by the hash of their text. The folder appears only when it is complete.
+The hash of its text decides whether a document is held out for evaluation. The folder appears only when it is complete.
 """
 
 import json

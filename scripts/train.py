@@ -1,6 +1,6 @@
 """Train a language model: data, steps, evaluations, checkpoints, a log, a picture, and weights that Hugging Face loads.
 
-    uv run scripts/train.py                              # a small model, on the source of Python's library
+    uv run scripts/train.py                              # on a CPU the size tiny, on Python's standard library
     uv run scripts/train.py --size qwen2.5-0.5b --data data/web --out runs/web --total-batch-tokens 524288
     uv run scripts/train.py --init Qwen2.5-0.5B/ --data data/notes-Qwen2.5-0.5B --out runs/notes --learning-rate 1e-5
     uv run scripts/train.py --config runs/web.toml --steps 2000
@@ -9,8 +9,8 @@
     uv run scripts/train.py --size llama3-8b --context-length 8192 --device-gib 24 --host-gib 75   # one GPU, streamed
 
 The same command again resumes from the newest checkpoint of --out. Ctrl-C and SIGTERM finish the step, save and exit,
-with 130 and 0; a second Ctrl-C exits at once. --config FILE.toml sets options by their names; those on the command line
-override it. --print-config only prints such a file, --print-memory the memory predicted for device and host.
+with codes 130 and 0; a second Ctrl-C exits at once. --config FILE.toml sets options; those on the command line override
+them. --print-config prints such a file, --print-memory the predicted memory of device and host; neither trains.
 """
 
 import argparse

@@ -61,7 +61,7 @@ class AttentionCell(Peer):
     device: str
     grid: str = option(
         "pytorch",
-        "Sets of shapes; see above.",
+        "Sets of shapes, described above.",
         values=("pytorch", "flash", "training", "variants"),
         asked=("pytorch", "flash"),
     )
@@ -117,7 +117,7 @@ class Asked(RunOptions):
     CPU_DEFAULTS: ClassVar = {"length": CPU_LENGTHS, "d_head": (64,)}
     timeout: float = 300.0
     repeat: int = 1
-    """How often the whole grid is run, so that the implementations are interleaved at each shape."""
+    """Times that each shape is measured, every second one in reverse order of the implementations."""
 
 
 Options: Any = options_of(AttentionCell, Asked)

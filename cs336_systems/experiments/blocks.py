@@ -37,13 +37,13 @@ class BlockCell(Peer):
     dtype: str = option("bf16", "Dtype of weights and activations.", values=("fp32", "bf16"))
     attention: str = option(
         "hopper",
-        "Implementations, as for benchmark_model.py; written-out blocks have reference (all operations in plain "
-        "PyTorch), flash and hopper (all in fused kernels).",
+        "Attention, as for benchmark_model.py. Blocks with a hand-written backward take reference (all operations in "
+        "plain PyTorch), flash and hopper (all in fused kernels).",
     )
     layers: int = option(1, "Number of blocks in sequence, each with its own weights.", sign="positive")
     how: str = option(
         "compiled",
-        "The reference block, eager or compiled; or what a written-out block keeps for backward: input, attention, "
+        "The reference block, eager or compiled; or what a block with a hand-written backward keeps: input, attention, "
         "products, all, or a level without some parts, as all-norm-swiglu.",
         asked=("compiled", *LEVELS),
     )
@@ -73,7 +73,7 @@ class Asked(RunOptions):
         **{"how": ("eager", *LEVELS), "warmup": 1, "steps": 5, "repeat": 1},  # compiling takes half a minute there
     }
     repeat: int = 3
-    """How often each shape is measured, all ways interleaved in one process, every second time in reverse order."""
+    """Times that each shape is measured, all variants in one process, every second one in reverse order."""
 
 
 Options: Any = options_of(BlockCell, Asked)

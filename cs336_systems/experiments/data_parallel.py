@@ -117,10 +117,10 @@ class Asked(RankedRun):
 
     CPU_DEFAULTS: ClassVar = RankedRun.CPU_DEFAULTS | {"warmup": 1, "steps": 6}
     local_steps: int | None = None
-    """Timed steps without communication, in the first turn; by default as many as with it."""
+    """Timed steps without communication, in the first repeat; by default as many as with it."""
     trace: Path | None = None
     """Folder for recordings (torch.profiler) and a picture of rank 0 per cell, with and without communication, in the
-    first turn."""
+    first repeat."""
     recorded: tuple[Rung, ...] = ()
     """Forms that --trace records; by default all."""
 

@@ -66,8 +66,8 @@ class Fp8Cell(Peer):
     )
     attention: str = option(
         "hopper",
-        "Attention of the blocks; reference: all operations in plain PyTorch, else fused kernels (but for compiled "
-        "blocks).",
+        "Attention of the blocks. With reference, our blocks run all operations in plain PyTorch, else in fused "
+        "kernels.",
         values=WRITTEN_OUT_ATTENTIONS,
         several=False,
     )
@@ -112,7 +112,7 @@ class Asked(RunOptions):
         **{"how": tuple(RECIPES)[:3], "warmup": 1, "steps": 3, "repeat": 1},  # compiling takes half a minute there
     }
     repeat: int = 2
-    """How often each shape is measured, all ways interleaved in one process, every second time in reverse order."""
+    """Times that each shape is measured, all variants in one process, every second one in reverse order."""
 
 
 Options: Any = options_of(Fp8Cell, Asked)

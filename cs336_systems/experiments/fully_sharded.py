@@ -122,13 +122,13 @@ class Asked(RankedRun):
 
     CPU_DEFAULTS: ClassVar = RankedRun.CPU_DEFAULTS | {"warmup": 2, "steps": 5}
     peer_checkpoint: tuple[str, ...] = ()
-    """Checkpointing policies for FSDP2, interleaved with every cell, at its fastest: compiled, with cuDNN's attention
-    and torch's fused AdamW."""
+    """Also measure torch's FSDP2 at its fastest (compiled, cuDNN's attention, torch's fused AdamW) beside every cell,
+    with these --checkpoint policies."""
     memory_budget_gib: float | None = None
-    """Choose what the written-out blocks of ours keep: the least recomputation whose predicted peak fits; the first
+    """Choose what our hand-written blocks keep: what recomputes least among all whose predicted peak fits; the first
     blocks may keep more than the rest."""
     trace: Path | None = None
-    """Folder for a recording (torch.profiler) and a picture of rank 0 per cell, in the first turn."""
+    """Folder for a recording (torch.profiler) and a picture of rank 0 per cell, in the first repeat."""
     recorded: tuple[Implementation, ...] = ()
     """Implementations that --trace records; by default all."""
 

@@ -60,16 +60,15 @@ class KernelCell(Peer):
     rows: int = option(16384, "Numbers of tokens.", sign="positive")
     width: int = option(
         0,
-        "Elements per row, instead of the widths of --size: of swiglu's output, of all of rotary's query heads of 128 "
-        "together.",
+        "Elements per row, instead of the widths of --size: for swiglu those of its output, for rotary those of all "
+        "query heads together, 128 each.",
         asked=(),
         sign="positive",
     )
     how: str = option(
         "ours",
-        "ours, for the loss also with smaller chunks; eager and compiled, the formula in plain PyTorch; torch, its own "
-        "fused kernel; liger, for the loss also with larger chunks; cut cross entropy of Apple, exact, and with its "
-        "filter for gradients.",
+        "ours; eager and compiled, the formula in plain PyTorch; torch, its own fused kernel; liger; for the loss also "
+        "ours in smaller and Liger's in larger chunks, and Apple's cut cross entropy, exact or filtering gradients.",
         values=HOWS,
         asked=HOWS,
     )

@@ -50,7 +50,7 @@ class ChainCell:
         asked=tuple(_LARGEST),
     )
     size: int = option(
-        1, "n; by default a range around the expected turn for each operation and device.", asked=None, sign="positive"
+        1, "n; by default a range around the size that is expected to turn.", asked=None, sign="positive"
     )
     dtype: str = "bf16"
     depth: int = option(20, "Operations in a chain, each on the result of the last.", several=False)

@@ -76,13 +76,13 @@ class Asked(TrainingRun):
 
     CPU_DEFAULTS: ClassVar = {"context_length": (128,), "batch_size": (1,), "warmup": (1,), "steps": 3}
     peer_compile: tuple[Compile, ...] = ()
-    """Compile modes of the reference model, measured in turns with every cell: off, on, whole-model."""
+    """Also measure the reference model beside every cell, with torch.compile off, on or whole-model."""
     memory_budget_gib: float | None = None
-    """Choose what each cell keeps for backward: the least recomputation whose predicted peak fits."""
+    """Choose what each cell keeps for backward: what recomputes least among all whose predicted peak fits."""
     compare: Path | None = None
-    """CSV of an earlier run: print ratios to it, with a verdict."""
+    """CSV of an earlier run: also print the ratio of each time to that run's, with a verdict."""
     force: bool = False
-    """Run cells that are predicted not to fit."""
+    """Also run cells that are predicted not to fit."""
 
 
 Options: Any = options_of(ModelCell, Asked)

@@ -47,11 +47,11 @@ class RunOptions:
     seed: int = 0
     """Seed of parameters and data."""
     out: Path | None = None
-    """Folder to which rows are appended, and where figures are drawn."""
+    """Folder to which rows are appended and figures are written."""
     format: Format = "auto"
     """Format of tables: auto draws them on a terminal and writes Markdown elsewhere."""
     timeout: float = 900.0
-    """Seconds after which a cell, or a collective in it, is abandoned."""
+    """Seconds after which a cell, or a collective in it, is given up."""
 
     @classmethod
     def default(cls, device: str) -> Self:
@@ -66,7 +66,7 @@ class TrainingRun(RunOptions):
     CPU_DEFAULTS: ClassVar = {"size": ("tiny",), "context_length": (128,), "batch_size": (1,)}
     repeat: int = option(
         1,
-        "How often the whole grid is run, every second time in reverse order, so that cells are interleaved.",
+        "Times that the whole grid is run, every second one in reverse order, so that cells are interleaved.",
         sign="positive",
     )
 
@@ -77,8 +77,8 @@ class RankedRun(TrainingRun):
 
     later_warmup: int | None = option(
         None,
-        "Steps before the timed ones in turns after the first, where kernels are loaded, links made and clocks up "
-        "under torchrun; by default as many.",
+        "--warmup for every --repeat after the first; under torchrun it can be less, as kernels are loaded and links "
+        "made by then. By default the same.",
         sign="not negative",
     )
 
@@ -87,7 +87,7 @@ class RankedRun(TrainingRun):
 class TimedCase(TrainingCase):
     """A training case and how often it is run; the fields are columns."""
 
-    warmup: int = option(5, "Steps before the recorded ones.", several=False, sign="not negative")
+    warmup: int = option(5, "Warm-up steps, which are not recorded.", several=False, sign="not negative")
     steps: int = option(10, "Recorded steps.", several=False, sign="positive")
     repeat: int = 0
     """Which turn of the whole grid."""
@@ -100,7 +100,7 @@ class RankedCase(TimedCase):
     optimizer: str = like(TrainingCase, "optimizer", asked=("torch-fused",))
     world_size: int = option(
         1,
-        "Numbers of ranks on this machine, each a world of its own; by default all GPUs, or two ranks on a CPU. Under "
+        "Numbers of ranks on this machine, each measured by itself; by default all GPUs, or two ranks on a CPU. Under "
         "torchrun it is torchrun's number.",
         asked=None,
     )

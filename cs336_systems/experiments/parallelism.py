@@ -73,13 +73,13 @@ def _tokens(count: float) -> str:
 
 @dataclass(frozen=True)
 class Ring:
-    """Ring collectives played step by step, and the alternate all-reduce that passes whole tensors."""
+    """Ring collectives simulated step by step, and an all-reduce that passes whole tensors instead of pieces."""
 
     world_size: int = 8
     total_mib: int = 1024
     """Size of the whole tensor, MiB."""
     device: str = "h100"
-    """Device whose link the seconds are for."""
+    """Device whose link speed is used."""
 
     def answer(self) -> Answer:
         device = forms.find_device(self.device)
@@ -109,7 +109,7 @@ class OneLayer:
     d_model: int = 8192
     d_ff: int = 28_672
     n_matrices: int = 3
-    """3 for SwiGLU, 2 for the layer of the scaling book."""
+    """3 for SwiGLU, 2 for the layer in "How to Scale Your Model" (the scaling book)."""
     large_rings: bool = False
     """Take (n-1)/n for 1, as the scaling book does."""
 

@@ -1,4 +1,4 @@
-"""What does a training step cost under caps on device and host memory? A plan for the caps, simulated and measured.
+"""What does a training step cost under limits on device and host memory? A plan for them, simulated and measured.
 
 With ``--gpu`` a device of ``hardware.py`` is simulated, on any machine; without it the step runs here, within a fence
 on a GPU (``streaming_measure.py``). Weights and tokens are random. Peers train the same model without caps:
@@ -31,7 +31,7 @@ CPU_PLANS_FOR = "h200"
 
 @dataclass(frozen=True)
 class StreamingCell:
-    """A model and a length under two caps; the fields are columns."""
+    """A model and a length under two memory limits; the fields are columns."""
 
     device: str
     simulated_device: str
@@ -43,20 +43,19 @@ class StreamingCell:
     context_length: int = option(0, "Tokens per sequence; by default 8192, and 64 for tiny.", asked=None)
     device_gib: float = option(
         0.0,
-        "Caps on device memory: all that the process has there, CUDA's context included; by default 24, for tiny one "
-        "that holds the model and one that does not.",
+        "Limits on device memory: all that the process has there, CUDA's context included; by default 24; for tiny "
+        "two, of which only one holds the model.",
         asked=None,
     )
     host_gib: float = option(
         0.0,
-        "Caps on host memory of the process; by default 75, and 0.001 for tiny, or with FP32 master weights 140 and "
-        "0.002.",
+        "Limits on the process's host memory; by default 75 (0.001 for tiny), with FP32 master weights 140 (0.002).",
         asked=None,
     )
     order: str = option(
         "auto",
-        "Order of rounds: sequential; interleaved, forward of a round under backward of the one before; auto, the "
-        "faster one.",
+        "Order of rounds: sequential; interleaved, forward of a round in turns with backward of the one before; auto, "
+        "the faster one.",
         values=("auto", "sequential", "interleaved"),
     )
     chunk: int = option(
@@ -72,7 +71,7 @@ class StreamingCell:
         several=False,
     )
     clipping: bool = option(
-        True, "Clip by the global norm of gradients, for which the optimizer has to wait.", several=False
+        True, "Clip gradients by their global norm; the optimizer then waits for all of backward.", several=False
     )
     master: str = option(
         "none",
@@ -90,7 +89,7 @@ class StreamingCell:
     steps: int = option(3, "Recorded steps.", several=False, sign="positive")
     seed: int = 0
     peer: str = ""
-    """The peer that runs instead of a streamed step; it has no caps, 0 in their columns."""
+    """The peer that runs instead of a streamed step; it has no limits, 0 in their columns."""
 
     @property
     def variant(self) -> str:
@@ -108,19 +107,19 @@ class StreamingCell:
 
 @dataclass(frozen=True)
 class Asked(RunOptions):
-    """What does a training step cost under caps on device and host memory?"""
+    """What does a training step cost under limits on device and host memory?"""
 
     CPU_DEFAULTS: ClassVar = {"size": ("tiny",), "steps": 2}
     peers: tuple[Literal["compiled", "fsdp2-offload"], ...] = ()
-    """Also measure the same model without caps, in the same run: compiled, plain PyTorch under torch.compile on the
-    device; fsdp2-offload, torch's FSDP2 with state and optimizer on the host, blocks compiled and checkpointed."""
+    """Also measure the same model without limits, in the same run: compiled, plain PyTorch under torch.compile, all on
+    the device; fsdp2-offload, torch's FSDP2 with state and optimizer on the host, blocks compiled and checkpointed."""
     gpu: str | None = None
     """Simulate this device and measure nothing: h200, h100, b200, a100-sxm-80gb, rtx-5090 ... (hardware.py)."""
     explain: bool = False
-    """Also print of each plan what lives where, what binds it, and what one more GiB of either memory would bring, for
-    which two more plans are searched."""
+    """Also print for each plan what lies where, what limits its speed, and what one more GiB of either memory would
+    bring, for which two more plans are searched."""
     timeline: bool = False
-    """Write and draw what each lane does, into the folder of --out: measured on a GPU, else simulated."""
+    """Write and draw into --out when kernels and copies run: measured on a GPU, else simulated."""
 
 
 Options: Any = options_of(StreamingCell, Asked)

@@ -69,9 +69,9 @@ class TrainingRunCell:
     size: str = option("qwen2.5-0.5b", "Named model sizes.")
     how: str = option(
         "ours",
-        "The trainer of train.py; or a plain loop over transformers' model, compiled as a whole on a GPU; or the same "
-        "with Liger's kernels, each block compiled by itself, as its chunked loss does not compile; or with torchao's "
-        "float8 in blocks, with one scale per tensor or row, each block and the loss compiled by itself.",
+        "ours: the trainer of train.py. The others: a plain loop over transformers' model, compiled whole on a GPU; "
+        "with Liger's kernels, each block compiled by itself; with torchao's float8 in blocks, one scale per tensor or "
+        "row, each block and the loss compiled by itself.",
         values=tuple(LIBRARIES),
         asked=("ours", "transformers", "transformers-liger"),
     )
@@ -80,9 +80,9 @@ class TrainingRunCell:
     total_batch_tokens: int = option(524_288, "Tokens per step over all ranks.", several=False)
     world_size: int = option(1, "Ranks, for ours; under torchrun those that it has started. [default: 1]", asked=None)
     zero: int = option(
-        0, "State sharded among ranks, as for train.py; ranks that share nothing are at 0.", values=(0, 1, 2, 3)
+        0, "What is sharded among ranks, as for train.py; one rank and independent ones are at 0.", values=(0, 1, 2, 3)
     )
-    gather_by: str = option("collectives", "At --zero 3, as for train.py.", values=("collectives", "copies"))
+    gather_by: str = option("collectives", "For --zero 3, as for train.py.", values=("collectives", "copies"))
     apart: str = option(
         "off",
         "For ours, independent replicas: each rank trains its own model on its share of the tokens, at the same time "
@@ -95,7 +95,7 @@ class TrainingRunCell:
     recipe: str = option(
         "stored",
         "For ours, matmuls of blocks: stored, in --dtype; e4m3 with one scale per tensor, or with scales by row, also "
-        "with gradients in e5m2, or with scales by block. Those of one command are compared.",
+        "with gradients in e5m2, or with scales by block.",
         values=tuple(RECIPES),
     )
     kernels: str = option("fused", "For ours, as for train.py.", values=("reference", "fused"))

@@ -39,12 +39,14 @@ class TrainerCase(TrainingCase):
         "optimizer",
         asked="fused",
         values=("torch-fused", "fused"),
-        help="torch's fused AdamW; or fused, this suite's, with stochastic rounding of bf16, on CUDA devices.",
+        help="AdamW: torch-fused, torch's fused kernel; fused, this suite's, with stochastic rounding of bf16, on CUDA "
+        "devices.",
     )
     cuda_graph: str = like(
         TrainingCase,
         "cuda_graph",
-        help="Replay the step as a CUDA graph (with --optimizer torch-fused without the optimizer); one rank.",
+        help="on: capture the step and replay it as a CUDA graph, on one rank. With --optimizer torch-fused the graph "
+        "does not hold the optimizer.",
     )
     kernels: str = like(TrainingCase, "kernels", asked="fused")
     offload: str = "none"
@@ -60,25 +62,25 @@ class TrainerCase(TrainingCase):
     )
     deterministic: bool = option(
         False,
-        "The same bits every run, and under all memory caps that give the same chunks in a round: with --attention "
-        "hopper, whose backward then takes longer.",
+        "The same bits in every run, and under all memory limits that give the same chunks in a round. Only the "
+        "backward of --attention hopper changes: it takes longer.",
     )
     lmhead_chunks: int | None = option(
         None,
-        "Number of chunks in which a micro-batch's tokens pass through head and loss; None: the kernel decides. Not "
-        "with --keep autograd.",
+        "Number of chunks in which a micro-batch's tokens pass through output head and loss; None: the kernel decides. "
+        "Not with --keep autograd.",
         sign="positive",
     )
     zero: int = option(
         0,
-        "State sharded among ranks: 0 none (DDP), 1 the optimizer's, 2 also gradients, 3 also parameters (FSDP). One "
-        "rank has nobody to share with: there all are 0.",
+        "What is sharded among ranks: 0 nothing (DDP), 1 the optimizer's state, 2 also gradients, 3 also parameters "
+        "(FSDP). On one rank, 0 whatever is asked for.",
         values=(0, 1, 2, 3),
     )
     gather_by: GatherBy = like(
         Parallel,
         "gather_by",
-        help="How weights come together at --zero 3: in collectives; or by copies from the other ranks' memory, on one "
+        help="How --zero 3 gathers weights: in collectives, or by copying from the other ranks' memory on the same "
         "host.",
     )
     world_size: int = 1
@@ -119,7 +121,7 @@ class RunFields:
     init: Path | None = None
     """Hugging Face folder whose weights are trained further, instead of --size."""
     data: Path | None = None
-    """Folder written by tokenize_data.py; by default Python's standard library, tokenised if necessary."""
+    """Folder written by tokenize_data.py; by default Python's standard library, tokenized if necessary."""
     out: Path = Path("runs/first")
     """Folder of the run: log, checkpoints, export. A folder with checkpoints is resumed from the newest."""
     device: Literal["cpu", "cuda"] = "cuda"
@@ -128,10 +130,10 @@ class RunFields:
     steps: int | None = option(
         None, "Steps of the whole run, earlier commands included; by default one epoch.", sign="positive"
     )
-    epochs: float | None = option(None, "Length of the run, instead of --steps or its default.", sign="positive")
+    epochs: float | None = option(None, "Length of the run in epochs, instead of --steps.", sign="positive")
     learning_rate: float = option(6e-4, "Highest learning rate.", sign="not negative")
     schedule: ScheduleKind = "cosine"
-    """Shape of the learning rate after the warm-up."""
+    """Learning rate after the warm-up; wsd: constant, then a decay over --cooldown-steps."""
     warmup_steps: int | None = option(
         None, "Steps over which the learning rate rises; by default a tenth of all, at most 100.", sign="not negative"
     )
@@ -143,31 +145,31 @@ class RunFields:
     """Betas of AdamW."""
     eps: float = option(1e-8, "Epsilon of AdamW.", sign="positive")
     weight_decay: float = option(0.1, "Weight decay of matrices; norms and biases have none.", sign="not negative")
-    clip: float | None = option(1.0, "Largest norm of the whole gradient; None: no clipping.", sign="positive")
+    clip: float | None = option(1.0, "Gradients are clipped to this global norm; None: no clipping.", sign="positive")
     skip_nonfinite: bool = False
     """Skip steps whose loss or gradient is not finite, instead of stopping at the first."""
     offload: tuple[Literal["m", "v", "master", "gradients", "residual"], ...] = ()
-    """Kept in host memory: moments, master weights, gradients (with --optimizer fused), inputs of blocks (not with
-    --keep autograd)."""
+    """What is kept in host memory, as in --offload m v: AdamW's moments m and v, master weights, gradients (with
+    --optimizer fused), residual: inputs of blocks (not with --keep autograd)."""
     recompute: str = "none"
-    """What --keep leaves out, by its old names: swiglu, norm, ffn, qkv, att, several as norm-swiglu (--keep
+    """Other names for --keep, by what is recomputed: parts of swiglu, norm, ffn, qkv, att, as norm-swiglu (--keep
     all-norm-swiglu); block (--keep input); full, every-K, ... (--keep autograd-input, autograd-every-K, ...)."""
     device_gib: float | None = option(
         None,
-        "With --host-gib: stream layers, so that all memory of the process on the device stays below this cap. A plan "
-        "decides what is kept where and what is recomputed. On a CPU only the step's slabs count.",
+        "With --host-gib: stream layers, so that all memory of the process on the device stays below this limit. A "
+        "plan decides what is kept where and what is recomputed. On a CPU only the step's own buffers count.",
         sign="positive",
     )
-    host_gib: float | None = option(None, "With --device-gib: the cap on host memory.", sign="positive")
+    host_gib: float | None = option(None, "With --device-gib: the limit on host memory.", sign="positive")
     chunk: int | None = option(
         None,
-        "Under these caps, tokens that a layer processes at a time: whole sequences or an even piece of one. "
+        "Under these limits, tokens that a layer processes at a time: whole sequences or an equal part of one. "
         "By default the fastest, or a micro-batch if a step is too short for that.",
         sign="positive",
     )
     evaluate_every: int | None = option(
         250,
-        "Steps between evaluations on held-out tokens; there is one at the end. None: no evaluation.",
+        "Steps between evaluations on held-out tokens; the run also ends with one. None: no evaluation.",
         sign="positive",
     )
     evaluation_sequences: int | None = option(
@@ -175,19 +177,19 @@ class RunFields:
     )
     save_every: int | None = option(
         1000,
-        "Steps between checkpoints; there is one at the end, whatever ends the run. A checkpoint waits while "
-        "the one before is still written. None: no checkpoints.",
+        "Steps between checkpoints; the run also ends with one, whatever ends it. A checkpoint waits until "
+        "the one before is written. None: no checkpoints.",
         sign="positive",
     )
-    keep_last: int = option(2, "Number of newest checkpoints that are kept.", sign="positive")
+    keep_last: int = option(2, "How many of the newest checkpoints are kept.", sign="positive")
     keep_every: int | None = option(
-        None, "Checkpoints of steps that are multiples of this are never removed.", sign="positive"
+        None, "Also keep every checkpoint whose step is a multiple of this.", sign="positive"
     )
-    log_every: int = option(1, "The console shows one step in this many; the log has all.", sign="positive")
+    log_every: int = option(1, "The console shows every Nth step; the log has all.", sign="positive")
     quantization_every: int | None = option(
         None,
-        "Log once in this many steps what quantization did to each tensor: absmax, underflow, saturation. "
-        "With --matmul-dtype e4m3 and --cuda-graph off. None: never.",
+        "Every N steps, log what quantization did to each tensor: absmax, underflow, saturation. Needs "
+        "--matmul-dtype e4m3 and --cuda-graph off. None: never.",
         sign="positive",
     )
     tensorboard: bool = False
@@ -198,7 +200,7 @@ class RunFields:
     """Export a Hugging Face folder into --out at the end."""
     walltime: float | None = option(
         None,
-        "Seconds from the start of the command after which the run saves and ends, to be resumed; None: never.",
+        "Seconds after which the command saves and ends; run it again to resume. None: no limit.",
         sign="positive",
     )
     seed: int = option(0, "Seed of parameters, data order and stochastic rounding.", sign="not negative")

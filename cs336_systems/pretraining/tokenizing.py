@@ -43,7 +43,7 @@ _BATCH_CHARACTERS = 2**19
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """Text to token files, divided for training and evaluation."""
+    """From text to token files, split into training and evaluation."""
 
     input: tuple[Path, ...] = ()
     """Text, .jsonl and .parquet files, and folders of such; by default the standard library of the running Python."""
@@ -58,17 +58,17 @@ class TokenizeOptions:
     vocab_size: int = 4096
     """Vocabulary of a BPE that is trained here."""
     sample_mb: float = 16.0
-    """Megabytes of text on which the BPE is trained, from the first training documents."""
+    """MB of text on which the BPE is trained, taken from the first training documents."""
     eos_token: str | None = None
     """Token that ends each document; by default that of the tokenizer_config.json next to tokenizer.json, else
     <|endoftext|>."""
     evaluation_fraction: float = 0.05
-    """Share of the documents that is held out, by the hash of their text: equal documents stay together, on every
-    machine."""
+    """Share of the documents that is held out, chosen by the hash of their text: the same on every machine, and equal
+    documents stay together."""
     shard_tokens: int = 100_000_000
     """Tokens per file."""
     bytes_per_token: Literal[2, 4] = 4
-    """4 can be read by llm.q; 2 halve the space, for vocabularies up to 65,536."""
+    """Bytes per token in the files: 4 can also be read by llm.q; 2 takes half the space, for up to 65,536 tokens."""
     processes: int | None = None
     """Number of processes, by default one per core; it does not change the files."""
     out: Path | None = None
