@@ -6,10 +6,11 @@
     torch-zero   torch's ``ZeroRedundancyOptimizer``, parameters as bucket views, gradients averaged by ``BucketedDDP``
 
 Memory is read in the second step, when all state exists: after the model is built, when forward has left its
-activations, directly before and directly after the update (gradients not yet cleared). Parameters, gradients and
-optimizer state are exact sums of tensor bytes. On a GPU ``torch.cuda.memory_allocated`` gives the whole; activations
-are what forward added to it, and the rest is ``other`` (workspaces, buffers, padding). A CPU has the sums only. All
-figures are those of the rank that holds the most optimizer state, so that they add up.
+activations, directly before and directly after the update (gradients not yet cleared). ``scattered`` holds a rank's
+shard of the gradients until the update, and none after it. Parameters, gradients and optimizer state are exact sums of
+tensor bytes. On a GPU ``torch.cuda.memory_allocated`` gives the whole; activations are what forward added to it, and
+the rest is ``other`` (workspaces, buffers, padding). A CPU has the sums only. All figures are those of the rank that
+holds the most optimizer state, so that they add up.
 """
 
 from __future__ import annotations
@@ -124,11 +125,11 @@ def measure(cell: ShardingCell, rank: Rank, *, effort: Effort = EFFORT) -> list[
     sizes = [parameter.nbytes for parameter in model.parameters()]
     form = "owned" if cell.sharding == "torch-zero" else cell.sharding  # torch's ZeRO deals tensors out as owned does
     bucket_bytes = int(cell.bucket_size_mb * 1024**2)
-    moments = state_bytes_by_rank(form, sizes, rank.world_size, per_parameter=2, bucket_bytes=bucket_bytes)
+    moments = max(state_bytes_by_rank(form, sizes, rank.world_size, per_parameter=2, bucket_bytes=bucket_bytes))
     predicted = in_gib(
         predicted_parameters=sum(sizes),
-        predicted_gradients=sum(sizes),
-        predicted_optimizer_state=max(moments),
+        predicted_gradients=moments // 2 if form == "scattered" else sum(sizes),  # reduced, a rank's shard is left
+        predicted_optimizer_state=moments,
         predicted_link_traffic=link_bytes_per_step(form, sum(sizes), rank.world_size),
     )
     return [*time_metrics(times, cell), *in_gib(**fullest), *predicted]
@@ -160,7 +161,10 @@ class _Meter:
         self, phases: dict[str, Callable[[], None]], model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         """Read the memory of a step after forward, before the update and after it."""
+        import torch.distributed as dist
         from torch import Tensor
+
+        from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 
         local = getattr(optimizer, "optim", optimizer)  # torch's ZeRO keeps its state in an optimizer of its own
         state = [value for each in local.state.values() for value in each.values() if isinstance(value, Tensor)]
@@ -171,20 +175,35 @@ class _Meter:
         self.read("after_forward", model, state, activations=self.allocated() - before)
         for phase in others:
             phase()
-        self.read("before_step", model, state)
+        reduced: list[Tensor] = []
+        if isinstance(optimizer, ShardedOptimizer) and optimizer.reduce_gradients and dist.get_world_size() > 1:
+            reduced = optimizer.reduced_gradients()
+        self.read("before_step", model, state, reduced)
+        del reduced  # the step frees them
         self._restart_peak()
         handle = optimizer.register_step_post_hook(lambda *_: self.read("after_step", model, state))
         update()
         handle.remove()
 
-    def read(self, moment: str, model: torch.nn.Module, state: Sequence[Tensor] = (), activations: int = 0) -> None:
-        """Note what there is now; activations are counted where forward has just ended."""
+    def read(
+        self,
+        moment: str,
+        model: torch.nn.Module,
+        state: Sequence[Tensor] = (),
+        reduced: Sequence[Tensor] = (),
+        activations: int = 0,
+    ) -> None:
+        """Note what there is now; activations are counted where forward has just ended.
+
+        Args:
+            reduced: gradients that the optimizer holds, this rank's shard, and no parameter.
+        """
         import torch
 
         parameters = list(model.parameters())
         sums = {
             "parameters": sum(parameter.nbytes for parameter in parameters),
-            "gradients": sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None),
+            "gradients": sum(each.nbytes for each in (*reduced, *(p.grad for p in parameters if p.grad is not None))),
             "optimizer_state": sum(tensor.nbytes for tensor in state),
         }
         if self.device.type == "cuda":
@@ -306,10 +325,15 @@ def memory_figure(rows: pd.DataFrame) -> Figure | None:
 
 
 def _predicted(table: pd.DataFrame, moment: str) -> pd.Series:
-    """GiB that should be there at a moment of the second step: gradients from backward on, state after a step."""
-    gradients = ["gradients"] if moment in ("before_step", "after_step") else []
+    """GiB that should be there at a moment of the second step: state after a step, gradients from backward on.
+
+    A step that reduces gradients itself leaves none.
+    """
     state = ["optimizer_state"] if moment != "initialised" else []
-    return table[[f"predicted_{name}" for name in ("parameters", *gradients, *state)]].sum(axis=1)
+    held = table[[f"predicted_{name}" for name in ("parameters", *state)]].sum(axis=1)
+    if moment not in ("before_step", "after_step"):
+        return held
+    return held + table["predicted_gradients"] * (table[f"{moment}_gradients"] > 0)
 
 
 EXPERIMENT = Experiment(
