@@ -6,24 +6,28 @@
     for document in corpus.documents():
         document.text
 
-The order is that of the paths given, and of names within a folder. Bytes that are not UTF-8 become U+FFFD; documents
+The order is that of the paths given, and of names within a folder. What is not UTF-8 text is refused, so that no text
+is changed silently; only in the standard library, whose tests hold such files, such bytes become U+FFFD. Documents
 without text are left out. Only the present document, or the present rows of Parquet, are in memory.
 """
 
+import codecs
 import json
 import os
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import BinaryIO, NamedTuple, Self
 
 SUFFIXES = (".py", ".txt", ".md", ".jsonl", ".parquet")
 """Suffixes of the files that are taken from folders, unless others are asked for."""
 MOST_BYTES = 64 * 2**20
 """The most bytes of a document in a text file: one without separators is rarely meant to be one document."""
 
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
 _CHUNK_BYTES = 2**20
@@ -44,6 +48,8 @@ class Corpus:
         name: a short one, for folders.
         field: the field of a JSON line, or the column of Parquet, that holds the text.
         separator: the text between the documents of a text file; without one each file is a document.
+        strict: refuse text that is not UTF-8.
+        skipped: how many files of each other suffix the folders have, the most frequent first.
     """
 
     name: str
@@ -51,6 +57,8 @@ class Corpus:
     files: tuple[Path, ...]
     field: str = "text"
     separator: str | None = None
+    strict: bool = True
+    skipped: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def find(
@@ -64,26 +72,32 @@ class Corpus:
         """The files that paths name; without a path, the standard library of the running Python.
 
         Args:
-            suffixes: those of the files that are taken from folders; hidden files are not.
+            suffixes: those of the files that are taken from folders, in upper or lower case; hidden files are not.
 
         Raises:
-            ValueError: a path is not there, a folder has no such files, or the separator is empty.
+            ValueError: a path is not there, a folder has no such files, one is compressed, or the separator is empty.
         """
         if separator == "":
             raise ValueError("a separator of documents has at least one character")
         if not paths:
             version = ".".join(map(str, sys.version_info[:3]))
-            files = _files(Path(sysconfig.get_path("stdlib")), (".py",), _NOT_STANDARD)
-            return cls("stdlib", f"the standard library of Python {version}", tuple(files))
+            files, _ = _files(Path(sysconfig.get_path("stdlib")), (".py",), _NOT_STANDARD)
+            return cls("stdlib", f"the standard library of Python {version}", tuple(files), strict=False)
         found: dict[Path, None] = {}
+        skipped: Counter[str] = Counter()
         for path in paths:
             if not path.exists():
                 raise ValueError(f"{path} does not exist")
-            files = _files(path, suffixes) if path.is_dir() else [path]
+            files, others = _files(path, suffixes) if path.is_dir() else ([path], Counter())
             if not files:
                 raise ValueError(f"folder {path} has no files that end in {', '.join(suffixes)}")
             found |= dict.fromkeys(files)
-        return cls(paths[0].resolve().stem, ", ".join(map(str, paths)), tuple(found), field, separator)
+            skipped += others
+        for path in found:
+            if path.suffix.lower() in _COMPRESSED:
+                raise ValueError(f"{path} is compressed: unpack it first")
+        name, description = paths[0].resolve().stem, ", ".join(map(str, paths))
+        return cls(name, description, tuple(found), field, separator, skipped=tuple(skipped.most_common()))
 
     @property
     def n_bytes(self) -> int:
@@ -94,34 +108,51 @@ class Corpus:
         """All documents, in order.
 
         Raises:
-            ValueError: a file is not what its name says, compressed, lacks the field, is too large to be one document,
-                or needs a library that is not installed.
+            ValueError: a file is not what its name says, no UTF-8 text, lacks the field, is too large to be one
+                document, or needs a library that is not installed.
             OSError: a file cannot be read.
         """
         for path in self.files:
-            if path.suffix in _COMPRESSED:
-                raise ValueError(f"{path} is compressed: unpack it first")
-            if path.suffix in (".jsonl", ".ndjson"):
+            suffix = path.suffix.lower()
+            if suffix in _JSON_LINES:
                 found = _json_lines(path, self.field)
-            elif path.suffix == ".parquet":
+            elif suffix == ".parquet":
                 found = _parquet(path, self.field)
             else:
-                found = _text(path, self.separator)
+                found = _text(path, self.separator, self.strict)
             yield from (document for document in found if document.text)
 
 
-def _files(folder: Path, suffixes: Sequence[str], excluded: set[str] | None = None) -> list[Path]:
-    """All files below a folder that have one of the suffixes, sorted; none that is hidden, or in an excluded folder."""
-    found = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in (excluded or ()) and not name.startswith(".")]
-        found += [Path(parent, name) for name in names if name.endswith(tuple(suffixes)) and not name.startswith(".")]
-    return sorted(found)
+def _files(folder: Path, suffixes: Sequence[str], excluded: set[str] | None = None) -> tuple[list[Path], Counter[str]]:
+    """The files below a folder that have one of the suffixes, compressed or not, sorted; the suffixes of the others.
+
+    None is hidden or in an excluded folder. Links to folders are followed, each folder once.
+    """
+    found: list[Path] = []
+    others: Counter[str] = Counter()
+    seen: set[Path] = set()
+    wanted = tuple(suffix.lower() for suffix in suffixes)
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        if (real := Path(parent).resolve()) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if name not in (excluded or ()) and not name.startswith("."))
+        for path in (Path(parent, name) for name in names if not name.startswith(".")):
+            suffix = path.suffix.lower()
+            plain = path.stem if suffix in _COMPRESSED else path.name
+            if plain.lower().endswith(wanted):
+                found.append(path)
+            else:
+                others[suffix or "without suffix"] += 1
+    return sorted(found), others
 
 
-def _text(path: Path, separator: str | None) -> Iterator[Document]:
-    rest, end = b"", (separator or "").encode()
+def _text(path: Path, separator: str | None, strict: bool) -> Iterator[Document]:
+    rest, end, start = b"", (separator or "").encode(), 0
     with path.open("rb") as file:
+        if strict:
+            start = _after_byte_order_mark(file)
         while chunk := file.read(_CHUNK_BYTES):
             *pieces, rest = (rest + chunk).split(end) if end else [rest + chunk]
             if len(rest) > MOST_BYTES:
@@ -129,24 +160,49 @@ def _text(path: Path, separator: str | None) -> Iterator[Document]:
                 advice = "--separator says where the documents of a text file end"
                 raise ValueError(f"{path} has a document of {size}: {advice}")
             for piece in pieces:
-                yield Document(piece.decode(errors="replace"), len(piece) + len(end))
-    yield Document(rest.decode(errors="replace"), len(rest))
+                text = _decoded(piece, str(path), start) if strict else piece.decode(errors="replace")
+                start += len(piece) + len(end)
+                yield Document(text, len(piece) + len(end))
+    yield Document(_decoded(rest, str(path), start) if strict else rest.decode(errors="replace"), len(rest))
+
+
+def _after_byte_order_mark(file: BinaryIO) -> int:
+    """Go to where the text of a new file begins, and return that position: behind the mark that some editors write."""
+    return file.seek(len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0)
+
+
+def _decoded(data: bytes, place: str, start: int) -> str:
+    """The text of bytes that begin ``start`` bytes into the place; ValueError if they are no UTF-8 or hold a zero."""
+    try:
+        text = data.decode()
+        if "\0" not in text:
+            return text
+        first = data.index(0)
+    except UnicodeDecodeError as error:
+        first = error.start
+    fault = f"{place} is no UTF-8 text from byte {start + first:,} on"
+    raise ValueError(f"{fault}: convert it first, as with iconv -f ENCODING -t UTF-8, or leave it out")
 
 
 def _json_lines(path: Path, field: str) -> Iterator[Document]:
     with path.open("rb") as file:
+        _after_byte_order_mark(file)
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
+            place = f"{path}, line {number}"
+            content = _decoded(line, place, 0)
             try:
-                row = json.loads(line.decode(errors="replace"))
+                row = json.loads(content)
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
+                raise ValueError(f"{place}: not JSON, of which each line has to be one object: {error}") from None
             text = row.get(field) if isinstance(row, dict) else None
+            if isinstance(row, dict) and field in row and text is None:
+                text = ""  # left out, as a null of Parquet
             if not isinstance(text, str):
                 has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                 has = f"{type(text).__name__} there" if text is not None else has
-                raise ValueError(f"{path}, line {number}: no text under {field!r}, it has {has}")
+                raise ValueError(f"{place}: no text under {field!r}, it has {has}")
             yield Document(text.encode(errors="replace").decode(), len(line))  # JSON can spell half a surrogate pair
 
 

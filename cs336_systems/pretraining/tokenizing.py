@@ -18,6 +18,7 @@ dataset; after a kill the hidden folder (``.NAME.PID.tmp``) remains and can be r
 
 import hashlib
 import os
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -110,6 +111,10 @@ def tokenize(options: TokenizeOptions) -> Dataset:
         raise ValueError(f"--out {out} is there already; --replace makes it anew")
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[tokens]}"))
+    if corpus.skipped:
+        others = ", ".join(f"{number:,} {suffix}" for suffix, number in corpus.skipped[:10])
+        n_skipped = sum(number for _, number in corpus.skipped)
+        print(f"{n_skipped:,} files are passed over for their suffix: {others}", file=sys.stderr)
     shown = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
     with shown as progress:
         progress.add_task(f"tokenizer {options.tokenizer}", total=corpus.n_bytes, tokens="")
@@ -193,7 +198,8 @@ def _write(
     for split, wanted in ((train, fraction < 1), (evaluation, fraction > 0)):
         if wanted and not split.documents:
             fault = f"none of {n_documents} documents is for {split.name} at --evaluation-fraction {fraction:g}"
-            raise ValueError(f"{fault}: take another, or --separator to divide the text into more")
+            advice = "--separator says where documents end, and fraction 0 holds none out"
+            raise ValueError(f"{fault}: {advice}")
     return {split.name: split.summary() for split in (train, evaluation) if split.documents}
 
 

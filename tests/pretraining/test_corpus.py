@@ -49,10 +49,39 @@ def test_separated_documents_whatever_the_chunks(tmp_path_factory, documents, ch
     assert [document.text for document in found] == [text for text in whole.split("<|end|>") if text]
 
 
+def test_files_are_taken_for_what_they_are_or_refused(tmp_path):
+    inside, linked = tmp_path / "inside", tmp_path / "linked"
+    inside.mkdir()
+    linked.mkdir()
+    rows = b'\xef\xbb\xbf{"text": "one"}\n{"text": null}\n{"text": "\\u0000"}\n'
+    for name, content in (("b.JSONL", rows), ("c.Txt", b"\xef\xbb\xbfcaf\xc3\xa9\r\n"), ("d.rst", b"-"), ("e", b"-")):
+        (inside / name).write_bytes(content)
+    (linked / "f.MD").write_text("linked")
+    (inside / "a").symlink_to(linked)
+    (linked / "loop").symlink_to(inside)
+    corpus = Corpus.find([inside])
+    assert [document.text for document in corpus.documents()] == ["linked", "one", "\0", "café\r\n"]
+    assert dict(corpus.skipped) == {".rst": 1, "without suffix": 1}
+    (inside / "b.JSONL").rename(inside / "web.json")
+    assert texts(inside / "web.json") == ["one", "\0"]
+    (inside / "g.jsonl.GZ").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"g.jsonl.GZ is compressed"):
+        texts(inside)
+    for content, byte in (
+        (b"a|caf\xe9", 5),
+        ("a".encode("utf-16"), 0),
+        ("ab".encode("utf-16-le"), 1),
+        (b"PK\3\4\0", 4),
+        (b"\x1f\x8b", 1),
+    ):
+        for name in ("x.bin", "x.json"):
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(ValueError, match=rf"{name}.* byte {byte} "):
+                texts(tmp_path / name, separator="|")
+
+
 def test_texts_that_are_no_document(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
-    path.write_bytes(b"caf\xe9\r\n")
-    assert texts(path) == ["caf\N{REPLACEMENT CHARACTER}\r\n"]
     monkeypatch.setattr(module, "MOST_BYTES", 5)
     monkeypatch.setattr(module, "_CHUNK_BYTES", 2)
     path.write_text("abc|def|g")
