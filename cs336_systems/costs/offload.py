@@ -21,8 +21,6 @@ OFFLOADS = (*STATES, "gradients", "residual")
 
 BATCH_ELEMENTS = 2**25
 """Elements that the optimizer fetches together: 64 MiB of bf16 state take 1.2 ms at 55 GB/s, a hundred launches."""
-BATCHES_ON_DEVICE = 3
-"""Batches on the device at a time: one is fetched, one is updated, one is sent back."""
 IN_FLIGHT_BYTES = 2**30
 """Bytes of gradients that may be in flight to the host: a block of 14B has 0.5 GiB, all made at once."""
 

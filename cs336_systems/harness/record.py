@@ -28,8 +28,6 @@ from cs336_systems.case import Parallel, TrainingCase
 
 SCHEMA_VERSION = 1
 
-STATUSES = ("ok", "oom", "predicted-oom", "timeout", "unsupported", "error", "interrupted")
-
 _LEADING = ("schema_version", "benchmark", "variant")
 _RESULT = ("status", "message", "metric", "unit", "median", "mean", "std", "p10", "p90", "n", "samples")
 _PROVENANCE = (
