@@ -6,7 +6,7 @@
     model.safetensors           or shards and model.safetensors.index.json, above a size
     tokenizer.json, tokenizer_config.json, chat_template.jinja (if there is one)
     tokenizer/                  the tokenizer alone, where transformers would put another in its place
-    generation_config.json      text begins after an end of text, and ends with one
+    generation_config.json      how text begins, by the tokenizer's template or after an end of text, and ends
     export.json                 where this came from, and the names of these files
 
 The folder appears when it is complete. An earlier export in its place is replaced, as long as nobody has put anything
@@ -98,9 +98,12 @@ def export(
             )
             (hidden / ALONE).mkdir()
             _copy_tokenizer(hidden / ALONE, model.tokenizer, loaded)
-        special = {"bos_token_id": _bos_id(hidden, loaded), "eos_token_id": loaded.eos_id}
+        special = {"bos_token_id": _id_in(hidden, "bos_token", loaded), "eos_token_id": loaded.eos_id}
+        pad_id = _id_in(hidden, "pad_token", loaded)
         _write_json(hidden / "config.json", config_to_hf(config) | special | {"torch_dtype": _DTYPES[written]})
-        _write_json(hidden / "generation_config.json", special | {"pad_token_id": loaded.eos_id})
+        _write_json(
+            hidden / "generation_config.json", special | {"pad_token_id": loaded.eos_id if pad_id is None else pad_id}
+        )
         files = sorted(_files(hidden))
         _write_json(hidden / MANIFEST, {"layout": LAYOUT, "origin": dict(origin or {}), "files": files})
     return Exported(folder, tuple(files), written, tuple(notes))
@@ -149,11 +152,12 @@ def _copy_tokenizer(folder: Path, tokenizer: Path, loaded: JsonTokenizer) -> Non
     """The definition as it is, with its own config or one that any version of transformers understands."""
     copy_tokenizer(tokenizer, folder)
     config, eos = folder / "tokenizer_config.json", loaded.eos_token
+    begin = {"bos_token": loaded.token(loaded.prefix[0])} if loaded.prefix else {}
     settings: dict[str, Any] = {"bos_token": eos, "pad_token": eos, "unk_token": None}
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if config.exists():
         settings = read_json(config)
-    _write_json(config, settings | {"eos_token": eos})
+    _write_json(config, settings | begin | {"eos_token": eos})
 
 
 def _files(folder: Path) -> set[str]:
@@ -161,10 +165,10 @@ def _files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
 
 
-def _bos_id(folder: Path, loaded: JsonTokenizer) -> int | None:
-    """The token that texts begin with, by the tokenizer's config; None if it says that there is none."""
-    bos = read_json(folder / "tokenizer_config.json").get("bos_token")
-    token = bos["content"] if isinstance(bos, dict) else bos
+def _id_in(folder: Path, name: str, loaded: JsonTokenizer) -> int | None:
+    """The id of a special token, such as ``bos_token``, in the tokenizer's config; None if it says there is none."""
+    named = read_json(folder / "tokenizer_config.json").get(name)
+    token = named["content"] if isinstance(named, dict) else named
     return None if token is None else JsonTokenizer(loaded.json(), token).eos_id
 
 

@@ -3,7 +3,8 @@
     tokenizer = train_bpe(texts, vocab_size=4096)
     tokenizer = load_tokenizer(Path("Qwen2.5-0.5B"))        # the file, or a Hugging Face folder that has it
     tokenizer = ByteTokenizer()                             # 256 bytes and the end of text
-    tokenizer.encode(texts)                                 # (n,) ids of each text, the end of text last
+    tokenizer.encode(texts)                                 # (n,) ids of each text, the end of text last; before it
+                                                            # what the template puts there, as <|begin_of_text|>
     path.write_text(tokenizer.json())                       # for tokenizers.Tokenizer.from_file, to decode samples
 
 Byte-level BPE (Radford et al. 2019) merges bytes within words, so every text can be written and read back. Text that
@@ -14,6 +15,7 @@ tokenizer can be sent to other processes; its ids are below ``vocab_size``, and 
 import json
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +78,30 @@ class JsonTokenizer:
             raise ValueError(f"it has no token {eos!r} to end documents with")
         self.eos_id, self.eos_token = eos_id, eos_token
         self.vocab_size = max(self.vocabulary().values()) + 1
+        self.prefix = self._prefix()
+
+    def _prefix(self) -> list[int]:
+        """The ids that the definition's template puts before each text, as <|begin_of_text|>."""
+        for text in ("a", *self.vocabulary()):
+            with suppress(Exception):  # there may be no id for that text
+                encoded = self._definition.encode(text)
+                return encoded.ids[: encoded.sequence_ids.index(0)]
+        return []
+
+    def token(self, token_id: int) -> str | None:
+        """The token of an id, None if there is none."""
+        return self._definition.id_to_token(token_id)
 
     def vocabulary(self) -> dict[str, int]:
         """Ids by token."""
         return self._definition.get_vocab(with_added_tokens=True)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        encoded = self._definition.encode_batch_fast(list(texts), add_special_tokens=False)  # twice as fast: no offsets
-        return [np.array([*one.ids, self.eos_id], np.uint32) for one in encoded]
+        try:  # the fast one computes no offsets, in half the time
+            encoded = self._definition.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more specific
+            raise ValueError(f"the tokenizer cannot encode all of the text: {error}") from None
+        return [np.array([*self.prefix, *one.ids, self.eos_id], np.uint32) for one in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD."""
@@ -174,8 +192,11 @@ def load_tokenizer(path: Path, eos: str | int | None = None) -> JsonTokenizer:
     config = file.with_name("tokenizer_config.json")
     try:
         if eos is None and config.exists():
-            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-            eos = eos["content"] if isinstance(eos, dict) else eos
+            settings = json.loads(config.read_text(encoding="utf-8"))
+            eos = settings.get("eos_token") if isinstance(settings, dict) else settings
+            eos = eos.get("content") if isinstance(eos, dict) else eos
+            if eos is not None and not isinstance(eos, str):
+                raise ValueError(f"{config.name} names no end of text but {str(eos)[:50]}")
         return JsonTokenizer(file.read_text(encoding="utf-8"), END_OF_TEXT if eos is None else eos)
     except ValueError as error:
         raise ValueError(f"tokenizer {file}: {error}") from None

@@ -5,7 +5,7 @@
     data/web-Qwen2.5-0.5B/
       train-00000.bin ...        --shard-tokens each; a document may begin in one file and end in the next
       evaluation-00000.bin ...
-      tokenizer.json             the tokenizer that made them
+      tokenizer.json             the tokenizer that made them, and what transformers reads with it, if it is there
       dataset.json               files, documents, bytes of text and tokens of each split; vocabulary, end of text
 
 Processes encode batches of documents, and results come in the order of the documents. A document is held out for
@@ -35,7 +35,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from cs336_systems.pretraining.corpus import SUFFIXES, Corpus, Document
 from cs336_systems.pretraining.dataset import MANIFEST, MOST_TOKENS, Dataset, TokenFileWriter, check_width, describe
 from cs336_systems.pretraining.publishing import published
-from cs336_systems.pretraining.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from cs336_systems.pretraining.tokenizer import ByteTokenizer, Tokenizer, copy_tokenizer, load_tokenizer, train_bpe
 from cs336_systems.processes import Died, FreshProcess, start_server
 
 _BATCH_CHARACTERS = 2**19
@@ -123,6 +123,8 @@ def tokenize(options: TokenizeOptions) -> Dataset:
         try:
             with published(out) as folder:
                 splits = _write(folder, options, corpus, tokenizer, progress)
+                if options.tokenizer not in ("bpe", "bytes"):
+                    copy_tokenizer(Path(options.tokenizer), folder)
                 named = {"name": options.tokenizer, "vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
                 describe(folder, tokenizer.json(), named, corpus.description, len(corpus.files), splits)
         except OSError as error:
@@ -290,9 +292,12 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 def _receive(process: FreshProcess) -> tuple[_Encoded, _Encoded]:
     try:
-        return process.receive()
+        answer = process.receive()
     except Died as death:
         raise RuntimeError(f"a process that encodes text {death}") from None
+    if isinstance(answer, ValueError):
+        raise answer
+    return answer
 
 
 def _serve(connection: Connection, tokenizer: Tokenizer, fraction: float) -> None:
@@ -300,7 +305,12 @@ def _serve(connection: Connection, tokenizer: Tokenizer, fraction: float) -> Non
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have processes of their own
     with suppress(EOFError, OSError):  # the latter where the other side went in the middle of a message
         while True:
-            connection.send(_encode(connection.recv(), tokenizer, fraction))
+            texts = connection.recv()
+            try:
+                answer: Any = _encode(texts, tokenizer, fraction)
+            except ValueError as error:
+                answer = error
+            connection.send(answer)
 
 
 def _encode(texts: Sequence[str], tokenizer: Tokenizer, fraction: float) -> tuple[_Encoded, _Encoded]:

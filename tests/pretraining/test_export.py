@@ -13,17 +13,19 @@ import sys
 from dataclasses import replace
 
 import pytest
+import tokenizers
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
 from cs336_systems.pretraining import export as export_module
-from cs336_systems.pretraining.checkpoint import ModelOfRun
+from cs336_systems.pretraining.checkpoint import ModelOfRun, write_run_json
 from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from cs336_systems.pretraining.tokenizing import TokenizeOptions, tokenize
 from tests.distributed.checks import spawn
 from tests.pretraining.checkpointed import FAMILIES, LLAMA, model_of, write_tokenizer
 
@@ -116,6 +118,40 @@ def test_the_tokenizer_is_the_runs(family, kind, tmp_path):
     for settings in (model.config, model.generation_config):
         assert (settings.eos_token_id, settings.bos_token_id) == (ours.eos_id, ours.eos_id)
     assert load_tokenizer(tmp_path / "out").eos_id == ours.eos_id
+
+
+def test_a_tokenizer_with_a_template_goes_from_data_to_the_export_as_transformers_reads_it(tmp_path):
+    definition = tokenizers.Tokenizer.from_str(BPE.json())
+    definition.add_special_tokens(["<|begin|>", "<|end|>", "<|pad|>"])
+    begin, end, pad = range(BPE.vocab_size, BPE.vocab_size + 3)
+    template = tokenizers.processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", begin)])
+    definition.post_processor = tokenizers.processors.Sequence([tokenizers.processors.ByteLevel(), template])
+    PreTrainedTokenizerFast(
+        tokenizer_object=definition,
+        bos_token="<|begin|>",
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        model_max_length=77,
+        chat_template="{{ messages[0].content }}",
+    ).save_pretrained(tmp_path / "original")
+    original = AutoTokenizer.from_pretrained(tmp_path / "original")
+    (tmp_path / "a.txt").write_text(TEXT)
+    how = {"tokenizer": str(tmp_path / "original"), "evaluation_fraction": 0.0, "processes": 1}
+    data = tokenize(TokenizeOptions(input=(tmp_path / "a.txt",), out=tmp_path / "data", **how))
+    assert data.train is not None
+    assert data.train.files[0].tokens.tolist() == [*original(TEXT)["input_ids"], end]
+    config = replace(LLAMA, vocab_size=data.vocab_size)
+    run = write_run_json(tmp_path / "run", ModelOfRun(config, data.tokenizer, data.eos_id))
+    export(tmp_path / "out", model_of(config).state_dict(), run)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs(TEXT)["input_ids"] == original(TEXT)["input_ids"]
+    for name in ("bos_token", "eos_token", "pad_token", "model_max_length", "chat_template"):
+        assert getattr(theirs, name) == getattr(original, name)
+    generation = load_theirs(tmp_path / "out").generation_config
+    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (begin, end, pad)
+    (tmp_path / "run/tokenizer_config.json").unlink()  # the template alone says how text begins
+    export(tmp_path / "out", model_of(config).state_dict(), run)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").bos_token_id == begin
 
 
 def test_a_tokenizer_of_qwen_comes_through_auto_tokenizer(tmp_path):

@@ -101,6 +101,11 @@ def test_tokenizers_that_are_not_there_or_not_whole(folder):
     for eos in ("<eos>", 4000):
         with pytest.raises(ValueError, match=f"tokenizer.json: .*{eos}"):
             load_tokenizer(folder, eos)
+    for content in ([], [1], {"eos_token": 3}, {"eos_token": ["</s>"]}):
+        (folder / "tokenizer_config.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=r"tokenizer.json: tokenizer_config.json names no end of text"):
+            load_tokenizer(folder)
+    (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json: no definition of a tokenizer"):
         load_tokenizer(folder)

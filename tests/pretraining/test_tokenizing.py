@@ -10,11 +10,12 @@ from multiprocessing import Pipe
 import numpy as np
 import psutil
 import pytest
+import tokenizers
 
 from cs336_systems.pretraining import tokenizing
 from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.dataset import Dataset
-from cs336_systems.pretraining.tokenizer import ByteTokenizer
+from cs336_systems.pretraining.tokenizer import END_OF_TEXT, ByteTokenizer
 from cs336_systems.pretraining.tokenizing import TokenizeOptions, default_folder, is_held_out, tokenize
 
 
@@ -114,6 +115,15 @@ def test_a_killed_process_is_said_and_nothing_is_written(lines, monkeypatch):
     with pytest.raises(RuntimeError, match="SIGKILL"):
         make(lines, "out", processes=2)
     assert [path.name for path in lines.parent.iterdir()] == ["lines.jsonl"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_tokenizer_without_an_id_for_some_text_is_refused(lines, tmp_path, processes):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"document": 0, END_OF_TEXT: 1}, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    with pytest.raises(ValueError, match=r"cannot encode .*Missing"):
+        make(lines, "out", tokenizer=str(tmp_path / "words.json"), processes=processes)
 
 
 def test_what_cannot_be_divided_is_said(tmp_path):
