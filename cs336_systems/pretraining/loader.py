@@ -17,10 +17,11 @@ Cutting takes 11 ms of a core for 524,288 tokens (AMD EPYC). A CUDA graph that i
 ``capture_error_mode="thread_local"``, as with any thread that pins memory; ``training/cuda_graph.py`` has it.
 """
 
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ from cs336_systems.pretraining.dataset import TokenStream
 
 _AHEAD = 2
 """Batches that are read before they are asked for."""
+_PLACES, _PLACE_TOKENS = 16, 1024
+"""Evenly spaced places of a stream by which it is recognised, and the most tokens of each: one page of the disk."""
 
 
 class Sequences:
@@ -48,8 +51,8 @@ class Sequences:
     def __init__(
         self, stream: TokenStream, context_length: int, vocab_size: int, device: torch.device | str = "cpu"
     ) -> None:
-        self.context_length, self.n_tokens = context_length, len(stream)
-        self._stream, self._vocab_size, self._device = stream, vocab_size, torch.device(device)
+        self.context_length, self.n_tokens, self.stream = context_length, len(stream), stream
+        self._vocab_size, self._device = vocab_size, torch.device(device)
         first = stream.files[0].path
         if len(self) < 1:
             needed = f"one sequence of {context_length:,} needs {context_length + 1:,}"
@@ -72,9 +75,9 @@ class Sequences:
         tokens = np.empty(length + 1, np.int64)
         for row, number in enumerate(numbers):
             start = int(number) * length
-            self._stream.copy(start, tokens)
+            self.stream.copy(start, tokens)
             if tokens.max() >= self._vocab_size:
-                place = self._stream.place(start + int(tokens.argmax()))
+                place = self.stream.place(start + int(tokens.argmax()))
                 fault = f"token {tokens.max()} is beyond the model's vocabulary of {self._vocab_size:,}"
                 raise ValueError(f"{fault}: {place}")
             inputs[row], targets[row] = tokens[:-1], tokens[1:]
@@ -122,20 +125,34 @@ class Loader:
         self._taken += self.batch_size
         return self._sequences.send(batch)
 
-    def state_dict(self) -> dict[str, int]:
+    def epochs_after(self, n_batches: int) -> float:
+        """Epochs, of which a part may be one, that so many more batches reach."""
+        return (self._taken + n_batches * self.batch_size) / len(self._sequences)
+
+    def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins, ``position`` being in sequences; and the data and order that this is in."""
         epoch, position = divmod(self._taken, len(self._sequences))
-        return {"epoch": epoch, "position": position, **self._identity}
+        return {
+            "epoch": epoch,
+            "position": position,
+            "fingerprint": fingerprint(self._sequences.stream),
+            **self._identity,
+        }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the state was taken; batch and world size may be others.
 
         Raises:
-            ValueError: it is of another seed, context length or number of tokens.
+            ValueError: it is of another seed, context length or number of tokens, or of other tokens.
         """
         for name, own in self._identity.items():
             if state[name] != own:
                 raise ValueError(f"the data were at a position for {name} {state[name]:,}, and this run has {own:,}")
+        stream = self._sequences.stream
+        places = zip(fingerprint(stream), state.get("fingerprint", ()), strict=False)  # () in states before 2026-11-27
+        if sum(now != then for now, then in places) > 1:  # a broken token may have been mended in one of them
+            fault = "has as many tokens as the data of the saved run, but other ones: name another --out"
+            raise ValueError(f"{stream.files[0].path} {fault}")
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()
@@ -159,6 +176,17 @@ class Loader:
             chosen[done : done + len(part)] = part
             done += len(part)
         return self._sequences.read(chosen)
+
+
+def fingerprint(stream: TokenStream) -> list[int]:
+    """Checksums of evenly spaced places of a stream, whatever its files and their width."""
+    found = []
+    for place in range(_PLACES):
+        start, end = (len(stream) * edge // _PLACES for edge in (place, place + 1))
+        tokens = np.empty(min(end - start, _PLACE_TOKENS), "<i8")
+        stream.copy(start, tokens)
+        found.append(zlib.crc32(tokens.tobytes()))
+    return found
 
 
 def epoch_order(n_sequences: int, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -1,13 +1,16 @@
 """From options to the parts of a run: data, the model and its step, the learning rate. The same on every rank."""
 
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cs336_systems.config import ModelConfig, resolve_size
-from cs336_systems.distributed.process_group import Rank, on_rank_0
+from cs336_systems.declared import flag
+from cs336_systems.distributed.process_group import Rank, on_every_rank, on_rank_0
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.harness.fit import check_fit
 from cs336_systems.harness.isolation import PredictedOutOfMemory
@@ -17,7 +20,7 @@ from cs336_systems.pretraining.capped import CappedStep
 from cs336_systems.pretraining.checkpoint import ModelOfRun, write_run_json
 from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.dataset import Dataset
-from cs336_systems.pretraining.loader import Loader, Sequences
+from cs336_systems.pretraining.loader import Loader, Sequences, fingerprint
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.pretraining.run_records import Device
 from cs336_systems.pretraining.schedules import LearningRate
@@ -27,6 +30,9 @@ from cs336_systems.training.assemble import build_model, finish
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.step import TrainStep
 
+_MAY_DIFFER = ("data", "walltime", "log_every", "tensorboard", "wandb", "export")
+"""Options that need not be the same on all ranks: a folder on each node, whose tokens are compared, a limit that holds
+for all, and those of the first rank alone."""
 _VOCABULARY_MULTIPLE = 64
 """A model's vocabulary is rounded up to a multiple: rows of the head that tensor cores and ranks divide."""
 
@@ -67,13 +73,16 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     """Open the data, describe the run in its folder, build the model and its step; a collective.
 
     Raises:
-        ValueError: options, data, folder, weights or device do not serve; one sentence, and nothing is lost.
+        ValueError: options, data, folder, weights or device do not serve, or are not the same on all ranks; one
+            sentence, and nothing is lost.
         OSError: something cannot be read or written.
     """
-    options.check()
+    _check_alike(lambda: _asked(options))
     if options.capped and rank.world_size > 1:
         raise ValueError(f"--device-gib and --host-gib are for one rank, and here are {rank.world_size}")
-    dataset = Dataset.open(options.data or on_rank_0(default_data))
+    data = options.data or on_rank_0(default_data)
+    _check_alike(lambda: _found(options, data))
+    dataset = Dataset.open(data)
     if dataset.train is None:
         raise ValueError(f"{dataset.folder} has nothing to train on, all of it is held out")
     if options.evaluate_every is not None and dataset.evaluation is None:
@@ -119,6 +128,36 @@ def config_of(options: TrainOptions, dataset: Dataset | None) -> ModelConfig:
         return config
     rounded = -(-dataset.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
     return replace(config, vocab_size=rounded)
+
+
+def _check_alike(say: Callable[[], dict[str, Any]]) -> None:
+    """Raise ValueError on every rank unless all say the same, or what one of them raises; a collective."""
+    everyone = on_every_rank(say)
+    others = []
+    for name, first in everyone[0].items():
+        for number, said in enumerate(everyone):
+            if said[name] != first:
+                others.append(f"{name} is {first} on rank 0 and {said[name]} on rank {number}")
+                break
+    if others:
+        raise ValueError(f"all ranks must train the same: {', '.join(others)}")
+
+
+def _asked(options: TrainOptions) -> dict[str, Any]:
+    """The options that must be the same on all ranks; raises ValueError as their ``check`` does."""
+    options.check()
+    own = {flag(name): value for name, value in asdict(options).items() if name not in _MAY_DIFFER}
+    return own | {"whether there is --data": options.data is not None}
+
+
+def _found(options: TrainOptions, data: Path) -> dict[str, Any]:
+    """Data and model as this rank finds them; ValueError or OSError if it finds none."""
+    dataset = Dataset.open(data)
+    found = {f"the model's {name}": value for name, value in asdict(config_of(options, dataset)).items()}
+    for name, stream in (("tokens to learn", dataset.train), ("tokens held out", dataset.evaluation)):
+        checksum = None if stream is None else f"{zlib.crc32(repr(fingerprint(stream)).encode()):08x}"
+        found |= {f"the number of {name}": stream and len(stream), f"the checksum of {name}": checksum}
+    return found
 
 
 def _check_fit(case: TrainerCase, rank: Rank) -> None:

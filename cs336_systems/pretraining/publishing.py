@@ -18,14 +18,18 @@ from pathlib import Path
 def published(out: Path) -> Iterator[Path]:
     """A hidden folder, which gets the name, and an earlier folder's place, if the block ends well; else it goes.
 
-    Its files are on the disk before it has the name.
+    Its files are on the disk before it has the name, and may be read as the usual umask says, whoever wrote them. Where
+    the name is a link, the folder that it leads to is replaced.
     """
+    out = out.resolve()
     hidden = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     earlier = hidden.with_suffix(".old")
     hidden.mkdir(parents=True)
     try:
         yield hidden
         for path in (*hidden.rglob("*"), hidden):
+            if path.is_file():
+                path.chmod(hidden.stat().st_mode & 0o666)  # the umask's; safetensors writes files with 0600
             _flush(path)
         if out.exists():
             out.rename(earlier)

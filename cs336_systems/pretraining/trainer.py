@@ -167,12 +167,15 @@ def _open_log(prepared: PreparedRun, first_step: int, sinks: Sequence[Sink]) -> 
         run = read_run(path) if path.exists() else None
         earlier = [step for step in (run.all(Step) if run else ()) if step.step < first_step]
         before = run.last(Options) if run and first_step else None
+        data = run.last(Data) if run and first_step else None
         trackers = list(trackers_of(options, first_step))
         log = RunLog(LogFile.open(path, resume=True), *sinks, *trackers, earlier=earlier)
         try:
             log.write(asked)
             if before is not None and (changes := changed_options(before, asked)):
                 log.say(f"unlike the session before: {changes}")
+            if data is not None and data.tokens_per_step != prepared.tokens_per_step:
+                log.say(_other_batch(data.tokens_per_step, prepared, first_step), "warning")
         except OSError:
             log.close()
             raise
@@ -182,11 +185,25 @@ def _open_log(prepared: PreparedRun, first_step: int, sinks: Sequence[Sink]) -> 
     return logs[0]
 
 
+def _other_batch(before: int, prepared: PreparedRun, first_step: int) -> str:
+    """What changes in a run whose steps had ``before`` tokens, as on another number of ranks, and how to keep it."""
+    options, world_size = prepared.options, prepared.case.world_size
+    epochs = prepared.loader.epochs_after(prepared.n_steps - first_step)
+    was = f"a step has {prepared.tokens_per_step:,} tokens now and had {before:,} before step {first_step:,}"
+    now = f"the {prepared.n_steps:,} steps of the run are {epochs:.2f} epochs"
+    rows, rest = divmod(before, options.context_length * world_size)
+    if rest:
+        return f"{was}: {now}; {before:,} cannot be divided over {world_size} ranks"
+    return f"{was}: {now}; --total-batch-tokens {before} --batch-size {math.gcd(rows, options.batch_size)} keeps them"
+
+
 def _introduce(prepared: PreparedRun, rank: Rank, log: RunLog, first_step: int) -> None:
     """Log device, model, data, memory and speed of light."""
     options, config, dataset = prepared.options, prepared.config, prepared.dataset
     device = describe_device(rank)
     log.write(device)
+    if options.zero and rank.world_size == 1:
+        log.say(f"--zero {options.zero} shards nothing on one rank: torchrun starts several", "warning")
     log.write(Model(config.name, config.n_parameters, config.context_length))
     split, tokenizer = dataset.manifest["splits"], dataset.manifest["tokenizer"]
     held_out = split["evaluation"]["tokens"] if "evaluation" in split else 0

@@ -179,10 +179,17 @@ def content(folder):
 
 def test_what_may_be_replaced(write, tmp_path):
     out, first, second = tmp_path / "out", model_of(LLAMA), model_of(FAMILIES["qwen"])
-    out.mkdir()
+    disk = tmp_path / "disk" / "models"
+    disk.mkdir(parents=True)
+    out.symlink_to(disk)
     write(first)
     write(second)  # an earlier export, untouched
-    assert config_from_hf(out).qkv_bias
+    assert config_from_hf(disk).qkv_bias and out.is_symlink() and os.listdir(disk.parent) == ["models"]
+    (tmp_path / "usual").touch()
+    modes = {path.stat().st_mode for path in (tmp_path / "usual", *disk.rglob("*")) if path.is_file()}
+    assert len(modes) == 1, "weights are not read by others as usual"
+    out.unlink()
+    write(first)
     for name in ("README.md", "tokenizer/added.json"):
         (out / name).write_text("precious")
         before = content(out)

@@ -1,6 +1,8 @@
 """The loader: each epoch once, the same global batches on any number of ranks, and resumed as if never stopped."""
 
 import itertools
+from contextlib import nullcontext
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -8,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from cs336_systems.pretraining.dataset import TokenFile, TokenStream
 from cs336_systems.pretraining.evaluation import evaluation_batches
-from cs336_systems.pretraining.loader import Loader, Sequences, epoch_order
+from cs336_systems.pretraining.loader import Loader, Sequences, epoch_order, fingerprint
 from tests.pretraining.trained import counting
 
 SHAPES = st.tuples(st.integers(1, 7), st.integers(1, 25))
@@ -86,7 +89,8 @@ def test_a_run_continues_anywhere_with_another_batch_and_world(shape, at, rows, 
 
 def test_the_state_is_where_the_next_batch_begins_and_that_of_another_run_is_refused():
     with make(counting(101), 10, 4, seed=5) as loader, make(counting(101), 10, 4, seed=5) as other:
-        assert loader.state_dict() == {"epoch": 0, "position": 0, "seed": 5, "context_length": 10, "n_tokens": 101}
+        place = {"epoch": 0, "position": 0, "seed": 5, "context_length": 10, "n_tokens": 101}
+        assert loader.state_dict() == place | {"fingerprint": fingerprint(counting(101, 40))}
         take(loader, 2)
         assert loader.state_dict()["position"] == 8
         take(loader, 1)
@@ -95,6 +99,20 @@ def test_the_state_is_where_the_next_batch_begins_and_that_of_another_run_is_ref
             with pytest.raises(ValueError, match=f"{name} 5,000, and this run has"):
                 loader.load_state_dict(loader.state_dict() | {name: 5000})
         assert take(loader, 1) == take(other, 4)[3:]
+        other.load_state_dict(place)  # as it was saved before there were fingerprints
+
+
+def test_other_tokens_of_the_same_number_are_refused_and_a_mended_token_is_not():
+    state = {"epoch": 0, "position": 3, "seed": 0, "context_length": 10, "n_tokens": 100_001}
+    mended, other = np.arange(100_001, dtype=np.uint32), np.arange(1, 100_002, dtype=np.uint32)
+    mended[50_000] = 7
+    for tokens, refused in ((mended, False), (other, True)):
+        stream = TokenStream([TokenFile(Path("mine.bin"), 1, tokens)])
+        with make(stream, 10, 4) as loader:
+            saved = state | {"fingerprint": fingerprint(counting(100_001, 70_000))}
+            with pytest.raises(ValueError, match=r"mine\.bin") if refused else nullcontext():
+                loader.load_state_dict(saved)
+            assert loader.state_dict()["position"] == (0 if refused else 3)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own_for_ever():

@@ -137,6 +137,18 @@ def test_a_run_that_is_done_is_left_and_one_that_resumes_has_its_own_hyperparame
     assert all((group["betas"], group["eps"]) == ((0.5, 0.6), 1e-3) for group in (matrices, others))
 
 
+def test_a_run_that_resumes_with_other_steps_says_what_that_changes(whole, alone, tmp_path):
+    """As on another number of ranks: 249 sequences, of which 8 steps take 8 and 2 steps take 6."""
+    shutil.copytree(whole / "run", tmp_path / "run")
+    for later in (9, 10):
+        shutil.rmtree(tmp_path / "run" / f"step-{later:08d}")
+    train(options(tmp_path, data=whole / "data", batch_size=6, save_every=1), alone)
+    messages = read_run(tmp_path / "run" / LOG).all(Message)
+    (said,) = (message for message in messages if "tokens now" in message.text)
+    assert said.level == "warning" and "96 tokens now and had 128 before step 8" in said.text
+    assert f"{(8 * 8 + 2 * 6) / 249:.2f} epochs" in said.text and "--total-batch-tokens 128 --batch-size 2" in said.text
+
+
 def test_what_a_block_keeps_and_recomputes_changes_no_bit(whole, alone, tmp_path):
     for name, how in (("kept", {"keep": "all"}), ("left", {"recompute": "norm-att"}), ("full", {"recompute": "full"})):
         train(options(tmp_path, data=whole / "data", out=tmp_path / name, **how), alone)
@@ -187,6 +199,8 @@ def test_a_run_that_is_told_to_end_makes_the_step_that_is_queued_next_and_no_mor
     monkeypatch.setattr(TrainStep, "__call__", told_in_the_fourth)
     outcome = train(options(whole, out=tmp_path / "run", zero=zero, evaluate_every=None), alone)
     assert (outcome.reason, outcome.steps) == ("terminated", 5)
+    said = [message.text for message in read_run(tmp_path / "run" / LOG).all(Message)]
+    assert any(f"--zero {zero} shards nothing" in text for text in said) == (zero > 0)
 
 
 def test_a_loss_alone_that_is_not_finite_is_noticed_before_the_model_changes(whole, alone, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Two ranks train what one does, however they divide the step, and take up each other's checkpoints."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -105,13 +106,33 @@ def test_the_same_bits_in_two_commands_and_by_copies(trained):
 
 
 @pytest.mark.slow
-def test_a_fault_of_one_rank_is_said_by_it(tmp_path):
+def test_a_fault_of_one_rank_is_said_by_it_and_ranks_that_are_unlike_by_all(tmp_path):
     """The second of two has the broken token, in its half of the third batch."""
     write_dataset(tmp_path / "data")
+    other = np.memmap(write_dataset(tmp_path / "other") / "train-00000.bin", "<u4", "r+", offset=1024)
+    other[:] = other[::-1].copy()
     tokens = np.memmap(tmp_path / "data" / "train-00000.bin", "<u4", "r+", offset=1024)
     tokens[16 * epoch_order(249, seed=0, epoch=0)[2 * 8 + 5] + 5] = 77_777
     with pytest.raises(Exception, match="rank 1: token 77777 .* 320: .*train-00000.bin"):
-        spawn(train_each, 2, [options(tmp_path, batch_size=4, evaluate_every=None)], timeout_s=60)
+        spawn(train_unlike, 2, tmp_path, timeout_s=60)
+
+
+def train_unlike(rank, folder):
+    """What no rank alone may have is refused by all, before anything is written; then a run, whose data are broken."""
+    asked = options(folder, batch_size=4, evaluate_every=None)
+    for changes, named in (
+        ({"learning_rate": 0.5}, "--learning-rate is 0.01 on rank 0 and 0.5 on rank 1"),
+        ({"steps": 11}, "--steps is 10 on rank 0 and 11 on rank 1"),
+        ({"betas": (0.5, 2.0)}, "--betas must lie"),
+        ({"data": folder / "other"}, "the checksum of tokens to learn is "),
+        ({"data": folder / "nowhere"}, "nowhere is no folder"),
+        ({"data": None}, "whether there is --data is True on rank 0 and False on rank 1"),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            train(replace(asked, **changes) if rank.rank else asked, rank)
+        assert named in str(refusal.value) and "\n" not in str(refusal.value)
+        assert not asked.out.exists()
+    train(replace(asked, walltime=900.0) if rank.rank else asked, rank)
 
 
 @pytest.mark.gpu
