@@ -20,7 +20,7 @@ import os
 import sys
 import time
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -40,6 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its node, which may lack what others have
     try:
         options = parse([one for one in given if one not in (_PRINT, _PRINT_MEMORY)])
+        if not given and options.device == "cpu":
+            options = replace(options, walltime=options.CPU_WALLTIME)
         options.check()
         if _PRINT in given:
             print(to_toml(options))
@@ -178,7 +180,8 @@ def _train(options: TrainOptions) -> int:
         else:
             print(f"{line[name]}: {what}")
     if outcome.reason != "done":
-        print(f"{options.out}: the same command goes on from step {outcome.steps:,}")
+        limit = f"--walltime {options.walltime:g} s has passed; " if outcome.reason == "walltime" else ""
+        print(f"{options.out}: {limit}the same command goes on from step {outcome.steps:,}")
     line |= _figures(options.out) | {"reason": outcome.reason, "resumed_at": outcome.first_step}
     print(json.dumps(line | {"s": round(time.perf_counter() - started, 2)}))
     return code

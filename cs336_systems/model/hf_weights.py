@@ -64,7 +64,9 @@ def to_hf_name(name: str) -> str:
 def _folder(path: str | os.PathLike[str]) -> Path:
     folder = Path(path)
     if not folder.is_dir():
-        raise FileNotFoundError(f"no checkpoint folder at {folder}")
+        fetch = f"; nothing is downloaded here: hf download {folder} --local-dir {folder.name} fetches it"
+        named = not folder.is_absolute() and len(folder.parts) == 2 and ".." not in folder.parts
+        raise FileNotFoundError(f"no checkpoint folder at {folder}{fetch if named else ''}")
     return folder
 
 

@@ -114,9 +114,11 @@ class RunFields:
         **{"size": "tiny", "context_length": 128, "batch_size": 8, "steps": 800},
         **{"learning_rate": 3e-3, "dtype": "fp32", "optimizer": "torch-fused"},
         **{"attention": "reference", "kernels": "reference"},
-        **{"evaluate_every": 200, "evaluation_sequences": 512, "save_every": 200, "log_every": 50, "walltime": 70.0},
+        **{"evaluate_every": 200, "evaluation_sequences": 512, "save_every": 200, "log_every": 50},
     }
-    """Smaller defaults without a GPU, so that a bare command ends in a minute and a half."""
+    """Smaller defaults without a GPU."""
+    CPU_WALLTIME: ClassVar[float] = 70.0
+    """Seconds of walltime of the command without any option on a CPU, so that a first try ends soon."""
 
     init: Path | None = None
     """Hugging Face folder whose weights are trained further, instead of --size."""
@@ -131,7 +133,7 @@ class RunFields:
         None, "Steps of the whole run, earlier commands included; by default one epoch.", sign="positive"
     )
     epochs: float | None = option(None, "Length of the run in epochs, instead of --steps.", sign="positive")
-    learning_rate: float = option(6e-4, "Highest learning rate.", sign="not negative")
+    learning_rate: float = option(6e-4, "Highest learning rate.", sign="not negative", aliases=("--lr",))
     schedule: ScheduleKind = "cosine"
     """Learning rate after the warm-up; wsd: constant, then a decay over --cooldown-steps."""
     warmup_steps: int | None = option(
@@ -200,7 +202,8 @@ class RunFields:
     """Export a Hugging Face folder into --out at the end."""
     walltime: float | None = option(
         None,
-        "Seconds after which the command saves and ends; run it again to resume. None: no limit.",
+        "Seconds after which the command saves and ends; run it again to resume. None: no limit. On a CPU the command "
+        "without any option ends after 70 s.",
         sign="positive",
     )
     seed: int = option(0, "Seed of parameters, data order and stochastic rounding.", sign="not negative")

@@ -1,16 +1,20 @@
 """A training run on the console: tables before the first step, then a line for each, and how far it is on a terminal.
 
-    [T] step   0 [  0.1%] | time  1869 ms | norm  4.3155 | loss  3.2826 | tps  35,065 | sol 42.9%
-    [V] step  50 [  5.0%] | time  1103 ms | loss  3.1190
-    [C] step  50 [  5.0%] | stall   210 ms | written  4102 ms | 2.76 GiB
+    [T] step  0 [  1.0%] | time 1869 ms | norm 4.3155 | loss 3.2826 | lr 3.0e-06 | tps 35,065 | sol 42.9% | left 0:03:05
+    [V] step 50 [ 50.0%] | time  1103 ms | loss 3.1190
+    [C] step 50 [ 50.0%] | stall   210 ms | written  4102 ms | 2.76 GiB
 
 T is a step; V an evaluation and C a checkpoint after so many steps, for which training waited as long as it stalled;
-tps are tokens per second of all ranks, sol is their share of the speed of light. A sink of the run's log, which hands
-it every record; piped, lines are plain, and each is out at once.
+lr is the learning rate, tps are tokens per second of all ranks, sol is their share of the speed of light, and left is
+the time that the steps still to be made take at the median of the last hundred, without evaluations. A sink of the
+run's log, which hands it every record; piped, lines are plain, and each is out at once.
 """
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 
 import pandas as pd
 from rich.console import Console
@@ -59,6 +63,8 @@ class RunConsole:
         self._in_lines = False
         """Whether what was shown last was a line, from which a table stands apart."""
         self._seconds_per_token: float | None = None
+        self._recent: deque[float] = deque(maxlen=100)
+        """Seconds of the last steps."""
         columns = (TextColumn("{task.fields[where]}"), BarColumn(None), TimeElapsedColumn(), TimeRemainingColumn())
         idle = not self._console.is_terminal
         self._progress = Progress(*columns, console=self._console, transient=True, disable=idle, expand=True)
@@ -73,6 +79,7 @@ class RunConsole:
             self._seconds_per_token = record.seconds_per_token
         elif isinstance(record, Step):
             self._advance(record.step + 1)
+            self._recent.append(record.seconds)
         if (table := record_table(record)) is not None:
             self._show(table)
         elif (line := self._line(record)) is not None:
@@ -123,11 +130,13 @@ class RunConsole:
             f"time {_ms(record.seconds)} ms",
             f"norm {record.norm:7.4f}",
             f"loss {record.loss:7.4f}",
+            f"lr {record.learning_rate:.1e}",
             f"tps {rate:7,.0f}",
         ]
         if self._seconds_per_token is not None:
             parts.append(f"sol {100 * rate * self._seconds_per_token:4.1f}%")
-        return " | ".join(parts)
+        left = (self._n_steps - record.step - 1) * statistics.median(self._recent)
+        return " | ".join([*parts, f"left {timedelta(seconds=round(left))}"])
 
     def _place(self, step: int, made: int) -> str:
         return f"step {step:{len(str(self._n_steps))}d} [{100 * made / self._n_steps:5.1f}%]"
@@ -201,6 +210,8 @@ def _options(record: Options) -> Table:
 def _memory(record: Memory) -> Table:
     caption = "Memory of one device" + (", predicted and actual" if record.actual_bytes else ", predicted")
     caption += f". {record.hint}" if record.hint else ""
+    if record.predicted_bytes.get("gradients") == 0:
+        caption += ". At the peak there are no gradients yet: activations make room for them"
     segments = {**record.predicted_bytes, **record.actual_bytes}
     small = segments.get("in all", max(segments.values(), default=GIB)) < GIB
     unit, of_unit = ("MiB", 2**20) if small else ("GiB", GIB)

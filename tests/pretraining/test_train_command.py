@@ -121,6 +121,7 @@ def test_bad_input_is_one_sentence_and_code_2(main, tmp_path, monkeypatch):
         (["--data", "torn"], "torn/train-00000.bin"),
         (["--data", "data", "--zero", "1", "--cuda-graph", "on"], "got cpu"),
         (["--data", "data", "--init", "."], "config.json"),
+        (["--data", "data", "--init", "Qwen/Qwen2.5-0.5B"], "hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B"),
         (["--data", "data", "--out", "run.toml"], "run.toml"),
     ):
         code, out, err = main(*arguments)
@@ -196,3 +197,18 @@ def test_under_caps_it_trains_exports_and_samples(main, load_script, tmp_path, c
         assert json.loads(capfd.readouterr()[0].splitlines()[-1])["new_tokens"] > 0
     code, out, err = main(*caps, "--zero", "1")
     assert (code, out, err.count("\n")) == (2, "", 1) and "--zero 1" in err
+
+
+def test_only_the_command_without_any_option_has_a_time_limit_and_what_ended_a_run_is_said(
+    main, load_script, monkeypatch
+):
+    script, asked = load_script("scripts/train.py"), []
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "_train", lambda options: asked.append(options.walltime) or 0)
+        for arguments in ([], ["--steps", "300"], ["--size", "tiny"], ["--walltime", "9"]):
+            script.main(arguments)
+    assert asked == [70.0, None, None, 9.0]
+    code, out, err = main(*QUICK, "--steps", "900", "--walltime", "1e-3", "--no-export")
+    assert (code, err) == (0, "")
+    said, line = out.splitlines()[-2:]
+    assert "--walltime 0.001 s" in said and json.loads(line)["reason"] == "walltime"

@@ -47,12 +47,20 @@ def test_a_line_for_each_step(shown):
     last = Checkpoint(9, 2964369408, 9.0, 15.0, 8.79), Checkpoint(10, 2_524_416, 0.002, 0.1, 0.0)
     lines = shown(BEGIN, LIGHT, STEP, *said, *last).splitlines()
     assert lines[-5:] == [
-        "[T] step    7 [  0.8%] | time  1869 ms | norm  4.3155 | loss  3.2826 | tps  35,065 | sol 42.9%",
+        "[T] step    7 [  0.8%] | time  1869 ms | norm  4.3155 | loss  3.2826 | lr 3.0e-04 | tps  35,065 | sol 42.9%"
+        " | left 0:30:54",
         "[V] step    8 [  0.8%] | time  1103 ms | loss  3.1190",
         "[C] step    8 [  0.8%] | stall   210 ms | written  4102 ms | 2.76 GiB",
         "[C] step    9 [  0.9%] | stall  9000 ms | for the one before  8790 ms | written 15000 ms | 2.76 GiB",
         "[C] step   10 [  1.0%] | stall   2.0 ms | written   100 ms | 2.4 MiB",
     ]
+
+
+def test_the_time_left_is_that_of_usual_steps_and_gradients_that_come_later_are_explained(shown):
+    steps = [replace(STEP, step=step, seconds=600.0 if step == 0 else 2.0) for step in range(100)]
+    assert "left 0:30:00" in shown(BEGIN, *steps).splitlines()[-1], "900 of 1,000 steps"
+    for gradients, said in ((0, True), (2**20, False)):
+        assert ("no gradients yet" in shown(BEGIN, Memory({"weights": 2**20, "gradients": gradients}))) == said
 
 
 def test_every_so_many_steps_but_always_what_is_not_finite(shown):
