@@ -106,9 +106,13 @@ def presented(
         from cs336_systems.report.show import show
         from cs336_systems.report.tables import Table
 
-        made = tables(outcome_rows(outcomes))
+        rows, budget = outcome_rows(outcomes), getattr(options, "memory_budget_gib", None)
+        peaks, notes = rows.loc[rows["metric"] == "peak_memory", "median"], {}
+        if budget is not None and (over := int((peaks > budget).sum())):
+            notes = {"peak GiB": f"{over} of {len(peaks)} above the budget of {budget:g}, which the prediction kept"}
+        made = tables(rows)
         for table in [made] if isinstance(made, Table) else made:
-            show(table, options.format)
+            show(replace(table, notes={**table.notes, **notes}), options.format)
         if csv and figures:
             rows = read_rows(csv)
             for ending, draw in figures.items():

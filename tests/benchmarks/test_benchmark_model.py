@@ -15,7 +15,7 @@ from cs336_systems.harness import sweep
 from cs336_systems.harness.record import Metric, RowFile, read_rows
 from cs336_systems.processes import FreshProcess
 from tests.benchmarks.commands import cells_of, run, run_in_a_process
-from tests.harness.cells import fake_ceiling, fake_model
+from tests.harness.cells import fake_ceiling, fake_large_model, fake_model
 
 ALWAYS_KNOWN = ("host", "python", "torch", "triton", "commit", "dirty", "argv", "seed", "timestamp")
 
@@ -167,10 +167,11 @@ def test_a_file_from_before_checkpointing_can_be_compared_with_but_not_continued
     assert re.search(r"\| tiny +\| step +\| +1.500 +\| +2.000 ", out), out
 
 
-def test_a_budget_picks_the_policy_of_every_cell_and_says_so(faked, command, tmp_path):
+def test_a_budget_picks_the_policy_of_every_cell_and_says_so(faked, command, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{MEASURED}.measure_model", fake_large_model)
     options = ("--size", "small", "--batch-size", 4, "--context-length", 256, 512, "--mode", "step")
-    code, _, err = command(*options, "--memory-budget-gib", 3, "--out", tmp_path)
-    assert code == 0
+    code, out, err = command(*options, "--memory-budget-gib", 3, "--out", tmp_path)
+    assert code == 0 and "2 of 2 above the budget of 3" in out
     rows = read_rows(tmp_path / "benchmark_model.csv").query("metric == 'step'")
     assert rows["checkpoint"].iloc[0] == "none"
     assert rows["checkpoint"].iloc[1].startswith("first-")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,6 +136,11 @@ def fake_model(cell: object, *, ceilings: dict[str, dict[str, float]], force: bo
         Metric("step", "ms", [1.0, 2.0, 3.0]),
         Metric("tokens_per_s", "1/s", [128e3], derived=True),
     ]
+
+
+def fake_large_model(cell: object, **passed: Any) -> list[Metric]:
+    """``fake_model``, whose peak is 3.5 GiB."""
+    return [*fake_model(cell, **passed), Metric("peak_memory", "GiB", [3.5])]
 
 
 def _ok(cell: Cell) -> list[Metric]:
