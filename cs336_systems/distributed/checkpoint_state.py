@@ -24,6 +24,18 @@ from cs336_systems.distributed.stretches import StoredTensor, Stretch
 MODEL, BUFFER, OPTIMIZER = "model/", "buffer/", "optimizer/"
 """In a checkpoint, names of parameters, of buffers and of optimizer state begin with these."""
 
+_TORCH = "torch.optim."
+"""The modules of torch's optimizers begin with this."""
+
+_ONLY_HOW = ("foreach", "fused", "capturable", "differentiable")
+"""Options of torch's optimizers that do not change what a step computes."""
+
+_DECOUPLED = "decoupled_weight_decay"
+"""By this option torch tells AdamW from Adam; other implementations of AdamW do without."""
+
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""Options that torch's schedulers add to the groups of any optimizer."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Share:
@@ -97,6 +109,7 @@ class NamedState:
         """
         if (device := next(iter(self._name_of)).device).type == "cuda":
             torch.cuda.synchronize(device)  # states in host memory may still be written
+        settings["optimizer_class"] = _class_of(optimizer)
         settings["optimizer"] = [
             {key: _plain(value) for key, value in group.items() if key != "params"} | {"params": names}
             for group, names in zip(optimizer.param_groups, self._groups(optimizer), strict=True)
@@ -129,7 +142,7 @@ class NamedState:
         The memory is the optimizer's own memory if it has its state ``in_place``, and host memory otherwise.
 
         Raises:
-            ValueError: the checkpoint has no optimizer, or one over other parameters.
+            ValueError: the checkpoint has no optimizer, one over other parameters, or one of another kind.
         """
         ours = self._groups(optimizer)
         theirs = [group["params"] for group in settings["optimizer"] or []]
@@ -139,6 +152,8 @@ class NamedState:
                 f"{[len(group) for group in theirs]} parameters, here are {[len(group) for group in ours]}, "
                 "or their names differ"
             )
+        if difference := _another_kind(optimizer, settings):
+            raise ValueError(f"{path} is a checkpoint of another optimizer: {difference}")
         if getattr(optimizer, "in_place", False):
             return self.optimizer(optimizer, {})
         updated = self._updated(optimizer)
@@ -179,6 +194,45 @@ class NamedState:
         else:
             numbered = {number_of[name]: values for name, values in state.items()}
             optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> str:
+    """The class of torch that it is or inherits from, else the first that made an optimizer of it."""
+    kind = optimizer.optimizer_cls if isinstance(optimizer, ShardedOptimizer) else type(optimizer)
+    of_torch = [each for each in kind.__mro__ if each.__module__.startswith(_TORCH)]
+    if of_torch[0] is torch.optim.Optimizer:
+        kind = kind.__mro__[kind.__mro__.index(torch.optim.Optimizer) - 1]
+    else:
+        kind = of_torch[0]
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _another_kind(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> str | None:
+    """Why a step of this optimizer cannot follow those of the one that was saved, or None if it can.
+
+    Classes of torch must be the same, and another resumes from one whose name ends its own, as FusedAdamW from AdamW,
+    or the reverse. Options may be more or fewer, but not each some that the other lacks. What a step computes must not
+    be switched.
+    """
+    ours = _class_of(optimizer)
+    theirs = settings.get("optimizer_class", ours)  # versions before this one did not write it
+    n_of_torch = sum(name.startswith(_TORCH) for name in (ours, theirs))
+    short, long = sorted((name.rpartition(".")[2] for name in (ours, theirs)), key=len)
+    if (n_of_torch == 2 and theirs != ours) or (n_of_torch == 1 and not long.endswith(short)):
+        return f"it is of {theirs}, here is {ours}"
+    for saved, group in zip(settings["optimizer"], optimizer.param_groups, strict=True):
+        options = {key for key, value in optimizer.defaults.items() if not isinstance(value, bool | None)}
+        lacks = sorted(options - saved.keys())
+        besides = [key for key, value in saved.items() if key not in group and not isinstance(value, bool | None)]
+        besides = sorted(set(besides) - {*_OF_SCHEDULERS, "params", "param_names"})
+        if lacks and besides:
+            return f"it lacks the options {', '.join(lacks)} and has {', '.join(besides)} instead"
+        switches = {key for each in (saved, group) for key, value in each.items() if isinstance(value, bool)}
+        for key in sorted(switches.difference(_ONLY_HOW)):
+            there, here = saved.get(key, False), group.get(key, False)
+            if there != here and not (key == _DECOUPLED and key not in saved.keys() & group.keys()):
+                return f"{key} is {there} there and {here} here"
+    return None
 
 
 def _share(parameter: ManagedParameter) -> _Share:

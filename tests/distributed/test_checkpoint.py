@@ -1,5 +1,6 @@
 """Sharded checkpoints: resumed bit for bit, by other ranks and wrappers, after a kill, and never by mistake."""
 
+import copy
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from cs336_systems.distributed.background_checkpoint import BackgroundSaver
 from cs336_systems.distributed.checkpoint import complete_checkpoints, load_checkpoint, save_checkpoint
 from cs336_systems.distributed.checkpoint_folder import MARKER
 from cs336_systems.distributed.process_group import Rank, joined
+from cs336_systems.training import AdamW
 
 from .checks import RankFailed, on_ranks, spawn
 from .fsdp_models import Blocks
@@ -91,11 +93,44 @@ def load_what_does_not_fit(folder):
         with pytest.raises(ValueError, match=message):
             load_checkpoint(folder / name, model, optimizer)
         assert same_bits(model.gather_full_params(), before)
+    load_what_another_optimizer_saved(folder / "optimizers")
     for step, kept in ((1, {"keep_every": 0}), (-1, {}), (1, {"keep_last": 0})):
         with pytest.raises(ValueError, match="(positive|negative).* got .*(-1|0)"):
             save_checkpoint(folder / "wide", wider, None, step, **kept)
     with pytest.raises(OSError):
         save_checkpoint(folder / "wide" / "step-00000000" / MARKER, wider, None, 0)
+
+
+def load_what_another_optimizer_saved(folder):
+    """Classes and switches of torch, our AdamW, and one that was saved when the class was not; nothing has changed."""
+    fsdp = FSDP(nn.Linear(4, 2))
+    fsdp(torch.ones(1, 4)).sum().backward()
+    optimizers = {
+        "sgd": torch.optim.SGD(fsdp.parameters(), momentum=0.9),
+        "rmsprop": torch.optim.RMSprop(fsdp.parameters()),
+        "adamax": torch.optim.Adamax(fsdp.parameters()),
+        "adamw": torch.optim.AdamW(fsdp.parameters()),
+        "amsgrad": torch.optim.AdamW(fsdp.parameters(), amsgrad=True),
+        "ours": AdamW(fsdp.parameters()),
+    }
+    for name, optimizer in optimizers.items():
+        optimizer.step()
+        save_checkpoint(folder / name, fsdp, optimizer, 1)
+    fits = {(name, name) for name in optimizers} | {("adamw", "ours"), ("ours", "adamw")}
+    for saved in optimizers:
+        for name, optimizer in optimizers.items():
+            with torch.no_grad():
+                for parameter in fsdp.parameters():
+                    parameter.add_(1.0)
+            before, state = fsdp.gather_full_params(), copy.deepcopy(optimizer.state_dict())
+            if (saved, name) in fits:
+                assert load_checkpoint(folder / saved, fsdp, optimizer) == 1
+                optimizer.step()
+                continue
+            with pytest.raises(ValueError, match="another optimizer: .*(torch.optim|betas|amsgrad is)"):
+                load_checkpoint(folder / saved, fsdp, optimizer)
+            assert same_bits(fsdp.gather_full_params(), before)
+            assert str(optimizer.state_dict()) == str(state)
 
 
 def refuse_or_fall_back(rank: Rank, folder):
