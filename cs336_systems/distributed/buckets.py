@@ -130,13 +130,24 @@ class Bucket:
         The tensor is ready for what the current stream does next.
 
         Raises:
-            ValueError: a gradient is not dense.
+            ValueError: a gradient is not dense, or has a graph of its own; some of the parameters have been cast.
         """
         gradients = [parameter.grad for parameter in self.parameters]
         self._wait_for_streams(gradients)
-        for name, gradient in zip(self.names, gradients, strict=True):
+        dtype = self.parameters[0].dtype
+        for name, parameter, gradient in zip(self.names, self.parameters, gradients, strict=True):
+            if parameter.dtype != dtype:
+                raise ValueError(
+                    f"{name} is of {parameter.dtype} and {self.names[0]} of {dtype}, whose gradients travel together: "
+                    "cast a module before wrapping it"
+                )
             if gradient is not None and gradient.layout != torch.strided:
                 raise ValueError(f"the gradient of {name} must be dense to be averaged, got layout {gradient.layout}")
+            if gradient is not None and gradient.requires_grad:
+                raise ValueError(
+                    f"the gradient of {name} has a graph of its own, which the average over ranks would not: "
+                    "call backward without create_graph=True"
+                )
         flat = self._in_place(gradients)
         if flat is None:
             flat = self._moved(gradients)

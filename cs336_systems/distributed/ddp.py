@@ -41,10 +41,11 @@ bucket (bucketed), and always one for those bytes. Besides: one for the order, o
 (overlapped, bucketed); one per dtype of buffers before each forward that trains.
 
 **Limits.** Ranks run equally many backwards outside ``no_sync``. After one that failed, every rank calls
-``finish_gradient_synchronization`` (the next forward raises otherwise). Parameters must not be unfrozen later (raises).
-Gradients must be dense, without double backward. Reentrant checkpointing ends a backward of its own with each segment:
-right, but everything may be sent once per segment. Buffers are not broadcast in ``eval()``, under ``no_grad`` or in
-``no_sync``, so that one rank alone may evaluate. It cannot be copied or pickled: copy its module.
+``finish_gradient_synchronization`` (the next forward raises otherwise). Parameters must not be unfrozen, added or
+replaced later (raises). Gradients must be dense, without double backward (raises). Reentrant checkpointing ends a
+backward of its own with each segment: right, but everything may be sent once per segment. Buffers are not broadcast in
+``eval()``, under ``no_grad`` or in ``no_sync``, so that one rank alone may evaluate. It cannot be copied or pickled:
+copy its module.
 
 Method: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -66,6 +67,7 @@ from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_schedule import inside_backward
 from cs336_systems.distributed.fsdp_units import is_unit
 from cs336_systems.distributed.process_group import check_same_across_ranks
+from cs336_systems.distributed.wrapped import Members, check_shapes_are_known
 
 
 class _Average:
@@ -137,8 +139,8 @@ class DDP(nn.Module):
     Raises:
         RuntimeError: there is no process group.
         ValueError: ranks differ in names, shapes, dtypes, memory formats or options (every rank raises); a tensor is on
-            the meta device, wrapped already or sharded by FSDP; ``communication_dtype`` is not a floating-point one;
-            this rank is not in the process group.
+            the meta device, of a lazy module, wrapped already or sharded by FSDP; ``communication_dtype`` is not a
+            floating-point one; this rank is not in the process group.
     """
 
     def __init__(
@@ -163,6 +165,7 @@ class DDP(nn.Module):
                     f"{type(self).__name__} cannot wrap {type(module).__name__}: {place} is sharded by FSDP, "
                     "which averages gradients itself"
                 )
+        check_shapes_are_known((*module.named_parameters(), *module.named_buffers()))
         options = (type(self).__name__, capacity_bytes, communication_dtype, broadcast_buffers)
         described = [str(options), *_description(module)]
         check_same_across_ranks(described, "modules and options of data parallelism", process_group)
@@ -179,12 +182,13 @@ class DDP(nn.Module):
         self._capacity_bytes = capacity_bytes
         self._communication_dtype = communication_dtype
         self._broadcast_buffers = broadcast_buffers
-        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._names = names = {parameter: name for name, parameter in module.named_parameters()}
+        self._members = Members(module, lambda: names)
         self._trainable = [parameter for parameter in self._names if parameter.requires_grad]
         self._frozen = [parameter for parameter in self._names if not parameter.requires_grad]
         self._synchronizing = True
-        self._finished = False
-        """Whether a backward has synchronised since ``finish_gradient_synchronization`` was called."""
+        self._averaged: int | None = None
+        """The first gradient's version after a backward has averaged; None once something else is due or was done."""
         self._progress = _Progress()
         self._process_group = process_group
         self._backend = dist.get_backend(process_group)
@@ -201,9 +205,11 @@ class DDP(nn.Module):
         """The module's own forward, after rank 0's buffers have been taken over where that is due.
 
         Raises:
-            RuntimeError: the last backward failed, and ``finish_gradient_synchronization`` has not been called since.
+            RuntimeError: the last backward failed, and ``finish_gradient_synchronization`` has not been called since;
+                a parameter was added or replaced after wrapping.
         """
         if self._synchronizing and torch.is_grad_enabled():
+            self._members.check()
             if self._progress.ready and not inside_backward():
                 raise RuntimeError(
                     "the last backward failed midway: call finish_gradient_synchronization() on every rank, "
@@ -216,7 +222,7 @@ class DDP(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward only accumulates, and ``finish_gradient_synchronization`` does nothing."""
-        before, self._synchronizing, self._finished = self._synchronizing, False, False
+        before, self._synchronizing, self._averaged = self._synchronizing, False, None
         try:
             yield
         finally:
@@ -225,8 +231,9 @@ class DDP(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Between backward and the optimizer's step, on every rank: make every gradient the average over ranks.
 
-        The first call after a backward has nothing left to do, unless the gradients have been set to None since: then,
-        and without a backward, this rank's gradients are averaged as they are, and a missing one counts as zeros.
+        The first call after a backward has nothing left to do, unless the gradients have been set to None or to zero
+        since: then, and without a backward, this rank's gradients are averaged as they are, and a missing one counts as
+        zeros.
 
         Raises:
             RuntimeError: a parameter that was frozen at construction no longer is.
@@ -234,13 +241,17 @@ class DDP(nn.Module):
         """
         if not self._synchronizing:
             return
-        if not (self._finished and any(parameter.grad is not None for parameter in self._trainable)):
+        gradients = (parameter.grad for parameter in self._trainable if parameter.grad is not None)
+        first = next(gradients, None)
+        if self._averaged is None or first is None:
             self._synchronize()
-        self._finished = False
+        elif first._version != self._averaged and not any(bool(gradient.any()) for gradient in (first, *gradients)):
+            self._synchronize()  # written to since, not by clipping but by zero_grad(set_to_none=False)
+        self._averaged = None
 
     def _backward_has_ended(self) -> None:
         self._synchronize()
-        self._finished = True
+        self._averaged = next((p.grad._version for p in self._trainable if p.grad is not None), 0)
 
     @torch.no_grad()
     def _synchronize(self) -> None:
@@ -279,6 +290,7 @@ class DDP(nn.Module):
                 "(call finish_gradient_synchronization() on every rank)"
             )
         if not progress.ready:
+            self._averaged = None
             Variable._execution_engine.queue_callback(self._backward_has_ended)
         progress.ready[position] = None
         self._bucket_of[position].gradient_is_ready()

@@ -26,7 +26,9 @@ are parts (``fsdp_gradients.py``): ``torch.amp.GradScaler`` works, norms are ref
 State dicts speak of whole tensors, as after torch's ``fully_shard``: ``state_dict()`` of the wrapper, of the module
 inside, or of any part of it shows each shard as a ``DTensor`` that shares its memory; ``torch.distributed.checkpoint``
 writes and reads these, and ``full_tensor()`` gathers one. ``load_state_dict()`` takes such tensors, others, and plain
-whole tensors, of which every rank copies its own rows. With ``keep_vars=True`` a state dict holds the shards.
+whole tensors, of which every rank copies its own rows. With ``keep_vars=True`` a state dict holds the shards. **The
+optimizer's state is this rank's rows**, which ``get_state_dict`` of ``torch.distributed.checkpoint`` would take for the
+whole on every rank: ``save_checkpoint`` saves it.
 """
 
 import functools
@@ -44,6 +46,7 @@ from cs336_systems.distributed.fsdp_schedule import GatherOrder, inside_backward
 from cs336_systems.distributed.fsdp_units import Initialise, NotCopied, Predicate, Travels, is_unit, shard_module
 from cs336_systems.distributed.peer_memory import why_not_mapped
 from cs336_systems.distributed.process_group import check_same_across_ranks
+from cs336_systems.distributed.wrapped import Members, check_shapes_are_known
 
 
 class FSDP(NotCopied, nn.Module):
@@ -66,8 +69,9 @@ class FSDP(NotCopied, nn.Module):
         process_group: the default group if None.
 
     Raises:
-        ValueError: the module has no parameters, lies on several devices, is under FSDP already in part, or differs
-            between ranks; an argument is out of range; ranks cannot read each other's memory, as ``peer_copies`` asks.
+        ValueError: the module has no parameters, is lazy, lies on several devices, is under FSDP already in part, or
+            differs between ranks; an argument is out of range; ranks cannot read each other's memory, as
+            ``peer_copies`` asks.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class FSDP(NotCopied, nn.Module):
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{name} must be a floating-point dtype, got {dtype}")
+        check_shapes_are_known((*module.named_parameters(), *module.named_buffers()))
         described = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
         for name, each in module.named_modules():
             if isinstance(each, FSDP) or is_unit(each):
@@ -127,9 +132,18 @@ class FSDP(NotCopied, nn.Module):
             unit.run_by(self._order.run)
         for parameter in self.managed_parameters():
             parameter.take_hooks()
+        managed = self.managed_parameters()
+        self._members = Members(
+            module, lambda: (tensor for one in managed for tensor in (one.sharded_param, one.unsharded_param))
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; floating-point inputs are cast to ``compute_dtype``."""
+        """The module's forward; floating-point inputs are cast to ``compute_dtype``.
+
+        Raises:
+            RuntimeError: a parameter was added or replaced after wrapping.
+        """
+        self._members.check()
         if self.compute_dtype is not None:
             args, kwargs = tree_map(self._cast, (args, kwargs))
         with self._order.forward():
@@ -193,9 +207,12 @@ class FSDP(NotCopied, nn.Module):
         """``nn.Module._apply``, which ``to`` and ``half`` call: the shards lie in buffers that it would leave behind.
 
         Raises:
-            ValueError: always.
+            ValueError: it would change a tensor.
         """
-        raise ValueError(f"FSDP({type(self.module).__name__}) cannot be moved or cast: do so before wrapping")
+        with torch.no_grad():
+            if any(fn(tensor) is not tensor for tensor in (*self.parameters(), *self.buffers())):
+                raise ValueError(f"FSDP({type(self.module).__name__}) cannot be moved or cast: do so before wrapping")
+        return self
 
 
 def _device(module: nn.Module, device: torch.device | str | None, process_group: dist.ProcessGroup) -> torch.device:

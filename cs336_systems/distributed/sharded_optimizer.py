@@ -54,6 +54,7 @@ from cs336_systems.distributed.fsdp_parameters import GradientHooks
 from cs336_systems.distributed.process_group import check_same_across_ranks
 from cs336_systems.distributed.scattered import GradientScatter
 from cs336_systems.distributed.shards import ParameterBucket, Piece, Runs, owned_buckets, runs_of, scattered_buckets
+from cs336_systems.distributed.wrapped import check_shapes_are_known
 
 REDUCE_SCATTER, SHARD = "reduce-scatter", "shard"
 
@@ -76,8 +77,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         kwargs: for ``optimizer_cls``.
 
     Raises:
-        ValueError: there are no parameters, a parameter is sparse or sharded by FSDP, an argument is not as above, or
-            ranks were given different parameters (on every rank).
+        ValueError: there are no parameters, a parameter is sparse, lazy or sharded by FSDP, an argument is not as
+            above, or ranks were given different parameters (on every rank).
         TypeError: as ``optimizer_cls`` and ``torch.optim.Optimizer`` raise it.
     """
 
@@ -130,6 +131,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         added = self.param_groups[-1:]
         runs = None
         try:
+            check_shapes_are_known(("a parameter", parameter) for parameter in added[0]["params"])
             for parameter in added[0]["params"]:
                 if isinstance(vars(parameter).get("register_post_accumulate_grad_hook"), GradientHooks):
                     raise ValueError(
@@ -205,7 +207,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             kwargs: for the ``step`` of ``optimizer_cls``.
 
         Raises:
-            ValueError: a gradient is not dense, in a world of more than one rank.
+            ValueError: a gradient is not dense or a parameter was moved or cast, in a world of more than one rank.
         """
         loss = None
         if closure is not None:
@@ -217,7 +219,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self._sending:
             self._update(self._local_tensors(), options, kwargs)
         for bucket, readers in self._sending:
-            bucket.hold()
             if self._scatter is not None:
                 self._scatter.give(bucket)
             # What the optimizer counts in its groups counts steps, so only the last of its calls may change them.
@@ -283,7 +284,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         After backward, unless in the default form: shares do not overlap, and together are the whole gradient.
 
         Raises:
-            ValueError: this is the default form, in which every rank has whole gradients.
+            ValueError: this is the default form, in which every rank has whole gradients; else as ``step``.
         """
         if self._scatter is None:
             raise ValueError("this optimizer leaves gradients whole on every rank: take them from the parameters")
@@ -296,7 +297,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [tensor.grad for tensor in own if tensor.grad is not None]
 
     def _take_gradients(self) -> list[dist.Work]:
-        """Look at what backward has left, and start to reduce it where that is for this class to do."""
+        """Look at what backward has left, and start to reduce it where that is for this class to do.
+
+        Parameters that were given other memory come back first.
+        """
+        for bucket in self._buckets:
+            bucket.hold()
         if self._scatter is not None:
             return self._scatter.reduce_the_rest()
         if self.world_size > 1:

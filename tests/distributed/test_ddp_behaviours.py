@@ -127,6 +127,7 @@ def what_cannot_work_is_an_error_on_all_ranks(wrap, rank):
         (fsdp, {}, "it is sharded by FSDP"),
         (sharded, {}, "its 0 is sharded by FSDP"),
         (nn.Sequential(nn.Linear(4, 4), FSDP(nn.LayerNorm(4))), {}, "its 1 is sharded by FSDP"),
+        (nn.LazyLinear(3), {}, "weight has no shape before the first forward"),
     ):
         with pytest.raises(ValueError, match=message):
             wrap(refused, **options)
@@ -136,6 +137,9 @@ def what_cannot_work_is_an_error_on_all_ranks(wrap, rank):
     model = wrap(nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="the gradient of 0.weight must be dense.*sparse_coo"):
         backward(model, torch.tensor([1]))
+    model = wrap(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="the gradient of (weight|bias) has a graph .*create_graph=True"):
+        model(torch.ones(1, 4)).square().sum().backward(create_graph=True)
 
 
 def no_sync_is_left_when_its_body_raises(wrap, rank):
@@ -179,6 +183,27 @@ def a_rank_that_runs_out_of_batches_finishes_instead(wrap, rank):
         model.zero_grad()
 
 
+def clearing_in_place_begins_a_step_too(wrap, rank):
+    model = wrap(nn.Linear(1, 1, bias=False))
+    for scale, has_batch, clipped, expected in (
+        (1.0, (True, True), False, 1.0),
+        (2.0, (True, False), False, 1.0),
+        (3.0, (False, False), False, 0.0),
+        (3.0, (True, True), True, 3.0),
+        (4.0, (False, True), True, 2.0),
+    ):
+        model.zero_grad(set_to_none=False)
+        if has_batch[rank.rank]:
+            model(torch.full((1, 1), scale)).sum().backward()
+        else:
+            model.finish_gradient_synchronization()
+        if clipped and has_batch[rank.rank]:
+            nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+            model.finish_gradient_synchronization()
+        gradient = model.module.weight.grad
+        assert (0.0 if gradient is None else gradient.item()) == expected
+
+
 def a_second_backward_adds_its_average(wrap, rank):
     model = wrap(Toy())
     x, y = (torch.randn(3, 6) for _ in range(2))
@@ -200,6 +225,8 @@ def a_second_backward_adds_its_average(wrap, rank):
 def a_backward_that_fails_is_finished_before_the_next_forward(wrap, rank):
     model, x = wrap(Toy()), torch.randn(2, 6)
     expected = average_of(model.module, model.module(x).square().sum())
+    backward(model, x)
+    model.zero_grad()
 
     def refuse(gradient):
         raise OverflowError("no gradient for you")
@@ -257,6 +284,30 @@ def a_wrapper_that_is_dropped_leaves_the_module_free(wrap, rank):
     assert memory.expired()
 
 
+def parameters_that_join_later_are_noticed(wrap, rank):
+    def add(module):
+        module.register_parameter("later", nn.Parameter(torch.ones(2)))
+
+    def replace(module):
+        module[1] = nn.Linear(4, 2)
+
+    def append(module):
+        module[0].append(nn.Linear(4, 4))
+
+    def assign(module):
+        module[1].bias = nn.Parameter(torch.zeros(2))
+
+    x = torch.ones(1, 4)
+    for change, name in ((add, "later"), (replace, "1.weight"), (append, "0.1.weight"), (assign, "1.bias")):
+        model = wrap(nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2)))
+        model.module[1].register_module("unused", nn.ReLU())  # has no parameters
+        backward(model, x)
+        change(model.module)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"^{name} was added or replaced"):
+                model(x)
+
+
 def transposed_and_compiled_weights_in_autocast(wrap, rank):
     module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
     module[0].weight = nn.Parameter(torch.randn(4, 4).t())
@@ -300,10 +351,12 @@ CHECKS = (
     no_sync_is_left_when_its_body_raises,
     accumulated_gradients_may_be_finished_without_another_backward,
     a_rank_that_runs_out_of_batches_finishes_instead,
+    clearing_in_place_begins_a_step_too,
     a_second_backward_adds_its_average,
     a_backward_that_fails_is_finished_before_the_next_forward,
     segments_may_be_checkpointed,
     a_wrapper_that_is_dropped_leaves_the_module_free,
+    parameters_that_join_later_are_noticed,
     transposed_and_compiled_weights_in_autocast,
     backward_may_run_on_another_stream,
 )

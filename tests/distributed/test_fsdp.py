@@ -196,12 +196,22 @@ def bad_arguments_are_refused(rank):
         ((nn.Linear(2, 2),), {"prefetch": -1}, "-1"),
         ((nn.Linear(2, 2), torch.int8), {}, "torch.int8"),
         ((nn.ReLU(),), {}, "ReLU"),
+        ((nn.LazyLinear(2),), {}, "weight has no shape"),
         ((nn.Linear(2, 2 + rank.rank),), {}, "differ"),
     ):
         with pytest.raises(ValueError, match=message):
             FSDP(*arguments, **options)
     with pytest.raises(ValueError, match="cannot be moved or cast"):
         FSDP(nn.Linear(2, 2)).to(torch.bfloat16)
+    fsdp = FSDP(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert nn.Sequential(fsdp).to(rank.device, torch.float32)[0].float() is fsdp
+    for change, name in (
+        (lambda: fsdp.module.append(nn.Linear(2, 2)), "2.weight"),
+        (lambda: fsdp.module.__setitem__(0, nn.Linear(2, 2)), "0.weight"),
+    ):
+        change()
+        with pytest.raises(RuntimeError, match=f"^{name} was added or replaced"):
+            fsdp(torch.ones(2, 2))
     inside, in_place = Blocks(), Blocks()
     inside.blocks[1] = FSDP(inside.blocks[1])
     for block in in_place.blocks:

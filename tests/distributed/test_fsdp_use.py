@@ -170,7 +170,7 @@ def data_that_is_assigned_counts(rank):
             fsdp(x)
     fsdp = FSDP(Block(5))
     fsdp.module.up.weight = nn.Parameter(torch.zeros(15, 5))
-    with pytest.raises(RuntimeError, match="up.weight was replaced"):
+    with pytest.raises(RuntimeError, match="up.weight was added or replaced"):
         fsdp(x)
 
 

@@ -298,8 +298,9 @@ def later_freezing_and_moving(rank: Rank) -> None:
             train(expected, alone, range(step, step + 1), rank.world_size, rank.rank)
             assert torch.equal(flat(model), flat(expected))
         model.double()
-        with pytest.raises(ValueError, match="moved from torch.float32 on cpu to torch.float64"):
-            optimizer.step()
+        for use in (optimizer.step, optimizer.reduced_gradients)[: 1 if form is OWNED else 2]:
+            with pytest.raises(ValueError, match="moved from torch.float32 on cpu to torch.float64"):
+                use()
 
 
 def a_replaced_optimizer_stays_silent(rank: Rank) -> None:
@@ -340,6 +341,7 @@ def constructor_errors(rank: Rank) -> None:
         (weights, torch.optim.SGD, {"bucket_size_mb": 0}, "0"),
         ([sparse], torch.optim.SGD, {}, "torch.sparse_coo"),
         (shapes, torch.optim.SGD, {}, r"\(4,\)"),
+        (nn.LazyLinear(2).parameters(), torch.optim.SGD, {}, "a parameter has no shape"),
     ):
         with pytest.raises(ValueError, match=value):
             ShardedOptimizer(params, cls, **options)
