@@ -81,7 +81,10 @@ def _sample(options: SampleOptions) -> int:
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed must lie in 0..2^63 - 1, got {options.seed}")
     if options.prompt_file is not None:
-        text = options.prompt_file.read_text(encoding="utf-8", errors="replace")
+        try:  # as bytes, so that the ends of lines stay as they are
+            text = options.prompt_file.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--prompt-file {options.prompt_file} is no UTF-8 text: {error}") from None
     if options.device == "cuda" and not n_gpus():
         raise ValueError("--device cuda needs a GPU, and there is none")
 
@@ -99,7 +102,7 @@ def _sample(options: SampleOptions) -> int:
     text = text.encode(errors="replace").decode()  # a shell can pass what is no text
     prompt = tokenizer.encode([text])[0][:-1].tolist() or [tokenizer.eos_id]
     drawn = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "max_tokens", "seed")}
-    drawn |= {"n_samples": options.samples, "eos_id": tokenizer.eos_id, "n_ids": tokenizer.vocab_size}
+    drawn |= {"n_samples": options.samples, "eos_ids": trained.eos_ids, "n_ids": tokenizer.vocab_size}
     started = time.perf_counter()
     samples: list[list[int]] = [[] for _ in range(options.samples)]
     stream = TextStream(tokenizer)
@@ -109,13 +112,13 @@ def _sample(options: SampleOptions) -> int:
         for sample, token_id in zip(samples, ids, strict=True):
             if token_id is not None:
                 sample.append(token_id)
-        if ids[0] is not None and ids[0] != tokenizer.eos_id:
+        if ids[0] is not None and ids[0] not in trained.eos_ids:
             print(stream.push(ids[0]), end="", flush=True)
     print(stream.rest())
     seconds = time.perf_counter() - started
 
-    stopped = [_reason(sample, tokenizer.eos_id, options.max_tokens) for sample in samples]
-    texts = [tokenizer.decode([i for i in sample if i != tokenizer.eos_id]) for sample in samples]
+    stopped = [_reason(sample, trained.eos_ids, options.max_tokens) for sample in samples]
+    texts = [tokenizer.decode([i for i in sample if i not in trained.eos_ids]) for sample in samples]
     for number, continuation in enumerate(texts[1:], 2):
         print(f"\n--- sample {number} of {options.samples}\n{text}{continuation}")
     if "context full" in stopped:
@@ -129,9 +132,9 @@ def _sample(options: SampleOptions) -> int:
     return 0
 
 
-def _reason(ids: list[int], eos_id: int, max_tokens: int) -> str:
+def _reason(ids: list[int], eos_ids: frozenset[int], max_tokens: int) -> str:
     """Why a sample ended."""
-    if ids[-1] == eos_id:
+    if ids[-1] in eos_ids:
         return "end of text"
     return "max tokens" if len(ids) == max_tokens else "context full"
 

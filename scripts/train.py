@@ -86,7 +86,7 @@ def with_file(arguments: list[str]) -> list[str]:
 
 def _options_in(path: Path) -> list[str]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
     hints = {name.replace("_", "-"): hint for name, hint in get_type_hints(TrainOptions).items()}
@@ -95,6 +95,8 @@ def _options_in(path: Path) -> list[str]:
         name = name.replace("_", "-")
         if name not in hints:
             raise ValueError(f"{path}: unknown option {name!r}: {did_you_mean(name, hints)}see --help")
+        if flag(name) in found or flag(f"no-{name}") in found:
+            raise ValueError(f"{path}: option {name} is there twice, with dashes and with underscores")
         if isinstance(value, bool):
             found.append(flag(name) if value else flag(f"no-{name}"))
         else:

@@ -24,7 +24,7 @@ from cs336_systems.config import ModelConfig, RopeScaling
 from cs336_systems.distributed.checkpoint import find_checkpoint, load_whole_model
 from cs336_systems.distributed.checkpoint_folder import is_checkpoint
 from cs336_systems.model import TransformerLM
-from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
+from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights, read_json
 from cs336_systems.pretraining.tokenizer import TOKENIZER, JsonTokenizer, copy_tokenizer, load_tokenizer
 
 RUN = "run.json"
@@ -138,10 +138,15 @@ def load_weights(path: Path) -> SavedModel:
 
 @dataclass(frozen=True)
 class RunnableModel:
-    """A model that can be run, its tokenizer, and its checkpoint's step, None if it is from Hugging Face."""
+    """A model that can be run, its tokenizer, and its checkpoint's step, None if it is from Hugging Face.
+
+    Attributes:
+        eos_ids: ids that end a text, that of the tokenizer among them.
+    """
 
     model: TransformerLM
     tokenizer: JsonTokenizer
+    eos_ids: frozenset[int]
     step: int | None
     skipped: dict[Path, str]
 
@@ -160,9 +165,21 @@ def load_trained(path: Path, *, device: torch.device | str, dtype: torch.dtype) 
     model.to_empty(device=device)
     if saved is None:
         load_hf_weights(model, path)
-        return RunnableModel(model, tokenizer, None, {})
+        return RunnableModel(model, tokenizer, _eos_ids(path, tokenizer), None, {})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(saved.weights.pop(name))  # so that two copies are never whole
     model.rotary.reset_parameters()
-    return RunnableModel(model, tokenizer, saved.step, saved.skipped)
+    return RunnableModel(model, tokenizer, frozenset([tokenizer.eos_id]), saved.step, saved.skipped)
+
+
+def _eos_ids(folder: Path, tokenizer: JsonTokenizer) -> frozenset[int]:
+    """The ids that end a text by a Hugging Face folder: its generation_config.json is asked before its config.json."""
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        found = read_json(file).get("eos_token_id") if file.exists() else None
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not all(type(one) is int for one in ids):
+                raise ValueError(f"{file} names no end of text: eos_token_id is {found}")
+            return frozenset([tokenizer.eos_id, *ids])
+    return frozenset([tokenizer.eos_id])

@@ -9,7 +9,7 @@ key/value head are rows of one matrix product: no head is repeated. The prompt i
 so its scores never grow with the square of its length.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -85,7 +85,8 @@ def probabilities(
         top_p: of these, only the fewest that have this probability together (Holtzman et al. 2020).
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    p = torch.softmax((wide - wide.amax(-1, keepdim=True)) / temperature, dim=-1)
+    least = torch.finfo(wide.dtype).tiny  # smaller numbers are zeros in this dtype, and 0 / 0 is no probability
+    p = torch.softmax((wide - wide.amax(-1, keepdim=True)) / max(temperature, least), dim=-1)
     if top_k is None and top_p is None:
         return p
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
@@ -93,7 +94,7 @@ def probabilities(
         ordered[:, top_k:] = 0
         ordered /= ordered.sum(-1, keepdim=True)
     if top_p is not None:
-        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
+        ordered[ordered.cumsum(-1) - ordered >= max(top_p, least)] = 0
         ordered /= ordered.sum(-1, keepdim=True)
     return torch.zeros_like(p).scatter_(-1, order, ordered)
 
@@ -108,10 +109,10 @@ def generate(
     max_tokens: int,
     n_samples: int = 1,
     seed: int = 0,
-    eos_id: int | None = None,
+    eos_ids: Collection[int] = (),
     n_ids: int | None = None,
 ) -> Iterator[list[int | None]]:
-    """Continue a prompt: yields the next id of each sample, or None once its ``eos_id`` came.
+    """Continue a prompt: yields the next id of each sample, or None once one of ``eos_ids`` came.
 
     Ends when all samples have, after ``max_tokens``, or when the context is full: a model of context C continues P
     tokens by at most C - P + 1. The same seed gives the same samples on the same device and number of samples.
@@ -157,7 +158,7 @@ def generate(
             chosen = torch.multinomial(p, 1, generator=generator)[:, 0]
         ids = [None if over else token_id for over, token_id in zip(ended, chosen.tolist(), strict=True)]
         yield ids
-        ended = [over or token_id == eos_id for over, token_id in zip(ended, ids, strict=True)]
+        ended = [over or token_id in eos_ids for over, token_id in zip(ended, ids, strict=True)]
         if all(ended) or cached.length == capacity:
             return
         token_ids = chosen[:, None]

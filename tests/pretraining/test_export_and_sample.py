@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.model import TransformerLM
@@ -90,13 +91,44 @@ def test_sample_prints_what_the_model_says(command, trained):
     assert (said["step"], said["prompt_tokens"], len(said["texts"])) == (2, 2, 3)
     ours = load_trained(trained / "run", device="cpu", dtype=torch.float32)
     how = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 12, "n_samples": 3, "seed": 5}
-    steps = generate(ours.model, [97, 98], **how, eos_id=256, n_ids=257)
+    steps = generate(ours.model, [97, 98], **how, eos_ids=[256], n_ids=257)
     ids = [[i for i in sample if i not in (None, 256)] for sample in zip(*steps, strict=True)]
     assert said["texts"] == [ours.tokenizer.decode(sample) for sample in ids]
     assert "".join(f"ab{text}" for text in said["texts"]) in re.sub(r"\n\n--- sample \d of 3\n", "", out)
     assert command("export", "run", "--out", "hf")[0] == 0
     again = json.loads(command("sample", "hf", *options)[1].splitlines()[-1])
     assert (again["texts"], again["step"]) == (said["texts"], None)
+
+
+def test_sample_stops_where_transformers_does(command, trained):
+    assert command("export", "run", "--out", "ends")[0] == 0
+    config, generation = (trained / "ends" / name for name in ("config.json", "generation_config.json"))
+    sample = ("sample", "ends", "--prompt", "ab", "--temperature", "0", "--max-tokens", "20")
+    free = AutoModelForCausalLM.from_pretrained(trained / "ends").generate(
+        torch.tensor([[97, 98]]), max_new_tokens=20, do_sample=False
+    )
+    end = free[0, 8].item()
+    for file in (generation, config):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [256, end]}))
+        theirs = AutoModelForCausalLM.from_pretrained(trained / "ends")
+        expected = theirs.generate(torch.tensor([[97, 98]]), max_new_tokens=20, do_sample=False)[0, 2:].tolist()
+        said = json.loads(command(*sample)[1].splitlines()[-1])
+        assert expected[-1] == end
+        assert (said["new_tokens"], said["stopped"]) == (len(expected), ["end of text"])
+        generation.unlink(missing_ok=True)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": "</s>"}))
+    code, _, err = command(*sample)
+    assert (code, err.count("\n")) == (2, 1) and "eos_token_id is </s>" in err
+
+
+def test_the_prompt_in_a_file_is_its_bytes(command, tmp_path):
+    for content, n_tokens in ((b"a\r\nb\r\n", 6), (b"\xef\xbb\xbfab", 2)):
+        (tmp_path / "prompt").write_bytes(content)
+        code, out, _ = command("sample", "run", "--prompt-file", tmp_path / "prompt", "--max-tokens", "2")
+        assert (code, json.loads(out.splitlines()[-1])["prompt_tokens"]) == (0, n_tokens)
+    (tmp_path / "prompt").write_bytes(b"caf\xe9")
+    code, out, err = command("sample", "run", "--prompt-file", tmp_path / "prompt")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "no UTF-8 text" in err
 
 
 def test_sample_stops_with_a_note_where_the_context_is_full(command):

@@ -26,7 +26,8 @@ def to_toml(load_script):
 def test_the_command_line_is_over_the_file_and_the_file_over_the_defaults(parse, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
-        'learning-rate = 1\nbetas = [0.8, 0.9]\nzero = 1\ninit = "Qwen"\nclip = "none"\nskip_nonfinite = true'
+        '\ufefflearning-rate = 1\nbetas = [0.8, 0.9]\nzero = 1\ninit = "Qwen"\nclip = "none"\nskip_nonfinite = true',
+        encoding="utf-8",
     )
     for arguments in (["--config", str(file), "--zero", "3"], ["--zero", "3", f"--config={file}"]):
         options = parse(arguments)
@@ -58,6 +59,7 @@ def test_what_a_file_cannot_say(tmp_path, parse, capsys):
         ("learning-rat = 1", "'learning-rat': did you mean learning-rate?"),
         ("size = tiny", "run.toml is not TOML"),
         ("[model]\nsize = 3", "'model'"),
+        ("learning-rate = 1\nlearning_rate = 2", "learning-rate is there twice"),
     ):
         file.write_text(content)
         with pytest.raises(ValueError) as refusal:

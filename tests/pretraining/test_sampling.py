@@ -62,9 +62,9 @@ def test_a_sample_ends_where_its_text_does():
     free = [ids[0] for ids in generate(model, prompt, temperature=0, max_tokens=20)]
     assert len(free) == 20
     eos_id = free[5]
-    ended = [ids[0] for ids in generate(model, prompt, temperature=0, max_tokens=20, eos_id=eos_id)]
+    ended = [ids[0] for ids in generate(model, prompt, temperature=0, max_tokens=20, eos_ids=[eos_id])]
     assert ended == free[: free.index(eos_id) + 1]
-    seen = list(generate(model, prompt, temperature=2.0, max_tokens=40, n_samples=8, eos_id=65, n_ids=70))
+    seen = list(generate(model, prompt, temperature=2.0, max_tokens=40, n_samples=8, eos_ids=[65], n_ids=70))
     samples = list(zip(*seen, strict=True))
     lengths = [ids.index(65) + 1 if 65 in ids else len(seen) for ids in samples]
     assert len(set(lengths)) > 2
@@ -145,6 +145,9 @@ def test_tokens_are_drawn_as_likely_as_they_should_be(options, monkeypatch):
 def test_equal_logits_and_small_temperatures():
     assert probabilities(torch.zeros(1, 6), top_k=2)[0].tolist() == [0.5, 0.5, 0, 0, 0, 0]
     assert probabilities(torch.tensor([[1e4, 0.0, 1.0]]), 1e-30)[0].tolist() == [1, 0, 0]
+    for options in ({"temperature": 1e-46}, {"top_p": 1e-46}, {"temperature": 5e-324, "top_p": 5e-324}):
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            assert probabilities(torch.tensor([[0.0, 2.0, 1.0]], dtype=dtype), **options)[0].tolist() == [0, 1, 0]
     assert probabilities(torch.zeros(1, 4, dtype=torch.bfloat16)).dtype == torch.float32
 
 
