@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import random
+import time
 
 import hypothesis.strategies as st
 import pytest
@@ -67,6 +69,17 @@ def test_training_is_deterministic_and_another_process_gets_the_same():
     assert train_bpe([], 300).vocab_size == 257
     with pytest.raises(ValueError, match="257, got 256"):
         train_bpe(TEXTS, 256)
+
+
+def test_the_time_to_learn_from_one_long_word_is_linear():
+    """Uncut, these took 10 s each at half this length, and four times that at this one."""
+    draw = random.Random(0)
+    for word in ("a" * 200_000, " " * 200_000, "".join(draw.choices("abcdefghij", k=200_000))):
+        started = time.process_time()
+        learned = train_bpe([word], 400)
+        assert learned.encode([word])[0].size < 200_000
+        assert time.process_time() - started < 8
+        assert learned.decode(learned.encode([word])[0][:-1].tolist()) == word
 
 
 @pytest.fixture
