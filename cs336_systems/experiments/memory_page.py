@@ -87,7 +87,9 @@ def write_memory_page(
     for kind, frame in frames.items():
         frame.to_csv(out / f"{name}-{kind}.csv", index=False, float_format="%.6g")
     page = out / f"{name}.md"
-    page.write_text(page_text(name, f"{case}, mode {mode}", profile, accounts, where))
+    page.write_text(
+        page_text(name, f"{case}, mode {mode}", profile, accounts, where), encoding="utf-8", errors="replace"
+    )
     return page, main_figures(profile, accounts)
 
 

@@ -82,6 +82,8 @@ class Ring:
     """Device whose link speed is used."""
 
     def answer(self) -> Answer:
+        if self.world_size > ring.MOST_RANKS:
+            raise ValueError(f"rings of at most {ring.MOST_RANKS} ranks are played step by step, got {self.world_size}")
         device = forms.find_device(self.device)
         plays = {"all-gather": ring.all_gather, "reduce-scatter": ring.reduce_scatter}
         plays |= {"all-reduce": ring.all_reduce, "alternate all-reduce": ring.alternate_all_reduce}
@@ -225,7 +227,10 @@ class Accounting:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Bubble and activations of four pipeline schedules, simulated operation by operation."""
+    """Bubble and activations of four pipeline schedules, simulated operation by operation.
+
+    The interleaved one is left out where the microbatches are no multiple of the stages.
+    """
 
     stages: int = 4
     microbatches: int = 8
@@ -238,7 +243,12 @@ class Pipeline:
         return [
             pipeline.simulate(name, self.stages, self.microbatches, chunks=self.chunks if name == "interleaved" else 1)
             for name in pipeline.SCHEDULES
+            if name != "interleaved" or self._interleaves
         ]
+
+    @property
+    def _interleaves(self) -> bool:
+        return self.stages < 1 or self.microbatches % self.stages == 0
 
     def answer(self) -> Answer:
         timelines = self.timelines()
@@ -250,6 +260,8 @@ class Pipeline:
         caption = (
             f"{self.stages} stages, {self.microbatches} microbatches; forward and both gradients take one unit each"
         )
+        if not self._interleaves:
+            caption += f"; interleaved needs a multiple of {self.stages} microbatches"
         table = _table(caption, (*columns, "activations, last stage"), lines)
         return [table], {f"{t.schedule} bubble": t.bubble_fraction for t in timelines}
 

@@ -78,7 +78,7 @@ def write_page(profiles: list[Profile], name: str, where: str, profiler: str, fo
     _write_csv(pd.concat(kernels), ["mode", "passes"], folder / f"{name}-kernels.csv")
     _write_csv(pd.concat(ranges), ["mode"], folder / f"{name}-ranges.csv")
     page = folder / f"{name}.md"
-    page.write_text(page_text(profiles, name, where, profiler))
+    page.write_text(page_text(profiles, name, where, profiler), encoding="utf-8", errors="replace")
     return page
 
 

@@ -10,13 +10,14 @@ zero, never a gap. Metrics that follow from another's samples (tokens/s from ste
 """
 
 import csv
+import fcntl
 import gzip
 import io
 import json
 import os
 import signal
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,6 +37,11 @@ _PROVENANCE = (
 )
 
 _NUMBERS = ("median", "mean", "std", "p10", "p90", "n")
+_TEXT = (
+    *("benchmark", "variant", "status", "message", "metric", "unit", "samples", "gpu", "driver", "cuda", "host"),
+    *("python", "torch", "triton", "nccl", "commit", "argv", "timestamp", "state_before", "state_after"),
+)
+"""Columns that are text even where all of it looks like numbers, as a commit 1e10000 does."""
 
 DEFAULTS: dict[str, Any] = asdict(TrainingCase())
 """Settings of rows that were measured before a training case could say them."""
@@ -100,7 +106,7 @@ def schema_columns(cell_columns: Iterable[str]) -> list[str]:
 
 
 class RowFile:
-    """An append-only CSV of rows; safe against other schemas, torn lines, full disks and interruption.
+    """An append-only CSV of rows; safe against other schemas, torn lines, full disks, interruption and other writers.
 
     Raises:
         ValueError: the file exists and has another schema, or ends in a torn line.
@@ -111,12 +117,12 @@ class RowFile:
         self.path = path
         self.columns = schema_columns(cell_columns)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            empty = file.tell() == 0
-        if empty:
-            self._write([self.columns])
-        else:
-            _check_file(path, self.columns)
+        path.open("ab").close()
+        with self._locked() as descriptor:
+            if os.fstat(descriptor).st_size == 0:
+                _append(descriptor, [self.columns])
+            else:
+                _check_file(path, self.columns)
 
     def append(self, rows: Iterable[Row]) -> None:
         """Write the rows and flush them to the disk; if that fails, none of them remains in the file.
@@ -124,28 +130,43 @@ class RowFile:
         Raises:
             OSError: the disk is full or the file has become unwritable; earlier rows are untouched.
         """
-        self._write([[row.get(column, "") for column in self.columns] for row in rows])
+        with self._locked() as descriptor:
+            _append(descriptor, [[row.get(column, "") for column in self.columns] for row in rows])
 
-    def _write(self, lines: list[list[Any]]) -> None:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(lines)
-        data = text.getvalue().encode()
-        with _without_interruption():
-            self._append(data)
-
-    def _append(self, data: bytes) -> None:
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        """The file's descriptor, which no other process writes to meanwhile."""
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         try:
-            size = os.fstat(descriptor).st_size
-            try:
-                while data:
-                    data = data[os.write(descriptor, data) :]
-                os.fsync(descriptor)
-            except BaseException:
-                os.ftruncate(descriptor, size)
-                raise
+            with _without_interruption():
+                with suppress(OSError):  # of a file system that has no locks
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                yield descriptor
         finally:
             os.close(descriptor)
+
+
+def _append(descriptor: int, lines: Iterable[Sequence[Any]]) -> None:
+    """Write the lines and flush them to the disk, or leave the file as it was."""
+    data = b"".join(_line(values) for values in lines)
+    size = os.fstat(descriptor).st_size
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+        os.fsync(descriptor)
+    except BaseException:
+        os.ftruncate(descriptor, size)
+        raise
+
+
+def _line(values: Sequence[Any]) -> bytes:
+    """One line of CSV, in which "?" stands for the bytes of a file's name that are no text.
+
+    CPython before 3.11.9 and 3.12.3 quotes a carriage return only where it belongs to the line's terminator.
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\r\n").writerow(values)
+    return text.getvalue().removesuffix("\r\n").encode(errors="replace") + b"\n"
 
 
 @contextmanager
@@ -194,7 +215,8 @@ def read_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
     """
     _check_file(path)
     try:
-        frame = pd.read_csv(path, keep_default_na=False, na_values={column: [""] for column in _NUMBERS})
+        text, blank = dict.fromkeys(_TEXT, str), {column: [""] for column in _NUMBERS}
+        frame = pd.read_csv(path, keep_default_na=False, na_values=blank, dtype=text)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {str(error).strip()}") from error
     defaults = unsaid(frame.columns)

@@ -256,6 +256,7 @@ def read_runs(paths: Sequence[Path]) -> dict[str, Run]:
     runs: dict[str, Run] = {}
     for log, name in zip(logs, short, strict=True):
         name = name if short.count(name) == 1 else str(log)
+        name = name.encode(errors="replace").decode()  # a name that is not UTF-8 cannot be drawn
         if name in runs:
             raise ValueError(f"{log} is named twice")
         runs[name] = read_run(log)

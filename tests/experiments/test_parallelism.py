@@ -37,9 +37,17 @@ def test_each_question_is_answered_and_drawn(ask, tmp_path):
     assert math.ceil(answer["tokens per device, max, rings of n"]) == 320
 
 
+def test_a_schedule_that_does_not_suit_the_microbatches_leaves_the_others(ask):
+    code, out, _ = ask("pipeline --microbatches 6")
+    assert code == 0
+    assert list(json.loads(out[-1])) == ["question", "gpipe bubble", "1f1b bubble", "zb-h1 bubble"]
+    assert "interleaved needs a multiple of 4" in out[0]
+
+
 def test_bad_input_is_one_sentence(ask):
     for line, value in (
-        *(("ring --world-size 0", "0"), ("pipeline --microbatches 6", "6"), ("scaling --most-devices 8", "8")),
+        *(("ring --world-size 0", "0"), ("ring --world-size 384", "384"), ("mesh --world-size 0", "0")),
+        *(("pipeline --stages 0", "0 and 8"), ("scaling --most-devices 8", "8")),
         *(("accounting --tp 0", "0"), ("mesh --tokens 0", "0"), ("failures --save 0", "0.0")),
     ):
         code, _, err = ask(line)

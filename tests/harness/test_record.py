@@ -5,6 +5,7 @@ import errno
 import gzip
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
 import pytest
@@ -96,11 +97,39 @@ def test_round_trip(path):
 
 def test_an_existing_file_is_continued_and_messages_survive(path, row_file):
     first = path.read_bytes()
-    messages = ['a, "b", c', "two\nlines", "dos\r\nlines", "'", "NA", "nan", "größer – µs", " padded ", "1e3"]
+    messages = [
+        'a, "b", c',
+        "two\nlines",
+        "dos\r\nlines",
+        "a\rreturn",
+        "'",
+        "NA",
+        "nan",
+        "größer – µs",
+        " padded ",
+        "1e3",
+    ]
     for message in messages:
-        write(path).append([make_row(status="error", message=message)])
+        write(path).append([make_row(status="error", message=message, argv=f"b.py {message}", commit="1e10000")])
+    write(path).append([make_row(status="error", message="name\udcff", commit="1e10000")])  # of a file, no UTF-8
     assert path.read_bytes().startswith(first)
-    assert list(read_rows(path)["message"]) == ["first", *messages]
+    rows = read_rows(path)
+    assert list(rows["message"]) == ["first", *messages, "name?"]
+    assert list(rows["argv"]) == ["", *(f"b.py {message}" for message in messages), ""]
+    assert list(rows["commit"][1:]) == ["1e10000"] * (len(messages) + 1)
+
+
+def test_a_commit_that_looks_like_a_number_is_text(path):
+    write(path).append([make_row(status="ok", commit="1e10000", python="3.10", driver="570.00")])
+    assert read_rows(path)[["commit", "python", "driver"]].iloc[0].tolist() == ["1e10000", "3.10", "570.00"]
+
+
+def test_writers_that_begin_a_file_at_once_write_one_header(tmp_path):
+    with ThreadPoolExecutor(8) as threads:
+        for number in range(40):
+            path = tmp_path / f"{number}.csv"
+            list(threads.map(write, [path] * 8))
+            assert path.read_text() == HEADER + "\n"
 
 
 @pytest.mark.parametrize("open_it", [write, read_rows])

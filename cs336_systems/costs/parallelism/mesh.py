@@ -114,7 +114,13 @@ def axis_limits(layer: FeedForward, tokens: float, network: Network) -> tuple[fl
 
 
 def optimal_split(layer: FeedForward, tokens: float, world_size: float, network: Network) -> Split:
-    """The split of least communication time in closed form, X and Y not rounded; an axis keeps at least one device."""
+    """The split of least communication time in closed form, X and Y not rounded; an axis keeps at least one device.
+
+    Raises:
+        ValueError: no devices.
+    """
+    if not world_size >= 1:
+        raise ValueError(f"number of devices must be positive, got {world_size}")
     a, t = axis_limits(layer, tokens, network)
     if network.overlapping and not network.large_rings:
         x = (t - a + math.sqrt((t - a) ** 2 + 4 * a * t * world_size)) / (2 * t)
