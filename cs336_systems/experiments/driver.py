@@ -171,6 +171,7 @@ class Experiment:
         try:
             if outcomes:
                 found = self.present(outcomes, options, csv)
+                _say_load(outcomes)
         except OSError as error:
             code = complain(self.name, f"a figure or page could not be written: {os_error(error)}")
         if isinstance(found, int):
@@ -251,6 +252,15 @@ def check_dtypes(options: Any) -> None:
     for dtype, name, scaling in recipes:
         if reason := recipe_unsupported_reason(Recipe(name, scaling=scaling), PRECISIONS[dtype], device):
             raise ValueError(f"--matmul-dtype {name}: {reason}")
+
+
+def _say_load(outcomes: Sequence[Outcome]) -> None:
+    """Say beside the tables that the machine was busy, with more than the cells before, which keep a core each busy."""
+    from cs336_systems.harness.sweep import outcome_rows
+    from cs336_systems.report.compare import overload
+
+    if load := overload(outcome_rows(outcomes), per_core=1.5):
+        print(f"{load[0].upper()}{load[1:]}: it would measure shorter times alone.\n")
 
 
 def finish(experiment: Experiment, outcomes: Sequence[Outcome], csv: Path | None, figures: Mapping[str, Any]) -> int:

@@ -21,10 +21,13 @@ from cs336_systems.experiments.peers import Peer, every, interleaved, panels
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pandas as pd
     from matplotlib.figure import Figure
 
     from cs336_systems.harness.record import Metric
+    from cs336_systems.harness.sweep import Outcome
     from cs336_systems.report.tables import Table
 
 PARTS = ("product", "block")
@@ -247,12 +250,19 @@ def time_figure(rows: pd.DataFrame) -> Figure | None:
     return figure
 
 
+def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
+    """The tables; beside those of a CPU that it emulates fp8."""
+    presented(tables)(outcomes, options, csv)
+    if options.device == "cpu":
+        print("A CPU emulates fp8: these times say nothing of a GPU's.\n")
+
+
 EXPERIMENT = Experiment(
     "benchmark_fp8",
     Fp8Cell,
     make_cells,
     one_stage(measure, share=lambda cell: cell.subject),
-    presented(tables),
+    present,
     ("forward", "backward", "step", "tflops", "least_cosine", "mean_cosine"),
     options=Options,
 )

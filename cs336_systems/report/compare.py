@@ -77,7 +77,7 @@ def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
         for column in _IDENTITY
         if (olds := sorted(set(old[column]))) != (news := sorted(set(new[column])))
     ]
-    notes += [f"{name} rows: {load}" for name, frame in (("old", old), ("new", new)) if (load := _overload(frame))]
+    notes += [f"{name} rows: {load}" for name, frame in (("old", old), ("new", new)) if (load := overload(frame))]
     frame = pd.DataFrame(lines, columns=[*keys, *_FIGURES])
     caption, varying = settings_split(frame, keys[:-1])
     few = any(min(len(side[key]) for side in sides) < ENOUGH_PROCESSES for key in shared)
@@ -102,8 +102,8 @@ def _timings(frame: pd.DataFrame, keys: list[str]) -> dict[tuple, Processes]:
     return timings
 
 
-def _overload(frame: pd.DataFrame) -> str:
-    """By how much the host was busier than its cores allow, at its busiest when a cell began; nothing if it was not."""
+def overload(frame: pd.DataFrame, per_core: float = 1.0) -> str:
+    """How busy the host was at its busiest when a cell began; nothing if there were no more processes per core."""
     busiest = (0.0, 1)
     for host, state in frame[["host", "state_before"]].drop_duplicates().itertuples(index=False):
         cores = host.removesuffix(" cores").rpartition(" ")[2]
@@ -111,7 +111,7 @@ def _overload(frame: pd.DataFrame) -> str:
         if load is not None and cores.isdigit():
             busiest = max(busiest, (load, int(cores)), key=lambda found: found[0] / found[1])
     load, cores = busiest
-    return f"the machine was loaded, {load:.1f} processes on {cores} cores" if load > cores else ""
+    return f"the machine was loaded, {load:.1f} processes on {cores} cores" if load > per_core * cores else ""
 
 
 def ratio_interval(

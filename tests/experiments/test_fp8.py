@@ -1,6 +1,6 @@
 """``benchmark_fp8``: its grid, ways on a CPU, where matmuls are emulated, its figure, and torchao's layers."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pandas as pd
 import pytest
@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from cs336_systems.experiments.block_measure import measure_fp8, with_float8
-from cs336_systems.experiments.fp8 import PRODUCTS, Options, make_cells, product_shape, time_figure
+from cs336_systems.experiments.fp8 import EXPERIMENT, PRODUCTS, Options, make_cells, product_shape, time_figure
 from cs336_systems.harness.record import parse_samples
+from cs336_systems.harness.sweep import Outcome
 from tests.report.rows import make_cell, ms
 
 TINY = replace(Options.default("cpu"), context_length=(16,), steps=1)
@@ -112,3 +113,16 @@ def test_linear_layers_are_replaced_in_place_and_products_quantized(recipe):
     assert 2**-9 < off < 2**-3  # e4m3 rounds an element by up to 2^-4
     found.sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_a_table_stands_beside_what_its_times_suffered_from(monkeypatch, capsys):
+    def sweep(benchmark, cells, *arguments, **options):
+        where = {"host": "a CPU, 2 cores", "state_before": f'{{"load_1min": {load}}}'}
+        yield from (Outcome(cell, "ok", rows=make_cell(ms("step", 1.0), **asdict(cell), **where)) for cell in cells)
+
+    monkeypatch.setattr("cs336_systems.harness.sweep.run_sweep", sweep)
+    for load in (7.5, 2.5):
+        assert EXPERIMENT.run(replace(TINY, part=("product",), product=("qkv",), how=("stored",))) == 0
+        out = capsys.readouterr().out
+        assert "A CPU emulates fp8" in out
+        assert ("The machine was loaded, 7.5 processes on 2 cores" in out) == (load == 7.5), "2.5 may be its own"
