@@ -19,7 +19,7 @@ import torch
 
 from cs336_systems.case import Unsupported
 from cs336_systems.config import resolve_size
-from cs336_systems.distributed.process_group import Rank, alone, on_every_rank
+from cs336_systems.distributed.process_group import Rank, alone, on_every_rank, on_rank_0
 from cs336_systems.experiments.block_measure import with_float8
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.experiments.measured import in_gib
@@ -101,7 +101,8 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
     with tempfile.TemporaryDirectory() as name:
         vocab_size, tokens = resolve_size(cell.size).vocab_size, _STEPS_OF_DATA * cell.total_batch_tokens + 1
         data = write_random_tokens(Path(name) / "data", tokens, max(vocab_size, 264), cell.seed)
-        options = replace(cell.train_options, data=data, out=Path(name) / "run")
+        folder = name if independent else on_rank_0(lambda: name)  # a run has one folder, which ranks must agree on
+        options = replace(cell.train_options, data=data, out=Path(folder) / "run")
         meter = PeakMeter(rank.device)
         with alone(rank) if independent else nullcontext(rank) as own:
             watch = (_train_ours if cell.how == "ours" else _train_peer)(cell, options, own)
