@@ -108,10 +108,10 @@ def panels(n: int, most: int, width: float, height: float, **shared: Any) -> tup
     columns = min(n, most)
     rows = ceil(n / columns)
     figure = Figure(figsize=(width * columns + 1.5, height * rows + 0.6), layout="constrained")
-    every = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
-    for axes in every[n:]:
+    slots = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
+    for axes in slots[n:]:
         axes.set_visible(False)
-    for axes in every[:n]:
+    for axes in slots[:n]:
         dress(axes)
         axes.set_axisbelow(True)
-    return figure, every[:n]
+    return figure, slots[:n]
