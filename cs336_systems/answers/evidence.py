@@ -1,10 +1,8 @@
 """What documents may quote: rows that prove themselves, sealed files, and how a run's files join them.
 
-**Evidence.** A row's statistics are recomputed from its samples. Derived metrics keep none: a rate's follow, but for
-its amount of work, from those of its time in the same outcome, one or two samples from the statistics themselves. The
-commit must be one that the checked-out one descends from, without changes. Rows of one outcome agree: a rate times its
-time is the tokens of a step, a share times its limit is its rate, no share of a peak exceeds it; and the lines of a log
-are as far apart as its steps and evaluations took.
+**Evidence.** A row's commit must be one that the checked-out one descends from, without changes; its numbers agree with
+its samples and with each other (``agreement.py``); the lines of a log are as far apart as its steps and evaluations
+took.
 
 **Seals.** ``profiles/SHA256SUMS`` lists every committed file that cannot be made again from others, as ``sha256sum``
 writes it: rows, recordings, logs of runs, figures, the runs of GPU tests, and ``outside.csv``. Adopting a run and
@@ -28,16 +26,14 @@ import io
 import os
 import re
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
-from cs336_systems.hardware import find_hardware
+from cs336_systems.answers.agreement import contradictions, where
 from cs336_systems.harness.record import read_rows, unsaid
-from cs336_systems.harness.runs import RATES
 from cs336_systems.pretraining.run_log import LOG, Run, read_run
 from cs336_systems.pretraining.run_records import Device, Evaluation, Options, Step
 
@@ -60,38 +56,6 @@ _ABBREVIATED = re.compile(r"\b[0-9a-f]{7,40}\b")
 
 UNKNOWN = ("", "unknown", "nan")
 """What provenance says where it does not know."""
-
-_STATISTICS = ("median", "mean", "std", "p10", "p90", "n")
-
-_RESULT = ("status", "message", "metric", "unit", *_STATISTICS, "samples")
-
-_TIMES = (
-    RATES
-    | {"matmul_tflops": "matmul"}
-    | {f"{time}_{rate}": time for time in ("forward", "backward") for rate in ("bandwidth", "copy_share")}
-)
-"""Derived metrics that are an amount over a time, with the metric of that time."""
-
-_BY_ROUND = ("exposed", "exposed_share")
-"""Derived metrics of rounds, which rows do not tell apart."""
-
-_ROUNDING = 4e-6
-"""Of the largest sample: samples and statistics keep seven digits each."""
-
-_AGREEMENT = 1e-5
-"""Relative: products and quotients of numbers of seven digits."""
-
-_SHARES: Mapping[str, tuple[str, str | None]] = (
-    {"mfu": ("model_tflops", None), "simulated_mfu": ("simulated_model_tflops", None)}
-    | {f"{time}_peak_share": (f"{time}_tflops", None) for time in ("forward", "backward", "both")}
-    | {"matmul_ceiling_share": ("model_tflops", "matmul_ceiling")}
-    | {"optimizer_copy_share": ("optimizer_bandwidth", "copy_ceiling")}
-    | {f"{time}_copy_share": (f"{time}_bandwidth", "copy") for time in ("forward", "backward")}
-)
-"""By share: its rate, and the metric of the limit that it is a share of; None for a published peak of the device."""
-
-_AT_MOST_ALL = (*("light", "speed_of_light", "hfu"), *(share for share, (_, limit) in _SHARES.items() if limit is None))
-"""Shares, in percent, of limits that nothing exceeds."""
 
 
 def history(root: Path) -> frozenset[str] | None:
@@ -152,8 +116,8 @@ def row_problems(rows: pd.DataFrame, commits: Set[str] | None) -> list[str]:
     unknown = ~commit.isin([*(commit if commits is None else commits), *UNKNOWN])
     changed = "are of a checkout with uncommitted changes: no commit says what was measured"
     strange = f"are of commits that are not in the history, here {commit[unknown].iloc[:1].sum()}"
-    said = (_where(dirty, changed), _where(unknown, strange))
-    return [*_missing_provenance(rows), *filter(None, said), *_contradictions(rows)]
+    said = (where(dirty, changed), where(unknown, strange))
+    return [*_missing_provenance(rows), *filter(None, said), *contradictions(rows)]
 
 
 def run_problems(run: Run, commits: Set[str] | None) -> list[str]:
@@ -194,133 +158,8 @@ def _missing_provenance(rows: pd.DataFrame) -> list[str]:
         "gpu": rows["gpu"].where(device != "cpu", "a CPU"),
         "host": rows["host"].where(device == "cpu", "a GPU"),
     }
-    said = (_where(values.astype(str).isin(UNKNOWN), f"do not say their {name}") for name, values in columns.items())
+    said = (where(values.astype(str).isin(UNKNOWN), f"do not say their {name}") for name, values in columns.items())
     return list(filter(None, said))
-
-
-def _contradictions(rows: pd.DataFrame) -> list[str]:
-    """One sentence for each statistic that some rows' samples do not have, and for each way in which rows disagree."""
-    outcome = _outcomes(rows)
-    samples = _samples(rows, outcome)
-    borne_out = samples.map(len) > 0
-    unfounded = (rows["metric"] != "") & ~borne_out & ~rows["metric"].isin(_BY_ROUND)
-    found = [_where(unfounded, "keep no samples, and follow from none")]
-    own, samples = rows[borne_out], samples[borne_out]
-    expected = _statistics(samples)
-    tolerance = _ROUNDING * samples.map(lambda each: np.abs(each).max())
-    for name in _STATISTICS:
-        found.append(_unequal(own[name], expected[name], tolerance, f"here {name}", "that of the samples", len(rows)))
-    return list(filter(None, [*found, *_disagreements(rows, outcome)]))
-
-
-def _outcomes(rows: pd.DataFrame) -> pd.Series:
-    """The number of each row's outcome; the rows of one stand together and differ in their results alone."""
-    shared = rows[[name for name in rows if name not in _RESULT]]
-    return (shared != shared.shift()).any(axis=1).cumsum()
-
-
-def _samples(rows: pd.DataFrame, outcome: pd.Series) -> pd.Series:
-    """The samples of each row, or those that it follows from; empty where there are none."""
-    found = rows["samples"].copy()
-    kept = found.map(len) > 0
-    timed = dict(zip(zip(outcome[kept], rows["metric"][kept], strict=True), found[kept], strict=True))
-    derived = rows[~kept & (rows["metric"] != "")]
-    for row, metric, median, p10, p90, n in derived[["metric", "median", "p10", "p90", "n"]].itertuples(name=None):
-        if (times := timed.get((outcome[row], _TIMES.get(metric)))) is not None:
-            rates = 1 / np.asarray(times)
-            found[row] = list(rates * (median / np.median(rates)))
-        elif n in (1, 2):  # percentiles of two lie a tenth of their distance inside
-            found[row] = [median + sign * (n - 1) * (p90 - p10) / 1.6 for sign in (-1, 1)][: int(n)]
-    return found
-
-
-def _statistics(samples: pd.Series) -> pd.DataFrame:
-    """What ``Metric.statistics`` gives for each list of samples, without rounding.
-
-    Raises:
-        ValueError: a sample is not finite.
-    """
-    lengths = samples.map(len).to_numpy()
-    found = {name: np.full(len(samples), np.nan) for name in _STATISTICS} | {"n": lengths}
-    for n in np.unique(lengths):
-        alike = lengths == n
-        values = np.array(samples[alike].tolist())
-        if not np.isfinite(values).all():
-            raise ValueError(f"samples of {n} values from line {_line(samples.index[alike][0])} on are not finite")
-        found["p10"][alike], found["median"][alike], found["p90"][alike] = np.percentile(values, (10, 50, 90), axis=1)
-        found["mean"][alike] = values.mean(axis=1)
-        if n > 1:
-            found["std"][alike] = values.std(axis=1, ddof=1)
-    return pd.DataFrame(found, samples.index)
-
-
-def _disagreements(rows: pd.DataFrame, outcome: pd.Series) -> list[str]:
-    """One sentence for each kind of metric that does not agree with others of its outcome or with its settings."""
-    medians = {str(metric): own for metric, own in rows["median"].groupby(rows["metric"])}
-    known = _SHARES.keys() & medians.keys()
-
-    def beside(row: pd.Series, values: pd.Series) -> pd.Series:
-        """The values of a metric in the outcomes of other rows, by these rows."""
-        return (
-            pd.Series(dict(zip(outcome[values.index], values, strict=True)))
-            .reindex(outcome[row.index])
-            .set_axis(row.index)
-        )
-
-    found, planned = [], _tokens_of_settings(rows)
-    if "planned_tokens_per_step" in medians:
-        planned = beside(rows["median"], medians["planned_tokens_per_step"]).fillna(planned)
-    for rate, time in (("tokens_per_s", "step"), ("simulated_tokens_per_s", "simulated_step")):
-        if {rate, time} <= medians.keys():
-            times = rows["samples"][medians[time].index].map(lambda samples: float(np.median(1 / np.array(samples))))
-            tokens = medians[rate] / beside(medians[rate], times) / 1e3
-            words = f"here {rate} times {time}", "the tokens of a step"
-            found.append(_unequal(tokens, planned[tokens.index], _AGREEMENT * tokens, *words, len(rows)))
-    for share, (rate, limit) in ((name, _SHARES[name]) for name in sorted(known)):
-        limits = _peaks(rows) if limit is None else medians.get(limit, pd.Series(dtype=float)).unique()
-        if rate in medians and len(limits):
-            own, rates = medians[share], beside(medians[share], medians[rate])
-            by_limit = pd.DataFrame({limit: 100 * rates / limit for limit in limits})
-            nearest = by_limit.sub(own, axis=0).abs().to_numpy().argmin(axis=1)
-            expected = pd.Series(by_limit.to_numpy()[np.arange(len(own)), nearest], own.index)
-            words = f"here {share}", f"{rate} over its limit"
-            found.append(_unequal(own, expected, _AGREEMENT * expected, *words, len(rows)))
-    return [*found, _where(rows["metric"].isin(_AT_MOST_ALL) & (rows["p90"] > 100), "are above 100 % of a limit")]
-
-
-def _tokens_of_settings(rows: pd.DataFrame) -> pd.Series:
-    """The tokens of a step by the settings of each row; NaN where they do not say."""
-    names = [name for name in ("batch_size", "context_length", "accumulate", "world_size") if name in rows]
-    names = ["total_batch_tokens"] if "total_batch_tokens" in rows else names
-    return rows[names].apply(pd.to_numeric, errors="coerce").prod(axis=1, skipna=False)
-
-
-def _peaks(rows: pd.DataFrame) -> list[float]:
-    """The published peaks of the rows' devices, TFLOP/s."""
-    devices = filter(None, map(find_hardware, rows["gpu"].unique()))
-    return [peak / 1e12 for device in devices for peak in device.peak_flops.values() if peak]
-
-
-def _unequal(own: pd.Series, expected: pd.Series, tolerance: pd.Series, what: str, standard: str, n_rows: int) -> str:
-    """A sentence for values that differ from what they should be; empty if none does."""
-    wrong = ~((own - expected).abs() <= tolerance) & ~(own.isna() & expected.isna())
-    if not wrong.any():
-        return ""
-    first = int(np.argmax(wrong))
-    values = f"{what} is {own.iloc[first]:g} and {standard} {expected.iloc[first]:g}"
-    return f"line {_line(own.index[first])}: in {wrong.sum()} of {n_rows} rows, {values}"
-
-
-def _where(which: pd.Series, what: str) -> str:
-    """A sentence for rows of which something holds; empty if there are none."""
-    if not which.any():
-        return ""
-    return f"line {_line(which.index[int(np.argmax(which))])}: {which.sum()} of {len(which)} rows {what}"
-
-
-def _line(position: int) -> int:
-    """In a file whose first line is the header."""
-    return position + 2
 
 
 def seal(profiles: Path, paths: Iterable[Path]) -> None:
