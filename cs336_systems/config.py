@@ -1,4 +1,4 @@
-"""What is measured: Transformer shapes as frozen values, and every named size once.
+"""The models that are measured: Transformer shapes as frozen values, and every named size once.
 
 A ``ModelConfig`` fixes the architecture and nothing else: no batch, no precision, no device. The named sizes are the
 CS336 handout's (both editions) and the published Llama-3, Qwen2.5 and Qwen3 base models, so that one name means the

@@ -1,1 +1,1 @@
-"""What README.md, writeup.md and the pages in profiles/ need: committed rows, tables and numbers for prose."""
+"""The sources of README.md, writeup.md and the pages in profiles/: committed rows, tables and numbers for prose."""

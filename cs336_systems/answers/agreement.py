@@ -86,7 +86,7 @@ def _samples(rows: pd.DataFrame, outcome: pd.Series) -> pd.Series:
 
 
 def _statistics(samples: pd.Series) -> pd.DataFrame:
-    """What ``Metric.statistics`` gives for each list of samples, without rounding.
+    """The statistics that ``Metric.statistics`` gives for each list of samples, without rounding.
 
     Raises:
         ValueError: a sample is not finite.

@@ -22,7 +22,7 @@ WORKLOAD = ModelAndBatch(LLAMA3_70B.n_parameters, 2**22, 8192)
 H100, TPU = find_device("h100"), find_device("tpu-v5p")
 MIB = 2**20
 DATASHEET = LINKS["nvlink4"]
-"""What joins H100s and H200s of one host."""
+"""The link that joins H100s and H200s of one host."""
 
 
 def link_of(collectives: pd.DataFrame, world_size: int) -> Link:

@@ -162,7 +162,7 @@ def _places(column: pd.Series) -> pd.Series:
 
 
 class Committed:
-    """What ``profiles/`` holds, of one machine unless another is named; a machine is named after its GPU."""
+    """Rows, recordings and runs in ``profiles/``, of one machine unless another is named, each named after its GPU."""
 
     def __init__(self, profiles: Path, machine: str) -> None:
         self._profiles, self._machine = profiles, machine

@@ -1,4 +1,4 @@
-"""What documents may quote: rows that prove themselves, sealed files, and how a run's files join them.
+"""The evidence behind documents: rows that prove themselves, sealed files, and how a run's files join them.
 
 **Evidence.** A row's commit must be one that the checked-out one descends from, without changes; its numbers agree with
 its samples and with each other (``agreement.py``); the lines of a log are as far apart as its steps and evaluations
@@ -38,7 +38,7 @@ from cs336_systems.pretraining.run_log import LOG, Run, read_run
 from cs336_systems.pretraining.run_records import Device, Evaluation, Options, Step
 
 RUNS, TEST_RUNS, SUMS = "runs", "gpu_tests.csv", "SHA256SUMS"
-"""Of ``profiles/``: training runs, the last runs of the tests that need a GPU, and the seals."""
+"""Names in ``profiles/``: training runs, the last runs of the tests that need a GPU, and the seals."""
 
 BY_HAND = (TEST_RUNS, "../cs336_systems/answers/outside.csv")
 """Sealed files that people edit, as ``profiles/`` sees them."""
@@ -50,12 +50,12 @@ LARGEST = 2**20
 """Bytes of a committed file; rows above are compressed, pictures refused."""
 
 PROVENANCE = ("commit", "argv", "timestamp", "torch")
-"""What every row must say; besides the GPU, or the host of a row that a CPU measured."""
+"""Columns that every row must fill; besides the GPU, or the host of a row that a CPU measured."""
 
 _ABBREVIATED = re.compile(r"\b[0-9a-f]{7,40}\b")
 
 UNKNOWN = ("", "unknown", "nan")
-"""What provenance says where it does not know."""
+"""Values of provenance that stand for an unknown one."""
 
 
 def history(root: Path) -> frozenset[str] | None:
@@ -217,7 +217,7 @@ class Move:
 
 
 def plan(run: Path, profiles: Path, machine: str, *, replace: bool) -> list[Move]:
-    """What adopting a run's folder would do, file by file.
+    """The moves that adopt a run's folder, file by file.
 
     Args:
         run: the folder that a measuring recipe was given.
@@ -304,7 +304,7 @@ def _rows(source: Path, target: Path, machine: str, replace: bool) -> Move:
 
 
 def _lines(path: Path) -> list[list[str]]:
-    """Of a CSV, compressed or not; the header first."""
+    """The lines of a CSV, compressed or not; the header first."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     return list(csv.reader(io.StringIO(data.decode(), newline="")))
 

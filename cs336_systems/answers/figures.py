@@ -44,7 +44,7 @@ ON_ONE_HOST = ["reference", "flash", "hopper", "sdpa-cudnn"]
 """Implementations of attention whose newest rows of the grids against length are of one host; others are older."""
 
 FOLDER = "figures"
-"""Of ``profiles/``."""
+"""The folder of figures in ``profiles/``."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Drawing:
 
 
 def _text(argument: Any) -> str:
-    """What decides a picture: a run's records, not its path; of rows what was measured, as ``_text_of_rows``."""
+    """The values that decide a picture: a run's records, not its path; of rows what ``_text_of_rows`` says."""
     match argument:
         case pd.DataFrame():
             return _text_of_rows(argument)
@@ -182,7 +182,7 @@ def stale_figures(committed: Committed, profiles: Path) -> list[str]:
 
 
 def _said(path: Path) -> str:
-    """What a figure was drawn from; empty if its file is no picture or does not say."""
+    """The source that a figure says it was drawn from; empty if its file is no picture or does not say."""
     try:
         with Image.open(path) as picture:
             return str(picture.info.get("Source", ""))

@@ -29,7 +29,7 @@ LARGE = "2.7b"
 
 _OUT_OF_MEMORY = r"asked for ([\d.]+) GiB of ([\d.]+) GiB, ([\d.]+) GiB in tensors and ([\d.]+) GiB in free pieces"
 _PASSES = ("inference forward", "forward + backward", "full step")
-"""What digests call the passes."""
+"""The names of the passes in digests."""
 _CELL = ["size", "context_length", "dtype"]
 
 
@@ -40,7 +40,7 @@ def handout_attention(length: int, d_head: int) -> AttentionWork:
 
 @dataclass(frozen=True)
 class KeptByBlock:
-    """What one block of the large model keeps for backward at batch 4 in fp32, by arithmetic."""
+    """The bytes that one block of the large model keeps for backward at batch 4 in fp32, by arithmetic."""
 
     context: int
 
@@ -78,7 +78,7 @@ def residuals_table(context: int, most: int = 5) -> Table:
 
 
 def ran_out(rows: pd.DataFrame) -> dict[str, float]:
-    """What torch's allocator said when it ran out, in GiB: asked for, of the device, in tensors and in free pieces.
+    """GiB that torch's allocator named when it ran out: asked for, of the device, in tensors and in free pieces.
 
     Raises:
         NotMeasured: no ``oom`` row has such a message.

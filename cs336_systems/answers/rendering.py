@@ -184,7 +184,7 @@ def stale_lines(text: str, rendered: str) -> list[str]:
 
 
 def _difference(was: str | None, now: str | None) -> str:
-    """What stands and what should, from some characters before the first that differs."""
+    """The text that stands and the one that should, from some characters before the first that differs."""
     if was is None or now is None:
         return f"{now[:60]!r} is missing" if now is not None else f"{(was or '')[:60]!r} should not be there"
     same = next((k for k, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), min(len(was), len(now)))

@@ -1,4 +1,4 @@
-"""What ``scripts/report.py`` does: adopt a run, render documents, draw figures, and report what lacks proof."""
+"""The work of ``scripts/report.py``: adopt a run, render documents, draw figures, and report what lacks proof."""
 
 import sys
 from pathlib import Path
@@ -72,7 +72,7 @@ def render(root: Path, *, check: bool) -> int:
 
 
 def unproven(root: Path, committed: Committed, names: list[str]) -> list[str]:
-    """What stands without proof: rows without evidence, files changed by hand, figures of other rows."""
+    """Everything that stands without proof: rows without evidence, files changed by hand, figures of other rows."""
     commits = evidence.history(root)
     if commits is None:
         print(f"commits are not checked: no history, as {root} is no whole git checkout", file=sys.stderr)

@@ -55,7 +55,7 @@ def llmq_rates(*, fp8: bool = False) -> dict[str, float]:
 
 
 def rates_of_others(rows: pd.DataFrame) -> dict[str, dict[str, float]]:
-    """What stands beside these rows and is not among them, by who says so; in fp8 where they have such runs."""
+    """Published rates beside these rows, by who says so; in fp8 where they have such runs."""
     in_fp8 = {"llm.q in fp8, one H100": llmq_rates(fp8=True)} if (rows["recipe"] != "stored").any() else {}
     return {"llm.q, one H100": llmq_rates()} | in_fp8
 

@@ -1,4 +1,4 @@
-"""What templates may call: rows, tables of experiments, and functions that turn rows or arithmetic into numbers."""
+"""The names that templates may call: rows, tables of experiments, and functions from rows or arithmetic to numbers."""
 
 import functools
 import re
@@ -143,7 +143,7 @@ def leak_tables(rows: pd.DataFrame) -> list[Table]:
 
 
 def findings(rows: pd.DataFrame) -> Findings:
-    """What the analysis of the experiment that wrote the rows finds in them."""
+    """The findings of the experiment that wrote the rows, by its own analysis."""
     return LEAKS[rows["benchmark"].iloc[0]](rows[rows["status"] == "ok"])
 
 

@@ -1,4 +1,4 @@
-"""What the lecture's experiments share: how their rows are told and drawn, and where a measured curve crosses a level.
+"""Parts that the lecture's experiments share: rows told and drawn, and where a measured curve crosses a level.
 
 ``analyse`` reads nothing but rows: a rerun and a committed CSV are told in the same way.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the rows of an experiment show.
+    """The findings in the rows of an experiment.
 
     Attributes:
         figures: main figures of the JSON line; None for what the rows do not hold.
@@ -74,7 +74,7 @@ def leak_experiment(
 
 
 def findings_figure(findings: Findings) -> Figure:
-    """What ``draw`` draws, under its title."""
+    """The figure that ``draw`` draws, under its title."""
     from matplotlib.figure import Figure
 
     from cs336_systems.report.figures import dress

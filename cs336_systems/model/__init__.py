@@ -1,4 +1,4 @@
-"""What runs: the reference Transformer LM in plain PyTorch."""
+"""The reference Transformer LM in plain PyTorch."""
 
 from cs336_systems.model.ops import REFERENCE_OPS, ModelOps
 from cs336_systems.model.transformer import TransformerBlock, TransformerLM

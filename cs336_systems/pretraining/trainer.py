@@ -186,7 +186,7 @@ def _open_log(prepared: PreparedRun, first_step: int, sinks: Sequence[Sink]) -> 
 
 
 def _other_batch(before: int, prepared: PreparedRun, first_step: int) -> str:
-    """What changes in a run whose steps had ``before`` tokens, as on another number of ranks, and how to keep it."""
+    """A sentence on what changes in a run whose steps had ``before`` tokens, and how to keep it."""
     options, world_size = prepared.options, prepared.case.world_size
     epochs = prepared.loader.epochs_after(prepared.n_steps - first_step)
     was = f"a step has {prepared.tokens_per_step:,} tokens now and had {before:,} before step {first_step:,}"

@@ -39,7 +39,7 @@ def recomputed_share(choice: ChosenPlan) -> float:
 
 
 def binds(choice: ChosenPlan) -> str:
-    """What the time goes into: ``kernels``, ``recomputation``, or the copies that kernels wait for the longest."""
+    """The largest part of the time: ``kernels``, ``recomputation``, or the copies that kernels wait for the longest."""
     times = choice.times
     waited = max(times.waited_for, key=times.waited_for.__getitem__)
     if times.waited_for[waited] > 0.05 * times.span:
@@ -142,7 +142,7 @@ def _send_choice(connection: Any, choose: Callable[[Caps], ChosenPlan], caps: Ca
 
 
 def next_gib(choice: ChosenPlan, again: Callable[[Caps], ChosenPlan]) -> Iterator[str]:
-    """What one more GiB on either side would bring; ``again`` chooses for other caps."""
+    """The gain of one more GiB on either side; ``again`` chooses for other caps."""
     for what, more in with_next_gib(choice.caps).items():
         try:
             gain = again(more).tokens_per_s / choice.tokens_per_s - 1

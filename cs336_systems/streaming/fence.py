@@ -87,7 +87,7 @@ class Fence:
         return total - free - torch.cuda.memory_reserved(self.device)
 
     def in_use(self) -> InUse:
-        """What was in use since the fence is up."""
+        """The memory that was in use since the fence is up."""
         highest, host = _highest_resident(), psutil.Process().memory_info().rss  # which some sandboxes know alone
         if highest > self._highest_before:
             host = max(highest, host)

@@ -44,7 +44,7 @@ from typing import NamedTuple
 
 
 class Lane(StrEnum):
-    """What runs operations one after the other: the link's two directions and the kernels."""
+    """The lanes, each of which runs its operations one after the other: the link's two directions and the kernels."""
 
     IN = "in"
     COMPUTE = "compute"
@@ -52,7 +52,7 @@ class Lane(StrEnum):
 
 
 class Kind(StrEnum):
-    """What an operation does."""
+    """The kind of an operation."""
 
     FETCH = "fetch"
     """Copies an item from its place on the host into a slot."""
@@ -91,7 +91,7 @@ _COPIES = {Kind.FETCH: Lane.IN, Kind.EVICT: Lane.OUT}
 
 
 class Item(NamedTuple):
-    """What lies in a slot or a place: for a layer's state only the layer counts, for dy only round and chunk."""
+    """The contents of a slot or a place: for a layer's state only the layer counts, for dy only round and chunk."""
 
     what: str
     layer: int = 0
@@ -140,9 +140,9 @@ class Operation:
     place: Place | None = None
     """The host's side of a copy."""
     n_bytes: int = 0
-    """What a copy moves."""
+    """The contents that a copy moves."""
     level: str = ""
-    """What this (layer, chunk) keeps, a level of ``costs/kept.py``: set for forward, recompute and backward."""
+    """The level that this (layer, chunk) keeps, one of ``costs/kept.py``: set for forward, recompute and backward."""
     accumulate: bool = False
     """Whether this backward adds to sums of earlier chunks or rounds in the gradients' slot."""
 
