@@ -97,7 +97,7 @@ def _train_theirs(prepared: PreparedRun, weights: Path, rank: Rank, log: RunLog)
     from cs336_systems.pretraining.evaluation import evaluate
     from cs336_systems.pretraining.peer import peer_model, peer_optimizer, peer_step
     from cs336_systems.pretraining.preparation import describe_device
-    from cs336_systems.pretraining.run_records import End, Evaluation, Model, Options, Step
+    from cs336_systems.pretraining.run_records import End, Evaluation, LoggedStep, Model, Session
     from cs336_systems.training.step import TrainStep
 
     options, config = prepared.options, prepared.config
@@ -106,7 +106,7 @@ def _train_theirs(prepared: PreparedRun, weights: Path, rank: Rank, log: RunLog)
     dtype = options.dtype if options.dtype in ("fp32", "tf32") else "autocast-bf16"
     model = peer_model(config, rank.device, torch.float32, liger=False, weights=weights)
     optimizer = peer_optimizer(model, options)
-    log.write(Options({"model": "transformers", "dtype": dtype}, {}, prepared.n_steps))
+    log.write(Session({"model": "transformers", "dtype": dtype}, {}, prepared.n_steps))
     log.write(describe_device(rank))
     log.write(Model(f"{config.name}, transformers", config.n_parameters, config.context_length))
     for step in range(prepared.n_steps):
@@ -115,7 +115,7 @@ def _train_theirs(prepared: PreparedRun, weights: Path, rank: Rank, log: RunLog)
             group["lr"] = rate
         values = peer_step(model, optimizer, next(prepared.loader), options, dtype)
         loss, norm = (value.item() for value in values)
-        log.write(Step(step, time.perf_counter() - began, prepared.tokens_per_step, loss, norm, rate))
+        log.write(LoggedStep(step, time.perf_counter() - began, prepared.tokens_per_step, loss, norm, rate))
     began, limit = time.perf_counter(), options.evaluation_sequences
     plain = TrainStep(model, optimizer, PRECISIONS[dtype], None)
     loss, tokens = evaluate(plain, prepared.evaluation, rank, options.batch_size, limit)

@@ -35,7 +35,7 @@ import pandas as pd
 from cs336_systems.answers.agreement import contradictions, where
 from cs336_systems.harness.record import read_rows, unsaid
 from cs336_systems.pretraining.run_log import LOG, Run, read_run
-from cs336_systems.pretraining.run_records import Device, Evaluation, Options, Step
+from cs336_systems.pretraining.run_records import Device, Evaluation, LoggedStep, Session
 
 RUNS, TEST_RUNS, SUMS = "runs", "gpu_tests.csv", "SHA256SUMS"
 """Names in ``profiles/``: training runs, the last runs of the tests that need a GPU, and the seals."""
@@ -138,11 +138,11 @@ def run_problems(run: Run, commits: Set[str] | None) -> list[str]:
 def _stamps(run: Run) -> list[str]:
     """A sentence if a log's lines were not said as far apart as its steps and evaluations took; one may be late."""
     apart = took = longest = 0.0
-    before: Step | Evaluation | None = None
+    before: LoggedStep | Evaluation | None = None
     for record in run.records:
-        if isinstance(record, Options):
+        if isinstance(record, Session):
             before = None
-        elif isinstance(record, Step | Evaluation):
+        elif isinstance(record, LoggedStep | Evaluation):
             if before is not None:
                 apart, took = apart + record.at - before.at, took + record.seconds
             before, longest = record, max(longest, record.seconds)

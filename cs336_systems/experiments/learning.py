@@ -173,7 +173,7 @@ def measure(cell: LearningCell) -> list[Metric]:
     from cs336_systems.distributed.process_group import joined
     from cs336_systems.harness.record import Metric
     from cs336_systems.pretraining.preparation import prepare
-    from cs336_systems.pretraining.run_records import Evaluation, Record, Step
+    from cs336_systems.pretraining.run_records import Evaluation, LoggedStep, Record
     from cs336_systems.pretraining.trainer import run_prepared
 
     class Records(list[Record]):
@@ -188,7 +188,7 @@ def measure(cell: LearningCell) -> list[Metric]:
         prepared, said = prepare(replace(cell.train_options, out=Path(name)), rank), Records()
         run_prepared(prepared, rank, said)
         cosines = _cosines(prepared, rank)
-    steps = [record for record in said if isinstance(record, Step)]
+    steps = [record for record in said if isinstance(record, LoggedStep)]
     (evaluation,) = (record for record in said if isinstance(record, Evaluation))
     steady = steps[cell.warmup :]
     return [

@@ -33,7 +33,7 @@ from cs336_systems.pretraining.loader import Loader, Sequences
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.peer import peer_model, peer_optimizer, peer_step
 from cs336_systems.pretraining.preparation import prepare
-from cs336_systems.pretraining.run_records import Light, Memory, Record, Step
+from cs336_systems.pretraining.run_records import Light, LoggedStep, Memory, Record
 from cs336_systems.pretraining.signals import StopRequests
 from cs336_systems.pretraining.trainer import run_prepared
 from cs336_systems.profiling.host_lead import HostLead, Pass
@@ -56,7 +56,7 @@ class Watch:
     def __init__(self, warmup: int, seconds: float, n_left: int, host_lead: HostLead | None = None) -> None:
         self._warmup, self._seconds, self._n_left, self._host_lead = warmup, seconds, n_left, host_lead
         self._asked = False
-        self.steps: list[Step] = []
+        self.steps: list[LoggedStep] = []
         self.light: Light | None = None
         self.memory: Memory | None = None
         self.passes: list[Pass] = []
@@ -67,7 +67,7 @@ class Watch:
             self.light = record
         elif isinstance(record, Memory):
             self.memory = record
-        elif isinstance(record, Step):
+        elif isinstance(record, LoggedStep):
             self.steps.append(record)
             to_come = self._n_left * record.seconds
             if self.steady and not self._asked and sum(step.seconds for step in self.steady) + to_come >= self._seconds:
@@ -80,7 +80,7 @@ class Watch:
         pass
 
     @property
-    def steady(self) -> list[Step]:
+    def steady(self) -> list[LoggedStep]:
         return self.steps[self._warmup :]
 
 
@@ -182,5 +182,5 @@ def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank) -> Wat
             for group in optimizer.param_groups:
                 group["lr"] = rate
             loss, norm = (value.item() for value in peer_step(model, optimizer, next(loader), options, options.dtype))
-            watch.write(Step(len(watch.steps), time.perf_counter() - began, tokens, loss, norm, rate))
+            watch.write(LoggedStep(len(watch.steps), time.perf_counter() - began, tokens, loss, norm, rate))
     return watch

@@ -1,8 +1,8 @@
 """The log of a training run: written record by record, and read as pandas frames, also while it is being written.
 
     with RunLog(LogFile.open(folder / LOG, resume=False), RunConsole()) as log:
-        log.write(Options(options, defaults, n_steps=1000))
-        log.write(Step(0, seconds, tokens, loss, norm, learning_rate))
+        log.write(Session(options, defaults, n_steps=1000))
+        log.write(LoggedStep(0, seconds, tokens, loss, norm, learning_rate))
 
     run = read_run(folder / LOG)
     run.steps[["step", "loss", "tokens_per_s", "speed_of_light"]]
@@ -40,12 +40,12 @@ from cs336_systems.pretraining.run_records import (
     GpuState,
     Level,
     Light,
+    LoggedStep,
     Message,
-    Options,
     Outlier,
     Quantization,
     Record,
-    Step,
+    Session,
     from_line,
     to_line,
 )
@@ -100,7 +100,7 @@ class LogFile:
         Raises TypeError if it holds a value that JSON does not have, such as a tensor; OSError if it cannot be written.
         """
         line, start = to_line(record), os.fstat(self._descriptor).st_size
-        assert start or isinstance(record, Options), f"a log begins with options, not with {record}"
+        assert start or isinstance(record, Session), f"a log begins with options, not with {record}"
         try:
             while line:  # a disk takes some of a line before it says that it is full
                 line = line[os.write(self._descriptor, line) :]
@@ -127,7 +127,7 @@ class RunLog:
         earlier: steps before those of a run that is resumed, with which its next ones are compared.
     """
 
-    def __init__(self, *sinks: Sink, earlier: Sequence[Step] = ()) -> None:
+    def __init__(self, *sinks: Sink, earlier: Sequence[LoggedStep] = ()) -> None:
         self._sinks = sinks
         self._failing: list[Sink] = []
         self._watch = _OutlierWatch()
@@ -139,7 +139,7 @@ class RunLog:
         """Hand the record over now; OSError if a sink cannot take the options."""
         with self._lock:
             self._hand(record, self._sinks)
-            for outlier in self._watch.outliers(record) if isinstance(record, Step) else ():
+            for outlier in self._watch.outliers(record) if isinstance(record, LoggedStep) else ():
                 self._hand(outlier, self._sinks)
 
     def say(self, text: str, level: Level = "info") -> None:
@@ -161,7 +161,7 @@ class RunLog:
             try:
                 sink.write(record)
             except OSError as error:
-                if isinstance(record, Options):
+                if isinstance(record, Session):
                     raise
                 if sink not in self._failing:
                     self._failing.append(sink)
@@ -183,7 +183,7 @@ class _OutlierWatch:
         self._windows: dict[Literal["loss", "norm"], deque[float]]
         self._windows = {"loss": deque(maxlen=WINDOW), "norm": deque(maxlen=WINDOW)}
 
-    def outliers(self, step: Step) -> Iterator[Outlier]:
+    def outliers(self, step: LoggedStep) -> Iterator[Outlier]:
         for quantity, window in self._windows.items():
             value: float = getattr(step, quantity)
             z = self._z(value, window)
@@ -225,8 +225,8 @@ class Run:
 
     @cached_property
     def steps(self) -> pd.DataFrame:
-        """One line per step: the fields of ``Step``, tokens_seen, tokens_per_s, speed_of_light (a share, or NaN)."""
-        steps, light = _frame(self.all(Step), Step), self.last(Light)
+        """One line per step: the fields of ``LoggedStep``, tokens_seen, tokens_per_s, speed_of_light (or NaN)."""
+        steps, light = _frame(self.all(LoggedStep), LoggedStep), self.last(Light)
         bound = light.seconds_per_token if light else None
         steps["tokens_seen"] = steps["tokens"].cumsum()
         steps["tokens_per_s"] = steps["tokens"] / steps["seconds"]
@@ -277,7 +277,7 @@ def read_run(path: Path) -> Run:
             record = from_line(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
-        if isinstance(record, Options):
+        if isinstance(record, Session):
             records = [one for one in records if not _overtaken(one, record.first_step)]
         if record is not None:
             records.append(record)
@@ -286,7 +286,7 @@ def read_run(path: Path) -> Run:
 
 def _overtaken(record: Record, first_step: int) -> bool:
     """Whether it is of a step that a run resumed at ``first_step`` makes a second time."""
-    if isinstance(record, Step | GpuState | Quantization | Outlier):
+    if isinstance(record, LoggedStep | GpuState | Quantization | Outlier):
         return record.step >= first_step
     return isinstance(record, Evaluation) and record.step > first_step
 

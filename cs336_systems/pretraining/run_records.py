@@ -35,7 +35,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Options(Record):
+class Session(Record):
     """Every option of the session that begins here, as JSON has it, and the defaults; steps of the whole run."""
 
     kind = "options"
@@ -105,7 +105,7 @@ class Light(Record):
 
 
 @dataclass(frozen=True)
-class Step(Record):
+class LoggedStep(Record):
     """One step of the optimizer.
 
     Attributes:
@@ -139,7 +139,7 @@ class Evaluation(Record):
 
 
 @dataclass(frozen=True)
-class Checkpoint(Record):
+class LoggedCheckpoint(Record):
     """A checkpoint that has been written; steps after it may be logged before it.
 
     Attributes:
@@ -228,7 +228,7 @@ HEAD = b'{"kind": "options", "schema": '
 
 def to_line(record: Record) -> bytes:
     """The record's line, its end included; TypeError if it holds a value that JSON does not have, such as a tensor."""
-    head: dict[str, Any] = {"kind": record.kind} | ({"schema": SCHEMA} if isinstance(record, Options) else {})
+    head: dict[str, Any] = {"kind": record.kind} | ({"schema": SCHEMA} if isinstance(record, Session) else {})
     named = {name: getattr(record, name) for name in _FIELDS[type(record)]}
     return json.dumps(_spelled(head | named), allow_nan=False, default=_as_json).encode() + b"\n"
 
@@ -244,7 +244,7 @@ def from_line(line: bytes) -> Record | None:
         kind = said["kind"]
     except (ValueError, KeyError, TypeError):
         raise ValueError("it is no line of a run's log") from None
-    if kind == Options.kind and said.get("schema") != SCHEMA:
+    if kind == Session.kind and said.get("schema") != SCHEMA:
         raise ValueError(f"it is of schema {said.get('schema')}, and this version reads {SCHEMA}")
     if kind not in KINDS:
         return None
@@ -257,12 +257,12 @@ def from_line(line: bytes) -> Record | None:
         raise ValueError(f"it is no whole line of kind {kind!r}") from None
 
 
-def changed_options(before: Options, now: Options) -> str:
+def changed_options(before: Session, now: Session) -> str:
     """The options that differ between two sessions of a run, in words: ``--chunk 64 (32), --matmul-dtype e4m3 (same)``.
     The run's folder and its walltime do not count.
     """
     read = from_line(to_line(now))
-    assert isinstance(read, Options)
+    assert isinstance(read, Session)
     changed = [name for name, value in read.options.items() if before.options.get(name, value) != value]
     shown = [name for name in changed if name not in ("out", "walltime")]
     return ", ".join(f"--{name.replace('_', '-')} {read.options[name]} ({before.options[name]})" for name in shown)

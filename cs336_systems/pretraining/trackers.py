@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_log import Sink
-from cs336_systems.pretraining.run_records import Evaluation, GpuState, Options, Record, Step
+from cs336_systems.pretraining.run_records import Evaluation, GpuState, LoggedStep, Record, Session
 
 WANDB_ID = "wandb_id.txt"
 """In a run's folder: its id at Weights & Biases."""
@@ -30,13 +30,13 @@ def trackers_of(options: TrainOptions, first_step: int) -> Iterator[Sink]:
 def scalars(record: Record) -> dict[str, float]:
     """The numbers of a record that are drawn, by names such as ``train/loss``; nothing of most kinds."""
     drawn = {
-        Step: ("train", ("loss", "norm", "learning_rate", "seconds")),
+        LoggedStep: ("train", ("loss", "norm", "learning_rate", "seconds")),
         Evaluation: ("evaluation", ("loss",)),
         GpuState: ("gpu", ("sm_mhz", "power_w", "temperature_c", "memory_used_bytes")),
     }
     group, names = drawn.get(type(record), ("", ()))
     values = {f"{group}/{name}": value for name in names if (value := getattr(record, name)) is not None}
-    return values | ({"train/tokens_per_s": record.tokens / record.seconds} if isinstance(record, Step) else {})
+    return values | ({"train/tokens_per_s": record.tokens / record.seconds} if isinstance(record, LoggedStep) else {})
 
 
 class TensorBoard:
@@ -84,7 +84,7 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")  # a later record may be of an earlier step
 
     def write(self, record: Record) -> None:
-        if isinstance(record, Options):
+        if isinstance(record, Session):
             self._run.config.update(dict(record.options), allow_val_change=True)
         elif values := scalars(record):
             self._run.log({"step": vars(record)["step"]} | values)

@@ -52,15 +52,15 @@ from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import PreparedRun, describe_device, prepare
 from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, Sink, read_run
 from cs336_systems.pretraining.run_records import (
-    Checkpoint,
     Data,
     End,
     Evaluation,
     Light,
+    LoggedCheckpoint,
+    LoggedStep,
     Memory,
     Model,
-    Options,
-    Step,
+    Session,
     changed_options,
 )
 from cs336_systems.pretraining.samplers import GpuSampler, QuantizationSampler
@@ -161,12 +161,12 @@ def _open_log(prepared: PreparedRun, first_step: int, sinks: Sequence[Sink]) -> 
     """The first rank's log, begun; other ranks' log goes nowhere; a collective, as it may fail there."""
     options = prepared.options
     logs, path = [RunLog()], options.out / LOG
-    asked = Options(asdict(options), asdict(TrainOptions.default(options.device)), prepared.n_steps, first_step)
+    asked = Session(asdict(options), asdict(TrainOptions.default(options.device)), prepared.n_steps, first_step)
 
     def open_it() -> None:
         run = read_run(path) if path.exists() else None
-        earlier = [step for step in (run.all(Step) if run else ()) if step.step < first_step]
-        before = run.last(Options) if run and first_step else None
+        earlier = [step for step in (run.all(LoggedStep) if run else ()) if step.step < first_step]
+        before = run.last(Session) if run and first_step else None
         data = run.last(Data) if run and first_step else None
         trackers = list(trackers_of(options, first_step))
         log = RunLog(LogFile.open(path, resume=True), *sinks, *trackers, earlier=earlier)
@@ -354,7 +354,7 @@ class _Run:
             return
         loss, norm = done.values["loss"], done.values["norm"]
         rate, tokens = self._prepared.rate(step), self._prepared.tokens_per_step
-        self._log.write(Step(step, done.seconds, tokens, loss, norm, rate, done.around_seconds))
+        self._log.write(LoggedStep(step, done.seconds, tokens, loss, norm, rate, done.around_seconds))
         self._quantization.tell(step)
         self._reason = next((reason for reason in reversed(REASONS) if done.values[reason]), self._reason)
         if math.isfinite(loss) and math.isfinite(norm):
@@ -410,7 +410,7 @@ class _Run:
                 self._log.say(self._complaint, "error")
                 continue
             self._complaint = None
-            self._log.write(Checkpoint(one.step, one.n_bytes, one.stall_seconds, one.seconds, one.waited_seconds))
+            self._log.write(LoggedCheckpoint(one.step, one.n_bytes, one.stall_seconds, one.seconds, one.waited_seconds))
             if one.waited_seconds >= _LONG_WAIT_S and one.step < self._prepared.n_steps:
                 waited = f"step {one.step} waited {one.waited_seconds:.1f} s for the checkpoint before to be written"
                 self._log.say(f"{waited}: --save-every {self._options.save_every} is too often", "warning")

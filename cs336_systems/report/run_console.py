@@ -23,19 +23,19 @@ from rich.text import Text
 
 from cs336_systems.hardware import GIB
 from cs336_systems.pretraining.run_records import (
-    Checkpoint,
     Data,
     Device,
     End,
     Evaluation,
     Light,
+    LoggedCheckpoint,
+    LoggedStep,
     Memory,
     Message,
     Model,
-    Options,
     Outlier,
     Record,
-    Step,
+    Session,
 )
 from cs336_systems.report.tables import WIDEST, Table, digits
 
@@ -72,12 +72,12 @@ class RunConsole:
 
     def write(self, record: Record) -> None:
         """Show what people want to see of it."""
-        if isinstance(record, Options):
+        if isinstance(record, Session):
             self._n_steps = record.n_steps
             self._progress.update(self._task, total=record.n_steps, completed=record.first_step)
         elif isinstance(record, Light):
             self._seconds_per_token = record.seconds_per_token
-        elif isinstance(record, Step):
+        elif isinstance(record, LoggedStep):
             self._advance(record.step + 1)
             self._recent.append(record.seconds)
         if (table := record_table(record)) is not None:
@@ -97,14 +97,14 @@ class RunConsole:
     def _line(self, record: Record) -> tuple[str, str] | None:
         """The record's line and its style; None if it has none."""
         match record:
-            case Step():
+            case LoggedStep():
                 finite = math.isfinite(record.loss) and math.isfinite(record.norm)
                 shown = record.step % self._every == 0 or not finite
                 return (self._step(record), "" if finite else "bold red") if shown else None
             case Evaluation():
                 time = f"time {_ms(record.seconds)} ms"
                 return f"[V] {self._place(record.step, record.step)} | {time} | loss {record.loss:7.4f}", "green"
-            case Checkpoint():
+            case LoggedCheckpoint():
                 long = record.waited_seconds >= 1e-3
                 before = f" for the one before {_ms(record.waited_seconds)} ms |" if long else ""
                 waited = f"stall {_ms(record.stall_seconds)} ms |{before} written {_ms(record.seconds)} ms"
@@ -123,7 +123,7 @@ class RunConsole:
                 return f"{record.reason}, after {record.step:,} of {self._n_steps:,} steps", "bold"
         return None
 
-    def _step(self, record: Step) -> str:
+    def _step(self, record: LoggedStep) -> str:
         rate = record.tokens / record.seconds
         parts = [
             f"[T] {self._place(record.step, record.step + 1)}",
@@ -167,7 +167,7 @@ def _ms(seconds: float) -> str:
 def record_table(record: Record) -> Table | None:
     """The table of a record that is said before the first step; None of any other."""
     match record:
-        case Options():
+        case Session():
             return _options(record)
         case Device():
             memory = (
@@ -196,7 +196,7 @@ def record_table(record: Record) -> Table | None:
     return None
 
 
-def _options(record: Options) -> Table:
+def _options(record: Session) -> Table:
     changed = {name: value for name, value in record.options.items() if value != record.defaults.get(name)}
     lines = [(name, str(value), str(record.defaults.get(name, _UNKNOWN))) for name, value in changed.items()]
     caption = "Options that are not the defaults" if lines else "All options are the defaults"

@@ -23,7 +23,7 @@ from matplotlib.typing import HashableList
 from cs336_systems.blocks.quantized import GRADIENTS
 from cs336_systems.hardware import GIB
 from cs336_systems.pretraining.run_log import LOG, Run, read_run
-from cs336_systems.pretraining.run_records import Device, End, Model, Options, Quantization
+from cs336_systems.pretraining.run_records import Device, End, Model, Quantization, Session
 from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
 
 XAxis = Literal["step", "tokens", "hours"]
@@ -200,7 +200,7 @@ def _mark(loss: Axes, norm: Axes, run: Run, colour: str, x: XAxis) -> None:
         broken = run.steps["step"][~np.isfinite(run.steps[quantity])]
         over = axes.get_xaxis_transform()
         axes.plot(_places(run, broken, x), [0.02] * len(broken), "x", color=colour, transform=over)
-    for options in run.all(Options):
+    for options in run.all(Session):
         if options.first_step:
             place = _places(run, pd.Series([options.first_step]), x)[0]
             loss.axvline(place, color=colour, **_RESUMED)
@@ -230,7 +230,7 @@ def _legend(runs: Collection[Run], smooth: int) -> Iterator[Line2D]:
             any(not np.isfinite(run.steps[["loss", "norm"]]).all(axis=None) for run in runs),
             *("not finite", {"marker": "x", "linestyle": ""}),
         ),
-        (any(options.first_step for run in runs for options in run.all(Options)), "resumed", _RESUMED),
+        (any(options.first_step for run in runs for options in run.all(Session)), "resumed", _RESUMED),
     ]
     return (Line2D([], [], color=_GREY, label=label, **style) for there, label, style in marks if there)
 
@@ -265,7 +265,7 @@ def read_runs(paths: Sequence[Path]) -> dict[str, Run]:
 
 def summary(run: Run) -> dict[str, Any]:
     """Where the run is: steps, newest losses, recent speed; None for what is not known or not finite."""
-    steps, evaluations, end, options = run.steps, run.evaluations, run.last(End), run.last(Options)
+    steps, evaluations, end, options = run.steps, run.evaluations, run.last(End), run.last(Session)
     recent = steps.tail(_RECENT)[["tokens_per_s", "speed_of_light"]].median()
     return {
         "steps": int(steps["step"].iloc[-1]) + 1 if len(steps) else 0,

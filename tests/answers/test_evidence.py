@@ -21,7 +21,7 @@ from cs336_systems.answers.evidence import (
 )
 from cs336_systems.harness.record import Metric, RowFile, read_rows
 from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, read_run
-from cs336_systems.pretraining.run_records import Device, End, Evaluation, Options, Step
+from cs336_systems.pretraining.run_records import Device, End, Evaluation, LoggedStep, Session
 from tests.report.rows import SETTINGS, make_cell, make_frame, ms
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -271,10 +271,10 @@ def written(folder, seconds=0.5, device="NVIDIA H200", **provenance):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LOG).unlink(missing_ok=True)
     with RunLog(LogFile.open(folder / LOG, resume=False)) as log:
-        log.write(Options({}, {}, 20))
+        log.write(Session({}, {}, 20))
         log.write(Device(device, 1, None, {"commit": COMMIT, "dirty": False} | provenance))
         for step in range(20):
-            log.write(Step(step, seconds, 1000, 3.0 - step / 10, 1.0, 1e-3, at=0.5 * step))
+            log.write(LoggedStep(step, seconds, 1000, 3.0 - step / 10, 1.0, 1e-3, at=0.5 * step))
         log.write(Evaluation(20, 2.75, 1000, 0.1, at=9.6))
         log.write(End(20, "done"))
     return folder

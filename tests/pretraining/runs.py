@@ -13,11 +13,11 @@ from cs336_systems.pretraining.run_records import (
     Evaluation,
     GpuState,
     Light,
+    LoggedStep,
     Memory,
     Model,
-    Options,
     Record,
-    Step,
+    Session,
 )
 from cs336_systems.pretraining.schedules import LearningRate
 
@@ -29,7 +29,7 @@ def opening(n_steps: int, first_step: int = 0, light: SpeedOfLight | None = None
     """What is said before the first step; without ``light`` the device's peak is unknown."""
     defaults = {"size": "tiny", "learning_rate": 3e-4, "schedule": "cosine", "betas": [0.9, 0.95], "clip": 1.0}
     options = defaults | {"size": "qwen2.5-0.5b", "schedule": "wsd"}
-    yield Options(options, defaults, n_steps, first_step)
+    yield Session(options, defaults, n_steps, first_step)
     provenance = {"torch": "2.11.0", "driver": "580.95", "host": "AMD EPYC", "commit": "0123abcd"}
     yield Device("NVIDIA H200", 1, 141 * GIB, provenance)
     yield Model("qwen2.5-0.5b", 494_032_768, 1024)
@@ -67,7 +67,7 @@ def training(
         norm = 0.6 + 4 * math.exp(-step / (0.03 * n_steps)) + noise.gauss(0, 0.04)
         spike = 3.0 if step == int(0.62 * n_steps) else 0.0
         took = seconds * (1 + abs(noise.gauss(0, 0.01)))
-        yield Step(step, took, TOKENS, loss + noise.gauss(0, 0.03) + spike, norm + spike, rate(step))
+        yield LoggedStep(step, took, TOKENS, loss + noise.gauss(0, 0.03) + spike, norm + spike, rate(step))
         if gpu_every and step % gpu_every == 0:
             warm = 1 - math.exp(-step / (0.05 * n_steps))
             watts = 400 + 290 * warm + noise.gauss(0, 6)

@@ -17,7 +17,7 @@ from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.nonfinite import NonFiniteStep
 from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_log import LOG, read_run
-from cs336_systems.pretraining.run_records import Checkpoint, Evaluation, Memory, Message
+from cs336_systems.pretraining.run_records import Evaluation, LoggedCheckpoint, Memory, Message
 from cs336_systems.pretraining.trainer import train
 from tests.pretraining.checkpointed import LLAMA, model_of, write_tokenizer
 from tests.pretraining.test_trainer import assert_equal_weights
@@ -148,7 +148,7 @@ def test_what_is_saved_lies_where_the_step_has_it_and_is_not_copied(whole, alone
     train(one, alone)
     assert "of copies do not fit" in said_by(one)
     assert "The plan is for an H200 and fp32, as there is no GPU in use." in said_by(one)
-    saves = read_run(one.out / LOG).all(Checkpoint)
+    saves = read_run(one.out / LOG).all(LoggedCheckpoint)
     assert [save.step for save in saves] == [2, 3]
     assert all(save.stall_seconds == save.seconds for save in saves)
     step = step_of(replace(whole, out=tmp_path / "other"), alone)
@@ -163,7 +163,7 @@ def test_memory_that_is_planned_adds_up_to_the_caps_and_holds(whole, folder, alo
     roomy = asked(folder, tmp_path / "run", save_every=5, export=False, **ROOMY)
     train(roomy, alone)
     run = read_run(roomy.out / LOG)
-    saved = max(save.n_bytes for save in run.all(Checkpoint))
+    saved = max(save.n_bytes for save in run.all(LoggedCheckpoint))
     rounded_up = 4 * ALIGNMENT * len(list(model_of(CONFIG).parameters()))  # weight, two moments and steps of each
     copy = run.last(Memory).predicted_bytes["checkpoint's copy on the host"]
     assert saved - rounded_up <= copy <= saved

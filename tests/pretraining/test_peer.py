@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cs336_systems.pretraining.run_log import LOG, read_run
-from cs336_systems.pretraining.run_records import Device, Evaluation, Step
+from cs336_systems.pretraining.run_records import Device, Evaluation, LoggedStep
 from tests.pretraining.trained import write_dataset
 
 pytest.importorskip("transformers")
@@ -39,7 +39,7 @@ def test_both_runs_learn_the_same(load_script, tmp_path, monkeypatch, capfd):
     assert about[0].provenance == about[1].provenance and about[0].provenance["commit"], "which adopting a log asks for"
     said = json.loads(out.splitlines()[-1])
     assert said["steps"] == 12 and abs(said["off_percent"]) < 1e-3
-    ours, theirs = (read_run(tmp_path / "compared" / name / LOG).all(Step) for name in ("ours", "transformers"))
+    ours, theirs = (read_run(tmp_path / "compared" / name / LOG).all(LoggedStep) for name in ("ours", "transformers"))
     for one, other in zip(ours, theirs, strict=True):
         assert (one.step, one.learning_rate, one.tokens) == (other.step, other.learning_rate, other.tokens)
         assert one.loss == pytest.approx(other.loss, rel=1e-5)

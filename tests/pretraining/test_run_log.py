@@ -16,15 +16,15 @@ import torch
 from cs336_systems.pretraining.run_log import WINDOW, LogFile, RunLog, read_run
 from cs336_systems.pretraining.run_records import (
     KINDS,
-    Checkpoint,
     Evaluation,
     GpuState,
     Light,
+    LoggedCheckpoint,
+    LoggedStep,
     Message,
-    Options,
     Outlier,
     Quantization,
-    Step,
+    Session,
     from_line,
     to_line,
 )
@@ -35,7 +35,7 @@ QUANTIZED = {
     "normed1": {"block": [0, 1], "absmax": [4.5, 5.0], "underflow": [0.25, 0.5], "saturation": [0.0, 0.0]},
     "dqkv": {"block": [1], "absmax": ["Infinity"], "underflow": [0.125], "saturation": [1.0]},
 }
-STEP = Step(3, 0.5, 1024, 2.5, 1.5, 3e-4)
+STEP = LoggedStep(3, 0.5, 1024, 2.5, 1.5, 3e-4)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def path(tmp_path):
 
 def every_kind():
     steps = training(100, stop=12, gpu_every=5, evaluate_every=6)
-    others = Checkpoint(12, 2**30, 0.2, 4.1), Outlier(7, "loss", 9.0, 8.0), Quantization(10, QUANTIZED)
+    others = LoggedCheckpoint(12, 2**30, 0.2, 4.1), Outlier(7, "loss", 9.0, 8.0), Quantization(10, QUANTIZED)
     return [*opening(100), *steps, *others, Message("a warning, with [brackets]", "warning")]
 
 
@@ -65,7 +65,7 @@ def test_what_is_written_is_read_as_records_and_as_frames(path):
     steps = run.steps
     assert steps["step"].tolist() == list(range(12))
     assert steps["tokens_seen"].iloc[-1] == 12 * 524_288
-    assert steps["tokens_per_s"].tolist() == [record.tokens / record.seconds for record in run.all(Step)]
+    assert steps["tokens_per_s"].tolist() == [record.tokens / record.seconds for record in run.all(LoggedStep)]
     assert steps["speed_of_light"].isna().all()
     assert run.evaluations["step"].tolist() == [6, 12]
     assert run.gpu["step"].tolist() == [0, 5, 10]
@@ -96,7 +96,7 @@ def test_what_is_not_finite_is_valid_json_and_comes_back(path, value):
     run = read_run(path)
     assert repr(run.steps["loss"].iloc[0]) == repr(run.steps["loss"].dtype.type(value))
     assert run.gpu["power_w"].isna().all()
-    options = Options({"clip": math.inf, "betas": (0.9, math.nan), "out": Path("runs")}, {}, 1)
+    options = Session({"clip": math.inf, "betas": (0.9, math.nan), "out": Path("runs")}, {}, 1)
     assert from_line(to_line(options)).options == {"clip": "Infinity", "betas": [0.9, "NaN"], "out": "runs"}
 
 
@@ -125,7 +125,7 @@ def test_a_resumed_run_cuts_off_the_torn_line_and_overtakes_the_steps_that_it_ma
     assert run.gpu["step"].tolist() == [0, 5, 10, 15, 20]
     assert run.evaluations["step"].tolist() == [10, 20]
     assert run.evaluations["loss"].iloc[-1] == 1.25
-    assert [options.first_step for options in run.all(Options)] == [0, 20]
+    assert [options.first_step for options in run.all(Session)] == [0, 20]
 
 
 def test_resuming_without_a_log_begins_one_and_a_new_run_never_writes_into_another(path):
@@ -180,7 +180,7 @@ def test_a_damaged_line_inside_is_named_and_later_kinds_and_fields_are_passed_ov
             read_run(path)
     later = b'{"kind": "weather", "rain": true}\n' + lines[-1].replace(b"}", b', "mood": "fine"}')
     path.write_bytes(b"".join(lines[:-1]) + later)
-    assert read_run(path).all(Step) == (STEP,)
+    assert read_run(path).all(LoggedStep) == (STEP,)
 
 
 def test_a_full_disk_is_told_once_and_leaves_whole_lines(path, monkeypatch):
@@ -204,7 +204,7 @@ def test_a_full_disk_is_told_once_and_leaves_whole_lines(path, monkeypatch):
             assert path.stat().st_size == size
         log.write(replace(STEP, step=5))
     assert read_run(path).steps["step"].tolist() == [5]
-    assert [record.step for record in kept if isinstance(record, Step)] == [3, 4, 5]
+    assert [record.step for record in kept if isinstance(record, LoggedStep)] == [3, 4, 5]
     (told,) = (record for record in kept if isinstance(record, Message))
     assert (told.level, kept.closed) == ("error", True) and "No space left on device" in told.text
     # A session that cannot begin is none, or its steps would follow those that it makes again, as if of one session.
@@ -250,7 +250,7 @@ def test_outliers_follow_their_step_into_every_sink_and_a_resumed_run_remembers(
             log.write(record)
     assert [(one.step, one.quantity, one.value) for one in kept[-2:]] == [(120, "loss", 5.0), (120, "norm", 2.0)]
     assert read_run(path).all(Outlier) == tuple(kept[-2:])
-    for earlier, expected in ((read_run(path).all(Step)[:120], 2), ((), 0)):
+    for earlier, expected in ((read_run(path).all(LoggedStep)[:120], 2), ((), 0)):
         kept = Kept()
         with RunLog(kept, earlier=earlier) as log:
             log.write(replace(STEP, step=120, loss=5.0, norm=2.0))

@@ -9,13 +9,13 @@ import pytest
 from cs336_systems.pretraining import trackers
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_log import RunLog
-from cs336_systems.pretraining.run_records import Evaluation, GpuState, Step
+from cs336_systems.pretraining.run_records import Evaluation, GpuState, LoggedStep
 from cs336_systems.pretraining.trackers import TensorBoard, WeightsAndBiases, trackers_of
 from tests.pretraining.runs import opening
 
 RECORDS = [
     *opening(9, first_step=4),
-    Step(4, 0.5, 1000, 2.5, 1.5, 3e-4),
+    LoggedStep(4, 0.5, 1000, 2.5, 1.5, 3e-4),
     Evaluation(5, 2.25, 100, 0.1),
     GpuState(4, 1980.0, None, None, 50.0, "", None),
 ]

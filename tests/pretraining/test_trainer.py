@@ -27,17 +27,17 @@ from cs336_systems.pretraining.nonfinite import NonFiniteStep
 from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import (
-    Checkpoint,
     Data,
     End,
     Evaluation,
     Light,
+    LoggedCheckpoint,
+    LoggedStep,
     Memory,
     Message,
     Model,
-    Options,
     Quantization,
-    Step,
+    Session,
 )
 from cs336_systems.pretraining.trainer import train
 from cs336_systems.training import TrainStep
@@ -83,7 +83,7 @@ def test_a_run_learns_and_says_so(whole):
     run = read_run(whole / "run" / LOG)
     losses = [loss for loss, _ in losses_and_norms(whole / "run")]
     assert losses[-1] < losses[0] - 0.3
-    assert run.last(Options).options["context_length"] == 16
+    assert run.last(Session).options["context_length"] == 16
     assert run.last(Data).tokens_per_step == 128
     assert run.last(Memory).predicted_bytes["in all"] > 4 * run.last(Model).n_parameters * 4
     assert run.last(End) == End(10, "done", at=run.last(End).at)
@@ -91,8 +91,8 @@ def test_a_run_learns_and_says_so(whole):
     assert [(one.step, one.tokens) for one in evaluations] == [(5, 192), (10, 192)]
     assert evaluations[1].loss < evaluations[0].loss
     expected = options(whole).rate_of(10)
-    assert [step.learning_rate for step in run.all(Step)] == [expected(step) for step in range(10)]
-    assert all(step.seconds > 0 for step in run.all(Step))
+    assert [step.learning_rate for step in run.all(LoggedStep)] == [expected(step) for step in range(10)]
+    assert all(step.seconds > 0 for step in run.all(LoggedStep))
     assert (whole / "run" / "run.json").exists()
 
 
@@ -275,7 +275,7 @@ def test_a_z_loss_is_learned_and_not_evaluated_in_as_many_chunks_as_asked(whole,
     assert set(sizes) == {43}  # a third of 128 tokens
     without, with_it = (read_run(tmp_path / name / LOG) for name in ("0.0", "0.5"))
     lse = math.log(320)  # of nearly equal logits
-    more = with_it.last(Step).loss - without.last(Step).loss
+    more = with_it.last(LoggedStep).loss - without.last(LoggedStep).loss
     assert more == pytest.approx(0.5 * lse**2, rel=0.1)
     assert with_it.last(Evaluation).loss == without.last(Evaluation).loss
 
@@ -289,7 +289,7 @@ def test_a_run_that_saves_nothing_and_its_trackers(whole, alone, tmp_path, monke
     kept = Kept()
     monkeypatch.setattr(trainer, "trackers_of", lambda options, first_step: [kept])
     outcome = train(asked, alone)
-    assert [record.step for record in kept if isinstance(record, Step)] == list(range(10))
+    assert [record.step for record in kept if isinstance(record, LoggedStep)] == list(range(10))
     assert (outcome.steps, outcome.complaint) == (10, None)
     assert not complete_checkpoints(tmp_path / "run")
     assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
@@ -335,7 +335,7 @@ def test_a_checkpoint_waits_for_the_one_before_and_a_long_wait_is_said(whole, al
     train(options(tmp_path, data=whole / "data", save_every=3, keep_last=9), alone)
     assert [path.name[-2:] for path in complete_checkpoints(tmp_path / "run")] == ["03", "06", "09", "10"]
     run = read_run(tmp_path / "run" / LOG)
-    saves = run.all(Checkpoint)
+    saves = run.all(LoggedCheckpoint)
     assert saves[0].waited_seconds == 0 and all(0.1 <= one.waited_seconds < one.stall_seconds for one in saves[1:])
     said = [message.text.split(" waited ") for message in run.all(Message)]
     assert [step for step, _ in said] == ["step 6", "step 9"]  # the last one has to wait

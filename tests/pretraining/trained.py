@@ -10,7 +10,7 @@ from cs336_systems.pretraining.dataset import TokenFile, TokenFileWriter, TokenS
 from cs336_systems.pretraining.nonfinite import NonFiniteStep
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_log import LOG, read_run
-from cs336_systems.pretraining.run_records import Step
+from cs336_systems.pretraining.run_records import LoggedStep
 from cs336_systems.pretraining.tokenizer import ByteTokenizer
 from cs336_systems.pretraining.trainer import Outcome, train
 
@@ -57,7 +57,7 @@ EXPLODING = {"learning_rate": 1e36, "warmup_steps": 0, "weight_decay": 0.0, "sav
 
 def losses_and_norms(folder: Path) -> list[tuple[float, float]]:
     """Loss and norm of each step that holds, in order."""
-    steps = read_run(folder / LOG).all(Step)
+    steps = read_run(folder / LOG).all(LoggedStep)
     assert [step.step for step in steps] == list(range(len(steps)))
     return [(step.loss, step.norm) for step in steps]
 

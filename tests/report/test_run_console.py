@@ -12,19 +12,19 @@ from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.hardware import find_hardware
 from cs336_systems.pretraining.run_log import RunLog
 from cs336_systems.pretraining.run_records import (
-    Checkpoint,
     Evaluation,
     Light,
+    LoggedCheckpoint,
+    LoggedStep,
     Memory,
     Message,
-    Options,
-    Step,
+    Session,
 )
 from cs336_systems.report.run_console import RunConsole
 from tests.pretraining.runs import opening, training
 
-STEP = Step(7, 1.869, 65_536, 3.2826, 4.3155, 3e-4)
-BEGIN = Options({"size": "tiny"}, {"size": "tiny"}, 1000)
+STEP = LoggedStep(7, 1.869, 65_536, 3.2826, 4.3155, 3e-4)
+BEGIN = Session({"size": "tiny"}, {"size": "tiny"}, 1000)
 LIGHT = Light({}, 0.429 * 1.869 / 65_536)
 
 
@@ -43,8 +43,8 @@ def shown():
 
 
 def test_a_line_for_each_step(shown):
-    said = Evaluation(8, 3.119, 100, 1.1034), Checkpoint(8, 2964369408, 0.21, 4.1021, 1e-5)
-    last = Checkpoint(9, 2964369408, 9.0, 15.0, 8.79), Checkpoint(10, 2_524_416, 0.002, 0.1, 0.0)
+    said = Evaluation(8, 3.119, 100, 1.1034), LoggedCheckpoint(8, 2964369408, 0.21, 4.1021, 1e-5)
+    last = LoggedCheckpoint(9, 2964369408, 9.0, 15.0, 8.79), LoggedCheckpoint(10, 2_524_416, 0.002, 0.1, 0.0)
     lines = shown(BEGIN, LIGHT, STEP, *said, *last).splitlines()
     assert lines[-5:] == [
         "[T] step    7 [  0.8%] | time  1869 ms | norm  4.3155 | loss  3.2826 | lr 3.0e-04 | tps  35,065 | sol 42.9%"
@@ -86,7 +86,7 @@ def test_tables_of_what_begins(shown):
     assert "resumed after 40 of 100 steps" in said
     assert "Speed of light: the device's peak is not known" in said
     on_cpu = {"size": "tiny", "device": "cpu"}
-    assert shown(Options(on_cpu, on_cpu, 1000, 4)).startswith("All options are the defaults of a CPU; resumed after 4")
+    assert shown(Session(on_cpu, on_cpu, 1000, 4)).startswith("All options are the defaults of a CPU; resumed after 4")
     memory = Memory({"weights": 2**30, "free": 2**31}, {"weights": 2**30 + 2**25, "reserved": 2**29}, "Take --batch 8.")
     said = shown(BEGIN, memory)
     assert "Take --batch 8." in said

@@ -10,7 +10,7 @@ from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.hardware import find_hardware
 from cs336_systems.pretraining.run_log import read_run
-from cs336_systems.pretraining.run_records import Device, Quantization, Step
+from cs336_systems.pretraining.run_records import Device, LoggedStep, Quantization
 from cs336_systems.report.run_figure import run_figure
 from tests.pretraining.runs import opening, training, write
 
@@ -112,7 +112,7 @@ def test_a_run_that_has_not_begun_says_what_is_missing(run, tmp_path):
 
 
 def test_what_is_not_finite_is_marked_and_bends_no_line(run):
-    steps = [Step(i, 0.1, 10, [2.0, math.nan, math.inf, 2.0][i % 4], 1.0, 1e-3) for i in range(200)]
+    steps = [LoggedStep(i, 0.1, 10, [2.0, math.nan, math.inf, 2.0][i % 4], 1.0, 1e-3) for i in range(200)]
     axes = panels(run_figure({"one": run(*opening(200), *steps)}))
     smooth, marks = axes["loss"].lines[1], axes["loss"].lines[-1]
     assert set(smooth.get_ydata()) == {2.0}
@@ -124,7 +124,9 @@ def test_what_is_not_finite_is_marked_and_bends_no_line(run):
 
 
 def test_runs_stand_over_what_they_have_spent(run):
-    records = [replace(one, seconds=3600.0) if isinstance(one, Step) else one for one in training(100, gpu_every=25)]
+    records = [
+        replace(one, seconds=3600.0) if isinstance(one, LoggedStep) else one for one in training(100, gpu_every=25)
+    ]
     one = run(*opening(100), *records)
     for x, scale in {"tokens": 0.524288, "hours": 1.0}.items():
         axes = panels(run_figure({"one": one}, x=x))
