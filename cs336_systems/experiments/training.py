@@ -273,12 +273,6 @@ TRAINING_TABLE = ResultTable(
         ),
         Column("speed of light %", "speed_of_light", ".1f", optional=True),
         Column("around %", _around, ".2f", optional=True, note="of a step: loader, log, checks, late host"),
-        Column(
-            "host ahead ms", "host_lead", ".0f", optional=True, note="of the device where a block begins, last steps"
-        ),
-        Column(
-            "late %", "late_blocks", ".1f", optional=True, note="of blocks, where the host is less than a block ahead"
-        ),
         Column("peak GiB", "peak_memory", ".1f", optional=True),
         Column("predicted GiB", "predicted_peak_memory", ".1f", optional=True),
         Column(

@@ -27,7 +27,6 @@ from cs336_systems.experiments.ranked import largest
 from cs336_systems.experiments.training import TORCHAO, TrainingRunCell
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.record import Metric
-from cs336_systems.model import TransformerBlock
 from cs336_systems.pretraining.dataset import Dataset, write_random_tokens
 from cs336_systems.pretraining.loader import Loader, Sequences
 from cs336_systems.pretraining.options import TrainOptions
@@ -36,7 +35,6 @@ from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_records import Light, LoggedStep, Memory, Record
 from cs336_systems.pretraining.signals import StopRequests
 from cs336_systems.pretraining.trainer import run_prepared
-from cs336_systems.profiling.host_lead import HostLead, Pass
 from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
 
 _STEPS_OF_DATA = 4
@@ -50,17 +48,14 @@ class Watch:
     """A sink that ends the run once its steps after the first ones take so many seconds.
 
     It asks the run to end as a user would, so that all ranks end at the same step, ``n_left`` from then on.
-    ``host_lead`` watches the steps that are not yet queued then.
     """
 
-    def __init__(self, warmup: int, seconds: float, n_left: int, host_lead: HostLead | None = None) -> None:
-        self._warmup, self._seconds, self._n_left, self._host_lead = warmup, seconds, n_left, host_lead
+    def __init__(self, warmup: int, seconds: float, n_left: int) -> None:
+        self._warmup, self._seconds, self._n_left = warmup, seconds, n_left
         self._asked = False
         self.steps: list[LoggedStep] = []
         self.light: Light | None = None
         self.memory: Memory | None = None
-        self.passes: list[Pass] = []
-        """The passes that ``host_lead`` saw, filled in when the run has ended."""
 
     def write(self, record: Record) -> None:
         if isinstance(record, Light):
@@ -72,8 +67,6 @@ class Watch:
             to_come = self._n_left * record.seconds
             if self.steady and not self._asked and sum(step.seconds for step in self.steady) + to_come >= self._seconds:
                 self._asked = True
-                if self._host_lead is not None:
-                    self._host_lead.begin()
                 signal.raise_signal(signal.SIGTERM)
 
     def close(self) -> None:
@@ -86,7 +79,7 @@ class Watch:
 
 def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
     """Seconds, tokens per second, loss and share of the speed of light of each steady step; for ours also the time
-    around the step itself and how far the host was ahead; peak memory, measured and predicted.
+    around the step itself; peak memory, measured and predicted.
 
     For independent replicas the steps are those of the slowest rank, by the median, and the tokens those of all; the
     median of each rank is a metric, too. All make steps for as long, but nothing lines them up.
@@ -126,11 +119,6 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
         metrics.append(Metric("speed_of_light", "%", shares, derived=True))
     if cell.how == "ours":
         metrics.append(Metric("around", "ms", [1000 * step.around_seconds for step in steps]))
-    if passes := watch.passes:
-        n_late, n_blocks = sum(each.n_late for each in passes), sum(len(each.leads_ms) for each in passes)
-        which, leads = "in the last steps, on the first rank", [each.lead_ms for each in passes]
-        metrics.append(Metric("host_lead", f"ms, of each pass over the blocks {which}", leads))
-        metrics.append(Metric("late_blocks", f"% of blocks {which}", [100 * n_late / n_blocks]))
     metrics += [] if of_all is None else in_gib(peak_memory=of_all)
     if watch.memory is not None and (predicted := watch.memory.predicted_bytes.get("in all")) is not None:
         metrics += in_gib(predicted_peak_memory=predicted)
@@ -138,13 +126,8 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
 
 
 def _train_ours(cell: TrainingRunCell, options: TrainOptions, rank: Rank) -> Watch:
-    """Our run, and how far the host was ahead in its last steps."""
-    prepared = prepare(options, rank)
-    blocks = (module for module in prepared.step.model.modules() if isinstance(module, TransformerBlock))
-    lead = HostLead(blocks, rank.device)
-    watch = Watch(cell.warmup, cell.seconds, _N_LEFT, lead)
-    run_prepared(prepared, rank, watch)
-    watch.passes = lead.end()
+    watch = Watch(cell.warmup, cell.seconds, _N_LEFT)
+    run_prepared(prepare(options, rank), rank, watch)
     return watch
 
 

@@ -1,22 +1,19 @@
 """The table of ``--compare``: what the newest runs of two files say of the same cells, with a verdict for each phase.
 
 The ratio of medians gets a 95 % interval from the bootstrap (Efron 1979: resample both sides, take the ratio, repeat).
-Samples of one process do not show how much processes differ from each other, so whole processes are resampled, too;
-with fewer than three a side (``--repeat 3``) that says little, and the interval is widened by how far apart processes
-and samples lie on this machine, at least ``PROCESS_NOISE``. The verdict asks the interval against a margin of two
-percent:
+Samples of one process do not show how much processes differ from each other, so whole processes are resampled, too. The
+verdict asks the interval against a margin of two percent:
 
-    same     the interval lies inside the margin: no difference worth the name, and enough processes to say so
+    same     the interval lies inside the margin: no difference worth the name
     faster   the interval lies wholly below 1 - margin
     slower   the interval lies wholly above 1 + margin
-    unclear  anything else: measure more processes
+    unclear  anything else, and everything where a side has fewer than three processes (``--repeat 3``)
 
 What statistics cannot show is listed beside the table: another machine, driver or commit, and a machine that was busy
 with something else.
 """
 
 import json
-from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
@@ -28,13 +25,9 @@ from cs336_systems.report.tables import Table, settings_split
 MARGIN = 0.02
 """The largest difference, as a share, that is called none."""
 
-PROCESS_NOISE = 0.2
-"""How far apart the medians of processes that measure one cell may lie, as a share.
-
-Of 60 timings that the committed H200 rows hold several times, half agree within 0.016 (cells that keep the GPU busy)
-and 57 within 0.2; the other three, up to 0.61, are compiled cells that wait for launches."""
-
 ENOUGH_PROCESSES = 3
+"""The fewest processes that show how much processes differ."""
+
 _RESAMPLES = 2000
 
 Processes = list[list[float]]
@@ -46,7 +39,7 @@ _RANKS = {"metric": 0, "verdict": 0, "new / old": 0, "95 % interval": 1, "new ms
 
 
 def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
-    """One line per phase of every cell that both hold: old ms, new ms, ratio, interval, verdict.
+    """One line per phase of every cell that both hold: old ms, new ms, processes, ratio, interval, verdict.
 
     The repeats of a cell's newest run count as its processes. Cells that only one side measured are counted in the
     caption, and differences of machine and versions are listed there.
@@ -55,19 +48,13 @@ def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
     keys = [str(column) for column in new if column not in beside and column in old] + ["metric"]
     sides = [_timings(frame, keys) for frame in (new, old)]
     shared = [key for key in sides[0] if key in sides[1]]
-    noise = {
-        metric: shown_noise(side[key] for key in shared for side in sides if key[-1] == metric)
-        for metric in dict.fromkeys(key[-1] for key in shared)
-    }
     lines = []
     for key in shared:
         now, before = (side[key] for side in sides)
-        ratio, low, high = ratio_interval(now, before, noise=noise[key[-1]])
-        figures = (
-            *(*(f"{pooled_median(side):.3f}" for side in (before, now)), f"{len(before)}, {len(now)}"),
-            *(f"{ratio:.3f}", f"{low:.3f}–{high:.3f}", verdict(low, high)),
-        )
-        lines.append(dict(zip((*keys, *_FIGURES), (*key, *figures), strict=True)))
+        ratio, low, high = ratio_interval(now, before)
+        medians = (f"{pooled_median(side):.3f}" for side in (before, now))
+        word = verdict(low, high) if min(len(now), len(before)) >= ENOUGH_PROCESSES else "unclear"
+        lines.append((*key, *medians, f"{len(before)}, {len(now)}", f"{ratio:.3f}", f"{low:.3f}–{high:.3f}", word))
     notes = [
         f"timings in the {name} rows only: {len(side.keys() - set(shared))}"
         for side, name in zip(sides, ("new", "old"), strict=True)
@@ -81,12 +68,12 @@ def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
     frame = pd.DataFrame(lines, columns=[*keys, *_FIGURES])
     caption, varying = settings_split(frame, keys[:-1])
     few = any(min(len(side[key]) for side in sides) < ENOUGH_PROCESSES for key in shared)
-    widened = ", ".join(f"{metric} {100 * share:.0f} %" for metric, share in noise.items())
-    footnote = f"with fewer than {ENOUGH_PROCESSES} processes a side, less than what processes may differ by is unclear"
     return Table(
         "; ".join([caption, *notes] if caption else notes),
         frame[[*varying, "metric", *_FIGURES]],
-        {"verdict": f"{footnote}: {widened}"} if few else {},
+        {"verdict": f"it takes {ENOUGH_PROCESSES} processes a side, as --repeat {ENOUGH_PROCESSES} starts"}
+        if few
+        else {},
         dict.fromkeys(varying, 0) | _RANKS,
     )
 
@@ -114,13 +101,8 @@ def overload(frame: pd.DataFrame, per_core: float = 1.0) -> str:
     return f"the machine was loaded, {load:.1f} processes on {cores} cores" if load > per_core * cores else ""
 
 
-def ratio_interval(
-    new: Processes, old: Processes, seed: int = 0, noise: float = PROCESS_NOISE
-) -> tuple[float, float, float]:
+def ratio_interval(new: Processes, old: Processes, seed: int = 0) -> tuple[float, float, float]:
     """(ratio, low, high): median(new) / median(old) of the processes' medians, with its 95 % interval.
-
-    Args:
-        noise: by how much processes may differ, as a share; counts with fewer than three a side.
 
     Raises:
         ValueError: either side has no samples.
@@ -135,8 +117,6 @@ def ratio_interval(
         return np.median(medians[chosen, np.arange(_RESAMPLES)], axis=0)
 
     low, high = np.percentile(resampled(new) / resampled(old), (2.5, 97.5))
-    if min(len(new), len(old)) < ENOUGH_PROCESSES:
-        low, high = low / (1 + noise), high * (1 + noise)
     return pooled_median(new) / pooled_median(old), float(low), float(high)
 
 
@@ -150,27 +130,10 @@ def _resampled_medians(samples: list[float], generator: np.random.Generator) -> 
     return np.median(values[generator.integers(0, values.size, (_RESAMPLES, values.size))], axis=1)
 
 
-def shown_noise(cells: Iterable[Processes]) -> float:
-    """How far apart processes of one cell, or the steps of one process, lie: the most of ``cells``, as a share.
-
-    Of steps the 10th and the 90th percentile count, as a machine whose steps differ that much has processes that do.
-    """
-    spreads = [PROCESS_NOISE]
-    for processes in cells:
-        medians = [float(np.median(samples)) for samples in processes]
-        spreads.append(max(medians) / min(medians) - 1)
-        for samples in processes:
-            low, high = np.percentile(samples, (10, 90))
-            spreads.append(float(high / low) - 1)
-    return max(spreads)
-
-
-def verdict(low: float, high: float, margin: float = MARGIN) -> str:
-    """The word for an interval of time ratios (new / old): see the module's docstring."""
-    if 1 - margin <= low and high <= 1 + margin:
+def verdict(low: float, high: float) -> str:
+    """The word for an interval of time ratios (new / old) of enough processes: see the module's docstring."""
+    if low >= 1 - MARGIN and high <= 1 + MARGIN:
         return "same"
-    if high < 1 - margin:
+    if high < 1 - MARGIN:
         return "faster"
-    if low > 1 + margin:
-        return "slower"
-    return "unclear"
+    return "slower" if low > 1 + MARGIN else "unclear"

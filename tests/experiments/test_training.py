@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from cs336_systems.config import resolve_size
-from cs336_systems.distributed.process_group import joined
 from cs336_systems.experiments.block_measure import with_float8
 from cs336_systems.experiments.training import EXPERIMENT, TRAINING_TABLE, Options, make_cells, measure, rates_figure
 from cs336_systems.harness.record import RowFile, read_rows, unsaid
 from cs336_systems.harness.sweep import cell_columns, outcome_rows, run_sweep
 from cs336_systems.pretraining.peer import peer_model
-from cs336_systems.profiling.host_lead import Pass
 
 CPU = replace(Options.default("cpu"), world_size=(1,))
 GPU = replace(Options.default("cuda"), world_size=(1,))
@@ -117,31 +115,6 @@ def test_runs_end_once_they_have_been_steady_for_long_enough(tmp_path):
     assert list(frame["x"]) == [*["–"] * 6, f"{rates[6] / rates[5]:.3f}"]
     assert (liger.status, liger.message) == ("unsupported", "Liger's kernels need a GPU, got cpu")
     assert rates_figure(read_rows(row_file.path), {}) is not None
-
-
-def test_the_last_steps_tell_how_far_ahead_the_host_is(monkeypatch):
-    """With a watch that a CPU does not have: it is to begin while two steps are to come, and to end with the run."""
-    passes = [Pass(False, [0.5, 3.0, 5.0], [2.0, 2.0]), Pass(True, [7.0, 8.0, 9.0], [4.0, 4.0])]
-
-    class Lead:
-        def __init__(self, blocks, device):
-            self.blocks, self.seen = list(blocks), []
-
-        def begin(self):
-            for block in self.blocks:
-                block.register_forward_hook(lambda block, *_: self.seen.append(block))
-
-        def end(self):
-            n_micro_batches = cell.train_options.micro_batches(1)
-            assert len(self.seen) == 2 * n_micro_batches * len(self.blocks) > 0
-            return passes
-
-    monkeypatch.setattr("cs336_systems.experiments.training_measure.HostLead", Lead)
-    (cell,) = make_cells(replace(CPU, how=("ours",), seconds=0.2, warmup=1))
-    with joined("cpu") as rank:
-        found = {metric.name: metric.samples for metric in measure(cell, rank)}
-    assert found["host_lead"] == [3.0, 8.0]
-    assert found["late_blocks"] == [pytest.approx(100 / 6)]
 
 
 @pytest.mark.parametrize("recipe", [None, "rowwise"])

@@ -1,35 +1,23 @@
 """The table of a comparison: which rows are put side by side, and the verdicts on samples whose truth is known."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from cs336_systems.harness.record import read_rows
-from cs336_systems.report.compare import PROCESS_NOISE, compare, ratio_interval, shown_noise, verdict
+from cs336_systems.report.compare import compare, ratio_interval, verdict
 from tests.report.rows import ceiling, make_cell, make_frame, ms
 
-RESULTS = Path(__file__).resolve().parents[2] / "profiles" / "results" / "h200"
 
-
-def test_repeats_of_one_cell_in_the_committed_rows_do_not_differ():
-    """Eager cells of two parts that were measured minutes apart by the same code."""
-    new, old = (read_rows(RESULTS / part / "benchmark_model.csv") for part in ("context-512", "grid"))
-    verdicts = compare(new, old).frame["verdict"]
-    assert len(verdicts) >= 30
-    assert set(verdicts) == {"unclear"}
-
-
-def test_one_line_per_shared_phase():
+def test_one_line_per_shared_phase_and_one_process_a_side_decides_nothing():
     old = make_frame(ceiling(), make_cell(ms("forward", 2.0, 2.0), ms("step", 4.0, 4.0), ms("warmup_step", 9.0)))
     new = make_frame(ceiling(), make_cell(ms("forward", 1.0, 1.0), ms("step", 5.0, 5.0), ms("warmup_step", 8.0)))
     table = compare(new, old)
     columns = ("size", "metric", "old ms", "new ms", "new / old", "processes", "95 % interval", "verdict")
     assert table.frame[[*columns]].to_numpy().tolist() == [
-        ["tiny", "forward", "2.000", "1.000", "0.500", "1, 1", "0.417–0.600", "faster"],
-        ["tiny", "step", "4.000", "5.000", "1.250", "1, 1", "1.042–1.500", "slower"],
+        ["tiny", "forward", "2.000", "1.000", "0.500", "1, 1", "0.500–0.500", "unclear"],
+        ["tiny", "step", "4.000", "5.000", "1.250", "1, 1", "1.250–1.250", "unclear"],
     ]
     assert "timings in the new rows only: 0; timings in the old rows only: 0" in table.caption
+    assert "--repeat 3" in table.markdown()
 
 
 def test_other_numbers_of_steps_are_compared_but_neither_other_warm_ups_nor_failures():
@@ -42,32 +30,15 @@ def test_other_numbers_of_steps_are_compared_but_neither_other_warm_ups_nor_fail
     assert all((table.markdown(), table.latex(), table.csv(), table.rich(80)))
 
 
-def test_repeats_are_processes_of_one_cell():
-    old = make_frame(*(make_cell(ms("step", value), repeat=i) for i, value in enumerate((9.0, 2.0, 4.0))))
-    line = compare(make_frame(make_cell(ms("step", 2.0))), old).frame.iloc[0]
-    assert (line["old ms"], line["processes"], line["verdict"]) == ("4.000", "3, 1", "unclear")
-
-
-def test_only_the_newest_run_of_a_cell_counts():
+def test_repeats_of_the_newest_run_are_processes_of_one_cell():
     later = {"timestamp": "2026-01-02T00:00:00+00:00"}
-    old = make_frame(make_cell(ms("step", 9.0)), make_cell(ms("step", 2.0), **later))
-    line = compare(make_frame(make_cell(ms("step", 2.0))), old).frame.iloc[0]
-    assert (line["old ms"], line["processes"], line["new / old"]) == ("2.000", "1, 1", "1.000")
+    runs = [make_cell(ms("step", value), repeat=i, **later) for i, value in enumerate((9.0, 2.0, 4.0))]
+    old = make_frame(make_cell(ms("step", 100.0)), *runs)
+    three = make_frame(*(make_cell(ms("step", 1.0), repeat=i) for i in range(3)))
+    line = compare(three, old).frame.iloc[0]
+    assert (line["old ms"], line["processes"], line["verdict"]) == ("4.000", "3, 3", "faster")
     failed = make_frame(make_cell(ms("step", 9.0)), make_cell(status="oom", message="no room", **later))
-    assert compare(make_frame(make_cell(ms("step", 2.0))), failed).frame.empty
-
-
-def test_one_process_a_side_is_not_faster_where_steps_of_one_process_differ_as_much():
-    """The same commit measured twice on a busy machine."""
-    old = make_frame(make_cell(ms("step", *(10.0 + i for i in range(10))), ms("forward", 5.0, 5.0)))
-    new = make_frame(make_cell(ms("step", *(9.0 + i / 10 for i in range(10))), ms("forward", 2.0, 2.0)))
-    table = compare(new, old)
-    assert dict(zip(table.frame["metric"], table.frame["verdict"], strict=True)) == {
-        "step": "unclear",
-        "forward": "faster",
-    }
-    assert "step 66 %, forward 20 %" in table.notes["verdict"]
-    assert "step 66 %" in table.markdown()
+    assert compare(three, failed).frame.empty
 
 
 def test_a_loaded_machine_is_said():
@@ -77,9 +48,6 @@ def test_a_loaded_machine_is_said():
         compare(make_frame(make_cell(ms("step", 1.0), **busy)), make_frame(one)).caption
     )
     assert "loaded" not in compare(make_frame(make_cell(ms("step", 1.0), **idle)), make_frame(one)).caption
-
-
-# ---- ratios and verdicts on samples whose truth is known
 
 
 def noisy(centre: float, noise: float, count: int, seed: int) -> list[float]:
@@ -92,25 +60,21 @@ def processes(centre: float, count: int, seed: int, between: float = 0.003) -> l
     return [noisy(c, 0.001, 10, seed + i) for i, c in enumerate(noisy(centre, between, count, seed))]
 
 
-def the_verdict(new: list[list[float]], old: list[list[float]], **how: float) -> str:
-    _, low, high = ratio_interval(new, old, **how)
+def the_verdict(new: list[list[float]], old: list[list[float]]) -> str:
+    _, low, high = ratio_interval(new, old)
     return verdict(low, high)
 
 
-def test_three_processes_a_side_decide_two_percent_and_one_decides_large_differences_only():
+def test_three_processes_a_side_decide_two_percent():
     for ratio, word in ((0.90, "faster"), (1.10, "slower"), (1.0, "same"), (1.003, "same")):
         assert the_verdict(processes(10 * ratio, 3, 0), processes(10, 3, 100)) == word
-    for ratio, word in ((0.75, "faster"), (1.3, "slower"), (1.0, "unclear"), (0.9, "unclear")):
-        assert the_verdict(processes(10 * ratio, 1, 0), processes(10, 1, 100)) == word
-    assert the_verdict([[0.7] * 5], [[1.0] * 5], noise=0.5) == "unclear", "this machine has shown larger differences"
-    assert the_verdict([[0.7] * 5] * 3, [[1.0] * 5] * 3, noise=0.5) == "faster"
 
 
 def test_two_draws_of_one_machine_do_not_differ():
     """Processes that differ by five percent, samples within one by a tenth: what fools a bootstrap of samples."""
-    draws = [[processes(10, 4, seed + side, between=0.05) for side in (0, 10_000)] for seed in range(100)]
+    draws = [[processes(10, 4, seed + side, between=0.05) for side in (0, 10_000)] for seed in range(50)]
     verdicts = [the_verdict(*sides) for sides in draws]
-    assert sum(word in ("faster", "slower") for word in verdicts) <= 15
+    assert sum(word in ("faster", "slower") for word in verdicts) <= 8
     assert "same" not in verdicts
 
 
@@ -118,16 +82,5 @@ def test_an_interval_is_exact_for_constants_and_the_same_each_time():
     assert ratio_interval([[3.0] * 5] * 3, [[4.0] * 7] * 3) == (0.75, 0.75, 0.75)
     new, old = processes(10, 3, 0), processes(10, 3, 1)
     assert ratio_interval(new, old) == ratio_interval(new, old) != ratio_interval(new, old, seed=1)
-    for without in (([], [[1.0]]), ([[1.0, 2.0]], []), ([[1.0]], [[]])):
-        with pytest.raises(ValueError, match="samples on both sides"):
-            ratio_interval(*without)
-    limits = {(0.98, 1.02): "same", (0.90, 0.979): "faster", (1.021, 1.5): "slower"}
-    unclear = dict.fromkeys([(0.90, 0.98), (1.02, 1.5), (0.5, 2.0)], "unclear")
-    for interval, word in (limits | unclear).items():
-        assert verdict(*interval) == word
-
-
-def test_noise_is_what_the_machine_has_shown_and_no_less_than_what_others_have():
-    assert shown_noise([[[1.0, 1.0], [1.1, 1.1]]]) == PROCESS_NOISE
-    assert shown_noise([[[1.0, 1.0], [1.5, 1.5]], [[3.0]]]) == pytest.approx(0.5), "between two processes"
-    assert shown_noise([[list(np.linspace(1, 2, 11))]]) == pytest.approx(1.9 / 1.1 - 1), "between the steps of one"
+    with pytest.raises(ValueError, match="samples on both sides"):
+        ratio_interval([[1.0]], [[]])
