@@ -34,7 +34,7 @@ from cs336_systems.experiments.model_figures import frontier_figure, speedups_fi
 from cs336_systems.experiments.parallelism_figures import goodput_figure, pipelines_figure, scaling_figure
 from cs336_systems.experiments.sharded_optimizer import memory_figure
 from cs336_systems.experiments.streaming_figures import heatmap_figure
-from cs336_systems.experiments.training import ranks_figure, rates_figure
+from cs336_systems.experiments.training import rates_figure
 from cs336_systems.harness.record import DEFAULTS, EARLIER, NOT_RECORDED
 from cs336_systems.pretraining.run_log import Run
 from cs336_systems.report.figures import save
@@ -126,10 +126,6 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_leaderboard.png": of_rows(breakdown_figure, "leaderboard"),
         **{f"h200_leak_{name}.png": of_leak(name) for name in LEAKS},
         "h200_training.png": Drawing(rates_figure, lambda: _with_others(rows("training").frame())),
-        "h200_training_ranks.png": Drawing(
-            ranks_figure,
-            lambda: (rows("training-4").frame(), 100 * 3.9 / 4),  # the goal: 3.9 times one rank on four
-        ),
         "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),
         "attention_masks.png": Drawing(masks_figure, lambda: (1024,)),
         "pipeline_schedules.png": Drawing(pipelines_figure, lambda: (timelines,)),

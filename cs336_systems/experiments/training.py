@@ -1,7 +1,7 @@
 """How fast does a run train? Tokens/s, once steady, of train.py's trainer and of transformers, with Liger or torchao.
 
 Tokens are random, as only speed is measured. ``training_measure.py`` runs a cell; here are the grid, the table of all
-runs, and two figures: the fastest run of each way, and runs on several ranks against one rank of the same command.
+runs, what several ranks gain over one of the same command, and a figure of the fastest run of each way.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.experiments.options import RunOptions, cell_of
+from cs336_systems.experiments.peers import panels
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
@@ -48,7 +49,7 @@ did nothing there, while 3 gathered on one rank what was whole."""
 
 MEDIANS = ("tokens_per_s", "speed_of_light", "peak_memory", "predicted_peak_memory")
 _RUN = ("device", "size", "context_length", "batch_size", "dtype", "seed")
-_RUN_OF_OURS = ("zero", "gather_by", "kernels", "keep", "attention", "cuda_graph", "lmhead_chunks")
+_WORDS = ("kernels", "keep", "attention", "cuda_graph")
 """Columns that are options of train.py, for all ways and for ours."""
 
 COMMAND = ("argv", "commit", "host")
@@ -102,7 +103,6 @@ class TrainingRunCell:
     keep: str = option("products", "For ours, what blocks keep for backward, as for train.py.")
     attention: str = option("hopper", "For ours, as for train.py.")
     cuda_graph: str = option("on", "For ours, as for train.py.", values=("off", "on"))
-    lmhead_chunks: int | None = option(None, "For ours, as for train.py.", several=False)
     warmup: int = option(6, "Steps before the recorded ones.", several=False, sign="not negative")
     seconds: float = option(60.0, "Least duration of the recorded steps.", several=False)
     seed: int = 0
@@ -123,22 +123,21 @@ class TrainingRunCell:
     @property
     def train_options(self) -> TrainOptions:
         """The run as train.py would be asked for it, without its folders; independent replicas each run their share."""
-        ours: dict[str, Any] = {}
+        asked: dict[str, Any] = {}
         if self.device == "cpu":
-            ours = {name: TrainOptions.CPU_DEFAULTS[name] for name in ("optimizer", "kernels")}
-        ours |= {name: getattr(self, name) for name in _RUN}
-        if self.how == "ours":
-            ours |= {name: getattr(self, name) for name in _RUN_OF_OURS} | as_options(self.recipe)
-        ours["total_batch_tokens"] = self.total_batch_tokens * self.n_together // self.world_size
-        return TrainOptions(steps=1_000_000, evaluate_every=None, save_every=None, export=False, **ours)
+            asked = {name: TrainOptions.CPU_DEFAULTS[name] for name in ("optimizer", "kernels")}
+        ours = ("zero", "gather_by", *_WORDS) if self.how == "ours" else ()
+        asked |= {name: getattr(self, name) for name in (*_RUN, *ours)}
+        asked |= as_options(self.recipe) if self.how == "ours" else {}
+        asked["total_batch_tokens"] = self.total_batch_tokens * self.n_together // self.world_size
+        return TrainOptions(steps=1_000_000, evaluate_every=None, save_every=None, export=False, **asked)
 
     def __str__(self) -> str:
-        together = f"ZeRO {self.zero}{' by copies' if self.gather_by == 'copies' else ''}"
-        shared = together if self.n_together > 1 else "independent"
+        shared = f"ZeRO {self.zero}, {self.gather_by}" if self.n_together > 1 else "independent"
         ranks = f"on {self.world_size} ranks, {shared}" if self.world_size > 1 else ""
-        recipe, graph = "" if self.recipe == "stored" else self.recipe, "CUDA graph" if self.cuda_graph == "on" else ""
         shape = f"{self.size} {self.batch_size} x {self.context_length} {self.dtype}"
-        words = (shape, self.how, recipe, self.kernels, self.keep, self.attention, graph, ranks)
+        graph = "CUDA graph" if self.cuda_graph == "on" else ""
+        words = (shape, self.how, self.recipe, self.kernels, self.keep, self.attention, graph, ranks)
         return " ".join(filter(None, words))
 
 
@@ -169,21 +168,17 @@ def make_cells(options: Any) -> list[TrainingRunCell]:
         check_known("attention", name, ATTENTIONS)
     if "off" not in options.apart and max(options.world_size or (1,)) == 1:
         raise ValueError("--apart on needs --world-size of 2 or more, got 1")
-    words = ("kernels", "keep", "attention", "cuda_graph")
     of_ranks = {"world_size": (1,), "zero": (0,), "gather_by": ("collectives",), "apart": ("off",)}
-    of_ours = {name: getattr(options, name) for name in (*of_ranks, *words, "recipe")}
     cells = []
     for size, how in itertools.product(options.size, options.how):
         resolve_size(size)
-        ways = of_ours if how == "ours" else of_ranks | dict.fromkeys(words, ("",))
-        ways |= {} if how == "ours" else {"recipe": (TORCHAO.get(how, "stored"),)}
-        chunks = options.lmhead_chunks if how == "ours" else None
+        ways = of_ranks | dict.fromkeys(_WORDS, ("",)) | {"recipe": (TORCHAO.get(how, "stored"),)}
+        ways = {name: getattr(options, name) for name in ways} if how == "ours" else ways
         for values in itertools.product(*ways.values()):
-            own = dict(zip(ways, values, strict=True))
-            own["apart"] = "off" if own["world_size"] == 1 else own["apart"]
-            own["zero"] = 0 if own["world_size"] == 1 or own["apart"] == "on" else own["zero"]
+            own = dict(zip(ways, values, strict=True)) | {"size": size, "how": how, "library": _library(how)}
+            if own["world_size"] == 1 or own["apart"] == "on":
+                own |= {"zero": 0, "apart": "off" if own["world_size"] == 1 else "on"}
             own["gather_by"] = own["gather_by"] if own["zero"] == 3 else "collectives"
-            own |= {"size": size, "how": how, "lmhead_chunks": chunks, "library": _library(how)}
             cell = cell_of(TrainingRunCell, options, data=TrainingRunCell.data, **own)
             replace(cell, apart="off").train_options.micro_batches(cell.world_size)
             if how == "ours":
@@ -214,74 +209,33 @@ def _speedup(line: Line) -> Spread | None:
 
 
 def _over_one_rank(line: Line) -> Spread | None:
-    return _over_unsharded(line, world_size=1, apart="off")
-
-
-def _over_apart(line: Line) -> Spread | None:
-    return _over_unsharded(line, apart="on")
-
-
-def _over_unsharded(line: Line, **settings: Any) -> Spread | None:
-    """Tokens/s over those of the line with these settings, whose ranks share nothing."""
-    if line.settings["world_size"] == 1 or line.settings["apart"] == settings["apart"] == "on":
+    if line.settings["world_size"] == 1:
         return None
-    peers = (line.peer(zero=zero, gather_by="collectives", **settings) for zero in UNSHARDED)
-    return next(filter(None, (line.repeats_over("tokens_per_s", peer) for peer in peers)), None)
+    alone = {"world_size": 1, "gather_by": "collectives", "apart": "off"}
+    ratios = (line.repeats_over("tokens_per_s", line.peer(zero=zero, **alone)) for zero in UNSHARDED)
+    return next(filter(None, ratios), None)
 
 
-def _around(line: Line) -> float | None:
-    around, step = line.median("around"), line.median("step")
-    return None if around is None or not step else 100 * around / step
-
-
-def _samples(line: Line, metric: str) -> list[float]:
-    """Samples of the newest repeat; none for a metric that was not measured."""
-    found = line.run.loc[line.run["metric"] == metric, "samples"]
-    return (found.iloc[-1] or []) if len(found) else []
+def _first_loss(line: Line) -> float | None:
+    losses = line.run.loc[line.run["metric"] == "loss", "samples"]
+    return next(iter(losses.iloc[-1]), None) if len(losses) else None
 
 
 TRAINING_TABLE = ResultTable(
     settings=(
         *("gpu", "device", "size", "batch_size", "context_length", "total_batch_tokens", "dtype", "how"),
-        *("world_size", "zero", "gather_by", "apart", "recipe"),
-        *("kernels", "keep", "attention", "cuda_graph", "lmhead_chunks", "data", "warmup", "seconds"),
+        *("world_size", "zero", "gather_by", "apart", "recipe", *_WORDS, "data", "warmup", "seconds"),
     ),
     always=("size", "how", "recipe"),
     columns=(
         Column("step ms", "step", ",.1f"),
         Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN, note="median of the steps after the first few"),
         Column("x", _speedup, ".3f", optional=True, note="times as fast as stored products in the same command"),
-        Column(
-            "x one rank",
-            lambda line: _over_unsharded(line, world_size=1, apart="off"),
-            ".3f",
-            optional=True,
-            note="times as fast as one, in the same command",
-        ),
-        Column(
-            "x apart",
-            lambda line: _over_unsharded(line, apart="on"),
-            ".3f",
-            optional=True,
-            note="times as fast as ranks apart, in the same command",
-        ),
-        Column(
-            "ranks' steps ms",
-            lambda line: ", ".join(f"{ms:,.1f}" for ms in _samples(line, "step_of_ranks")),
-            optional=True,
-            note="medians of ranks that train apart",
-        ),
+        Column("x one rank", _over_one_rank, ".3f", optional=True, note="times as fast as one, in the same command"),
         Column("speed of light %", "speed_of_light", ".1f", optional=True),
-        Column("around %", _around, ".2f", optional=True, note="of a step: loader, log, checks, late host"),
         Column("peak GiB", "peak_memory", ".1f", optional=True),
         Column("predicted GiB", "predicted_peak_memory", ".1f", optional=True),
-        Column(
-            "loss",
-            lambda line: next(iter(_samples(line, "loss")), None),
-            ".4f",
-            optional=True,
-            note="nats per token, of the first step after the warm-up",
-        ),
+        Column("loss", _first_loss, ".4f", optional=True, note="nats per token, of the first step after the warm-up"),
         Column("library", lambda line: line.last.get("library") or None, optional=True),
     ),
 )
@@ -299,12 +253,11 @@ def fastest(rows: pd.DataFrame) -> pd.DataFrame:
     alone = rows[(rows["status"] == "ok") & (rows["world_size"].astype(int) == 1)]
     settings = [name for name in TRAINING_TABLE.settings if name in rows]
     best: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for values, cell in alone.groupby(settings, sort=False, dropna=False):
-        run: dict[str, Any] = dict(zip(settings, values, strict=True))
+    for _, cell in alone.groupby(settings, sort=False, dropna=False):
         newest = newest_run(cell)
         medians = pooled(newest).set_index("metric")["median"]
-        run |= {name: float(medians.get(name, float("nan"))) for name in MEDIANS}
-        run |= {name: newest[name].iloc[-1] for name in COMMAND}
+        run = newest.iloc[-1][[*settings, *COMMAND]].to_dict()
+        run |= {name: float(medians.get(name, math.nan)) for name in MEDIANS}
         way = run["size"], run["how"], run["recipe"]
         if way not in best or run["tokens_per_s"] > best[way]["tokens_per_s"]:
             best[way] = run
@@ -317,34 +270,28 @@ def rates_figure(rows: pd.DataFrame, others: Mapping[str, Mapping[str, float]]) 
     Args:
         others: tokens per second by size that were not measured here, by who says so; in grey.
     """
-    from matplotlib.figure import Figure
-
-    from cs336_systems.report.figures import OKABE_ITO, dress
+    from cs336_systems.report.figures import OKABE_ITO
 
     best = fastest(rows)
     if best.empty:
         return None
-    rates, colours = dict[str, dict[str, float]](), dict[str, str]()
-    for quantized in (False, True):
-        for run in best[(best["recipe"] != "stored") == quantized].itertuples():
-            way = f"{run.how}, {run.recipe}" if quantized else str(run.how)
-            rates.setdefault(way, {})[str(run.size)] = float(run.tokens_per_s)  # type: ignore[arg-type]
-            colours[way] = OKABE_ITO[0] if run.how == "ours" else OKABE_ITO[4]
-    for way, quoted in others.items():
-        rates[way], colours[way] = dict(quoted), "0.7"
-    sizes = [size for size in MODEL_SIZES if any(size in each for each in rates.values())]
-    figure = Figure(figsize=(2 + 2.2 * len(sizes), 1.2 + 0.3 * len(rates)), layout="constrained")
-    for axes, size in zip(figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0], sizes, strict=True):
-        thousands = [each.get(size, 0.0) / 1000 for each in rates.values()]
-        bars = axes.barh(list(rates), thousands, color=list(colours.values()), height=0.7)
-        axes.bar_label(bars, [f"{rate:.3g}" if rate else "" for rate in thousands], padding=3, fontsize=8)
-        axes.set_xlim(right=1.25 * max(thousands))
-        axes.set_title(size, fontsize=10)
-        axes.set_xlabel("1,000 tokens/s", fontsize=9)
-        axes.tick_params(labelsize=9)
-        dress(axes)
-        axes.set_axisbelow(True)
-    figure.axes[0].invert_yaxis()
+    rates = best.assign(way=best["how"].where(best["recipe"] == "stored", best["how"] + ", " + best["recipe"]))
+    rates = rates.sort_values("recipe", key=lambda recipe: recipe != "stored", kind="stable")
+    table = rates.pivot_table(index="way", columns="size", values="tokens_per_s", sort=False) / 1000
+    colours = [OKABE_ITO[0 if way.startswith("ours") else 4] for way in table.index] + ["0.7"] * len(others)
+    for name, quoted in others.items():
+        for size, rate in quoted.items():
+            table.loc[name, size] = rate / 1000
+    sizes = [size for size in MODEL_SIZES if size in table]
+    figure, axes = panels(len(sizes), len(sizes), 2.2, 0.6 + 0.3 * len(table), sharey=True)
+    for panel, size in zip(axes, sizes, strict=True):
+        thousands = table[size].fillna(0.0)
+        bars = panel.barh(table.index, thousands, color=colours, height=0.7)
+        panel.bar_label(bars, [f"{rate:.3g}" if rate else "" for rate in thousands], padding=3, fontsize=8)
+        panel.set_xlim(right=1.25 * thousands.max())
+        panel.set_title(size, fontsize=10)
+        panel.set_xlabel("1,000 tokens/s", fontsize=9)
+    axes[0].invert_yaxis()
     first = best.iloc[0]
     what = f"parameters in {first['dtype']}, sequences of {first['context_length']:,}"
     figure.suptitle(f"Training on one {first['gpu'] or first['device']}: {what}", fontsize=11)
@@ -359,9 +306,6 @@ WAYS: dict[str, dict[str, object]] = {
     APART: {"apart": "on"},
 }
 """How ranks share a step, by the settings of a row; ranks apart are independent replicas."""
-
-_LEAST_DRAWN = 90
-"""Percent at which the axis begins; a smaller share is written there as a number."""
 
 
 def over_one_rank(rows: pd.DataFrame) -> pd.DataFrame:
@@ -391,38 +335,7 @@ def over_one_rank(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _rate(runs: pd.DataFrame, settings: dict[str, object]) -> float:
     found = runs.loc[(runs[list(settings)] == list(settings.values())).all(axis=1), "median"]
-    return found.iloc[0] if len(found) else float("nan")
-
-
-def ranks_figure(rows: pd.DataFrame, goal: float) -> Figure | None:
-    """``over_one_rank`` as a share of the number of ranks, a line for each command and a mark for each way.
-
-    Args:
-        goal: percent, drawn as a dashed line.
-    """
-    from matplotlib.figure import Figure
-
-    from cs336_systems.report.figures import OKABE_ITO, dress
-
-    lines = over_one_rank(rows)
-    if lines.empty:
-        return None
-    figure = Figure(figsize=(8, 1.4 + 0.32 * len(lines)), layout="constrained")
-    axes = figure.subplots()
-    axes.axvline(goal, color="0.6", linestyle="--", linewidth=1, label=f"goal: {goal:g} %")
-    for way, marker, colour in zip(WAYS, "osD|", (*OKABE_ITO[:3], "0.3"), strict=True):
-        shares = 100 * lines[way] / lines["ranks"]
-        axes.scatter(shares, range(len(lines)), marker=marker, color=colour, s=32, label=way, zorder=3)
-        for place, share in shares[shares < _LEAST_DRAWN].items():
-            axes.annotate(f"← {share:.0f}", (_LEAST_DRAWN + 0.1, place), color=colour, va="center", fontsize=8)
-    names = [f"{line.size}, {line.products}, {line.ranks} ranks ({line.commit})" for line in lines.itertuples()]
-    axes.set_yticks(range(len(lines)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(_LEAST_DRAWN, 101)
-    axes.set_xlabel("tokens/s, % of the number of ranks times one rank in the same command", fontsize=9)
-    dress(axes)
-    figure.legend(loc="outside upper center", ncols=5, fontsize=8, frameon=False)
-    return figure
+    return found.iloc[0] if len(found) else math.nan
 
 
 EXPERIMENT = Experiment(

@@ -31,10 +31,9 @@ from cs336_systems.pretraining.dataset import Dataset, write_random_tokens
 from cs336_systems.pretraining.loader import Loader, Sequences
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.peer import peer_model, peer_optimizer, peer_step
-from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_records import Light, LoggedStep, Memory, Record
 from cs336_systems.pretraining.signals import StopRequests
-from cs336_systems.pretraining.trainer import run_prepared
+from cs336_systems.pretraining.trainer import train
 from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
 
 _STEPS_OF_DATA = 4
@@ -50,9 +49,8 @@ class Watch:
     It asks the run to end as a user would, so that all ranks end at the same step, ``n_left`` from then on.
     """
 
-    def __init__(self, warmup: int, seconds: float, n_left: int) -> None:
-        self._warmup, self._seconds, self._n_left = warmup, seconds, n_left
-        self._asked = False
+    def __init__(self, cell: TrainingRunCell, n_left: int) -> None:
+        self._cell, self._n_left, self._asked = cell, n_left, False
         self.steps: list[LoggedStep] = []
         self.light: Light | None = None
         self.memory: Memory | None = None
@@ -64,8 +62,8 @@ class Watch:
             self.memory = record
         elif isinstance(record, LoggedStep):
             self.steps.append(record)
-            to_come = self._n_left * record.seconds
-            if self.steady and not self._asked and sum(step.seconds for step in self.steady) + to_come >= self._seconds:
+            taken = sum(step.seconds for step in self.steady) + self._n_left * record.seconds
+            if self.steady and not self._asked and taken >= self._cell.seconds:
                 self._asked = True
                 signal.raise_signal(signal.SIGTERM)
 
@@ -74,12 +72,12 @@ class Watch:
 
     @property
     def steady(self) -> list[LoggedStep]:
-        return self.steps[self._warmup :]
+        return self.steps[self._cell.warmup :]
 
 
 def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
-    """Seconds, tokens per second, loss and share of the speed of light of each steady step; for ours also the time
-    around the step itself; peak memory, measured and predicted.
+    """Seconds, tokens per second, loss and share of the speed of light of each steady step; peak memory, measured and
+    for ours predicted.
 
     For independent replicas the steps are those of the slowest rank, by the median, and the tokens those of all; the
     median of each rank is a metric, too. All make steps for as long, but nothing lines them up.
@@ -96,44 +94,38 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
         data = write_random_tokens(Path(name) / "data", tokens, max(vocab_size, 264), cell.seed)
         folder = name if independent else on_rank_0(lambda: name)  # a run has one folder, which ranks must agree on
         options = replace(cell.train_options, data=data, out=Path(folder) / "run")
+        watch = Watch(cell, _N_LEFT if cell.how == "ours" else 0)
         meter = PeakMeter(rank.device)
         with alone(rank) if independent else nullcontext(rank) as own:
-            watch = (_train_ours if cell.how == "ours" else _train_peer)(cell, options, own)
+            if cell.how == "ours":
+                train(options, own, watch)
+            else:
+                _train_peer(cell, options, own, watch)
         peak = meter.peak_bytes()
         of_all = None if peak is None else largest(peak, rank)
         of_ranks = on_every_rank(lambda: watch.steady) if independent else [watch.steady]
     if rank.rank:
         return []  # the first rank has the log
-    medians_s = [statistics.median(step.seconds for step in steps) if steps else math.nan for steps in of_ranks]
-    steps = of_ranks[medians_s.index(max(medians_s))]
+    medians_ms = [1000 * statistics.median(s.seconds for s in steps) if steps else math.nan for steps in of_ranks]
+    steps = of_ranks[medians_ms.index(max(medians_ms))]
     metrics = [
         Metric("step", "ms", [1000 * step.seconds for step in steps]),
         Metric("tokens_per_s", "1/s", [len(of_ranks) * step.tokens / step.seconds for step in steps]),
         Metric("loss", "nats", [step.loss for step in steps]),
     ]
     if independent:
-        medians_ms = [1000 * seconds for seconds in medians_s]
         metrics.append(Metric("step_of_ranks", "ms, the median of each rank", medians_ms))
     if watch.light is not None and (bound := watch.light.seconds_per_token) is not None:
         shares = [100 * bound * step.tokens / step.seconds for step in steps]
         metrics.append(Metric("speed_of_light", "%", shares, derived=True))
-    if cell.how == "ours":
-        metrics.append(Metric("around", "ms", [1000 * step.around_seconds for step in steps]))
     metrics += [] if of_all is None else in_gib(peak_memory=of_all)
     if watch.memory is not None and (predicted := watch.memory.predicted_bytes.get("in all")) is not None:
         metrics += in_gib(predicted_peak_memory=predicted)
     return metrics
 
 
-def _train_ours(cell: TrainingRunCell, options: TrainOptions, rank: Rank) -> Watch:
-    watch = Watch(cell.warmup, cell.seconds, _N_LEFT)
-    run_prepared(prepare(options, rank), rank, watch)
-    return watch
-
-
-def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank) -> Watch:
-    watch = Watch(cell.warmup, cell.seconds, n_left=0)
-    assert options.data is not None
+def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: Watch) -> None:
+    assert options.data is not None and options.steps is not None
     dataset = Dataset.open(options.data)
     assert dataset.train is not None
     config = replace(resolve_size(options.size).at_context(options.context_length), vocab_size=dataset.vocab_size)
@@ -145,25 +137,20 @@ def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank) -> Wat
     if reason := recipe_unsupported_reason(RECIPES[cell.recipe], precision, rank.device):
         raise Unsupported(reason)
     model = peer_model(config, rank.device, parameter_dtype(precision), liger=with_liger)
-    if cell.how in TORCHAO:
-        for block in model.blocks:
-            with_float8(block, cell.how.removeprefix("torchao-"))
+    for block in model.blocks if cell.how in TORCHAO else ():
+        with_float8(block, cell.how.removeprefix("torchao-"))
     optimizer = peer_optimizer(model, options)
     if on_gpu and cell.how in TORCHAO:
         model.compile_parts()
     elif on_gpu:
         for part in model.blocks if with_liger else [model]:
             part.compile()
-    tokens = options.tokens_per_step(1)
+    tokens, rate_of = options.tokens_per_step(1), options.rate_of(options.steps)
     sequences = Sequences(dataset.train, options.context_length, config.vocab_size, rank.device)
-    loader = Loader(sequences, tokens // options.context_length, seed=options.seed)
-    assert options.steps is not None
-    rate_of = options.rate_of(options.steps)
-    with loader, StopRequests() as stop:
+    with Loader(sequences, tokens // options.context_length, seed=options.seed) as loader, StopRequests() as stop:
         while stop.asked is None:
             began, rate = time.perf_counter(), rate_of(len(watch.steps))
             for group in optimizer.param_groups:
                 group["lr"] = rate
             loss, norm = (value.item() for value in peer_step(model, optimizer, next(loader), options, options.dtype))
             watch.write(LoggedStep(len(watch.steps), time.perf_counter() - began, tokens, loss, norm, rate))
-    return watch

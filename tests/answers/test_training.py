@@ -19,7 +19,7 @@ from cs336_systems.experiments.training import TORCHAO, rates_figure
 
 CELL = {
     **{"gpu": "NVIDIA H200", "device": "cuda", "context_length": 1024, "dtype": "bf16", "world_size": 1, "zero": 0},
-    **{"attention": "hopper", "cuda_graph": "off", "lmhead_chunks": None, "data": "random tokens", "warmup": 2},
+    **{"attention": "hopper", "cuda_graph": "off", "data": "random tokens", "warmup": 2},
     **{"seconds": 12.0, "recipe": "stored", "library": "", "status": "ok", "argv": "a", "commit": "b", "host": "c"},
     "timestamp": "2026-11-22T00:00:00",
 }

@@ -18,12 +18,12 @@ GPU = replace(Options.default("cuda"), world_size=(1,))
 
 
 def test_what_others_do_not_have_is_asked_of_ours_alone():
-    several = replace(GPU, kernels=("reference", "fused"), keep=("products", "all"), lmhead_chunks=4)
+    several = replace(GPU, kernels=("reference", "fused"), keep=("products", "all"))
     cells = make_cells(replace(several, world_size=(1, 2), zero=(1,)))
     assert [cell.how for cell in cells] == ["ours"] * 8 + ["transformers", "transformers-liger"]
-    assert {(cell.world_size, cell.kernels, cell.lmhead_chunks) for cell in cells[8:]} == {(1, "", None)}
+    assert {(cell.world_size, cell.kernels) for cell in cells[8:]} == {(1, "")}
     options = cells[-3].train_options
-    assert (options.kernels, options.keep, options.lmhead_chunks, options.zero) == ("fused", "all", 4, 1)
+    assert (options.kernels, options.keep, options.zero) == ("fused", "all", 1)
     assert options.micro_batches(2) == 8
     recipes = make_cells(replace(GPU, recipe=("stored", "e4m3-row", "e4m3-e5m2")))
     assert [cell.recipe for cell in recipes] == ["stored", "e4m3-row", "e4m3-e5m2", "stored", "stored"]
@@ -89,31 +89,26 @@ def test_a_run_that_cannot_be_is_refused(fault, value):
 @pytest.mark.slow
 def test_runs_end_once_they_have_been_steady_for_long_enough(tmp_path):
     pytest.importorskip("transformers")
-    hows = ("ours", "transformers", "transformers-liger")
-    few = replace(CPU, seconds=0.2, warmup=2, total_batch_tokens=512, context_length=32)
-    asked = replace(few, world_size=(1, 2), zero=(3,), apart=("off", "on"), how=hows)
-    recipes = replace(few, how=("ours",), keep=("products",), recipe=("stored", "e4m3"))
-    cells = [*make_cells(asked), *make_cells(recipes)]
+    few = replace(CPU, seconds=0.2, warmup=2, total_batch_tokens=512, context_length=32, keep=("products",))
+    cells = [
+        *make_cells(replace(few, world_size=(1, 2), zero=(3,), apart=("off", "on"))),
+        *make_cells(replace(few, recipe=("e4m3",), how=("ours", "transformers"))),
+    ]
     row_file = RowFile(tmp_path / "rows.csv", cell_columns(type(cells[0])))
     outcomes = list(run_sweep(EXPERIMENT.name, cells, measure, row_file=row_file, timeout_s=120))
-    alone, gathered, apart, peer, liger, stored, e4m3 = outcomes
-    assert peer.status == "ok", peer.message
-    for outcome in (alone, apart, gathered, stored, e4m3):
-        assert outcome.status == "ok", outcome.message
+    assert [outcome.status for outcome in outcomes] == ["ok"] * 5, [outcome.message for outcome in outcomes]
+    _, _, apart, _, _ = outcomes
+    for outcome in outcomes:
         found = {metric.name: metric.samples for metric in outcome.metrics}
-        assert len(found["step"]) == len(found["tokens_per_s"]) == len(found["around"]) >= 4
-        for ms, rate, around in zip(found["step"], found["tokens_per_s"], found["around"], strict=True):
+        assert len(found["step"]) == len(found["tokens_per_s"]) >= 1
+        for ms, rate in zip(found["step"], found["tokens_per_s"], strict=True):
             assert ms * rate == pytest.approx(1000 * 512)
-            assert 0 <= around < ms
     (of_ranks,) = (metric.samples for metric in apart.metrics if metric.name == "step_of_ranks")
     assert len(of_ranks) == 2 and max(of_ranks) == pytest.approx(apart.median("step"))
     rates = [outcome.median("tokens_per_s") for outcome in outcomes]
     frame = TRAINING_TABLE.of(outcome_rows(outcomes)).frame
-    assert list(frame["x one rank"]) == ["–", *(f"{rate / rates[0]:.3f}" for rate in rates[1:3]), *["–"] * 4]
-    assert list(frame["x apart"]) == ["–", f"{rates[1] / rates[2]:.3f}", *["–"] * 5]
-    assert list(frame["ranks' steps ms"]) == ["–", "–", ", ".join(f"{ms:,.1f}" for ms in of_ranks), *["–"] * 4]
-    assert list(frame["x"]) == [*["–"] * 6, f"{rates[6] / rates[5]:.3f}"]
-    assert (liger.status, liger.message) == ("unsupported", "Liger's kernels need a GPU, got cpu")
+    assert list(frame["x one rank"]) == ["–", *(f"{rate / rates[0]:.3f}" for rate in rates[1:3]), "–", "–"]
+    assert list(frame["x"]) == [*["–"] * 3, f"{rates[3] / rates[0]:.3f}", "–"]
     assert rates_figure(read_rows(row_file.path), {}) is not None
 
 
