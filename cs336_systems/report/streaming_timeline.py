@@ -3,9 +3,9 @@
     rows = timeline_rows(schedule.operations, times)         # a table, as files of benchmark_streaming.py hold it
     save(streaming_figure(rows, title), path)
 
-Three lanes: copies in, kernels, copies out; times are simulated (``costs/streaming.py``) or measured. Above, the share
-of each moment in which a lane is busy; below, single operations in the middle of the step, kernels with their layers.
-White is waiting.
+Three lanes: copies in, kernels, copies out; times are simulated (``costs/streaming.py``) or measured. Above is the
+whole step, with the share of it in which each lane is busy; below, some operations in the middle of the step, kernels
+with their layers. White is waiting.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from matplotlib.patches import Patch
 
 from cs336_systems.costs.streaming import LANES, LaneTimes
 from cs336_systems.report.figures import OKABE_ITO
+from cs336_systems.report.timeline import draw_bars, name_rows
 from cs336_systems.streaming.schedule import Kind, Operation
 
 _NAMES = {"in": "to the device", "compute": "kernels", "out": "to the host"}
@@ -41,7 +42,6 @@ _COPIES = {
 }
 _MOMENTS = "moments", _PINK
 _REST = "head and loss", "#999999"
-_BINS = 300
 _CLOSE_UP = 40
 """Kernels that are shown one by one."""
 
@@ -74,19 +74,19 @@ def _look(kind: str, what: str) -> tuple[str, str]:
 def streaming_figure(rows: pd.DataFrame, title: str) -> Figure:
     """The picture of one step's ``timeline_rows``."""
     looks = [_look(kind, what) for kind, what in zip(rows["kind"], rows["what"].fillna(""), strict=True)]
-    rows, span = rows.assign(colour=[colour for _, colour in looks]), float(rows["end_s"].max())
-    figure = Figure(figsize=(12, 6.2), layout="constrained")
-    grid = figure.subplots(len(LANES) + 1, 1, height_ratios=[1] * len(LANES) + [2.2])
-    for axes, lane in zip(grid, LANES, strict=False):
-        own = rows[rows["lane"] == lane]
-        _draw_shares(axes, own, span)
-        busy = (own["end_s"] - own["start_s"]).sum() / span
-        axes.set_ylabel(f"{_NAMES[lane]}\n{100 * busy:.0f} %", fontsize=8)
-    for axes in grid[: len(LANES) - 1]:
-        axes.set_xticklabels([])
-    grid[len(LANES) - 1].set_xlabel("time since the step began, s", fontsize=8)
-    _draw_close_up(grid[-1], rows)
-    grid[-1].set_xlabel("the middle of the step: time, ms; numbers are layers", fontsize=8)
+    rows = rows.assign(colour=[colour for _, colour in looks], length_s=rows["end_s"] - rows["start_s"])
+    kernels, span = rows[rows["lane"] == "compute"], float(rows["end_s"].max())
+    middle = max(0, len(kernels) // 2 - _CLOSE_UP // 2)
+    close_up = kernels.iloc[middle : middle + _CLOSE_UP]
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    whole, part = figure.subplots(2, 1)
+    _draw_lanes(whole, rows, (0.0, span))
+    busy = rows.groupby("lane")["length_s"].sum().reindex(LANES, fill_value=0.0) / span
+    name_rows(whole, [(f"{_NAMES[lane]}\n{100 * busy[lane]:.0f} %", i) for i, lane in enumerate(LANES)])
+    whole.set_xlabel("time since the step began, ms", fontsize=8)
+    _draw_lanes(part, rows, (close_up["start_s"].iloc[0], close_up["end_s"].iloc[-1]), kernels_named=True)
+    name_rows(part, [(_NAMES[lane], i) for i, lane in enumerate(LANES)])
+    part.set_xlabel("the middle of the step; numbers are layers", fontsize=8)
     known = dict(looks)
     order = dict.fromkeys(name for name, _ in (*_KERNELS.values(), *_COPIES.values(), _MOMENTS))
     handles = [Patch(color=known[name], label=name) for name in order if name in known]
@@ -95,43 +95,13 @@ def streaming_figure(rows: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def _draw_shares(axes: Axes, own: pd.DataFrame, span: float) -> None:
-    """The busy share of each part of the step, stacked by colour."""
-    edges = np.linspace(0, span, _BINS + 1)
-    bottom = np.zeros(_BINS)
-    for colour, operations in own.groupby("colour", sort=False):
-        lengths = operations["end_s"] - operations["start_s"]
-        turns = np.ravel(operations[["start_s", "end_s"]])  # a lane does one thing at a time
-        busy = np.repeat(np.append(0, lengths.cumsum()), 2)[1:-1]
-        shares = np.diff(np.interp(edges, turns, busy)) / (span / _BINS)
-        axes.bar(edges[:-1], shares, span / _BINS, bottom=bottom, align="edge", color=str(colour), lw=0)
-        bottom += shares
-    axes.set_xlim(0, span)
-    axes.set_ylim(0, 1)
-    axes.set_yticks([])
-    _dress(axes)
-
-
-def _draw_close_up(axes: Axes, rows: pd.DataFrame) -> None:
-    kernels = rows[rows["lane"] == "compute"]
-    middle = max(0, len(kernels) // 2 - _CLOSE_UP // 2)
-    window = kernels.iloc[middle : middle + _CLOSE_UP]
-    start, end = window["start_s"].iloc[0], window["end_s"].iloc[-1]
-    for operation in rows[(rows["end_s"] > start) & (rows["start_s"] < end)].to_dict("records"):
-        row, left = LANES.index(operation["lane"]), 1e3 * (operation["start_s"] - start)
-        length = 1e3 * (operation["end_s"] - operation["start_s"])
-        colour = operation["colour"]
-        axes.broken_barh([(left, length)], (row - 0.42, 0.84), facecolors=colour, edgecolor="white", lw=0.4)
-        if operation["kind"] in (Kind.FORWARD, Kind.BACKWARD) and length > 10 * (end - start):
-            where, ink = (left + length / 2, row), "w" if colour == _BLUE else "k"
-            axes.text(*where, str(operation["layer"]), ha="center", va="center", fontsize=6, color=ink)
-    axes.set_xlim(0, 1e3 * (end - start))
+def _draw_lanes(axes: Axes, rows: pd.DataFrame, between: tuple[float, float], *, kernels_named: bool = False) -> None:
+    """A row for each lane, from one time to another."""
+    start, end = between
+    axes.set_xlim(1e3 * start, 1e3 * end)
     axes.set_ylim(len(LANES) - 0.5, -0.5)
-    axes.set_yticks(range(len(LANES)), [_NAMES[lane] for lane in LANES], fontsize=8)
-    _dress(axes)
-
-
-def _dress(axes: Axes) -> None:
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=7)
+    for (lane, colour), own in rows[(rows["end_s"] > start) & (rows["start_s"] < end)].groupby(["lane", "colour"]):
+        bars = list(zip(1e3 * own["start_s"], 1e3 * own["length_s"], strict=True))
+        names = own["layer"].astype(str) if kernels_named and colour in (_SKY, _BLUE) else ()
+        edges = {"edgecolor": "white", "lw": 0.4} if kernels_named else {}
+        draw_bars(axes, bars, (LANES.index(lane) - 0.42, 0.84), colour, list(names), **edges)

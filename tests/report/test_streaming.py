@@ -24,8 +24,8 @@ def choice() -> ChosenPlan:
 def test_picture(choice: ChosenPlan, tmp_path: Path) -> None:
     timeline_rows(choice.schedule.operations, choice.times).to_csv(tmp_path / "lanes.csv", index=False)
     figure = streaming_figure(pd.read_csv(tmp_path / "lanes.csv"), "three lanes")
-    labels = [axes.get_ylabel() for axes in figure.axes[:3]]
-    assert [label.partition("\n")[0] for label in labels] == ["to the device", "kernels", "to the host"]
+    labels = [label.get_text().partition("\n")[0] for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["to the device", "kernels", "to the host"]
     assert save(figure, tmp_path / "lanes.png")
     legend = {text.get_text() for text in figure.legends[0].get_texts()}
     assert {"forward", "backward"} <= legend
