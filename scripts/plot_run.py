@@ -29,8 +29,6 @@ class PlotOptions:
     """PNG to write; by default next to the first log, with its name."""
     x: Literal["step", "tokens", "hours"] = "step"
     """Horizontal axis; hours count the time of training steps only."""
-    smooth: int | None = None
-    """Steps that the running median spans; by default a fiftieth of the longest run."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         runs = read_runs(options.runs)
-        figure = run_figure(runs, options.x, options.smooth)
+        figure = run_figure(runs, options.x)
         out = options.out or next(iter(runs.values())).path.with_suffix(".png")
         save(figure, out)
     except (ValueError, OSError) as error:

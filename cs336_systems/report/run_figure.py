@@ -1,13 +1,13 @@
 """Training runs as one picture: loss, gradient norm, learning rate, tokens per second, share of the light, the GPU.
 
-A colour for each run. What each step says is pale, its running median lies on top, and evaluations are dots; a dotted
-line is where a run was resumed. What a log does not have, or not yet, is said where it would be drawn; runs without a
-GPU have no panels of one. Drawn without pyplot, so importing this touches no display. Beside it runs by name, and a run
-in a handful of figures.
+A colour for each run. What each step says is pale, its running median lies on top, and evaluations are dots; a cross
+at the foot is a step that was not finite, a dotted line where a run was resumed. A quantity that no log has is said to
+be missing where it would be drawn; runs without a GPU have no panels of one. Drawn without pyplot, so importing this
+touches no display. Beside it runs by name, and a run in a handful of figures.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +39,7 @@ _LAYOUT: list[HashableList[str]] = [
 _WITHOUT_GPU: list[HashableList[str]] = [*_LAYOUT[:2], ["tokens_per_s", "tokens_per_s", "tokens_per_s"]]
 _QUANTIZATION: list[HashableList[str]] = [["underflow", "gradient_underflow", "absmax"]]
 _SMOOTHED_SHARE = 0.02
-"""The share of the longest run's steps over which the running median goes if nobody says."""
+"""The share of the longest run's steps that the running median spans."""
 _DECADE = 10
 """Between the ends of an axis, from which on ticks stand by powers of ten."""
 _FEW = 40
@@ -47,21 +47,24 @@ _FEW = 40
 _RECENT = 100
 """Steps over whose medians a run's recent speed is told."""
 _GREY = "#666666"
-_EVALUATION: dict[str, Any] = {"linewidth": 0.8, "linestyle": "--", "marker": "o", "markersize": 5}
-_RESUMED: dict[str, Any] = {"linewidth": 0.8, "linestyle": ":"}
-_OUTLIER: dict[str, Any] = {"marker": "o", "markersize": 8, "markerfacecolor": "none", "linestyle": ""}
+_MARKS: dict[str, dict[str, Any]] = {
+    "each step": {"linewidth": 0.8, "alpha": 0.5},
+    "running median": {"linewidth": 1.6},
+    "evaluation": {"linewidth": 0.8, "linestyle": "--", "marker": "o", "markersize": 5},
+    "not finite": {"marker": "x", "linestyle": ""},
+    "resumed": {"linewidth": 0.8, "linestyle": ":"},
+}
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """A panel: the column's label and unit, the frame of a run that has it, and what is said where there is none."""
+    """A column's label and unit, whether it has a running median or begins at zero, and the table of a run with it."""
 
     label: str
     unit: float = 1.0
     smooth: bool = False
     from_zero: bool = False
     source: Literal["steps", "gpu", "values", "gradients"] = "steps"
-    missing: str = "no steps yet"
 
     def frame(self, run: Run) -> pd.DataFrame:
         """The rows by step; of quantization the tensor and the block where it is most, gradients apart."""
@@ -73,69 +76,63 @@ class _Panel:
         return worst.assign(gradient_underflow=worst["underflow"])
 
 
-_GPU: dict[str, Any] = {"source": "gpu", "missing": "no GPU state in the log"}
-_QUANTIZED: dict[str, Any] = {"source": "values", "missing": "no look at quantization in the log"}
-_NO_LIGHT = "no steps on a device whose peak is known"
 _PANELS: dict[str, _Panel] = {
     "loss": _Panel("loss, nats per token", smooth=True),
     "norm": _Panel("gradient norm", smooth=True),
     "learning_rate": _Panel("learning rate, 10⁻³", 1000),
     "tokens_per_s": _Panel("tokens/s", smooth=True, from_zero=True),
-    "speed_of_light": _Panel("% of the speed of light", 100, smooth=True, from_zero=True, missing=_NO_LIGHT),
-    "memory_used_bytes": _Panel("GPU memory in use, GiB", 1 / GIB, from_zero=True, **_GPU),
-    "sm_mhz": _Panel("GPU clock, MHz", **_GPU),
-    "power_w": _Panel("GPU power, W", **_GPU),
-    "temperature_c": _Panel("GPU temperature, °C", **_GPU),
-    "underflow": _Panel("most underflow, %", 100, **_QUANTIZED),
-    "gradient_underflow": _Panel("most underflow of gradients, %", 100, **_QUANTIZED | {"source": "gradients"}),
-    "absmax": _Panel("largest magnitude but of gradients", **_QUANTIZED),
+    "speed_of_light": _Panel("% of the speed of light", 100, smooth=True, from_zero=True),
+    "memory_used_bytes": _Panel("GPU memory in use, GiB", 1 / GIB, from_zero=True, source="gpu"),
+    "sm_mhz": _Panel("GPU clock, MHz", source="gpu"),
+    "power_w": _Panel("GPU power, W", source="gpu"),
+    "temperature_c": _Panel("GPU temperature, °C", source="gpu"),
+    "underflow": _Panel("most underflow, %", 100, source="values"),
+    "gradient_underflow": _Panel("most underflow of gradients, %", 100, source="gradients"),
+    "absmax": _Panel("largest magnitude but of gradients", source="values"),
 }
 
 
-def run_figure(runs: Mapping[str, Run], x: XAxis = "step", smooth: int | None = None) -> Figure:
+def run_figure(runs: Mapping[str, Run], x: XAxis = "step") -> Figure:
     """One picture of runs by their names.
 
     Args:
         x: what runs are drawn over.
-        smooth: steps over which the running median goes; by default a fiftieth of the longest run.
 
     Raises:
-        ValueError: no run, or more than there are colours, or a median over no step.
+        ValueError: no run, or more than there are colours.
     """
     if not 0 < len(runs) <= MOST_RUNS:
         raise ValueError(f"a picture has 1 to {MOST_RUNS} runs, got {len(runs)}")
-    if smooth is None:
-        smooth = max(1, round(_SMOOTHED_SHARE * max(len(run.steps) for run in runs.values())))
-    if smooth < 1:
-        raise ValueError(f"a median goes over at least one step, got {smooth}")
+    smooth = max(1, round(_SMOOTHED_SHARE * max(len(run.steps) for run in runs.values())))
     layout = _LAYOUT if any(map(_has_gpu, runs.values())) else _WITHOUT_GPU
     layout = layout + (_QUANTIZATION if any(run.last(Quantization) for run in runs.values()) else [])
     figure = Figure(figsize=(13, 2.75 * len(layout)), layout="constrained")
     panels = figure.subplot_mosaic(layout)
-    coloured = [(run, colour) for run, colour in zip(runs.values(), OKABE_ITO, strict=False)]
+    coloured = list(zip(runs.values(), OKABE_ITO, strict=False))
     end = max(_places(run, pd.Series([_steps_made(run)]), x)[0] for run in runs.values())
     for column, axes in panels.items():
         panel = _PANELS[column]
         drawn = [_draw(axes, run, colour, column, panel, x, smooth) for run, colour in coloured]
         axes.set_ylabel(panel.label)
         dress(axes)
-        if not any(drawn):
-            nothing_finite = panel.missing == "no steps yet" and any(len(run.steps) for run in runs.values())
-            missing = "no finite value yet" if nothing_finite else panel.missing
-            axes.text(0.5, 0.5, missing, transform=axes.transAxes, ha="center", va="center", color=_GREY)
+        if any(drawn):
+            axes.set_xlabel(_X_LABELS[x])
+            axes.set_xlim(-0.02 * end, 1.02 * end)
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=x == "step"))
+            axes.xaxis.set_major_formatter(WITH_COMMAS)
+            _scale(axes, column, panel)
+        else:
+            axes.text(0.5, 0.5, "not in the log", transform=axes.transAxes, ha="center", va="center", color=_GREY)
             axes.set(xticks=[], yticks=[])
-            continue
-        axes.set_xlabel(_X_LABELS[x])
-        axes.set_xlim(-0.02 * end, 1.02 * end)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=x == "step"))
-        axes.xaxis.set_major_formatter(WITH_COMMAS)
-        _scale(axes, column, panel)
-    for number, (run, colour) in enumerate(coloured):
-        _mark(panels["loss"], panels["norm"], run, colour, x)
-        if "sm_mhz" in panels:
-            _mark_throttling(panels["sm_mhz"], run, colour, x, floor=0.02 + 0.03 * number)
-    panels["loss"].legend(handles=list(_legend(runs.values(), smooth)), loc="upper right", frameon=False, fontsize=9)
-    figure.suptitle(_title(runs), fontsize=11)
+    marked = {"each step", "running median"} if smooth > 1 else {"each step"}
+    for run, colour in coloured:
+        marked |= _mark(panels["loss"], panels["norm"], run, colour, x)
+    handles = [Line2D([], [], color=_GREY, label=name, **style) for name, style in _MARKS.items() if name in marked]
+    panels["loss"].legend(handles=handles, loc="upper right", frameon=False, fontsize=9)
+    models = dict.fromkeys(model.name for run in runs.values() if (model := run.last(Model)))
+    devices = dict.fromkeys(f"{each.count} x {each.name}" for run in runs.values() if (each := run.last(Device)))
+    what = next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs"
+    figure.suptitle("; ".join([what, *models, *devices]), fontsize=11)
     if len(runs) > 1:
         lines = [Line2D([], [], color=colour, label=name) for name, colour in zip(runs, OKABE_ITO, strict=False)]
         figure.legend(handles=lines, loc="outside lower center", ncols=min(4, len(lines)), frameon=False, fontsize=9)
@@ -189,59 +186,18 @@ def _draw(axes: Axes, run: Run, colour: str, column: str, panel: _Panel, x: XAxi
     return True
 
 
-def _mark(loss: Axes, norm: Axes, run: Run, colour: str, x: XAxis) -> None:
-    """Evaluations, outliers, what is not finite, and where the run was resumed."""
-    evaluated = _places(run, run.evaluations["step"], x)
-    loss.plot(evaluated, run.evaluations["loss"], color=colour, **_EVALUATION)
-    for axes, quantity in ((loss, "loss"), (norm, "norm")):
-        found = run.outliers[run.outliers["quantity"] == quantity]
-        found = found[np.isfinite(found["value"])]
-        axes.plot(_places(run, found["step"], x), found["value"], color=colour, **_OUTLIER)
-        broken = run.steps["step"][~np.isfinite(run.steps[quantity])]
-        over = axes.get_xaxis_transform()
-        axes.plot(_places(run, broken, x), [0.02] * len(broken), "x", color=colour, transform=over)
-    for options in run.all(Session):
-        if options.first_step:
-            place = _places(run, pd.Series([options.first_step]), x)[0]
-            loss.axvline(place, color=colour, **_RESUMED)
-
-
-def _mark_throttling(axes: Axes, run: Run, colour: str, x: XAxis, floor: float) -> None:
-    """Ticks at the foot where the clock was held down; the title says by what."""
-    held = run.gpu[run.gpu["throttle"] != ""]
-    if held.empty:
-        return
-    over = axes.get_xaxis_transform()
-    axes.plot(_places(run, held["step"], x), [floor] * len(held), "|", color=colour, transform=over)
-    reasons = sorted({reason for line in held["throttle"] for reason in line.split(", ")})
-    title = [axes.get_title(), f"ticks: held down by {', '.join(reasons)}"]
-    axes.set_title("\n".join(dict.fromkeys(filter(None, title))), fontsize=9)
-
-
-def _legend(runs: Collection[Run], smooth: int) -> Iterator[Line2D]:
-    """Explain the marks that the panel of the loss has, and say that there are no evaluations yet."""
-    marks: list[tuple[bool, str, dict[str, Any]]] = [
-        (any(len(run.steps) for run in runs), "each step", {"linewidth": 0.8, "alpha": 0.5 if smooth > 1 else 1}),
-        (any(len(run.steps) for run in runs) and smooth > 1, f"median over {smooth:,} steps", {"linewidth": 1.6}),
-        (any(len(run.evaluations) for run in runs), "evaluation", _EVALUATION),
-        (not any(len(run.evaluations) for run in runs), "no evaluation yet", {"linestyle": ""}),
-        (any(len(run.outliers) for run in runs), "outlier", _OUTLIER),
-        (
-            any(not np.isfinite(run.steps[["loss", "norm"]]).all(axis=None) for run in runs),
-            *("not finite", {"marker": "x", "linestyle": ""}),
-        ),
-        (any(options.first_step for run in runs for options in run.all(Session)), "resumed", _RESUMED),
-    ]
-    return (Line2D([], [], color=_GREY, label=label, **style) for there, label, style in marks if there)
-
-
-def _title(runs: Mapping[str, Run]) -> str:
-    """Names, models and devices, each once."""
-    models = dict.fromkeys(model.name for run in runs.values() if (model := run.last(Model)))
-    devices = [device for run in runs.values() if (device := run.last(Device))]
-    where = dict.fromkeys(f"{device.count} x {device.name}" if device.count > 1 else device.name for device in devices)
-    what = next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs"
-    return ": ".join(filter(None, (what, " on ".join(filter(None, (", ".join(models), ", ".join(where)))))))
+def _mark(loss: Axes, norm: Axes, run: Run, colour: str, x: XAxis) -> set[str]:
+    """Mark evaluations, what is not finite, and where the run was resumed; the names of the marks that it has."""
+    resumed = [session.first_step for session in run.all(Session) if session.first_step]
+    broken = {axes: run.steps["step"][~np.isfinite(run.steps[name])] for axes, name in ((loss, "loss"), (norm, "norm"))}
+    loss.plot(_places(run, run.evaluations["step"], x), run.evaluations["loss"], color=colour, **_MARKS["evaluation"])
+    for axes, steps in broken.items():
+        foot = [0.02] * len(steps)
+        axes.plot(_places(run, steps, x), foot, "x", color=colour, transform=axes.get_xaxis_transform())
+    for place in _places(run, pd.Series(resumed, dtype=int), x):
+        loss.axvline(place, color=colour, **_MARKS["resumed"])
+    has = {"evaluation": len(run.evaluations), "not finite": any(map(len, broken.values())), "resumed": resumed}
+    return {name for name, there in has.items() if there}
 
 
 def read_runs(paths: Sequence[Path]) -> dict[str, Run]:
