@@ -32,8 +32,6 @@ class Options:
     """With --adopt, the machine of the rows: a folder of profiles/results, part of the GPU's name or cpu."""
     seal: bool = False
     """List the CSV files that are kept by hand (outside.csv, gpu_tests.csv) as they are now, then render."""
-    replace: bool = False
-    """With --adopt: overwrite committed rows and pages that differ, instead of refusing."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     if options.seal:
         seal(ROOT / "profiles", [ROOT / "profiles" / name for name in BY_HAND])
-    if options.adopt and (failed := adopt(options.adopt, ROOT / "profiles", options.machine, options.replace)):
+    if options.adopt and (failed := adopt(options.adopt, ROOT / "profiles", options.machine)):
         return failed
     return render(ROOT, check=options.check)
 

@@ -107,12 +107,17 @@ class Rows:
         return [samples[0] for samples in rows["samples"]] if statistic == "first" else list(rows[statistic])
 
     def mean(self, column: str) -> float:
-        """The mean of a column of a recording's CSV.
-
-        Raises:
-            NotMeasured: there is no such line.
-        """
+        """The mean of a column of a recording's CSV; as ``sum`` and ``most``, it raises NotMeasured without a line."""
         return float(self.frame()[column].mean())
+
+    def sum(self, column: str) -> float:
+        """The sum of a column."""
+        return float(self.frame()[column].sum())
+
+    def most(self, column: str) -> dict[str, Any]:
+        """The line with the most in a column, by its columns."""
+        line = self.frame().sort_values(column, kind="stable").iloc[-1]
+        return {str(name): value for name, value in line.items()}
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,12 @@ run, ``FOLDER/<name>/log.jsonl``, into ``profiles/runs/<machine>/<name>/``. Raw 
 checkpoints, and figures that are drawn from rows or logs, stay.
 
     for problem in problems(root, commits=history(root)): print(problem)
-    moves = plan(Path("results/run7"), Path("profiles"), "h200", replace=False)
+    moves = plan(Path("results/run7"), Path("profiles"), "h200")
     carry_out(moves, Path("profiles"))          # refuses if one of them does
 """
 
-import csv
 import gzip
 import hashlib
-import io
 import os
 import re
 import subprocess
@@ -216,14 +214,13 @@ class Move:
         return f"{'refused: ' if self.refused else ''}{self.source} -> {self.target}: {self.what}"
 
 
-def plan(run: Path, profiles: Path, machine: str, *, replace: bool) -> list[Move]:
-    """The moves that adopt a run's folder, file by file.
+def plan(run: Path, profiles: Path, machine: str) -> list[Move]:
+    """The moves that adopt a run's folder, file by file; a picture or log that differs from a committed one is refused.
 
     Args:
         run: the folder that a measuring recipe was given.
         profiles: the folder of ``results`` and ``digests``.
         machine: whose rows these are, as its folder is called: part of the GPU's name, or cpu.
-        replace: overwrite what is there instead of refusing.
 
     Raises:
         ValueError: the folder holds no part with rows or digests.
@@ -231,18 +228,15 @@ def plan(run: Path, profiles: Path, machine: str, *, replace: bool) -> list[Move
     moves = []
     for folder in sorted(path for path in run.iterdir() if path.is_dir()) if run.is_dir() else []:
         if (log := folder / LOG).exists():
-            moves.append(_log(log, profiles / RUNS / machine / folder.name / LOG, machine, replace))
+            moves.append(_move(log, profiles / RUNS / machine / folder.name / LOG, machine, _log))
             continue
         names = {path.stem for path in folder.glob("*.csv") if _holds_rows(path)}
-        for path in sorted(folder.iterdir()):
-            drawn = path.suffix == ".png" and any(path.stem.startswith(name) for name in names)
-            if path.suffix not in (".csv", ".png") or drawn:
-                continue
+        for path in sorted([*folder.glob("*.csv"), *folder.glob("*.png")]):
+            if path.suffix == ".png" and any(path.stem.startswith(name) for name in names):
+                continue  # drawn from the rows
             kind = "results" if path.stem in names and path.stem != "profile_model" else "digests"
             target = profiles / kind / machine / folder.name / path.name
-            moves.append(
-                _rows(path, target, machine, replace) if path.stem in names else _picture(path, target, replace)
-            )
+            moves.append(_move(path, target, machine, _rows if path.stem in names else _digest))
     if not moves:
         raise ValueError(f"{run} holds no folder of a part with rows, pages or pictures, and no log")
     return moves
@@ -281,94 +275,84 @@ def _holds_rows(path: Path) -> bool:
         return file.readline().startswith(b"schema_version,")
 
 
-def _rows(source: Path, target: Path, machine: str, replace: bool) -> Move:
+def _move(source: Path, target: Path, machine: str, kind: Callable[[Path, Path, str], Move]) -> Move:
+    """What ``kind`` makes of a file; its ValueError is a refusal."""
+    try:
+        return kind(source, target, machine)
+    except ValueError as error:
+        return Move(source, target, str(error), refused=True)
+
+
+def _rows(source: Path, target: Path, machine: str) -> Move:
+    """Append rows to the committed ones.
+
+    Raises:
+        ValueError: rows that prove nothing, of another machine, with other columns, or that are not among the
+            committed ones and no newer: changed by hand, or of a run before theirs, which would pass for the newest.
+    """
+    check = read_rows(source)
+    device = check["device"] if "device" in check else pd.Series("cuda", index=check.index)
+    foreign = _foreign(check["gpu"].where(device != "cpu", "cpu"), machine)
+    if problems := ["no rows"] if check.empty else row_problems(check, commits=None) + foreign:
+        raise ValueError(problems[0])
     compressed = target.with_suffix(".csv.gz")
     there = compressed if compressed.exists() else target
-    try:
-        if problem := _unfit(read_rows(source), machine):
-            raise ValueError(problem)
-        lines, old = _lines(source), _lines(there) if there.exists() and not replace else []
-        old = _in_columns(lines[0], old) if old else old
-        added = _newer(lines, old) if old else lines
-    except ValueError as error:
-        return Move(source, there, str(error), refused=True)
-    if not added:
+    rows = _as_text(source)
+    old = _in_columns(_as_text(there), rows.columns) if there.exists() else rows.head(0)
+    known = set(old.itertuples(index=False, name=None))
+    added = rows[[line not in known for line in rows.itertuples(index=False, name=None)]]
+    if added.empty:
         return Move(source, there, "all there already")
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([*old, *added])
-    content = text.getvalue().encode()
-    what = f"{len(added)} of {len(lines) - 1} rows appended" if old else f"{len(lines) - 1} rows"
+    newest = max(old["timestamp"], default="")
+    if (added["timestamp"] <= newest).any():
+        raise ValueError(f"differs from committed rows and is no newer than they are ({newest})")
+    content = pd.concat([old, added]).to_csv(index=False, lineterminator="\n").encode()
+    what = f"{len(added)} of {len(rows)} rows appended" if len(old) else f"{len(rows)} rows"
     if there == compressed or len(content) > LARGEST:
         return Move(source, compressed, f"{what}, compressed", gzip.compress(content, mtime=0))
     return Move(source, target, what, content)
 
 
-def _lines(path: Path) -> list[list[str]]:
-    """The lines of a CSV, compressed or not; the header first."""
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    return list(csv.reader(io.StringIO(data.decode(), newline="")))
+def _as_text(path: Path) -> pd.DataFrame:
+    return pd.read_csv(path, dtype=str, keep_default_na=False)
 
 
-def _in_columns(columns: list[str], old: list[list[str]]) -> list[list[str]]:
-    """The old lines in the columns of newer ones, in their order, where all they lack could not be said then."""
-    lacking, defaults = [name for name in columns if name not in old[0]], unsaid(old[0])
-    if not set(lacking) <= defaults.keys() or {*columns} - {*lacking} != {*old[0]}:
-        return old
-    rows = (defaults | dict(zip(old[0], line, strict=True)) for line in old[1:])
-    return [columns, *([row[name] for name in columns] for row in rows)]
-
-
-def _newer(lines: list[list[str]], old: list[list[str]]) -> list[list[str]]:
-    """The lines that are not among the old ones.
+def _in_columns(old: pd.DataFrame, columns: pd.Index) -> pd.DataFrame:
+    """Committed rows in the columns of newer ones, where all that they lack could not be said then.
 
     Raises:
-        ValueError: other columns; or lines that are no newer: changed by hand, or of a run before the committed one,
-            which would pass for the newest.
+        ValueError: other columns.
     """
-    if lines[0] != old[0]:
+    defaults = unsaid(old.columns)
+    unsaid_then = {name: defaults[name] for name in columns if name in defaults and name not in old}
+    old = old.assign(**{name: "" if value is None else str(value) for name, value in unsaid_then.items()})
+    if {*old} != {*columns}:
         raise ValueError("other columns than the committed rows have")
-    known, time = {tuple(line) for line in old}, lines[0].index("timestamp")
-    added = [line for line in lines if tuple(line) not in known]
-    newest = max((line[time] for line in old[1:]), default="")
-    if any(line[time] <= newest for line in added):
-        raise ValueError(f"differs from committed rows and is no newer than they are ({newest})")
-    return added
+    return old[columns]
 
 
-def _picture(source: Path, target: Path, replace: bool) -> Move:
+def _digest(source: Path, target: Path, machine: str = "") -> Move:
+    """Copy a file; raises ValueError if it is too large, or the committed one is another."""
     content = source.read_bytes()
     if len(content) > LARGEST:
-        return Move(source, target, f"{len(content) / 2**20:.1f} MiB are too large to commit", refused=True)
+        raise ValueError(f"{len(content) / 2**20:.1f} MiB are too large to commit")
     if not target.exists():
         return Move(source, target, "new", content)
-    if target.read_bytes() == content:
-        return Move(source, target, "there already")
-    if not replace:
-        return Move(source, target, "differs from the committed one", refused=True)
-    return Move(source, target, "replaces the committed one", content)
+    if target.read_bytes() != content:
+        raise ValueError("differs from the committed one: delete that first")
+    return Move(source, target, "there already")
 
 
-def _log(source: Path, target: Path, machine: str, replace: bool) -> Move:
-    try:
-        run = read_run(source)
-        problems = run_problems(run, commits=None)
-        problems += [
-            f"a run on {device.name}, not on {machine}"
-            for device in run.all(Device)
-            if machine.lower() not in device.name.lower()
-        ]
-    except ValueError as error:
-        problems = [str(error)]
-    return Move(source, target, problems[0], refused=True) if problems else _picture(source, target, replace)
+def _log(source: Path, target: Path, machine: str) -> Move:
+    """Copy the log of a run; raises ValueError if it proves nothing or is of another machine, and as ``_digest``."""
+    run = read_run(source)
+    names = pd.Series([device.name for device in run.all(Device)], dtype=str)
+    if problems := run_problems(run, commits=None) + _foreign(names, machine):
+        raise ValueError(problems[0])
+    return _digest(source, target)
 
 
-def _unfit(rows: pd.DataFrame, machine: str) -> str:
-    """Why rows cannot be committed; empty if they can."""
-    if rows.empty:
-        return "no rows"
-    if problems := row_problems(rows, commits=None):
-        return problems[0]
-    device = rows["device"] if "device" in rows else pd.Series("cuda", index=rows.index)
-    measured_on = rows["gpu"].where(device != "cpu", "cpu").astype(str)
-    foreign = measured_on[~measured_on.str.lower().str.contains(machine.lower(), regex=False)]
-    return "" if foreign.empty else f"rows of {foreign.iloc[0]}, not of {machine}"
+def _foreign(devices: pd.Series, machine: str) -> list[str]:
+    """A sentence if one of the devices is not of the machine."""
+    foreign = devices[~devices.astype(str).str.lower().str.contains(machine.lower(), regex=False)]
+    return [f"measured on {foreign.iloc[0]}, not on {machine}"] if len(foreign) else []

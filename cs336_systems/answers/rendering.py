@@ -14,23 +14,23 @@ only what this package's own classes make public.
 **Typed numbers.** Text and code spans hold no number that was measured or read somewhere: one with a unit, with
 decimals, or of three digits or more is quoted from rows, from arithmetic or by ``outside(name)``; ``given(text)`` takes
 sizes of memory that were set. The named models' shapes, powers of two and of ten, and years are free unless a unit
-follows, as are versions of software and parts of names (H200). Not searched are code blocks, the handout's questions
-(paragraphs in italics), comments and targets of links. Not policed are whole numbers below a hundred without a unit,
-words such as "nine tenths" or "twice" (a number in words is found before a unit), and whether a sentence is true.
+follows, as are versions of software and parts of names (H200). Not searched are calls, code blocks, the handout's
+questions (paragraphs in italics), comments and targets of links. Not policed are whole numbers below a hundred without
+a unit, words such as "nine tenths" or "twice" (a number in words is found before a unit), and whether a sentence is
+true.
 """
 
-import difflib
 import math
 import os
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined, TemplateError, TemplateSyntaxError, Undefined, nodes
-from jinja2.meta import find_undeclared_variables
+from jinja2 import FunctionLoader, StrictUndefined, TemplateError, TemplateSyntaxError, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cs336_systems.answers.calculations import LAYER
@@ -46,11 +46,7 @@ TABLES = "profiles/tables"
 
 
 class CannotRender(ValueError):
-    """A template that asks for what nobody knows; ``problems`` name template and line."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
+    """A template asks for what nobody knows; the message names template and line."""
 
 
 class Pages:
@@ -81,15 +77,13 @@ class Pages:
         """A document.
 
         Raises:
-            CannotRender: unknown names, all of them; or the first call that fails.
+            CannotRender: the first unknown name, or call that fails.
         """
         self._document = name
-        if unknown := self._unknown_names(name):
-            raise CannotRender(unknown)
         try:
             title, _, rest = self._environment.get_template(name).render().partition("\n")
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CannotRender([f"{self._place(name, error)}: {error}"]) from error
+            raise CannotRender(f"{self._place(name, error)}: {error}") from error
         return f"{title}\n<!-- Rendered by scripts/report.py from {FOLDER}/{name}.jinja: edit that. -->\n{rest}"
 
     def _table_beside(
@@ -113,16 +107,6 @@ class Pages:
     def _source(self, name: str) -> tuple[str, str, None] | None:
         """A template and the file name by which a traceback calls it."""
         return (self._templates[name], name, None) if name in self._templates else None
-
-    def _unknown_names(self, name: str) -> list[str]:
-        """In a template and in those that it includes."""
-        try:
-            tree = self._environment.parse(self._templates[name])
-        except TemplateError as error:
-            raise CannotRender([f"{self._place(name, error)}: {error}"]) from error
-        unknown = find_undeclared_variables(tree) - set(self._environment.globals)
-        places = [(node.lineno, node.name) for node in tree.find_all(nodes.Name) if node.name in unknown]
-        return [f"{name}, line {line}: unknown name {word!r}" for line, word in sorted(places)]
 
     def _place(self, name: str, error: Exception) -> str:
         """The template and line at which it failed; the generated code of a template has the template's file name."""
@@ -169,27 +153,13 @@ def documents(templates: Mapping[str, str]) -> list[str]:
     return sorted(name for name, text in templates.items() if re.search("^# ", text, re.MULTILINE))
 
 
-def stale_lines(text: str, rendered: str) -> list[str]:
-    """One sentence for each line of a document that is not as rendered."""
-    old, new = text.splitlines(), rendered.splitlines()
-    found = []
-    for kind, i, i_end, j, j_end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        if kind == "equal":
-            continue
-        for step in range(max(i_end - i, j_end - j)):
-            was = old[i + step] if i + step < i_end else None
-            now = new[j + step] if j + step < j_end else None
-            found.append(f"line {min(i + step, i_end - (i_end > i)) + 1}: {_difference(was, now)}")
-    return found
-
-
-def _difference(was: str | None, now: str | None) -> str:
-    """The text that stands and the one that should, from some characters before the first that differs."""
-    if was is None or now is None:
-        return f"{now[:60]!r} is missing" if now is not None else f"{(was or '')[:60]!r} should not be there"
+def stale_line(text: str, rendered: str) -> str:
+    """A sentence on the first line of a document that is not as rendered, from some characters before they differ."""
+    lines = enumerate(zip_longest(text.split("\n"), rendered.split("\n"), fillvalue="(no line)"), start=1)
+    number, (was, now) = next((n, pair) for n, pair in lines if pair[0] != pair[1])
     same = next((k for k, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), min(len(was), len(now)))
     start = max(0, same - 20)
-    return f"{was[start : same + 40]!r} should be {now[start : same + 40]!r}"
+    return f"line {number}: {was[start : same + 40]!r} should be {now[start : same + 40]!r}"
 
 
 _UNITS = (
@@ -226,11 +196,11 @@ _SKIPPED = (
 
 def typed_numbers(templates: Mapping[str, str]) -> list[str]:
     """One sentence for each number that is typed by hand, with its template and line."""
-    found = []
-    for name, text in sorted(templates.items()):
-        typed = sorted({*_in_text(text), *_in_calls(text)})
-        found += [f"{name}.jinja, line {line}: {number!r} is typed, not quoted" for line, number in typed]
-    return found
+    return [
+        f"{name}.jinja, line {line}: {number!r} is typed, not quoted"
+        for name, text in sorted(templates.items())
+        for line, number in sorted(set(_in_text(text)))
+    ]
 
 
 def _in_text(text: str) -> Iterator[tuple[int, str]]:
@@ -263,28 +233,3 @@ def _is_free(number: str) -> bool:
     value = int(re.sub("[,_]", "", number))
     power = value & (value - 1) == 0 or (set(str(value)[1:]) == {"0"} and str(value)[0] == "1")
     return value < 100 or power or 1990 <= value < 2040 or value in _SHAPES
-
-
-def _in_calls(text: str) -> Iterator[tuple[int, str]]:
-    """Numbers that an expression shows though no name in it says where they come from, and those in its strings."""
-    tree = Environment().parse(text)
-    shown: list[nodes.Node] = [node for output in tree.find_all(nodes.Output) for node in output.nodes]
-    shown += [assignment.node for assignment in tree.find_all(nodes.Assign)]
-    for node in shown:
-        constants = [node] if isinstance(node, nodes.Const) else list(node.find_all(nodes.Const))
-        if node.find(nodes.Name) is None:
-            yield from ((node.lineno, f"{{{{ {each.value} }}}}") for each in constants if _is_number(each.value))
-        asked = {id(each) for call in _calls(node) for each in call.find_all(nodes.Const)}
-        for each in constants:
-            if isinstance(each.value, str) and id(each) not in asked:
-                yield from ((each.lineno, number) for _, number in _numbers(each.value))
-
-
-def _calls(node: nodes.Node) -> Iterator[nodes.Node]:
-    """Calls and places in what they return: constants in them ask, and are not shown."""
-    kinds = (nodes.Call, nodes.Getitem)
-    return (each for each in (node, *node.find_all(kinds)) if isinstance(each, kinds))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

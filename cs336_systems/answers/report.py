@@ -13,7 +13,7 @@ from cs336_systems.answers.rendering import (
     Pages,
     documents,
     read_templates,
-    stale_lines,
+    stale_line,
     typed_numbers,
 )
 from cs336_systems.answers.vocabulary import vocabulary
@@ -22,10 +22,10 @@ MACHINE = "h200"
 """Whose rows documents show, unless a call names another."""
 
 
-def adopt(run: Path, profiles: Path, machine: str, replace: bool) -> int:
+def adopt(run: Path, profiles: Path, machine: str) -> int:
     """Move a run's files and say so; the exit code."""
     try:
-        moves = evidence.plan(run, profiles, machine, replace=replace)
+        moves = evidence.plan(run, profiles, machine)
         for move in moves:
             print(move)
         evidence.carry_out(moves, profiles)
@@ -36,7 +36,7 @@ def adopt(run: Path, profiles: Path, machine: str, replace: bool) -> int:
 
 
 def render(root: Path, *, check: bool) -> int:
-    """Write the documents and tables below ``root`` that differ from their templates, or name the lines."""
+    """Write the documents and tables below ``root`` that are not as rendered, or name the first such line of each."""
     committed, templates = Committed(root / "profiles", MACHINE), read_templates()
     pages = Pages(templates, vocabulary(committed))
     problems = [f"{FOLDER}/{sentence}" for sentence in typed_numbers(templates)]
@@ -45,13 +45,13 @@ def render(root: Path, *, check: bool) -> int:
         try:
             rendered[name] = pages.render(name)
         except CannotRender as error:
-            problems += error.problems
+            problems.append(str(error))
     stale = []
     for name, text in {**rendered, **pages.files}.items():
         path = root / name
         there = path.read_text() if path.exists() else ""
         if there != text:
-            stale += [f"{name}, {difference}" for difference in stale_lines(there, text)]
+            stale.append(f"{name}, {stale_line(there, text)}")
             if not check:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
@@ -67,7 +67,7 @@ def render(root: Path, *, check: bool) -> int:
         if stale:
             print("run scripts/report.py", file=sys.stderr)
         return int(bool(stale or problems))
-    print(f"{len(stale)} lines rendered anew; drew the figures" + (f"; not measured: {missing}" if missing else ""))
+    print(f"{len(stale)} files rendered anew; drew the figures" + (f"; not measured: {missing}" if missing else ""))
     return int(bool(problems))
 
 

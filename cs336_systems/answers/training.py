@@ -22,9 +22,6 @@ OUTSIDE = Path(__file__).with_name("outside.csv")
 _SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
 _PEERS = {"transformers-liger": "transformers, Liger", "transformers": "transformers"}
 
-_Pair = tuple[float, float]
-"""Tokens per second of another and of ours, as they are compared."""
-
 
 @functools.cache
 def _published() -> dict[str, dict[str, str]]:
@@ -63,16 +60,15 @@ def rates_of_others(rows: pd.DataFrame) -> dict[str, dict[str, float]]:
 def training_rates_table(rows: pd.DataFrame) -> Table:
     """A line for each size: our fastest run in bf16, how it ran, and the others' tokens per second, with ours over
     them."""
-    runs = {(run["size"], run["how"]): run for run in _fastest(of_bf16_commands(rows))}
-    known = llmq_rates()
-    ours = [runs[size, "ours"] for size in MODEL_SIZES if (size, "ours") in runs]
-
-    def others(run: dict[str, Any]) -> dict[str, _Pair | None]:
-        found = {name: runs.get((run["size"], how), {}).get("tokens_per_s") for how, name in _PEERS.items()}
-        found["llm.q, one H100"] = known.get(run["size"])
-        return {name: (rate, run["tokens_per_s"]) if rate else None for name, rate in found.items()}
-
-    return _table([_line(run, others(run)) for run in ours], ours, "products")
+    runs, known = _fastest(of_bf16_commands(rows)), llmq_rates()
+    rates = {(run["size"], run["how"]): run["tokens_per_s"] for run in runs}
+    lines = []
+    for run in runs:
+        if run["how"] == "ours":
+            size, own = run["size"], run["tokens_per_s"]
+            others = {name: _beside(rates.get((size, how)), own) for how, name in _PEERS.items()}
+            lines.append(_line(run, others | {"llm.q, one H100": _beside(known.get(size), own)}))
+    return _table(lines, runs[0])
 
 
 def fp8_rates_table(rows: pd.DataFrame) -> Table:
@@ -85,21 +81,15 @@ def fp8_rates_table(rows: pd.DataFrame) -> Table:
     runs = _fastest(rows[(rows["how"] == "ours") & (rows["recipe"] != "stored")])
     if not runs:
         raise NotMeasured("training, runs in fp8")
-    runs.sort(key=lambda run: list(MODEL_SIZES).index(run["size"]))
-    known = llmq_rates(fp8=True)
-    others = {"bf16": {"how": "ours", "recipe": "stored"}}
-    others |= {how.replace("-", ", "): {"how": how} for how in TORCHAO}
-    lines = []
+    known, lines = llmq_rates(fp8=True), []
     for run in runs:
-        pairs = {name: _in_one_command(run, rows, **other) for name, other in others.items()}
-        rate = known.get(run["size"])
-        pairs["llm.q in fp8, one H100"] = (rate, run["tokens_per_s"]) if rate else None
-        line = _line(run, pairs)
+        others = {"bf16": _in_one_command(run, rows, how="ours", recipe="stored")}
+        others |= {how.replace("-", ", "): _in_one_command(run, rows, how=how) for how in TORCHAO}
+        others["llm.q in fp8, one H100"] = _beside(known.get(run["size"]), run["tokens_per_s"])
+        line = _line(run, others)
         lines.append({"size": line.pop("size"), "products": run["recipe"]} | line)
-    libraries = "; ".join(sorted({*rows["library"][rows["how"].isin(TORCHAO)]}))
-    smaller = "of one command, whose steps and micro-batches may be smaller than those of our fastest run"
-    compared = f", {smaller}; torchao's: {libraries}" if libraries else ""
-    return _table(lines, runs, "what is not quantized", compared)
+    smaller = "whose steps and micro-batches may be smaller than those of our fastest run"
+    return _table(lines, runs[0], f"; bf16's and torchao's runs are of one command with ours, {smaller}")
 
 
 def of_bf16_commands(rows: pd.DataFrame) -> pd.DataFrame:
@@ -109,41 +99,44 @@ def of_bf16_commands(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[~quantizes]
 
 
-def _in_one_command(run: dict[str, Any], rows: pd.DataFrame, **other: str) -> _Pair | None:
-    """Another's run of the same size, and ours of the same size and recipe, of the command that has both and in which
-    ours is fastest."""
-    pairs = []
+def _in_one_command(run: dict[str, Any], rows: pd.DataFrame, **other: str) -> str:
+    """Another's rate at the same size beside ours of the same recipe, of the command that has both and in which ours is
+    fastest."""
+    found = []
     for _, command in rows[rows["size"] == run["size"]].groupby(list(COMMAND), sort=False):
-        wanted = (other, {"how": "ours", "recipe": run["recipe"]})
-        found = [_fastest(command[(command[list(each)] == list(each.values())).all(axis=1)]) for each in wanted]
-        if all(found):
-            pairs.append((found[0][0]["tokens_per_s"], found[1][0]["tokens_per_s"]))
-    return max(pairs, key=lambda pair: pair[1], default=None)
+        own = _fastest(command[(command["how"] == "ours") & (command["recipe"] == run["recipe"])])
+        peer = _fastest(command[(command[[*other]] == [*other.values()]).all(axis=1)])
+        found += [(own[0]["tokens_per_s"], peer[0]["tokens_per_s"])] if own and peer else []
+    own_rate, rate = max(found, default=(0.0, None))
+    return _beside(rate, own_rate)
 
 
 def _fastest(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(name): value for name, value in run.items()} for run in fastest(rows).to_dict("records")]
+    """The lines of ``fastest``, from small to large sizes."""
+    runs = [{str(name): value for name, value in run.items()} for run in fastest(rows).to_dict("records")]
+    return sorted(runs, key=lambda run: list(MODEL_SIZES).index(run["size"]))
 
 
-def _line(run: dict[str, Any], others: dict[str, _Pair | None]) -> dict[str, str]:
-    shown = {name: f"{pair[0]:,.0f} ({pair[1] / pair[0]:.2f})" if pair else MISSING for name, pair in others.items()}
+def _beside(rate: float | None, own: float) -> str:
+    """Another's tokens per second, and ours over them."""
+    return f"{rate:,.0f} ({own / rate:.2f})" if rate else MISSING
+
+
+def _line(run: dict[str, Any], others: dict[str, str]) -> dict[str, str]:
     return {
         **{"size": run["size"], "tokens/s": f"{run['tokens_per_s']:,.0f}"},
         **{"speed of light %": f"{run['speed_of_light']:.1f}"},
-        **shown,
+        **others,
         **{"peak GiB": digits(run["peak_memory"]), "predicted": digits(run["predicted_peak_memory"])},
         **{"batch": f"{run['batch_size']:g}", "tokens a step": f"{run['total_batch_tokens']:,.0f}"},
         **{"kernels": run["kernels"], "keep": run["keep"]},
     }
 
 
-def _table(lines: list[dict[str, str]], runs: list[dict[str, Any]], multiplied: str, compared: str = "") -> Table:
-    first, seconds = runs[0], sorted(run["seconds"] for run in runs)
+def _table(lines: list[dict[str, str]], first: dict[str, Any], compared: str = "") -> Table:
     said = (
-        f"{first['gpu']}, {first['dtype']} parameters, gradients, moments and {multiplied}, sequences of "
-        f"{first['context_length']:,}, attention {first['attention']}, {first['data']}; medians over at least "
-        f"{' to '.join(dict.fromkeys(f'{each:g}' for each in (seconds[0], seconds[-1])))} s of steps, without the "
-        f"first two; in brackets ours over theirs{compared}."
+        f"{first['gpu']}, {first['dtype']}, sequences of {first['context_length']:,}, {first['data']}; medians without "
+        f"the first two steps; in brackets ours over theirs{compared}."
     )
     frame = pd.DataFrame(lines)
     return Table(said, frame[[name for name in frame if (frame[name] != MISSING).any()]])

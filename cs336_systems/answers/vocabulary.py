@@ -12,6 +12,7 @@ from cs336_systems.answers.committed import Committed, Rows
 from cs336_systems.answers.pivot import pivot, quoted
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import cost
+from cs336_systems.costs.flops import hardware_flops
 from cs336_systems.costs.fsdp import model_units, state_bytes
 from cs336_systems.costs.parallelism.mesh import XXL
 from cs336_systems.costs.parallelism.scaling import communication_limit
@@ -32,16 +33,15 @@ from cs336_systems.experiments.model import step_table
 from cs336_systems.experiments.parallelism import QUESTIONS
 from cs336_systems.experiments.streaming import STREAMING_TABLE
 from cs336_systems.experiments.training import TRAINING_TABLE
+from cs336_systems.profiling.traces.kernels import short_name
 from cs336_systems.report.tables import Table
 
 LEAKS = {leak.NAME: leak.analyse for leak in (matmul_data, roofline_knee, launch_overhead, flops_against_time)}
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(handout.handout_attention, handout.KeptByBlock, handout.residuals_table, handout.ran_out),
-    *(handout.recomputed_flops, handout.checkpoint_table, handout.memory_errors_table),
-    *(handout.largest_table, handout.top_kernel, handout.kernel_share, handout.classes_table),
-    *(handout.stage_times, handout.attention_work, handout.stages_table),
-    *(handout.sums_table, handout.accumulated, handout.toy_table),
+    *(handout.handout_attention, handout.kept_by_block, handout.residuals_table, handout.ran_out),
+    *(handout.largest_table, handout.attention_work, handout.sums_table, handout.accumulated, handout.toy_table),
+    *(hardware_flops, short_name),
     *(
         calculations.link_of,
         calculations.best_bucket_mib,

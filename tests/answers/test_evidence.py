@@ -144,8 +144,8 @@ def profiles(tmp_path):
     return tmp_path / "profiles"
 
 
-def adopted(run, profiles, machine="h200", replace=False):
-    moves = plan(run, profiles, machine, replace=replace)
+def adopted(run, profiles, machine="h200"):
+    moves = plan(run, profiles, machine)
     carry_out(moves, profiles)
     return moves
 
@@ -186,31 +186,29 @@ def test_newer_rows_are_appended_adopting_again_changes_nothing_and_older_ones_a
     for day in (1, 2):
         source.unlink()
         write(source, 9.0, day=day)
-        (move,) = plan(run, profiles, "h200", replace=False)
+        (move,) = plan(run, profiles, "h200")
         assert move.refused and "no newer" in str(move)
         with pytest.raises(ValueError, match="nothing was moved"):
             carry_out([move], profiles)
         assert medians(profiles) == [1.0, 2.0, 3.0]
-    adopted(run, profiles, replace=True)
-    assert medians(profiles) == [9.0]
 
 
 def test_rows_that_cannot_be_committed_keep_everything_back(run, profiles):
     write(run / "fine" / "benchmark_model.csv", 1.0)
     for values, reason in (
         ({"dirty": True}, "uncommitted changes"),
-        ({"gpu": "NVIDIA B200"}, "rows of NVIDIA B200, not of h200"),
-        ({"device": "cpu", "gpu": ""}, "rows of cpu, not of h200"),
+        ({"gpu": "NVIDIA B200"}, "measured on NVIDIA B200, not on h200"),
+        ({"device": "cpu", "gpu": ""}, "measured on cpu, not on h200"),
     ):
         source = write(run / "grid" / "benchmark_model.csv", 1.0, **values)
-        moves = plan(run, profiles, "h200", replace=True)
+        moves = plan(run, profiles, "h200")
         assert [move.refused for move in moves] == [False, True] and reason in moves[1].what
         with pytest.raises(ValueError, match="refused"):
             carry_out(moves, profiles)
         assert not profiles.exists()
         source.unlink()
     with pytest.raises(ValueError, match="holds no folder of a part"):
-        plan(run / "fine", profiles, "h200", replace=False)
+        plan(run / "fine", profiles, "h200")
 
 
 def test_rows_join_earlier_ones_that_lack_columns_or_have_another_order(run, profiles):
@@ -228,18 +226,20 @@ def test_rows_join_earlier_ones_that_lack_columns_or_have_another_order(run, pro
 def test_torn_files_other_columns_large_and_differing_pictures(run, profiles, monkeypatch):
     source = write(run / "grid" / "benchmark_model.csv", 1.0)
     RowFile(profiles / GRID, ["size"]).append(make_cell(ms("step", 1.0), **WHERE))
-    assert "other columns" in plan(run, profiles, "h200", replace=False)[0].what
+    assert "other columns" in plan(run, profiles, "h200")[0].what
     source.write_bytes(source.read_bytes()[:-5])
-    assert "torn line" in plan(run, profiles, "h200", replace=True)[0].what
+    assert "torn line" in plan(run, profiles, "h200")[0].what
     source.unlink()
     (run / "grid" / "page.png").write_text("one")
     assert [adopted(run, profiles)[0].what for _ in range(2)] == ["new", "there already"]
     (run / "grid" / "page.png").write_text("two")
-    assert plan(run, profiles, "h200", replace=False)[0].refused
-    adopted(run, profiles, replace=True)
+    assert plan(run, profiles, "h200")[0].refused
+    (profiles / "digests/h200/grid/page.png").unlink()
+    adopted(run, profiles)
     assert (profiles / "digests/h200/grid/page.png").read_text() == "two"
+    (profiles / "digests/h200/grid/page.png").unlink()
     monkeypatch.setattr(evidence, "LARGEST", 2)
-    assert plan(run, profiles, "h200", replace=True)[0].refused
+    assert plan(run, profiles, "h200")[0].refused
 
 
 def test_large_rows_are_compressed_and_stay_so(run, profiles, monkeypatch):
@@ -303,8 +303,8 @@ def test_a_log_of_other_seconds_than_its_stamps_without_provenance_or_of_another
         ({"seconds": 0.3}, "9.6 s apart, and its steps and evaluations took 5.8 s"),
         ({"dirty": True}, "uncommitted changes"),
         ({"commit": ""}, "commit unknown"),
-        ({"device": "NVIDIA L4"}, "a run on NVIDIA L4, not on h200"),
+        ({"device": "NVIDIA L4"}, "measured on NVIDIA L4, not on h200"),
     ):
         written(tmp_path / "run" / "first", **how)
-        (move,) = plan(tmp_path / "run", profiles, "h200", replace=False)
+        (move,) = plan(tmp_path / "run", profiles, "h200")
         assert move.refused and problem in move.what

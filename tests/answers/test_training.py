@@ -45,7 +45,7 @@ def rows():
 
 def test_the_fastest_of_ours_and_others_beside():
     table = training_rates_table(rows())
-    assert "NVIDIA H200, bf16" in table.caption and "at least 12 s of steps" in table.caption
+    assert "NVIDIA H200, bf16" in table.caption
     small, large = table.frame.to_dict("records")
     assert (small["size"], small["tokens/s"], small["batch"]) == ("qwen2.5-0.5b", "165,000", "64")
     assert small["transformers, Liger"] == "132,000 (1.25)"
@@ -115,12 +115,10 @@ def of_torchao(rates, command):
 def test_fp8_stands_beside_torchaos_of_a_command_that_has_both():
     peers = of_torchao({"torchao-tensorwise": 160_000.0, "torchao-rowwise": 150_000.0}, "d")
     both = pd.concat([rows(), in_fp8(190_000.0, "b", 160_000.0), peers])
-    table = fp8_rates_table(both)
-    (line,) = table.frame.to_dict("records")
+    (line,) = fp8_rates_table(both).frame.to_dict("records")
     assert (line["tokens/s"], line["bf16"]) == ("190,000", "160,000 (1.19)")
     assert line["torchao, tensorwise"] == "160,000 (1.12)"  # over its command's 180,000
     assert line["torchao, rowwise"] == "150,000 (1.20)"
-    assert "our fastest run; torchao's: transformers 5, torchao 0.18" in table.caption
     assert "torchao, rowwise" not in fp8_rates_table(in_fp8(190_000.0, "b", 160_000.0)).frame
     assert training_rates_table(both).frame.equals(training_rates_table(rows()).frame)
     assert ways_in(rates_figure(both, {}))[-2:] == ["torchao-tensorwise, e4m3-e5m2", "torchao-rowwise, e4m3-row"]
