@@ -175,8 +175,9 @@ class TrainingCase:
     )
     cuda_graph: str = option(
         "off",
-        "on: capture the whole step and replay it; faster where the GPU waits for launches. Needs --device cuda, one "
-        "rank, --mode step, --optimizer torch-fused or fused, and --warmup of at least 4.",
+        "on: capture the step (with --optimizer torch-fused all but the optimizer) and replay it; faster where the GPU "
+        "waits for launches. Needs --device cuda, one rank, --mode step, --optimizer torch-fused or fused, and "
+        "--warmup of at least 4.",
         values=("off", "on"),
         words="CUDA graph",
     )
@@ -272,11 +273,6 @@ class TrainingCase:
     def moment_bytes(self) -> int:
         """Bytes of an element of each of AdamW's moments; a trainer may say so."""
         return self.precision.parameter_bytes
-
-    @property
-    def head_chunk(self) -> int | None:
-        """Tokens whose logits a written-out model has at a time; None where its operation chooses."""
-        return None
 
     @property
     def attention_kind(self) -> Literal["materialised", "flash"]:

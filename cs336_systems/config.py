@@ -218,7 +218,6 @@ PRECISIONS: dict[str, Precision] = {
         Precision("tf32", parameter_bytes=4, matmul_bytes=4, matmul_dtype="tf32", softmax_bytes=4),
         Precision("bf16", parameter_bytes=2, matmul_bytes=2, matmul_dtype="bf16", softmax_bytes=2),
         Precision("autocast-bf16", parameter_bytes=4, matmul_bytes=2, matmul_dtype="bf16", softmax_bytes=4),
-        Precision("autocast-fp16", parameter_bytes=4, matmul_bytes=2, matmul_dtype="fp16", softmax_bytes=4),
     )
 }
 

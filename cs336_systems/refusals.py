@@ -154,11 +154,6 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         "cuda_graph on is for one rank: several agree through the host on what they send, which a graph cannot hold",
     ),
     (
-        lambda case: case.cuda_graph == "on" and case.precision.name == "autocast-fp16",
-        "cuda_graph on with dtype autocast-fp16: loss scaling decides on the host whether a step counts, which a graph "
-        "cannot hold",
-    ),
-    (
         lambda case: case.cuda_graph == "on" and case.optimizer == "reference",
         "cuda_graph on with optimizer reference: it counts steps on the host, which a graph cannot hold; use "
         "torch-fused or fused",
@@ -171,11 +166,6 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
     (
         lambda case: _updates_early(case) and case.parallel.wrapper != "fsdp",
         "update {parallel.update} works on the shards of wrapper fsdp, got {parallel.wrapper}",
-    ),
-    (
-        lambda case: _updates_early(case) and case.precision.name == "autocast-fp16",
-        "update {parallel.update} cannot wait for loss scaling of dtype autocast-fp16, which decides whether a step "
-        "counts",
     ),
 )
 """In the order in which they are asked: what a step lacks altogether before what two of its options cannot share."""

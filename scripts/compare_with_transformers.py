@@ -3,7 +3,7 @@
     uv run scripts/compare_with_transformers.py                                     # tiny, on a CPU; 100M on a GPU
     uv run scripts/compare_with_transformers.py --steps 2000 --total-batch-tokens 131072 --out runs/compared
 
-Options are those of train.py, except what the plain loop lacks: z-loss, walltime, skipped steps, several ranks. Both
+Options are those of train.py, except what the plain loop lacks: z-loss, walltime, several ranks. Both
 begin with the same weights and see the same tokens in the same order. The plain loop has fp32 parameters and torch's
 AdamW. If the losses on held-out tokens differ by more than one percent, the exit code is 1. --out receives a folder for
 each run; plot_run.py draws them together.
@@ -59,7 +59,7 @@ def _compare(options: TrainOptions) -> int:
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"the other run is of one rank, got {os.environ['WORLD_SIZE']}")
-    for name in ("z_loss", "walltime", "skip_nonfinite"):
+    for name in ("z_loss", "walltime"):
         if value := getattr(options, name):
             raise ValueError(f"--{name.replace('_', '-')} {value} is what the other run does not have")
     folder = options.out
@@ -72,7 +72,7 @@ def _compare(options: TrainOptions) -> int:
             data, weights = prepared.dataset, dict(prepared.step.model.named_parameters())
             export(folder / "initial", weights, ModelOfRun(prepared.config, data.tokenizer, data.eos_id))
             console = RunConsole(options.log_every)
-            with RunLog(LogFile.open(folder / "transformers" / LOG, resume=False), console) as log:
+            with RunLog(LogFile(folder / "transformers" / LOG), console) as log:
                 theirs = _train_theirs(prepared, folder / "initial", rank, log)
         train(ours, rank, RunConsole(options.log_every))
     evaluation = read_run(ours.out / LOG).last(Evaluation)
@@ -94,7 +94,7 @@ def _train_theirs(prepared: PreparedRun, weights: Path, rank: Rank, log: RunLog)
     import torch
 
     from cs336_systems.config import PRECISIONS
-    from cs336_systems.pretraining.evaluation import evaluate
+    from cs336_systems.pretraining.loader import evaluate
     from cs336_systems.pretraining.peer import peer_model, peer_optimizer, peer_step
     from cs336_systems.pretraining.preparation import describe_device
     from cs336_systems.pretraining.run_records import End, Evaluation, LoggedStep, Model, Session

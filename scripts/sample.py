@@ -38,8 +38,6 @@ class SampleOptions:
     """Largest number of new tokens; a sample also ends with its document, or when the context is full."""
     temperature: float = 0.8
     """0 always takes the most likely token."""
-    top_k: int | None = None
-    """Draw only from this many of the most likely tokens."""
     top_p: float | None = None
     """Draw from the fewest most likely tokens that together have this probability."""
     seed: int = 0
@@ -101,7 +99,7 @@ def _sample(options: SampleOptions) -> int:
     tokenizer = trained.tokenizer
     text = text.encode(errors="replace").decode()  # a shell can pass what is no text
     prompt = tokenizer.encode([text])[0][:-1].tolist() or [tokenizer.eos_id]
-    drawn = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "max_tokens", "seed")}
+    drawn = {name: getattr(options, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
     drawn |= {"n_samples": options.samples, "eos_ids": trained.eos_ids, "n_ids": tokenizer.vocab_size}
     started = time.perf_counter()
     samples: list[list[int]] = [[] for _ in range(options.samples)]

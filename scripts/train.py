@@ -94,7 +94,8 @@ def _options_in(path: Path) -> list[str]:
     for name, value in content.items():
         name = name.replace("_", "-")
         if name not in hints:
-            raise ValueError(f"{path}: unknown option {name!r}: {did_you_mean(name, hints)}see --help")
+            nearest = {"lr": "did you mean learning-rate? "}.get(name) or did_you_mean(name, hints)
+            raise ValueError(f"{path}: unknown option {name!r}: {nearest}see --help")
         if flag(name) in found or flag(f"no-{name}") in found:
             raise ValueError(f"{path}: option {name} is there twice, with dashes and with underscores")
         if isinstance(value, bool):
@@ -117,27 +118,27 @@ def _print_memory(options: TrainOptions) -> None:
     """Of each rank, as many as a launcher has started; with the vocabulary of --data if that is given."""
     import torch
 
-    from cs336_systems.pretraining.capped import caps_of, chooser, planned_for
+    from cs336_systems.pretraining.capped import caps_of, chooser, planned_for, planned_segments
     from cs336_systems.pretraining.dataset import Dataset
-    from cs336_systems.pretraining.memory import planned_segments, predicted_segments
-    from cs336_systems.pretraining.preparation import config_of
-    from cs336_systems.pretraining.run_records import Memory
-    from cs336_systems.report.run_console import record_table
+    from cs336_systems.pretraining.preparation import config_of, predicted_segments
+    from cs336_systems.report.run_console import memory_table
     from cs336_systems.report.show import show
     from cs336_systems.streaming.explain import explanation
 
     config = config_of(options, None if options.data is None else Dataset.open(options.data))
     case = options.training_case(config, int(os.environ.get("WORLD_SIZE", "1")))
+    print(planned_for(options))
     if options.capped:
         device = torch.device(options.device)
         choose = chooser(options, case, device)
         choice = choose(caps_of(options, case, device))
         segments = planned_segments(choice, copies=options.save_every is not None)
-        print(planned_for(case, device), *explanation(choice, choose), sep="\n", end="\n\n")
+        print(*explanation(choice, choose), sep="\n")
     else:
-        segments = predicted_segments(case, None)
-    if (table := record_table(Memory(segments))) is not None:
-        show(table, "auto")
+        there = options.device == "cuda" and torch.cuda.is_available()
+        segments = predicted_segments(case, torch.cuda.get_device_properties(0).total_memory if there else None)
+    print()
+    show(memory_table(segments), "auto")
 
 
 def _train(options: TrainOptions) -> int:
@@ -145,8 +146,7 @@ def _train(options: TrainOptions) -> int:
 
     from cs336_systems.distributed.checkpoint_folder import NoneWhole
     from cs336_systems.distributed.process_group import joined
-    from cs336_systems.pretraining.nonfinite import NonFiniteStep
-    from cs336_systems.pretraining.trainer import RankAlone, train
+    from cs336_systems.pretraining.trainer import NonFiniteStep, RankAlone, train
     from cs336_systems.report.run_console import RunConsole
 
     started = time.perf_counter()

@@ -54,11 +54,9 @@ REFUSED = [
     (replace(FUSED, cuda_graph="on", offload="residual"), "offload residual copies beside the step"),
     (replace(GRAPH, device="cpu", optimizer="torch-fused"), "cuda_graph on needs device cuda, got cpu"),
     (replace(SCATTERED, cuda_graph="on"), "cuda_graph on is for one rank"),
-    (replace(GRAPH, dtype="autocast-fp16"), "cuda_graph on with dtype autocast-fp16"),
     (replace(GRAPH, optimizer="reference"), "cuda_graph on with optimizer reference"),
     (replace(PLAIN, compile="whole-model", checkpoint="full"), "whole-model leaves no boundaries .* checkpoint full"),
     (replace(EARLY, how=Parallel("bucketed", update="under-backward")), "wrapper fsdp, got bucketed"),
-    (replace(EARLY, dtype="autocast-fp16"), "loss scaling of dtype autocast-fp16"),
     (replace(FP8, context_length=60), "sizes that 16 divides, not context 60"),
 ]
 
@@ -78,7 +76,7 @@ def test_what_is_next_to_it_is_served():
         replace(FUSED, master="fp32", offload="master-m-v-gradients-residual"),
         replace(SCATTERED, offload="m-v"),
         replace(EARLY, keep="input", offload="residual"),
-        replace(PLAIN, dtype="autocast-fp16", compile="on", checkpoint="every-2"),
+        replace(PLAIN, dtype="autocast-bf16", compile="on", checkpoint="every-2"),
     ):
         assert refusal(case) is None
 

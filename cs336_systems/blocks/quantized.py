@@ -20,8 +20,7 @@ Weights are quantized each time they are read, or, with ``remember``, once until
 version, which operations in place raise, and ``FusedAdamW``. Collectives into flat memory and replayed graphs write
 without raising it, so who lets them must (``torch.autograd.graph.increment_version``), as ``training.TrainStep`` does.
 FSDP, which fills and frees the same parameters again and again, must not remember; it may quantize weights itself and
-hand them over (``receive``), as ``distributed/fsdp_quantized.py`` does to move half the bytes. Who writes weights may
-find their largest magnitudes on the way (``maxima_of_weights``), and they are read once less.
+hand them over (``receive``), as ``distributed/fsdp_quantized.py`` does to move half the bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -79,8 +78,6 @@ class QuantizedProducts(Products):
         self._versions: _Versions = []
         self.arrived: Arrived | None = None
         """A function that gives weights as who moves them has quantized them; None where they are quantized here."""
-        self._maxima_of_weights: dict[str, Tensor] = {}
-        self._noted: _Versions = []
 
     def for_another_block(self) -> "QuantizedProducts":
         """Make equal products, with weights of their own to remember."""
@@ -159,9 +156,7 @@ class QuantizedProducts(Products):
         if not self.remember:
             return self._quantize(weight_NK, dtype, rows, columns, square=True)
         if name not in self._weights:
-            right = self._noted and self._noted == self._versions
-            absmax = self._maxima_of_weights.get(name) if right else None
-            self._weights[name] = self._quantize(weight_NK, dtype, True, True, absmax, square=True)
+            self._weights[name] = self._quantize(weight_NK, dtype, True, True, square=True)
         return self._weights[name]
 
     def at(self, parameters: Sequence[Tensor]) -> None:
@@ -175,23 +170,6 @@ class QuantizedProducts(Products):
     def receive(self, arrived: "Arrived") -> None:
         """Read weights there from now on; the parameters may have no memory."""
         self.arrived = arrived
-
-    def maxima_of_weights(self, device: torch.device) -> dict[str, Tensor]:
-        """Where the largest magnitudes of weights may be written, () each, in fp32; empty if nobody would read them.
-
-        They are read of weights as they are at ``note``.
-        """
-        if self.remember and self.recipe.scaling == "tensor":
-            self._maxima_of_weights = dict(zip(WEIGHTS, torch.zeros(len(WEIGHTS), device=device).unbind(), strict=True))
-        return self._maxima_of_weights
-
-    def note(self, parameters: Sequence[Tensor]) -> None:
-        """Say that the magnitudes are those of the weights as they are now; of none without parameters."""
-        self._noted = _versions(parameters)
-
-    def noted(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether the noted magnitudes are those of the weights as they are now."""
-        return self._noted == _versions(parameters)
 
     def forward_(self, ops: BlockOps, out: Tensor, x: Quantized, weight: Quantized, bias: Tensor | None = None) -> None:
         self._multiply(x, weight, bias, fast=self.recipe.fast_accumulation, out=out)

@@ -207,7 +207,7 @@ def _cosines(prepared: PreparedRun, rank: Rank) -> list[float]:
     """Cosine of each parameter's gradient with that of fp32, at the weights that the run has come to."""
     from torch.nn.functional import cosine_similarity
 
-    from cs336_systems.pretraining.evaluation import evaluation_batches
+    from cs336_systems.pretraining.loader import evaluation_batches
     from cs336_systems.training.assemble import assemble
     from cs336_systems.training.step import TrainStep
 

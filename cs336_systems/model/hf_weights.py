@@ -14,6 +14,7 @@ model as it was. Nothing is downloaded and nothing is unpickled: ``.bin`` and ``
 Formats: the safetensors header, and ``model.safetensors.index.json`` (a ``weight_map`` from weight name to shard).
 """
 
+import errno
 import json
 import os
 import re
@@ -226,7 +227,7 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
         save_file(tensors, unfinished, metadata={"format": "pt"})
         unfinished.replace(file)
     except SafetensorError as error:
-        raise OSError(f"{file} cannot be written: {error}") from None
+        raise OSError(errno.EIO, str(error), str(file)) from None
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -12,7 +12,7 @@ there the caps hold for the step's slabs alone, and the plan is the one for an H
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,6 @@ from cs336_systems.distributed.checkpoint_folder import survey
 from cs336_systems.hardware import GIB, Hardware, find_hardware
 from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.model.hf_weights import load_hf_weights
-from cs336_systems.pretraining.memory import copy_bytes
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.streaming.choose import (
     EFFORT,
@@ -38,7 +37,7 @@ from cs336_systems.streaming.choose import (
     choose,
     chunk_sizes,
 )
-from cs336_systems.streaming.explain import Elsewhere, explanation, with_next_gib
+from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence, check_cpu_caps, refusals
 from cs336_systems.streaming.run import FRAGMENTS, LayerAdamW, StreamedStep
 from cs336_systems.training.assemble import check_supported
@@ -115,27 +114,55 @@ def chooser(
     Raises:
         Unsupported: no peaks are on record for the device.
     """
-    tokens, width, chunk = options.tokens_per_step(1), case.moment_bytes, options.chunk
-    if chunk is None and all(tokens % size for size in chunk_sizes(options.context_length)):
-        chunk = options.batch_size * options.context_length
+    tokens, width, chunk, length = options.tokens_per_step(1), case.moment_bytes, options.chunk, options.context_length
+    if chunk is None and all(tokens % size for size in chunk_sizes(length)):
+        chunk = options.batch_size * length
     moments = {"exp_avg": width, "exp_avg_sq": width} | ({"master": 4} if case.master == "fp32" else {})
-    effort = EFFORT if device.type == "cuda" else EFFORT // 20
-    how = {"rates": Rates.of(hardware_of(device)), "precision": case.precision, "moments": moments, "effort": effort}
-    given = case.config, options.context_length
-    return partial(_choose, *given, preferred=preferred, chunk=chunk, tokens_per_step=tokens, **how)
+    how: dict[str, Any] = {"precision": case.precision, "moments": moments, "tokens_per_step": tokens}
+    how |= {"rates": Rates.of(hardware_of(device)), "effort": EFFORT if device.type == "cuda" else EFFORT // 20}
+
+    def choose_plan(caps: Caps) -> ChosenPlan:
+        if preferred is not None:
+            with suppress(CapsTooSmallError):
+                return choose(case.config, length, caps, chunk=preferred.chunk, chunks=preferred.chunks, **how)
+        return choose(case.config, length, caps, chunk=chunk, **how)
+
+    return choose_plan
 
 
-def _choose(*args: Any, preferred: Chunking | None, chunk: int | None, **how: Any) -> ChosenPlan:
-    if preferred is not None:
-        with suppress(CapsTooSmallError):
-            return choose(*args, chunk=preferred.chunk, chunks=preferred.chunks, **how)
-    return choose(*args, chunk=chunk, **how)
+def planned_for(options: TrainOptions) -> str:
+    """The device and dtype for which memory is planned, in a sentence."""
+    if options.device == "cpu":
+        rates = f", with the rates of an {PLANS_FOR}" if options.capped else ""
+        return f"This is for a CPU and {options.dtype}{rates}; --device cuda plans for a GPU."
+    if torch.cuda.is_available():
+        return f"This is for the {torch.cuda.get_device_name()} here and {options.dtype}."
+    return f"This is for an {PLANS_FOR} and {options.dtype}, as no GPU is here."
 
 
-def planned_for(case: TrainerCase, device: torch.device) -> str:
-    """The card and dtype that a plan is made for, in a sentence."""
-    there = "" if device.type == "cuda" and torch.cuda.is_available() else ", as there is no GPU in use"
-    return f"The plan is for an {hardware_of(device).name} and {case.precision.name}{there}."
+def planned_segments(choice: ChosenPlan, *, copies: bool) -> dict[str, int]:
+    """Bytes by segment of a plan under memory caps, on the device and on the host.
+
+    Args:
+        copies: whether checkpoints are copied before they are written.
+    """
+    found: dict[str, int] = {}
+    beside = {"checkpoint's copy": copy_bytes(choice) if copies else 0}
+    for parts, cap, where in (
+        (choice.device_parts, choice.caps.device, ""),
+        (choice.host_parts | beside, choice.caps.host, " on the host"),
+    ):
+        found |= {f"{name}{where}": n_bytes for name, n_bytes in parts.items() if n_bytes}
+        used = sum(parts.values())
+        found |= {f"in all{where}": used, f"free{where}": cap - used}
+    return found
+
+
+def copy_bytes(choice: ChosenPlan) -> int:
+    """Bytes of a checkpoint's copy; 0 where the host's cap has no room for it, and no copy is made."""
+    work = choice.plan.work
+    n_bytes = work.config.n_parameters * (work.precision.parameter_bytes + sum(n for _, n in work.moments))
+    return n_bytes if n_bytes <= choice.spare_host_bytes else 0
 
 
 class CappedStep:
@@ -155,19 +182,13 @@ class CappedStep:
         check_supported(case, device)
         self.precision, on_gpu = case.precision, device.type == "cuda"
         self._saves = options.save_every is not None
-        self._planned_for = "" if on_gpu else planned_for(case, device)
+        self._planned_for = "" if on_gpu else planned_for(options)
         gib = [cap for cap in (options.device_gib, options.host_gib) if cap]
         self._fence = Fence(device, *(int(cap * GIB) for cap in gib)) if on_gpu else None
         caps, chunking = caps_of(options, case, device, self._fence), Chunking.of_run(options)
         if not on_gpu:
             check_cpu_caps(caps.device, caps.host)
-        self._elsewhere = choose_plan = chooser(options, case, device, chunking)
-        with ExitStack() as unless_chosen:
-            if on_gpu:
-                self._elsewhere = elsewhere = Elsewhere(choose_plan, *with_next_gib(caps).values())
-                unless_chosen.callback(elsewhere.end)
-            self.choice = choose_plan(caps)
-            unless_chosen.pop_all()
+        self.choice = chooser(options, case, device, chunking)(caps)
         plan = self.choice.plan
         self.chunking, self.evaluation_batch = Chunking(plan.work.chunk, plan.chunks), plan.round_sequences
         self._cut_anew = chunking not in (None, self.chunking)
@@ -175,10 +196,10 @@ class CappedStep:
         torch.manual_seed(options.seed)
         self._refusals = partial(refusals, device, caps.device)
         ops = block_ops(case.kernels, case.attention, deterministic=case.deterministic)
-        guard: dict[str, Any] = {"max_norm": options.clip or math.inf, "halts": not options.skip_nonfinite}
+        how: dict[str, Any] = {"max_norm": options.clip or math.inf, "optimizer": self._layers}
         try:
             with self._refusals():
-                self._step = StreamedStep(plan, self.choice.schedule, ops, device, optimizer=self._layers, **guard)
+                self._step = StreamedStep(plan, self.choice.schedule, ops, device, **how)
         except RuntimeError as error:
             raise ValueError(str(error).partition("\n")[0]) from error
         self.guard, self.model = self._step.guard, self._step.model()
@@ -201,15 +222,10 @@ class CappedStep:
         with self._refusals():
             return self._step.evaluate(token_ids, targets)
 
-    def find_nonfinite(self, token_ids: Tensor, targets: Tensor) -> str | None:
-        """The first tensor that is not finite, as ``StreamedStep.find_nonfinite`` says it."""
-        with self._refusals():
-            return self._step.find_nonfinite(token_ids, targets)
-
     def explanation(self) -> Iterator[str]:
         """The plan in sentences, and the effect of the caps on a run that resumes."""
         yield from [self._planned_for] if self._planned_for else []
-        yield from explanation(self.choice, self._elsewhere)
+        yield from explanation(self.choice)
         if self._saves and (n_bytes := copy_bytes(self.choice)):
             yield f"A checkpoint's copy takes another {n_bytes / GIB:.1f} GiB of the host."
         if self._cut_anew:

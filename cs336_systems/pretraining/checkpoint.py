@@ -13,7 +13,6 @@ Reading takes one process and no GPU, whatever the number of ranks that wrote, a
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from cs336_systems.distributed.checkpoint import find_checkpoint, load_whole_mod
 from cs336_systems.distributed.checkpoint_folder import is_checkpoint
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights, read_json
+from cs336_systems.pretraining.publishing import flush
 from cs336_systems.pretraining.tokenizer import TOKENIZER, JsonTokenizer, copy_tokenizer, load_tokenizer
 
 RUN = "run.json"
@@ -90,15 +90,11 @@ def write_run_json(folder: Path, model: ModelOfRun) -> ModelOfRun:
         return there
     folder.mkdir(parents=True, exist_ok=True)
     copy_tokenizer(model.tokenizer, folder)
-    unfinished = folder / f".{RUN}.{os.getpid()}.tmp"
-    try:
-        with unfinished.open("w") as file:
-            json.dump({"layout": LAYOUT, "model": asdict(model.config), "eos_id": model.eos_id}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(folder / RUN)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    unfinished = folder / f".{RUN}.tmp"
+    content = {"layout": LAYOUT, "model": asdict(model.config), "eos_id": model.eos_id}
+    unfinished.write_text(json.dumps(content, indent=1))
+    flush(unfinished)
+    unfinished.replace(folder / RUN)
     return read_run_json(folder)
 
 
@@ -158,14 +154,13 @@ def load_trained(path: Path, *, device: torch.device | str, dtype: torch.dtype) 
         ValueError: it is none of these, damaged, of another model, or without a tokenizer.
         OSError: something cannot be read.
     """
-    saved = None if (path / "config.json").exists() else load_weights(path)
-    config = saved.model.config if saved else config_from_hf(path)
-    tokenizer = saved.model.load_tokenizer() if saved else load_tokenizer(path)
-    model = TransformerLM(config, device="meta", dtype=dtype)
-    model.to_empty(device=device)
-    if saved is None:
-        load_hf_weights(model, path)
+    if (path / "config.json").exists():
+        tokenizer, model = load_tokenizer(path), TransformerLM(config_from_hf(path), device="meta", dtype=dtype)
+        load_hf_weights(model.to_empty(device=device), path)
         return RunnableModel(model, tokenizer, _eos_ids(path, tokenizer), None, {})
+    saved = load_weights(path)
+    tokenizer, model = saved.model.load_tokenizer(), TransformerLM(saved.model.config, device="meta", dtype=dtype)
+    model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(saved.weights.pop(name))  # so that two copies are never whole

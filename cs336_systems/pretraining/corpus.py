@@ -14,10 +14,10 @@ without text are left out. Only the present document, or the present rows of Par
 import codecs
 import json
 import os
-import sys
+import platform
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self
@@ -80,22 +80,20 @@ class Corpus:
         if separator == "":
             raise ValueError("a separator of documents has at least one character")
         if not paths:
-            version = ".".join(map(str, sys.version_info[:3]))
             files, _ = _files(Path(sysconfig.get_path("stdlib")), (".py",), _NOT_STANDARD)
-            return cls("stdlib", f"the standard library of Python {version}", tuple(files), strict=False)
+            return cls("stdlib", f"the standard library of Python {platform.python_version()}", files, strict=False)
         found: dict[Path, None] = {}
         skipped: Counter[str] = Counter()
         for path in paths:
             if not path.exists():
                 raise ValueError(f"{path} does not exist")
-            files, others = _files(path, suffixes) if path.is_dir() else ([path], Counter())
+            files, others = _files(path, suffixes) if path.is_dir() else ((path,), Counter())
             if not files:
                 raise ValueError(f"folder {path} has no files that end in {', '.join(suffixes)}")
             found |= dict.fromkeys(files)
             skipped += others
-        for path in found:
-            if path.suffix.lower() in _COMPRESSED:
-                raise ValueError(f"{path} is compressed: unpack it first")
+        if packed := [path for path in found if path.suffix.lower() in _COMPRESSED]:
+            raise ValueError(f"{packed[0]} is compressed: unpack it first")
         name, description = paths[0].resolve().stem, ", ".join(map(str, paths))
         return cls(name, description, tuple(found), field, separator, skipped=tuple(skipped.most_common()))
 
@@ -113,8 +111,7 @@ class Corpus:
             OSError: a file cannot be read.
         """
         for path in self.files:
-            suffix = path.suffix.lower()
-            if suffix in _JSON_LINES:
+            if (suffix := path.suffix.lower()) in _JSON_LINES:
                 found = _json_lines(path, self.field)
             elif suffix == ".parquet":
                 found = _parquet(path, self.field)
@@ -123,7 +120,9 @@ class Corpus:
             yield from (document for document in found if document.text)
 
 
-def _files(folder: Path, suffixes: Sequence[str], excluded: set[str] | None = None) -> tuple[list[Path], Counter[str]]:
+def _files(
+    folder: Path, suffixes: Sequence[str], excluded: Collection[str] = ()
+) -> tuple[tuple[Path, ...], Counter[str]]:
     """The files below a folder that have one of the suffixes, compressed or not, sorted; the suffixes of the others.
 
     None is hidden or in an excluded folder. Links to folders are followed, each folder once.
@@ -137,7 +136,7 @@ def _files(folder: Path, suffixes: Sequence[str], excluded: set[str] | None = No
             folders.clear()
             continue
         seen.add(real)
-        folders[:] = sorted(name for name in folders if name not in (excluded or ()) and not name.startswith("."))
+        folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
         for path in (Path(parent, name) for name in names if not name.startswith(".")):
             suffix = path.suffix.lower()
             plain = path.stem if suffix in _COMPRESSED else path.name
@@ -145,7 +144,7 @@ def _files(folder: Path, suffixes: Sequence[str], excluded: set[str] | None = No
                 found.append(path)
             else:
                 others[suffix or "without suffix"] += 1
-    return sorted(found), others
+    return tuple(sorted(found)), others
 
 
 def _text(path: Path, separator: str | None, strict: bool) -> Iterator[Document]:
@@ -157,8 +156,7 @@ def _text(path: Path, separator: str | None, strict: bool) -> Iterator[Document]
             *pieces, rest = (rest + chunk).split(end) if end else [rest + chunk]
             if len(rest) > MOST_BYTES:
                 size = f"{len(rest) / 2**20:.0f} MiB or more"
-                advice = "--separator says where the documents of a text file end"
-                raise ValueError(f"{path} has a document of {size}: {advice}")
+                raise ValueError(f"{path} has a document of {size}: --separator says where its documents end")
             for piece in pieces:
                 text = _decoded(piece, str(path), start) if strict else piece.decode(errors="replace")
                 start += len(piece) + len(end)
@@ -196,13 +194,12 @@ def _json_lines(path: Path, field: str) -> Iterator[Document]:
                 row = json.loads(content)
             except ValueError as error:
                 raise ValueError(f"{place}: not JSON, of which each line has to be one object: {error}") from None
-            text = row.get(field) if isinstance(row, dict) else None
-            if isinstance(row, dict) and field in row and text is None:
-                text = ""  # left out, as a null of Parquet
-            if not isinstance(text, str):
+            if not isinstance(row, dict) or field not in row:
                 has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                has = f"{type(text).__name__} there" if text is not None else has
                 raise ValueError(f"{place}: no text under {field!r}, it has {has}")
+            text = row[field] or ""  # null is left out, as that of Parquet
+            if not isinstance(text, str):
+                raise ValueError(f"{place}: no text under {field!r}, it has {type(text).__name__} there")
             yield Document(text.encode(errors="replace").decode(), len(line))  # JSON can spell half a surrogate pair
 
 

@@ -3,9 +3,9 @@
     dataset = Dataset.open(Path("data/stdlib-bpe4096"))     # .train, .evaluation, .tokenizer, .vocab_size, .eos_id
     dataset.train.copy(start, out)                          # whatever the files into which tokens are divided
 
-A token file has a header of 1,024 bytes and then token ids, little-endian uint16 or uint32, which are mapped into
-memory and read from the disk when touched. The header is 256 little-endian int32: version 2 of llm.q's layout, with a
-note of ours in words that llm.q leaves unused. So llm.q reads these files if tokens have 4 bytes, all that it knows.
+A token file has a header of 1,024 bytes and then token ids, little-endian uint32 (uint16 in some files of before
+2026-11-27), which are mapped into memory and read from the disk when touched. The header is 256 little-endian int32:
+version 2 of llm.q's layout, so that llm.q reads these files, with a note of ours in words that it leaves unused.
 
     words     0-1            2  3                4       5           6      8-9         10
     content   "BIN.TOK\\n"    2  bytes per token  tokens  vocabulary  masks  "cs336sys"  EOS id or -1
@@ -20,7 +20,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,8 +31,8 @@ MANIFEST = "dataset.json"
 LAYOUT = 1
 """The version of the manifest."""
 HEADER_BYTES = 1024
-MOST_TOKENS = 2**31 - 1
-"""The most tokens in one file, whose count is an int32."""
+FILE_TOKENS = 100_000_000
+"""The tokens of a file, 400 MB: few files for a large corpus, and each small enough to copy."""
 
 _MAGIC = b"BIN.TOK\n"
 _VERSION = 2
@@ -63,61 +63,65 @@ class TokenFile:
             found = f"{magic!r}, version {version}, {width} bytes per token, masks {masks}"
             raise ValueError(f"{path} is no token file of this suite: its header begins with {found}")
         expected = HEADER_BYTES + n_tokens * width
-        if n_tokens < 0 or n_bytes != expected:
+        if n_tokens < 1 or n_bytes != expected:
             counted = f"{n_tokens:,} tokens of {width} bytes, {expected:,} bytes in total"
             raise ValueError(f"{path} is torn: its header counts {counted}, and it has {n_bytes:,}")
-        empty = np.zeros(0, _DTYPES[width])
-        tokens = np.memmap(path, _DTYPES[width], "r", HEADER_BYTES, (n_tokens,)) if n_tokens else empty
-        return cls(path, vocab_size, tokens)
+        return cls(path, vocab_size, np.memmap(path, _DTYPES[width], "r", HEADER_BYTES, (n_tokens,)))
 
 
-class TokenFileWriter:
-    """Writes a token file, which is none before the ``with`` statement ends well: the header comes last.
+class TokenWriter:
+    """Writes the tokens of a split to ``NAME-00000.bin`` and so on, each of ``FILE_TOKENS`` but the last.
+
+    A file is none before it is complete: its header comes last, and not at all if the ``with`` statement ends badly.
 
     Args:
         vocab_size: ids are below it.
-        bytes_per_token: 4, or 2 where the vocabulary allows.
         eos_id: the token that ends each document.
-
-    Raises:
-        ValueError: ids below ``vocab_size`` do not fit.
-        OSError: the file cannot be written.
     """
 
-    def __init__(self, path: Path, *, vocab_size: int, bytes_per_token: int = 4, eos_id: int = -1) -> None:
-        check_width(vocab_size, bytes_per_token)
+    def __init__(self, folder: Path, name: str, *, vocab_size: int, eos_id: int = -1) -> None:
+        self.files: list[str] = []
         self.n_tokens = 0
-        self._vocab_size, self._width, self._eos_id = vocab_size, bytes_per_token, eos_id
-        self._file = path.open("wb")
-        self._file.write(bytes(HEADER_BYTES))
+        self._folder, self._name, self._vocab_size, self._eos_id = folder, name, vocab_size, eos_id
+        self._file: BinaryIO | None = None
+        self._n_in_file = 0
 
     def append(self, tokens: ArrayLike) -> None:
-        """Append (n,) integer ids; ValueError if one is beyond the vocabulary, or if a file may not have so many."""
-        ids = np.asarray(tokens, np.int64)
-        beyond = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
+        """Append (n,) integer ids.
+
+        Raises:
+            ValueError: one is beyond the vocabulary.
+            OSError: they cannot be written.
+        """
+        left = np.asarray(tokens, np.int64)
+        beyond = np.flatnonzero((left < 0) | (left >= self._vocab_size))
         if len(beyond):
-            where = f"token {ids[beyond[0]]} at position {self.n_tokens + int(beyond[0]):,}"
+            where = f"token {left[beyond[0]]} at position {self.n_tokens + int(beyond[0]):,}"
             raise ValueError(f"{where} is outside a vocabulary of {self._vocab_size:,}")
-        if self.n_tokens + len(ids) > MOST_TOKENS:
-            raise ValueError(f"a token file has at most {MOST_TOKENS:,} tokens")
-        self._file.write(ids.astype(_DTYPES[self._width]).tobytes())
-        self.n_tokens += len(ids)
+        self.n_tokens += len(left)
+        while len(left):
+            if self._file is None:
+                self.files.append(f"{self._name}-{len(self.files):05d}.bin")
+                self._file = (self._folder / self.files[-1]).open("wb")
+                self._file.write(bytes(HEADER_BYTES))
+            part, left = np.split(left, [FILE_TOKENS - self._n_in_file])
+            self._file.write(part.astype("<u4").tobytes())
+            self._n_in_file += len(part)
+            if self._n_in_file == FILE_TOKENS:
+                self.__exit__(None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        with self._file:
+        if self._file is None:
+            return
+        with self._file as file:
             if kind is None:
-                sizes = self._width, self.n_tokens, self._vocab_size
-                self._file.seek(0)
-                self._file.write(_HEADER.pack(_MAGIC, _VERSION, *sizes, 0, _TAG, self._eos_id))
-
-
-def check_width(vocab_size: int, bytes_per_token: int) -> None:
-    """Raise ValueError unless ids below ``vocab_size`` fit into so many bytes."""
-    if bytes_per_token not in _DTYPES or not 0 < vocab_size <= min(256**bytes_per_token, MOST_TOKENS):
-        raise ValueError(f"a vocabulary of {vocab_size:,} does not fit into {bytes_per_token} bytes per token (2 or 4)")
+                file.seek(0)
+                sizes = 4, self._n_in_file, self._vocab_size
+                file.write(_HEADER.pack(_MAGIC, _VERSION, *sizes, 0, _TAG, self._eos_id))
+        self._file, self._n_in_file = None, 0
 
 
 class TokenStream:
@@ -210,7 +214,7 @@ def _check(manifest: dict[str, Any]) -> None:
     """Raise KeyError, TypeError or AttributeError if it lacks a value that readers need."""
     tokenizer, splits = manifest["tokenizer"], manifest["splits"].values()
     read: list[tuple[Any, type]] = [(manifest["corpus"], str), (tokenizer["name"], str)]
-    read += [(number, int) for number in (tokenizer["vocab_size"], tokenizer["eos_id"])]
+    read += [(tokenizer[name], int) for name in ("vocab_size", "eos_id")]
     read += [(split[name], kind) for split in splits for name, kind in (("files", list), ("tokens", int))]
     for value, kind in read:
         if not isinstance(value, kind):
@@ -243,10 +247,10 @@ def write_random_tokens(folder: Path, n_tokens: int, vocab_size: int, seed: int 
     if vocab_size < ByteTokenizer.vocab_size:
         raise ValueError(f"random tokens need a vocabulary of {ByteTokenizer.vocab_size} or more, got {vocab_size}")
     folder.mkdir(parents=True)
-    name, eos_id = "train-00000.bin", ByteTokenizer.eos_id
-    with TokenFileWriter(folder / name, vocab_size=vocab_size, eos_id=eos_id) as file:
-        file.append(np.random.default_rng(seed).integers(vocab_size, size=n_tokens))
-    split = {"files": [name], "documents": 1, "bytes": 4 * n_tokens, "tokens": n_tokens}
+    eos_id = ByteTokenizer.eos_id
+    with TokenWriter(folder, "train", vocab_size=vocab_size, eos_id=eos_id) as writer:
+        writer.append(np.random.default_rng(seed).integers(vocab_size, size=n_tokens))
+    split = {"files": writer.files, "documents": 1, "bytes": 4 * n_tokens, "tokens": n_tokens}
     tokenizer = {"name": "none", "vocab_size": vocab_size, "eos_id": eos_id}
     describe(folder, ByteTokenizer().json(), tokenizer, "random tokens", 1, {"train": split})
     return folder

@@ -1,12 +1,9 @@
 """Numbers of a step, copied to the host once the next step is queued, so that the device never waits.
 
     deferred = Deferred(device, ("loss", "norm"))
-    for step in range(first_step, n_steps):
-        deferred.begin()                                 # the time before it is around the step
-        done = deferred.push(*train(step))               # loss and norm, on the device
-        if done is not None:
-            log.write(Step(step - 1, done.seconds, tokens, **done.values, learning_rate=rate(step - 1)))
-    done = deferred.flush()                              # the last step
+    deferred.begin()                                 # the time before it is around the step
+    done = deferred.push(*train(step))               # of the step before, None for the first
+    done = deferred.flush()                          # the last step
 
 ``push`` starts a copy of the step's scalars to pinned memory, behind the step on its stream, and then waits for the
 copy of the step before. So the host is at most one step ahead of the device, and a loss is said one step late. On a CPU
@@ -35,12 +32,7 @@ class Done:
 
 
 class Deferred:
-    """Scalars and seconds of each step, one step late.
-
-    Args:
-        device: steps are queued there, on the current stream.
-        names: the names of the values of each step.
-    """
+    """The named scalars and the seconds of each step, which is queued on the device's current stream, one step late."""
 
     def __init__(self, device: torch.device, names: tuple[str, ...]) -> None:
         self._device, self._names = device, names

@@ -39,7 +39,6 @@ SHARD_BYTES = 5 * 2**30
 
 _QWEN_SPLIT = json.dumps(r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+")[1:-1]
 """Part of the pattern by which Qwen's tokenizers split text, as it stands in a ``tokenizer.json``."""
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,8 @@ def export(
     check_target(folder, replace)
     config, loaded, notes = model.config, model.load_tokenizer(), []
     parameters = {name: tensor.to(dtype or tensor.dtype) for name, tensor in _parameters(weights, config).items()}
-    found = {tensor.dtype for tensor in parameters.values()}
-    if len(found) > 1 or not found <= _DTYPES.keys():
-        dtypes, known = (", ".join(sorted(map(str, some))) for some in (found, _DTYPES))
-        raise ValueError(f"weights are exported in one dtype of {known}, not in {dtypes}: choose one")
+    if len(found := {tensor.dtype for tensor in parameters.values()}) > 1:
+        raise ValueError(f"weights are exported in one dtype, not in {', '.join(sorted(map(str, found)))}: choose one")
     (written,) = found
     if unused := config.vocab_size - loaded.vocab_size:
         sizes = f"the tokenizer has {loaded.vocab_size:,} ids, the model {config.vocab_size:,}"
@@ -100,7 +97,10 @@ def export(
             _copy_tokenizer(hidden / ALONE, model.tokenizer, loaded)
         special = {"bos_token_id": _id_in(hidden, "bos_token", loaded), "eos_token_id": loaded.eos_id}
         pad_id = _id_in(hidden, "pad_token", loaded)
-        _write_json(hidden / "config.json", config_to_hf(config) | special | {"torch_dtype": _DTYPES[written]})
+        _write_json(
+            hidden / "config.json",
+            config_to_hf(config) | special | {"torch_dtype": str(written).removeprefix("torch.")},
+        )
         _write_json(
             hidden / "generation_config.json", special | {"pad_token_id": loaded.eos_id if pad_id is None else pad_id}
         )

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from cs336_systems.case import GatherBy, Parallel, TrainingCase, kept_as
 from cs336_systems.config import ModelConfig, resolve_size
-from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import default_keep
 from cs336_systems.declared import flag, like, option, option_name, options_in, options_of
 from cs336_systems.pretraining.schedules import LearningRate, ScheduleKind
 from cs336_systems.refusals import refusal
 
-_RECOMPUTED = {name: name for name in ("swiglu", "norm", "ffn", "qkv")} | {"att": "qkv-attention"}
-"""The parts that blocks do not keep, by their names in ``--recompute``, as switches of ``--keep``."""
 _MOST_WARMUP = 100
 """The most steps of warm-up by default."""
 
@@ -45,8 +42,8 @@ class TrainerCase(TrainingCase):
     cuda_graph: str = like(
         TrainingCase,
         "cuda_graph",
-        help="on: capture the step and replay it as a CUDA graph, on one rank. With --optimizer torch-fused the graph "
-        "does not hold the optimizer.",
+        help="on: capture the step (with --optimizer torch-fused all but the optimizer) and replay it as a CUDA graph, "
+        "on one rank.",
     )
     kernels: str = like(TrainingCase, "kernels", asked="fused")
     offload: str = "none"
@@ -64,12 +61,6 @@ class TrainerCase(TrainingCase):
         False,
         "The same bits in every run, and under all memory limits that give the same chunks in a round. Only the "
         "backward of --attention hopper changes: it takes longer.",
-    )
-    lmhead_chunks: int | None = option(
-        None,
-        "Number of chunks in which a micro-batch's tokens pass through output head and loss; None: the kernel decides. "
-        "Not with --keep autograd.",
-        sign="positive",
     )
     zero: int = option(
         0,
@@ -89,11 +80,6 @@ class TrainerCase(TrainingCase):
     def moment_bytes(self) -> int:
         """Bytes of an element of each of AdamW's moments."""
         return {"same": self.precision.parameter_bytes, "fp32": 4, "bf16": 2}[self.moments]
-
-    @property
-    def head_chunk(self) -> int | None:
-        tokens = self.batch_size * self.context_length
-        return None if self.lmhead_chunks is None else -(-tokens // self.lmhead_chunks)
 
     @property
     def parallel(self) -> Parallel:
@@ -148,14 +134,9 @@ class RunFields:
     eps: float = option(1e-8, "Epsilon of AdamW.", sign="positive")
     weight_decay: float = option(0.1, "Weight decay of matrices; norms and biases have none.", sign="not negative")
     clip: float | None = option(1.0, "Gradients are clipped to this global norm; None: no clipping.", sign="positive")
-    skip_nonfinite: bool = False
-    """Skip steps whose loss or gradient is not finite, instead of stopping at the first."""
     offload: tuple[Literal["m", "v", "master", "gradients", "residual"], ...] = ()
     """What is kept in host memory, as in --offload m v: AdamW's moments m and v, master weights, gradients (with
     --optimizer fused), residual: inputs of blocks (not with --keep autograd)."""
-    recompute: str = "none"
-    """Other names for --keep, by what is recomputed: parts of swiglu, norm, ffn, qkv, att, as norm-swiglu (--keep
-    all-norm-swiglu); block (--keep input); full, every-K, ... (--keep autograd-input, autograd-every-K, ...)."""
     device_gib: float | None = option(
         None,
         "With --host-gib: stream layers, so that all memory of the process on the device stays below this limit. A "
@@ -188,12 +169,6 @@ class RunFields:
         None, "Also keep every checkpoint whose step is a multiple of this.", sign="positive"
     )
     log_every: int = option(1, "The console shows every Nth step; the log has all.", sign="positive")
-    quantization_every: int | None = option(
-        None,
-        "Every N steps, log what quantization did to each tensor: absmax, underflow, saturation. Needs "
-        "--matmul-dtype e4m3 and --cuda-graph off. None: never.",
-        sign="positive",
-    )
     tensorboard: bool = False
     """Also write TensorBoard events into --out; needs the extra tensorboard."""
     wandb: str | None = None
@@ -255,9 +230,6 @@ class TrainOptions(_Options):
         for name in _OF_QUANTIZED if self.matmul_dtype == "same" else ():
             if name in asked:
                 raise ValueError(f"{asked[name]} is for quantized matmuls, and --matmul-dtype is same")
-        for name in _OF_WRITTEN_OUT if self.kept["keep"] == "autograd" else ():
-            if name in asked:
-                raise ValueError(f"{asked[name]} needs a head with a hand-written backward, not --keep autograd")
         for refused, sentence in _REFUSALS:
             if refused(self):
                 raise ValueError(sentence.format(o=self))
@@ -291,17 +263,10 @@ class TrainOptions(_Options):
 
     @property
     def kept(self) -> dict[str, str]:
-        """The columns ``keep`` and ``checkpoint`` that --keep and --recompute mean; under caps the most."""
+        """The columns ``keep`` and ``checkpoint`` that --keep means; under caps the most."""
         if self.capped:
             return {"keep": "products"}
-        if self.recompute == "none":
-            return kept_as(self.keep or default_keep(self.kernels, self.matmul_dtype))
-        parts = self.recompute.split("-")
-        if self.recompute == "block":
-            return {"keep": "input"}
-        if all(part in _RECOMPUTED for part in parts):
-            return {"keep": "-".join(["all", *(_RECOMPUTED[part] for part in parts)])}
-        return {"keep": "autograd", "checkpoint": canonical_policy(self.recompute)}
+        return kept_as(self.keep or default_keep(self.kernels, self.matmul_dtype))
 
     def micro_batches(self, world_size: int) -> int:
         """Micro-batches per step.
@@ -354,16 +319,13 @@ class TrainOptions(_Options):
         return TrainerCase(**own, **{each.name: getattr(self, option_name(each)) for each in given})
 
 
-_OF_QUANTIZED = ("gradient_dtype", "scaling", "fp8_skip_first", "fp8_skip_last", "quantization_every")
+_OF_QUANTIZED = ("gradient_dtype", "scaling", "fp8_skip_first", "fp8_skip_last")
 """Options for quantized matmuls alone."""
-_OF_WRITTEN_OUT = ("z_loss", "lmhead_chunks")
-"""Options for a head with a hand-written backward alone."""
-_ALTERNATIVES = (("steps", "epochs"), ("total_batch_tokens", "accumulate"), ("keep", "recompute"))
+_ALTERNATIVES = (("steps", "epochs"), ("total_batch_tokens", "accumulate"))
 """Pairs of options that say the same thing in two ways."""
 _UNDER_CAPS: dict[str, list[Any]] = {
-    **{"zero": [0], "offload": [()], "keep": [None], "recompute": ["none"], "compile": ["off"], "cuda_graph": ["off"]},
-    **{"dtype": ["bf16", "fp32"], "kernels": ["fused", "reference"], "matmul_dtype": ["same"]},
-    **{"z_loss": [0.0], "lmhead_chunks": [None]},
+    **{"zero": [0], "offload": [()], "keep": [None], "compile": ["off"], "cuda_graph": ["off"]},
+    **{"dtype": ["bf16", "fp32"], "kernels": ["fused", "reference"], "matmul_dtype": ["same"], "z_loss": [0.0]},
 }
 """The only values of some options under caps on memory."""
 
@@ -376,12 +338,12 @@ _REFUSALS: tuple[tuple[Callable[[TrainOptions], bool], str], ...] = (
         "--moments {o.moments} needs --optimizer fused, got {o.optimizer}",
     ),
     (
-        lambda o: o.deterministic and o.attention == "hopper" and o.kept["keep"] == "autograd",
-        "--deterministic and --attention hopper need blocks with a hand-written backward, not --keep autograd",
+        lambda o: o.z_loss > 0 and o.kept["keep"] == "autograd",
+        "--z-loss {o.z_loss} needs a head with a hand-written backward, not --keep autograd",
     ),
     (
-        lambda o: o.quantization_every is not None and o.cuda_graph == "on",
-        "--quantization-every {o.quantization_every} needs --cuda-graph off: replays show nothing",
+        lambda o: o.deterministic and o.attention == "hopper" and o.kept["keep"] == "autograd",
+        "--deterministic and --attention hopper need blocks with a hand-written backward, not --keep autograd",
     ),
     (
         lambda o: o.gather_by == "copies" and o.zero != 3,

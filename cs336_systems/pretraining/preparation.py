@@ -1,7 +1,10 @@
-"""From options to the parts of a run: data, the model and its step, the learning rate. The same on every rank."""
+"""From options to the parts of a run: data, the model and its step, the learning rate; and the memory that it takes.
+
+The same on every rank. A step under caps on memory is set up in ``capped.py``.
+"""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,20 +12,25 @@ from typing import Any
 import torch
 
 from cs336_systems.config import ModelConfig, resolve_size
+from cs336_systems.costs.fsdp import model_units, state_bytes
+from cs336_systems.costs.memory import parameter_bytes
+from cs336_systems.costs.offload import host_bytes, offloaded, state_bytes_per_parameter
+from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.declared import flag
 from cs336_systems.distributed.process_group import Rank, on_every_rank, on_rank_0
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
-from cs336_systems.harness.fit import check_fit
+from cs336_systems.hardware import find_hardware
+from cs336_systems.harness.fit import check_fit, gradient_shards, is_predictable, predicted_peak
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.provenance import host_name, versions
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
-from cs336_systems.pretraining.capped import CappedStep
+from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.checkpoint import ModelOfRun, write_run_json
 from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.dataset import Dataset
 from cs336_systems.pretraining.loader import Loader, Sequences, fingerprint
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
-from cs336_systems.pretraining.run_records import Device
+from cs336_systems.pretraining.run_records import Data, Device, Light, Memory, Message, Model, Record
 from cs336_systems.pretraining.schedules import LearningRate
 from cs336_systems.pretraining.tokenizer import TOKENIZER, load_tokenizer
 from cs336_systems.pretraining.tokenizing import TokenizeOptions, default_folder, tokenize
@@ -112,6 +120,29 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     return PreparedRun(options, dataset, evaluation, batch, config, loader, n_steps, rate, case, step, tokens_per_step)
 
 
+def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
+    """What a log says before the first step: device, model, data, memory and speed of light."""
+    options, config, dataset, step = prepared.options, prepared.config, prepared.dataset, prepared.step
+    yield (device := describe_device(rank))
+    if options.zero and rank.world_size == 1:
+        yield Message(f"--zero {options.zero} shards nothing on one rank: torchrun starts several", "warning")
+    yield Model(config.name, config.n_parameters, config.context_length)
+    splits, tokenizer = dataset.manifest["splits"], dataset.manifest["tokenizer"]
+    n_learned, n_held_out = (splits[name]["tokens"] if name in splits else 0 for name in ("train", "evaluation"))
+    described = (str(dataset.folder), dataset.manifest["corpus"], tokenizer["name"], dataset.vocab_size)
+    yield Data(*described, n_learned, n_held_out, prepared.tokens_per_step)
+    if isinstance(step, CappedStep):
+        yield Memory(planned_segments(step.choice, copies=options.save_every is not None))
+        yield from map(Message, step.explanation())
+    else:
+        yield Memory(predicted_segments(prepared.case, device.memory_bytes))
+    dtype, recipe, hardware = step.precision.matmul_dtype, prepared.case.recipe, find_hardware(device.name)
+    how: dict[str, Any] = {"dtype": dtype, "block_dtype": "fp8" if recipe.quantized else dtype}
+    how |= {"n_stored_blocks": recipe.n_skipped, "n_devices": rank.world_size}
+    light = speed_of_light(config, options.context_length, hardware, **how)
+    yield Light({name: asdict(part) for name, part in light.parts.items()}, light.seconds_per_token)
+
+
 def default_data() -> Path:
     """The folder with Python's standard library as tokens, made if it is not there; OSError if it cannot be written."""
     options = TokenizeOptions()
@@ -186,9 +217,41 @@ def _step(options: TrainOptions, case: TrainerCase, rank: Rank) -> TrainStep:
     if options.optimizer == "fused":
         moments = {"same": None, "fp32": torch.float32, "bf16": torch.bfloat16}[options.moments]
         fused = {"state_dtype": moments, "seed": options.seed}
-    guard = GradientGuard(options.clip or float("inf"), halts=not options.skip_nonfinite)
+    guard = GradientGuard(options.clip or float("inf"))
     step = finish(model, case, rank, guard=guard, decay="matrices", **options.adamw, **fused)
     if isinstance(step.optimizer, ShardedOptimizer) and not case.compiled:
         called = [model.token_embeddings, *model.layers, model.ln_final, model.lm_head]
         step.optimizer.send_under_forward(called)
     return step
+
+
+def predicted_segments(case: TrainerCase, total: int | None) -> dict[str, int]:
+    """Bytes of one rank's device by segment: predicted before the first step.
+
+    Segments are the memory in use at the step's peak: weights (masters too, if they are the parameters), gradients, m,
+    v and masters of AdamW, activations, head and loss; ``in all`` is their sum. Memory of the host comes last. There
+    are states alone where the peak is not predicted (``harness.fit.is_predictable``).
+
+    Args:
+        total: memory of the device; None if it has none of its own, and no segment is free.
+    """
+    width, away = case.precision.parameter_bytes, offloaded(case)
+    states = {name: n_bytes for name, n_bytes in state_bytes_per_parameter(case).items() if name not in away}
+    on_host = {f"{name} on the host": n_bytes for name, n_bytes in host_bytes(case, case.world_size).items()}
+    if not is_predictable(case):
+        held = parameter_bytes(case.config, case.precision)
+        if case.parallel.wrapper == "fsdp":
+            held = state_bytes(model_units(case.config), case.world_size, width).parameters
+        gradients = 0 if "gradients" in away else held // gradient_shards(case, case.world_size)
+        divided = case.parallel.optimizer_state in ("scattered", "scattered-gradients")
+        of_state = held // case.world_size if divided else held
+        shares = {name: of_state * n_bytes // width for name, n_bytes in states.items()}
+        return {"weights": held, "gradients": gradients, **shares, **on_host}
+    parts = dict(predicted_peak(case, world_size=case.world_size).parts)
+    of_states, loss = parts.pop("optimizer state", 0), parts.pop("loss", 0)
+    shares = {name: of_states * n_bytes // sum(states.values()) for name, n_bytes in states.items()}
+    segments = {"weights": parts.pop("parameters"), "gradients": parts.pop("gradients", 0), **shares}
+    segments |= {"activations": sum(parts.values()), "head and loss": loss}
+    segments["in all"] = sum(segments.values())
+    free = {} if total is None else {"free": max(0, total - segments["in all"])}
+    return segments | free | on_host

@@ -20,21 +20,27 @@ def published(out: Path) -> Iterator[Path]:
 
     Its files are on the disk before it has the name, and may be read as the usual umask says, whoever wrote them. Where
     the name is a link, the folder that it leads to is replaced.
+
+    Raises:
+        OSError: something cannot be written; it names the place in ``out``.
     """
-    out = out.resolve()
+    given, out = out, out.resolve()
     hidden = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     earlier = hidden.with_suffix(".old")
-    hidden.mkdir(parents=True)
     try:
+        hidden.mkdir(parents=True)
         yield hidden
         for path in (*hidden.rglob("*"), hidden):
             if path.is_file():
                 path.chmod(hidden.stat().st_mode & 0o666)  # the umask's; safetensors writes files with 0600
-            _flush(path)
+            flush(path)
         if out.exists():
             out.rename(earlier)
         hidden.rename(out)
-        _flush(out.parent)
+        flush(out.parent)
+    except OSError as error:
+        named = str(error.filename or given).replace(str(hidden), str(given))
+        raise OSError(error.errno, error.strerror or str(error), named) from error
     finally:
         if earlier.exists() and not out.exists():
             earlier.rename(out)
@@ -42,7 +48,8 @@ def published(out: Path) -> Iterator[Path]:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have a file or a folder on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,37 +1,30 @@
 """The log of a training run: written record by record, and read as pandas frames, also while it is being written.
 
-    with RunLog(LogFile.open(folder / LOG, resume=False), RunConsole()) as log:
+    with RunLog(LogFile(folder / LOG), RunConsole()) as log:
         log.write(Session(options, defaults, n_steps=1000))
         log.write(LoggedStep(0, seconds, tokens, loss, norm, learning_rate))
 
     run = read_run(folder / LOG)
     run.steps[["step", "loss", "tokens_per_s", "speed_of_light"]]
 
-A run that resumes appends to its log (``resume=True``) and hands over the steps that led up to it (``earlier``).
+A run that resumes appends to its log. The first rank alone has one, and one process at a time writes it: the file is
+locked, where its file system has locks. Every line is written in one piece, so at every moment the file is whole lines
+and at most one that is torn, at its end: one that is being written, or that a kill or a full disk cut off. A reader
+leaves it out, a resumed run cuts it off. Of steps that a resumed run made a second time, the later records hold.
 
-The first rank alone has a log, and one process at a time writes it: the file is locked, where its file system has
-locks. Every line is written in one piece, so at every moment the file is whole lines and at most one that is torn, at
-its end: one that is being written, or that a kill or a full disk cut off. A reader leaves it out, a resumed run cuts it
-off. Of steps that a resumed run made a second time, the later records hold.
-
-Records hold numbers of the host; no sink sees a tensor (``deferred.py``). A step that is far from those before it is
-flagged with a record of its own: a bad batch, or a run about to diverge. A sink that cannot write (its disk is full) is
-reported to the others, and training goes on; only that sink lacks the records. Where it cannot take the options, with
-which a session begins, there is no session: later records would be read as an earlier session's.
+Records hold numbers of the host; no sink sees a tensor (``deferred.py``). A sink that cannot write (its disk is full)
+is reported to the others, and training goes on; only that sink lacks the records. Where it cannot take the options,
+with which a session begins, there is no session: later records would be read as an earlier session's.
 """
 
 import fcntl
-import math
 import os
-import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
-import numpy as np
 import pandas as pd
 
 from cs336_systems.pretraining.run_records import (
@@ -42,8 +35,6 @@ from cs336_systems.pretraining.run_records import (
     Light,
     LoggedStep,
     Message,
-    Outlier,
-    Quantization,
     Record,
     Session,
     from_line,
@@ -52,10 +43,6 @@ from cs336_systems.pretraining.run_records import (
 
 LOG = "log.jsonl"
 """A run's log in its folder."""
-WINDOW = 100
-"""Steps with which the next one is compared."""
-FLAGGED_Z = 6.0
-"""Standard deviations from the mean of these steps; normal noise gets there once in 2 x 10^7 steps."""
 
 Kind = TypeVar("Kind", bound=Record)
 _DTYPES: dict[Any, str] = {int: "int64", float: "float64", float | None: "float64"}
@@ -69,30 +56,22 @@ class Sink(Protocol):
 
 
 class LogFile:
-    """The file of JSON lines."""
+    """The file of JSON lines, a new one or the end of one that is there.
 
-    def __init__(self, descriptor: int, path: Path) -> None:
-        self._descriptor, self._path = descriptor, path
+    Raises:
+        ValueError: the file that is there is no log, of another version, or written by another process now.
+        OSError: it cannot be written.
+    """
 
-    @classmethod
-    def open(cls, path: Path, *, resume: bool) -> Self:
-        """A new log, or the end of one that is there; resuming where there is none begins one.
-
-        Raises:
-            ValueError: the file to be resumed is no log, of another version, or written by another process now.
-            FileExistsError: a file is where a new log is to be.
-            OSError: it cannot be written.
-        """
+    def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_APPEND if resume and path.exists() else os.O_APPEND | os.O_CREAT | os.O_EXCL
-        log = cls(os.open(path, os.O_WRONLY | flags, 0o644), path)
+        self._path, self._descriptor = path, os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            log._lock()
-            os.ftruncate(log._descriptor, read_run(path).n_bytes)
+            self._lock()
+            os.ftruncate(self._descriptor, read_run(path).n_bytes)
         except BaseException:
-            log.close()
+            self.close()
             raise
-        return log
 
     def write(self, record: Record) -> None:
         """Append the record's line, or nothing of it.
@@ -121,26 +100,15 @@ class LogFile:
 
 
 class RunLog:
-    """Hands each record to every sink, from any thread; adds an ``Outlier`` to a step that is one.
+    """Hands each record to every sink."""
 
-    Args:
-        earlier: steps before those of a run that is resumed, with which its next ones are compared.
-    """
-
-    def __init__(self, *sinks: Sink, earlier: Sequence[LoggedStep] = ()) -> None:
+    def __init__(self, *sinks: Sink) -> None:
         self._sinks = sinks
         self._failing: list[Sink] = []
-        self._watch = _OutlierWatch()
-        self._lock = threading.RLock()  # a signal handler may write while its own thread does
-        for step in earlier[-WINDOW:]:
-            list(self._watch.outliers(step))
 
     def write(self, record: Record) -> None:
         """Hand the record over now; OSError if a sink cannot take the options."""
-        with self._lock:
-            self._hand(record, self._sinks)
-            for outlier in self._watch.outliers(record) if isinstance(record, LoggedStep) else ():
-                self._hand(outlier, self._sinks)
+        self._hand(record, self._sinks)
 
     def say(self, text: str, level: Level = "info") -> None:
         """Write a message."""
@@ -172,43 +140,9 @@ class RunLog:
                     self._failing.remove(sink)
 
 
-class _OutlierWatch:
-    """Flags steps by their z-score: the distance from the mean of the 100 steps before, in their standard deviations.
-
-    Nothing is flagged before there are as many, since the first steps change too fast. A value that is not finite is
-    always flagged, and later ones are not compared with it.
-    """
-
-    def __init__(self) -> None:
-        self._windows: dict[Literal["loss", "norm"], deque[float]]
-        self._windows = {"loss": deque(maxlen=WINDOW), "norm": deque(maxlen=WINDOW)}
-
-    def outliers(self, step: LoggedStep) -> Iterator[Outlier]:
-        for quantity, window in self._windows.items():
-            value: float = getattr(step, quantity)
-            z = self._z(value, window)
-            if not abs(z) < FLAGGED_Z:
-                yield Outlier(step.step, quantity, value, z)
-            if math.isfinite(value):
-                window.append(value)
-
-    def _z(self, value: float, window: deque[float]) -> float:
-        if not math.isfinite(value):
-            return value
-        if len(window) < WINDOW or value == (mean := sum(window) / WINDOW):
-            return 0.0
-        deviation = float(np.std(window))
-        return (value - mean) / deviation if deviation else math.copysign(math.inf, value - mean)
-
-
 @dataclass(frozen=True)
 class Run:
-    """The records of a log, in their order, but for those that a resumed run overtook.
-
-    Attributes:
-        n_bytes: the size of the whole lines.
-        torn: bytes after them.
-    """
+    """The records of a log, in their order, but for those that a resumed run overtook; bytes of and after its lines."""
 
     path: Path
     records: tuple[Record, ...]
@@ -243,24 +177,6 @@ class Run:
         """One line per ``GpuState``."""
         return _frame(self.all(GpuState), GpuState)
 
-    @cached_property
-    def quantization(self) -> pd.DataFrame:
-        """One line per step that was looked at, tensor and block: absmax, underflow and saturation, as shares."""
-        columns = ["block", "absmax", "underflow", "saturation"]
-        found = [pd.DataFrame(columns=["step", "tensor", *columns])]
-        found += [
-            pd.DataFrame({"step": record.step, "tensor": tensor} | {name: measured[name] for name in columns})
-            for record in self.all(Quantization)
-            for tensor, measured in record.tensors.items()
-        ]
-        types = dict.fromkeys(("step", "block"), "int64") | dict.fromkeys(columns[1:], "float64")
-        return pd.concat(found[1:] or found, ignore_index=True).astype(types)
-
-    @cached_property
-    def outliers(self) -> pd.DataFrame:
-        """One line per ``Outlier``."""
-        return _frame(self.all(Outlier), Outlier)
-
 
 def read_run(path: Path) -> Run:
     """Read a log; an empty one is a run that has only just begun.
@@ -286,7 +202,7 @@ def read_run(path: Path) -> Run:
 
 def _overtaken(record: Record, first_step: int) -> bool:
     """Whether it is of a step that a run resumed at ``first_step`` makes a second time."""
-    if isinstance(record, LoggedStep | GpuState | Quantization | Outlier):
+    if isinstance(record, LoggedStep | GpuState):
         return record.step >= first_step
     return isinstance(record, Evaluation) and record.step > first_step
 

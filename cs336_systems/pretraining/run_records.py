@@ -10,13 +10,14 @@ checkpoints and ends is the number of steps made before them, in earlier session
 
 A session is the lines from one ``options`` line to the next: a run that resumes begins one, at its ``first_step``, and
 records of later steps in earlier sessions no longer hold. A reader passes over kinds and fields that it does not know,
-so the version goes up when one that is there changes its meaning or goes.
+so the version goes up when one that is there changes its meaning. Logs of before 2026-11-27 may have two
+more, ``outlier`` and ``quantization``.
 """
 
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -82,16 +83,14 @@ class Data(Record):
 
 @dataclass(frozen=True)
 class Memory(Record):
-    """One device's memory by segment, such as weights, gradients, m, v, activations, head and loss, in all, free.
+    """One device's bytes by segment, such as weights, gradients, m, v, activations, head and loss, in all, free.
 
-    It is written once predicted, and a second time when two steps have been measured. ``hint`` is advice on memory that
-    is free, in logs of before 2026-11-27.
+    It is written once predicted, and a second time when two steps have been measured.
     """
 
     kind = "memory"
     predicted_bytes: Mapping[str, int]
     actual_bytes: Mapping[str, int] = field(default_factory=dict)
-    hint: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,15 +105,13 @@ class Light(Record):
 
 @dataclass(frozen=True)
 class LoggedStep(Record):
-    """One step of the optimizer.
+    """One step of the optimizer: tokens of all ranks, the mean loss per token before the update, and the norm of the
+    whole gradient before it is clipped.
 
     Attributes:
         seconds: from the end of the step before it to its own, evaluations and saves left out.
-        tokens: those of all ranks.
-        loss: the mean per token, before the update.
-        norm: that of the whole gradient, before it is clipped.
-        around_seconds: the part of all seconds in which the device was not yet or no longer at the step itself: loader,
-            log, a late host. Clipping is the step's.
+        around_seconds: the part of them in which the device was not yet or no longer at the step itself: loader, log, a
+            late host. Clipping is the step's.
     """
 
     kind = "step"
@@ -173,32 +170,6 @@ class GpuState(Record):
 
 
 @dataclass(frozen=True)
-class Quantization(Record):
-    """The effect of quantization to fp8 on operands of matmuls in blocks, on the first rank.
-
-    ``tensors`` has by tensor, such as normed1, dqkv, qkv weight: block, the numbers of the blocks; and for each of them
-    absmax, the largest magnitude; underflow, the share of elements that became zero and were not; saturation, the share
-    of those that were cut off.
-    """
-
-    kind = "quantization"
-    step: int
-    tensors: Mapping[str, Mapping[str, Sequence[float]]]
-
-
-@dataclass(frozen=True)
-class Outlier(Record):
-    """A loss or a norm that is ``z`` standard deviations from the mean of the steps before; the value itself where that
-    is not finite."""
-
-    kind = "outlier"
-    step: int
-    quantity: Literal["loss", "norm"]
-    value: float
-    z: float
-
-
-@dataclass(frozen=True)
 class Message(Record):
     """A sentence for people."""
 
@@ -219,9 +190,6 @@ class End(Record):
 
 KINDS: dict[str, type[Record]] = {each.kind: each for each in Record.__subclasses__()}
 
-_FIELDS = {kind: {one.name: one.type in (float, float | None) for one in fields(kind)} for kind in KINDS.values()}
-"""By kind the names, ``at`` first, and whether each is a float."""
-
 HEAD = b'{"kind": "options", "schema": '
 """The first bytes of every log."""
 
@@ -229,7 +197,7 @@ HEAD = b'{"kind": "options", "schema": '
 def to_line(record: Record) -> bytes:
     """The record's line, its end included; TypeError if it holds a value that JSON does not have, such as a tensor."""
     head: dict[str, Any] = {"kind": record.kind} | ({"schema": SCHEMA} if isinstance(record, Session) else {})
-    named = {name: getattr(record, name) for name in _FIELDS[type(record)]}
+    named = {one.name: getattr(record, one.name) for one in fields(record)}
     return json.dumps(_spelled(head | named), allow_nan=False, default=_as_json).encode() + b"\n"
 
 
@@ -248,10 +216,13 @@ def from_line(line: bytes) -> Record | None:
         raise ValueError(f"it is of schema {said.get('schema')}, and this version reads {SCHEMA}")
     if kind not in KINDS:
         return None
-    known, values = _FIELDS[KINDS[kind]], dict[str, Any]()
+    values = dict[str, Any]()
     try:
-        for name in known.keys() & said.keys():
-            values[name] = float(said[name]) if known[name] and said[name] is not None else said[name]
+        for one in fields(KINDS[kind]):
+            if (value := said.get(one.name)) is not None and one.type in (float, float | None):
+                value = float(value)
+            if one.name in said:
+                values[one.name] = value
         return KINDS[kind](**values)
     except (TypeError, ValueError):
         raise ValueError(f"it is no whole line of kind {kind!r}") from None
@@ -274,9 +245,7 @@ def _spelled(value: Any) -> Any:
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
         return {key: _spelled(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_spelled(one) for one in value]
-    return value
+    return [_spelled(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _as_json(value: Any) -> Any:

@@ -75,27 +75,20 @@ def _attend(q_BHSE: Tensor, k_BKNE: Tensor, v_BKNE: Tensor) -> Tensor:
     return rearrange(o, "b k (g s) e -> b (k g) s e", s=n_queries)
 
 
-def probabilities(
-    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
-) -> Tensor:
+def probabilities(logits: Tensor, temperature: float = 1.0, top_p: float | None = None) -> Tensor:
     """The probability of each next token, (B, V), at least fp32, for logits (B, V) at a temperature above 0.
 
     Args:
-        top_k: only so many of the likeliest tokens.
-        top_p: of these, only the fewest that have this probability together (Holtzman et al. 2020).
+        top_p: only the fewest of the likeliest tokens that have this probability together (Holtzman et al. 2020).
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     least = torch.finfo(wide.dtype).tiny  # smaller numbers are zeros in this dtype, and 0 / 0 is no probability
     p = torch.softmax((wide - wide.amax(-1, keepdim=True)) / max(temperature, least), dim=-1)
-    if top_k is None and top_p is None:
+    if top_p is None:
         return p
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
-    if top_k is not None:
-        ordered[:, top_k:] = 0
-        ordered /= ordered.sum(-1, keepdim=True)
-    if top_p is not None:
-        ordered[ordered.cumsum(-1) - ordered >= max(top_p, least)] = 0
-        ordered /= ordered.sum(-1, keepdim=True)
+    ordered[ordered.cumsum(-1) - ordered >= max(top_p, least)] = 0
+    ordered /= ordered.sum(-1, keepdim=True)
     return torch.zeros_like(p).scatter_(-1, order, ordered)
 
 
@@ -104,7 +97,6 @@ def generate(
     prompt: Sequence[int],
     *,
     temperature: float = 1.0,
-    top_k: int | None = None,
     top_p: float | None = None,
     max_tokens: int,
     n_samples: int = 1,
@@ -119,7 +111,7 @@ def generate(
 
     Args:
         temperature: 0 takes the likeliest token.
-        top_k, top_p: as of ``probabilities``.
+        top_p: as of ``probabilities``.
         n_ids: the tokenizer's ids; those from there on are never drawn.
 
     Raises:
@@ -135,12 +127,9 @@ def generate(
         raise ValueError(f"tokens and samples must be positive, got {max_tokens} and {n_samples}")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must not be negative, got {temperature:g}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top k must be positive, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top p must lie in (0, 1], got {top_p:g}")
-    device = model.token_embeddings.weight.device
-    capacity = min(context, len(prompt) + max_tokens - 1)
+    device, capacity = model.token_embeddings.weight.device, min(context, len(prompt) + max_tokens - 1)
     cached, generator = CachedModel(model, n_samples, capacity), torch.Generator(device).manual_seed(seed)
     *earlier, token_ids = torch.tensor([prompt], device=device).split(_PROMPT_PART, dim=1)
     for part in earlier:
@@ -154,8 +143,7 @@ def generate(
         if temperature == 0:
             chosen = logits.argmax(-1)
         else:
-            p = probabilities(logits, temperature, top_k, top_p)
-            chosen = torch.multinomial(p, 1, generator=generator)[:, 0]
+            chosen = torch.multinomial(probabilities(logits, temperature, top_p), 1, generator=generator)[:, 0]
         ids = [None if over else token_id for over, token_id in zip(ended, chosen.tolist(), strict=True)]
         yield ids
         ended = [over or token_id in eos_ids for over, token_id in zip(ended, ids, strict=True)]

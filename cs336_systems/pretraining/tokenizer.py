@@ -13,7 +13,6 @@ tokenizer can be sent to other processes; its ids are below ``vocab_size``, and 
 """
 
 import json
-import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -167,18 +166,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     return JsonTokenizer(definition.to_str(), END_OF_TEXT)
 
 
-def _tokenizer_file(path: Path) -> Path:
-    """The ``tokenizer.json`` that is named itself, or by its folder."""
-    return path / TOKENIZER if path.is_dir() else path
-
-
 def copy_tokenizer(path: Path, folder: Path) -> None:
-    """Copy a ``tokenizer.json``, named as for ``load_tokenizer``, and the files that transformers reads with it."""
-    source = _tokenizer_file(path)
-    shutil.copyfile(source, folder / TOKENIZER)
-    for name in BESIDE_TOKENIZER:
-        if source.with_name(name).exists():
-            shutil.copyfile(source.with_name(name), folder / name)
+    """Copy a ``tokenizer.json``, named as for ``load_tokenizer``, and the files that transformers reads with it.
+
+    Raises:
+        OSError: one cannot be read or written, and which.
+    """
+    source = path / TOKENIZER if path.is_dir() else path
+    beside = {name: source.with_name(name) for name in BESIDE_TOKENIZER if source.with_name(name).exists()}
+    for name, file in ({TOKENIZER: source} | beside).items():
+        content = file.read_bytes()
+        try:
+            (folder / name).write_bytes(content)
+        except OSError as error:  # which names no file where the disk is full
+            raise OSError(error.errno, error.strerror, str(folder / name)) from error
 
 
 def load_tokenizer(path: Path, eos: str | int | None = None) -> JsonTokenizer:
@@ -192,16 +193,16 @@ def load_tokenizer(path: Path, eos: str | int | None = None) -> JsonTokenizer:
         ValueError: there is none, it is damaged, or it has no such token.
         OSError: it cannot be read.
     """
-    file = _tokenizer_file(path)
+    file = path / TOKENIZER if path.is_dir() else path
     if not file.exists():
         raise ValueError(f"tokenizer {path}: there is no {file}")
     config = file.with_name("tokenizer_config.json")
     try:
         if eos is None and config.exists():
             settings = json.loads(config.read_text(encoding="utf-8"))
-            eos = settings.get("eos_token") if isinstance(settings, dict) else settings
-            eos = eos.get("content") if isinstance(eos, dict) else eos
-            if eos is not None and not isinstance(eos, str):
+            named = settings.get("eos_token") if isinstance(settings, dict) else settings
+            eos = named.get("content") if isinstance(named, dict) else named
+            if not isinstance(eos, str | None):
                 raise ValueError(f"{config.name} names no end of text but {str(eos)[:50]}")
         return JsonTokenizer(file.read_text(encoding="utf-8"), END_OF_TEXT if eos is None else eos)
     except ValueError as error:

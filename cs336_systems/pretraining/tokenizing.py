@@ -3,7 +3,7 @@
     dataset = tokenize(TokenizeOptions(input=(Path("web.jsonl"),), tokenizer="Qwen2.5-0.5B"))
 
     data/web-Qwen2.5-0.5B/
-      train-00000.bin ...        --shard-tokens each; a document may begin in one file and end in the next
+      train-00000.bin ...        100 million tokens each; a document may begin in one file and end in the next
       evaluation-00000.bin ...
       tokenizer.json             the tokenizer that made them, and what transformers reads with it, if it is there
       dataset.json               files, documents, bytes of text and tokens of each split; vocabulary, end of text
@@ -25,7 +25,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +33,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cs336_systems.pretraining.corpus import SUFFIXES, Corpus, Document
-from cs336_systems.pretraining.dataset import MANIFEST, MOST_TOKENS, Dataset, TokenFileWriter, check_width, describe
+from cs336_systems.pretraining.dataset import MANIFEST, Dataset, TokenWriter, describe
 from cs336_systems.pretraining.publishing import published
 from cs336_systems.pretraining.tokenizer import ByteTokenizer, Tokenizer, copy_tokenizer, load_tokenizer, train_bpe
 from cs336_systems.processes import Died, FreshProcess, start_server
 
+_SAMPLE_CHARACTERS = 16_000_000
+"""Characters of the first training documents on which a BPE is trained: more change few of its merges."""
 _BATCH_CHARACTERS = 2**19
 """Characters of text that a process encodes at once: so many that handing them over costs little."""
 
@@ -58,18 +60,12 @@ class TokenizeOptions:
     """bpe: byte-level BPE, trained on this text; bytes; or a tokenizer.json, or a Hugging Face folder with one."""
     vocab_size: int = 4096
     """Vocabulary of a BPE that is trained here."""
-    sample_mb: float = 16.0
-    """MB of text on which the BPE is trained, taken from the first training documents."""
     eos_token: str | None = None
     """Token that ends each document; by default that of the tokenizer_config.json next to tokenizer.json, else
     <|endoftext|>."""
     evaluation_fraction: float = 0.05
     """Share of the documents that is held out, chosen by the hash of their text: the same on every machine, and equal
     documents stay together."""
-    shard_tokens: int = 100_000_000
-    """Tokens per file."""
-    bytes_per_token: Literal[2, 4] = 4
-    """Bytes per token in the files: 4 can also be read by llm.q; 2 takes half the space, for up to 65,536 tokens."""
     processes: int | None = None
     """Number of processes, by default one per core; it does not change the files."""
     out: Path | None = None
@@ -84,12 +80,8 @@ class TokenizeOptions:
         if self.tokenizer == "bpe" and self.evaluation_fraction == 1:
             raise ValueError("--evaluation-fraction 1 leaves nothing to train a BPE on: name a --tokenizer")
         if self.tokenizer in ("bpe", "bytes") and self.eos_token is not None:
-            asked = f"--eos-token {self.eos_token}"
-            raise ValueError(f"{asked} is for a tokenizer.json, and --tokenizer is {self.tokenizer}")
-        if not 0 < self.shard_tokens <= MOST_TOKENS:
-            raise ValueError(f"--shard-tokens must lie in 1..{MOST_TOKENS}, got {self.shard_tokens}")
-        if not self.sample_mb > 0:
-            raise ValueError(f"--sample-mb must be positive, got {self.sample_mb:g}")
+            fault = f"is for a tokenizer.json, and --tokenizer is {self.tokenizer}"
+            raise ValueError(f"--eos-token {self.eos_token} {fault}")
         if self.processes is not None and self.processes < 1:
             raise ValueError(f"--processes must be positive, got {self.processes}")
 
@@ -119,16 +111,12 @@ def tokenize(options: TokenizeOptions) -> Dataset:
     with shown as progress:
         progress.add_task(f"tokenizer {options.tokenizer}", total=corpus.n_bytes, tokens="")
         tokenizer = _make_tokenizer(options, corpus)
-        check_width(tokenizer.vocab_size, options.bytes_per_token)
-        try:
-            with published(out) as folder:
-                splits = _write(folder, options, corpus, tokenizer, progress)
-                if options.tokenizer not in ("bpe", "bytes"):
-                    copy_tokenizer(Path(options.tokenizer), folder)
-                named = {"name": options.tokenizer, "vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
-                describe(folder, tokenizer.json(), named, corpus.description, len(corpus.files), splits)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror or str(error), error.filename or str(out)) from error
+        with published(out) as folder:
+            splits = _write(folder, options, corpus, tokenizer, progress)
+            if options.tokenizer not in ("bpe", "bytes"):
+                copy_tokenizer(Path(options.tokenizer), folder)
+            named = {"name": options.tokenizer, "vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
+            describe(folder, tokenizer.json(), named, corpus.description, len(corpus.files), splits)
     return Dataset.open(out)
 
 
@@ -159,7 +147,7 @@ def _make_tokenizer(options: TokenizeOptions, corpus: Corpus) -> Tokenizer:
 
 def _sample(options: TokenizeOptions, corpus: Corpus) -> Iterator[str]:
     """The first documents for training, as many as the BPE is to be trained on."""
-    left = options.sample_mb * 1e6
+    left = _SAMPLE_CHARACTERS
     for document in corpus.documents():
         if left <= 0:
             return
@@ -168,13 +156,12 @@ def _sample(options: TokenizeOptions, corpus: Corpus) -> Iterator[str]:
             left -= len(document.text)
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    """Documents of one split: their tokens one after the other, and the bytes of their text."""
+class _Encoded(NamedTuple):
+    """Documents of one split: their tokens one after the other, their number, and the bytes of their text."""
 
     tokens: NDArray[np.uint32]
     documents: int
-    bytes: int
+    n_bytes: int
 
 
 def _write(
@@ -185,65 +172,30 @@ def _write(
     fraction, n_processes = options.evaluation_fraction, options.processes or cores or 1
     (task,) = progress.task_ids
     progress.update(task, description="tokenizing")
-    with (
-        _Shards(folder, "train", options, tokenizer) as train,
-        _Shards(folder, "evaluation", options, tokenizer) as evaluation,
-    ):
+    sizes = {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
+    said = {name: {"documents": 0, "bytes": 0} for name in ("train", "evaluation")}
+    with ExitStack() as stack:
+        writers = {name: stack.enter_context(TokenWriter(folder, name, **sizes)) for name in said}
         for batch, encoded in _encode_all(corpus.documents(), tokenizer, fraction, n_processes):
-            train.append(encoded[0])
-            evaluation.append(encoded[1])
-            n_tokens = f"{train.tokens + evaluation.tokens:,} tokens"
+            for (name, writer), part in zip(writers.items(), encoded, strict=True):
+                writer.append(part.tokens)
+                said[name]["documents"] += part.documents
+                said[name]["bytes"] += part.n_bytes
+            n_tokens = f"{sum(writer.n_tokens for writer in writers.values()):,} tokens"
             progress.update(task, advance=sum(document.file_bytes for document in batch), tokens=n_tokens)
-    n_documents = train.documents + evaluation.documents
+    n_documents = sum(split["documents"] for split in said.values())
     if not n_documents:
         raise ValueError(f"there is no text in {corpus.description}")
-    for split, wanted in ((train, fraction < 1), (evaluation, fraction > 0)):
-        if wanted and not split.documents:
-            fault = f"none of {n_documents} documents is for {split.name} at --evaluation-fraction {fraction:g}"
+    for name, wanted in (("train", fraction < 1), ("evaluation", fraction > 0)):
+        if wanted and not said[name]["documents"]:
+            fault = f"none of {n_documents} documents is for {name} at --evaluation-fraction {fraction:g}"
             advice = "--separator says where documents end, and fraction 0 holds none out"
             raise ValueError(f"{fault}: {advice}")
-    return {split.name: split.summary() for split in (train, evaluation) if split.documents}
-
-
-class _Shards:
-    """The token files of one split, each full but the last."""
-
-    def __init__(self, folder: Path, name: str, options: TokenizeOptions, tokenizer: Tokenizer) -> None:
-        self.name = name
-        self.documents = self.bytes = self.tokens = 0
-        self._folder, self._options, self._tokenizer = folder, options, tokenizer
-        self._files: list[str] = []
-        self._room = 0
-        self._unfinished = ExitStack()
-
-    def append(self, part: _Encoded) -> None:
-        self.documents += part.documents
-        self.bytes += part.bytes
-        self.tokens += len(part.tokens)
-        left = part.tokens
-        while len(left):
-            if not self._room:
-                self._begin_next()
-            taken, left = left[: self._room], left[self._room :]
-            self._writer.append(taken)
-            self._room -= len(taken)
-
-    def summary(self) -> dict[str, Any]:
-        return {"files": self._files, "documents": self.documents, "bytes": self.bytes, "tokens": self.tokens}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._unfinished.__exit__(*error)
-
-    def _begin_next(self) -> None:
-        self._unfinished.close()
-        self._files.append(f"{self.name}-{len(self._files):05d}.bin")
-        tokenizer, self._room = self._tokenizer, self._options.shard_tokens
-        sizes = {"vocab_size": tokenizer.vocab_size, "bytes_per_token": self._options.bytes_per_token}
-        writer = TokenFileWriter(self._folder / self._files[-1], **sizes, eos_id=tokenizer.eos_id)
-        self._writer = self._unfinished.enter_context(writer)
+    return {
+        name: {"files": writer.files, **said[name], "tokens": writer.n_tokens}
+        for name, writer in writers.items()
+        if writer.files
+    }
 
 
 def _encode_all(

@@ -1,7 +1,4 @@
-"""A run's numbers in TensorBoard and in Weights & Biases, for which a run needs an extra: tensorboard or wandb.
-
-RunLog(LogFile.open(folder / LOG, resume=False), *trackers_of(options, first_step))
-"""
+"""A run's numbers in TensorBoard and in Weights & Biases, for which a run needs an extra: tensorboard or wandb."""
 
 import uuid
 from collections.abc import Iterator

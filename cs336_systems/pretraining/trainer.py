@@ -17,55 +17,61 @@ is a streamed one (``capped.py``), and all the rest is the same.
 Checkpoints are written while training goes on. One that is due while the one before is still being written waits for
 that, and training with it: no checkpoint that was asked for is left out.
 
-A run stops at the first step whose loss or gradient is not finite; no such step changes the model.
+A run stops at the first step whose loss or gradient is not finite; no such step changes the model. Ctrl-C, SIGTERM and
+a time limit end it after the step that runs, with a checkpoint.
 """
 
 import gc
 import math
 import os
+import signal
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.distributed.arrivals import wait_for_parameters
 from cs336_systems.distributed.background_checkpoint import BackgroundSaver, Saved
 from cs336_systems.distributed.checkpoint import resume_checkpoint
+from cs336_systems.distributed.peer_memory import mapped_bytes
 from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
-from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.memory import free_bytes
-from cs336_systems.pretraining.capped import CappedStep
+from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.deferred import Deferred, Done
-from cs336_systems.pretraining.evaluation import evaluate
-from cs336_systems.pretraining.memory import actual_segments, planned_segments, predicted_segments
-from cs336_systems.pretraining.nonfinite import NonFiniteStep, find_nonfinite, losses_of_ranks
+from cs336_systems.pretraining.gpu_state import GpuSampler
+from cs336_systems.pretraining.loader import evaluate
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.pretraining.preparation import PreparedRun, describe_device, prepare
+from cs336_systems.pretraining.preparation import (
+    PreparedRun,
+    introduction,
+    predicted_segments,
+    prepare,
+)
 from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, Sink, read_run
 from cs336_systems.pretraining.run_records import (
     Data,
     End,
     Evaluation,
-    Light,
     LoggedCheckpoint,
     LoggedStep,
     Memory,
-    Model,
     Session,
     changed_options,
 )
-from cs336_systems.pretraining.samplers import GpuSampler, QuantizationSampler
-from cs336_systems.pretraining.signals import REASONS, StopRequests
 from cs336_systems.pretraining.trackers import trackers_of
+
+REASONS = ("walltime", "terminated", "interrupted")
+"""Reasons to end a run early: its time limit, SIGTERM, Ctrl-C."""
+_SIGNALS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
 
 _VALUES = ("loss", "norm", *REASONS)
 """Values of each step, read a step late; a reason to stop is the number of ranks that have it."""
@@ -75,6 +81,41 @@ _LONG_WAIT_S = 1.0
 
 _COPIES = 0.8
 """The share of free host memory that copies of checkpoints may take."""
+
+
+class StopRequests:
+    """Listens for signals while it is entered, in the main thread; elsewhere none arrives, and only time counts.
+
+    A second signal of the same kind does what it always did.
+
+    Args:
+        ends_at: a value of ``time.monotonic``; None for no end.
+    """
+
+    def __init__(self, ends_at: float | None = None) -> None:
+        self._ends_at = ends_at
+        self._signalled: str | None = None
+        self._earlier: dict[int, Any] = {}
+
+    @property
+    def asked(self) -> str | None:
+        """One of ``REASONS`` if the run should end."""
+        if self._signalled is None and self._ends_at is not None and time.monotonic() >= self._ends_at:
+            return "walltime"
+        return self._signalled
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._earlier = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = _SIGNALS[signal.Signals(number)]
+        signal.signal(number, self._earlier.pop(number))
 
 
 @dataclass(frozen=True)
@@ -92,6 +133,10 @@ class Outcome:
     steps: int
     reason: str
     complaint: str | None
+
+
+class NonFiniteStep(RuntimeError):
+    """A loss or a gradient is NaN or inf; the model is as it was before the step."""
 
 
 class RankAlone(ValueError):
@@ -130,10 +175,10 @@ def run_prepared(prepared: PreparedRun, rank: Rank, *sinks: Sink, ends_at: float
         log = stack.enter_context(_open_log(prepared, first_step, sinks))
         for sentence in passed_over:
             log.say(sentence, "warning")
-        _introduce(prepared, rank, log, first_step)
+        for record in introduction(prepared, rank):
+            log.write(record)
         stop = stack.enter_context(StopRequests(ends_at))
-        sampled = rank.device if rank.rank == 0 else torch.device("cpu")  # which has no state to log
-        gpu = stack.enter_context(GpuSampler(log, sampled))
+        gpu = GpuSampler(log, rank.device if rank.rank == 0 else torch.device("cpu"))  # which has no state to log
         step, options = prepared.step, prepared.options
         keep: dict[str, Any] = {"keep_last": options.keep_last, "keep_every": options.keep_every}
         saver = stack.enter_context(BackgroundSaver(options.out, step.model, step.optimizer, **keep))
@@ -165,11 +210,10 @@ def _open_log(prepared: PreparedRun, first_step: int, sinks: Sequence[Sink]) -> 
 
     def open_it() -> None:
         run = read_run(path) if path.exists() else None
-        earlier = [step for step in (run.all(LoggedStep) if run else ()) if step.step < first_step]
         before = run.last(Session) if run and first_step else None
         data = run.last(Data) if run and first_step else None
         trackers = list(trackers_of(options, first_step))
-        log = RunLog(LogFile.open(path, resume=True), *sinks, *trackers, earlier=earlier)
+        log = RunLog(LogFile(path), *sinks, *trackers)
         try:
             log.write(asked)
             if before is not None and (changes := changed_options(before, asked)):
@@ -197,42 +241,6 @@ def _other_batch(before: int, prepared: PreparedRun, first_step: int) -> str:
     return f"{was}: {now}; --total-batch-tokens {before} --batch-size {math.gcd(rows, options.batch_size)} keeps them"
 
 
-def _introduce(prepared: PreparedRun, rank: Rank, log: RunLog, first_step: int) -> None:
-    """Log device, model, data, memory and speed of light."""
-    options, config, dataset = prepared.options, prepared.config, prepared.dataset
-    device = describe_device(rank)
-    log.write(device)
-    if options.zero and rank.world_size == 1:
-        log.say(f"--zero {options.zero} shards nothing on one rank: torchrun starts several", "warning")
-    log.write(Model(config.name, config.n_parameters, config.context_length))
-    split, tokenizer = dataset.manifest["splits"], dataset.manifest["tokenizer"]
-    held_out = split["evaluation"]["tokens"] if "evaluation" in split else 0
-    described = (str(dataset.folder), dataset.manifest["corpus"], tokenizer["name"], dataset.vocab_size)
-    log.write(Data(*described, split["train"]["tokens"], held_out, prepared.tokens_per_step))
-    dtype, recipe, hardware = prepared.step.precision.matmul_dtype, prepared.case.recipe, find_hardware(device.name)
-    how: dict[str, Any] = {"dtype": dtype, "block_dtype": "fp8" if recipe.quantized else dtype}
-    how |= {"n_stored_blocks": recipe.n_skipped, "n_devices": rank.world_size}
-    light = speed_of_light(config, options.context_length, hardware, **how)
-    if isinstance(prepared.step, CappedStep):
-        log.write(Memory(planned_segments(prepared.step.choice, copies=options.save_every is not None)))
-        for sentence in prepared.step.explanation():
-            log.say(sentence)
-    else:
-        log.write(Memory(predicted_segments(prepared.case, device.memory_bytes)))
-    parts = {name: asdict(part) for name, part in light.parts.items()}
-    log.write(Light(parts, light.seconds_per_token))
-
-
-def _freeze_objects() -> None:
-    """Let Python's collector look at later objects alone, until ``gc.unfreeze``.
-
-    Most objects are of modules and stay, and going through all of them takes 0.1 to 0.3 s in the middle of some step:
-    longer than the host is ahead of a GPU. Ranks then wait for each other's, too (profiles/distributed.md).
-    """
-    gc.collect()
-    gc.freeze()
-
-
 class _Run:
     """A run under way."""
 
@@ -243,10 +251,6 @@ class _Run:
         self._copies = prepared.options.save_every is not None
         """Whether checkpoints are copied before they are written."""
         self._complaint: str | None = None
-        self._recent: deque[tuple[int, tuple[Tensor, Tensor], Tensor]] = deque(maxlen=2)
-        """Steps with their batches and this rank's losses."""
-        every = prepared.options.quantization_every if rank.rank == 0 else None
-        self._quantization = QuantizationSampler(log, prepared.step.model, every)
         self._no_reason = torch.zeros(len(REASONS), device=rank.device)
         # A step's exchange of reasons to stop would otherwise come after its gathers of weights on NCCL's stream, and
         # whoever waits for it wait for these. Before the step it comes after those of the step before.
@@ -264,10 +268,7 @@ class _Run:
                 self._tell_saves(self._saver.finished())
                 gpu.step(self._made)
                 self._made += 1
-                if self._pauses():
-                    self._tell(deferred.flush(), self._made - 1)
-                    self._evaluate_or_save()
-                    deferred.restart()
+                self._evaluate_and_save(deferred)
         except NonFiniteStep as error:
             self._fail(error)
             raise
@@ -302,11 +303,12 @@ class _Run:
         batch = next(self._prepared.loader)
         deferred.begin()
         before = self._exchange_reasons(stop) if self._sends_under_forward else None
-        with self._quantization.step(self._made):
-            loss = self._step(*batch)
+        self._step(*batch)
         if self._made == self._first_step:
-            _freeze_objects()
-        self._recent.append((self._made, batch, loss))
+            # Python's collector looks at later objects alone from here on. Most objects are of modules and stay, and
+            # going through them takes 0.1 to 0.3 s in some step: longer than the host is ahead of a GPU.
+            gc.collect()
+            gc.freeze()
         reasons, exchange = before or self._exchange_reasons(stop)
         if exchange is not None:
             exchange.wait()
@@ -345,8 +347,9 @@ class _Run:
             torch.cuda.reset_peak_memory_stats(self._rank.device)
         elif self._made == self._first_step + 1:
             total = torch.cuda.get_device_properties(self._rank.device).total_memory
-            predicted = predicted_segments(self._prepared.case, total)
-            self._log.write(Memory(predicted, actual_segments(self._step, predicted, total)))
+            peak = torch.cuda.max_memory_allocated(self._rank.device) + mapped_bytes(self._rank.device)
+            actual = {"in all": peak, "free": torch.cuda.mem_get_info(self._rank.device)[0]}
+            self._log.write(Memory(predicted_segments(self._prepared.case, total), actual))
 
     def _tell(self, done: Done | None, step: int) -> None:
         """Log a step that is done, and learn from it whether to stop; raises NonFiniteStep."""
@@ -355,44 +358,28 @@ class _Run:
         loss, norm = done.values["loss"], done.values["norm"]
         rate, tokens = self._prepared.rate(step), self._prepared.tokens_per_step
         self._log.write(LoggedStep(step, done.seconds, tokens, loss, norm, rate, done.around_seconds))
-        self._quantization.tell(step)
         self._reason = next((reason for reason in reversed(REASONS) if done.values[reason]), self._reason)
-        if math.isfinite(loss) and math.isfinite(norm):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._made = step
+            raise NonFiniteStep(f"step {step}: loss {loss:g}, norm {norm:g}: the model is as it was before")
+
+    def _evaluate_and_save(self, deferred: Deferred) -> None:
+        """Do what is due after this step; only then the host waits for the device."""
+        options, done = self._options, self._made == self._prepared.n_steps
+        evaluates, saves = (
+            every is not None and (done or self._made % every == 0)
+            for every in (options.evaluate_every, options.save_every)
+        )
+        if not (evaluates or saves or done or self._reason is not None):
             return
-        if self._options.skip_nonfinite:
-            self._log.say(f"step {step}: loss {loss:g}, norm {norm:g}: it changed nothing", "warning")
-            return
-        batch, own_loss = next((batch, own) for n, batch, own in self._recent if n == step)
-        what = f"step {step}: loss {loss:g}{losses_of_ranks(own_loss)}, norm {norm:g}"
-        where = find_nonfinite(self._step, *batch)
-        self._made = step
-        raise NonFiniteStep(f"{what}; the first tensor that is not finite is {where}; --skip-nonfinite passes over it")
-
-    def _pauses(self) -> bool:
-        """Whether the run evaluates or saves now: the host may wait for the device then."""
-        ends = self._made == self._prepared.n_steps or self._reason is not None
-        return ends or self._is_due(self._options.evaluate_every) or self._is_due(self._options.save_every)
-
-    def _is_due(self, every: int | None) -> bool:
-        return every is not None and self._made % every == 0
-
-    def _evaluate_or_save(self) -> None:
-        done = self._made == self._prepared.n_steps
-        if self._prepared.evaluation is not None and (done or self._is_due(self._options.evaluate_every)):
-            self._evaluate()
-        ends = done or self._reason is not None
-        if self._options.save_every is not None and (ends or self._is_due(self._options.save_every)):
+        self._tell(deferred.flush(), self._made - 1)
+        if evaluates and self._prepared.evaluation is not None:
+            began, of = time.perf_counter(), (self._prepared.evaluation, self._rank, self._prepared.evaluation_batch)
+            loss, tokens = evaluate(self._step, *of, options.evaluation_sequences)
+            self._log.write(Evaluation(self._made, loss, tokens, time.perf_counter() - began))
+        if saves or (options.save_every is not None and self._reason is not None):
             self._save()
-
-    def _evaluate(self) -> None:
-        prepared, limit = self._prepared, self._options.evaluation_sequences
-        assert prepared.evaluation is not None
-        clock = Deferred(self._rank.device, ("loss",))
-        loss, tokens = evaluate(self._step, prepared.evaluation, self._rank, prepared.evaluation_batch, limit)
-        clock.push(torch.tensor(loss))
-        done = clock.flush()
-        assert done is not None
-        self._log.write(Evaluation(self._made, loss, tokens, done.seconds))
+        deferred.restart()
 
     def _save(self) -> None:
         """Begin to write a checkpoint; if that fails, training goes on with the older ones."""

@@ -1,4 +1,4 @@
-"""A training run on the console: tables before the first step, then a line for each, and how far it is on a terminal.
+"""A training run on the console: some lines before the first step, then one for each, and how far it is on a terminal.
 
     [T] step  0 [  1.0%] | time 1869 ms | norm 4.3155 | loss 3.2826 | lr 3.0e-06 | tps 35,065 | sol 42.9% | left 0:03:05
     [V] step 50 [ 50.0%] | time  1103 ms | loss 3.1190
@@ -7,13 +7,13 @@
 T is a step; V an evaluation and C a checkpoint after so many steps, for which training waited as long as it stalled;
 lr is the learning rate, tps are tokens per second of all ranks, sol is their share of the speed of light, and left is
 the time that the steps still to be made take at the median of the last hundred, without evaluations. A sink of the
-run's log, which hands it every record; piped, lines are plain, and each is out at once.
+run's log, which hands it every record and has all of them whole; piped, lines are plain, and each is out at once.
 """
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 import pandas as pd
@@ -33,14 +33,13 @@ from cs336_systems.pretraining.run_records import (
     Memory,
     Message,
     Model,
-    Outlier,
     Record,
     Session,
 )
-from cs336_systems.report.tables import WIDEST, Table, digits
+from cs336_systems.report.tables import Table
 
-_UNKNOWN = "–"
-_WHAT = ("what", "value")
+_VERSIONS = ("torch", "driver", "commit")
+"""What a line about the device says of its ``harness.provenance.versions``."""
 
 
 class RunConsole:
@@ -60,8 +59,6 @@ class RunConsole:
         self._every = every
         self._console = console or Console()
         self._n_steps = 1
-        self._in_lines = False
-        """Whether what was shown last was a line, from which a table stands apart."""
         self._seconds_per_token: float | None = None
         self._recent: deque[float] = deque(maxlen=100)
         """Seconds of the last steps."""
@@ -80,11 +77,10 @@ class RunConsole:
         elif isinstance(record, LoggedStep):
             self._advance(record.step + 1)
             self._recent.append(record.seconds)
-        if (table := record_table(record)) is not None:
-            self._show(table)
-        elif (line := self._line(record)) is not None:
-            self._say(*line)
-            self._in_lines = True
+        for line in _beginning(record):
+            self._say(line, "")
+        if (line_of_its_own := self._line(record)) is not None:
+            self._say(*line_of_its_own)
 
     def close(self) -> None:
         """Take the bar away."""
@@ -111,11 +107,6 @@ class RunConsole:
                 of_gib = record.n_bytes / GIB
                 size = f"{of_gib:.2f} GiB" if of_gib >= 1 else f"{1024 * of_gib:.1f} MiB"
                 return f"[C] {self._place(record.step, record.step)} | {waited} | {size}", "cyan"
-            case Outlier():
-                if not math.isfinite(record.value):
-                    return None  # its step says so
-                value = f"{record.quantity} {record.value:.4f}"
-                return f"step {record.step}: {value} is an outlier, z {record.z:.1f}", "yellow"
             case Message():
                 style = {"info": "", "warning": "yellow", "error": "bold red"}[record.level]
                 return record.text if record.level == "info" else f"{record.level}: {record.text}", style
@@ -148,102 +139,73 @@ class RunConsole:
             self._console.file.write(f"{line}\n")
             self._console.file.flush()
 
-    def _show(self, table: Table) -> None:
-        if self._in_lines:
-            self._say("", "")
-            self._in_lines = False
-        terminal = self._console.is_terminal and not table.frame.empty
-        if terminal:
-            self._console.print(table.rich(self._console.width), "")
-        else:
-            self._say(f"{table.caption if table.frame.empty else table.markdown(WIDEST)}\n", "")
-
 
 def _ms(seconds: float) -> str:
     ms = 1000 * seconds
     return f"{ms:5.0f}" if ms >= 100 else f"{ms:5.1f}"
 
 
-def record_table(record: Record) -> Table | None:
-    """The table of a record that is said before the first step; None of any other."""
+def _beginning(record: Record) -> Iterator[str]:
+    """The lines of a record that is said before the first step; none of any other."""
     match record:
         case Session():
-            return _options(record)
+            changed = {name: value for name, value in record.options.items() if value != record.defaults.get(name)}
+            defaults = "the defaults of a CPU" if record.options.get("device") == "cpu" else "the defaults"
+            shown = ", ".join(f"--{name.replace('_', '-')} {_option(value)}" for name, value in changed.items())
+            yield f"Options: {shown}; else {defaults}" if changed else f"All options are {defaults}"
+            if record.first_step:
+                yield f"Resumed after {record.first_step:,} of {record.n_steps:,} steps"
         case Device():
-            memory = (
-                [] if record.memory_bytes is None else [("memory of each, GiB", f"{record.memory_bytes / GIB:.1f}")]
-            )
-            known = {name: value for name, value in record.provenance.items() if value not in ("", 0, None)}
-            said = [(name, str(value)) for name, value in known.items() if name != "argv"]  # the options say it
-            return _table(f"Device: {record.name}", _WHAT, [("devices", str(record.count)), *memory, *said])
+            memory = "" if record.memory_bytes is None else f", {record.memory_bytes / GIB:.1f} GiB each"
+            versions = [f"{name} {record.provenance[name]:.12}" for name in _VERSIONS if record.provenance.get(name)]
+            yield f"Device: {record.count} x {record.name}{memory}; {', '.join(versions)}"
         case Model():
-            lines = [("parameters", f"{record.n_parameters:,}"), ("context", f"{record.context_length:,}")]
-            return _table(f"Model: {record.name}", _WHAT, lines)
+            yield f"Model: {record.name}, {record.n_parameters:,} parameters, context {record.context_length:,}"
         case Data():
-            lines = [
-                ("corpus", record.corpus),
-                ("tokenizer", f"{record.tokenizer}, vocabulary {record.vocab_size:,}"),
-                ("tokens to train on", f"{record.train_tokens:,}"),
-                ("tokens held out", f"{record.evaluation_tokens:,}"),
-                ("tokens per step", f"{record.tokens_per_step:,}"),
-                ("steps per epoch", f"{record.train_tokens / record.tokens_per_step:,.1f}"),
-            ]
-            return _table(f"Data: {record.folder}", _WHAT, lines)
+            learned = f"{record.train_tokens:,} tokens to learn, {record.evaluation_tokens:,} held out"
+            steps = (
+                f"{record.tokens_per_step:,} a step, {record.train_tokens / record.tokens_per_step:,.1f} steps an epoch"
+            )
+            by = f"{record.tokenizer}, vocabulary {record.vocab_size:,}"
+            yield f"Data: {record.folder} ({record.corpus}; {by}): {learned}; {steps}"
         case Memory():
-            return _memory(record)
+            yield from _memory(record)
         case Light():
-            return _light(record)
-    return None
+            yield _light(record)
 
 
-def _options(record: Session) -> Table:
-    changed = {name: value for name, value in record.options.items() if value != record.defaults.get(name)}
-    lines = [(name, str(value), str(record.defaults.get(name, _UNKNOWN))) for name, value in changed.items()]
-    caption = "Options that are not the defaults" if lines else "All options are the defaults"
-    if record.options.get("device") == "cpu":
-        caption += " of a CPU"  # which are smaller
-    if record.first_step:
-        caption += f"; resumed after {record.first_step:,} of {record.n_steps:,} steps"
-    return _table(caption, ("option", "value", "default"), lines)
+def _option(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _memory(record: Memory) -> Table:
-    caption = "Memory of one device" + (", predicted and actual" if record.actual_bytes else ", predicted")
-    caption += f". {record.hint}" if record.hint else ""
-    if record.predicted_bytes.get("gradients") == 0:
-        caption += ". At the peak there are no gradients yet: activations make room for them"
-    segments = {**record.predicted_bytes, **record.actual_bytes}
+def _memory(record: Memory) -> Iterator[str]:
+    unit, of_unit = _unit({**record.predicted_bytes, **record.actual_bytes})
+    for kind, segments in (("predicted", record.predicted_bytes), ("actual", record.actual_bytes)):
+        if segments:
+            parts = ", ".join(f"{name} {n_bytes / of_unit:,.2f}" for name, n_bytes in segments.items())
+            yield f"Memory of one device, {kind}, {unit}: {parts}"
+    if record.predicted_bytes.get("gradients") == 0 and not record.actual_bytes:
+        yield "At the peak there are no gradients yet: activations make room for them"
+
+
+def _unit(segments: Mapping[str, int]) -> tuple[str, int]:
+    """The unit of a table or line of memory, and its bytes."""
     small = segments.get("in all", max(segments.values(), default=GIB)) < GIB
-    unit, of_unit = ("MiB", 2**20) if small else ("GiB", GIB)
-
-    def shown(n_bytes: int | None) -> str:
-        return _UNKNOWN if n_bytes is None else f"{n_bytes / of_unit:,.2f}"
-
-    lines = []
-    for segment in segments:
-        predicted, actual = record.predicted_bytes.get(segment), record.actual_bytes.get(segment)
-        off = f"{100 * (actual / predicted - 1):+.1f}" if predicted and actual is not None else _UNKNOWN
-        lines.append((segment, shown(predicted), shown(actual), off))
-    columns = ("segment", f"predicted {unit}", f"actual {unit}", "off by %")
-    known = 4 if record.actual_bytes else 2
-    return _table(caption, columns[:known], [line[:known] for line in lines])
+    return ("MiB", 2**20) if small else ("GiB", GIB)
 
 
-def _light(record: Light) -> Table:
-    bound, parts = record.seconds_per_token, record.parts
-    flops = {name: part["flops_per_token"] for name, part in parts.items()} | {"all": 0}
-    flops["all"] = sum(flops.values())
-    seconds = {name: part["seconds_per_token"] for name, part in parts.items()} | {"all": bound}
-    lines = []
-    for name, each in seconds.items():
-        pace = _UNKNOWN if each is None else digits(each * 1e9)
-        share = _UNKNOWN if each is None or not bound else f"{100 * each / bound:.1f}"
-        lines.append((name, parts[name]["dtype"] if name in parts else "", digits(flops[name] / 1e9), pace, share))
-    columns = ("part", "dtype", "GFLOP/token", "ns/token", "% of the time")
-    if not bound:
-        return _table("Speed of light: the device's peak is not known", columns[:3], [line[:3] for line in lines])
-    return _table(f"Speed of light: {1 / bound:,.0f} tokens/s", columns, lines)
+def _light(record: Light) -> str:
+    if not record.seconds_per_token:
+        return "Speed of light: the device's peak is not known"
+    shares = (
+        f"{name} in {part['dtype']} {100 * part['seconds_per_token'] / record.seconds_per_token:.1f} %"
+        for name, part in record.parts.items()
+    )
+    return f"Speed of light: {1 / record.seconds_per_token:,.0f} tokens/s, of which {', '.join(shares)} of the time"
 
 
-def _table(caption: str, columns: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> Table:
-    return Table(caption, pd.DataFrame(lines, columns=list(columns)))
+def memory_table(predicted: Mapping[str, int]) -> Table:
+    """Predicted memory by segment, for ``train.py --print-memory``."""
+    unit, of_unit = _unit(predicted)
+    lines = [(segment, f"{n_bytes / of_unit:,.2f}") for segment, n_bytes in predicted.items()]
+    return Table("Memory of one device, predicted", pd.DataFrame(lines, columns=["segment", f"predicted {unit}"]))

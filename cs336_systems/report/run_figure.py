@@ -20,10 +20,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from matplotlib.typing import HashableList
 
-from cs336_systems.blocks.quantized import GRADIENTS
 from cs336_systems.hardware import GIB
 from cs336_systems.pretraining.run_log import LOG, Run, read_run
-from cs336_systems.pretraining.run_records import Device, End, Model, Quantization, Session
+from cs336_systems.pretraining.run_records import Device, End, Model, Session
 from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
 
 XAxis = Literal["step", "tokens", "hours"]
@@ -37,7 +36,6 @@ _LAYOUT: list[HashableList[str]] = [
     ["sm_mhz", "power_w", "temperature_c"],
 ]
 _WITHOUT_GPU: list[HashableList[str]] = [*_LAYOUT[:2], ["tokens_per_s", "tokens_per_s", "tokens_per_s"]]
-_QUANTIZATION: list[HashableList[str]] = [["underflow", "gradient_underflow", "absmax"]]
 _SMOOTHED_SHARE = 0.02
 """The share of the longest run's steps that the running median spans."""
 _DECADE = 10
@@ -64,16 +62,11 @@ class _Panel:
     unit: float = 1.0
     smooth: bool = False
     from_zero: bool = False
-    source: Literal["steps", "gpu", "values", "gradients"] = "steps"
+    source: Literal["steps", "gpu"] = "steps"
 
     def frame(self, run: Run) -> pd.DataFrame:
-        """The rows by step; of quantization the tensor and the block where it is most, gradients apart."""
-        if self.source in ("steps", "gpu"):
-            return run.steps if self.source == "steps" else run.gpu
-        found = run.quantization
-        own = found[found["tensor"].isin(GRADIENTS) == (self.source == "gradients")]
-        worst = own.groupby("step", as_index=False).max(numeric_only=True)
-        return worst.assign(gradient_underflow=worst["underflow"])
+        """The rows by step."""
+        return run.steps if self.source == "steps" else run.gpu
 
 
 _PANELS: dict[str, _Panel] = {
@@ -86,9 +79,6 @@ _PANELS: dict[str, _Panel] = {
     "sm_mhz": _Panel("GPU clock, MHz", source="gpu"),
     "power_w": _Panel("GPU power, W", source="gpu"),
     "temperature_c": _Panel("GPU temperature, °C", source="gpu"),
-    "underflow": _Panel("most underflow, %", 100, source="values"),
-    "gradient_underflow": _Panel("most underflow of gradients, %", 100, source="gradients"),
-    "absmax": _Panel("largest magnitude but of gradients", source="values"),
 }
 
 
@@ -105,7 +95,6 @@ def run_figure(runs: Mapping[str, Run], x: XAxis = "step") -> Figure:
         raise ValueError(f"a picture has 1 to {MOST_RUNS} runs, got {len(runs)}")
     smooth = max(1, round(_SMOOTHED_SHARE * max(len(run.steps) for run in runs.values())))
     layout = _LAYOUT if any(map(_has_gpu, runs.values())) else _WITHOUT_GPU
-    layout = layout + (_QUANTIZATION if any(run.last(Quantization) for run in runs.values()) else [])
     figure = Figure(figsize=(13, 2.75 * len(layout)), layout="constrained")
     panels = figure.subplot_mosaic(layout)
     coloured = list(zip(runs.values(), OKABE_ITO, strict=False))
@@ -230,7 +219,6 @@ def summary(run: Run) -> dict[str, Any]:
         "evaluation_loss": _finite(evaluations["loss"].iloc[-1]) if len(evaluations) else None,
         "tokens_per_s": _finite(recent["tokens_per_s"]),
         "speed_of_light_percent": _finite(100 * recent["speed_of_light"]),
-        "outliers": len(run.outliers),
         "ended": end.reason if end is not None and run.records[-1] is end else None,
     }
 

@@ -6,11 +6,9 @@ for sentence in explanation(choice, lambda caps: choose(config, length, caps, ra
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from cs336_systems.costs.streaming import LEVELS
 from cs336_systems.hardware import GIB
-from cs336_systems.processes import Died, FreshProcess, start_server
 from cs336_systems.streaming.choose import Caps, CapsTooSmallError, ChosenPlan
 from cs336_systems.streaming.schedule import RECOMPUTES, Kind
 
@@ -53,13 +51,14 @@ def levels_in_words(choice: ChosenPlan) -> str:
     return ", ".join(f"{counts[level]} at {level}" for level in LEVELS if counts[level])
 
 
-def explanation(choice: ChosenPlan, again: Callable[[Caps], ChosenPlan]) -> Iterator[str]:
-    """The plan in sentences: what lives where, what binds, and what more memory would bring, as ``next_gib`` does."""
+def explanation(choice: ChosenPlan, again: Callable[[Caps], ChosenPlan] | None = None) -> Iterator[str]:
+    """The plan in sentences: what lives where, what binds, and with ``again`` what more memory would bring."""
     slots = ", ".join(f"{ring.slots} of {name}" for name, ring in choice.schedule.rings.items())
     places = ", ".join(f"{region.places} of {name}" for name, region in choice.schedule.regions.items())
     yield f"The device has slots, {slots}; the host has places, {places or 'none'}."
     yield from reasons(choice)
-    yield from next_gib(choice, again)
+    if again is not None:
+        yield from next_gib(choice, again)
 
 
 def reasons(choice: ChosenPlan) -> Iterator[str]:
@@ -105,48 +104,13 @@ def _largest(parts: dict[str, int]) -> str:
     return max(parts, key=parts.__getitem__)
 
 
-def with_next_gib(caps: Caps) -> dict[str, Caps]:
-    """The caps with one more GiB, by the side that has it."""
-    return {what: replace(caps, **{what: getattr(caps, what) + GIB}) for what in ("device", "host")}
-
-
-class Elsewhere:
-    """Choices for caps that are known beforehand, made meanwhile in processes of their own: each takes a core 15 s."""
-
-    def __init__(self, choose: Callable[[Caps], ChosenPlan], *caps: Caps) -> None:
-        start_server(__name__)
-        self._processes = {one: FreshProcess(_send_choice, choose, one) for one in caps}
-
-    def __call__(self, caps: Caps) -> ChosenPlan:
-        """Waits for the choice, once; raises CapsTooSmallError, or Died where memory was short."""
-        process = self._processes.pop(caps)
-        try:
-            found = process.receive()
-        finally:
-            process.end()
-        if isinstance(found, CapsTooSmallError):
-            raise found
-        return found
-
-    def end(self) -> None:
-        """Ends the processes, when nobody will ask."""
-        for process in self._processes.values():
-            process.end()
-
-
-def _send_choice(connection: Any, choose: Callable[[Caps], ChosenPlan], caps: Caps) -> None:
-    try:
-        connection.send(choose(caps))
-    except CapsTooSmallError as error:
-        connection.send(error)
-
-
 def next_gib(choice: ChosenPlan, again: Callable[[Caps], ChosenPlan]) -> Iterator[str]:
     """The gain of one more GiB on either side; ``again`` chooses for other caps."""
-    for what, more in with_next_gib(choice.caps).items():
+    for what in ("device", "host"):
         try:
-            gain = again(more).tokens_per_s / choice.tokens_per_s - 1
-        except (CapsTooSmallError, Died):
+            more = again(replace(choice.caps, **{what: getattr(choice.caps, what) + GIB}))
+        except CapsTooSmallError:
             continue
+        gain = more.tokens_per_s / choice.tokens_per_s - 1
         brings = f"{100 * gain:.1f} % more tokens per second" if gain > 0.0005 else "nothing"
         yield f"One more GiB of {what} memory would bring {brings}."

@@ -46,7 +46,6 @@ class StreamedStep:
             deterministic.
         optimizer: updates one layer at a time; AdamW if None.
         max_norm: norm to which gradients are clipped, if the schedule takes norms.
-        halts: see ``GradientGuard``.
         lanes: what runs the operations; streams on a GPU and a pretended link elsewhere if None.
 
     Raises:
@@ -63,7 +62,6 @@ class StreamedStep:
         *,
         optimizer: LayerOptimizer | None = None,
         max_norm: float = math.inf,
-        halts: bool = False,
         lanes: Lanes | None = None,
     ) -> None:
         self.plan, self.schedule, self.device, self.config = plan, schedule, device, plan.work.config
@@ -71,7 +69,7 @@ class StreamedStep:
         self.memory = Memory(schedule, tensors, device)
         self.fixed = Fixed(self.config, plan.work.context_length, tensors, device)
         self.optimizer = optimizer or LayerAdamW()
-        self.guard = GradientGuard(max_norm, halts=halts)
+        self.guard = GradientGuard(max_norm)
         self.passes = Passes(plan, self.memory, self.fixed, ops, _head_of(device), self.optimizer, self.guard)
         self.lanes = lanes or (Streams(device) if device.type == "cuda" else PretendedLink())
         if device.type == "cuda":
@@ -138,30 +136,6 @@ class StreamedStep:
     @cached_property
     def _forward(self) -> Schedule:
         return build_forward(self.plan)
-
-    @torch.no_grad()
-    def find_nonfinite(self, token_ids: Tensor, targets: Tensor) -> str | None:
-        """The first tensor that is not finite in a step on these ids, in words; None if there is none.
-
-        The step is repeated, after one that changed nothing under a guard that halts.
-        """
-        for name, weight in self._named("weights"):
-            if not _finite(weight):
-                return f"parameter {name}"
-        found: list[str] = []
-
-        def watched(operation: Operation) -> None:
-            self.passes.run(operation)
-            # Who writes x leaves its statistics, and who restores it q.
-            left = ("rstd1", "rstd2", *(("q", "qkv") if operation.kind is Kind.RESTORE else ()))
-            for held in () if found else operation.writes:
-                for name, tensor in self.memory.tensors(held.slot, held.item.what).items():
-                    if not (name in left or _finite(tensor)):
-                        found.append(f"{name} of {held.item.what}, layer {operation.layer}, by {operation.kind}")
-
-        self.passes.begin(token_ids, targets)
-        self.lanes.run(self.schedule, watched, self._copy)
-        return found[0] if found else None
 
     def _copy(self, operation: Operation) -> tuple[Tensor, Tensor]:
         held = (operation.writes if operation.lane is Lane.IN else operation.reads)[0]
@@ -265,11 +239,6 @@ class StateInPlace(AdamW):
         """Takes the groups' hyperparameters; the state has been loaded."""
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({name: saved[name] for name in own.keys() & saved.keys() - {"params"}})
-
-
-def _finite(tensor: Tensor) -> bool:
-    """Whether all elements are finite; in pieces, as this takes some bytes for each element."""
-    return all(bool(piece.isfinite().all()) for piece in tensor.reshape(-1).split(PIECE))
 
 
 def _head_of(device: torch.device) -> HeadPasses:

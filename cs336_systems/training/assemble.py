@@ -5,12 +5,11 @@ Optimisations are applied from outside, in one order:
 1. the operations are chosen, attention by name and the stack of blocks by checkpointing policy, and handed to the model
    as a value;
 2. the model is built in the precision's parameter dtype, on its device (on ``meta`` for our FSDP, which never holds it
-   whole), and if asked for, its blocks are written out, each with what it keeps and how its products are quantized; the
-   model then computes its own loss;
+   whole), and its blocks' backward is written out, if asked, each with what it keeps and how its products are
+   quantized; the model then computes its own loss;
 3. blocks and loss are compiled, if asked: each block by itself, as torchtitan does, because equal blocks then share one
-   compilation and the time to compile does not grow with depth (the whole model as one graph can be had for
-   comparison); checkpointed segments run compiled blocks, but a selective policy is compiled with its block, because it
-   must see the block's operators;
+   compilation (or the whole model, for comparison). Checkpointed segments run compiled blocks, but a selective policy
+   is compiled with its block, because it must see the block's operators;
 4. the model is wrapped for its ranks (``parallel.py``), after compiling: nothing can be gathered in compiled code;
 5. the optimizer is made over the parameters as they now are, with what it keeps in host memory, and the step, which
    may replay itself as a CUDA graph.
@@ -41,7 +40,6 @@ from cs336_systems.training.activation_checkpointing import unsupported_reason a
 from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.cuda_graph import CapturedStep
-from cs336_systems.training.optimizer import WeightMaxima
 from cs336_systems.training.optimizer import unsupported_reason as optimizer_reason
 from cs336_systems.training.parallel import make_parallel_optimizer, wrap
 from cs336_systems.training.precision import matmul_dtype, parameter_dtype, recipe_unsupported_reason
@@ -109,10 +107,11 @@ def finish(
         loss_function = torch.compile(cross_entropy, fullgraph=True, dynamic=False)
     wrapped = wrap(model, case.parallel, rank)
     away = offloaded(case)
-    if case.master != "none":
-        hyperparameters |= {"master": True}
-    if states := [STATES[name] for name in STATES if name in away]:
-        hyperparameters |= {"offload": states}
+    if case.optimizer == "fused":
+        hyperparameters |= {
+            "master": case.master != "none",
+            "offload": [STATES[name] for name in STATES if name in away],
+        }
     optimizer = make_parallel_optimizer(case.optimizer, wrapped, case.parallel, **hyperparameters)
     if "gradients" in away:
         from cs336_systems.training.host_states import HostGradients  # brings Triton along
@@ -123,8 +122,7 @@ def finish(
     if case.parallel.update == "under-backward":
         assert isinstance(wrapped, FSDP)
         update = BackwardUpdate(wrapped, optimizer)
-    maxima = WeightMaxima(model, optimizer) if hasattr(optimizer, "note_maxima") else None
-    return kind(wrapped, optimizer, case.precision, loss_function, case.accumulate, guard, update, maxima)
+    return kind(wrapped, optimizer, case.precision, loss_function, case.accumulate, guard, update)
 
 
 def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
@@ -132,7 +130,7 @@ def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
     if case.attention != "reference":
         ops = replace(ops, attention=attention_op(case.attention))
     if case.written_out:
-        ops = head_ops(case.kernels, ops, case.z_loss, case.head_chunk)
+        ops = head_ops(case.kernels, ops, case.z_loss)
     compiled = case.compiled and case.checkpoint in SELECTIVE
     return replace(ops, stack=checkpointed_stack(case.checkpoint, ops.stack, compiled=compiled))
 

@@ -9,9 +9,8 @@ over the ranks: one number. They are scaled by min(1, max_norm / (norm + 1e-6)),
 does (Pascanu et al. 2013), where the optimizer reads them.
 
 A step whose norm or loss, the mean over the ranks, is NaN or inf changes neither parameters nor moments, and is not
-counted. The host, which reads the norm a step late, may by then have queued the next one. So a guard that halts lets no
-later step change anything either: whoever stops finds the model as it was before the step that went wrong, and can run
-that again to see where.
+counted. The host, which reads the norm a step late, may by then have queued the next one. So no later step changes
+anything either: whoever stops finds the model as it was before the step that went wrong.
 """
 
 import math
@@ -30,16 +29,15 @@ class GradientGuard:
 
     Args:
         max_norm: of the clipped gradient; infinite for no clipping.
-        halts: whether after a norm or a loss that is not finite all later steps are passed over, too.
 
     Raises:
         ValueError: ``max_norm`` is not positive.
     """
 
-    def __init__(self, max_norm: float = math.inf, *, halts: bool = True) -> None:
+    def __init__(self, max_norm: float = math.inf) -> None:
         if not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
-        self.max_norm, self.halts = max_norm, halts
+        self.max_norm = max_norm
         self.norm: Tensor | None = None
         """The norm of the last step, at one place of memory, so that a CUDA graph can write it."""
         self.loss: Tensor | None = None
@@ -65,9 +63,8 @@ class GradientGuard:
             self.norm, self.loss, self._halted = torch.empty_like(norm), torch.empty_like(norm), torch.zeros_like(norm)
         self.norm.copy_(norm)
         self.loss.copy_(loss)
-        skipped = (norm.isfinite() & loss.isfinite()).logical_not().float()
-        if self.halts:
-            skipped = self._halted.copy_(torch.maximum(self._halted, skipped))
+        broken = (norm.isfinite() & loss.isfinite()).logical_not()
+        skipped = self._halted.copy_(torch.maximum(self._halted, broken.float()))
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         return torch.where(skipped > 0, math.nan, scale), skipped
 

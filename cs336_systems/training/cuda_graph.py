@@ -13,25 +13,19 @@ one step of training on its batch, which is copied to where the graph reads it.
 Two graphs, because of the gradients. Forward and backward of all micro-batches are the first; in it the first backward
 makes the gradients, which stay where they are from then on, hidden from the parameters between steps. The optimizer is
 the second, captured after it has run once on these gradients: what it says about them on the device (where they lie,
-``kernels/tensor_table.py``) is there by then, and is not copied again.
+``kernels/tensor_table.py``) is there by then, and is not copied again. Only ``FusedAdamW`` is captured: it reads what a
+schedule changes from device memory, to which that is copied before a replay. Of torch's optimizers these are numbers in
+the launches, so they run uncaptured.
 
-Hyperparameters: ``FusedAdamW`` reads those that a schedule changes from device memory, to which they are copied before
-a replay. Of torch's optimizers they are numbers in the captured launches. A step in which such a number, or the
-optimizer's state, is another than in the last one runs the optimizer uncaptured, so a schedule is right, and launches
-the optimizer's kernels; once they stay the optimizer is captured again.
-
-Weights that are quantized are so in every replay, by maxima that the optimizer finds (``optimizer.WeightMaxima``): if
-someone else has changed the weights, they are found before it.
-
-Memory: capturing allocates what a step does, in the same order, from a pool of its own; what the uncaptured steps had
-cached for that is given back before.
+Capturing allocates what a step does, in the same order, from a pool of its own; what the uncaptured steps had cached
+for that is given back before.
 
 Limits: one rank; whole steps; batches of one shape; parameters must stay where they are. What asks the device, waits
 for it or copies from pageable memory cannot be captured.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -44,7 +38,7 @@ from cs336_systems.training.step import Phase, TrainStep
 class CapturedStep(TrainStep):
     """A ``TrainStep`` on a CUDA device whose steps are replayed; arguments as there.
 
-    The optimizer must count its steps on the device. The model's loss must not be scaled.
+    The optimizer must count its steps on the device.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,8 +49,8 @@ class CapturedStep(TrainStep):
         self._update_graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, ...] = ()
         self._gradients: list[tuple[Tensor, Tensor]] = []
-        self._settings: list[Any] = []
-        """The optimizer's settings in the last step."""
+        self._states: Any = None
+        """The optimizer's states when it was captured, of which loading makes others."""
 
     def phases(self, mode: str, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
         """The one phase ``step``.
@@ -76,7 +70,6 @@ class CapturedStep(TrainStep):
                 if self._n_steps < UNCAPTURED_STEPS:
                     for phase in phases.values():
                         phase()
-                    self._settings = _settings(self.optimizer)
                 else:
                     self._replay(token_ids, targets)
             caller.wait_stream(self._stream)
@@ -92,19 +85,14 @@ class CapturedStep(TrainStep):
                 shapes = f"{tuple(static.shape)}, got {tuple(given.shape)}"
                 raise ValueError(f"the captured step takes token ids and targets of shape {shapes}")
             static.copy_(given)
-        if self.maxima is not None:
-            self.maxima.find_changed()
         self._passes_graph.replay()
         self.loss = self._captured_loss
-        settings = _settings(self.optimizer)
-        if self._update_graph is None or not _same(settings, self._settings):
-            self._update_uncaptured(capture=_same(settings, self._settings))
-            self._settings = settings
+        if self._update_graph is None or self._states is not self.optimizer.state:
+            self._update_uncaptured()
         else:
-            if _uploaded(self.optimizer):
-                self.optimizer.upload_hyperparameters()  # type: ignore[attr-defined]
+            self.optimizer.upload_hyperparameters()  # type: ignore[attr-defined]
             self._update_graph.replay()
-            self._weights_updated()
+            self._weights_changed()
         self.loss = self._captured_loss.clone()
 
     def _capture_passes(self, batch: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
@@ -113,8 +101,6 @@ class CapturedStep(TrainStep):
         passes = super().phases("step", *self._inputs)
         del passes["optimizer"]
         self._weights_changed()  # what is made of them is part of every step
-        if self.maxima is not None:
-            self.maxima.find_changed()
         try:
             graph = _captured(lambda: [phase() for phase in passes.values()], self._stream)
             parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
@@ -125,8 +111,8 @@ class CapturedStep(TrainStep):
         self._captured_loss = self.loss
         return graph
 
-    def _update_uncaptured(self, *, capture: bool) -> None:
-        """The optimizer's step on the captured gradients, and its graph for the steps to come."""
+    def _update_uncaptured(self) -> None:
+        """The optimizer's step on the captured gradients, and if it can be captured its graph for the steps to come."""
         if self._update_graph is not None:
             self._stream.synchronize()  # its last replay may be under way
             self._update_graph = None
@@ -134,42 +120,10 @@ class CapturedStep(TrainStep):
             parameter.grad = gradient
         try:
             self._optimize()
-            if capture:
-                with _capturable(self.optimizer):
-                    self._update_graph = _captured(self._optimize, self._stream)
+            if hasattr(self.optimizer, "upload_hyperparameters"):
+                self._states, self._update_graph = self.optimizer.state, _captured(self._optimize, self._stream)
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The optimizer's state, and of each of its groups what is a number in a captured launch."""
-    passed_over = ("params", *_uploaded(optimizer))
-    groups = [{k: value for k, value in group.items() if k not in passed_over} for group in optimizer.param_groups]
-    return [optimizer.state, groups]
-
-
-def _uploaded(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """The options of a group that captured launches read from device memory."""
-    return getattr(optimizer, "UPLOADED", ())
-
-
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether states are the same object, as loading one makes another, and hyperparameters equal."""
-    return one[0] is other[0] and one[1] == other[1]
-
-
-@contextmanager
-def _capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let torch's own optimizers be captured, which they want to be told, and warn about elsewhere."""
-    groups = [group for group in optimizer.param_groups if "capturable" in group]
-    before = [group["capturable"] for group in groups]
-    for group in groups:
-        group["capturable"] = True
-    try:
-        yield
-    finally:
-        for group, value in zip(groups, before, strict=True):
-            group["capturable"] = value
 
 
 def _captured(launch: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:

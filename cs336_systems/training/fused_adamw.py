@@ -7,27 +7,20 @@ The formula is that of ``optimizer.AdamW``; with fp32 states the two agree withi
 * ``step(grad_scale=...)`` clips without writing gradients back, and skips a step whose gradients are not finite,
   without waiting for the device; a skipped step is not counted;
 * ``master`` keeps fp32 weights of bf16 parameters, which are then what these round to;
-* ``offload`` keeps states in host memory (``host_states.py``), to the bit without any other effect;
-* ``note_maxima`` has steps find the largest magnitudes of what they write.
+* ``offload`` keeps states in host memory (``host_states.py``), to the bit without any other effect.
 
-    optimizer = FusedAdamW(model.parameters(), lr=3e-4)
-    norm = grad_norm([p.grad for p in model.parameters()], table)
-    optimizer.step(grad_scale=(1.0 / (norm + 1e-6)).clamp(max=1.0))
-
-The learning rate and whatever else changes by step is read from device memory: a CUDA graph that holds a step is right
-for the next one after ``upload_hyperparameters``, which waits for nothing.
-
-Two launches per combination of dtypes and step. Groups may differ in every hyperparameter and still share them.
+Two launches per combination of dtypes and step; groups may differ in every hyperparameter and still share them. What
+changes by step is read from device memory: a CUDA graph that holds a step is right for the next one after
+``upload_hyperparameters``, which waits for nothing.
 
 Random bits depend on the seed, the step, the parameter's number (its place among all parameters of the optimizer) and
-the element's place in it. So replicas stay equal. An optimizer that holds shards updates them bit for bit as one that
-holds the whole does: those of FSDP say themselves at which element of the whole they begin (``first_element``), and
-``ShardedOptimizer``, whose ranks hold some parameters of all, tells by ``locate`` what its shards are shards of.
+the element's place in it. So replicas stay equal, and shards are updated bit for bit as the whole: those of FSDP say
+themselves at which element of the whole they begin (``first_element``), and ``ShardedOptimizer`` tells by ``locate``.
 """
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any, overload
 
@@ -41,8 +34,7 @@ from cs336_systems.training.host_states import HostGradients, place, staged_adam
 from cs336_systems.training.optimizer import check_hyperparameters
 
 MAX_DESCRIPTIONS = 64
-"""How often tables may describe each parameter, on average. Buckets, however many, do so once; who steps ever other
-sets of parameters together copies more often."""
+"""How often tables may describe each parameter, on average: buckets, however many, do so once."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _STATES = ("exp_avg", "exp_avg_sq", "master")
@@ -105,16 +97,10 @@ class FusedAdamW(torch.optim.Optimizer):
         self._links: dict[torch.device, HostLink] = {}
         self._places: dict[Tensor, tuple[int, int]] = {}
         self._tables: dict[tuple[int, ...], UpdateTable] = {}
-        self._maxima: dict[Tensor, frozenset[Tensor]] = {}
-        self.noted: frozenset[Tensor] = frozenset()
-        """Places of ``note_maxima`` that the last step set."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed})
 
-    UPLOADED = ("lr", "betas", "eps", "weight_decay")
-    """Options of a group that ``upload_hyperparameters`` brings to launches that are captured."""
-
     def upload_hyperparameters(self) -> None:
-        """Have the launches of the last step, where they are replayed, use the groups' options as they are now."""
+        """Have launches that are replayed use the groups' lr, betas, eps and weight_decay as they are now."""
         of = {id(parameter): _hyperparameters(group) for group in self.param_groups for parameter in group["params"]}
         for parameters, table in self._tables.items():
             table.set_hyperparameters([of[parameter] for parameter in parameters])
@@ -144,21 +130,11 @@ class FusedAdamW(torch.optim.Optimizer):
         """Say that ``parameter`` is a shard: of the tensor of this number, from this element on, in memory order.
 
         Raises:
-            ValueError: it is none of the optimizer's parameters, or a number is out of range.
+            ValueError: it is none of the optimizer's parameters.
         """
         if parameter not in self._places:
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is none of this optimizer's")
-        if not (0 <= number < 2**32 and 0 <= offset < 2**63):
-            raise ValueError(f"number and offset must lie in 0..2^32-1 and 0..2^63-1, got {number} and {offset}")
         self._places[parameter] = (number, offset)
-
-    def note_maxima(self, parameters_of: Mapping[Tensor, Sequence[Tensor]]) -> None:
-        """Have steps set each of these places, one fp32 element, to the largest magnitude of its parameters together.
-
-        One launch must have all of a place's parameters: if some have no gradient, or states or gradients in host
-        memory, the place stays as it is and is not among ``noted``.
-        """
-        self._maxima = {place: frozenset(parameters) for place, parameters in parameters_of.items()}
 
     @overload
     def step(self, closure: None = None, *, grad_scale: Tensor | None = None) -> None: ...
@@ -190,19 +166,22 @@ class FusedAdamW(torch.optim.Optimizer):
                     staged = tuple(name for name in self.offload if name in update.tensors)
                     staged += () if parameter.grad is not None else ("gradient",)
                     together[parameter.device, update.dtypes, staged].append(update)
-        self.noted = frozenset()
         for (device, _, staged), updates in together.items():
             if staged:
-                staged_adamw_(updates, staged, self._link(device), grad_scale)
+                if device not in self._links:
+                    self._links[device] = HostLink(device)
+                staged_adamw_(updates, staged, self._links[device], grad_scale)
             else:
-                adamw_(self._noting(updates), grad_scale, stochastic_rounding=True, table=self._table(updates))
+                adamw_(updates, grad_scale, stochastic_rounding=True, table=self._table(updates))
             # Which autograd would see in an operation of torch, and who keeps something made of the weights compares.
             torch.autograd.graph.increment_version([update.parameter for update in updates])
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict once the device has written what lies in host memory."""
-        self._synchronize()
+        """Return torch's state dict once the devices have written what lies in host memory."""
+        for device in self._links:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -217,22 +196,12 @@ class FusedAdamW(torch.optim.Optimizer):
                 if name in state:
                     ours.copy_(torch.as_tensor(state[name]))
 
-    def _synchronize(self) -> None:
-        """Wait for the devices that write to host memory."""
-        for device in self._links:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
     def __getstate__(self) -> dict[str, Any]:
-        self._synchronize()
-        own = ("state_dtype", "master", "offload", "_places")
-        return super().__getstate__() | {name: getattr(self, name) for name in own}
+        raise TypeError("optimizer fused holds addresses, and is not copied: its state_dict is")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._tables, self._links = {}, {}  # addresses and streams are of one process and one time
-        self._maxima, self.noted = {}, frozenset()
-        self.__dict__.setdefault("host_gradients", None)
+        super().__setstate__(state)  # as torch loads a state dict
+        self._tables = {}
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         if parameter.grad is not None or self.host_gradients is None:
@@ -258,11 +227,6 @@ class FusedAdamW(torch.optim.Optimizer):
                     state["master"].copy_(parameter)
                 self.state[parameter] = state
 
-    def _link(self, device: torch.device) -> HostLink:
-        if device not in self._links:
-            self._links[device] = HostLink(device)
-        return self._links[device]
-
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Update:
         state = self.state[parameter]
         number, offset = self._places[parameter]
@@ -283,14 +247,6 @@ class FusedAdamW(torch.optim.Optimizer):
             group["seed"],
             state.get("master"),
         )
-
-    def _noting(self, updates: list[Update]) -> list[Update]:
-        """The updates of one launch, with places for the largest magnitudes of what they write."""
-        here = frozenset(update.parameter for update in updates)
-        places = {place: parameters for place, parameters in self._maxima.items() if parameters <= here}
-        self.noted = self.noted.union(places)
-        place_of = {parameter: place for place, parameters in places.items() for parameter in parameters}
-        return [update._replace(absmax=place_of.get(update.parameter)) for update in updates]
 
     def _table(self, updates: list[Update]) -> UpdateTable:
         key = tuple(id(update.parameter) for update in updates)

@@ -67,10 +67,15 @@ def staged_adamw_(
     check_updates(updates, link.device, staged)
     batches = _batches(updates)
     back = [name for name in staged if name != "gradient"]
-    coming: Coming | None = None
+
+    def fetch(number: int) -> Coming:
+        return link.fetch([getattr(update, name) for update in batches[number] for name in staged])
+
+    coming = fetch(0)
     for i, batch in enumerate(batches):
-        here = coming or _fetch(batch, staged, link)
-        coming = _fetch(batches[i + 1], staged, link) if i + 1 < len(batches) else None
+        here = coming
+        if i + 1 < len(batches):
+            coming = fetch(i + 1)
         tensors = iter(here.wait())
         arrived: list[dict[str, Any]] = [{name: next(tensors) for name in staged} for _ in batch]
         ready = [update._replace(**own) for update, own in zip(batch, arrived, strict=True)]
@@ -81,10 +86,6 @@ def staged_adamw_(
         if sent:
             link.send(*zip(*sent, strict=True))
     link.release()
-
-
-def _fetch(batch: Sequence[Update], staged: Collection[str], link: HostLink) -> Coming:
-    return link.fetch([getattr(update, name) for update in batch for name in staged])
 
 
 def _batches(updates: Sequence[Update]) -> list[list[Update]]:

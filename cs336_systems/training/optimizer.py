@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from cs336_systems.blocks import BlockWeights, QuantizedProducts, WrittenOutBlock
-from cs336_systems.blocks.weights import PARTS
 from cs336_systems.config import OPTIMIZERS
 
 
@@ -131,49 +129,3 @@ def unsupported_reason(name: str, device: torch.device) -> str | None:
     from cs336_systems.training.fused_adamw import device_reason
 
     return device_reason(device)
-
-
-class WeightMaxima:
-    """The largest magnitudes of weights that are quantized, which the optimizer finds as it writes them.
-
-    A weight with one scale is quantized by its largest magnitude, so it is loaded twice after each step: once for that,
-    once to be quantized. ``FusedAdamW`` has what it writes in registers, and finds the magnitude there. By arithmetic
-    that saves 13 GB of reads in each step of a 7B model, whatever the number of its micro-batches.
-
-    The magnitudes are right for weights as the optimizer left them. Blocks compare versions (``blocks/quantized.py``):
-    where someone else has written since, or the optimizer could not note a weight, they load it. A captured step cannot
-    choose; it has those that changed found before it is replayed.
-
-    Args:
-        model: its blocks whose products are quantized with one scale for each weight, and kept so, are served.
-        optimizer: over the parameters of the blocks; has ``note_maxima`` and ``noted``, as ``FusedAdamW``.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._blocks: list[tuple[WrittenOutBlock, QuantizedProducts, dict[str, Tensor]]] = []
-        parameters_of: dict[Tensor, list[Tensor]] = {}
-        for block in model.modules():
-            if not (isinstance(block, WrittenOutBlock) and isinstance(products := block.products, QuantizedProducts)):
-                continue
-            parameters = dict(block.named_parameters())
-            places = products.maxima_of_weights(parameters["ln1.weight"].device)
-            if places:
-                self._blocks.append((block, products, places))
-                parameters_of |= {place: [parameters[part] for part in PARTS[name]] for name, place in places.items()}
-        optimizer.note_maxima(parameters_of)
-
-    def note_updated(self) -> None:
-        """Take the optimizer's magnitudes as those of the weights' present version."""
-        for block, products, places in self._blocks:
-            products.note(tuple(block.parameters()) if self._optimizer.noted.issuperset(places.values()) else ())
-
-    @torch.no_grad()
-    def find_changed(self) -> None:
-        """Load the weights of blocks that have changed since the optimizer's step, so that all magnitudes are right."""
-        for block, products, places in self._blocks:
-            if not products.noted(tuple(block.parameters())):
-                weights = BlockWeights.of(dict(block.named_parameters()))
-                for name, place in places.items():
-                    place.copy_(products.quantizers.absmax(getattr(weights, name)))
-                products.note(tuple(block.parameters()))

@@ -1,10 +1,9 @@
-"""The meaning of a ``--dtype`` to torch: parameter dtype, autocast, TF32, loss scaling; and whether a device has it.
+"""The meaning of a ``--dtype`` to torch: parameter dtype, autocast, TF32; and whether a device has it.
 
 fp32           IEEE fp32 everywhere (matmuls off the tensor cores)
 tf32           fp32 storage, matmul operands rounded to TF32's ten mantissa bits on the tensor cores
 bf16           parameters, gradients, optimizer state and matmuls in bf16
 autocast-bf16  fp32 parameters and residual stream; torch.autocast casts matmul operands to bf16
-autocast-fp16  the same in fp16, with dynamic loss scaling, as its exponent range requires
 """
 
 from collections.abc import Iterator
@@ -14,8 +13,6 @@ import torch
 
 from cs336_systems.config import Precision, Recipe
 
-_AUTOCAST_DTYPES = {"autocast-bf16": torch.bfloat16, "autocast-fp16": torch.float16}
-
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
     """Dtype in which parameters, gradients and optimizer state are stored."""
@@ -24,14 +21,14 @@ def parameter_dtype(precision: Precision) -> torch.dtype:
 
 def matmul_dtype(precision: Precision) -> torch.dtype:
     """Dtype of what enters a matrix product, and attention."""
-    return _AUTOCAST_DTYPES.get(precision.name, parameter_dtype(precision))
+    return torch.bfloat16 if precision.autocast else parameter_dtype(precision)
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager:
     """The context for the forward pass: ``torch.autocast`` for the autocast precisions, else nothing."""
     if not precision.autocast:
         return nullcontext()
-    return torch.autocast(device.type, dtype=_AUTOCAST_DTYPES[precision.name])
+    return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 @contextmanager
@@ -45,21 +42,15 @@ def matmul_precision(precision: Precision) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def needs_loss_scaling(precision: Precision) -> bool:
-    """Whether small gradients would be flushed to zero without scaling the loss (fp16's five exponent bits)."""
-    return precision.name == "autocast-fp16"
-
-
 def unsupported_reason(precision: Precision, device: torch.device) -> str | None:
     """Why ``device`` cannot run ``precision``, in one sentence, or None if it can."""
     if device.type == "cpu":
         return "tf32 needs a CUDA device with tensor cores, the CPU has none" if precision.name == "tf32" else None
     major, minor = torch.cuda.get_device_capability(device)
-    wanted = 8 if precision.matmul_dtype in ("bf16", "tf32") else 7 if precision.matmul_dtype == "fp16" else 0
-    if major >= wanted:
+    if major >= 8 or precision.matmul_dtype == "fp32":
         return None
     name = torch.cuda.get_device_name(device)
-    return f"{precision.name} needs compute capability {wanted}.0 or newer, {name} has {major}.{minor}"
+    return f"{precision.name} needs compute capability 8.0 or newer, {name} has {major}.{minor}"
 
 
 def recipe_unsupported_reason(recipe: Recipe, precision: Precision, device: torch.device) -> str | None:

@@ -1,13 +1,11 @@
 """One training step, as three phases that can be run, timed or profiled one by one; of micro-batches, part by part.
 
-``TrainStep`` is the one thing that benchmarks time. It owns the order of work (forward and loss under autocast,
-backward, synchronising gradients with other ranks, optimizer and clearing of gradients) and nothing of how it is
-measured.
+``TrainStep`` owns the order of work (forward and loss under autocast, backward, synchronising gradients with other
+ranks, optimizer and clearing of gradients) and nothing of how it is measured.
 
 The loss of N micro-batches is the mean over all of their tokens. Each has as many as any other, so that is the mean of
-their losses, and each backward adds the gradient of its loss over N to what is there, in place: they take the memory of
-one. With several ranks the gradients stay on their rank until the last backward, which averages their sum over the
-ranks.
+their losses, and each backward adds the gradient of its loss over N to what is there, in place. With several ranks the
+gradients stay on their rank until the last backward, which averages their sum over the ranks.
 
     step = assemble(TrainingCase(size="small"))
     loss = step(token_ids, targets)                                  # one whole step
@@ -26,8 +24,7 @@ from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.clipping import GradientGuard
-from cs336_systems.training.optimizer import WeightMaxima
-from cs336_systems.training.precision import autocast, matmul_precision, needs_loss_scaling
+from cs336_systems.training.precision import autocast, matmul_precision
 
 Phase = Callable[[], None]
 
@@ -82,15 +79,14 @@ class TrainStep:
         model: token ids (batch, seq) -> logits (batch, seq, vocab); without ``loss_function``, token ids and targets
             -> scalar.
         optimizer: over the model's parameters.
-        precision: autocast, TF32 and loss scaling follow from it; the parameters already have its dtype.
+        precision: autocast and TF32 follow from it; the parameters already have its dtype.
         loss_function: (logits, targets) -> scalar, a mean over tokens; None if the model computes its loss.
         accumulate: micro-batches per optimizer step, into which a batch is dealt out.
         guard: steps the optimizer, if that is to clip, or to pass over gradients that are not finite.
         update: steps the optimizer under backward.
-        maxima: the magnitudes of weights that are quantized, which the optimizer finds.
 
     Raises:
-        ValueError: ``accumulate`` is not positive, or a guard, a scaled loss and an update under backward meet.
+        ValueError: ``accumulate`` is not positive, or a guard and an update under backward meet.
     """
 
     def __init__(
@@ -102,26 +98,16 @@ class TrainStep:
         accumulate: int = 1,
         guard: GradientGuard | None = None,
         update: BackwardUpdate | None = None,
-        maxima: WeightMaxima | None = None,
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate must be positive, got {accumulate}")
-        if guard is not None and needs_loss_scaling(precision):
-            raise ValueError(f"gradients of a scaled loss, as in {precision.name}, cannot be clipped")
-        if update is not None and (guard is not None or needs_loss_scaling(precision)):
-            what = "clipping" if guard is not None else f"a scaled loss, as in {precision.name},"
-            raise ValueError(f"{what} needs all gradients before the first update, which comes under backward")
-        self.model = model
-        self.optimizer = optimizer
-        self.precision = precision
-        self.loss_function = loss_function
-        self.accumulate = accumulate
-        self.guard = guard
-        self.update = update
-        self.maxima = maxima
+        if guard is not None and update is not None:
+            raise ValueError("clipping needs all gradients before the first update, which comes under backward")
+        self.model, self.optimizer, self.precision = model, optimizer, precision
+        self.loss_function, self.accumulate = loss_function, accumulate
+        self.guard, self.update = guard, update
         self._parameters = tuple(model.parameters())
         self.device = self._parameters[0].device
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=needs_loss_scaling(precision))
         self.loss: Tensor | None = None
         """Loss of the last batch, detached, on the device; while it runs, the sum over its micro-batches so far."""
 
@@ -180,7 +166,7 @@ class TrainStep:
         def backward() -> None:
             alone = nullcontext() if last else local_gradients(self.model, self.optimizer)
             with alone, matmul_precision(self.precision):
-                self.scaler.scale(graph_loss.pop()).backward()
+                graph_loss.pop().backward()
             if not last:
                 return
             # Others have averaged inside backward, or leave it to the optimizer.
@@ -206,15 +192,8 @@ class TrainStep:
         if self.guard is not None:
             self.guard(self.model, self.optimizer, self.loss)
         else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self._weights_updated()
-
-    def _weights_updated(self) -> None:
-        """Note that the optimizer has written the weights."""
+            self.optimizer.step()
         self._weights_changed()
-        if self.maxima is not None:
-            self.maxima.note_updated()
 
     def _weights_changed(self) -> None:
         """Raise the weights' versions, by which what was made of them is known to be old."""

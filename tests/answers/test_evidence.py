@@ -270,7 +270,7 @@ def test_a_file_is_whole_or_as_it_was(run, profiles, monkeypatch):
 def written(folder, seconds=0.5, device="NVIDIA H200", **provenance):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LOG).unlink(missing_ok=True)
-    with RunLog(LogFile.open(folder / LOG, resume=False)) as log:
+    with RunLog(LogFile(folder / LOG)) as log:
         log.write(Session({}, {}, 20))
         log.write(Device(device, 1, None, {"commit": COMMIT, "dirty": False} | provenance))
         for step in range(20):

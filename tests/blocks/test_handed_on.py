@@ -1,7 +1,6 @@
 """A gradient that goes from block to block brings its largest magnitude along, and loses it to who changes it."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from cs336_systems.blocks import REFERENCE, write_out
 from cs336_systems.blocks.maxima import FoundMaxima
-from cs336_systems.blocks.watched import watching
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from tests.costs.test_quantizing import Counted, noting
 
@@ -31,9 +29,7 @@ class Reads(Counted):
         return super().absmax(x)
 
 
-def backward_of(
-    change: Callable[[Tensor], Tensor | None] | None = None, *, watched: bool = False
-) -> tuple[list[Tensor], list[Tensor]]:
+def backward_of(change: Callable[[Tensor], Tensor | None] | None = None) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of all parameters, and what was read for its largest magnitude in backward.
 
     Args:
@@ -46,16 +42,14 @@ def backward_of(
         model.layers[0].register_forward_hook(lambda module, inputs, output: output.register_hook(change) and None)
     ids = torch.arange(2 * 16).view(2, 16) * 7 % SMALL.vocab_size
 
-    with watching(model) if watched else nullcontext():
-        loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-        reads.read.clear()
-        loss.backward()
+    loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    reads.read.clear()
+    loss.backward()
     return [parameter.grad for parameter in model.parameters()], reads.read
 
 
-@pytest.mark.parametrize("watched", [False, True])
-def test_only_the_last_block_reads_its_gradient_for_its_magnitude(monkeypatch, watched):
-    gradients, read = backward_of(watched=watched)
+def test_only_the_last_block_reads_its_gradient_for_its_magnitude(monkeypatch):
+    gradients, read = backward_of()
     with monkeypatch.context() as patch:
         patch.setattr(FoundMaxima, "hand_on", lambda self, dx: None)
         expected, read_without = backward_of()

@@ -17,7 +17,7 @@ GROUPED = replace(PLAIN, n_kv_heads=2, qkv_bias=True, tie_embeddings=True)
 QK_NORM = replace(PLAIN, n_kv_heads=2, head_dim=10, qk_norm=True)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast-bf16", "autocast-fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast-bf16"])
 @pytest.mark.parametrize(
     ("config", "batch_size", "seq_len"),
     [(PLAIN, 2, 16), (PLAIN, 1, 1), (GROUPED, 3, 13), (QK_NORM, 2, 7)],

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -38,10 +37,8 @@ SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 FAMILIES = {
-    "llama": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(LLAMA3_ROPE), rms_norm_eps=1e-5),
     "llama-tied": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(LLAMA3_ROPE), tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
-    "qwen2-tied": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=12, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
 }
 KINDS = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
@@ -63,13 +60,6 @@ def hf_model(family: str) -> PreTrainedModel:
             elif parameter.ndim == 2 and "embed" not in name:
                 parameter.mul_(parameter.shape[1] ** -0.5)
     return model
-
-
-@pytest.fixture(params=FAMILIES)
-def family_folder(request, tmp_path):
-    """(family, folder that transformers saved it to)."""
-    hf_model(request.param).save_pretrained(tmp_path)
-    return request.param, tmp_path
 
 
 def reload_hf(family: str, folder, dtype: torch.dtype) -> PreTrainedModel:
@@ -124,8 +114,9 @@ def relative_errors(results: dict[str, Tensor], oracle: dict[str, Tensor]) -> di
     }
 
 
-def test_logits_and_every_gradient_agree_with_transformers(family_folder, upcasts_to_fp64):
-    family, folder = family_folder
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_every_gradient_agree_with_transformers(family, tmp_path, upcasts_to_fp64):
+    hf_model(family).save_pretrained(folder := tmp_path)
     oracle = logits_and_gradients(reload_hf(family, folder, torch.float64))
     upcasts_to_fp64.undo()
     ours_fp64 = logits_and_gradients(load_ours(folder, torch.float64))
@@ -138,22 +129,8 @@ def test_logits_and_every_gradient_agree_with_transformers(family_folder, upcast
     assert {name: (ours[name], theirs[name]) for name in oracle if not ours[name] <= 2 * theirs[name] + eps} == {}
 
 
-def test_saving_what_was_loaded_writes_the_same_weights(family_folder, tmp_path_factory):
-    _, folder = family_folder
-    again = tmp_path_factory.mktemp("again")
-    ours = load_ours(folder, torch.float32)
-    save_hf_weights(ours, again)
-    assert os.listdir(again) == ["model.safetensors"]
-    before, after = load_file(folder / "model.safetensors"), load_file(again / "model.safetensors")
-    assert before.keys() == after.keys() == {to_hf_name(name) for name, _ in ours.named_parameters()}
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    with safe_open(again / "model.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
-@pytest.mark.parametrize("family", ["llama-tied", "qwen2"])
-def test_shards_hold_the_same_model_as_one_file(family, tmp_path):
-    model = hf_model(family)
+def test_shards_hold_the_same_model_as_one_file(tmp_path):
+    model = hf_model("llama-tied")
     model.save_pretrained(tmp_path / "one")
     model.save_pretrained(tmp_path / "many", max_shard_size="12KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
@@ -180,13 +157,7 @@ def test_shards_of_our_own(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     with pytest.raises(ValueError, match="weights already, as model-00001-of-"):
         save_hf_weights(model, tmp_path, shard_bytes=2000)
-    for name in (
-        "head.weight",
-        "layers.0.ffn.w4.weight",
-        "layers.x.ln1.weight",
-        "ln1.weight",
-        "lm_head.scale",
-    ):
+    for name in ("head.weight", "layers.0.ffn.w4.weight", "lm_head.scale"):
         with pytest.raises(ValueError, match=repr(name)):
             save_hf_weights({name: torch.zeros(1)}, tmp_path)
 
@@ -207,20 +178,8 @@ def assert_refused(model: TransformerLM, folder, message: str, error: type[Excep
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
 
-def test_weights_are_copied_into_the_parameters_that_are_there(tmp_path):
-    weights = stored_weights(TINY)
-    save_file(weights, tmp_path / "model.safetensors")
-    model = TransformerLM(TINY, dtype=torch.bfloat16)
-    before = {name: (parameter, parameter.data_ptr()) for name, parameter in model.named_parameters()}
-    load_hf_weights(model, tmp_path)
-    for name, parameter in model.named_parameters():
-        assert (parameter, parameter.data_ptr()) == before[name]
-        assert parameter.requires_grad
-        assert torch.equal(parameter, weights[to_hf_name(name)].to(torch.bfloat16)), name
-
-
 def test_a_model_from_meta_is_complete_after_loading(tmp_path):
-    save_file(stored_weights(TINY), tmp_path / "model.safetensors")
+    save_file(weights := stored_weights(TINY), tmp_path / "model.safetensors")
     shell = TransformerLM(TINY, device="meta")
     with pytest.raises(ValueError, match="meta device and has no storage to load into; call to_empty first"):
         load_hf_weights(shell, tmp_path)
@@ -233,6 +192,12 @@ def test_a_model_from_meta_is_complete_after_loading(tmp_path):
     built = load_into_new_model(tmp_path)
     ids = torch.arange(20)[None]
     assert torch.equal(model(ids), built(ids))
+    narrow = TransformerLM(TINY, dtype=torch.bfloat16)
+    before = {name: parameter.data_ptr() for name, parameter in narrow.named_parameters()}
+    load_hf_weights(narrow, tmp_path)
+    for name, parameter in narrow.named_parameters():
+        assert parameter.data_ptr() == before[name]
+        assert torch.equal(parameter, weights[to_hf_name(name)].bfloat16()), name
 
 
 def load_into_new_model(folder) -> TransformerLM:
@@ -252,10 +217,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
     up = "layers.{}.mlp.up_proj.weight"
     message = r"tiny-hf: it lacks model\.layers\.1\.mlp\.up_proj\.weight and also has model\.layers\.2\."
     refused(message, without=["model." + up.format(1)], **{up.format(2): torch.zeros(1)})
-    # 9 weights in each of 2 layers, the embedding and the head: 20, of which four are named.
-    refused(r"it lacks lm_head\.weight, .* and 16 more$", without=weights.keys() - {"model.norm.weight"})
     refused("it lacks .*k_proj.bias", config=replace(TINY, qkv_bias=True))
-    refused(r"it lacks lm_head\.weight$", without=["lm_head.weight"])
     refused(r"k_proj\.weight .* \(16, 16\), .* \(8, 16\)", **{"layers.0.self_attn.k_proj.weight": torch.zeros(16, 16)})
     refused(r"model\.norm\.weight .* I8", **{"norm.weight": torch.ones(16, dtype=torch.int8)})
     save_file(stored_weights(replace(TINY, qkv_bias=True)), file)
@@ -413,14 +375,9 @@ def test_what_old_configs_leave_out_has_transformers_defaults(tmp_path):
         ({"hidden_size": "2048"}, "'2048'"),
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"attention_bias": True}, "attention_bias True"),
-        ({"mlp_bias": True}, "mlp_bias True"),
-        ({"use_sliding_window": True}, "use_sliding_window True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
-        ({"head_dim": "128"}, "'128'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
-        ({"rope_scaling": None, "rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'"),
         ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "only one set for all layers is"),
         ({"rope_scaling": [2.0]}, r"\[2\.0\]"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
@@ -431,12 +388,3 @@ def test_a_config_that_the_model_does_not_compute_is_refused(change, value, tmp_
     with pytest.raises(ValueError, match=value) as refusal:
         config_from_hf(write_config(tmp_path, PUBLISHED["llama3-1b"] | change))
     assert "\n" not in str(refusal.value)
-
-
-def test_a_config_that_cannot_be_read_is_refused(tmp_path):
-    for folder in (tmp_path / "absent", tmp_path):
-        with pytest.raises(FileNotFoundError, match=folder.name):
-            config_from_hf(folder)
-    (tmp_path / "config.json").write_text("{'single': 'quotes'}")
-    with pytest.raises(ValueError, match=r"config\.json is not a JSON file: "):
-        config_from_hf(tmp_path)

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cs336_systems.config import ModelConfig, RopeScaling
-from cs336_systems.model.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, rotary_frequencies
+from cs336_systems.model.layers import Embedding, Linear, RotaryEmbedding, rotary_frequencies
 from cs336_systems.model.ops import REFERENCE_OPS
 
 CONFIG = ModelConfig(name="rope", d_model=32, d_ff=32, n_layers=1, n_heads=2, context_length=40, rope_theta=500.0)
@@ -33,46 +32,14 @@ def assert_truncated_normal(weight: Tensor, sigma: float) -> None:
     assert 2.9 < largest <= 3 * (1 + 2**-22)
 
 
-@pytest.mark.parametrize(("d_in", "d_out"), [(256, 512), (512, 128)])
-def test_linear_starts_as_a_cut_normal_of_glorots_variance(d_in, d_out):
+def test_matrices_start_as_cut_normals_of_glorots_variance_and_embeddings_of_unit_variance():
     torch.manual_seed(0)
-    layer = Linear(d_in, d_out, REFERENCE_OPS, bias=True)
+    layer, embedding = Linear(512, 128, REFERENCE_OPS, bias=True), Embedding(1000, 64, REFERENCE_OPS)
     layer.reset_parameters()
-    assert layer.weight.shape == (d_out, d_in)
-    assert_truncated_normal(layer.weight.detach(), sigma=math.sqrt(2 / (d_in + d_out)))
-    assert layer.bias is not None
-    assert torch.equal(layer.bias, torch.zeros(d_out))
-
-
-def test_embedding_starts_as_a_cut_normal_of_unit_variance():
-    torch.manual_seed(0)
-    layer = Embedding(1000, 64, REFERENCE_OPS)
-    layer.reset_parameters()
-    assert_truncated_normal(layer.weight.detach(), sigma=1.0)
-
-
-def test_rms_norm_starts_with_unit_gains_and_uses_its_eps():
-    layer = RMSNorm(8, 0.5, REFERENCE_OPS)
-    layer.reset_parameters()
-    assert torch.equal(layer.weight, torch.ones(8))
-    x = torch.ones(8)
-    torch.testing.assert_close(layer(x), x / math.sqrt(1.5))
-
-
-def test_swiglu_gates_with_w1_and_returns_through_w2():
-    torch.manual_seed(0)
-    layer = SwiGLU(6, 10, REFERENCE_OPS, dtype=torch.float64)
-    for inner in (layer.w1, layer.w2, layer.w3):
-        inner.reset_parameters()
-    x = torch.randn(3, 6, dtype=torch.float64)
-    gate, up = x @ layer.w1.weight.T, x @ layer.w3.weight.T
-    torch.testing.assert_close(layer(x), (F.silu(gate) * up) @ layer.w2.weight.T, rtol=1e-13, atol=1e-13)
-
-
-def test_rotary_frequencies_fall_geometrically():
-    frequencies = rotary_frequencies(CONFIG)
-    assert frequencies.dtype == torch.float64
-    assert frequencies.tolist() == pytest.approx([500.0 ** (-2 * pair / 16) for pair in range(8)], rel=1e-15)
+    embedding.reset_parameters()
+    assert_truncated_normal(layer.weight.detach(), sigma=math.sqrt(2 / (512 + 128)))
+    assert torch.equal(layer.bias, torch.zeros(128))
+    assert_truncated_normal(embedding.weight.detach(), sigma=1.0)
 
 
 def test_llama3_scaling_keeps_short_waves_slows_long_ones_and_joins_them_continuously():

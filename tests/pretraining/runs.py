@@ -79,9 +79,9 @@ def training(
         yield End(stop, end)
 
 
-def write(path, *records: Record, resume: bool = False) -> None:
-    """A log of these records."""
-    with RunLog(LogFile.open(path, resume=resume)) as log:
+def write(path, *records: Record) -> None:
+    """Append these records to a log."""
+    with RunLog(LogFile(path)) as log:
         for record in records:
             log.write(record)
 

@@ -7,13 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.config import MODEL_SIZES
 from cs336_systems.distributed.process_group import Rank, joined
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import load_hf_weights
 from cs336_systems.pretraining.checkpoint import ModelOfRun, load_trained, load_weights, read_run_json, write_run_json
 from cs336_systems.pretraining.export import export
-from cs336_systems.pretraining.tokenizer import END_OF_TEXT, ByteTokenizer
+from cs336_systems.pretraining.tokenizer import END_OF_TEXT
 from tests.distributed.checks import spawn
 from tests.pretraining.checkpointed import FAMILIES, LLAMA, model_of, save_model, write_run, write_tokenizer
 
@@ -34,7 +33,7 @@ def assert_models_weights(weights, model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [3])
 def test_one_process_reads_what_any_number_of_ranks_wrote(world_size, tmp_path):
     for family, config in FAMILIES.items():
         write_run(tmp_path / family, config)
@@ -111,8 +110,6 @@ def test_a_checkpoint_of_another_model(run):
     for change, fault in (
         ({"vocab_size": 300}, r"\(264, 32\).* \(300, 32\)"),
         ({"n_layers": 3}, "lacks .*layers.2.attn.k_proj.weight"),
-        ({"n_layers": 1}, "holds .*layers.1.attn.k_proj.weight"),
-        ({"qkv_bias": True}, "lacks .*layers.0.attn.k_proj.bias"),
         ({"tie_embeddings": True}, "holds .*lm_head.weight"),
     ):
         (run / "run.json").unlink()
@@ -130,15 +127,6 @@ def test_folders_that_hold_no_run(tmp_path):
     write_run(tmp_path / "run")
     with pytest.raises(ValueError, match="run holds no checkpoint$"):
         load_weights(tmp_path / "run")
-
-
-def test_any_model_is_described(tmp_path):
-    for number, config in enumerate((*FAMILIES.values(), *MODEL_SIZES.values())):
-        config = replace(config, vocab_size=max(257, config.vocab_size))
-        write_run(tmp_path / f"{number}", config)
-        run = read_run_json(tmp_path / f"{number}")
-        assert (run.config, run.eos_id) == (config, 256)
-        assert run.tokenizer.read_text() == ByteTokenizer().json()
 
 
 def test_a_run_is_described_once(tmp_path):

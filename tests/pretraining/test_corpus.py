@@ -19,8 +19,6 @@ def test_the_default_is_the_standard_library_without_what_is_installed_beside_it
     corpus = Corpus.find([])
     assert {"argparse.py", "this.py", "decoder.py"} < {path.name for path in corpus.files}
     assert not any({"site-packages", "dist-packages"} & set(path.parts) for path in corpus.files)
-    assert list(corpus.files) == sorted(corpus.files)
-    assert corpus.n_bytes > 5e6
 
 
 def test_folders_are_read_by_name_and_suffix_without_hidden_files(tmp_path):

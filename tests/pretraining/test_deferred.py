@@ -42,30 +42,20 @@ def clock(monkeypatch):
     return clock
 
 
-def test_seconds_run_from_end_to_end_and_from_a_restart(clock):
-    deferred = Deferred(CPU, ("loss",))
-    clock.sleep(2)
-    deferred.push(torch.zeros(()))
-    clock.sleep(3)
-    first = deferred.push(torch.zeros(()))
-    clock.sleep(50)
-    deferred.restart()
-    clock.sleep(4)
-    second = deferred.push(torch.zeros(()))
-    third = deferred.flush()
-    assert [done.seconds for done in (first, second, third)] == [2, 3, 4]
-
-
-def test_what_is_around_a_step_is_before_it_begins_and_not_in_it(clock):
-    deferred = Deferred(CPU, ("loss",))
+def test_seconds_run_from_end_to_end_and_from_a_restart_and_some_are_around_the_step(clock):
+    deferred, nothing = Deferred(CPU, ("loss",)), torch.zeros(())
     clock.sleep(20)
     deferred.begin()
     clock.sleep(2)
-    deferred.push(torch.zeros(()))
+    deferred.push(nothing)
     clock.sleep(3)
-    first, second = deferred.push(torch.zeros(())), deferred.flush()
-    assert (first.seconds, first.around_seconds) == (22, 20)
-    assert (second.seconds, second.around_seconds) == (3, 0)
+    first = deferred.push(nothing)
+    clock.sleep(50)
+    deferred.restart()
+    clock.sleep(4)
+    second = deferred.push(nothing)
+    third = deferred.flush()
+    assert [(done.seconds, done.around_seconds) for done in (first, second, third)] == [(22, 20), (3, 0), (4, 0)]
 
 
 @pytest.mark.gpu

@@ -85,15 +85,6 @@ def test_reading_back_gives_the_same_bits_and_config(family, dtype, write, tmp_p
         assert sum(sizes) <= 9000 or sizes == [largest]
 
 
-def test_another_dtype_and_a_published_context(write, tmp_path):
-    model = model_of(replace(LLAMA, max_context_length=4096))
-    assert write(model, dtype=torch.bfloat16).dtype == torch.bfloat16
-    assert config_from_hf(tmp_path / "out").context_length == 4096
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    for before, after in zip(model.parameters(), load_ours(tmp_path / "out", torch.bfloat16).parameters(), strict=True):
-        assert torch.equal(before.bfloat16(), after)
-
-
 BPE = train_bpe([TEXT, "the theory of the thing\n" * 9, "x = x_1 + 1\n" * 9], 290)
 
 
@@ -225,7 +216,7 @@ def test_an_export_that_fails_leaves_the_earlier_one(write, tmp_path, monkeypatc
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # a full disk
     try:
-        with pytest.raises(OSError, match="model.safetensors .*File too large"):
+        with pytest.raises(OSError, match="File too large.*out.model.safetensors"):
             write(model_of(LLAMA, seed=1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -288,11 +279,9 @@ def test_weights_and_tokenizers_that_are_not_the_models(tmp_path, tokenizer):
 
     refuse(r"a-llama: it lacks ln_final.weight$", dropped=["ln_final.weight"])
     refuse(r"also has layers.0.attn.q_proj.bias$", {"layers.0.attn.q_proj.bias": torch.zeros(32)})
-    refuse(r"ln_final.weight has shape \(31,\), .* \(32,\)", {"ln_final.weight": torch.zeros(31)})
     refuse("lm_head.weight differs", {"lm_head.weight": torch.zeros(264, 32)})
     refuse("torch.bfloat16, torch.float32", {"ln_final.weight": torch.zeros(32).bfloat16()})
     refuse("257 ids, the model 256", config=replace(config, vocab_size=256))
-    refuse("nowhere", tokenizer=tmp_path / "nowhere")
     refuse("no token 263", eos_id=263)
     untied = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
     export(tmp_path / "out", untied, ModelOfRun(config, tokenizer, 256))

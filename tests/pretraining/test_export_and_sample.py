@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cs336_systems.distributed.process_group import joined
-from cs336_systems.model import TransformerLM
 from cs336_systems.pretraining.checkpoint import load_trained
 from cs336_systems.pretraining.sampling import generate
 from tests.pretraining.checkpointed import LLAMA, model_of, save_model, write_run
@@ -68,9 +65,7 @@ def test_export_refuses_in_one_sentence(command, trained):
     (trained / "mine").mkdir()
     (trained / "mine/config.json").write_text("{}")
     for arguments, value in (
-        (["nowhere"], "nowhere"),
         (["."], "run.json"),
-        (["run/step-00000009"], "step-00000009"),
         (["run", "--shard-gib", "0"], "got 0"),
         (["run", "--out", "run"], "run"),
         (["run", "--out", "mine"], "mine"),
@@ -121,50 +116,18 @@ def test_sample_stops_where_transformers_does(command, trained):
     assert (code, err.count("\n")) == (2, 1) and "eos_token_id is </s>" in err
 
 
-def test_the_prompt_in_a_file_is_its_bytes(command, tmp_path):
-    for content, n_tokens in ((b"a\r\nb\r\n", 6), (b"\xef\xbb\xbfab", 2)):
-        (tmp_path / "prompt").write_bytes(content)
-        code, out, _ = command("sample", "run", "--prompt-file", tmp_path / "prompt", "--max-tokens", "2")
-        assert (code, json.loads(out.splitlines()[-1])["prompt_tokens"]) == (0, n_tokens)
-    (tmp_path / "prompt").write_bytes(b"caf\xe9")
-    code, out, err = command("sample", "run", "--prompt-file", tmp_path / "prompt")
-    assert (code, out, err.count("\n")) == (2, "", 1) and "no UTF-8 text" in err
-
-
-def test_sample_stops_with_a_note_where_the_context_is_full(command):
-    code, out, err = command("sample", "run", "--max-tokens", "5000", "--temperature", "0")
-    assert code == 0
-    said = json.loads(out.splitlines()[-1])
-    assert (said["prompt_tokens"], said["new_tokens"], said["stopped"]) == (1, 48, ["context full"])
-    assert err == "sample: the context of 48 tokens is full after 1 of the prompt and 48 new ones\n"
-
-
 def test_sample_refuses_in_one_sentence(command):
     for arguments, value in (
         (["nowhere"], "nowhere"),
         (["run", "--prompt", "x" * 49], "49"),
         (["run", "--prompt", "x", "--prompt-file", "y"], "--prompt-file"),
         (["run", "--prompt-file", "absent"], "absent"),
-        (["run", "--samples", "0"], "got 200 and 0"),
-        (["run", "--temperature", "-1"], "got -1"),
         (["run", "--seed", "-1"], "got -1"),
         (["run", "--device", "cuda"], "cuda"),
     ):
         code, out, err = command("sample", *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert err.startswith("sample: ") and value in err
-
-
-def test_sample_takes_any_argument_and_says_when_memory_is_short(command, monkeypatch):
-    code, out, _ = command("sample", "run", "--prompt", "a\udcff", "--max-tokens", "2")
-    assert (code, json.loads(out.splitlines()[-1])["prompt_tokens"]) == (0, 2)
-
-    def fail(*arguments, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90 GiB.\nSee the documentation")
-
-    monkeypatch.setattr(TransformerLM, "to_empty", fail)
-    code, out, err = command("sample", "run")
-    assert (code, out, err.count("\n")) == (2, "", 1) and "Tried to allocate 90 GiB" in err
 
 
 def test_damage_is_said(command, tmp_path):
@@ -180,18 +143,3 @@ def test_damage_is_said(command, tmp_path):
     assert (code, err.count("\n")) == (0, 1) and "step-00000002 is passed over" in err
     code, _, err = command("sample", tmp_path / "run")
     assert code == 2 and "not finite" in err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["export", "sample"])
-def test_help_needs_no_torch(script):
-    code = (
-        "import runpy, sys\n"
-        f"sys.argv = ['{script}', '--help']\n"
-        f"try: runpy.run_path('{ROOT}/scripts/{script}.py', run_name='__main__')\n"
-        "except SystemExit as stop: assert stop.code == 0\n"
-        "assert not {'torch', 'tokenizers', 'pandas'} & set(sys.modules)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "--help" in result.stdout

@@ -7,8 +7,8 @@ import torch
 
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.memory import parameter_bytes
-from cs336_systems.pretraining.memory import predicted_segments
 from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.preparation import predicted_segments
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import Memory
 from tests.distributed.checks import spawn
@@ -46,12 +46,6 @@ def test_segments_add_up_to_the_device():
             assert segments["master"] == pytest.approx(2 * plain["weights"], rel=2e-3)
 
 
-def test_more_chunks_of_the_head_take_less():
-    loss = [predicted_segments(case_of(keep="input", lmhead_chunks=n), H200)["head and loss"] for n in (1, 4)]
-    words = -(-QWEN.vocab_size // 16) * 16
-    assert loss[0] - loss[1] == pytest.approx(16 * 1024 * (1 - 1 / 4) * words * 2, rel=0.01)
-
-
 def test_states_alone_where_the_peak_is_not_predicted():
     for changes, moments, parts in (
         ({"kernels": "reference"}, 1, 1),
@@ -86,5 +80,3 @@ def test_memory_is_as_predicted_and_logged(tmp_path, cuda_graph):
     predicted, measured = read_run(tmp_path / "run" / LOG).all(Memory)
     assert predicted.predicted_bytes == measured.predicted_bytes and not predicted.actual_bytes
     assert measured.actual_bytes["in all"] == pytest.approx(measured.predicted_bytes["in all"], rel=0.03)
-    for name in ("weights", "m", "v"):
-        assert measured.actual_bytes[name] == pytest.approx(measured.predicted_bytes[name], rel=0.01)

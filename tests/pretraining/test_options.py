@@ -26,15 +26,15 @@ def to_toml(load_script):
 def test_the_command_line_is_over_the_file_and_the_file_over_the_defaults(parse, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
-        '\ufefflearning-rate = 1\nbetas = [0.8, 0.9]\nzero = 1\ninit = "Qwen"\nclip = "none"\nskip_nonfinite = true',
+        '\ufefflearning-rate = 1\nbetas = [0.8, 0.9]\nzero = 1\ninit = "Qwen"\nclip = "none"\ntensorboard = true',
         encoding="utf-8",
     )
     for arguments in (["--config", str(file), "--zero", "3"], ["--zero", "3", f"--config={file}"]):
         options = parse(arguments)
         assert (options.zero, options.betas, options.learning_rate) == (3, (0.8, 0.9), 1.0)
-        assert (options.init, options.clip, options.skip_nonfinite) == (Path("Qwen"), None, True)
+        assert (options.init, options.clip, options.tensorboard) == (Path("Qwen"), None, True)
         assert options.size == "tiny"
-    assert parse(["--config", str(file), "--no-skip-nonfinite"]).skip_nonfinite is False
+    assert parse(["--config", str(file), "--no-tensorboard"]).tensorboard is False
     assert parse(["--lr", "2e-3"]).learning_rate == 2e-3
     assert parse(["--evaluate-every", "None"]).evaluate_every is None
     assert parse(["--device", "cuda"]) == TrainOptions.default("cuda")
@@ -57,6 +57,7 @@ def test_what_a_file_cannot_say(tmp_path, parse, capsys):
     file = tmp_path / "run.toml"
     for content, fault in (
         ("learning-rat = 1", "'learning-rat': did you mean learning-rate?"),
+        ("lr = 1", "'lr': did you mean learning-rate?"),
         ("size = tiny", "run.toml is not TOML"),
         ("[model]\nsize = 3", "'model'"),
         ("learning-rate = 1\nlearning_rate = 2", "learning-rate is there twice"),
@@ -89,9 +90,7 @@ QUANTIZED = {"matmul_dtype": "e4m3"}
         ({"batch_size": 0}, "--batch-size must be positive, got 0"),
         ({"clip": 0.0}, "--clip must be positive, got 0.0"),
         ({"learning_rate": float("nan")}, "--learning-rate must be finite, got nan"),
-        ({"clip": float("inf")}, "--clip must be finite, got inf"),
         ({"seed": 2**32}, "--seed"),
-        ({"weight_decay": -1.0}, "--weight-decay must not be negative, got -1.0"),
         ({"betas": (0.9, 1.0)}, "--betas must lie in [0, 1), got 0.9 1.0"),
         ({"epochs": 2.0}, "--steps 800 and --epochs 2.0"),
         ({"total_batch_tokens": 1024, "accumulate": 2}, "--total-batch-tokens 1024 and --accumulate 2"),
@@ -99,22 +98,13 @@ QUANTIZED = {"matmul_dtype": "e4m3"}
         ({"moments": "bf16"}, "--moments bf16 needs --optimizer fused, got torch-fused"),
         ({"z_loss": 1e-4}, "--z-loss 0.0001 "),
         ({"deterministic": True, "attention": "hopper", "keep": "autograd"}, "--deterministic and --attention hopper"),
-        ({"lmhead_chunks": 4}, "--lmhead-chunks 4 "),
         ({"gather_by": "copies", "zero": 2}, "--zero 2"),
-        ({"lmhead_chunks": 0, "keep": "all"}, "--lmhead-chunks must be positive, got 0"),
         ({"save_every": None}, "--save-every None"),
-        ({"recompute": "fulll"}, "'fulll': did you mean 'full'?"),
-        ({"recompute": "swiglu-norn"}, "'swiglu-norn'"),
-        ({"recompute": "swiglu", "keep": "all"}, "--keep all and --recompute swiglu"),
-        ({"recompute": "full"} | QUANTIZED, "e4m3 with keep autograd"),
-        ({"keep": "everything"}, "unknown level"),
+        ({"keep": "autograd-inpu"}, "did you mean autograd-input"),
+        ({"keep": "autograd-input"} | QUANTIZED, "e4m3 with keep autograd"),
         ({"kernels": "fused", "keep": "autograd"}, "kernels fused with keep autograd"),
         ({"context_length": 100} | QUANTIZED, "not context 100"),
-        ({"fp8_skip_last": -1}, "--fp8-skip-last must not be negative, got -1"),
         ({"fp8_skip_last": 1}, "--fp8-skip-last 1 is for quantized matmuls"),
-        ({"scaling": "row"}, "--scaling row is for quantized matmuls"),
-        ({"quantization_every": 9}, "--quantization-every 9 is for quantized matmuls"),
-        ({"quantization_every": 9, "cuda_graph": "on"} | QUANTIZED, "--quantization-every 9 needs --cuda-graph off"),
     ],
 )
 def test_what_does_not_go_is_said(changes, value):
@@ -122,18 +112,6 @@ def test_what_does_not_go_is_said(changes, value):
         replace(PLAIN, **changes).check()
     assert value in str(refusal.value)
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("recompute", "keep"),
-    [("swiglu", "all-swiglu"), ("att", "all-qkv-attention"), ("norm-ffn", "all-norm-ffn"), ("block", "input")],
-)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_blocks_compute_again_is_what_they_do_not_keep(device, recompute, keep):
-    options = replace(TrainOptions.default(device), recompute=recompute)
-    options.check()
-    config = resolve_size("tiny")
-    assert options.training_case(config, 1) == replace(options, recompute="none", keep=keep).training_case(config, 1)
 
 
 def test_steps_and_micro_batches_follow_from_tokens():

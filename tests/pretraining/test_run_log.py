@@ -1,19 +1,16 @@
-"""The log of a run: read at every moment, torn at any byte, resumed, of another version, on a full disk; outliers."""
+"""The log of a run: read at every moment, torn at any byte, resumed, of another version, on a full disk."""
 
 import errno
 import json
 import math
 import os
-import random
-import statistics
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from cs336_systems.pretraining.run_log import WINDOW, LogFile, RunLog, read_run
+from cs336_systems.pretraining.run_log import LogFile, RunLog, read_run
 from cs336_systems.pretraining.run_records import (
     KINDS,
     Evaluation,
@@ -22,19 +19,12 @@ from cs336_systems.pretraining.run_records import (
     LoggedCheckpoint,
     LoggedStep,
     Message,
-    Outlier,
-    Quantization,
     Session,
     from_line,
     to_line,
 )
 from tests.pretraining.runs import Kept, opening, training, write
 
-ROOT = Path(__file__).resolve().parents[2]
-QUANTIZED = {
-    "normed1": {"block": [0, 1], "absmax": [4.5, 5.0], "underflow": [0.25, 0.5], "saturation": [0.0, 0.0]},
-    "dqkv": {"block": [1], "absmax": ["Infinity"], "underflow": [0.125], "saturation": [1.0]},
-}
 STEP = LoggedStep(3, 0.5, 1024, 2.5, 1.5, 3e-4)
 
 
@@ -43,55 +33,45 @@ def path(tmp_path):
     return tmp_path / "runs" / "log.jsonl"
 
 
-def every_kind():
-    steps = training(100, stop=12, gpu_every=5, evaluate_every=6)
-    others = LoggedCheckpoint(12, 2**30, 0.2, 4.1), Outlier(7, "loss", 9.0, 8.0), Quantization(10, QUANTIZED)
-    return [*opening(100), *steps, *others, Message("a warning, with [brackets]", "warning")]
-
-
 def no_constant(word):
     pytest.fail(f"{word} is not JSON")
 
 
 def test_what_is_written_is_read_as_records_and_as_frames(path):
-    records = every_kind()
+    steps = training(100, stop=12, gpu_every=5, evaluate_every=6)
+    records = [
+        *opening(100),
+        *steps,
+        LoggedCheckpoint(12, 2**30, 0.2, 4.1),
+        Message("a warning, with [brackets]", "warning"),
+    ]
     assert {record.kind for record in records} == set(KINDS)
     write(path, *records)
     run = read_run(path)
     assert list(run.records) == records
-    assert (run.n_bytes, run.torn) == (path.stat().st_size, 0)
+    assert run.n_bytes == path.stat().st_size
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=no_constant)
-    steps = run.steps
-    assert steps["step"].tolist() == list(range(12))
-    assert steps["tokens_seen"].iloc[-1] == 12 * 524_288
-    assert steps["tokens_per_s"].tolist() == [record.tokens / record.seconds for record in run.all(LoggedStep)]
-    assert steps["speed_of_light"].isna().all()
+    assert run.steps["step"].tolist() == list(range(12))
+    assert run.steps["tokens_seen"].iloc[-1] == 12 * 524_288
+    assert run.steps["tokens_per_s"].tolist() == [record.tokens / record.seconds for record in run.all(LoggedStep)]
+    assert run.steps["speed_of_light"].isna().all()
     assert run.evaluations["step"].tolist() == [6, 12]
     assert run.gpu["step"].tolist() == [0, 5, 10]
-    assert run.outliers["z"].tolist() == [8.0]
-    assert [tuple(line) for line in run.quantization.itertuples(index=False)] == [
-        (10, "normed1", 0, 4.5, 0.25, 0.0),
-        (10, "normed1", 1, 5.0, 0.5, 0.0),
-        (10, "dqkv", 1, math.inf, 0.125, 1.0),
-    ]
-    write(path.with_name("empty"), *opening(5), Light({}, 1e-5))
-    empty = read_run(path.with_name("empty"))
-    for name in ("steps", "evaluations", "gpu", "outliers", "quantization"):
-        frame = getattr(empty, name)
-        assert len(frame) == 0 and frame.dtypes.astype(str).replace("object", "str").to_dict() == (
-            getattr(run, name).dtypes.astype(str).replace("object", "str").to_dict()
-        )
-    write(
-        path.with_name("empty"), *opening(5, 0), Light({}, 1e-5), replace(STEP, tokens=1000, seconds=0.1), resume=True
-    )
-    assert read_run(path.with_name("empty")).steps["speed_of_light"].tolist() == pytest.approx([0.1])
+    other = path.with_name("empty")
+    write(other, *opening(5), Light({}, 1e-5))
+    empty = read_run(other)
+    for name in ("steps", "evaluations", "gpu"):
+        frame, filled = getattr(empty, name), getattr(run, name)
+        assert len(frame) == 0 and frame.dtypes.to_dict() == filled.dtypes.to_dict()
+    write(other, *opening(5, 0), Light({}, 1e-5), replace(STEP, tokens=1000, seconds=0.1))
+    assert read_run(other).steps["speed_of_light"].tolist() == pytest.approx([0.1])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_valid_json_and_comes_back(path, value):
     write(path, *opening(9), replace(STEP, loss=value), GpuState(3, None, None, None, None, "", None))
-    said = json.loads(path.read_text().splitlines()[-3], parse_constant=no_constant)
+    said = json.loads(path.read_text().splitlines()[-2], parse_constant=no_constant)
     assert said["loss"] == {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
     run = read_run(path)
     assert repr(run.steps["loss"].iloc[0]) == repr(run.steps["loss"].dtype.type(value))
@@ -105,12 +85,11 @@ def test_cut_at_any_byte_at_most_the_last_line_is_lost(path):
     content = path.read_bytes()
     ends = [i + 1 for i, byte in enumerate(content) if byte == ord("\n")]
     cut = path.with_name("cut")
-    for n_bytes in {*range(0, len(content), 7), *ends, *(end - 1 for end in ends)}:
+    for n_bytes in {*range(0, len(content), 29), *ends, *(end - 1 for end in ends)}:
         cut.write_bytes(content[:n_bytes])
         run = read_run(cut)
         whole = [end for end in ends if end <= n_bytes]
-        assert len(run.records) == len(whole)
-        assert (run.n_bytes, run.torn) == (max(whole, default=0), n_bytes - max(whole, default=0))
+        assert (len(run.records), run.n_bytes) == (len(whole), max(whole, default=0))
 
 
 def test_a_resumed_run_cuts_off_the_torn_line_and_overtakes_the_steps_that_it_makes_again(path):
@@ -118,37 +97,31 @@ def test_a_resumed_run_cuts_off_the_torn_line_and_overtakes_the_steps_that_it_ma
     with path.open("ab") as file:
         file.write(b'{"kind": "step", "at": 17')
     again = training(40, first=20, stop=22, seed=1, evaluate_every=10, gpu_every=5, end="interrupted")
-    write(path, *opening(40, first_step=20), Evaluation(20, 1.25, 10, 0.1), *again, resume=True)
+    write(path, *opening(40, first_step=20), Evaluation(20, 1.25, 10, 0.1), *again)
     run = read_run(path)
-    assert run.torn == 0
+    assert run.n_bytes == path.stat().st_size
     assert run.steps["step"].tolist() == list(range(22))
     assert run.gpu["step"].tolist() == [0, 5, 10, 15, 20]
     assert run.evaluations["step"].tolist() == [10, 20]
     assert run.evaluations["loss"].iloc[-1] == 1.25
-    assert [options.first_step for options in run.all(Session)] == [0, 20]
-
-
-def test_resuming_without_a_log_begins_one_and_a_new_run_never_writes_into_another(path):
-    write(path, *opening(3), resume=True)
-    with pytest.raises(FileExistsError):
-        LogFile.open(path, resume=False)
+    assert [session.first_step for session in run.all(Session)] == [0, 20]
     path.write_bytes(path.read_bytes()[:10])  # killed while the very first line was written
-    with RunLog(LogFile.open(path, resume=True)) as log, pytest.raises(AssertionError, match="begins with options"):
+    with RunLog(LogFile(path)) as log, pytest.raises(AssertionError, match="begins with options"):
         log.write(STEP)
-    write(path, *opening(3), resume=True)
+    write(path, *opening(3))
     assert len(read_run(path).records) == len(list(opening(3)))
 
 
 def test_two_processes_do_not_write_one_log(path):
-    with RunLog(LogFile.open(path, resume=False)) as log:
+    with RunLog(LogFile(path)) as log:
         log.write(next(opening(3)))
         with path.open("ab") as file:
             file.write(b'{"kind": "st')  # a line that the first is writing
         before = path.read_bytes()
         with pytest.raises(ValueError, match=r"log.jsonl is being written by another process$"):
-            LogFile.open(path, resume=True)
+            LogFile(path)
         assert path.read_bytes() == before
-    LogFile.open(path, resume=True).close()
+    LogFile(path).close()
     assert path.read_bytes() == before[:-12]
 
 
@@ -165,21 +138,22 @@ def test_two_processes_do_not_write_one_log(path):
 def test_other_files_and_other_versions_are_refused_and_left_alone(path, content, message):
     path.parent.mkdir()
     path.write_bytes(content)
-    for open_it in (read_run, lambda path: LogFile.open(path, resume=True)):
+    for open_it in (read_run, LogFile):
         with pytest.raises(ValueError, match=message):
             open_it(path)
     assert path.read_bytes() == content
 
 
-def test_a_damaged_line_inside_is_named_and_later_kinds_and_fields_are_passed_over(path):
+def test_a_damaged_line_inside_is_named_and_other_kinds_and_fields_are_passed_over(path):
+    """Of later versions, and outliers of those before 2026-11-27."""
     write(path, *opening(3), STEP)
     lines = path.read_bytes().splitlines(keepends=True)
     for line in (b"garbage", b"[1]", b'{"step": 1}', b'{"kind": "step", "loss": "much"}', b"\x80"):
         path.write_bytes(b"".join(lines[:-1]) + line + b"\n" + lines[-1])
         with pytest.raises(ValueError, match=f"line {len(lines)}: it is no"):
             read_run(path)
-    later = b'{"kind": "weather", "rain": true}\n' + lines[-1].replace(b"}", b', "mood": "fine"}')
-    path.write_bytes(b"".join(lines[:-1]) + later)
+    other = b'{"kind": "weather", "rain": true}\n{"kind": "outlier", "step": 7, "quantity": "loss", "value": 9}\n'
+    path.write_bytes(b"".join(lines[:-1]) + other + lines[-1].replace(b"}", b', "mood": "fine"}'))
     assert read_run(path).all(LoggedStep) == (STEP,)
 
 
@@ -191,7 +165,7 @@ def test_a_full_disk_is_told_once_and_leaves_whole_lines(path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_some(descriptor, line[: room.pop(0)])
 
-    with RunLog(LogFile.open(path, resume=False), kept) as log:
+    with RunLog(LogFile(path), kept) as log:
         log.write(next(opening(3)))
         size = path.stat().st_size
         with pytest.raises(TypeError, match="Tensor"):
@@ -209,60 +183,8 @@ def test_a_full_disk_is_told_once_and_leaves_whole_lines(path, monkeypatch):
     assert (told.level, kept.closed) == ("error", True) and "No space left on device" in told.text
     # A session that cannot begin is none, or its steps would follow those that it makes again, as if of one session.
     before = path.read_bytes()
-    with RunLog(LogFile.open(path, resume=True)) as log, monkeypatch.context() as patch:
+    with RunLog(LogFile(path)) as log, monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         with pytest.raises(OSError, match="No space left on device: .*log.jsonl"):
             log.write(next(opening(3, first_step=1)))
     assert path.read_bytes() == before
-
-
-def flagged(losses, log=None):
-    """The outliers of steps with these losses and norms of 1."""
-    kept = Kept()
-    with RunLog(kept) as log:
-        for number, loss in enumerate(losses):
-            log.write(replace(STEP, step=number, loss=loss, norm=1.0))
-    return [record for record in kept if isinstance(record, Outlier)]
-
-
-def test_outliers_are_by_z_over_the_last_hundred_steps():
-    source = random.Random(0)
-    noise = [3 + source.gauss(0, 0.1) for _ in range(3000)]
-    assert not flagged(noise)
-    assert not flagged([10 - 0.01 * number for number in range(500)])
-    assert not flagged([*noise[: WINDOW - 1], 50.0])
-    before = noise[1 : WINDOW + 1]
-    for value in (3.9, 2.1):
-        (outlier,) = flagged([50.0, *before, value])
-        assert (outlier.step, outlier.quantity, outlier.value) == (WINDOW + 1, "loss", value)
-        assert outlier.z == pytest.approx((value - statistics.fmean(before)) / statistics.pstdev(before))
-    assert [outlier.z for outlier in flagged([*[2.0] * WINDOW, 1.0])] == [-math.inf]
-    for value in (math.nan, math.inf, -math.inf):  # flagged at once, and later steps are not compared with it
-        first, second = flagged([3.0, value, *before, 9.0])
-        assert repr(first.value) == repr(first.z) == repr(value) and second.value == 9.0
-
-
-def test_outliers_follow_their_step_into_every_sink_and_a_resumed_run_remembers(path):
-    kept = Kept()
-    calm = tuple(replace(STEP, step=i, loss=2 + (-1) ** i * 0.1, norm=1.0) for i in range(WINDOW + 20))
-    with RunLog(LogFile.open(path, resume=False), kept) as log:
-        for record in (*opening(500), *calm, replace(STEP, step=120, loss=5.0, norm=2.0)):
-            log.write(record)
-    assert [(one.step, one.quantity, one.value) for one in kept[-2:]] == [(120, "loss", 5.0), (120, "norm", 2.0)]
-    assert read_run(path).all(Outlier) == tuple(kept[-2:])
-    for earlier, expected in ((read_run(path).all(LoggedStep)[:120], 2), ((), 0)):
-        kept = Kept()
-        with RunLog(kept, earlier=earlier) as log:
-            log.write(replace(STEP, step=120, loss=5.0, norm=2.0))
-        assert len(kept) == 1 + expected
-
-
-def test_threads_write_whole_lines(path):
-    with RunLog(LogFile.open(path, resume=False)) as log:
-        log.write(next(opening(3)))
-        threads = [threading.Thread(target=lambda: [log.say("x" * 500) for _ in range(200)]) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(read_run(path).all(Message)) == 800

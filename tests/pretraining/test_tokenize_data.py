@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cs336_systems.pretraining.dataset import Dataset, TokenFileWriter
+from cs336_systems.pretraining.dataset import Dataset, TokenWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,7 +50,7 @@ def test_a_run_says_what_it_made_and_where(run, monkeypatch):
     def full(writer, tokens):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(TokenFileWriter, "append", full)
+    monkeypatch.setattr(TokenWriter, "append", full)
     code, out, err = run("--input", "source", "--tokenizer", "bytes", "--out", "full")
     assert (code, out, err) == (2, "", "tokenize_data: full: No space left on device\n")
     assert sorted(path.name for path in Path().iterdir()) == ["data", "source"]
@@ -60,15 +60,11 @@ def test_a_run_says_what_it_made_and_where(run, monkeypatch):
     ("arguments", "value"),
     [
         (["--input", "nowhere"], "nowhere"),
-        (["--input", "source", "--suffix", ".rs"], ".rs"),
         (["--tokenizer", "nowhere"], "nowhere"),
         (["--evaluation-fraction", "1"], "--evaluation-fraction 1 "),
         (["--eos-token", "<e>"], "--eos-token <e> "),
         (["--input", "source", "--vocab-size", "10"], "got 10"),
         (["--evaluation-fraction", "1.5"], "got 1.5"),
-        (["--evaluation-fraction", "nan"], "got nan"),
-        (["--shard-tokens", "0"], "--shard-tokens must lie in 1..2147483647, got 0"),
-        (["--sample-mb", "0"], "--sample-mb must be positive, got 0"),
         (["--processes", "0"], "--processes must be positive, got 0"),
         (["--out", "source"], "--out source "),
         (["--input", "source", "--tokenizer", "bytes", "--out", "source/1.py/out"], "Not a directory"),

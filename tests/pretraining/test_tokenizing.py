@@ -4,18 +4,16 @@ import filecmp
 import json
 import os
 import signal
-import struct
-from multiprocessing import Pipe
 
 import numpy as np
 import psutil
 import pytest
 import tokenizers
 
-from cs336_systems.pretraining import tokenizing
+from cs336_systems.pretraining import dataset, tokenizing
 from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.dataset import Dataset
-from cs336_systems.pretraining.tokenizer import END_OF_TEXT, ByteTokenizer
+from cs336_systems.pretraining.tokenizer import END_OF_TEXT
 from cs336_systems.pretraining.tokenizing import TokenizeOptions, default_folder, is_held_out, tokenize
 
 
@@ -38,43 +36,41 @@ def tokens(stream):
     return out
 
 
-@pytest.mark.parametrize("tokenizer", [{}, {"tokenizer": "bpe", "vocab_size": 300, "bytes_per_token": 2}])
+@pytest.mark.parametrize("tokenizer", [{}, {"tokenizer": "bpe", "vocab_size": 300}])
 def test_processes_write_what_one_process_writes(lines, monkeypatch, tokenizer):
-    serial = make(lines, "serial", shard_tokens=1000, **tokenizer)
+    monkeypatch.setattr(dataset, "FILE_TOKENS", 1000)
+    serial = make(lines, "serial", **tokenizer)
     monkeypatch.setattr(tokenizing, "_BATCH_CHARACTERS", 100)
-    parallel = make(lines, "parallel", processes=3, shard_tokens=1000, **tokenizer)
+    parallel = make(lines, "parallel", processes=2, **tokenizer)
     names = sorted(path.name for path in serial.folder.iterdir())
     assert names == sorted(path.name for path in parallel.folder.iterdir())
     assert filecmp.cmpfiles(serial.folder, parallel.folder, names, shallow=False) == (names, [], [])
     assert sum(name.startswith("train") for name in names) > 2
 
 
-def test_every_document_is_in_the_split_of_its_hash_in_order_and_shards_are_full(lines):
-    whole, sharded = make(lines, "whole"), make(lines, "sharded", shard_tokens=777)
+def test_every_document_is_in_the_split_of_its_hash_in_order(lines):
+    whole = make(lines, "whole")
     for name, held_out in (("train", False), ("evaluation", True)):
         stream, said = getattr(whole, name), whole.manifest["splits"][name]
         documents = [d.text for d in Corpus.find([lines]).documents() if is_held_out(d.text, 0.2) == held_out]
         assert tokens(stream).tolist() == [token for text in documents for token in (*text.encode(), 256)]
         assert said["documents"] == len(documents)
         assert said["bytes"] == sum(map(len, documents)) == said["tokens"] - len(documents)
-        sizes = [len(file.tokens) for file in getattr(sharded, name).files]
-        assert set(sizes[:-1]) <= {777} and 0 < sizes[-1] <= 777
-        assert np.array_equal(tokens(stream), tokens(getattr(sharded, name)))
     assert 20 < said["documents"] < 60
-    assert len(make(lines, "exact", shard_tokens=len(whole.train)).train.files) == 1
     for fraction, train, evaluation in ((0.0, True, False), (1.0, False, True)):
         one = make(lines, f"{fraction}", evaluation_fraction=fraction)
         assert (one.train is not None, one.evaluation is not None) == (train, evaluation)
 
 
-def test_the_bpe_does_not_learn_from_what_is_held_out(lines):
+def test_the_bpe_does_not_learn_from_what_is_held_out(lines, monkeypatch):
     """A word of the evaluation documents alone makes no merge, and the sample ends where it should."""
     with lines.open("a") as file:
         held_out = next(t for n in range(1000) if is_held_out(t := f"{n} " + "zq" * 500, 0.2))
         file.write(json.dumps({"text": held_out}) + "\n")
     vocabularies = []
-    for n, sample_mb in enumerate((16.0, 100e-6)):
-        made = make(lines, f"{n}", tokenizer="bpe", vocab_size=300, sample_mb=sample_mb)
+    for n_characters in (10**6, 100):
+        monkeypatch.setattr(tokenizing, "_SAMPLE_CHARACTERS", n_characters)
+        made = make(lines, f"{n_characters}", tokenizer="bpe", vocab_size=300)
         vocabularies.append(json.loads(made.tokenizer.read_text())["model"]["vocab"])
     assert "zq" not in vocabularies[0]
     assert len(vocabularies[1]) < len(vocabularies[0])
@@ -117,13 +113,12 @@ def test_a_killed_process_is_said_and_nothing_is_written(lines, monkeypatch):
     assert [path.name for path in lines.parent.iterdir()] == ["lines.jsonl"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_tokenizer_without_an_id_for_some_text_is_refused(lines, tmp_path, processes):
+def test_a_tokenizer_without_an_id_for_some_text_is_refused(lines, tmp_path):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"document": 0, END_OF_TEXT: 1}, unk_token="<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "words.json"))
     with pytest.raises(ValueError, match=r"cannot encode .*Missing"):
-        make(lines, "out", tokenizer=str(tmp_path / "words.json"), processes=processes)
+        make(lines, "out", tokenizer=str(tmp_path / "words.json"), processes=2)
 
 
 def test_what_cannot_be_divided_is_said(tmp_path):
@@ -143,14 +138,3 @@ def test_folders_are_named_by_corpus_and_tokenizer(tmp_path, monkeypatch):
     assert os.fspath(default_folder(TokenizeOptions(tokenizer="bytes"), web)) == "data/web-bytes"
     for name in ("Qwen2.5-0.5B", "Qwen2.5-0.5B/", "Qwen2.5-0.5B/tokenizer.json"):
         assert os.fspath(default_folder(TokenizeOptions(tokenizer=name), web)) == "data/web-Qwen2.5-0.5B"
-
-
-def test_a_process_ends_quietly_when_nobody_listens():
-    for last_word in ("", "whole", "torn"):
-        ours, theirs = Pipe()
-        if last_word == "whole":
-            ours.send(["a", "b"])
-        elif last_word == "torn":
-            os.write(ours.fileno(), struct.pack("!i", 100) + b"torn")  # a length, and not so many bytes
-        ours.close()
-        tokenizing._serve(theirs, ByteTokenizer(), 0.5)

@@ -1,16 +1,13 @@
 """Which numbers go to TensorBoard and to Weights & Biases, by stand-ins for both."""
 
 import sys
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from cs336_systems.pretraining import trackers
-from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_log import RunLog
 from cs336_systems.pretraining.run_records import Evaluation, GpuState, LoggedStep
-from cs336_systems.pretraining.trackers import TensorBoard, WeightsAndBiases, trackers_of
+from cs336_systems.pretraining.trackers import TensorBoard, WeightsAndBiases
 from tests.pretraining.runs import opening
 
 RECORDS = [
@@ -50,16 +47,6 @@ def test_tensorboard(monkeypatch, tmp_path):
     assert calls[0] == (str(tmp_path), 4)
     assert sorted(calls[1:-1]) == EXPECTED
     assert calls[-1] == "closed"
-
-
-def test_those_that_options_ask_for(monkeypatch, tmp_path):
-    monkeypatch.setattr(trackers, "TensorBoard", lambda *where: ("tensorboard", *where))
-    monkeypatch.setattr(trackers, "WeightsAndBiases", lambda *where, resume: ("wandb", *where, resume))
-    plain = replace(TrainOptions.default("cpu"), out=tmp_path)
-    assert list(trackers_of(plain, 3)) == []
-    for first_step in (0, 3):
-        made = list(trackers_of(replace(plain, tensorboard=True, wandb="project"), first_step))
-        assert made == [("tensorboard", tmp_path, first_step), ("wandb", tmp_path, "project", first_step > 0)]
 
 
 class Wandb(ModuleType):

@@ -40,17 +40,15 @@ def trained(tmp_path_factory):
     two = [of(f"two-{zero}", zero=zero) for zero in ZEROS]
     two += [of("copied", zero=3, gather_by="copies")]
     two += [of("one-to-two", zero=3), first_half("two-to-one", zero=3)]
-    for zero, after in zip(ZEROS, (1, 2, 3, 0), strict=True):
+    for zero, after in ((1, 3), (3, 0)):
         two += [first_half(f"around-{zero}", zero=zero), of(f"around-{zero}", zero=after)]
-        two += [of(f"stopped-{zero}", zero=zero, **EXPLODING)]
-        two += [of(f"skipping-{zero}", zero=zero, **EXPLODING, skip_nonfinite=True)]
-    for zero in (1, 3):
-        two += [first_half(f"same-{zero}", zero=zero), of(f"same-{zero}", zero=zero)]
+    two += [of(f"stopped-{zero}", zero=zero, **EXPLODING) for zero in (0, 3)]
+    two += [first_half("same-3", zero=3), of("same-3", zero=3)]
     outcomes = spawn(train_each, 2, two, timeout_s=120)
     assert outcomes[0] == outcomes[1]
     for asked, outcome in zip(two, outcomes[0], strict=True):
         if asked.out.name.startswith("stopped"):
-            assert re.match(r"step 1: loss \S+, of ranks \S+ and \S+, norm ", outcome), outcome
+            assert re.match(r"step 1: loss \S+, norm ", outcome), outcome
             continue
         assert (outcome.reason, outcome.steps < 10) == (("walltime", True) if asked.walltime else ("done", False))
     with joined("cpu") as rank:
@@ -75,8 +73,7 @@ def budget(trained):
 
 @pytest.mark.slow
 def test_ranks_and_resharding_change_no_more_than_another_order_of_addition(trained, budget):
-    around = [f"{kind}-{zero}" for kind in ("two", "around") for zero in ZEROS]
-    for name in (*around, "one-to-two", "two-to-one"):
+    for name in (*(f"two-{zero}" for zero in ZEROS), "around-1", "around-3", "one-to-two", "two-to-one"):
         apart = (values(trained / name) - values(trained / "alone")).abs()
         assert (apart <= budget).all(), (name, apart, budget)
     losses, norms = torch.stack([values(trained / f"two-{zero}") for zero in ZEROS]).unbind(-1)
@@ -89,17 +86,14 @@ def test_ranks_and_resharding_change_no_more_than_another_order_of_addition(trai
 
 
 @pytest.mark.slow
-def test_no_step_that_is_not_finite_changes_anything_on_any_rank(trained):
-    for zero in ZEROS:
+def test_all_ranks_stop_at_a_step_that_is_not_finite(trained):
+    for zero in (0, 3):
         assert [path.name for path in complete_checkpoints(trained / f"stopped-{zero}")] == ["step-00000001"]
-        before, after = (load_weights(trained / f"{how}-{zero}") for how in ("stopped", "skipping"))
-        assert after.step == 10
-        assert all(torch.equal(tensor, before.weights[name]) for name, tensor in after.weights.items())
 
 
 @pytest.mark.slow
 def test_the_same_bits_in_two_commands_and_by_copies(trained):
-    for one, other in (("two-1", "same-1"), ("two-3", "same-3"), ("two-3", "copied")):
+    for one, other in (("two-3", "same-3"), ("two-3", "copied")):
         assert losses_and_norms(trained / other) == losses_and_norms(trained / one)
         whole, found = load_weights(trained / one).weights, load_weights(trained / other).weights
         assert all(torch.equal(tensor, found[name]) for name, tensor in whole.items())

@@ -6,22 +6,21 @@ from pathlib import Path
 import numpy as np
 
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.pretraining.dataset import TokenFile, TokenFileWriter, TokenStream, describe
-from cs336_systems.pretraining.nonfinite import NonFiniteStep
+from cs336_systems.pretraining.dataset import TokenFile, TokenStream, TokenWriter, describe
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import LoggedStep
 from cs336_systems.pretraining.tokenizer import ByteTokenizer
-from cs336_systems.pretraining.trainer import Outcome, train
+from cs336_systems.pretraining.trainer import NonFiniteStep, Outcome, train
 
 BYTES = {"vocab_size": ByteTokenizer.vocab_size, "eos_id": ByteTokenizer.eos_id}
 
 
-def write_tokens(path: Path, tokens, vocab_size=50_000, **options) -> TokenFile:
-    """A token file, written and opened."""
-    with TokenFileWriter(path, vocab_size=vocab_size, **options) as file:
-        file.append(np.asarray(tokens, np.int64))
-    return TokenFile.open(path)
+def write_tokens(folder: Path, tokens, name="a", vocab_size=50_000, **options) -> TokenFile:
+    """A token file, NAME-00000.bin, written and opened."""
+    with TokenWriter(folder, name, vocab_size=vocab_size, **options) as writer:
+        writer.append(np.asarray(tokens, np.int64))
+    return TokenFile.open(folder / writer.files[0])
 
 
 def counting(n_tokens: int, *shards: int, vocab_size: int = 1) -> TokenStream:
@@ -37,7 +36,7 @@ def write_dataset(folder: Path, n_train: int = 4000, n_evaluation: int | None = 
     for name, n in (("train", n_train), ("evaluation", n_evaluation)):
         if n is not None:
             tokens = (np.random.RandomState(n).randint(0, 4, n) + np.arange(n) * 7) % 256
-            write_tokens(folder / f"{name}-00000.bin", tokens, **BYTES)
+            write_tokens(folder, tokens, name, **BYTES)
             splits[name] = {"files": [f"{name}-00000.bin"], "documents": 1, "bytes": n, "tokens": n}
     describe(folder, ByteTokenizer().json(), {"name": "bytes"} | BYTES, "a rhythm", 1, splits)
     return folder

@@ -67,35 +67,31 @@ def test_every_so_many_steps_but_always_what_is_not_finite(shown):
     steps = [replace(STEP, step=step, loss=float("nan") if step == 13 else 2.0) for step in range(30)]
     said = shown(BEGIN, *steps, every=10)
     assert re.findall(r"\[T\] step +(\d+)", said) == ["0", "10", "13", "20"]
-    assert "outlier" not in said, "the step's line says that it is not finite"
     with pytest.raises(ValueError, match="got every 0"):
         RunConsole(0)
 
 
-def test_tables_of_what_begins(shown):
+def test_what_begins_is_few_lines(shown):
     light = speed_of_light(MODEL_SIZES["qwen2.5-0.5b"], 1024, find_hardware("NVIDIA H200"), block_dtype="fp8")
     said = shown(*opening(100, light=light))
-    assert "betas" not in said and "Device: NVIDIA H200" in said
-    for line in (
-        *(r"schedule +\| wsd +\| cosine", r"parameters +\| +494,032,768", r"tokens held out +\| +250,000"),
-        *(r"activations +\| +30.00", r"blocks +\| fp8 +\| +2.15 \| +1,085 \| +53.1", r"all +\| +\| .*\| +100.0"),
+    assert len(said.splitlines()) <= 15 and max(map(len, said.splitlines())) < 200
+    for part in (
+        *("--size qwen2.5-0.5b, --schedule wsd; else", "1 x NVIDIA H200, 141.0 GiB each", "494,032,768 parameters"),
+        *("250,000 held out", "activations 30.00", "489,232 tokens/s", "blocks in fp8 53.1 %"),
     ):
-        assert re.search(rf"\| {line} +\|", said), line
-    assert "Speed of light: 489,232 tokens/s" in said
+        assert part in said, part
+    assert "betas" not in said
     said = shown(*opening(100, first_step=40))
-    assert "resumed after 40 of 100 steps" in said
+    assert "Resumed after 40 of 100 steps" in said
     assert "Speed of light: the device's peak is not known" in said
     on_cpu = {"size": "tiny", "device": "cpu"}
-    assert shown(Session(on_cpu, on_cpu, 1000, 4)).startswith("All options are the defaults of a CPU; resumed after 4")
-    memory = Memory({"weights": 2**30, "free": 2**31}, {"weights": 2**30 + 2**25, "reserved": 2**29}, "Take --batch 8.")
-    said = shown(BEGIN, memory)
-    assert "Take --batch 8." in said
-    for line in (
-        r"weights +\| +1.00 \| +1.03 \| +\+3.1",
-        r"free +\| +2.00 \| +– \| +–",
-        r"reserved +\| +– \| +0.50 \| +–",
-    ):
-        assert re.search(rf"\| {line} \|", said), line
+    assert shown(Session(on_cpu, on_cpu, 1000)).startswith("All options are the defaults of a CPU\n")
+    memory = Memory({"weights": 2**30, "free": 2**31}, {"weights": 2**30 + 2**25, "reserved": 2**29})
+    lines = shown(BEGIN, memory).splitlines()
+    assert [line.partition("GiB: ")[2] for line in lines[1:]] == [
+        "weights 1.00, free 2.00",
+        "weights 1.03, reserved 0.50",
+    ]
 
 
 def test_a_terminal_has_colours_a_bar_and_whole_lines(shown):
@@ -110,7 +106,6 @@ def test_a_terminal_has_colours_a_bar_and_whole_lines(shown):
     assert "31 of 40 steps" in said
     assert "one [red] word" in said
     assert "\x1b[?25h" in said, "the cursor is not back"
-    assert "|:--" not in said
     piped = shown(*records)
     assert "\x1b" not in piped
     assert "━" not in piped

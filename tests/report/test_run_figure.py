@@ -10,7 +10,7 @@ from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.hardware import find_hardware
 from cs336_systems.pretraining.run_log import read_run
-from cs336_systems.pretraining.run_records import Device, LoggedStep, Quantization
+from cs336_systems.pretraining.run_records import Device, LoggedStep
 from cs336_systems.report.run_figure import run_figure
 from tests.pretraining.runs import opening, training, write
 
@@ -51,26 +51,6 @@ def said(axes):
 
 def legend(axes):
     return [text.get_text() for text in axes.get_legend().get_texts()]
-
-
-def test_what_quantization_did_is_drawn_where_a_log_tells_it(run):
-    def quantized(step):
-        shares = {"block": [0, 1], "absmax": [3.0, 4.0], "underflow": [0.25, 0.5], "saturation": [0.0, 0.0]}
-        gradient = shares | {"absmax": [9.0, 9.0], "underflow": [0.125, 0.25]}
-        return Quantization(step, {"normed1": shares, "down weight": shares, "dqkv": gradient})
-
-    one = run(*opening(20), *training(20), quantized(0), quantized(10))
-    plain = run(*opening(20), *training(20), name="plain")
-    drawn = {axes.get_ylabel(): axes for axes in run_figure({"one": one, "plain": plain}).axes}
-    assert len(drawn) == len(LABELS) + 3
-    for label, value in (
-        ("most underflow, %", 50.0),
-        ("most underflow of gradients, %", 25.0),
-        ("largest magnitude but of gradients", 4.0),
-    ):
-        (line,) = drawn[label].lines
-        assert line.get_xdata().tolist() == [0, 10]
-        assert line.get_ydata().tolist() == [value, value]
 
 
 def test_every_quantity_of_a_run_is_drawn(run):

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import Tensor
 
 from cs336_systems.config import MODEL_SIZES, phase_of
@@ -29,7 +28,7 @@ def error(found: list[Tensor], exact: list[Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(found, exact, strict=True))
 
 
-@pytest.mark.parametrize(("n", "tied", "keep"), [(2, False, "autograd"), (12, True, "autograd"), (3, True, "products")])
+@pytest.mark.parametrize(("n", "tied", "keep"), [(12, True, "autograd"), (3, False, "products")])
 def test_gradients_and_loss_are_those_of_the_whole_batch(n, tied, keep):
     """Against fp64, within twice the error of the whole batch in fp32 and n roundings of the largest gradient."""
     size = replace(CONFIG, tie_embeddings=tied)
@@ -58,24 +57,6 @@ def test_gradients_add_up_where_the_first_backward_put_them():
             places.append([parameter.grad.data_ptr() for parameter in step.model.parameters()])
     assert places[0] == places[1] == places[2]
     assert all(parameter.grad is None for parameter in step.model.parameters())
-
-
-def test_a_scaled_loss_adds_up_and_is_skipped_as_one_step():
-    step = assemble(in_parts(2, dtype="autocast-fp16"))
-    step.scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    before = [parameter.detach().clone() for parameter in step.model.parameters()]
-    loss_function, calls = step.loss_function, []
-
-    def second_is_infinite(logits: Tensor, targets: Tensor) -> Tensor:
-        calls.append(None)
-        return loss_function(logits, targets) * (float("inf") if len(calls) == 2 else 1.0)
-
-    step.loss_function = second_is_infinite
-    step(*random_batch(WHOLE))
-    assert all(torch.equal(a, b) for a, b in zip(step.model.parameters(), before, strict=True))
-    assert step.scaler.get_scale() == 8.0
-    step(*random_batch(WHOLE))
-    assert not any(torch.equal(a, b) for a, b in zip(step.model.parameters(), before, strict=True))
 
 
 def test_what_cannot_be_dealt_out_is_refused():

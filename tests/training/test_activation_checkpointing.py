@@ -18,7 +18,7 @@ CONFIG = replace(
     MODEL_SIZES["tiny"], name="five", d_model=32, d_ff=64, vocab_size=97, context_length=16, n_layers=5, n_kv_heads=2
 )
 SELECTIVE = ("keep-matmuls", "keep-attention")
-POLICIES = ("full", "every-2", "every-99", "first-3", "recursive", *SELECTIVE)
+POLICIES = ("full", "every-2", "first-3", "recursive", *SELECTIVE)
 
 
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -65,11 +65,10 @@ def assert_same_bits(actual: TrainStep, expected: TrainStep) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        {"precision": "autocast-bf16"},
-        {"config": replace(CONFIG, n_layers=4, qkv_bias=True, tie_embeddings=True)},
+        {"precision": "autocast-bf16", "config": replace(CONFIG, n_layers=4, qkv_bias=True, tie_embeddings=True)},
         {"attention": "sdpa-flash", "frozen": True},
     ],
-    ids=["autocast", "four layers", "frozen"],
+    ids=["autocast", "frozen"],
 )
 def test_gradients_have_the_same_bits_and_blocks_run_as_the_plan_says(policy, how):
     assert_same_bits(after_backward(policy, **how), after_backward("none", **how))
@@ -124,13 +123,7 @@ def backend(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("policy", "precision"),
-    [
-        ("recursive", "autocast-bf16"),
-        ("keep-attention", "fp32"),
-    ],
-)
+@pytest.mark.parametrize(("policy", "precision"), [("recursive", "autocast-bf16"), ("keep-attention", "fp32")])
 def test_compiled_blocks_have_the_same_bits_in_one_graph_for_all(backend, policy, precision):
     """Selective policies are in the graph: the eager modes would see no operator of a compiled block."""
     step = after_backward(policy, precision=precision, compile="on")
@@ -138,24 +131,6 @@ def test_compiled_blocks_have_the_same_bits_in_one_graph_for_all(backend, policy
     assert backend["stats"]["unique_graphs"] == 2, "one for all blocks, one for the loss"
     assert not backend["graph_break"]
     assert any(block._compiled_call_impl is not None for block in step.model.layers) == (policy not in SELECTIVE)
-
-
-@pytest.mark.slow
-def test_what_a_compiled_block_keeps_is_what_its_policy_says(backend):
-    """Two sequences, four heads, 16 tokens: keep-matmuls has the scores, keep-attention its result alone."""
-    model = TransformerLM(CONFIG)
-    x = torch.randn(2, 16, 32, requires_grad=True)
-    known = {tensor.data_ptr() for tensor in (*model.parameters(), *model.rotary(16), x)}
-    kept = {}
-    for policy in SELECTIVE:
-        stack = checkpointed_stack(policy, REFERENCE_OPS.stack, compiled=True)
-        out = stack([model.layers[0]], x, *model.rotary(16))
-        saved = out.grad_fn.saved_tensors
-        kept[policy] = sorted(tensor.numel() for tensor in saved if tensor.data_ptr() not in known)
-    scores, attention_result = 2 * 4 * 16 * 16, 2 * 4 * 16 * 8
-    assert kept["keep-attention"] == [attention_result]
-    assert scores in kept["keep-matmuls"]
-    assert len(kept["keep-matmuls"]) == 8, "nine products, of which nothing needs the last"
 
 
 def test_refusals():

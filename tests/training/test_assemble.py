@@ -24,27 +24,14 @@ def same_bits(actual: TrainStep, expected: TrainStep) -> bool:
     return all(torch.equal(a, e) for a, e in pairs)
 
 
-def test_the_seed_decides_the_weights():
-    torch.manual_seed(99)
-    first = assemble(TrainingCase.of(CONFIG, seed=7))
-    torch.manual_seed(100)
-    assert same_bits(assemble(TrainingCase.of(CONFIG, seed=7)), first)
-    assert not same_bits(assemble(TrainingCase.of(CONFIG, seed=8)), first)
-
-
-@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, tie_embeddings=True)], ids=["untied", "tied"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast-bf16", "autocast-fp16"])
-def test_the_optimizer_holds_every_parameter_once_in_the_precisions_dtype(config, precision):
+@pytest.mark.parametrize("precision", ["bf16", "autocast-bf16"])
+def test_the_optimizer_holds_every_parameter_once_in_the_precisions_dtype(precision):
+    config = replace(CONFIG, tie_embeddings=True)
     step = assemble(TrainingCase.of(config, dtype=precision, optimizer="torch-fused"))
     held = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
     assert list(map(id, held)) == list(map(id, step.model.parameters()))
     assert sum(parameter.numel() for parameter in held) == config.n_parameters
     assert {parameter.dtype.itemsize for parameter in held} == {PRECISIONS[precision].parameter_bytes}
-
-
-def test_a_precision_that_the_device_lacks_is_refused():
-    with pytest.raises(ValueError, match="tf32 needs a CUDA device"):
-        assemble(TrainingCase.of(CONFIG, dtype="tf32"))
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Captured steps are the uncaptured ones to the bit; what cannot be captured is said in one sentence."""
 
-import gc
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from cs336_systems.case import UNCAPTURED_STEPS, Unsupported
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.training import TrainingCase, TrainStep, assemble
 from cs336_systems.training.assemble import build_model, finish
 from cs336_systems.training.clipping import GradientGuard
@@ -52,7 +50,7 @@ def pair(monkeypatch: pytest.MonkeyPatch, **fields: object) -> tuple[CapturedSte
     case = replace(TrainingCase.of(CONFIG, batch_size=2, optimizer="torch-fused"), **fields)
     step, plain = assemble(case), assemble(case)
     of = step.model, step.optimizer, step.precision, step.loss_function, step.accumulate
-    captured = CapturedStep(*of, maxima=step.maxima)
+    captured = CapturedStep(*of)
     return captured, plain, case
 
 
@@ -62,15 +60,13 @@ def test_replayed_steps_are_the_uncaptured_ones(monkeypatch, fields):
     captured, plain, case = pair(monkeypatch, size=size, **fields)
     train_both(captured, plain, case)
     assert captured._passes_graph.n_replays == 10 - UNCAPTURED_STEPS
-    assert captured._update_graph.n_replays == 10 - UNCAPTURED_STEPS - 1
+    assert captured._update_graph is None, "torch's optimizer is not captured"
 
 
-@pytest.mark.parametrize("optimizer", ["torch-fused", pytest.param("fused", marks=pytest.mark.slow)])
-def test_quantized_weights_are_those_of_the_step(monkeypatch, optimizer):
+def test_quantized_weights_are_those_of_the_step(monkeypatch):
     """Also where an evaluation has read them, or someone has changed them, before the capture or between replays."""
     fields = {"keep": "products", "matmul_dtype": "e4m3", "size": QUANTIZED, "context_length": 16}
-    captured, plain, case = pair(monkeypatch, optimizer=optimizer, **fields)
-    plain.maxima = None
+    captured, plain, case = pair(monkeypatch, **fields)
     for i, batch in enumerate(batches(9, case)):
         assert torch.equal(captured(*batch), plain(*batch)), i
         with torch.no_grad():
@@ -81,21 +77,19 @@ def test_quantized_weights_are_those_of_the_step(monkeypatch, optimizer):
     assert same_bits(captured, plain)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "changes"), [("torch-fused", (6, 8)), ("torch-fused", (3,)), ("fused", range(10))]
-)
-def test_a_learning_rate_may_change_and_a_state_be_loaded(monkeypatch, optimizer, changes):
+@pytest.mark.parametrize("optimizer", ["torch-fused", "fused"])
+def test_a_learning_rate_may_change_and_a_state_be_loaded(monkeypatch, optimizer):
+    """Ours stays captured whatever the schedule does, and is captured again with other states."""
     captured, plain, case = pair(monkeypatch, optimizer=optimizer)
-    for i, batch in enumerate(batches(10, case)):
+    for i, batch in enumerate(batches(9, case)):
         for step in (captured, plain):
-            if i in changes:
-                step.optimizer.param_groups[0]["lr"] = 1e-3 * (i + 1)
-            if i == 5 and optimizer == "torch-fused":
+            step.optimizer.param_groups[0]["lr"] = 1e-3 * (i + 1)
+            if i == 6:
                 step.optimizer.load_state_dict(step.optimizer.state_dict())
         assert torch.equal(captured(*batch), plain(*batch))
     assert same_bits(captured, plain)
-    if optimizer == "fused":  # which stays captured whatever the schedule does
-        assert captured._update_graph.n_replays == 10 - UNCAPTURED_STEPS - 1
+    if optimizer == "fused":
+        assert captured._update_graph.n_replays == 2
 
 
 def test_other_modes_and_shapes_are_refused(monkeypatch):
@@ -112,25 +106,16 @@ def test_other_modes_and_shapes_are_refused(monkeypatch):
         captured(ids[:1], targets[:1])
 
 
-def test_a_cpu_captures_nothing():
-    with pytest.raises(ValueError, match="cuda_graph on needs device cuda, got cpu"):
-        assemble(TrainingCase.of(CONFIG, cuda_graph="on", optimizer="torch-fused"))
-
-
 def on_gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
 
 
 FUSED = {"dtype": "bf16", "optimizer": "fused"}
 CASES = {
-    "fp32, torch": {"dtype": "fp32", "optimizer": "torch-fused"},
-    "fp32, ours": {"dtype": "fp32", "optimizer": "fused"},
     "bf16, torch": {"dtype": "bf16", "optimizer": "torch-fused"},
     "bf16, ours": FUSED,
     "bf16, ours, flash, four micro-batches": FUSED | {"attention": "flash", "accumulate": 4},
-    "autocast, torch, three micro-batches": {"dtype": "autocast-bf16", "optimizer": "torch-fused", "accumulate": 3},
     "tf32, ours, checkpointed": {"dtype": "tf32", "optimizer": "fused", "checkpoint": "full"},
-    "bf16, fused kernels": FUSED | {"attention": "flash", "kernels": "fused", "keep": "products"},
     "bf16, fused kernels, input kept, four micro-batches": FUSED
     | {"attention": "flash", "kernels": "fused", "keep": "input", "accumulate": 4},
     "fp32, written out": {"dtype": "fp32", "optimizer": "torch-fused", "attention": "flash", "keep": "all"},
@@ -152,7 +137,8 @@ def gpu_pair(**fields: object) -> tuple[CapturedStep, TrainStep, TrainingCase]:
 def test_ten_captured_steps_are_uncaptured_ones_on_a_gpu(name, tied):
     captured, plain, case = gpu_pair(tied=tied, **CASES[name])
     train_both(captured, plain, case)
-    assert captured._passes_graph is not None and captured._update_graph is not None
+    assert captured._passes_graph is not None
+    assert (captured._update_graph is not None) == (CASES[name]["optimizer"] == "fused")
 
 
 @on_gpu
@@ -181,27 +167,6 @@ def test_a_schedule_and_clipping_are_replayed_and_nobody_waits_for_the_device():
         assert torch.equal(captured[0].float(), captured[1])
     assert same_bits(*steps)
     assert None not in graphs and graphs == (steps[0]._passes_graph, steps[0]._update_graph)
-
-
-@on_gpu
-def test_capturing_takes_the_memory_of_a_step():
-    """But for cuBLAS's workspaces, which each stream has its own of, and what the allocator rounds otherwise."""
-    config = replace(MODEL_SIZES["tiny"], d_model=256, d_ff=1024, vocab_size=8192, context_length=512)
-    case = TrainingCase.of(config, device="cuda", batch_size=8, **FUSED)
-    peaks = {}
-    for cuda_graph in ("on", "off"):
-        gc.collect()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step = assemble(replace(case, cuda_graph=cuda_graph))
-        for batch in batches(6, case):
-            step(*batch)
-        peaks[cuda_graph] = torch.cuda.max_memory_allocated() - before
-        del step
-    print(peaks)
-    slack = 2 * cublas_workspace_bytes(torch.device("cuda")) + 0.03 * peaks["off"]
-    assert abs(peaks["on"] - peaks["off"]) <= slack
 
 
 @on_gpu
@@ -236,10 +201,10 @@ with torch.no_grad():
 """
 
 
-def test_clipping_is_replayed_and_steps_that_are_not_finite_are_passed_over(monkeypatch):
+def test_clipping_is_replayed_and_steps_after_one_that_is_not_finite_change_nothing(monkeypatch):
     emulate(monkeypatch)
     case = TrainingCase.of(CONFIG, batch_size=2, optimizer="torch-fused")
-    step, plain = (finish(build_model(case), case, guard=GradientGuard(0.1, halts=False)) for _ in range(2))
+    step, plain = (finish(build_model(case), case, guard=GradientGuard(0.1)) for _ in range(2))
     captured = CapturedStep(step.model, step.optimizer, step.precision, step.loss_function, guard=step.guard)
     for i, batch in enumerate(batches(10, case)):
         losses = []
@@ -249,7 +214,5 @@ def test_clipping_is_replayed_and_steps_that_are_not_finite_are_passed_over(monk
             losses.append(one(*batch))
         assert torch.equal(*losses) == (i != 7)
         assert captured.guard.norm.equal(plain.guard.norm) == (i != 7)
-    assert captured._update_graph.n_replays > 0
-    step.model.layers[0].ffn.w1.weight.data[0, 0] = plain.model.layers[0].ffn.w1.weight.data[0, 0] = 0
     assert same_bits(captured, plain)
-    assert {int(state["step"]) for state in captured.optimizer.state.values()} == {9}
+    assert {int(state["step"]) for state in captured.optimizer.state.values()} == {7}

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.kernels import tensor_table
 from cs336_systems.kernels.grad_norm import grad_norm
-from cs336_systems.training import AdamW, TrainingCase, assemble, fused_adamw
+from cs336_systems.training import AdamW
 from cs336_systems.training.fused_adamw import FusedAdamW
 from tests.attention.offline import run_apart
 from tests.kernels.against_fp64 import check_refused, error
@@ -82,8 +81,8 @@ def test_ten_steps_in_fp32_are_as_exact_as_the_reference() -> None:
     assert found <= 2 * reference + torch.finfo(FP32).eps * flat(exact).abs().max()
 
 
-@pytest.mark.parametrize("state_dtype", [None, FP32])
-def test_a_saved_or_copied_state_resumes_with_the_same_bits(state_dtype) -> None:
+def test_a_saved_state_resumes_with_the_same_bits() -> None:
+    state_dtype = FP32
     whole = parameters(BF16)
     run(FusedAdamW(groups(whole), seed=5, state_dtype=state_dtype), whole, range(5))
 
@@ -99,12 +98,10 @@ def test_a_saved_or_copied_state_resumes_with_the_same_bits(state_dtype) -> None
     optimizer.load_state_dict(saved["optimizer"])
     run(optimizer, resumed, range(3, 5))
     assert same_bits(resumed, whole)
-    copied_params, copied = copy.deepcopy((resumed, optimizer))
-    for one, its in ((optimizer, resumed), (copied, copied_params)):
-        run(one, its, range(5, 6))
-    assert same_bits(resumed, copied_params)
+    with pytest.raises(TypeError, match="its state_dict is"):
+        copy.deepcopy(optimizer)
     for values in optimizer.state.values():
-        assert values["exp_avg"].dtype == (state_dtype or BF16)
+        assert values["exp_avg"].dtype == state_dtype
 
 
 def test_shards_that_are_located_follow_the_whole_and_a_group_stepped_alone_keeps_its_numbers() -> None:
@@ -127,37 +124,6 @@ def test_shards_that_are_located_follow_the_whole_and_a_group_stepped_alone_keep
         first.step()
         second.step()
     assert same_bits(whole, parts)
-
-
-def test_what_is_stepped_in_many_parts_is_described_to_the_device_once(monkeypatch) -> None:
-    params = parameters(BF16, [(8,)] * 9)
-    optimizer = FusedAdamW(params)
-    copied: list[Tensor] = []
-    to_device = tensor_table.to_device
-
-    def counted(values: Tensor, device: torch.device) -> Tensor:
-        copied.append(values)
-        return to_device(values, device)
-
-    monkeypatch.setattr(tensor_table, "to_device", counted)
-
-    def step(parts: list[list[nn.Parameter]]) -> int:
-        """Copies of a step of one part after the other, as ``ShardedOptimizer`` makes."""
-        copied.clear()
-        for part in parts:
-            optimizer.param_groups[0]["params"] = part
-            optimizer.step()
-        optimizer.param_groups[0]["params"] = params
-        return len(copied)
-
-    set_gradients(params, 0)
-    buckets = [[param] for param in params]
-    assert step(buckets) > 0
-    assert step(buckets) == 0
-    monkeypatch.setattr(fused_adamw, "MAX_DESCRIPTIONS", 3)
-    for gap in range(5):  # ever other sets take no more memory than so many of all parameters
-        step([params[:gap] + params[gap + 1 :]])
-        assert 0 < sum(map(len, optimizer._tables)) <= 3 * len(params)
 
 
 def test_refusals() -> None:
@@ -188,40 +154,3 @@ for make in (lambda: FusedAdamW([torch.ones(1)]), lambda: assemble(TrainingCase(
         print(error)
 """
     assert run_apart(code) == "optimizer fused is a Triton kernel and needs a CUDA device, got cpu\n" * 2
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_model_in_bf16_learns_like_one_in_fp32() -> None:
-    losses = {}
-    for dtype in ("fp32", "bf16"):
-        step = assemble(TrainingCase(device="cuda", size="tiny", context_length=64, dtype=dtype, optimizer="fused"))
-        ids = torch.randint(100, (2, 4, 64), generator=torch.Generator().manual_seed(0)).cuda()
-        losses[dtype] = [step(*ids).item() for _ in range(30)]
-    drop = {dtype: series[0] - series[-1] for dtype, series in losses.items()}
-    assert drop["bf16"] == pytest.approx(drop["fp32"], rel=0.1)
-
-
-def test_steps_note_the_largest_magnitudes_of_what_they_write() -> None:
-    """Where one launch has all who share a place."""
-    params = parameters(BF16)
-    places = {torch.full((), 1e6, device=DEVICE): shared for shared in (params[:2], params[4:])}
-    optimizer = FusedAdamW(groups(params), lr=0.1)
-    optimizer.note_maxima(places)
-    assert not optimizer.noted
-    plain = parameters(BF16)
-    without = FusedAdamW(groups(plain), lr=0.1)
-    for step in range(2):
-        for own in (params, plain):
-            set_gradients(own, step)
-            own[1].grad = own[1].grad if step == 0 else None
-        optimizer.step()
-        without.step()
-        assert same_bits(params, plain)
-        assert optimizer.noted == {place for place, shared in places.items() if step == 0 or shared[0] is params[4]}
-        for place in optimizer.noted:
-            assert place == max(parameter.abs().max().item() for parameter in places[place])
-    away = FusedAdamW(params, lr=0.1, offload=("exp_avg",))
-    away.note_maxima(places)
-    run(away, params, range(1))
-    assert not away.noted

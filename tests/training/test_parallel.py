@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from cs336_systems.case import Parallel, TrainingCase, Unsupported
 from cs336_systems.config import MODEL_SIZES, ModelConfig
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.process_group import Rank, joined
+from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.traffic import Traffic
 from cs336_systems.model import TransformerLM
 from cs336_systems.training import assemble, random_batch
@@ -43,8 +43,7 @@ class Shared(TrainingCase):
 
 RUNS = (
     *((CONFIG, "autograd", way, n) for way in WAYS for n in (1, 2)),
-    *((QWEN, "products", way, 1) for way in WAYS),
-    *((LLAMA, "all", Parallel(wrapper), 1) for wrapper in ("fsdp", "fsdp2")),
+    *((QWEN, "products", way, 1) for way in WAYS if way.wrapper in ("bucketed", "fsdp", "fsdp2", "none")),
     (LLAMA, "1xall+products-residual", Parallel("fsdp", update="under-backward"), 1),
     *((QWEN, "attention", Parallel(wrapper, compute_dtype="bf16"), 1) for wrapper in ("fsdp", "fsdp2")),
 )
@@ -130,20 +129,3 @@ def test_what_cannot_be_wrapped_is_refused():
             assemble(Shared.of(CONFIG, how=how))
     with pytest.raises(Unsupported, match="attention flash: flash is compiled for CUDA devices"):
         assemble(TrainingCase.of(CONFIG, attention="flash"))
-
-
-@pytest.mark.slow
-def test_equal_blocks_are_compiled_once(monkeypatch):
-    """One graph for all blocks and one for the loss, beside gathers that run outside of them; the same weights."""
-    really_compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: really_compile(*args, **kwargs, backend="aot_eager"))
-    config = replace(CONFIG, name="of three", n_layers=3)
-    case = Shared.of(config, how=Parallel("fsdp"), compile="on", checkpoint="keep-attention", attention="sdpa-flash")
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    with joined() as rank:
-        _, compiled, _ = train(case, rank)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-        _, eager, _ = train(replace(case, compile="off", checkpoint="none"), rank)
-    torch.testing.assert_close(compiled, eager)
-    torch.compiler.reset()

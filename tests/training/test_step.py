@@ -6,17 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.config import MODEL_SIZES, MODES, OPTIMIZERS, PRECISIONS
+from cs336_systems.config import MODEL_SIZES, MODES, PRECISIONS
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.training import AdamW, TrainingCase, TrainStep, assemble, cross_entropy
 
 CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", d_model=32, d_ff=64, vocab_size=97, context_length=16)
-CPU_PRECISIONS = ("fp32", "bf16", "autocast-bf16", "autocast-fp16")
+CPU_PRECISIONS = ("fp32", "bf16", "autocast-bf16")
 LOGITS_DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "autocast-bf16": torch.bfloat16,
-    "autocast-fp16": torch.float16,
 }
 
 
@@ -42,18 +41,11 @@ def gradients(step: TrainStep) -> list[Tensor | None]:
     return [parameter.grad for parameter in step.model.parameters()]
 
 
-def test_an_unknown_mode_is_refused_by_name():
-    with pytest.raises(ValueError, match="unknown mode 'train'"):
-        make_step().phases("train", *batch())
-
-
 @pytest.mark.parametrize("precision", CPU_PRECISIONS)
 def test_what_each_phase_leaves_behind(precision):
     """Forward keeps nothing for backward, backward drops its gradients, and a step clears them in its last phase."""
     step, seen = make_step(precision), []
     step.loss_function = lambda logits, targets: seen.append(logits.dtype) or cross_entropy(logits, targets)
-    step.scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=step.scaler.is_enabled())
-    assert step.scaler.is_enabled() == (precision == "autocast-fp16")
     for group in step.optimizer.param_groups:
         group["lr"] = 0.01  # 1e-3 is less than half the distance from 1 to its neighbour in bf16: gains would stay
     before, nothing = weights(step), [None] * len(weights(step))
@@ -104,17 +96,6 @@ def test_tf32_is_set_in_forward_and_backward_and_nowhere_else(precision, inside)
     assert after == "medium"
 
 
-@pytest.mark.parametrize("optimizer", ["reference", "torch-fused"])
-@pytest.mark.parametrize("precision", CPU_PRECISIONS)
-def test_a_batch_is_learnt_by_heart(precision, optimizer):
-    """A random batch starts near ln 97 = 4.57 nats; weights and optimizer work if ten steps take a tenth off."""
-    step = make_step(precision, optimizer=optimizer)
-    for group in step.optimizer.param_groups:
-        group["lr"] = 1e-2
-    losses = [step(*batch()).item() for _ in range(10)]
-    assert losses[-1] < 0.9 * losses[0]
-
-
 def test_a_step_is_the_loop_written_by_hand_bit_for_bit():
     step = make_step()
     torch.manual_seed(0)
@@ -128,24 +109,3 @@ def test_a_step_is_the_loop_written_by_hand_bit_for_bit():
         optimizer.step()
         assert torch.equal(step(ids, targets), loss.detach())
     assert same_bits(weights(step), list(model.parameters()))
-
-
-@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "fused"])
-def test_fp16_skips_an_update_with_infinite_gradients_and_lowers_the_scale(optimizer):
-    step = make_step("autocast-fp16", optimizer=optimizer)
-    step.scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    step(*batch())
-    before = weights(step)
-    assert step.scaler.get_scale() == 16.0
-
-    step.loss_function = lambda logits, targets: cross_entropy(logits, targets) * float("inf")
-    step(*batch())
-    assert same_bits(weights(step), before)
-    assert step.scaler.get_scale() == 8.0
-    assert gradients(step) == [None] * len(before)
-
-    step.loss_function = cross_entropy
-    step(*batch())
-    assert not same_bits(weights(step), before)
-    assert all(weight.isfinite().all() for weight in weights(step))
-    assert step.scaler.get_scale() == 8.0
