@@ -223,7 +223,7 @@ def launch_backward(
         return
 
     lse_log2, delta = launch_preprocess(o, do, lse_BHQ.contiguous())
-    common = {"D": d_head, "BLOCK_D": next_power_of_2(d_head), "CAUSAL": causal, "PRECISION": input_precision()}
+    common = {"D": d_head, "BLOCK_D": next_power_of_2(d_head), "CAUSAL": causal, "PRECISION": input_precision(d_head)}
     inputs = (q, k, v, do, lse_log2, delta)
     strides = [stride for x in (q, k, v, do) for stride in x.stride()[:3]]
     sizes_and_scales = (n_heads // n_kv_heads, n_queries, n_keys, scale, scale * LOG2_E.value)

@@ -122,7 +122,7 @@ def launch_forward(
         D=d_head,
         BLOCK_D=next_power_of_2(d_head),
         CAUSAL=causal,
-        PRECISION=input_precision(),
+        PRECISION=input_precision(d_head),
         **tile.launch_options(),
     )
     return o, lse
