@@ -9,6 +9,7 @@ with their layers. White is waiting.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -103,5 +104,5 @@ def _draw_lanes(axes: Axes, rows: pd.DataFrame, between: tuple[float, float], *,
     for (lane, colour), own in rows[(rows["end_s"] > start) & (rows["start_s"] < end)].groupby(["lane", "colour"]):
         bars = list(zip(1e3 * own["start_s"], 1e3 * own["length_s"], strict=True))
         names = own["layer"].astype(str) if kernels_named and colour in (_SKY, _BLUE) else ()
-        edges = {"edgecolor": "white", "lw": 0.4} if kernels_named else {}
+        edges: dict[str, Any] = {"edgecolor": "white", "lw": 0.4} if kernels_named else {}
         draw_bars(axes, bars, (LANES.index(lane) - 0.42, 0.84), colour, list(names), **edges)

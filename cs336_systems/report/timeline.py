@@ -64,8 +64,8 @@ def draw_timeline(
     ops, ranges = trace.operations(window), trace.during(trace.ranges, window)
     start, end = between or (zero, max(int(window["end"].iloc[0]), int(ops["end"].max())))
     ran = trace.operations(ranges[ranges["name"].isin(phases)])
-    ran = ran[ran["name"].map(kernel_class) != COMMUNICATION].groupby("instance")
-    passes = ran.agg(start=("start", "min"), end=("end", "max"))
+    own = ran[ran["name"].map(kernel_class) != COMMUNICATION].groupby("instance")
+    passes = own.agg(start=("start", "min"), end=("end", "max"))
     passes["name"] = trace.ranges["name"][passes.index]
     ops, ranges, passes = (
         rows[(rows["end"] > start) & (rows["start"] < end)]
@@ -74,8 +74,8 @@ def draw_timeline(
     rows: list[tuple[str, pd.DataFrame]] = []
     for tid in sorted(ranges["tid"].unique(), key=lambda tid: tid != caller):
         thread = "caller's thread" if tid == caller else "autograd's thread"
-        own = ranges[ranges["tid"] == tid]
-        rows += [(f"depth {depth}" if depth else thread, group) for depth, group in own.groupby("depth")]
+        by_depth = ranges[ranges["tid"] == tid].groupby("depth")
+        rows += [(f"depth {depth}" if depth else thread, group) for depth, group in by_depth]
     streams = [(_stream_name(trace, place), group) for place, group in ops.groupby(["device", "stream"])]
 
     heights = [max(1, len(rows)) * 0.33, 0.33 + 0.75 * max(1, len(streams))]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.case import Unsupported
-from cs336_systems.distributed.process_group import Rank, alone
+from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.clock import time_phases_of_ranks
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.memory import PeakMeter
@@ -99,29 +99,12 @@ def _orphan(cell: Cell, rank: Rank) -> list[Metric]:
     return []
 
 
-def _alone(cell: Cell, rank: Rank) -> list[Metric]:
-    """Rank 1 raises while ranks are alone, and rank 0 comes back."""
-    with alone(rank):
-        if rank.rank == 1:
-            raise ArithmeticError("nobody is here")
-    return []
-
-
 def _stuck(cell: Cell, rank: Rank) -> list[Metric]:
     """Rank 1 raises while rank 0 is busy with something that nothing interrupts."""
     if rank.rank == 1:
         raise ArithmeticError("nobody hears this")
     time.sleep(120)
     return []
-
-
-def disagree(rank: Rank) -> str:
-    """What ranks hear that would have timed different numbers of steps."""
-    try:
-        time_phases_of_ranks({"nothing": lambda: None}, rank, warmup=0, steps=1 + rank.rank)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def fake_ceiling(cell: object) -> list[Metric]:
@@ -202,12 +185,10 @@ ENDINGS: dict[str, Callable[[Cell], list[Metric]]] = {
     "exception": _raises(RuntimeError('first line, with a "quote"\nsecond line')),
     "NaN": lambda cell: [Metric("loss", "", [1.0, float("nan")])],
     "sys.exit": lambda cell: sys.exit(3),
-    "os._exit": lambda cell: os._exit(3),
     "SIGKILL": lambda cell: os.kill(os.getpid(), signal.SIGKILL),  # type: ignore[dict-item,func-returns-value]
-    "SIGSEGV": lambda cell: os.kill(os.getpid(), signal.SIGSEGV),  # type: ignore[dict-item,func-returns-value]
 }
 
 RANKED_ENDINGS: dict[str, Callable[[Cell, Rank], list[Metric]]] = {
-    **{"ok": _timed, "late": _late, "alone": _alone, "stuck": _stuck, "orphan": _orphan}
+    **{"ok": _timed, "late": _late, "stuck": _stuck, "orphan": _orphan}
 }
 """Those of all ranks together; for any other, ranks end as a cell of one process does."""
