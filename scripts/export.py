@@ -1,7 +1,7 @@
 """Export a training checkpoint as a Hugging Face folder: config, weights, tokenizer; for transformers, lm-eval, vLLM.
 
     uv run scripts/export.py runs/stdlib                            # the newest checkpoint: runs/stdlib/hf-STEP
-    uv run scripts/export.py runs/stdlib/step-00000200 --out models/stdlib --dtype bf16
+    uv run scripts/export.py runs/stdlib/step-00000200 --out models/stdlib
 
 Needs one process and no GPU, however many ranks trained. The folder appears only when it is complete.
 """
@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
@@ -28,10 +27,6 @@ class ExportOptions:
     """Folder of a run, whose newest complete checkpoint is taken, or one of its checkpoints."""
     out: Path | None = None
     """New folder; by default RUN/hf-STEP."""
-    dtype: Literal["stored", "fp32", "bf16"] = "stored"
-    """Dtype of the weights in the folder."""
-    shard_gib: float = 5.0
-    """Largest size of a file of weights, in GiB."""
     replace: bool = False
     """Also replace another model's folder. An earlier export is replaced anyway, if no other files were added to it."""
 
@@ -49,10 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _export(options: ExportOptions) -> int:
-    if not options.shard_gib > 0:
-        raise ValueError(f"--shard-gib must be positive, got {options.shard_gib:g}")
-    import torch
-
     from cs336_systems.pretraining.checkpoint import load_weights
     from cs336_systems.pretraining.export import check_target, export_saved
 
@@ -63,9 +54,7 @@ def _export(options: ExportOptions) -> int:
     for path, reason in saved.skipped.items():
         print(f"{NAME}: {path} is passed over: {reason}", file=sys.stderr)
     config, out = saved.model.config, options.out or saved.model.tokenizer.parent / f"hf-{saved.step}"
-    dtype = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
-    how = {"dtype": dtype, "shard_bytes": options.shard_gib * 2**30, "replace": options.replace}
-    exported = export_saved(out, saved, **how)
+    exported = export_saved(out, saved, replace=options.replace)
     dtype_name, n_bytes = str(exported.dtype).removeprefix("torch."), config.n_parameters * exported.dtype.itemsize
     print(
         f"{exported.folder}: {config.name} at step {saved.step:,}, {config.n_parameters:,} parameters in {dtype_name}, "

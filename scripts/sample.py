@@ -2,9 +2,9 @@
 
     uv run scripts/sample.py runs/stdlib --prompt "def main("            # the newest checkpoint
     uv run scripts/sample.py runs/stdlib/step-00000200 --temperature 0
-    uv run scripts/sample.py Qwen2.5-0.5B/ --prompt-file question.txt --samples 4 --top-p 0.95 --seed 1
+    uv run scripts/sample.py Qwen2.5-0.5B/ --prompt-file question.txt --top-p 0.95 --seed 1
 
-The first sample is printed as it is generated, with a key/value cache, on a CPU or a GPU. The last line is one JSON
+The text is printed as it is generated, with a key/value cache, on a CPU or a GPU. The last line is one JSON
 object.
 """
 
@@ -32,10 +32,8 @@ class SampleOptions:
     """Text to continue; without one the model begins a document."""
     prompt_file: Path | None = None
     """File with the text to continue."""
-    samples: int = 1
-    """Number of continuations."""
     max_tokens: int = 200
-    """Largest number of new tokens; a sample also ends with its document, or when the context is full."""
+    """Largest number of new tokens; a text also ends with its document, or when the context is full."""
     temperature: float = 0.8
     """0 always takes the most likely token."""
     top_p: float | None = None
@@ -100,41 +98,27 @@ def _sample(options: SampleOptions) -> int:
     text = text.encode(errors="replace").decode()  # a shell can pass what is no text
     prompt = tokenizer.encode([text])[0][:-1].tolist() or [tokenizer.eos_id]
     drawn = {name: getattr(options, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
-    drawn |= {"n_samples": options.samples, "eos_ids": trained.eos_ids, "n_ids": tokenizer.vocab_size}
     started = time.perf_counter()
-    samples: list[list[int]] = [[] for _ in range(options.samples)]
+    ids: list[int] = []
     stream = TextStream(tokenizer)
-    for ids in generate(trained.model, prompt, **drawn):
-        if not samples[0]:
+    for token_id in generate(trained.model, prompt, **drawn, eos_ids=trained.eos_ids, n_ids=tokenizer.vocab_size):
+        if not ids:
             print(text, end="", flush=True)
-        for sample, token_id in zip(samples, ids, strict=True):
-            if token_id is not None:
-                sample.append(token_id)
-        if ids[0] is not None and ids[0] not in trained.eos_ids:
-            print(stream.push(ids[0]), end="", flush=True)
+        ids.append(token_id)
+        if token_id not in trained.eos_ids:
+            print(stream.push(token_id), end="", flush=True)
     print(stream.rest())
     seconds = time.perf_counter() - started
 
-    stopped = [_reason(sample, trained.eos_ids, options.max_tokens) for sample in samples]
-    texts = [tokenizer.decode([i for i in sample if i not in trained.eos_ids]) for sample in samples]
-    for number, continuation in enumerate(texts[1:], 2):
-        print(f"\n--- sample {number} of {options.samples}\n{text}{continuation}")
-    if "context full" in stopped:
-        context = trained.model.config.context_length
+    stopped = "end of text" if ids[-1] in trained.eos_ids else "max tokens"
+    if stopped == "max tokens" and len(ids) < options.max_tokens:
+        stopped, context = "context full", trained.model.config.context_length
         note = f"the context of {context:,} tokens is full after {len(prompt):,} of the prompt"
-        print(f"{NAME}: {note} and {max(map(len, samples)):,} new ones", file=sys.stderr)
-    n_tokens = sum(map(len, samples))
-    line = {"command": NAME, "model": str(options.model), "step": trained.step}
-    counts = {"prompt_tokens": len(prompt), "new_tokens": n_tokens, "tokens_per_s": round(n_tokens / seconds, 1)}
-    print(json.dumps(line | counts | {"stopped": stopped, "texts": texts}))
+        print(f"{NAME}: {note} and {len(ids):,} new ones", file=sys.stderr)
+    line = {"command": NAME, "model": str(options.model), "step": trained.step, "stopped": stopped}
+    line |= {"prompt_tokens": len(prompt), "new_tokens": len(ids), "tokens_per_s": round(len(ids) / seconds, 1)}
+    print(json.dumps(line | {"text": tokenizer.decode([i for i in ids if i not in trained.eos_ids])}))
     return 0
-
-
-def _reason(ids: list[int], eos_ids: frozenset[int], max_tokens: int) -> str:
-    """Why a sample ended."""
-    if ids[-1] in eos_ids:
-        return "end of text"
-    return "max tokens" if len(ids) == max_tokens else "context full"
 
 
 if __name__ == "__main__":

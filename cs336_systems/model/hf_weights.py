@@ -16,6 +16,7 @@ Formats: the safetensors header, and ``model.safetensors.index.json`` (a ``weigh
 
 import errno
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -170,66 +171,43 @@ def load_hf_weights(model: TransformerLM, path: str | os.PathLike[str]) -> None:
 
 
 def save_hf_weights(
-    weights: TransformerLM | Mapping[str, Tensor], path: str | os.PathLike[str], *, shard_bytes: float | None = None
+    weights: TransformerLM | Mapping[str, Tensor], path: str | os.PathLike[str], *, shard_bytes: float = math.inf
 ) -> None:
     """Write weights under Hugging Face's names into the folder ``path``: ``model.safetensors``, or shards and an index.
 
-    The one file appears whole or not at all: it is written beside its place and renamed. Of shards the index is
-    written last. ``config.json`` is not written.
+    ``config.json`` is not written.
 
     Args:
         weights: a model, of which a tied head is written once, or whole tensors by our names.
-        shard_bytes: the most bytes of a file that holds more than one tensor; None for one file.
+        shard_bytes: the most bytes of a file that holds more than one tensor.
 
     Raises:
         FileNotFoundError: the folder is not there.
         OSError: they cannot be written, as on a full disk.
-        ValueError: a tensor is on the meta device or no parameter of a ``TransformerLM``, or shards are to go into a
-            folder that has weights already.
+        ValueError: a tensor is on the meta device or no parameter of a ``TransformerLM``.
     """
     folder = _folder(path)
     named = weights.named_parameters() if isinstance(weights, TransformerLM) else weights.items()
-    tensors = {to_hf_name(name): tensor.detach().contiguous() for name, tensor in named}
-    if any(tensor.is_meta for tensor in tensors.values()):
-        raise ValueError("the model is on the meta device and has no weights to save")
-    shards = _divide(tensors, shard_bytes)
-    if len(shards) == 1:
-        _save(tensors, folder / _WEIGHTS)
-        return
-    if earlier := sorted(folder.glob("*.safetensors*")):
-        raise ValueError(f"{folder} has weights already, as {earlier[0].name}: shards need a folder without")
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in named:
+        if tensor.is_meta:
+            raise ValueError("the model is on the meta device and has no weights to save")
+        n_bytes = sum(other.nbytes for other in shards[-1].values())
+        if n_bytes and n_bytes + tensor.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][to_hf_name(name)] = tensor.detach().contiguous()
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _save(shard, folder / name)
-        weight_map |= dict.fromkeys(shard, name)
-    n_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
-    (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
-
-
-def _divide(tensors: dict[str, Tensor], shard_bytes: float | None) -> list[dict[str, Tensor]]:
-    """Tensors in their order, a new part whenever one would not fit into the last."""
-    shards: list[dict[str, Tensor]] = [{}]
-    n_bytes = 0
-    for name, tensor in tensors.items():
-        if shard_bytes is not None and n_bytes and n_bytes + tensor.nbytes > shard_bytes:
-            shards.append({})
-            n_bytes = 0
-        n_bytes += tensor.nbytes
-        shards[-1][name] = tensor
-    return shards
-
-
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        save_file(tensors, unfinished, metadata={"format": "pt"})
-        unfinished.replace(file)
-    except SafetensorError as error:
-        raise OSError(errno.EIO, str(error), str(file)) from None
-    finally:
-        unfinished.unlink(missing_ok=True)
+        file = _WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        try:
+            save_file(shard, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(errno.EIO, str(error), str(folder / file)) from None
+        weight_map |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        n_bytes = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+        index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
 _FIELDS = {

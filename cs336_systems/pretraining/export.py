@@ -56,8 +56,6 @@ def export(
     weights: Mapping[str, Tensor],
     model: ModelOfRun,
     *,
-    dtype: torch.dtype | None = None,
-    shard_bytes: float = SHARD_BYTES,
     replace: bool = False,
     origin: Mapping[str, Any] | None = None,
 ) -> Exported:
@@ -66,7 +64,6 @@ def export(
     Args:
         weights: whole tensors by the names of a ``TransformerLM``, such as its state dict; a tied head may be there.
         model: files of transformers beside its tokenizer come along.
-        dtype: the dtype in the folder; by default the weights'.
         replace: also replace another model's folder.
         origin: is noted in ``export.json``.
 
@@ -77,15 +74,15 @@ def export(
     """
     check_target(folder, replace)
     config, loaded, notes = model.config, model.load_tokenizer(), []
-    parameters = {name: tensor.to(dtype or tensor.dtype) for name, tensor in _parameters(weights, config).items()}
+    parameters = _parameters(weights, config)
     if len(found := {tensor.dtype for tensor in parameters.values()}) > 1:
-        raise ValueError(f"weights are exported in one dtype, not in {', '.join(sorted(map(str, found)))}: choose one")
+        raise ValueError(f"weights are exported in one dtype, not in {', '.join(sorted(map(str, found)))}")
     (written,) = found
     if unused := config.vocab_size - loaded.vocab_size:
         sizes = f"the tokenizer has {loaded.vocab_size:,} ids, the model {config.vocab_size:,}"
         notes.append(f"{sizes}: the last {unused:,} are padding")
     with published(folder) as hidden:
-        save_hf_weights(parameters, hidden, shard_bytes=shard_bytes)
+        save_hf_weights(parameters, hidden, shard_bytes=SHARD_BYTES)
         _copy_tokenizer(hidden, model.tokenizer, loaded)
         # AutoTokenizer takes the vocabulary alone beside a config of type qwen2.
         if config.qkv_bias and _QWEN_SPLIT not in loaded.json():

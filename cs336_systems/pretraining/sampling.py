@@ -1,12 +1,11 @@
 """Generate text, a token at a time: the reference model's operations with a key/value cache.
 
-    for ids in generate(model, prompt_ids, temperature=0.8, top_p=0.95, max_tokens=200, n_samples=4, seed=0):
-        ids                           # the next id of each sample, or None once it has ended
+    for token_id in generate(model, prompt_ids, temperature=0.8, top_p=0.95, max_tokens=200, seed=0): ...
 
 Keys (after their rotation) and values of every position are kept in two tensors that are allocated once, with the heads
 that the model has for them, so a token costs one pass over the weights and over the cache. Queries that share a
-key/value head are rows of one matrix product: no head is repeated. The prompt is read once for all samples, in parts,
-so its scores never grow with the square of its length.
+key/value head are rows of one matrix product: no head is repeated. The prompt is read in parts, so its scores never
+grow with the square of its length.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -23,36 +22,33 @@ _PROMPT_PART = 512
 
 
 class CachedModel:
-    """A model that remembers the positions it has seen, at most ``capacity`` of each of ``n_samples`` sequences.
+    """A model that remembers the positions of one sequence that it has seen, at most ``capacity``.
 
     Raises:
         ValueError: the capacity is beyond the model's context length.
     """
 
-    def __init__(self, model: TransformerLM, n_samples: int, capacity: int) -> None:
+    def __init__(self, model: TransformerLM, capacity: int) -> None:
         config, weight = model.config, model.token_embeddings.weight
         if capacity > config.context_length:
             raise ValueError(f"a cache of {capacity} positions is beyond the context length {config.context_length}")
-        shape = (config.n_layers, n_samples, config.kv_heads, capacity, config.d_head)
+        shape = (config.n_layers, 1, config.kv_heads, capacity, config.d_head)
         self.model = model
         self.length = 0
         self._keys, self._values = (torch.empty(shape, device=weight.device, dtype=weight.dtype) for _ in range(2))
 
     @torch.no_grad()
     def hidden(self, token_ids: Tensor) -> Tensor:
-        """Read (B, S) int64 ids that follow those seen before: (B, S, d_model), before the last norm.
-
-        B is 1 for ids that all samples share, as long as they have all been the same, else the number of samples.
-        """
-        model, n_rows = self.model, token_ids.shape[0]
-        start, end = self.length, self.length + token_ids.shape[1]
+        """Read (1, S) int64 ids that follow those seen before: (1, S, d_model), before the last norm."""
+        model, start, end = self.model, self.length, self.length + token_ids.shape[1]
         assert end <= self._keys.shape[3], (end, self._keys.shape)
         cos, sin = (table[start:] for table in model.rotary(end))
         x = model.token_embeddings(token_ids)
-        blocks = cast(list[TransformerBlock], list(model.layers))
-        for block, keys, values in zip(blocks, self._keys, self._values, strict=True):
+        for block, keys, values in zip(
+            cast(list[TransformerBlock], model.layers), self._keys, self._values, strict=True
+        ):
             q, keys[:, :, start:end], values[:, :, start:end] = block.attn.project(block.ln1(x), cos, sin)
-            attended = _attend(q, keys[:n_rows, :, :end], values[:n_rows, :, :end])  # one row went to all samples
+            attended = _attend(q, keys[:, :, :end], values[:, :, :end])
             x = x + block.attn.output_proj(rearrange(attended, "b h s e -> b s (h e)"))
             x = x + block.ffn(block.ln2(x))
         self.length = end
@@ -60,7 +56,7 @@ class CachedModel:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """(B, S, vocab_size) for (B, S, d_model)."""
+        """(1, S, vocab_size) for (1, S, d_model)."""
         return self.model.lm_head(self.model.ln_final(hidden))
 
 
@@ -76,20 +72,19 @@ def _attend(q_BHSE: Tensor, k_BKNE: Tensor, v_BKNE: Tensor) -> Tensor:
 
 
 def probabilities(logits: Tensor, temperature: float = 1.0, top_p: float | None = None) -> Tensor:
-    """The probability of each next token, (B, V), at least fp32, for logits (B, V) at a temperature above 0.
+    """The probability of each next token, (V,), at least fp32, for logits (V,) at a temperature above 0.
 
     Args:
         top_p: only the fewest of the likeliest tokens that have this probability together (Holtzman et al. 2020).
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     least = torch.finfo(wide.dtype).tiny  # smaller numbers are zeros in this dtype, and 0 / 0 is no probability
-    p = torch.softmax((wide - wide.amax(-1, keepdim=True)) / max(temperature, least), dim=-1)
+    p = torch.softmax((wide - wide.amax()) / max(temperature, least), dim=-1)
     if top_p is None:
         return p
-    ordered, order = p.sort(dim=-1, descending=True, stable=True)
+    ordered, order = p.sort(descending=True, stable=True)
     ordered[ordered.cumsum(-1) - ordered >= max(top_p, least)] = 0
-    ordered /= ordered.sum(-1, keepdim=True)
-    return torch.zeros_like(p).scatter_(-1, order, ordered)
+    return torch.zeros_like(p).scatter_(-1, order, ordered / ordered.sum())
 
 
 def generate(
@@ -99,15 +94,14 @@ def generate(
     temperature: float = 1.0,
     top_p: float | None = None,
     max_tokens: int,
-    n_samples: int = 1,
     seed: int = 0,
     eos_ids: Collection[int] = (),
     n_ids: int | None = None,
-) -> Iterator[list[int | None]]:
-    """Continue a prompt: yields the next id of each sample, or None once one of ``eos_ids`` came.
+) -> Iterator[int]:
+    """Continue a prompt: yields the ids that follow it, one of ``eos_ids`` last.
 
-    Ends when all samples have, after ``max_tokens``, or when the context is full: a model of context C continues P
-    tokens by at most C - P + 1. The same seed gives the same samples on the same device and number of samples.
+    Ends after ``max_tokens``, too, or when the context is full: a model of context C continues P tokens by at most
+    C - P + 1. The same seed gives the same ids on the same device.
 
     Args:
         temperature: 0 takes the likeliest token.
@@ -123,30 +117,26 @@ def generate(
         raise ValueError(f"a prompt has one token or more, all of a vocabulary of {vocab_size}")
     if len(prompt) > context:
         raise ValueError(f"the prompt has {len(prompt):,} tokens, the model's context {context:,}")
-    if max_tokens < 1 or n_samples < 1:
-        raise ValueError(f"tokens and samples must be positive, got {max_tokens} and {n_samples}")
+    if max_tokens < 1:
+        raise ValueError(f"the number of tokens must be positive, got {max_tokens}")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must not be negative, got {temperature:g}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top p must lie in (0, 1], got {top_p:g}")
     device, capacity = model.token_embeddings.weight.device, min(context, len(prompt) + max_tokens - 1)
-    cached, generator = CachedModel(model, n_samples, capacity), torch.Generator(device).manual_seed(seed)
+    cached, generator = CachedModel(model, capacity), torch.Generator(device).manual_seed(seed)
     *earlier, token_ids = torch.tensor([prompt], device=device).split(_PROMPT_PART, dim=1)
     for part in earlier:
         cached.hidden(part)
-    ended = [False] * n_samples
     while True:
-        logits = cached.logits(cached.hidden(token_ids)[:, -1:])[:, 0, :n_ids]
+        logits = cached.logits(cached.hidden(token_ids)[:, -1:])[0, 0, :n_ids]
         if not logits.isfinite().all():
             raise ValueError(f"the model's logits after {cached.length} tokens are not finite")
-        logits = logits.expand(n_samples, -1)
         if temperature == 0:
-            chosen = logits.argmax(-1)
+            chosen = logits.argmax(-1, keepdim=True)
         else:
-            chosen = torch.multinomial(probabilities(logits, temperature, top_p), 1, generator=generator)[:, 0]
-        ids = [None if over else token_id for over, token_id in zip(ended, chosen.tolist(), strict=True)]
-        yield ids
-        ended = [over or token_id in eos_ids for over, token_id in zip(ended, ids, strict=True)]
-        if all(ended) or cached.length == capacity:
+            chosen = torch.multinomial(probabilities(logits, temperature, top_p), 1, generator=generator)
+        yield (token_id := int(chosen))
+        if token_id in eos_ids or cached.length == capacity:
             return
-        token_ids = chosen[:, None]
+        token_ids = chosen[None]

@@ -76,9 +76,6 @@ _SIGNALS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
 _VALUES = ("loss", "norm", *REASONS)
 """Values of each step, read a step late; a reason to stop is the number of ranks that have it."""
 
-_LONG_WAIT_S = 1.0
-"""Seconds of a save's wait for the save before from which on the log warns."""
-
 _COPIES = 0.8
 """The share of free host memory that copies of checkpoints may take."""
 
@@ -398,6 +395,3 @@ class _Run:
                 continue
             self._complaint = None
             self._log.write(LoggedCheckpoint(one.step, one.n_bytes, one.stall_seconds, one.seconds, one.waited_seconds))
-            if one.waited_seconds >= _LONG_WAIT_S and one.step < self._prepared.n_steps:
-                waited = f"step {one.step} waited {one.waited_seconds:.1f} s for the checkpoint before to be written"
-                self._log.say(f"{waited}: --save-every {self._options.save_every} is too often", "warning")

@@ -140,20 +140,15 @@ def test_a_run_is_described_once(tmp_path):
     other.write_text(other.read_text().replace('"b"', '"bb"'))
     for config, named, eos_id, fault in (
         (replace(LLAMA, n_layers=3), tokenizer, 256, "n_layers is 2"),
-        (LLAMA, tokenizer, 7, "eos_id is 256"),
         (LLAMA, other, 256, "tokenizer"),
         (replace(LLAMA, vocab_size=256), tokenizer, 256, "257 ids, the model 256"),
-        (LLAMA, tokenizer, 257, "no token 257"),
     ):
         with pytest.raises(ValueError, match=fault):
             write_run_json(run, ModelOfRun(config, named, eos_id))
     assert {path.name: path.read_text() for path in run.iterdir()} == before
     for content, fault in (
         *(("", "damaged"), ("[]", "damaged"), ('{"layout": 9, "model": {}}', "layout 9; this version reads 1")),
-        *(
-            ('{"layout": 1, "eos_id": 3}', "damaged: 'model'"),
-            ('{"layout": 1, "model": {"rope_scaling": {}}}', "damaged"),
-        ),
+        ('{"layout": 1, "eos_id": 3}', "damaged: 'model'"),
         ('{"layout": 1, "eos_id": 3, "model": {"rope_scaling": null, "d": 1}}', "damaged: .* 'd'"),
     ):
         (run / "run.json").write_text(content)

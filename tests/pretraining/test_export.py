@@ -60,9 +60,10 @@ def load_ours(folder, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(("family", "dtype"), zip(FAMILIES, [torch.float32, torch.bfloat16] * 2, strict=True))
-def test_reading_back_gives_the_same_bits_and_config(family, dtype, write, tmp_path):
+def test_reading_back_gives_the_same_bits_and_config(family, dtype, write, tmp_path, monkeypatch):
     model = model_of(FAMILIES[family], dtype)
-    exported = write(model, shard_bytes=9000)
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 9000)
+    exported = write(model)
     again = load_ours(tmp_path / "out", dtype)
     for (name, before), after in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(before, after), name

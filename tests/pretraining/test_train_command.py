@@ -103,13 +103,11 @@ def test_bad_input_is_one_sentence_and_code_2(main, tmp_path, monkeypatch):
     write_dataset(tmp_path / "torn")
     with (tmp_path / "torn" / "train-00000.bin").open("r+b") as file:
         file.truncate(1200)
-    (tmp_path / "run.toml").write_text('sizes = "tiny"')
+    (tmp_path / "run.toml").touch()
     for arguments, value in (
         (["--size", "tinny"], "'tinny'"),
         (["--config", "nowhere.toml"], "nowhere.toml: No such file or directory"),
-        (["--config", "run.toml"], "'sizes': did you mean size?"),
         (["--data", "nowhere"], "nowhere"),
-        (["--data", "data", "--context-length", "5000"], "5,001"),
         (["--data", "torn"], "torn/train-00000.bin"),
         (["--data", "data", "--zero", "1", "--cuda-graph", "on"], "got cpu"),
         (["--data", "data", "--init", "."], "config.json"),

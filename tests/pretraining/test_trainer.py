@@ -38,14 +38,6 @@ from tests.pretraining.runs import Kept
 from tests.pretraining.trained import EXPLODING, losses_and_norms, options, write_dataset
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_wait_is_long():
-    """Or how fast the disk is would decide what the log says."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "_LONG_WAIT_S", math.inf)
-        yield
-
-
 @pytest.fixture(scope="module")
 def alone():
     with joined("cpu") as rank:
@@ -283,7 +275,6 @@ def test_what_cannot_go_on_is_said_and_nothing_lost(whole, alone, tmp_path):
         ({"size": "small"}, "model tiny"),
         ({"steps": 9}, "step-00000010 has made more than the 9 steps"),
         ({"seed": 1}, "seed 0, and this run has 1"),
-        ({"data": Path("nowhere")}, "nowhere"),
         ({"context_length": 501}, "502"),
         ({"init": Path("nowhere")}, "nowhere"),
         ({"cuda_graph": "on"}, "got cpu"),

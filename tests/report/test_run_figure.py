@@ -108,7 +108,7 @@ def test_runs_stand_over_what_they_have_spent(run):
 
 def test_where_a_run_was_resumed_is_a_line(run, tmp_path):
     run(*opening(60), *training(60, stop=40, end=None))
-    write(tmp_path / "log.jsonl", *opening(60, first_step=30), *training(60, first=30), resume=True)
+    write(tmp_path / "log.jsonl", *opening(60, first_step=30), *training(60, first=30))
     axes = panels(run_figure({"one": read_run(tmp_path / "log.jsonl")}))
     assert axes["loss"].lines[-1].get_xdata() == [30, 30]
     assert "resumed" in legend(axes["loss"])
