@@ -4,11 +4,10 @@
     uv run benchmarks/profile_model.py --profiler nsys --size small large --context-length 128 512 --out digests/
     uv run benchmarks/profile_model.py --profiler memory --size 2.7b --context-length 2048 --mode step
 
-nsys and kineto (torch.profiler) give the same page; memory watches the allocator and lists what a block keeps for
-backward. Each cell, one mode of one workload, runs in a process of its own:
-plain and annotated steps in turns, so that the cost of annotation is known, then the recorded ones. Raw files go to
---raw; a page (Markdown), CSVs and pictures per workload go to --out, or also to --raw. A run uses one profiler, as two
-would contend for the device.
+nsys and kineto (torch.profiler) give the same tables; memory watches the allocator and lists what a block keeps for
+backward. Each cell, one mode of one workload, runs in a process of its own: plain and annotated steps in turns, so that
+the cost of annotation is known, then the recorded ones. Raw files go to --raw; CSVs and pictures per workload go to
+--out, or also to --raw. A run uses one profiler, as two would contend for the device.
 """
 
 from cs336_systems.experiments.driver import command

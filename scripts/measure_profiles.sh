@@ -8,7 +8,7 @@
 # minutes, 1024 eight, 2048 eight; small at four of them two, large at 256 50 s; a step that does not fit is a row that
 # says so. Run nsys alone on its host: launches wait for it.
 # PYTHON picks the interpreter (default: uv run). Raw traces and snapshots stay in profiles/raw; every part writes its
-# pages, CSVs and pictures to its own folder below FOLDER, from which uv run scripts/report.py --adopt FOLDER moves them
+# CSVs and pictures to its own folder below FOLDER, from which uv run scripts/report.py --adopt FOLDER moves them
 # to profiles/digests/<gpu>/.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_profiles.sh FOLDER PART...}

@@ -1,4 +1,4 @@
-"""What do a thousand times 0.01 add up to in low precision, and where does it go wrong?
+"""What do a thousand times 0.01 add up to in low precision?
 
     uv run scripts/mixed_precision_accumulation.py                      # 1,000 and 10,000 terms
     uv run scripts/mixed_precision_accumulation.py --terms 100 --term 0.1
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         relative_error=[f"{value:+.1e}" for value in frame["relative_error"]],
     ).rename(columns={"relative_error": "relative error", "dtype": "dtype of terms"})
     show(Table(f"Sums of {options.term:g}.", shown), options.format)
-    print(json.dumps({"script": NAME, "sums": frame.drop(columns="explanation").to_dict("records")}))
+    print(json.dumps({"script": NAME, "sums": frame.to_dict("records")}))
     return 0
 
 

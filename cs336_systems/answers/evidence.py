@@ -11,8 +11,8 @@ drawing a figure seal what they write; ``report.py --seal`` seals the two CSV fi
 **Adopting.** ``scripts/measure_*.sh FOLDER PART...`` write a folder for each part below FOLDER. Its CSVs of rows belong
 into ``profiles/results/<machine>/<part>/``, appended to those that are there (documents show a cell's newest run); its
 pictures and other CSVs, and the rows of a profile, into ``profiles/digests/<machine>/<part>/``; the log of a training
-run, ``FOLDER/<name>/log.jsonl``, into ``profiles/runs/<machine>/<name>/``. Raw recordings, pages of single recordings,
-checkpoints, and figures that are drawn from rows or logs, stay.
+run, ``FOLDER/<name>/log.jsonl``, into ``profiles/runs/<machine>/<name>/``. Raw recordings, checkpoints, and figures
+that are drawn from rows or logs, stay.
 
     for problem in problems(root, commits=history(root)): print(problem)
     moves = plan(Path("results/run7"), Path("profiles"), "h200")

@@ -18,20 +18,21 @@ from cs336_systems.answers import calculations
 from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.evidence import seal
 from cs336_systems.answers.training import of_bf16_commands, rates_of_others
-from cs336_systems.answers.vocabulary import LEAKS
 from cs336_systems.costs.parallelism.failures import Job, mean_time_between_failures
 from cs336_systems.costs.parallelism.pipeline import SCHEDULES, simulate
 from cs336_systems.experiments.attention_figures import masks_figure
 from cs336_systems.experiments.attention_figures import scaling_figure as attention_figure
 from cs336_systems.experiments.blocks import kept_figure
 from cs336_systems.experiments.collectives import collectives_figure
-from cs336_systems.experiments.findings import findings_figure
+from cs336_systems.experiments.flops_against_time import shares_figure as families_figure
 from cs336_systems.experiments.fp8 import time_figure
 from cs336_systems.experiments.fully_sharded_breakdown import breakdown_figure
 from cs336_systems.experiments.kernels import shares_figure
-from cs336_systems.experiments.learning import loss_figure
-from cs336_systems.experiments.model_figures import frontier_figure, speedups_figure, step_figure
+from cs336_systems.experiments.launch_overhead import time_figure as launch_figure
+from cs336_systems.experiments.matmul_data import speed_figure
+from cs336_systems.experiments.model_figures import frontier_figure, step_figure
 from cs336_systems.experiments.parallelism_figures import goodput_figure, pipelines_figure, scaling_figure
+from cs336_systems.experiments.roofline_knee import time_figure as chains_figure
 from cs336_systems.experiments.sharded_optimizer import memory_figure
 from cs336_systems.experiments.streaming_figures import heatmap_figure
 from cs336_systems.experiments.training import rates_figure
@@ -100,13 +101,9 @@ def figures(committed: Committed) -> dict[str, Drawing]:
     def of_rows(draw: Callable[..., Figure | None], *parts: str, **settings: Any) -> Drawing:
         return Drawing(draw, lambda: (rows(*parts, **settings).frame(),))
 
-    def of_leak(name: str) -> Drawing:
-        return Drawing(_leak_figure, lambda: (name, rows(f"leaks/{name}", status="ok").frame()))
-
     return {
         "h200_grid.png": of_rows(step_figure, "grid"),
         "h200_context_512.png": of_rows(step_figure, "context-512"),
-        "h200_mixed_precision.png": of_rows(speedups_figure, "context-512"),
         "h200_checkpointing.png": of_rows(frontier_figure, "checkpointing", context_length=2048),
         "h200_collectives.png": of_rows(
             collectives_figure, "collectives", device="cuda", dtype="fp32", collective="all_reduce"
@@ -121,10 +118,12 @@ def figures(committed: Committed) -> dict[str, Drawing]:
             f"h200_streaming_{size}.png": of_rows(heatmap_figure, "streaming-simulated", machine="cpu", size=size)
             for size in ("llama3-1b", "llama3-8b")
         },
-        "h200_fp8_loss.png": of_rows(loss_figure, "learning"),
         "h200_fp8_time.png": of_rows(time_figure, "fp8"),
         "h200_leaderboard.png": of_rows(breakdown_figure, "leaderboard"),
-        **{f"h200_leak_{name}.png": of_leak(name) for name in LEAKS},
+        "h200_leak_matmul_data.png": of_rows(speed_figure, "leaks/matmul_data"),
+        "h200_leak_roofline_knee.png": of_rows(chains_figure, "leaks/roofline_knee"),
+        "h200_leak_launch_overhead.png": of_rows(launch_figure, "leaks/launch_overhead"),
+        "h200_leak_flops_against_time.png": of_rows(families_figure, "leaks/flops_against_time"),
         "h200_training.png": Drawing(rates_figure, lambda: _with_others(rows("training").frame())),
         "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),
         "attention_masks.png": Drawing(masks_figure, lambda: (1024,)),
@@ -142,10 +141,6 @@ def _with_others(rows: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, dict[str, 
 
 def _run_figure(name: str, run: Run) -> Figure:
     return run_figure({name: run})
-
-
-def _leak_figure(name: str, rows: pd.DataFrame) -> Figure | None:
-    return findings_figure(LEAKS[name](rows))
 
 
 def draw(committed: Committed, profiles: Path) -> list[str]:

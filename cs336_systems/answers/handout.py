@@ -92,7 +92,7 @@ def sums_table() -> Table:
 def accumulated(accumulator: str, dtype: str, terms: int) -> str:
     """A sum of hundredths in order, to seven digits."""
     term = torch.tensor(0.01, dtype=precision.DTYPES[dtype])
-    return f"{precision.in_order(terms, term, precision.DTYPES[accumulator]).total:.7g}"
+    return f"{precision.in_order(terms, term, precision.DTYPES[accumulator]):.7g}"
 
 
 def toy_table() -> Table:

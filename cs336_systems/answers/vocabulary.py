@@ -5,8 +5,6 @@ import re
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import pandas as pd
-
 from cs336_systems.answers import calculations, handout, training
 from cs336_systems.answers.committed import Committed, Rows
 from cs336_systems.answers.pivot import pivot, quoted
@@ -24,19 +22,15 @@ from cs336_systems.experiments import sharded_optimizer as sharded_tables
 from cs336_systems.experiments.blocks import BLOCK_TABLE
 from cs336_systems.experiments.collectives import collectives_table
 from cs336_systems.experiments.data_parallel import DATA_PARALLEL
-from cs336_systems.experiments.findings import Findings
 from cs336_systems.experiments.fully_sharded import FULLY_SHARDED
 from cs336_systems.experiments.fully_sharded_breakdown import breakdown_tables
 from cs336_systems.experiments.kernels import KERNEL_TABLE
-from cs336_systems.experiments.learning import LEARNING_TABLE, loss_deviations
 from cs336_systems.experiments.model import step_table
 from cs336_systems.experiments.parallelism import QUESTIONS
 from cs336_systems.experiments.streaming import STREAMING_TABLE
 from cs336_systems.experiments.training import TRAINING_TABLE
 from cs336_systems.profiling.traces.kernels import short_name
 from cs336_systems.report.tables import Table
-
-LEAKS = {leak.NAME: leak.analyse for leak in (matmul_data, roofline_knee, launch_overhead, flops_against_time)}
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(handout.handout_attention, handout.kept_by_block, handout.residuals_table, handout.ran_out),
@@ -54,7 +48,8 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(training.fp8_rates_table, training.scaling_table),
     *(cost, model_units, state_bytes, link_bytes_per_step, resolve_size, communication_limit),
     *(attention_tables.comparison_table, attention_tables.account_table, attention_tables.tile_table),
-    *(attention_tables.time_over, step_table, collectives_table, breakdown_tables, loss_deviations),
+    *(attention_tables.time_over, step_table, collectives_table, breakdown_tables),
+    *(roofline_knee.chain_table, roofline_knee.knee_of),
 )
 """Functions that templates call by their own names; rows among their arguments arrive as a frame."""
 
@@ -69,8 +64,10 @@ TABLES = {
     "streaming_table": STREAMING_TABLE,
     "fp8_block_table": fp8_tables.BLOCK_TABLE,
     "fp8_product_table": fp8_tables.PRODUCT_TABLE,
-    "learning_table": LEARNING_TABLE,
     "training_table": TRAINING_TABLE,
+    "speeds_table": matmul_data.SPEEDS,
+    "launch_table": launch_overhead.TIMES,
+    "families_table": flops_against_time.SHARES,
 }
 """Tables of experiments, by their names in templates."""
 
@@ -89,7 +86,7 @@ CONSTANTS = {
 def vocabulary(committed: Committed) -> dict[str, Any]:
     """Every name that a template may use."""
     functions = {function.__name__: function for function in FUNCTIONS}
-    functions |= {name: table.of for name, table in TABLES.items()} | {"leak": leak, "leak_tables": leak_tables}
+    functions |= {name: table.of for name, table in TABLES.items()}
     return {
         **{name: _over_rows(function) for name, function in functions.items()},
         **CONSTANTS,
@@ -130,21 +127,6 @@ def given(setting: str) -> str:
     if not re.fullmatch(rf"{number}(?:(?:, | and | to | / ){number})* [KMG]i?B|{number} / {number}", setting):
         raise ValueError(f"{setting!r} is no size of memory or messages")
     return setting
-
-
-def leak(rows: pd.DataFrame) -> dict[str, Any]:
-    """The main figures of one of the lecture's experiments, as its own analysis finds them in its rows."""
-    return findings(rows).figures
-
-
-def leak_tables(rows: pd.DataFrame) -> list[Table]:
-    """Its tables."""
-    return findings(rows).tables
-
-
-def findings(rows: pd.DataFrame) -> Findings:
-    """The findings of the experiment that wrote the rows, by its own analysis."""
-    return LEAKS[rows["benchmark"].iloc[0]](rows[rows["status"] == "ok"])
 
 
 def parallelism(question: str, **options: Any) -> list[Table]:

@@ -37,11 +37,6 @@ def parameter_bytes(config: ModelConfig, precision: Precision) -> int:
     return config.n_parameters * precision.parameter_bytes
 
 
-def adamw_traffic_bytes(config: ModelConfig, precision: Precision) -> int:
-    """Least bytes that one AdamW step moves: reads parameter, gradient, both moments; writes all but the gradient."""
-    return 7 * parameter_bytes(config, precision)
-
-
 def rotary_bytes(config: ModelConfig) -> int:
     """Bytes of the tables of cosines and sines."""
     return 2 * config.context_length * (config.d_head // 2) * WIDE

@@ -131,7 +131,7 @@ class Experiment:
         make_cells: the grid; raises ValueError for what no cell can have. ``options.world_size`` is resolved by then.
         stages: how the cells are measured, mostly ``one_stage(measure)``.
         present: prints tables and draws figures, mostly ``presented(tables, figures)``.
-        headlines: metrics of the last line on stdout.
+        headlines: metrics of the last line on stdout, and of each cell's line on stderr.
         options: the dataclass of its command line, as ``options_of`` makes it.
         measured: whether a cell counts as an answer; ceilings do not.
         default_worlds: numbers of ranks on a device where the command line does not say; by default one rank per GPU.
@@ -202,7 +202,9 @@ class Experiment:
         """Fill ``outcomes``, stage by stage; the code of what ended it, else 0."""
         from cs336_systems.harness.sweep import run_sweep
 
-        sweep = functools.partial(run_sweep, self.name, row_file=row_file, timeout_s=options.timeout)
+        sweep = functools.partial(
+            run_sweep, self.name, row_file=row_file, timeout_s=options.timeout, headlines=self.headlines
+        )
         try:
             for stage in self.stages(options, cells, outcomes):
                 outcomes.extend(sweep(stage.cells, stage.measure, expected_s=stage.expected_s, share=stage.share))

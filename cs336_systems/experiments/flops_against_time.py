@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,20 +16,22 @@ from cs336_systems.case import TrainingCase
 from cs336_systems.config import resolve_size
 from cs336_systems.costs import flops as costs
 from cs336_systems.declared import like, option, options_of
-from cs336_systems.experiments.findings import Findings, leak_experiment, medians, where
+from cs336_systems.experiments.driver import Experiment, one_stage, presented
 from cs336_systems.experiments.options import RunOptions, cell_of, resolved_sizes
-from cs336_systems.report.tables import Table, digits
+from cs336_systems.experiments.peers import panels
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from cs336_systems.harness.record import Metric
     from cs336_systems.profiling.traces.tables import Trace
 
-NAME = "flops_against_time"
 _NORM_RANGE = re.compile(r"(?:^|\.)(?:ln1|ln2|ln_final)$")
 """The names of ranges around RMSNorms."""
+
+_COMPILES = ("off", "on")
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,9 @@ class StepCell:
     batch_size: int = like(TrainingCase, "batch_size", plain=4, asked=..., several=False)
     context_length: int = like(TrainingCase, "context_length", plain=512, asked=..., several=False)
     dtype: str = like(TrainingCase, "dtype", plain="bf16", asked=..., several=False)
-    compile: str = option(
-        "off",
-        "torch.compile of each block and of the loss; --compile alone means on.",
-        values=("off", "on"),
-        asked=("off", "on"),
-    )
+    compile: str = option("off", "torch.compile of each block and of the loss.", values=_COMPILES, asked=_COMPILES)
     optimizer: str = like(TrainingCase, "optimizer", asked=..., several=False)
-    warmup: int = option(3, "Steps before the recorded ones.", several=False)
+    warmup: int = option(3, "Steps before the recorded ones.", several=False, sign="positive")
     steps: int = option(5, "Timed steps without profiler, and recorded ones.", several=False, sign="positive")
     seed: int = 0
 
@@ -74,15 +71,13 @@ Options: Any = options_of(StepCell, Asked)
 
 def make_cells(options: Any) -> list[StepCell]:
     """Every size, eager and compiled next to each other; raises ValueError for a value that no cell can have."""
-    if options.warmup < 1:
-        raise ValueError(f"--warmup must be at least 1 (compiling happens there), got {options.warmup}")
-    compiles = options.compile or ("on",)
+    compiles = dict.fromkeys(options.compile or ("on",))
     if options.device == "cpu" and "on" in compiles:
         raise ValueError("--compile on needs --device cuda: a CPU's trace does not name fused kernels")
     return [
         cell_of(StepCell, options, size=size, compile=compiled)
         for size in dict.fromkeys(resolved_sizes(options.size, [options.context_length]))
-        for compiled in dict.fromkeys(compiles)
+        for compiled in compiles
     ]
 
 
@@ -150,89 +145,62 @@ def measure(cell: StepCell) -> list[Metric]:
         require_kernels(trace)
     busy = times(trace, trace.instances(STEP))
     metrics = [Metric("step", "ms", step_ms), Metric("busy", "ms", [busy.unioned_ms], derived=True)]
-    metrics.append(Metric("operations", "count", [busy.operations], derived=True))
     metrics += [Metric(f"{name}_time", "ms", [ms], derived=True) for name, ms in family_times(trace).items()]
     flops = costs.step_flops_by_operator(resolve_size(cell.size), cell.batch_size, cell.context_length)
     return metrics + [Metric(f"{name}_flops", "GFLOP", [n / 1e9], derived=True) for name, n in flops.items()]
 
 
-def values(rows: pd.DataFrame) -> pd.DataFrame:
-    """GFLOP per step (``FLOPs``) and ms per step of each way (columns) by family; rows of one size."""
-    import pandas as pd
+def _share(name: str, kind: str) -> Callable[[Line], float | None]:
+    """The column of a family's percentage of all ``time`` or ``flops``."""
 
-    found, hows = medians(rows, "metric", "variant"), list(dict.fromkeys(rows["variant"]))
-    flops = [found[hows[0]][f"{name}_flops"] for name in costs.FAMILIES]
-    times = {how: [found[how][f"{name}_time"] for name in costs.FAMILIES] for how in hows}
-    return pd.DataFrame({"FLOPs": flops} | times, index=list(costs.FAMILIES))
+    def share(line: Line) -> float | None:
+        every = {each: line.median(f"{each}_{kind}") or 0.0 for each in costs.FAMILIES}
+        return 100 * every[name] / sum(every.values()) if any(every.values()) else None
 
-
-def analyse(rows: pd.DataFrame) -> Findings:
-    """A table per size with eager and compiled side by side, the shares as main figures, and a figure of the first."""
-    if rows.empty:
-        return Findings([], {"steps": {}})
-    tables, figures = [], {}
-    for size, own in rows.groupby("size", sort=False):
-        found, whole = values(own), medians(own, "metric", "variant")
-        shares = 100 * found / found.sum()
-        tables.append(_table(own, found, shares, whole))
-        for how in found.columns[1:]:
-            figures[f"{size} {how}"] = {
-                "step_ms": whole[how]["step"],
-                "busy_ms": whole[how]["busy"],
-                "matmul_flops_percent": round(shares["FLOPs"][costs.MATMUL], 2),
-                "matmul_time_percent": round(shares[how][costs.MATMUL], 1),
-                "elementwise_time_percent": round(shares[how][costs.ELEMENTWISE], 1),
-            }
-    first = rows[rows["size"] == rows["size"].iloc[0]]
-    title = f"A training step of {_what(first)}, on {where(rows)}"
-    return Findings(tables, {"steps": figures}, partial(_draw, values(first)), title, (8.5, 3.6))
+    return share
 
 
-def _what(rows: pd.DataFrame) -> str:
-    first = rows.iloc[0]
-    return f"{first['size']}, {first['dtype']}, batch {first['batch_size']}, context {first['context_length']}"
+SHARES = ResultTable(
+    settings=("gpu", "device", "size", "batch_size", "context_length", "dtype", "optimizer", "compile"),
+    always=("size", "compile"),
+    columns=(
+        Column("step ms", "step", spread=True, rank=MAIN, note="without profiler"),
+        Column("busy ms", "busy", note="in which operators run"),
+        *(Column(f"{name}: % of time", _share(name, "time"), ".1f") for name in costs.FAMILIES),
+        *(Column(f"{name}: % of FLOPs", _share(name, "flops"), ".2f", rank=2) for name in costs.FAMILIES),
+    ),
+)
 
 
-def _table(rows: pd.DataFrame, found: pd.DataFrame, shares: pd.DataFrame, whole: pd.DataFrame) -> Table:
-    import pandas as pd
-
-    hows = found.columns[1:]
-    frame = pd.DataFrame({"class": found.index, "GFLOP": found["FLOPs"].map(digits)})
-    frame["% of FLOPs"] = shares["FLOPs"].map("{:.2f}".format)
-    for how in hows:
-        frame[f"{how} ms"] = found[how].map(digits)
-        frame[f"% of {how} time"] = shares[how].map("{:.1f}".format)
-        rates = (found["FLOPs"] / found[how]).where(found[how] > 0)
-        frame[f"{how} TFLOP/s"] = rates.map(digits, na_action="ignore").fillna("–")
-    notes = (
-        f"{how} {digits(whole[how]['step'])} ms, of which operators run {digits(whole[how]['busy'])}" for how in hows
-    )
-    kind, optimizer = "kernels" if rows["device"].iloc[0] == "cuda" else "CPU operators", rows["optimizer"].iloc[0]
-    caption = (
-        f"FLOPs and time of {kind} in a training step of {_what(rows)}, AdamW {optimizer}, on {where(rows)}; step: "
-        f"{'; '.join(notes)}."
-    )
-    return Table(caption, frame)
-
-
-def _draw(found: pd.DataFrame, axes: Axes) -> None:
-    """Stacked bars of 100 %: FLOPs above, time of each way below."""
+def shares_figure(rows: pd.DataFrame) -> Figure | None:
+    """Stacked bars of 100 % for the first size: FLOPs above, time eager and compiled below."""
     from cs336_systems.report.figures import OKABE_ITO
 
-    shares = 100 * found / found.sum()
-    bars = ["FLOPs", *(f"time, {how}" for how in found.columns[1:])]
-    for name, colour in zip(costs.FAMILIES, (OKABE_ITO[i] for i in (0, 4, 2, 1, 3)), strict=True):
-        left, widths = shares.loc[:name].sum() - shares.loc[name], shares.loc[name]
-        drawn = axes.barh(bars, widths, left=left, color=colour, edgecolor="white", label=name)
-        axes.bar_label(
-            drawn, [f"{width:.0f} %" if width >= 5 else "" for width in widths.to_numpy(float)], label_type="center"
-        )
+    lines = SHARES.lines(rows[(rows["status"] == "ok") & (rows["size"] == rows["size"].iloc[0])])
+    if not lines:
+        return None
+    bars = ["FLOPs", *(f"time, {line.last['variant']}" for line in lines)]
+    figure, (axes,) = panels(1, 1, 7, 3)
+    left = [0.0] * len(bars)
+    for name, i in zip(costs.FAMILIES, (0, 4, 2, 1, 3), strict=True):
+        widths = [_share(name, "flops")(lines[0]) or 0.0, *(_share(name, "time")(line) or 0.0 for line in lines)]
+        drawn = axes.barh(bars, widths, left=left, color=OKABE_ITO[i], edgecolor="white", label=name)
+        axes.bar_label(drawn, [f"{width:.0f} %" if width >= 5 else "" for width in widths], label_type="center")
+        left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
-    axes.set_xlim(0, 100)
     axes.set_xlabel("share, %")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(costs.FAMILIES), frameon=False, fontsize=9)
+    first = rows.iloc[0]
+    axes.set_title(f"A training step of {first['size']} in {first['dtype']}, on {first['gpu'] or first['host']}")
+    return figure
 
 
-EXPERIMENT = leak_experiment(
-    NAME, StepCell, Options, make_cells, measure, analyse, lambda cell: 20.0 if cell.compile == "on" else 5.0
+EXPERIMENT = Experiment(
+    "flops_against_time",
+    StepCell,
+    make_cells,
+    one_stage(measure, lambda cell: 20.0 if cell.compile == "on" else 5.0, share=lambda cell: True),
+    presented(SHARES.of, {"": shares_figure}),
+    ("step", "busy"),
+    options=Options,
 )

@@ -42,10 +42,11 @@ from cs336_systems.harness.provenance import sampled_state
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.traffic import Event, Traffic
 from cs336_systems.profiling.communication import (
-    GatherWaits,
+    LATE_MS,
     breakdown_metrics,
     communication_metrics,
     record_phases_of_ranks,
+    timed_waits,
 )
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.training import TrainStep, random_batch
@@ -110,20 +111,17 @@ def _gather_waits(prepared: PreparedStep) -> list[Metric]:
     the sum: a gather that is in time runs beside kernels, and slows them.
     """
     assert isinstance(prepared.step.model, FSDP)
-    watch = GatherWaits(prepared.step.model)
     found = []
-    for _ in range(min(_WATCHED_STEPS, prepared.cell.steps)):
-        dist.barrier()
-        for phase in prepared.phases().values():
-            phase()
-        found.append(watch.read())
-    watch.remove()
-    longest = [max((wait.ms for wait in step), default=0.0) for step in found]
+    with timed_waits(prepared.step.model) as read_ms:
+        for _ in range(min(_WATCHED_STEPS, prepared.cell.steps)):
+            dist.barrier()
+            for phase in prepared.phases().values():
+                phase()
+            found.append(read_ms())
     return [
         Metric("gathers", "per step", [len(found[-1])]),
-        Metric("gather_wait", "ms per step, of the computing stream", [sum(w.ms for w in step) for step in found]),
-        Metric("late_gathers", "per step", [float(sum(wait.late for wait in step)) for step in found]),
-        Metric("largest_gather_wait", "ms, the longest of a step", longest),
+        Metric("gather_wait", "ms per step, of the computing stream", [sum(waits) for waits in found]),
+        Metric("late_gathers", "per step", [float(sum(ms > LATE_MS for ms in waits)) for waits in found]),
     ]
 
 

@@ -98,7 +98,13 @@ def make_cells(options: Any) -> list[ModelCell]:
         ValueError: a value that no cell can have, a budget that nothing fits, or rows that are none to compare with.
         OSError: those rows cannot be read.
     """
-    _check_budget(options)
+    if options.memory_budget_gib is not None:
+        served: dict[str, Any] = {"checkpoint": ("none",), "keep": None, "accumulate": (1,)}
+        served |= {"scaling": ("tensor",)} if "e4m3" in options.matmul_dtype else {}
+        for name, value in served.items():
+            if (given := getattr(options, name)) != value:
+                shown = " ".join(map(str, given))
+                raise ValueError(f"--memory-budget-gib chooses what is kept of plain steps, got {flag(name)} {shown}")
     if "on" in options.cuda_graph and options.mode != ("step",):
         raise ValueError(f"--cuda-graph on captures whole steps, --mode step, got --mode {' '.join(options.mode)}")
     if options.compare is not None:
@@ -114,18 +120,6 @@ def make_cells(options: Any) -> list[ModelCell]:
     return within_budget(turns, options.memory_budget_gib, lambda cell: cell.mode, lambda cell: True)
 
 
-def _check_budget(options: Any) -> None:
-    """Raise ValueError for what does not go together with ``--memory-budget-gib``."""
-    if options.memory_budget_gib is None:
-        return
-    served: dict[str, Any] = {"checkpoint": ("none",), "keep": None, "accumulate": (1,)}
-    served |= {"scaling": ("tensor",)} if "e4m3" in options.matmul_dtype else {}
-    for name, value in served.items():
-        if (given := getattr(options, name)) != value:
-            shown = " ".join(map(str, given))
-            raise ValueError(f"--memory-budget-gib chooses what is kept of plain steps, got {flag(name)} {shown}")
-
-
 def ceiling_cells(options: Any) -> list[CeilingCell]:
     """One for each dtype of the grid; what does not apply is empty in its row."""
     blank: dict[str, Any] = {each.name: "" if isinstance(each.default, str) else 0 for each, _ in options_in(ModelCell)}
@@ -135,18 +129,29 @@ def ceiling_cells(options: Any) -> list[CeilingCell]:
     ]
 
 
+def _expected_s(cell: ModelCell, ceilings: dict[str, float]) -> float:
+    """The seconds that a cell should take: a process, its steps at half of the measured ceiling, and compiling."""
+    from cs336_systems.costs.flops import hardware_flops
+
+    if isinstance(cell, CeilingCell):
+        return 5.0 if cell.device == "cuda" else 10.0
+    flops = cell.accumulate * hardware_flops(*cell.work, cell.mode, checkpoint=cell.checkpoint, keep=cell.keep)
+    steps = (cell.warmup + cell.steps) * flops / (0.5e12 * ceilings.get(cell.dtype, 0.1))
+    return 4.0 + steps + {"on": 10.0, "whole-model": 2.0 * cell.config.n_layers}.get(cell.compile, 0.0)
+
+
 def stages(options: Any, cells: Sequence[ModelCell], outcomes: list[Outcome]) -> Iterator[Stage]:
     """The ceilings of every dtype; then the cells, which stand beside them."""
     from cs336_systems.experiments import model_measure
 
-    ceilings: dict[str, dict[str, float]] = {}
-    expected_s = functools.partial(model_measure.expected_seconds, ceilings=ceilings)
+    ceilings: dict[str, float] = {}
+    expected_s = functools.partial(_expected_s, ceilings=ceilings)
     yield Stage(ceiling_cells(options), model_measure.measure_ceiling, expected_s)
-    for outcome in outcomes:
-        medians = {metric: outcome.median(metric) for metric in ("matmul_ceiling", "copy_ceiling", "free_memory")}
-        ceilings[outcome.cell.dtype] = {name: value for name, value in medians.items() if value is not None}
-    measure = functools.partial(model_measure.measure_model, ceilings=ceilings, force=options.force)
-    yield Stage(cells, measure, expected_s)
+    found = {outcome.cell.dtype: outcome.median("matmul_ceiling") for outcome in outcomes}
+    ceilings.update({dtype: tflops for dtype, tflops in found.items() if tflops is not None})
+    yield Stage(
+        cells, functools.partial(model_measure.measure_model, ceilings=ceilings, force=options.force), expected_s
+    )
 
 
 SETTINGS = (

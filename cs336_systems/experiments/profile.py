@@ -1,8 +1,8 @@
 """Where does a step of this model spend its time, or its memory?
 
 Time is recorded by nsys or by kineto (torch.profiler), after plain and annotated steps of the same process
-(``profiling/recording.py``); ``profile_page.py`` says what the traces show. Memory is the allocator's log of one pass
-and what a block keeps for backward (``memory_page.py``).
+(``profiling/recording.py``); ``profile_digest.py`` says what the traces show. Memory is the allocator's log of one pass
+and what a block keeps for backward (``memory_digest.py``). CSVs and pictures are written; the tables are printed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
@@ -24,7 +23,7 @@ from cs336_systems.experiments.options import TimedCase, TrainingRun, training_c
 from cs336_systems.report.command_line import complain
 
 if TYPE_CHECKING:
-    from cs336_systems.experiments.profile_page import Profile
+    from cs336_systems.experiments.profile_digest import Profile
     from cs336_systems.harness.record import Metric
     from cs336_systems.harness.sweep import Outcome
     from cs336_systems.profiling.recording import Workload
@@ -33,8 +32,6 @@ NAME = "profile_model"
 
 MEMORY = "memory"
 """The profiler that records the allocator and not time."""
-
-_UNITS = {"gib": "GiB", "mib": "MiB"}
 
 
 def file_stem(case: TrainingCase) -> str:
@@ -84,7 +81,7 @@ class Asked(TrainingRun):
 
     CPU_DEFAULTS: ClassVar = TrainingRun.CPU_DEFAULTS | {"warmup": 1, "steps": 3, "recorded_steps": 2}
     raw: Path = Path("profiles/raw")
-    """Folder for the recorded files; pages go there too, unless --out names a folder."""
+    """Folder for the recorded files; CSVs and pictures go there too, unless --out names a folder."""
 
 
 Options: Any = options_of(ProfileCell, Asked)
@@ -115,17 +112,15 @@ def make_cells(options: Any) -> list[ProfileCell]:
     return cells
 
 
-def workload_of(cell: ProfileCell) -> Workload:
-    """The workload that the cell times."""
+def workload_of(cell: ProfileCell, *, recorded: bool = False) -> Workload:
+    """The workload that the cell times, or the one that it records; torch.profiler starts in a warm process."""
     from cs336_systems.profiling.recording import Workload
 
-    return Workload(**{field.name: getattr(cell, field.name) for field in fields(Workload)})
-
-
-def recorded_workload(cell: ProfileCell) -> Workload:
-    """The workload that the cell records; torch.profiler starts in a process that is warm already."""
+    workload = Workload(**{field.name: getattr(cell, field.name) for field in fields(Workload)})
+    if not recorded:
+        return workload
     warmup = min(cell.warmup, 1) if cell.profiler == "kineto" else cell.warmup
-    return replace(workload_of(cell), warmup=warmup, steps=cell.recorded_steps)
+    return replace(workload, warmup=warmup, steps=cell.recorded_steps)
 
 
 def trace_path(cell: ProfileCell, raw: Path) -> Path:
@@ -136,7 +131,7 @@ def trace_path(cell: ProfileCell, raw: Path) -> Path:
 
 
 def measure_profile(cell: ProfileCell, *, raw: Path, out: Path | None) -> list[Metric]:
-    """Profile one cell: traces are read when all modes are there, memory has its page at once.
+    """Profile one cell: traces are digested when all modes are there, memory at once.
 
     Raises:
         PredictedOutOfMemory: the eager reference model would need more memory than is free; for the memory profiler,
@@ -145,68 +140,60 @@ def measure_profile(cell: ProfileCell, *, raw: Path, out: Path | None) -> list[M
         TraceError: the recording failed or holds no kernels though the cell ran on a GPU.
     """
     from cs336_systems.harness.fit import check_fit, is_predictable
-    from cs336_systems.harness.record import Metric
 
     if cell.profiler == MEMORY:
-        from cs336_systems.experiments.memory_page import write_memory_page
+        from cs336_systems.experiments.memory_digest import write_memory_digest
 
-        _, figures = write_memory_page(cell, cell.mode, out or raw, raw, compiled=cell.device == "cuda")
-        return [Metric(name, _UNITS[name.rsplit("_", 1)[1]], [value]) for name, value in figures.items()]
+        return write_memory_digest(cell, cell.mode, out or raw, raw, compiled=cell.device == "cuda")
     from cs336_systems.profiling.recording import profile_workload
 
     check_fit(cell, cell.mode, force=not is_predictable(cell))
-    return profile_workload(workload_of(cell), recorded_workload(cell), cell.profiler, trace_path(cell, raw))
-
-
-def stages(options: Any, cells: Sequence[ProfileCell], outcomes: list[Outcome]) -> list[Stage]:
-    measure = functools.partial(measure_profile, raw=options.raw, out=options.out)
-    return [Stage(cells, measure, lambda cell: 2.0 if cell.mode == "forward" else 6.0)]
+    return profile_workload(workload_of(cell), workload_of(cell, recorded=True), cell.profiler, trace_path(cell, raw))
 
 
 def _profile_of(outcome: Outcome, raw: Path) -> Profile:
     """The profile of a successful cell; raises TraceError if its trace cannot be read any more."""
-    from cs336_systems.experiments.profile_page import Profile
+    from cs336_systems.experiments.profile_digest import Profile
     from cs336_systems.profiling.recording import HOWS, read_trace
 
     medians = {metric.name: median(metric.samples) for metric in outcome.metrics}
     found = [
         {name.removeprefix(f"{how}_"): ms for name, ms in medians.items() if name.startswith(f"{how}_")} for how in HOWS
     ]
-    return Profile(recorded_workload(outcome.cell), read_trace(trace_path(outcome.cell, raw)), *found)
+    return Profile(workload_of(outcome.cell, recorded=True), read_trace(trace_path(outcome.cell, raw)), *found)
 
 
 def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> int:
-    """A page for every workload, as far as its cells succeeded; the main tables on stdout.
+    """The tables on stdout; of traces also the files of every workload, as far as its cells succeeded.
 
     Raises:
-        OSError: a page cannot be written.
+        OSError: a file cannot be written.
     """
     import pandas as pd
 
-    from cs336_systems.experiments.profile_page import class_table, phase_table, write_page
+    from cs336_systems.experiments.profile_digest import class_table, limits_table, phase_table, write_digest
     from cs336_systems.profiling.traces.tables import TraceError
     from cs336_systems.report.show import show
     from cs336_systems.report.tables import Table, digits
 
     done = [outcome for outcome in outcomes if outcome.status == "ok"]
-    if options.profiler == MEMORY:
-        found = [(outcome.cell.mode, metric) for outcome in done for metric in outcome.metrics]
-        lines = [(mode, metric.name, digits(metric.samples[0]), metric.unit) for mode, metric in found]
-        if lines:
-            caption = f"Main figures; the pages are in {options.out or options.raw}."
-            show(Table(caption, pd.DataFrame(lines, columns=["mode", "metric", "figure", "unit"])), options.format)
-        return 0
     for name, group in itertools.groupby(done, key=lambda outcome: outcome.cell.name):
-        own = list(group)
-        try:
-            profiles = [_profile_of(outcome, options.raw) for outcome in own]
-            where = own[0].rows[0]["gpu"] or own[0].rows[0]["host"]
-            page = write_page(profiles, name, where, options.profiler, options.out or options.raw / name)
-        except TraceError as error:
-            return complain(NAME, f"the page of {name} could not be written: {error}")
-        for table in (*map(phase_table, profiles), class_table(profiles)):
+        own, folder = list(group), options.out or options.raw
+        if options.profiler == MEMORY:
+            lines = [(each.cell.mode, m.name, digits(m.samples[0]), m.unit) for each in own for m in each.metrics]
+            tables = [Table("", pd.DataFrame(lines, columns=["mode", "metric", "figure", "unit"]))]
+        else:
+            folder = options.out or options.raw / name
+            try:
+                profiles = [_profile_of(outcome, options.raw) for outcome in own]
+                write_digest(profiles, name, own[0].rows[0]["gpu"] or own[0].rows[0]["host"], folder)
+            except TraceError as error:
+                return complain(NAME, f"the digest of {name} could not be written: {error}")
+            tables = [*map(phase_table, profiles), class_table(profiles)]
+            tables += [limits_table(profiles)] if profiles[0].trace.has_gpu else []
+        for table in tables:
             show(table, options.format)
-        print(f"{page}: kernels, attention's stages and limits\n")
+        print(f"{folder}: CSVs and pictures of {name}\n")
     return 0
 
 
@@ -214,7 +201,9 @@ EXPERIMENT = Experiment(
     NAME,
     ProfileCell,
     make_cells,
-    stages,
+    lambda options, cells, outcomes: [
+        Stage(cells, functools.partial(measure_profile, raw=options.raw, out=options.out))
+    ],
     present,
     (
         *("annotation_ratio", "recording_ratio", "unprofiled_step", "busy", "idle", "matmul_share"),

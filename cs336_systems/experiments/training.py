@@ -252,7 +252,7 @@ def fastest(rows: pd.DataFrame) -> pd.DataFrame:
 
     alone = rows[(rows["status"] == "ok") & (rows["world_size"].astype(int) == 1)]
     settings = [name for name in TRAINING_TABLE.settings if name in rows]
-    best: dict[tuple[Any, ...], dict[str, Any]] = {}
+    best: dict[tuple[Any, ...], dict[Any, Any]] = {}
     for _, cell in alone.groupby(settings, sort=False, dropna=False):
         newest = newest_run(cell)
         medians = pooled(newest).set_index("metric")["median"]

@@ -8,7 +8,7 @@ imports no torch.
 
 import json
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
@@ -83,7 +83,9 @@ class _Countdown(ProgressColumn):
 
 
 class _Log:
-    """Writes the rows of a sweep's outcomes, and shows a line per cell, with a bar above on a terminal.
+    """Writes the rows of a sweep's outcomes, and shows a line per cell with its main figures.
+
+    What runs is shown as well: by a bar on a terminal, by a line with the time of day elsewhere.
 
     The bar advances by the seconds that a cell should take, or by one; what is left is the sum over the cells to come,
     scaled by how the finished ones compared with theirs.
@@ -95,8 +97,9 @@ class _Log:
         cells: Sequence[Cell],
         row_file: RowFile | None,
         expected_s: Callable[[Any], float] | None,
+        headlines: Collection[str],
     ) -> None:
-        self._benchmark, self._cells, self._row_file = benchmark, cells, row_file
+        self._benchmark, self._cells, self._row_file, self._headlines = benchmark, cells, row_file, headlines
         self._expected = [expected_s(cell) if expected_s else 1.0 for cell in cells]
         self._n_done = 0
         self._console = Console(stderr=True, quiet=not reports())
@@ -117,6 +120,11 @@ class _Log:
         if self._n_done < len(self._cells):
             self._place = f"[{self._n_done + 1}/{len(self._cells)}] {self._cells[self._n_done]}"
             self.progress.update(self._task, description=self._place)
+            if self.progress.disable:
+                self._say(f"{self._place}: runs since {time.strftime('%H:%M:%S')}")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def outcome(self, report: Report) -> Outcome:
         """The outcome of the present cell, as the report says."""
@@ -132,8 +140,9 @@ class _Log:
         if self._row_file is not None:
             self._row_file.append(outcome.rows)
         note = f"{outcome.status}: {outcome.message}" if outcome.message else outcome.status
-        line = f"{self._place}: {note} ({outcome.seconds:.1f} s)"
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        rows = [row for row in outcome.rows if row.get("metric") in self._headlines]
+        figures = [f"{row['metric']} {row['median']:.4g} {row['unit']}".rstrip() for row in rows]
+        self._say(", ".join([f"{self._place}: {note} ({outcome.seconds:.1f} s)", *figures]))
         self._n_done += 1
         done, left = self._expected[: self._n_done], self._expected[self._n_done :]
         now = time.perf_counter()
@@ -151,6 +160,7 @@ def run_sweep(
     timeout_s: float,
     expected_s: Callable[[Any], float] | None = None,
     share: Callable[[Any], Hashable] | None = None,
+    headlines: Collection[str] = (),
 ) -> Iterator[Outcome]:
     """Run every cell in turn; yield its outcome, then write its rows, before the next one starts. Ctrl-C is the last.
 
@@ -164,13 +174,14 @@ def run_sweep(
         expected_s: seconds that a cell should take; without it there is no estimate of what is left.
         share: successive cells with equal values share processes while none of them leaves these in doubt; by default
             every cell has its own. Under a launcher all cells share.
+        headlines: metrics that are shown on stderr as soon as a cell has ended.
 
     Raises:
         OSError: the rows of the outcome yielded last could not be written; all earlier ones are on disk.
         ValueError: a launcher has described its ranks badly.
         RuntimeError: a process of the launcher has died; the rows of all earlier cells are on disk.
     """
-    log = _Log(benchmark, cells, row_file, expected_s)
+    log = _Log(benchmark, cells, row_file, expected_s, headlines)
     with log.progress, closing(isolated(cells, measure, timeout_s, share)) as ended:
         for report in ended:
             outcome = log.outcome(report)

@@ -8,20 +8,19 @@ the step. A moment belongs to the first of ``KINDS`` that runs in it, on whateve
 optimizer beside a matmul costs nothing here, and the time that is booked to them is exposed. A phase begins on the
 device with the first of its kernels that is not communication, which may run ahead.
 
-``GatherWaits`` answers whether each all-gather of FSDP finished before its unit needed it. On a GPU two events stand on
+``timed_waits`` answers whether each all-gather of FSDP finished before its unit needed it. On a GPU two events stand on
 the computing stream, before the stream waits for the collective and after: the time between them is what the collective
 was late, and is near zero if it was in time. On a CPU it is the time that the caller stood still. The waits are timed
 from outside; the wrapped model does not know of them.
 
-    waits = GatherWaits(fsdp)
-    ...                                   # steps
-    found = waits.read()                  # milliseconds that each unit waited for its weights
-    waits.remove()
+    with timed_waits(fsdp) as read_ms:
+        ...                               # steps
+        found = read_ms()                 # milliseconds of each wait of a unit for its weights
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -84,14 +83,9 @@ def communication_metrics(trace: Trace, alone: Trace | None = None) -> list[Metr
         Metric("hidden_share", "% of communication, from the trace", shares),
         Metric("waited", "ms per step in which only communication runs, from the trace", waited),
     ]
-    if alone is None:
-        return metrics
-    slowed, added = zip(*(slowdown(alone, step) for step in steps), strict=True)
-    return [
-        *metrics,
-        Metric("slowed", "ms of other kernels per step", slowed),
-        Metric("added_kernels", "ms of other kernels per step", added),
-    ]
+    if alone is not None:
+        metrics.append(Metric("slowed", "ms of other kernels per step", [slowdown(alone, step) for step in steps]))
+    return metrics
 
 
 def breakdown_metrics(trace: Trace) -> list[Metric]:
@@ -145,45 +139,31 @@ def _spans(trace: Trace, step: pd.DataFrame, ops: pd.DataFrame, phases: tuple[st
     }
 
 
-@dataclass(frozen=True)
-class Wait:
-    """How long a unit waited for the group of parameters that begins with ``name``."""
+@contextmanager
+def timed_waits(fsdp: FSDP) -> Iterator[Callable[[], list[float]]]:
+    """Time every wait for a gather that is under way; yields a function that returns the milliseconds of those since
+    it was last called, in order."""
+    stopwatch = Stopwatch(fsdp.device)
 
-    name: str
-    ms: float
-
-    @property
-    def late(self) -> bool:
-        return self.ms > LATE_MS
-
-
-class GatherWaits:
-    """Times every wait for a gather that was under way, in order."""
-
-    def __init__(self, fsdp: FSDP) -> None:
-        self._fsdp = fsdp
-        self._names: list[str] = []
-        self._stopwatch = Stopwatch(fsdp.device)
-        for group in fsdp.groups:
-            group.wait = self._timed(group, group.wait)  # type: ignore[method-assign]
-
-    def _timed(self, group: ShardedGroup, wait: Callable[[], None]) -> Callable[[], None]:
-        def timed() -> None:
+    def timed(group: ShardedGroup, wait: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
             if group.state is GroupState.GATHERING:
-                self._names.append(group.parameters[0].names[0])
-                self._stopwatch.mark()
+                stopwatch.mark()
                 wait()
-                self._stopwatch.mark()
+                stopwatch.mark()
 
-        return timed
+        return run
 
-    def read(self) -> list[Wait]:
-        """The waits since the last reading."""
-        waits = list(map(Wait, self._names, self._stopwatch.laps_ms()[::2]))
-        self._names, self._stopwatch = [], Stopwatch(self._fsdp.device)
+    def read_ms() -> list[float]:
+        waits = stopwatch.laps_ms()[::2]
+        stopwatch.events.clear()
+        stopwatch.seconds.clear()
         return waits
 
-    def remove(self) -> None:
-        """Leave the model as it was."""
-        for group in self._fsdp.groups:
+    for group in fsdp.groups:
+        group.wait = timed(group, group.wait)  # type: ignore[method-assign]
+    try:
+        yield read_ms
+    finally:
+        for group in fsdp.groups:
             del group.wait

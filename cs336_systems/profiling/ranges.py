@@ -16,8 +16,8 @@ like any other (torch's own backward hooks would close it before its work begins
 save nothing. Outputs pass through a marker as aliases: code that modifies a module's output in place does not work
 under ``annotate``, as it does not under torch's backward hooks.
 
-**Exceptions.** What forward leaves open when it raises is closed on the way out. What a failed backward leaves open on
-autograd's thread is closed when the next one begins.
+**Exceptions.** A step that raises leaves its ranges open, and what the process records afterwards lies inside them:
+profile in a process of its own, as the sweep does.
 
 **Blocks with a hand-written backward** call none of the modules that they hold. Their operations between matmuls are
 ranged instead, by name (``layers.0.attention``, ``layers.0.swiglu (backward)``); the rest of a block is its matmuls.
@@ -32,7 +32,6 @@ calls modules, their ranges are left out of it.
 import functools
 import itertools
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields, replace
@@ -61,40 +60,25 @@ SCORES, SOFTMAX, VALUES = "scores matmul", "softmax", "values matmul"
 """Ranges of attention's stages, inside the module's."""
 
 
-class _OpenRanges(threading.local):
-    """The open ranges of each thread, outermost first."""
-
-    def __init__(self) -> None:
-        self.stack: list[_Range] = []
-
-
-_open_ranges = _OpenRanges()
-
-
 class _Range:
-    """A range on the thread that made it, which opens it."""
+    """A range on the thread that makes it, which opens it."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.record = record_function(name) if torch.autograd._profiler_enabled() else None
+        self._record = record_function(name) if torch.autograd._profiler_enabled() else None
         nvtx.push_range(name)
-        if self.record is not None:
-            self.record.__enter__()
-        _open_ranges.stack.append(self)
+        if self._record is not None:
+            self._record.__enter__()
 
     def close(self) -> None:
-        """Close it and all that were left open inside it; nothing if it is closed already."""
-        stack = _open_ranges.stack
-        while self in stack:
-            innermost = stack.pop()
-            if innermost.record is not None:
-                innermost.record.__exit__(None, None, None)
-            nvtx.pop_range()
+        """Close it; those inside it are closed already."""
+        if self._record is not None:
+            self._record.__exit__(None, None, None)
+        nvtx.pop_range()
 
 
 @contextmanager
 def ranged(name: str) -> Iterator[None]:
-    """A range of this name around what is inside, for nsys and for torch.profiler, closed whatever happens."""
+    """A range of this name around what is inside, for nsys and for torch.profiler."""
     with closing(_Range(name)):
         yield
 
@@ -110,9 +94,8 @@ class _Call:
 
     backward: _Range
 
-    def __init__(self, name: str, device: torch.device, outermost: bool = False) -> None:
+    def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
-        self.outermost = outermost
         self.marker: Tensor | None = None
         if torch.is_grad_enabled():
             anchor, self.anchor_gradient = _anchor(device)
@@ -160,11 +143,8 @@ class _Last(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, name = ctx.call, ctx.call.name + BACKWARD
-        if call.outermost:
-            for stale in [opened for opened in _open_ranges.stack if opened.name == name]:
-                stale.close()
-        call.backward = _Range(name)
+        call = ctx.call
+        call.backward = _Range(call.name + BACKWARD)
         return call.anchor_gradient, None, *gradients
 
 
@@ -174,8 +154,7 @@ def ranged_call(name: str, function: Callable[..., Any], *args: Any, **kwargs: A
     The first tensor among ``args`` says on which device backward will run.
     """
     call = _Call(name, next((arg.device for arg in args if isinstance(arg, Tensor)), torch.device("cpu")))
-    with closing(call.forward):
-        return call.end(function(*args, **kwargs))
+    return call.end(function(*args, **kwargs))
 
 
 def annotate(model: nn.Module, kind: type[nn.Module] = nn.Module) -> ExitStack:
@@ -203,7 +182,7 @@ def annotate(model: nn.Module, kind: type[nn.Module] = nn.Module) -> ExitStack:
             module._compiled_call_impl = functools.partial(ranged_call, name, implementation)
             annotation.callback(setattr, module, "_compiled_call_impl", implementation)
             continue
-        for handle in _range_calls(module, name, device, outermost=not path):
+        for handle in _range_calls(module, name, device):
             annotation.callback(handle.remove)
         if isinstance(module, WrittenOutBlock) and kind is nn.Module:
             annotation.callback(setattr, module, "block_ops", module.block_ops)
@@ -214,19 +193,17 @@ def annotate(model: nn.Module, kind: type[nn.Module] = nn.Module) -> ExitStack:
     return annotation
 
 
-def _range_calls(module: nn.Module, name: str, device: torch.device, outermost: bool) -> Sequence[RemovableHandle]:
+def _range_calls(module: nn.Module, name: str, device: torch.device) -> Sequence[RemovableHandle]:
     calls: list[_Call] = []
 
     def before(module: nn.Module, args: tuple) -> None:
         if not torch.compiler.is_compiling():
-            calls.append(_Call(name, device, outermost))
+            calls.append(_Call(name, device))
 
     def after(module: nn.Module, args: tuple, output: Any) -> Any:
-        if torch.compiler.is_compiling() or not calls:  # no calls: another hook raised before ours
-            return None
-        return calls.pop().end(output)  # output is None if forward raised
+        return None if torch.compiler.is_compiling() else calls.pop().end(output)
 
-    return module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)
+    return module.register_forward_pre_hook(before), module.register_forward_hook(after)
 
 
 class _Stages(TorchFunctionMode):
@@ -285,8 +262,8 @@ def ranged_block_ops(ops: BlockOps, block: str) -> BlockOps:
 def ranged_phases(phases: Mapping[str, Callable[[], None]], *, warmup: int) -> dict[str, Callable[[], None]]:
     """The phases of a step, each in a range of its name; around them ``WARMUP``, after ``warmup`` times ``STEP``.
 
-    The outer range opens with the first phase and closes with the last, or when a phase raises, so that a timing loop
-    that knows nothing of ranges (``time_phases``) can run them.
+    The outer range opens with the first phase and closes with the last, so that a timing loop that knows nothing of
+    ranges (``time_phases``) can run them.
     """
     names = list(phases)
     passes = itertools.count()
@@ -298,12 +275,10 @@ def ranged_phases(phases: Mapping[str, Callable[[], None]], *, warmup: int) -> d
             if name == names[0]:
                 outer = _Range(WARMUP if next(passes) < warmup else STEP)
             assert outer is not None, f"phase {name} ran before {names[0]}"
-            with ExitStack() as leaving:
-                leaving.callback(outer.close)
-                with ranged(phase_of(name)):
-                    phase()
-                if name != names[-1]:
-                    leaving.pop_all()
+            with ranged(phase_of(name)):
+                phase()
+            if name == names[-1]:
+                outer.close()
 
         return run
 

@@ -6,17 +6,14 @@
 A chain ``x = x @ w`` or ``x = x * 0.999`` of ``--depth`` operations is issued by the host one call at a time. While an
 operation runs on the device for less than the host needs to issue one, the device waits for the host: the time per
 operation is flat, whatever the size. A CUDA graph issues the whole recorded chain with one call and leaves the device's
-own time, so *the turn is where the graph's time per operation equals the host's eager issue time*.
+own time, so *the turn is where the graph's time per operation equals the host's eager issue time*. It needs a GPU.
 
 **Prediction, before measuring.** H200, torch.compile and eager alike launch through cuBLAS: about 5 us per operation by
 the host (Python, dispatcher, driver), 1 to 2 us per small kernel inside a graph. A multiplication of n bf16 numbers
 moves 4 n bytes; 5 us at 4 TB/s are 20 MB, so the turn is at n = 2^22 (within the 50 MB L2 it runs faster than memory,
 which moves it up to about 2^23). A product takes 5 us of a rate far below peak: 2 n^3 at 200 to 400 TFLOP/s give n =
 800 to 1000. Below the turn the graph wins 3 to 5 times. Compiling makes one kernel of the chain of multiplications
-(time per operation falls by nearly the depth) but cannot fuse products: there it only trims the host's share. On a CPU
-each call costs a few microseconds of the same dispatcher, then the core does the work itself: no graphs (they need
-CUDA), no asynchrony, and the turn is where an operation takes twice the least: n = 2^13 to 2^15 numbers (fp32, a few
-vectors per nanosecond from L1 and L2), products of n = 32 to 64.
+(time per operation falls by nearly the depth) but cannot fuse products: there it only trims the host's share.
 
 **Method.** All ways of one operation and size run in turns within a cell, so their ratios are of neighbours. Wall time
 from the first call until the device is done, by the host's clock, over the depth; *issue* is the same clock when the

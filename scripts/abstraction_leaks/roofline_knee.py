@@ -1,4 +1,4 @@
-"""How many multiply-adds per element until an elementwise kernel takes twice as long as with one?
+"""How much arithmetic is free in an elementwise kernel, beside its traffic to memory?
 
     uv run scripts/abstraction_leaks/roofline_knee.py
     uv run scripts/abstraction_leaks/roofline_knee.py --fmas 1 8 32 64 128 256 --out results/
@@ -18,9 +18,8 @@ reads and writes everything: 2 k times the flat time, a straight line without a 
 
 **Method.** torch.compile makes one kernel of the chain (C++ on a CPU, Triton on a GPU), with contraction of a * b + c
 into one instruction allowed on a CPU, where Inductor forbids it by default. ``out`` is given: no page faults are
-timed. The knee follows from the measured points alone: bandwidth from the chains far below it, the rate of arithmetic
-from those far above it, each less the time of a launch by itself; no peak enters. The predictions use the copy measured
-in the same run.
+timed. The knee is where the highest bandwidth of all chains meets their highest rate of arithmetic: no peak enters.
+The prediction beside it uses a matmul and a copy measured in the same run.
 """
 
 from cs336_systems.experiments.driver import command

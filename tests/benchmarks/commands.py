@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cs336_systems.report.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[2]
+SWEEP = "cs336_systems.harness.sweep.run_sweep"
 
 
 def cells_of(question: str, *arguments: str, device: str = "cpu") -> list[Any]:
@@ -26,6 +29,16 @@ def run(command: str, capsys: Any, *arguments: object) -> tuple[int, str, str]:
     except SystemExit as stop:
         code = stop.code
     return code, *capsys.readouterr()
+
+
+def refusal(command: str, capsys: Any, monkeypatch: Any, *arguments: object) -> str:
+    """The sentence on stderr with which the command refuses the arguments; nothing may be run."""
+    with monkeypatch.context() as context:
+        context.setattr(SWEEP, lambda *args, **kwargs: pytest.fail("something was run"))
+        code, out, err = run(command, capsys, *arguments)
+    assert (code, out, len(err.splitlines())) == (2, "", 1), err
+    assert err.startswith(f"{command}: ")
+    return err.removeprefix(f"{command}: ").strip()
 
 
 def run_in_a_process(command: str, *arguments: object) -> tuple[int, str, str]:

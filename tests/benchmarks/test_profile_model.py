@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.experiments.profile import measure_profile, recorded_workload, trace_path, workload_of
+from cs336_systems.experiments.profile import measure_profile, trace_path, workload_of
 from cs336_systems.harness.record import Metric, read_rows
 from cs336_systems.harness.sweep import Outcome
 from cs336_systems.profiling.ranges import STEP
@@ -18,10 +18,9 @@ from cs336_systems.profiling.recording import ROUNDS, RunnableWorkload
 from cs336_systems.profiling.traces import kineto, nsys
 from cs336_systems.profiling.traces.kernels import MATMUL, kernel_class
 from cs336_systems.profiling.traces.tables import TraceError
-from tests.benchmarks.commands import cells_of, run, run_in_a_process
+from tests.benchmarks.commands import SWEEP, cells_of, refusal, run, run_in_a_process
 
 FIXTURES = Path(__file__).parents[1] / "profiling" / "traces" / "fixtures"
-SWEEP = "cs336_systems.harness.sweep.run_sweep"
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +38,9 @@ def command(capsys):
 
 
 @pytest.fixture
-def refused(command, monkeypatch):
-    """Runs ``main`` on bad input, of which nothing may be run; returns the sentence on stderr."""
-
-    def run(*arguments: object) -> str:
-        with monkeypatch.context() as context:
-            context.setattr(SWEEP, lambda *args, **kwargs: pytest.fail("something was run"))
-            code, out, err = command(*arguments)
-        assert code == 2
-        assert out == ""
-        assert len(err.splitlines()) == 1, err
-        return err.removeprefix("profile_model: ").strip()
-
-    return run
+def refused(capsys, monkeypatch):
+    """The sentence with which arguments are refused."""
+    return lambda *arguments: refusal("profile_model", capsys, monkeypatch, *arguments)
 
 
 def cells_for(line: str, device: str = "cpu") -> list:
@@ -67,7 +56,8 @@ def test_modes_are_innermost_and_names_tell_workloads_apart():
     (cell,) = cells_for("--mode step --size XL-2026 --attention tiled --compile --optimizer torch-fused")
     assert cell.name == "2.7b-b1-c128-fp32-tiled-compiled-fused-kineto"
     assert replace(cell, optimizer="fused").name == "2.7b-b1-c128-fp32-tiled-compiled-fused-adamw-kineto"
-    assert (recorded_workload(cell).warmup, recorded_workload(cell).steps) == (1, 2)
+    recorded = workload_of(cell, recorded=True)
+    assert (recorded.warmup, recorded.steps) == (1, 2)
 
 
 def test_bad_values(refused, monkeypatch, tmp_path):
@@ -90,34 +80,22 @@ def test_bad_values(refused, monkeypatch, tmp_path):
     assert "developer.nvidia.com/nsight-systems" in refused("--device", "cuda", "--profiler", "nsys")
 
 
-def fake_recording(trace: Path):
-    """``nsys.record`` that finds this export instead of running anything."""
-
-    def record(program, report):
-        report.parent.mkdir(parents=True, exist_ok=True)
-        report.with_suffix(".sqlite").write_bytes(gzip.decompress(trace.read_bytes()))
-        times = {phase: [5.0, 6.0, 7.0] for phase in ("forward", "backward", "optimizer", "step")}
-        return f"Generating report\n{json.dumps(times)}\ndone\n"
-
-    return record
-
-
 def test_a_cell_recorded_by_nsys(monkeypatch, tmp_path):
-    monkeypatch.setattr(nsys, "record", fake_recording(FIXTURES / "nsys.sqlite.gz"))
-    (cell,) = cells_for("--mode step --context-length 16")
-    cell = replace(cell, profiler="nsys")
+    """Stands in for nsys: a program that prints no times is an error, one whose export is there is read."""
+    (cell,) = (replace(cell, profiler="nsys") for cell in cells_for("--mode step --context-length 16"))
+    monkeypatch.setattr(nsys, "record", lambda program, report: "Generating report\n")
+    with pytest.raises(TraceError, match="printed no times"):
+        measure_profile(cell, raw=tmp_path, out=None)
+    times = {phase: [5.0, 6.0, 7.0] for phase in ("forward", "backward", "optimizer", "step")}
+    export = trace_path(cell, tmp_path).with_suffix(".sqlite")
+    export.parent.mkdir(parents=True, exist_ok=True)
+    export.write_bytes(gzip.decompress((FIXTURES / "nsys.sqlite.gz").read_bytes()))
+    monkeypatch.setattr(nsys, "record", lambda program, report: f"Generating report\n{json.dumps(times)}\ndone\n")
     metrics = {metric.name: metric for metric in measure_profile(cell, raw=tmp_path, out=None)}
     assert metrics["recorded_step"].samples == [5.0, 6.0, 7.0]
     assert metrics["operations"].samples == [322]
     assert metrics["matmul_share"].samples[0] == pytest.approx(81, abs=1)
-    assert recorded_workload(cell).warmup == cell.warmup
-
-
-def test_a_program_that_prints_no_times_is_an_error(monkeypatch, tmp_path):
-    monkeypatch.setattr(nsys, "record", lambda program, report: "Generating report\n")
-    (cell,) = cells_for("--mode forward --context-length 16")
-    with pytest.raises(TraceError, match="printed no times"):
-        measure_profile(replace(cell, profiler="nsys"), raw=tmp_path, out=None)
+    assert workload_of(cell, recorded=True).warmup == cell.warmup
 
 
 def test_the_cells_that_succeeded_get_their_digest(command, monkeypatch, tmp_path):
@@ -134,9 +112,8 @@ def test_the_cells_that_succeeded_get_their_digest(command, monkeypatch, tmp_pat
     assert code == 1
     cells = json.loads(out.splitlines()[-1])["cells"]
     assert [cell["status"] for cell in cells] == ["error", "ok"]
-    (page,) = (tmp_path / "out").glob("*.md")
-    assert "mode step" in page.read_text()
-    assert "mode forward" not in page.read_text()
+    assert {path.stem.rpartition("-")[2] for path in (tmp_path / "out").glob("*.png")} == {"step"}
+    assert "mode step" in out and "mode forward" not in out
 
 
 def fail_in_forward(cell, *, raw, out):
@@ -182,17 +159,15 @@ def test_annotation_changes_no_kernel_on_a_gpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_bare_run_on_a_cpu_ends_in_pages_and_rows(first_run):
+def test_a_bare_run_on_a_cpu_ends_in_files_and_rows(first_run):
     code, out, err, folder = first_run
     assert code == 0, err
     assert [cell["status"] for cell in json.loads(out.splitlines()[-1])["cells"]] == ["ok", "ok"]
     name = "tiny-b1-c128-fp32-kineto"
     written = {path.name for path in (folder / "out").iterdir()}
     pictures = {f"{name}-forward.png", f"{name}-step.png"}
-    assert written == {f"{name}.md", f"{name}-kernels.csv", f"{name}-ranges.csv", "profile_model.csv", *pictures}
-    page = (folder / "out" / f"{name}.md").read_text()
-    assert "Without a GPU" in page
-    assert re.search(r"^\| softmax +\| backward ", page, re.MULTILINE)
+    assert written == {f"{name}-kernels.csv", f"{name}-ranges.csv", "profile_model.csv", *pictures}
+    assert "CPU operators busy ms" in out
     rows = read_rows(folder / "out" / "profile_model.csv")
     step = rows[rows["mode"] == "step"].set_index("metric")
     assert (step.loc["unprofiled_step", "n"], step.loc["recorded_step", "n"]) == (ROUNDS * 3, 2)

@@ -7,13 +7,14 @@ import sys
 import pytest
 
 from cs336_systems.harness.record import read_rows
+from scripts import run_benchmarks
 from tests.benchmarks.commands import ROOT
 
 TINY = "--device cpu --size tiny --context-length 16 --batch-size 1 --warmup 0 --steps 1"
 
 
-def run(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+def run_by_torchrun(*arguments: str, ranks: int) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
         [sys.executable, *launcher, "scripts/run_benchmarks.py", *arguments],
         cwd=ROOT,
@@ -30,23 +31,21 @@ def test_every_command_writes_its_rows_though_one_before_it_failed(tmp_path):
     """What an earlier sweep has left in the launcher's store is not what a rank says of the next one."""
     commands = [
         f"benchmark_ddp {TINY} --ddp naive --attention hopper --out {tmp_path}/failed",
-        f"benchmark_ddp {TINY} --ddp naive --out {tmp_path}/ddp",
         f"benchmark_ddp {TINY} --ddp 5",
-        f"benchmark_sharded_optimizer {TINY} --sharding scattered --out {tmp_path}/sharded",
+        f"benchmark_ddp {TINY} --ddp naive --out {tmp_path}/ddp",
     ]
-    done = run(*" + ".join(commands).split(), ranks=2)
+    done = run_by_torchrun(*" + ".join(commands).split(), ranks=2)
     rows = {path.parent.name: read_rows(path) for path in tmp_path.glob("*/*.csv")}
     found = {name: (set(own["status"]), set(own["argv"].str.split().str[0])) for name, own in rows.items()}
     assert found == {
         "failed": ({"unsupported"}, {"benchmark_ddp.py"}),
         "ddp": ({"ok"}, {"benchmark_ddp.py"}),
-        "sharded": ({"ok"}, {"benchmark_sharded_optimizer.py"}),
     }, done.stderr
     assert done.returncode == 1
 
 
-def test_what_is_no_benchmark_is_named():
-    done = run("benchmark_dpd")
-    assert done.returncode == 2
-    assert done.stderr.startswith("run_benchmarks: benchmark_dpd is no benchmark: known are benchmark_attention,")
-    assert "a benchmark's name stands at the beginning" in run("benchmark_ddp", "+").stderr
+def test_what_is_no_benchmark_is_named(capsys):
+    assert run_benchmarks.main(["benchmark_dpd"]) == 2
+    assert "benchmark_dpd is no benchmark: known are benchmark_attention," in capsys.readouterr().err
+    assert run_benchmarks.main(["benchmark_ddp", "+"]) == 2
+    assert "a benchmark's name stands at the beginning" in capsys.readouterr().err

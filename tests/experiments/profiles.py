@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cs336_systems.experiments.profile_page import Profile
+from cs336_systems.experiments.profile_digest import Profile
 from cs336_systems.profiling.recording import Workload
 from cs336_systems.profiling.traces import kineto
 

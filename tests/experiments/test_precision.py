@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cs336_systems.experiments.precision import DTYPES, EXPERIMENTS, spacing, sums, toy_dtypes
+from cs336_systems.experiments.precision import DTYPES, EXPERIMENTS, sums, toy_dtypes
 
 NARROW = {"fp16": "float16", "bf16": "bfloat16"}
 
@@ -29,15 +29,9 @@ def test_the_handouts_four_sums(lines):
 
 
 def test_a_narrow_total_gets_stuck_where_half_a_spacing_exceeds_the_term(lines):
-    for n, dtype in ((1000, "bf16"), (10_000, "bf16"), (10_000, "fp16")):
-        line = lines[n, "in order", dtype, dtype]
-        assert spacing(line["result"], DTYPES[dtype]) / 2 > 0.01
-        assert line["explanation"].startswith("stuck since term ")
-    assert not lines[1000, "in order", "fp16", "fp16"]["explanation"].startswith("stuck")
-    for dtype in (np.float16, np.float32):
-        ours = torch.from_numpy(np.zeros(0, dtype)).dtype
-        for value in (1.0, 3.7, 10.0, 100.0, 0.01):
-            assert spacing(float(dtype(value)), ours) == float(np.spacing(dtype(value)))
+    """At 4 the numbers of bf16 lie 1/32 apart, at 32 those of fp16."""
+    for dtype, stuck in (("bf16", 4.0), ("fp16", 32.0)):
+        assert lines[10_000, "in order", dtype, dtype]["result"] == stuck
 
 
 def test_sums_from_the_command_line(load_script, capsys):

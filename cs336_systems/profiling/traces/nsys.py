@@ -67,19 +67,6 @@ def is_attached() -> bool:
     return any(name in os.environ for name in _SESSION_VARIABLES)
 
 
-def profile_command(program: Sequence[str], report: Path, nsys: str = "nsys") -> list[str]:
-    """The command line that runs ``program`` and writes ``report`` with the suffix ``.nsys-rep``."""
-    collected = ("--sample=none", "--cpuctxsw=none", "--trace=cuda,nvtx", "--cuda-graph-trace=node")
-    output = f"--output={report.with_suffix(REPORT)}"
-    return [nsys, "profile", *collected, "--force-overwrite=true", output, *program]
-
-
-def export_command(report: Path, nsys: str = "nsys") -> list[str]:
-    """The command line that turns the report into SQLite beside it."""
-    output = f"--output={report.with_suffix(EXPORT)}"
-    return [nsys, "export", "--type=sqlite", "--force-overwrite=true", output, str(report.with_suffix(REPORT))]
-
-
 def record(program: Sequence[str], report: Path) -> str:
     """Run a program under nsys and export what it recorded; returns what it printed, nsys's own lines among it.
 
@@ -90,17 +77,21 @@ def record(program: Sequence[str], report: Path) -> str:
     if nsys is None:
         raise TraceError(MISSING)
     report.parent.mkdir(parents=True, exist_ok=True)
-    for suffix in (REPORT, EXPORT):
-        report.with_suffix(suffix).unlink(missing_ok=True)
+    written, exported = report.with_suffix(REPORT), report.with_suffix(EXPORT)
+    written.unlink(missing_ok=True)
+    exported.unlink(missing_ok=True)
+    collected = ("--sample=none", "--cpuctxsw=none", "--trace=cuda,nvtx", "--cuda-graph-trace=node")
+    recording = [nsys, "profile", *collected, "--force-overwrite=true", f"--output={written}", *program]
+    exporting = [nsys, "export", "--type=sqlite", "--force-overwrite=true", f"--output={exported}", str(written)]
     printed = []
-    for command in (profile_command(program, report, nsys), export_command(report, nsys)):
+    for command in (recording, exporting):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         printed.append(done.stdout)
         if done.returncode:
             tail = " | ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:])
             raise TraceError(f"nsys {command[1]} ended with exit code {done.returncode}: {tail}")
-    if not (sqlite := report.with_suffix(EXPORT)).exists():
-        raise TraceError(f"nsys wrote no {sqlite}")
+    if not exported.exists():
+        raise TraceError(f"nsys wrote no {exported}")
     return printed[0]
 
 
@@ -113,7 +104,7 @@ def read(path: Path) -> Trace:
     if not path.is_file():
         raise TraceError(f"{path}: no such file")
     if path.suffix == REPORT:
-        raise TraceError(f"{path} is a report that must be exported first: {' '.join(export_command(path))}")
+        raise TraceError(f"{path} is a report that must be exported first: nsys export --type=sqlite {path}")
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             return _read(database, path)

@@ -239,18 +239,14 @@ def overlap(trace: Trace) -> tuple[float, float]:
     return total / n_steps(trace) / MS, hidden / n_steps(trace) / MS
 
 
-def slowdown(alone: Trace, beside: Trace) -> tuple[float, float]:
-    """Milliseconds per step by which kernels run longer beside communication, and of kernels that come with it.
+def slowdown(alone: Trace, beside: Trace) -> float:
+    """Milliseconds per step by which kernels run longer beside communication.
 
     The k-th kernel of a name in one step is taken for the k-th of that name in the other, so matmuls of different
-    shapes are not mixed. Kernels that only one of the steps has (copies into buckets, say) are added, or taken off
-    where it is the step alone that has them. Communication itself is left out.
+    shapes are not mixed. Communication itself, and kernels that only one of the steps has, are left out.
     """
-    suffixes = "_alone", "_beside"
-    paired = pd.merge(_numbered(alone), _numbered(beside), on=["name", "number"], how="outer", suffixes=suffixes)
-    more = paired["ns_beside"] - paired["ns_alone"]  # of both, else NaN
-    added = (paired["ns_beside"].fillna(0) - paired["ns_alone"].fillna(0)).where(more.isna(), 0)
-    return float(more.sum()) / MS, float(added.sum()) / MS
+    paired = pd.merge(_numbered(alone), _numbered(beside), on=["name", "number"], suffixes=("_alone", "_beside"))
+    return float((paired["ns_beside"] - paired["ns_alone"]).sum()) / MS
 
 
 def _numbered(trace: Trace) -> pd.DataFrame:
