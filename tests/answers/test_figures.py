@@ -4,14 +4,11 @@ import shutil
 
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.figures import draw, figures, stale_figures
 from cs336_systems.harness.record import DEFAULTS
 from tests.report.rows import make_cell, make_frame, ms
-
-BY_ARITHMETIC = {"attention_masks.png", "pipeline_schedules.png", "fsdp_scaling.png", "goodput.png"}
 
 
 @pytest.fixture
@@ -49,17 +46,15 @@ def test_the_grid_is_drawn_from_its_rows(tmp_path, saved):
         found["h200_checkpointing.png"].write(tmp_path / "x.png")
 
 
-def test_what_has_rows_or_needs_none_is_drawn_and_says_from_what(tmp_path, saved):
+def test_what_has_rows_or_needs_none_is_drawn_and_says_from_what(tmp_path, monkeypatch):
     cell = make_cell(ms("step", 10.0), ms("mfu", 50.0), size="small", gpu="NVIDIA H200")
     committed = write(tmp_path, "grid", "benchmark_model.csv", cell)
+    names = ("h200_grid.png", "goodput.png", "h200_checkpointing.png")
+    known = {name: drawing for name, drawing in figures(committed).items() if name in names}
+    monkeypatch.setattr("cs336_systems.answers.figures.figures", lambda committed: known)
     figure = tmp_path / "figures" / "h200_grid.png"
-    missing = draw(committed, tmp_path)
-    assert set(saved) == BY_ARITHMETIC | {figure.name} == {path.name for path in (tmp_path / "figures").iterdir()}
-    assert set(missing) == set(figures(committed)) - set(saved)
-    schedules = " ".join(text.get_text() for text in saved["pipeline_schedules.png"].findobj(Text))
-    assert all(name in schedules for name in ("GPipe", "1F1B", "interleaved 1F1B", "ZB-H1"))
-    jobs = [str(line.get_label()).partition(" nodes")[0] for line in saved["goodput.png"].axes[0].get_lines()]
-    assert [job for job in jobs if job[0].isdigit()] == ["8", "64", "512", "2,048"]
+    assert draw(committed, tmp_path) == ["h200_checkpointing.png"]
+    assert {path.name for path in figure.parent.iterdir()} == {*names[:2]}
     assert stale_figures(committed, tmp_path) == []
     shutil.copy(tmp_path / "figures" / "goodput.png", figure)
     (drawn_from_others,) = stale_figures(committed, tmp_path)

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 
 import pytest
 import torch
@@ -86,8 +85,6 @@ def test_every_provenance_column_is_filled_and_is_json(monkeypatch):
     state = provenance.device_state(CPU)
     assert json.loads(json.dumps([state, row])) == [state, row]
     assert state["load_1min"] >= 0
-    stamp = datetime.fromisoformat(provenance.timestamp())
-    assert abs((datetime.now(UTC) - stamp).total_seconds()) < 5
 
 
 @pytest.mark.gpu

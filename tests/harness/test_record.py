@@ -119,14 +119,9 @@ def test_an_existing_file_is_continued_and_messages_survive(path, row_file):
     assert list(rows["commit"][1:]) == ["1e10000"] * (len(messages) + 1)
 
 
-def test_a_commit_that_looks_like_a_number_is_text(path):
-    write(path).append([make_row(status="ok", commit="1e10000", python="3.10", driver="570.00")])
-    assert read_rows(path)[["commit", "python", "driver"]].iloc[0].tolist() == ["1e10000", "3.10", "570.00"]
-
-
 def test_writers_that_begin_a_file_at_once_write_one_header(tmp_path):
     with ThreadPoolExecutor(8) as threads:
-        for number in range(40):
+        for number in range(10):
             path = tmp_path / f"{number}.csv"
             list(threads.map(write, [path] * 8))
             assert path.read_text() == HEADER + "\n"
@@ -158,8 +153,7 @@ def test_other_and_missing_columns_are_refused(path, row_file):
 
 
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
-@pytest.mark.parametrize("written", [0.5])
-def test_a_write_that_fails_half_way_leaves_the_file_as_it_was(path, row_file, monkeypatch, failure, written):
+def test_a_write_that_fails_half_way_leaves_the_file_as_it_was(path, row_file, monkeypatch, failure):
     before = path.read_bytes()
     really_write = os.write
     calls = []
@@ -167,15 +161,15 @@ def test_a_write_that_fails_half_way_leaves_the_file_as_it_was(path, row_file, m
     def write_a_part(descriptor, data):
         """As the kernel does it: what still fits is written, then the next call fails."""
         calls.append(len(data))
-        if len(calls) == 1 and written:
-            return really_write(descriptor, data[: int(written * len(data))])
+        if len(calls) == 1:
+            return really_write(descriptor, data[: len(data) // 2])
         raise failure
 
     monkeypatch.setattr(os, "write", write_a_part)
     with pytest.raises(type(failure)):
         row_file.append([make_row(status="ok", message="lost"), make_row(status="ok", message="lost too")])
     monkeypatch.undo()
-    assert len(calls) == (2 if written else 1)
+    assert len(calls) == 2
     assert path.read_bytes() == before
     row_file.append([make_row(status="ok", message="after")])
     assert list(read_rows(path)["message"]) == ["first", "after"]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.model import REFERENCE_OPS, TransformerBlock
+from cs336_systems.model import REFERENCE_OPS
 from cs336_systems.profiling import ranges
 from cs336_systems.profiling.ranges import (
     BACKWARD,
@@ -111,16 +111,6 @@ def test_operations_of_written_out_blocks_are_ranged_in_their_place(emitted, bat
     assert torch.equal(step.loss, plain.loss)
 
 
-def test_modules_of_one_kind_alone(emitted, batch):
-    step = assemble(TrainingCase.of(TINY, keep="products"))
-    phases = step.phases("backward", *batch)
-    with annotate(step.model, TransformerBlock):
-        for phase in phases.values():
-            phase()
-    names = [f"layers.{i}" for i in range(TINY.n_layers)]
-    assert emitted.paths == [(name,) for name in names] + [(name + BACKWARD,) for name in reversed(names)]
-
-
 def test_backward_mirrors_forward(emitted, batch):
     step = tiny_step()
     phases = step.phases("backward", *batch)
@@ -182,8 +172,8 @@ def test_annotation_changes_no_bit(batch):
         assert torch.equal(gradient, ranged_gradients[name]), name
 
 
-@pytest.mark.parametrize(("n_queries", "n_keys", "heads", "kv_heads"), [(17, 17, 4, 4), (5, 23, 6, 2)])
-def test_ranged_attention_is_the_same_bits(emitted, n_queries, n_keys, heads, kv_heads):
+def test_ranged_attention_is_the_same_bits(emitted):
+    n_queries, n_keys, heads, kv_heads = 5, 23, 6, 2
     q = torch.randn(2, heads, n_queries, 16, requires_grad=True)
     k, v = (torch.randn(2, kv_heads, n_keys, 16, requires_grad=True) for _ in range(2))
     upstream = torch.randn(2, heads, n_queries, 16)

@@ -1,7 +1,6 @@
 """The command: its picture and figures, a log that is being written, and refusals."""
 
 import json
-import os
 import re
 
 import pytest
@@ -55,14 +54,6 @@ def test_several_runs_one_of_which_is_being_written(run, tmp_path):
     (tmp_path / "c/a/log.jsonl").write_bytes((tmp_path / "a/log.jsonl").read_bytes())
     told = json.loads(run("a", "c/a", "--out", "both.png")[1])
     assert list(told["runs"]) == ["a/log.jsonl", "c/a/log.jsonl"]
-
-
-def test_a_folder_whose_name_is_not_utf8_is_drawn(run, tmp_path):
-    folder = tmp_path / os.fsdecode(b"caf\xe9")
-    write(folder / "log.jsonl", *opening(20), *training(20))
-    code, out, _ = run(folder)
-    assert (code, list(json.loads(out)["runs"])) == (0, ["caf?"])
-    assert (folder / "log.png").exists()
 
 
 def test_a_log_without_a_line_is_drawn(run, tmp_path):

@@ -59,15 +59,6 @@ def test_a_failed_cell_is_a_line_with_its_reason_and_without_numbers():
     assert line(frame, size="small")["backward ms"] == line(frame, size="small")["MFU %"] == "–"
 
 
-@pytest.mark.parametrize("newest_is_ok", [True, False])
-def test_the_newest_outcome_of_a_cell_wins(newest_is_ok):
-    ok, failed = {"timestamp": "2026-01-01T00:00:01+00:00"}, {"timestamp": "2026-01-01T00:00:02+00:00"}
-    cells = [make_cell(*STEP, **ok), make_cell(status="error", message="broken", **failed)]
-    table = step_table(make_frame(*(reversed(cells) if newest_is_ok else cells))).frame
-    assert line(table)["status"] == ("ok" if newest_is_ok else "error: broken")
-    assert line(table)["total ms"] == ("1,300 (1,247–1,340)" if newest_is_ok else "–")
-
-
 def test_three_digits_without_an_exponent():
     shown = {
         123456.7: "123,457",

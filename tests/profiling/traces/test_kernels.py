@@ -11,22 +11,17 @@ MUL = "at::native::BinaryFunctor<float, float, float, at::native::binary_interna
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_execute_kernel__5x_cublas", "matmul"),
         ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(Params)", "matmul"),
         ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "matmul"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(float)", "matmul"),
         ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>, cutlass::bfloat16_t>()", "fused attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x64x128", "fused attention"),
         ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>(float*)", "softmax"),
         (f"{AT}reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float> > >()", "reduction"),
         ("triton_per_fused_add_mean_mul_pow_rsqrt_1", "reduction"),
         (f"{AT}vectorized_elementwise_kernel<4, {MUL}, std::array<char*, 3ul> >(int)", "elementwise"),
-        ("triton_poi_fused__to_copy_addmm_mul_3", "elementwise"),
         ("triton_red_fused__softmax_masked_fill_2", "softmax"),
         ("triton_tem_fused_addmm_4", "matmul"),
         ("triton_tem_fused_flex_attention_backward_1", "fused attention"),
         (f"{AT}elementwise_kernel<128, 2, at::native::direct_copy_kernel_cuda(at::Iter&)>()", "copy or cast"),
-        ("memset", "copy or cast"),
         (f"{AT}<unnamed>::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4> >()", "optimizer"),
         (f"{AT}multi_tensor_apply_kernel<UnaryOpFunctor<float, 2>, {AT}Copy<float, float> >()", "copy or cast"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
@@ -37,7 +32,6 @@ MUL = "at::native::BinaryFunctor<float, float, float, at::native::binary_interna
         ("product_kernel", "matmul"),
         ("update_kernel", "optimizer"),
         ("row_and_column_absmax_kernel", "quantization"),
-        ("swiglu_backward_quantize_kernel", "quantization"),
         ("something_new", "other"),
     ],
 )
@@ -61,14 +55,12 @@ def test_names_of_collectives(expected):
     [
         (f"{AT}vectorized_elementwise_kernel<4, {MUL}, std::array<char*, 3ul> >(int)", "<MulFunctor>"),
         ("void (anonymous namespace)::softmax_warp_forward<float, 9, false>(float*)", "softmax_warp_forward"),
-        ("void <unnamed>::softmax_warp_forward<float, 9, false>(float*)", "softmax_warp_forward"),
         ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(P)", "Kernel2<cutlass_80_simt_sgemm"),
         (
             f"{AT}reduce_kernel<512, at::native::ReduceOp<float, at::native::MeanOps<float> > >()",
             "reduce_kernel<MeanOps>",
         ),
         ("aten::_softmax", "aten::_softmax"),
-        ("nvjet_sm90_tst_128x256_64x4", "nvjet_sm90_tst_128x256_64x4"),
     ],
 )
 def test_short_names_tell_what_matters(name, expected):

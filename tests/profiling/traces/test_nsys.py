@@ -103,7 +103,6 @@ def test_empty_corrupted_foreign_and_missing_files_are_named(tmp_path, export):
 @pytest.mark.parametrize(
     "statement",
     [
-        "DROP TABLE CUPTI_ACTIVITY_KIND_RUNTIME",
         "DROP TABLE NVTX_EVENTS",
         "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL; DELETE FROM CUPTI_ACTIVITY_KIND_MEMCPY",
         "ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN demangledName",
@@ -130,10 +129,4 @@ def test_a_failed_program_and_a_missing_report_are_errors(tmp_path, monkeypatch)
         nsys.record(["false"], tmp_path / "step")
     fake_nsys(tmp_path, "exit 0", monkeypatch)
     with pytest.raises(TraceError, match="wrote no"):
-        nsys.record(["true"], tmp_path / "step")
-
-
-def test_without_nsys_the_message_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(TraceError, match="developer.nvidia.com/nsight-systems"):
         nsys.record(["true"], tmp_path / "step")

@@ -147,7 +147,7 @@ def instants_of(intervals: Intervals) -> set[int]:
 
 def test_sets_of_time_are_sets_of_instants():
     draw = random.Random(0)
-    for _ in range(200):
+    for _ in range(50):
         (ours, instants), (theirs, others) = covered(draw), covered(draw)
         assert instants_of(ours) == instants
         assert length(ours) == len(instants)
