@@ -3,7 +3,7 @@
     metrics = write_memory_digest(case, mode="step", out=Path("profiles/memory"), raw=Path("profiles/raw"))
 
 What the peak is made of (``-peak.csv``), every allocation with the line that asked for it (``-allocations.csv``), and
-what one Transformer block keeps for backward and leaves behind as gradients, eager and compiled (``-residuals.csv``).
+what one Transformer block keeps for backward and leaves behind as gradients (``-residuals.csv``).
 Without CUDA there is no allocator to watch, and only the block is accounted for. Run it in a process of its own, as the
 sweep does: it assembles the whole model.
 """
@@ -44,11 +44,8 @@ _LEAST_SHARE = 1e-3
 """Categories that never hold this share of the peak are left out: they are thinner than a line."""
 
 
-def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path, *, compiled: bool = True) -> list[Metric]:
+def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path) -> list[Metric]:
     """Profile, account, and write ``memory-<case>``'s CSVs and picture to ``out``, the snapshot to ``raw``.
-
-    Args:
-        compiled: account for the compiled block, too, which costs its compilation, unless blocks are written out.
 
     Raises:
         ValueError: something in the case is unknown or unsupported on its device.
@@ -59,10 +56,8 @@ def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path, *, 
     check_supported(case, device)
     profile = profile_memory(case, mode, raw / f"{name}.pickle") if device.type == "cuda" else None
     gc.collect()
-    blocks = {"eager": account_block(case, compile=False)}
-    if compiled and not case.written_out:
-        blocks["compiled"] = account_block(case, compile=True)
-    frames, metrics = {"residuals": residual_frame(blocks)}, list[Metric]()
+    block = account_block(case)
+    frames, metrics = {"residuals": residual_frame(block)}, list[Metric]()
     if profile is not None:
         where = torch.cuda.get_device_name(device)
         save(timeline_figure(profile.history, f"{case}, mode {mode}, on {where}"), out / f"{name}.png")
@@ -70,14 +65,14 @@ def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path, *, 
         metrics += peak_metrics(profile)
     for kind, frame in frames.items():
         frame.to_csv(out / f"{name}-{kind}.csv", index=False, float_format="%.6g")
-    metrics += [Metric(f"{how}_block_activations_mib", "MiB", [kept.activation_mib]) for how, kept in blocks.items()]
-    return [*metrics, Metric("block_gradients_mib", "MiB", [blocks["eager"].gradient_mib])]
+    metrics.append(Metric("eager_block_activations_mib", "MiB", [block.activation_mib]))
+    return [*metrics, Metric("block_gradients_mib", "MiB", [block.gradient_mib])]
 
 
-def account_block(case: TrainingCase, *, compile: bool) -> Residuals:
+def account_block(case: TrainingCase) -> Residuals:
     """The tensors that one block keeps at the case's batch and context, without checkpointing between blocks."""
     arguments = (*case.work, case.precision, torch.device(case.device))
-    account = partial(block_residuals, *arguments, ops=case_ops(case), compile=compile)
+    account = partial(block_residuals, *arguments, ops=case_ops(case))
     return account(make=partial(_written_out_block, case)) if case.written_out else account()
 
 
@@ -87,8 +82,8 @@ def _written_out_block(case: TrainingCase, config: ModelConfig, _: ModelOps, **p
 
 
 def peak_metrics(profile: MemoryProfile) -> list[Metric]:
-    """The peak while watched and unwatched, its prediction, its parts, and whether memory ran out."""
-    found = {"peak_gib": profile.peak_allocated_bytes, "unwatched_peak_gib": profile.unwatched_peak_bytes}
+    """The peak, its prediction, its parts, and whether memory ran out."""
+    found: dict[str, int] = {"peak_gib": profile.peak_allocated_bytes}
     if is_predictable(profile.case):
         found["predicted_peak_gib"] = predicted_bytes(profile.case, profile.mode)
     for category, n_bytes in profile.history.peak().by_category.items():
@@ -120,13 +115,10 @@ def allocation_frame(history: MemoryHistory) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns).sort_values("mib", ascending=False, kind="stable")
 
 
-def residual_frame(blocks: dict[str, Residuals]) -> pd.DataFrame:
-    """Every tensor that the block keeps, and every gradient, by variant."""
-    frames = []
-    for variant, block in blocks.items():
-        gradients = block.gradients.rename(columns={"parameter": "module"}).assign(kind="gradient")
-        frames += [frame.assign(variant=variant) for frame in (block.tensors, gradients)]
-    return pd.concat(frames)[["variant", *blocks["eager"].tensors.columns]]
+def residual_frame(block: Residuals) -> pd.DataFrame:
+    """Every tensor that the block keeps, and every gradient."""
+    gradients = block.gradients.rename(columns={"parameter": "module"}).assign(kind="gradient")
+    return pd.concat([block.tensors, gradients])[block.tensors.columns]
 
 
 def unit_of(peak: Moment) -> tuple[str, int]:

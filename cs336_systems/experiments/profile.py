@@ -144,7 +144,7 @@ def measure_profile(cell: ProfileCell, *, raw: Path, out: Path | None) -> list[M
     if cell.profiler == MEMORY:
         from cs336_systems.experiments.memory_digest import write_memory_digest
 
-        return write_memory_digest(cell, cell.mode, out or raw, raw, compiled=cell.device == "cuda")
+        return write_memory_digest(cell, cell.mode, out or raw, raw)
     from cs336_systems.profiling.recording import profile_workload
 
     check_fit(cell, cell.mode, force=not is_predictable(cell))

@@ -51,13 +51,9 @@ class MemoryProfile:
     history: MemoryHistory
     peak_allocated_bytes: int
     """``torch.cuda.max_memory_allocated`` of the watched pass."""
-    unwatched_peak_bytes: int
-    """``torch.cuda.max_memory_allocated`` of the unwatched pass before it; 0 if that pass ran out of memory."""
     unwatched_requested_bytes: int
     """Bytes asked for at the peak of the unwatched pass, or 0 if it ran out of memory. They are the same in every pass,
     where the allocator's blocks depend on what is cached."""
-    peak_reserved_bytes: int
-    """``torch.cuda.max_memory_reserved``: what the process held of the device."""
     path: Path
     """The snapshot."""
     out_of_memory: str = ""
@@ -83,15 +79,13 @@ def profile_memory(case: TrainingCase, mode: str, path: Path, *, max_entries: in
     step = assemble(case)
     token_ids, targets = random_batch(case)
     phases = step.phases(mode, token_ids, targets)
-    unwatched_peak = unwatched_requested = 0
-    out_of_memory = ""
+    unwatched_requested, out_of_memory = 0, ""
     try:
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats(device)
             for phase in phases.values():
                 phase()
         synchronize(device)
-        unwatched_peak = torch.cuda.max_memory_allocated(device)
         unwatched_requested = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
     except torch.OutOfMemoryError:
         step.optimizer.zero_grad(set_to_none=True)
@@ -124,9 +118,7 @@ def profile_memory(case: TrainingCase, mode: str, path: Path, *, max_entries: in
         mode,
         history,
         peak_allocated_bytes=peak,
-        unwatched_peak_bytes=unwatched_peak,
         unwatched_requested_bytes=unwatched_requested,
-        peak_reserved_bytes=torch.cuda.max_memory_reserved(device),
         path=path,
         out_of_memory=out_of_memory,
     )

@@ -1,8 +1,7 @@
 """The tensors that a block keeps for its backward pass: every tensor, who keeps it, and how large it is.
 
 ``torch.autograd.graph.saved_tensors_hooks`` sees each tensor that an operation saves; the graph then tells which node
-saved it under which name, and the Python stack which line of the model asked for it. A compiled block saves what its
-partitioner chose to; there the compiler's forward graph, whose outputs these tensors are, names operation and line.
+saved it under which name, and the Python stack which line of the model asked for it.
 
     residuals = block_residuals(MODEL_SIZES["small"], 4, 512, PRECISIONS["fp32"], torch.device("cpu"))
     residuals.activation_mib, residuals.gradient_mib
@@ -15,7 +14,7 @@ One line stands for one storage, however many views of it are saved. Its ``kind`
     parameter        alive anyway
     table            alive anyway: rotary tables, token ids, targets
 
-Works on CPU and CUDA. Limits: tensors that are alive only during forward or backward are not seen here.
+Works on CPU and CUDA, for eager blocks. Tensors that are alive only during forward or backward are not seen here.
 """
 
 import re
@@ -47,9 +46,8 @@ class Residuals:
     """The tensors that one forward pass kept and the gradients that its backward pass left behind."""
 
     tensors: pd.DataFrame
-    """One row per storage with the columns ``kind, module, kept_by, source, shape, dtype, mib, percent, saves``, the
-    largest first within a kind. ``percent`` is the share of all activations; ``saves`` counts the operations that saved
-    a view of the storage."""
+    """One row per storage with the columns ``kind, module, kept_by, source, shape, dtype, mib``, the largest first
+    within a kind."""
     gradients: pd.DataFrame
     """One row per gradient after backward, with the columns ``parameter, shape, dtype, mib``."""
 
@@ -95,14 +93,11 @@ def block_residuals(
     *,
     ops: ModelOps = REFERENCE_OPS,
     make: Callable[..., TransformerBlock] = TransformerBlock,
-    compile: bool = False,
-    norm_only: bool = False,
 ) -> Residuals:
     """Residuals of one ``TransformerBlock`` of the model, on random input that requires a gradient.
 
     Args:
         make: makes the block, given (config, ops, device=, dtype=).
-        norm_only: take the first ``RMSNorm`` of the block alone.
 
     Raises:
         ValueError: ``seq_len`` is beyond the config's context length.
@@ -115,10 +110,8 @@ def block_residuals(
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
     x = torch.randn(batch_size, seq_len, config.d_model, device=device, dtype=dtype, requires_grad=True)
-    if norm_only:
-        return module_residuals(block.ln1, (x,), precision, compile=compile)
     cos, sin = rotary(seq_len)
-    return module_residuals(block, (x, cos, sin), precision, tables={"cos": cos, "sin": sin}, compile=compile)
+    return module_residuals(block, (x, cos, sin), precision, tables={"cos": cos, "sin": sin})
 
 
 @dataclass
@@ -136,8 +129,7 @@ def module_residuals(
     inputs: Sequence[Tensor],
     precision: Precision,
     *,
-    tables: Mapping[str, Tensor] | None = None,
-    compile: bool = False,
+    tables: Mapping[str, Tensor],
 ) -> Residuals:
     """Residuals of ``module(*inputs)``, a tensor; ``tables`` are inputs that would exist without backward."""
     saves: list[_Save] = []
@@ -152,22 +144,19 @@ def module_residuals(
         unpacked.append(save)
         return save.tensor
 
-    forward = torch.compile(module, fullgraph=True, dynamic=False) if compile else module
-    with matmul_precision(precision), _compiled_outputs() if compile else _tracked_modules(module, path) as compiled:
+    with matmul_precision(precision), _tracked_modules(module, path):
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         with hooks, autocast(precision, inputs[0].device):
-            output = forward(*inputs)
+            output = module(*inputs)
         _name_savers(output, unpacked)
-        if compiled is not None:
-            _name_compiled(saves, compiled)
-        tensors = _table(saves, module, tables or {})
+        table = _table(saves, module, tables)
         output.backward(torch.randn_like(output))
     gradients = [
         (name, tuple(grad.shape), _short(grad.dtype), grad.nbytes / MIB)
         for name, parameter in module.named_parameters()
         if (grad := parameter.grad) is not None
     ]
-    return Residuals(tensors, pd.DataFrame(gradients, columns=["parameter", "shape", "dtype", "mib"]))
+    return Residuals(table, pd.DataFrame(gradients, columns=["parameter", "shape", "dtype", "mib"]))
 
 
 def _source() -> str:
@@ -206,38 +195,6 @@ def _name_savers(output: Tensor, unpacked: list[_Save]) -> None:
                 save.kept_by = f"{operation}.{attribute.removeprefix('_saved_')}"
 
 
-@contextmanager
-def _compiled_outputs() -> Iterator[list[torch.fx.Node]]:
-    """Yield a list that fills with what the next compiled forward graph returns for its backward graph.
-
-    Earlier compilations are forgotten, so that there is a next one; a pass without an identifier, as here, is never
-    served from the caches on disk.
-    """
-    import torch._inductor.config as inductor  # slow to import, and most runs compile nothing
-
-    outputs: list[torch.fx.Node] = []
-
-    def read(graph: torch.fx.Graph) -> None:
-        returned = graph.output_node().args[0]
-        if not outputs and isinstance(returned, list | tuple):
-            outputs.extend(node for node in returned[1:] if isinstance(node, torch.fx.Node))
-
-    torch.compiler.reset()
-    with inductor.patch(post_grad_custom_pre_pass=read):
-        yield outputs
-
-
-def _name_compiled(saves: Sequence[_Save], outputs: Sequence[torch.fx.Node]) -> None:
-    """Operation and line of each save of a compiled module: it saves its graph's outputs in order."""
-    if [tuple(save.tensor.shape) for save in saves] != [tuple(node.meta["val"].shape) for node in outputs]:
-        return
-    for save, node in zip(saves, outputs, strict=True):
-        save.kept_by = str(node.meta.get("original_aten") or "input").removeprefix("aten.").removesuffix(".default")
-        frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', node.meta.get("stack_trace") or "")
-        own = filter(None, (own_place(f"{file}:{line} {name}") for file, line, name in reversed(frames)))
-        save.source = next(own, "")
-
-
 def _table(saves: Sequence[_Save], module: nn.Module, tables: Mapping[str, Tensor]) -> pd.DataFrame:
     """The table ``Residuals.tensors``."""
     parameters = {storage_address(parameter): name for name, parameter in module.named_parameters()}
@@ -261,15 +218,9 @@ def _table(saves: Sequence[_Save], module: nn.Module, tables: Mapping[str, Tenso
                 "shape": tuple(whole.shape),
                 "dtype": _short(whole.dtype),
                 "mib": whole.untyped_storage().nbytes() / MIB,
-                "percent": 0.0,
-                "saves": len(group),
             }
         )
-    lines.sort(key=lambda line: (KINDS.index(line["kind"]), -line["mib"]))
-    frame = pd.DataFrame(lines)
-    activations = frame["kind"] == ACTIVATION
-    frame.loc[activations, "percent"] = 100 * frame["mib"] / frame.loc[activations, "mib"].sum()
-    return frame
+    return pd.DataFrame(sorted(lines, key=lambda line: (KINDS.index(line["kind"]), -line["mib"])))
 
 
 def _copied_parameter(tensor: Tensor, module: nn.Module) -> str | None:

@@ -59,11 +59,6 @@ def intersection(a: Intervals, b: Intervals) -> Intervals:
     return np.array(found, dtype=np.int64).reshape(-1, 2)
 
 
-def gaps(intervals: Intervals) -> Intervals:
-    """The time between the intervals."""
-    return np.stack([intervals[:-1, 1], intervals[1:, 0]], axis=1)
-
-
 @dataclass(frozen=True)
 class RangeTimes:
     """Milliseconds (and counts) per step of one set of ranges."""
@@ -168,10 +163,6 @@ class Limits:
     """Only collectives run."""
     idle_ms: float
     """Nothing runs."""
-    late_gaps: float
-    """Times per step that the device is idle although it has finished all it was given: the host was late."""
-    traced_step_ms: float
-    """The step as it was recorded; recording slows launches, so its idle time is not the step's own."""
 
     @property
     def idle_percent(self) -> float:
@@ -180,13 +171,8 @@ class Limits:
     @property
     def verdict(self) -> str:
         """``compute``, ``memory``, ``communication`` or ``overhead``: the largest part."""
-        parts = {
-            "compute": self.compute_ms,
-            "memory": self.memory_ms,
-            "communication": self.communication_ms,
-            "overhead": self.idle_ms,
-        }
-        return max(parts, key=lambda part: parts[part])
+        parts = (self.compute_ms, self.memory_ms, self.communication_ms, self.idle_ms)
+        return ("compute", "memory", "communication", "overhead")[parts.index(max(parts))]
 
 
 def limits(trace: Trace, step_ms: float | None = None) -> Limits:
@@ -197,34 +183,20 @@ def limits(trace: Trace, step_ms: float | None = None) -> Limits:
             the busy time; kernels run as long under a profiler as without, launches do not.
     """
     steps = trace.instances(STEP)
-    traced = compute = memory = communication = n_late = 0
+    traced = compute = local = busy = 0
     for index, row in steps.iterrows():
-        ops = trace.operations(steps.loc[[index]]).sort_values("start", kind="stable")
+        ops = trace.operations(steps.loc[[index]])
         if ops.empty:
             continue
         classes = ops["name"].map(kernel_class)
-        busy = union(ops)
-        computing = union(ops[classes.isin([MATMUL, ATTENTION])])
-        local = union(ops[classes != COMMUNICATION])
-        compute += length(computing)
-        memory += length(local) - length(computing)
-        communication += length(busy) - length(local)
+        compute += length(union(ops[classes.isin([MATMUL, ATTENTION])]))
+        local += length(union(ops[classes != COMMUNICATION]))
+        busy += length(union(ops))
         traced += int(ops["end"].max() - row["start"])
-        idle = np.concatenate([[[row["start"], busy[0, 0]]], gaps(busy)])
-        launched = ops["launch_start"].to_numpy()[np.searchsorted(ops["start"].to_numpy(), idle[:, 1])]
-        n_late += int((launched >= idle[:, 0]).sum())
-    count = len(steps)
-    traced_ms, busy_ms = traced / count / MS, (compute + memory + communication) / count / MS
-    whole_ms = max(traced_ms if step_ms is None else step_ms, busy_ms)
-    return Limits(
-        step_ms=whole_ms,
-        compute_ms=compute / count / MS,
-        memory_ms=memory / count / MS,
-        communication_ms=communication / count / MS,
-        idle_ms=whole_ms - busy_ms,
-        late_gaps=n_late / count,
-        traced_step_ms=traced_ms,
-    )
+    scale = len(steps) * MS
+    whole_ms = max(traced / scale if step_ms is None else step_ms, busy / scale)
+    parts_ms = compute / scale, (local - compute) / scale, (busy - local) / scale
+    return Limits(whole_ms, *parts_ms, idle_ms=whole_ms - busy / scale)
 
 
 def overlap(trace: Trace) -> tuple[float, float]:
