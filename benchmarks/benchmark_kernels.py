@@ -8,7 +8,7 @@
 Forward and backward are timed separately, on a GPU with a cold L2 cache. GB/s count the bytes that any implementation
 must move, and are shown with their share of a large copy, timed in the same process. Errors are relative Frobenius
 norms against the formula in fp64. On a GPU the peak of memory beyond inputs and results is measured too. Other
-libraries' kernels run as ``cs336_systems/experiments/kernel_measure.py`` says; those of Liger and of cut cross entropy
+libraries' kernels run as ``cs336_systems/experiments/kernel_subjects.py`` says; those of Liger and of cut cross entropy
 need their packages. On an H200 the defaults take about ten minutes, half of them for the loss;
 ``scripts/measure_kernels.sh`` runs them in parts.
 """

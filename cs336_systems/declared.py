@@ -89,11 +89,14 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def options_of(kind: type, base: type, *, several: bool = True, **asked: Any) -> Any:
+def options_of(
+    kind: type, base: type, *, several: bool = True, cpu: Mapping[str, Any] | None = None, **asked: Any
+) -> Any:
     """A frozen dataclass with the fields of ``base`` and an option for each field of ``kind`` that ``option`` made.
 
     Args:
         several: whether options that may take several values do; without it each has one.
+        cpu: defaults where there is no GPU, instead of those of ``base``.
         asked: defaults that are not those of the fields.
     """
     import tyro  # a fifth of a second, which processes that parse nothing are spared
@@ -114,6 +117,8 @@ def options_of(kind: type, base: type, *, several: bool = True, **asked: Any) ->
             made[name] = (name, typed, field(default=default, metadata=each.metadata))
     options = dataclasses.make_dataclass("Options", made.values(), bases=(base,), frozen=True)
     options.__module__, options.__doc__ = base.__module__, base.__doc__
+    if cpu is not None:
+        options.CPU_DEFAULTS = dict(cpu)  # type: ignore[attr-defined]
     return options
 
 

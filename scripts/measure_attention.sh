@@ -16,7 +16,6 @@
 #                        materialised attention and for our kernels
 #   flash-fp32     15    the same in fp32, which hopper and two of the peers refuse
 #   variants        2    masks and score modifications
-#   tiles           2    the search for tiles
 #   model           2    a model's step with every implementation
 #
 # The tiled implementation launches a dozen small operations for each of its tiles, so its part of the flash grid ends
@@ -52,13 +51,11 @@ for part in "$@"; do
       attention --grid flash --dtype "${part#flash-}" --impl reference flash hopper "${both_clocks[@]}"
       attention --grid flash --dtype "${part#flash-}" --impl "${peers[@]}"
       attention --grid flash --dtype "${part#flash-}" --impl tiled --length 128 256 512 1024 2048 4096 ;;
-    tiles)
-      attention --grid training --impl flash --length 2048 16384 --autotune ;;
     model)
       "${python[@]}" benchmarks/benchmark_model.py --format csv --out "$out" --size small xl --context-length 2048 \
         --dtype bf16 --mode step --attention reference flash hopper "${peers[@]}" ;;
     *)
-      echo "unknown part '$part': parts are training, pytorch, flash, flash-bf16, flash-fp32, variants, tiles and model" >&2
+      echo "unknown part '$part': parts are training, pytorch, flash, flash-bf16, flash-fp32, variants and model" >&2
       exit 2 ;;
   esac
 done

@@ -81,15 +81,15 @@ for part in "$@"; do
       kernels --kernel "${norms_and_passes[@]}" --size llama3-8b --rows "${tokens[@]}" ;;
     head)
       kernels --kernel linear_cross_entropy --rows 32768 --size llama3-8b --samples 20 \
-        --how ours ours-small-chunks compiled liger liger-large-chunks ;;
+        --how ours compiled liger liger-large-chunks ;;
     head-peers)
       kernels --kernel linear_cross_entropy --rows 32768 --size llama3-8b --samples 20 \
-        --how eager cut-cross-entropy cut-cross-entropy-filtered ;;
+        --how eager cut-cross-entropy ;;
     head-widths)
       kernels --kernel linear_cross_entropy --rows 16384 --samples 20 ;;
     quantize)
-      kernels --kernel absmax rms_norm.absmax swiglu.absmax adamw.absmax \
-        quantize quantize.transposed quantize_blocks quantize_parts rms_norm_quantize swiglu_quantize transpose_bytes ;;
+      kernels --kernel absmax quantize quantize.transposed quantize_blocks rms_norm_quantize swiglu_quantize \
+        transpose_bytes ;;
     leaderboard)
       blocks "${leaderboard[@]}" --how compiled "${levels[@]}" --steps 10 ;;
     llama)

@@ -20,8 +20,7 @@ from cs336_systems.answers.evidence import seal
 from cs336_systems.answers.training import of_bf16_commands, rates_of_others
 from cs336_systems.costs.parallelism.failures import Job, mean_time_between_failures
 from cs336_systems.costs.parallelism.pipeline import SCHEDULES, simulate
-from cs336_systems.experiments.attention_figures import masks_figure
-from cs336_systems.experiments.attention_figures import scaling_figure as attention_figure
+from cs336_systems.experiments.attention import scaling_figure as attention_figure
 from cs336_systems.experiments.blocks import kept_figure
 from cs336_systems.experiments.collectives import collectives_figure
 from cs336_systems.experiments.flops_against_time import shares_figure as families_figure
@@ -126,7 +125,6 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_leak_flops_against_time.png": of_rows(families_figure, "leaks/flops_against_time"),
         "h200_training.png": Drawing(rates_figure, lambda: _with_others(rows("training").frame())),
         "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),
-        "attention_masks.png": Drawing(masks_figure, lambda: (1024,)),
         "pipeline_schedules.png": Drawing(pipelines_figure, lambda: (timelines,)),
         "fsdp_scaling.png": Drawing(scaling_figure, lambda: (calculations.WORKLOAD, calculations.H100, 8192)),
         "goodput.png": Drawing(goodput_figure, lambda: (labelled,)),

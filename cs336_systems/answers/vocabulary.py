@@ -47,9 +47,8 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(training.outside, training.outside_table, training.llmq_rates, training.training_rates_table),
     *(training.fp8_rates_table, training.scaling_table),
     *(cost, model_units, state_bytes, link_bytes_per_step, resolve_size, communication_limit),
-    *(attention_tables.comparison_table, attention_tables.account_table, attention_tables.tile_table),
-    *(attention_tables.time_over, step_table, collectives_table, breakdown_tables),
-    *(roofline_knee.chain_table, roofline_knee.knee_of),
+    *(attention_tables.comparison_table, attention_tables.account_table, attention_tables.time_over),
+    *(step_table, collectives_table, breakdown_tables, roofline_knee.chain_table, roofline_knee.knee_of),
 )
 """Functions that templates call by their own names; rows among their arguments arrive as a frame."""
 

@@ -9,21 +9,20 @@ is measured.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cs336_systems.config import ATTENTIONS
 from cs336_systems.costs.attention import AttentionWork
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
-from cs336_systems.experiments.options import RunOptions
-from cs336_systems.experiments.peers import Peer, interleaved
+from cs336_systems.experiments.peers import Peer, PeerRun, interleaved
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 from cs336_systems.report.tables import Table, digits
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
     from cs336_systems.harness.record import Metric
 
@@ -33,24 +32,10 @@ VARIANTS = (
     *("causal & ALiBi", "causal & relative bias", "causal & softcap"),
 )
 VARIANT_IMPLEMENTATIONS = ("flex", "sdpa-dense-mask")
-KNOWN = tuple(dict.fromkeys(ATTENTIONS + VARIANT_IMPLEMENTATIONS))
 SLOW_ON_A_CPU = "reference-compiled"
 """An implementation whose kernels take half a minute to compile there."""
-
-TRAINING_SHAPES = (
-    (1, 16, 16_384, 64),
-    (1, 32, 16_384, 128),
-    (4, 32, 4096, 128),
-    (8, 16, 2048, 64),
-    (2, 32, 32_768, 128),
-)
-"""(batch, heads, length, d_head); the first is the 2025 leaderboard's."""
-
-VARIANT_SHAPE = (4, 16, 4096, 64)
 CPU_LENGTHS = (256, 1024)
 Clock = Literal["harness", "do-bench"]
-TILE = "tile "
-"""The beginning of the names of metrics that time one tile of one kernel."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +53,7 @@ class AttentionCell(Peer):
     impl: str = option(
         "",
         "Implementations; by default those that the grid compares, on a CPU without reference-compiled.",
+        values=tuple(dict.fromkeys(ATTENTIONS + VARIANT_IMPLEMENTATIONS)),
         asked=(),
         aliases=("--attention",),
     )
@@ -88,11 +74,8 @@ class AttentionCell(Peer):
         "harness",
         "Clock of the times: this suite's, or triton.testing.do_bench with its own warm-up and repetitions.",
     )
-    autotune: bool = option(
-        False,
-        "Search the tiles of flash again at each shape, list them, and measure with the fastest.",
-        several=False,
-    )
+    autotune: bool = False
+    """A column of rows that are there: earlier commands could search for the tiles of flash."""
     repeat: int = 0
     """The number of this run of the grid."""
     seed: int = 0
@@ -110,17 +93,7 @@ class AttentionCell(Peer):
         return f"{self.impl}{mask} {self.dtype} {shape}{clock}"
 
 
-@dataclass(frozen=True)
-class Asked(RunOptions):
-    """Which attention for these shapes?"""
-
-    CPU_DEFAULTS: ClassVar = {"length": CPU_LENGTHS, "d_head": (64,)}
-    timeout: float = 300.0
-    repeat: int = 1
-    """Times that each shape is measured, every second one in reverse order of the implementations."""
-
-
-Options: Any = options_of(AttentionCell, Asked)
+Options: Any = options_of(AttentionCell, PeerRun, cpu={"length": CPU_LENGTHS, "d_head": (64,)})
 
 
 @dataclass(frozen=True)
@@ -152,13 +125,12 @@ GRIDS = {
     "training": Grid(
         ("flash", "hopper", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex"),
         ("bf16",),
-        sorted(TRAINING_SHAPES, key=lambda shape: shape[3]),
+        # the first is the 2025 leaderboard's
+        [(1, 16, 16_384, 64), (8, 16, 2048, 64), (1, 32, 16_384, 128), (4, 32, 4096, 128), (2, 32, 32_768, 128)],
         causal=True,
     ),
     "variants": Grid(
-        VARIANT_IMPLEMENTATIONS,
-        ("bf16",),
-        [VARIANT_SHAPE],
+        *(VARIANT_IMPLEMENTATIONS, ("bf16",), [(4, 16, 4096, 64)]),
         causal=False,
         masks=VARIANTS,
         allowed=VARIANT_IMPLEMENTATIONS,
@@ -172,13 +144,8 @@ def make_cells(options: Any) -> list[AttentionCell]:
     Raises:
         ValueError: a value that no cell can have.
     """
-    for impl in options.impl:
-        if impl not in KNOWN:
-            raise ValueError(f"--impl {impl}: known are {', '.join(KNOWN)}")
     if options.device != "cuda" and "do-bench" in options.clock:
         raise ValueError(f"--clock do-bench: triton's do_bench times CUDA devices, got --device {options.device}")
-    if options.autotune and options.repeat > 1:
-        raise ValueError(f"--autotune searches once, got --repeat {options.repeat}")
     cells = []
     for name in options.grid:
         grid = GRIDS[name]
@@ -189,8 +156,7 @@ def make_cells(options: Any) -> list[AttentionCell]:
         ):
             if length in (options.length or (length,)) and d_head in (options.d_head or (d_head,)):
                 shape = (d_head, length, batch, heads, grid.causal, mask, clock)
-                tuned = options.autotune and impl == "flash"
-                cells.append(AttentionCell(options.device, name, impl, dtype, *shape, tuned, 0, options.seed))
+                cells.append(AttentionCell(options.device, name, impl, dtype, *shape, seed=options.seed))
     if not cells:
         lengths = f", with lengths {', '.join(map(str, options.length))}" if options.length else ""
         raise ValueError(
@@ -242,12 +208,9 @@ ATTENTION = ResultTable(
 """Time, rate, memory and largest error of every cell of ``benchmark_attention.py`` rows; failures as they are."""
 
 
-def tables(rows: pd.DataFrame) -> Iterator[Table]:
-    """A table for each grid, and the tiles that were searched."""
-    for grid in dict.fromkeys(rows["grid"]):
-        yield ATTENTION.of(rows[rows["grid"] == grid])
-    if rows["metric"].astype(str).str.startswith(TILE).any():
-        yield tile_table(rows)
+def tables(rows: pd.DataFrame) -> list[Table]:
+    """A table for each grid."""
+    return [ATTENTION.of(own) for _, own in rows.groupby("grid", sort=False)]
 
 
 EXPERIMENT = Experiment(
@@ -266,40 +229,41 @@ EXPERIMENT = Experiment(
 )
 
 
-def comparison_table(rows: pd.DataFrame, ours: str = "flash") -> Table:
-    """Forward, backward and both of ``ours`` at each shape of one run, and every other's ``time_over`` it."""
-    import pandas as pd
+_SHAPE = ["batch_size", "heads", "length", "d_head"]
 
-    rows = by_clock(rows)
-    ran = rows[(rows["status"] == "ok") & rows["metric"].isin(PASSES)]
-    lines = []
-    for shape, at_shape in ran.groupby(["batch_size", "heads", "length", "d_head"], sort=False):
-        others = [str(impl) for impl in at_shape["impl"].unique() if impl != ours]
-        for name in PASSES:
-            line = dict(zip(("batch", "heads", "length", "d"), shape, strict=True)) | {"pass": name}
-            line[f"{ours} ms"] = digits(_times(at_shape, name, ours).median())
-            lines.append(line | {f"{impl} / {ours}": f"{time_over(at_shape, name, impl, ours):.2f}" for impl in others})
-    return Table("", pd.DataFrame(lines))
+
+def comparison_table(rows: pd.DataFrame, ours: str = "flash") -> Table:
+    """Forward, backward and both of ``ours`` at each shape, and every other's time over it in the same repeats."""
+    times = _times(rows, _SHAPE)
+    over = times.div(times[ours], axis=0).drop(columns=ours).add_suffix(f" / {ours}")
+    every = over.assign(own=times[ours]).groupby(level=[*_SHAPE, "metric"], sort=False).median()
+    ratios = every.drop(columns="own").map("{:.2f}".format)
+    ratios.insert(0, f"{ours} ms", every["own"].map(digits))
+    names = {"batch_size": "batch", "d_head": "d", "metric": "pass"}
+    return Table("", ratios.reset_index().rename(columns=names))
 
 
 def time_over(rows: pd.DataFrame, metric: str, impl: str, ours: str) -> float:
     """The time of ``impl`` over that of ``ours`` in a pass at one shape: the median over the repeats of newest runs.
 
     Raises:
-        ValueError: the rows do not hold them.
+        KeyError: the rows do not hold them.
     """
-    return float((_times(rows, metric, impl) / _times(rows, metric, ours)).median())
+    times = _times(rows[rows["metric"] == metric], [])
+    return float((times[impl] / times[ours]).median())
 
 
-def _times(rows: pd.DataFrame, metric: str, impl: str) -> pd.Series:
-    """The times in ms of a pass at one shape, by repeat of the newest run."""
-    from cs336_systems.harness.runs import by_repeat, newest_run
+def _times(rows: pd.DataFrame, shape: list[str]) -> pd.DataFrame:
+    """Milliseconds by shape, pass and repeat (lines) and implementation (columns), of newest runs."""
+    import pandas as pd
+
+    from cs336_systems.harness.runs import newest_run, repeats
 
     own = by_clock(rows)
-    own = own[(own["impl"] == impl) & (own["metric"] == metric)]
-    if own.empty:
-        raise ValueError(f"no row holds the metric {metric!r} of {impl!r}")
-    return by_repeat(newest_run(own), metric)
+    own = own[(own["status"] == "ok") & own["metric"].isin(PASSES)]
+    runs = pd.concat([newest_run(cell) for _, cell in own.groupby([*shape, "impl", "metric"], sort=False)])
+    index = [*shape, "metric", "repeat"]
+    return runs.assign(repeat=repeats(runs)).pivot_table("median", index, "impl", sort=False)
 
 
 def account_table(work: AttentionWork, bytes_per_element: int) -> Table:
@@ -320,22 +284,36 @@ def account_table(work: AttentionWork, bytes_per_element: int) -> Table:
     return Table(shape, pd.DataFrame(lines_gib, columns=["tensor", "eager", "compiled"]))
 
 
-def tile_table(rows: pd.DataFrame, most: int | None = None) -> Table:
-    """The tiles that ``--autotune`` timed, fastest first for each kernel and shape; ``most`` of them."""
-    import pandas as pd
+_PANELS = {"both": "forward and backward, ms (median)", "kept_for_backward": "kept by forward for backward, GiB"}
 
+
+def scaling_figure(rows: pd.DataFrame) -> Figure | None:
+    """Milliseconds of forward and backward, and GiB kept between them, against length.
+
+    Args:
+        rows: of ``benchmark_attention.py``, all of one dtype, batch, number of heads and head dimension.
+
+    Raises:
+        ValueError: rows of several dtypes or shapes.
+    """
     from cs336_systems.harness.runs import newest
+    from cs336_systems.report.figures import lines
 
-    shape = {"dtype": "dtype", "batch_size": "batch", "heads": "heads", "d_head": "d", "length": "length"}
-    rows = newest(rows, [name for name in SETTINGS if name in rows])
-    tiles = rows[rows["metric"].astype(str).str.startswith(TILE)].rename(columns=shape)
-    named = tiles["metric"].str.removeprefix(TILE).str.split(" ", n=1, expand=True)
-    tiles = tiles.assign(kernel=named[0], tile=named[1])
-    found = []
-    for _, group in tiles.groupby([*shape.values(), "kernel"], sort=False):
-        by_time = group.sort_values("median").head(most or len(group))
-        ratios = by_time["median"] / by_time["median"].iloc[0]
-        found.append(by_time.assign(ms=by_time["median"].map(digits), over=ratios.map("{:.3f}".format)))
-    columns = [*shape.values(), "kernel", "tile", "ms", "over"]
-    frame = pd.concat(found)[columns] if found else pd.DataFrame(columns=columns)
-    return Table("", frame.rename(columns={"over": "of the fastest"}))
+    settings = ["gpu", "device", "dtype", "batch_size", "heads", "d_head", "causal"]
+    cells = newest(by_clock(rows), [*settings, "length", "impl"])
+    ran = cells[(cells["status"] == "ok") & cells["metric"].isin(_PANELS)].sort_values(["metric", "length"])
+    if ran.empty:
+        return None
+    if len(shapes := ran[settings].drop_duplicates()) > 1:
+        raise ValueError(f"a figure of attention against length takes one shape, got {shapes.to_dict('records')}")
+    figure, axes = lines(ran, x="length", colour="impl", panel="metric", log="xy")
+    for metric, panel in axes.items():
+        panel.set_ylabel(_PANELS[metric])
+    ended = cells[cells["status"].isin(("oom", "predicted-oom"))].groupby("impl", sort=False)["length"].min()
+    said = ", ".join(f"{impl} from {length:,}" for impl, length in ended.items())
+    figure.supxlabel("sequence length, tokens" + (f"\n(no memory for {said})" if said else ""), fontsize=10)
+    first = ran.iloc[0]
+    heads, causal = f", {first['heads']} heads" * bool(first["heads"]), ", causal" * bool(first["causal"])
+    shape = f"batch {first['batch_size']}{heads}, d {first['d_head']}, {first['dtype']}{causal}"
+    figure.suptitle(f"Attention on {first['gpu'] or first['device']}: {shape}", fontsize=11)
+    return figure

@@ -12,11 +12,8 @@ rule as a dense tensor (``sdpa-dense-mask``). Masks are built before any clock s
 from __future__ import annotations
 
 import functools
-import itertools
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 import torch._functorch.config
@@ -28,16 +25,13 @@ from cs336_systems.attention.dispatch import attention, unsupported_reason
 from cs336_systems.attention.oracle import oracle_attention
 from cs336_systems.attention.shapes import AttentionShape, validate
 from cs336_systems.case import Unsupported
-from cs336_systems.experiments.attention import MATERIALISED, TILE, AttentionCell
+from cs336_systems.experiments.attention import MATERIALISED, AttentionCell
 from cs336_systems.experiments.peers import error_metric, relative_error
 from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.harness.clock import time_kernel
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes, free_bytes
 from cs336_systems.harness.record import Metric
-
-if TYPE_CHECKING:
-    from cs336_systems.attention.flash.tiles import Tile
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ORACLE_LENGTH = {"cuda": 16_384, "cpu": 2048}
@@ -76,7 +70,7 @@ def measure_attention(cell: AttentionCell) -> list[Metric]:
     shape = (cell.batch_size, *((cell.heads,) if cell.heads else ()), cell.length, cell.d_head)
     q, k, v, do = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
-    served = _serve_variant(cell, q, k, v) if cell.mask else _serve(cell, q, k, v, do)
+    served = _serve_variant(cell, q, k, v) if cell.mask else _serve(cell, q, k, v)
 
     def forward() -> Tensor:
         return served.attend(q, k, v)
@@ -107,7 +101,7 @@ def measure_attention(cell: AttentionCell) -> list[Metric]:
     flops = {"forward": work.forward_flops, "backward": work.backward_flops}
     flops["both"] = flops["forward"] + flops["backward"]
     hardware = find_hardware(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
-    peak = hardware.peak("bf16" if cell.dtype == "bf16" else "fp32") if hardware else None
+    peak = hardware.peak(cell.dtype) if hardware else None
     for name, samples in samples_ms.items():
         rates = [served.share_of_scores * flops[name] / ms / 1e9 for ms in samples]
         metrics += [Metric(name, "ms", samples), Metric(f"{name}_tflops", "TFLOP/s", rates, derived=True)]
@@ -167,12 +161,11 @@ def make_variant(name: str, shape: AttentionShape, device: torch.device, *, of_h
     return functools.reduce(variants.Variant.__and__, (parts[part]() for part in name.split(" & ")))
 
 
-def _serve(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> _Served:
+def _serve(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor) -> _Served:
     if reason := unsupported_reason(cell.impl, q, k, v, causal=cell.causal):
         raise Unsupported(reason)
     attend = functools.partial(attention, causal=cell.causal, impl=cell.impl)
-    tiles = _tune(q, k, v, do, cell.causal) if cell.autotune else []
-    return _Served(attend, lambda q, k, v: oracle_attention(q, k, v, causal=cell.causal)[0], tiles)
+    return _Served(attend, lambda q, k, v: oracle_attention(q, k, v, causal=cell.causal)[0])
 
 
 def _serve_variant(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor) -> _Served:
@@ -214,82 +207,3 @@ def _dense_form(variant: variants.Variant, shape: AttentionShape, q: Tensor) -> 
     if not torch.equal(variants.dense_scores(variant, zeros + 1), added + 1):
         raise Unsupported(f"torch's attention can add to scores, and {variant.name!r} does more")
     return added.masked_fill(~seen, float("-inf")).to(q.dtype)
-
-
-def _tune(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> list[Metric]:
-    """Search the tiles of flash at this shape and let this process use the fastest; one metric per tile timed."""
-    from cs336_systems.attention.flash.tiles import use_tile  # Triton is not on every machine
-
-    heads = [x.detach() if x.dim() == 4 else x.detach()[:, None] for x in (q, k, v, do)]
-    metrics = []
-    for kernel, samples_ms in search_tiles(*heads, causal=causal).items():
-        fastest = min(samples_ms, key=lambda tile: statistics.median(samples_ms[tile]))
-        use_tile(kernel, q.shape[-1], q.element_size(), fastest)
-        metrics += [Metric(f"{TILE}{kernel} {tile}", "ms", times) for tile, times in samples_ms.items()]
-    return metrics
-
-
-_MIN_VALUES, _MAX_VALUES = 48, 192
-"""Registers of a thread that a tile's fp32 accumulators and scores take: fewer leave the tensor cores idle, more spill
-(sm_90)."""
-_ROUNDS = 3
-"""Rounds of samples, in which the candidates are interleaved."""
-
-
-def candidates(kernel: str, d_head: int, element_size: int) -> list[Tile]:
-    """Tiles worth timing, the committed table's first; in half precision they own at least the 64 rows of wgmma."""
-    from cs336_systems.attention.flash.tiles import Tile, committed_tile
-    from cs336_systems.kernels.launching import next_power_of_2
-
-    block_d = next_power_of_2(d_head)
-    found = [committed_tile(kernel, d_head, element_size)]
-    owned, walked = ((64, 128), (32, 64, 128)) if element_size == 2 else ((16, 32, 64), (16, 32, 64))
-    for own, step, num_warps, num_stages in itertools.product(owned, walked, (4, 8), (2, 3)):
-        block_q, block_k = (step, own) if kernel == "dkdv" else (own, step)
-        values = {
-            "forward": block_q * (block_d + block_k),
-            "dkdv": 2 * block_k * (block_d + block_q),
-            "dq": block_q * (block_d + 2 * block_k),
-        }[kernel] / (32 * num_warps)
-        tile = Tile(block_q, block_k, num_warps, num_stages)
-        if _MIN_VALUES <= values <= _MAX_VALUES and tile not in found:
-            found.append(tile)
-    return found
-
-
-def search_tiles(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> dict[str, dict[Tile, list[float]]]:
-    """The ms of every candidate of every kernel, in interleaved rounds; q (batch, heads, n_queries, d_head), on a GPU.
-
-    The table in ``attention/flash/tiles.py`` is committed, so that nobody waits for a search; this repeats it, on
-    another GPU or shape. ``dkdv`` and ``dq`` include the preprocess kernel, which both need. A tile that the compiler
-    or the launch refuses is left out.
-    """
-    from triton.compiler.errors import CompilationError
-    from triton.runtime.errors import OutOfResources, PTXASError
-
-    from cs336_systems.attention.flash.backward import launch_backward
-    from cs336_systems.attention.flash.forward import launch_forward
-
-    scale = q.shape[-1] ** -0.5
-    o, lse = launch_forward(q, k, v, causal, scale)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    backward = functools.partial(launch_backward, q, k, v, o, lse, do)
-    launch: dict[str, Callable[[Tile], object]] = {
-        "forward": lambda tile: launch_forward(q, k, v, causal, scale, tile),
-        "dkdv": lambda tile: backward(None, dk, dv, causal, scale, dkdv_tile=tile),
-        "dq": lambda tile: backward(dq, None, None, causal, scale, dq_tile=tile),
-    }
-    found: dict[str, dict[Tile, list[float]]] = {}
-    for kernel, run in launch.items():
-        samples = found.setdefault(kernel, {})
-        for tile in candidates(kernel, q.shape[-1], q.element_size()):
-            try:
-                run(tile)
-                torch.cuda.synchronize()
-                samples[tile] = []
-            except (CompilationError, OutOfResources, PTXASError):
-                continue
-        for _ in range(_ROUNDS):
-            for tile, times in samples.items():
-                times += time_kernel(functools.partial(run, tile), device=q.device, warmup=1, samples=5)
-    return found

@@ -125,7 +125,7 @@ def _run(shared: Bench, blocks: Sequence[Block], owners: Sequence[nn.Module], ce
 
     flops = forward_flops(replace(cell.config, n_layers=n_layers), cell.batch_size, cell.context_length)
     rate = "model_tflops" if isinstance(cell, BlockCell) else "tflops"
-    metrics = _timed({"forward": forward, "backward": backward}, cell, {rate: 3 * (flops.total - flops.head)})
+    metrics = _timed({"forward": forward, "backward": backward}, cell, rate, 3 * (flops.total - flops.head))
     if device.type == "cuda":
         meter, before = PeakMeter(device), allocated_bytes(device)
         forward()
@@ -136,15 +136,12 @@ def _run(shared: Bench, blocks: Sequence[Block], owners: Sequence[nn.Module], ce
     return metrics
 
 
-def _timed(phases: Phases, cell: Shape, flops: dict[str, float]) -> list[Metric]:
-    """The ms of each phase and of all, and of all the TFLOP/s under the name that ``flops`` has."""
+def _timed(phases: Phases, cell: Shape, rate: str, flops: float) -> list[Metric]:
+    """The ms of each phase and of all, and the TFLOP/s of all under the name ``rate``."""
     times = time_phases(phases, device=torch.device(cell.device), warmup=cell.warmup, steps=cell.steps).samples_ms
+    tflops = [flops / ms / 1e9 for ms in times[WHOLE]]
     metrics = [Metric(name, "ms", samples) for name, samples in times.items()]
-    return metrics + [_rate(name, n, times[WHOLE]) for name, n in flops.items()]
-
-
-def _rate(name: str, flops: float, samples_ms: Sequence[float]) -> Metric:
-    return Metric(name, "TFLOP/s", [flops / ms / 1e9 for ms in samples_ms], derived=True)
+    return [*metrics, Metric(rate, "TFLOP/s", tflops, derived=True)]
 
 
 def measure_block(cell: BlockCell) -> list[Metric]:
@@ -198,20 +195,11 @@ def _measure_product(cell: Fp8Cell) -> list[Metric]:
     make = functools.partial(torch.randn, device=cell.device, dtype=parameter_dtype(PRECISIONS[cell.dtype]))
     x, dy, weight = make(cell.tokens, k), make(cell.tokens, n), make(n, k)
     flops = 3 * 2 * cell.tokens * n * k
-    if cell.recipe is None:
-        return _timed(_torch_product(cell, x, dy, weight), cell, {"tflops": flops})
-    phases, later = _our_product(cell, x, dy, weight)
-    metrics = _timed(phases, cell, {"tflops": flops})
-    ms = {metric.name: metric.samples for metric in metrics}
-    alone = [sum(pair) for pair in zip(ms["forward"], ms["backward"], strict=True)]
-    metrics.append(replace(_rate("product_tflops", flops, alone), derived=False))  # of a sum of times
-    for name, phase in later.items():
-        metrics.append(_timed({name: phase}, cell, {})[0])
-    return metrics
+    phases = _torch_product if cell.recipe is None else _our_product
+    return _timed(phases(cell, x, dy, weight), cell, "tflops", flops)
 
 
-def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Phases, Phases]:
-    """The phases of forward and backward; and of the weight's gradient, fresh and added to one, each timed alone."""
+def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> Phases:
     assert cell.recipe is not None
     ops, products = _ops(cell), block_products(_kernels(cell), cell.recipe)
     held = products.read_weight(cell.product, weight, rows=True, columns=True)
@@ -227,16 +215,11 @@ def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[
     def quantize_dy() -> None:
         read["dy"] = products.read_gradient("dy", dy, products.gradient_maxima(dy))
 
-    def gradient_of_weight(accumulate: bool) -> None:
-        products.backward_weight_(ops, dweight, read["dy"].columns, read["x"].columns, accumulate)
-
     def backward() -> None:
         products.backward(ops, read["dy"].rows, held.columns)
-        gradient_of_weight(False)
+        products.backward_weight_(ops, dweight, read["dy"].columns, read["x"].columns, False)
 
-    phases = {"quantize_x": quantize_x, "forward": forward, "quantize_dy": quantize_dy, "backward": backward}
-    alone = {"weight_gradient": False, "accumulate": True}
-    return phases, {name: functools.partial(gradient_of_weight, add) for name, add in alone.items()}
+    return {"quantize_x": quantize_x, "forward": forward, "quantize_dy": quantize_dy, "backward": backward}
 
 
 def _torch_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> Phases:

@@ -6,14 +6,14 @@ At each shape the ways are interleaved in one process, on the same weights and d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.config import ATTENTIONS, WRITTEN_OUT_ATTENTIONS, ModelConfig, resolve_size
 from cs336_systems.costs.kept import LEVELS, kept_names
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
-from cs336_systems.experiments.options import RunOptions, resolved_sizes
-from cs336_systems.experiments.peers import Peer, every, interleaved, panels
+from cs336_systems.experiments.options import resolved_sizes
+from cs336_systems.experiments.peers import Peer, PeerRun, every, interleaved
 from cs336_systems.report.results import MAIN, Column, ResultTable
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class BlockCell(Peer):
         "hopper",
         "Attention, as for benchmark_model.py. Blocks with a hand-written backward take reference (all operations in "
         "plain PyTorch), flash and hopper (all in fused kernels).",
+        values=ATTENTIONS,
     )
     layers: int = option(1, "Number of blocks in sequence, each with its own weights.", sign="positive")
     how: str = option(
@@ -64,19 +65,12 @@ class BlockCell(Peer):
         return f"{shape} {self.attention} {self.how}"
 
 
-@dataclass(frozen=True)
-class Asked(RunOptions):
-    """What does a block cost, written out and compiled?"""
-
-    CPU_DEFAULTS: ClassVar = {
-        **{"size": ("tiny",), "context_length": (128,), "dtype": ("fp32",), "attention": ("reference",)},
-        **{"how": ("eager", *LEVELS), "warmup": 1, "steps": 5, "repeat": 1},  # compiling takes half a minute there
-    }
-    repeat: int = 3
-    """Times that each shape is measured, all variants in one process, every second one in reverse order."""
-
-
-Options: Any = options_of(BlockCell, Asked)
+CPU = {
+    **{"size": ("tiny",), "context_length": (128,), "dtype": ("fp32",), "attention": ("reference",)},
+    **{"how": ("eager", *LEVELS), "warmup": 1, "steps": 5, "repeat": 1},
+}
+"""Defaults there, where compiling takes half a minute."""
+Options: Any = options_of(BlockCell, PeerRun, cpu=CPU, repeat=3)
 
 
 def make_cells(options: Any) -> list[BlockCell]:
@@ -85,9 +79,6 @@ def make_cells(options: Any) -> list[BlockCell]:
     Raises:
         ValueError: a value that no cell can have, or no way that has the attention.
     """
-    for name in options.attention:
-        if name not in ATTENTIONS:
-            raise ValueError(f"--attention {name}: known are {', '.join(ATTENTIONS)}")
     for how in options.how:
         if how not in REFERENCE_BLOCKS:
             try:
@@ -147,43 +138,42 @@ _SHAPE = ["gpu", "size", "batch_size", "context_length", "dtype"]
 def kept_figure(rows: pd.DataFrame) -> Figure | None:
     """A panel for each shape: milliseconds by block against GiB that it keeps, a point for each way, named.
 
-    Of several attentions or depths at a shape, the one with the most ways is drawn, the first of equals.
+    Of several attentions or depths at a shape, the one with the most ways is drawn.
     """
     from cs336_systems.harness.runs import newest
-    from cs336_systems.report.figures import OKABE_ITO
+    from cs336_systems.report.figures import lines
 
     cells = newest(rows, [name for name in BLOCK_TABLE.settings if name in rows])
-    found = cells[(cells["status"] == "ok") & cells["metric"].isin(("step", "kept"))]
-    index = [*_SHAPE, "attention", "layers", "how"]
-    points = found.pivot_table(index=index, columns="metric", values="median", aggfunc="last", sort=False)
-    if not {"step", "kept"} <= set(points.columns):
+    cells = cells[cells["status"] == "ok"]
+    points = cells.pivot_table("median", [*_SHAPE, "attention", "layers", "how"], "metric", sort=False)
+    points = points.reindex(columns=["step", "kept"]).dropna().reset_index()
+    if points.empty:
         return None
-    points = points.dropna().reset_index().astype({"step": float, "kept": float, "layers": int})
-    shapes = [
-        max((own for _, own in at_shape.groupby(["attention", "layers"], sort=False)), key=len)
-        for _, at_shape in points.groupby(_SHAPE, sort=False)
-    ]
-    if not shapes:
-        return None
-    figure, shown = panels(len(shapes), 3, 4.2, 3.6)
-    for axes, own in zip(shown, shapes, strict=True):
-        own = own.assign(ms=own["step"] / own["layers"]).sort_values("kept")
-        is_reference = own["how"].isin(REFERENCE_BLOCKS)
-        for line, style, colour in ((own[~is_reference], "o-", 0), (own[is_reference], "*", 1)):
-            axes.plot(line["kept"], line["ms"], style, color=OKABE_ITO[colour], markersize=7, linewidth=1.2)
-        for _, point in own.iterrows():
-            side = "right" if point["kept"] > 0.85 * own["kept"].max() else "left"
-            above = 6 if side == "left" or point["how"] in REFERENCE_BLOCKS else -13  # these two are neighbours
-            at = (point["kept"], point["ms"])
-            axes.annotate(point["how"], at, (0, above), textcoords="offset points", fontsize=8, ha=side)
-        first = own.iloc[0]
-        axes.set_title(f"{first['size']}, {first['batch_size']} x {first['context_length']:,} tokens", fontsize=10)
-        axes.set_xlim(0, 1.12 * own["kept"].max())
-        axes.set_ylim(0, 1.15 * own["ms"].max())  # from zero, or a tie would look like a gap
-        axes.set_xlabel("kept by a block for backward, GiB")
-        axes.set_ylabel("forward and backward of a block, ms")
-    first = shapes[0].iloc[0]
-    figure.suptitle(f"Blocks on {first['gpu']}, {first['dtype']}: written out (dots), reference (star)", fontsize=11)
+    n_ways = points.groupby([*_SHAPE, "attention", "layers"])["how"].transform("size")
+    points = points[n_ways == n_ways.groupby([points[name] for name in _SHAPE]).transform("max")]
+    shape = (
+        points["size"]
+        + ", "
+        + points["batch_size"].astype(str)
+        + " x "
+        + points["context_length"].map("{:,} tokens".format)
+    )
+    backward = points["how"].isin(REFERENCE_BLOCKS).map({True: "reference", False: "hand-written backward"})
+    points = points.assign(ms=points["step"] / points["layers"], shape=shape, backward=backward).sort_values("kept")
+    figure, axes = lines(points, x="kept", y="ms", colour="backward", panel="shape", width=4.2, height=3.6)
+    for title, panel in axes.items():
+        own = points[points["shape"] == title]
+        for point in own.itertuples():
+            side, above = ("right", -13) if point.kept > 0.85 * own["kept"].max() else ("left", 6)
+            above = 18 if point.how in REFERENCE_BLOCKS else above  # it and all are neighbours
+            panel.annotate(
+                point.how, (point.kept, point.ms), (0, above), textcoords="offset points", fontsize=8, ha=side
+            )
+        panel.set(title=title, xlabel="kept by a block for backward, GiB", ylabel="forward and backward of a block, ms")
+        panel.set_xlim(0, 1.12 * own["kept"].max())
+        panel.set_ylim(0, 1.15 * own["ms"].max())  # from zero, or a tie would look like a gap
+    first = points.iloc[0]
+    figure.suptitle(f"Blocks on {first['gpu']}, {first['dtype']}", fontsize=11)
     return figure
 
 

@@ -7,18 +7,16 @@ alone: where it is off, the collective is not the ring that the model has.
 
 from __future__ import annotations
 
-import itertools
 import math
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cs336_systems.costs.communication import COLLECTIVES, Link, RingCost, algbw, busbw, cost, fit
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
-from cs336_systems.experiments.options import RunOptions, cell_of
-from cs336_systems.experiments.ranked import total
+from cs336_systems.experiments.options import RunOptions
+from cs336_systems.experiments.peers import every
+from cs336_systems.experiments.ranked import largest
 from cs336_systems.hardware import find_hardware
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 from cs336_systems.report.tables import Table, digits
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
     from cs336_systems.distributed.process_group import Rank
     from cs336_systems.harness.record import Metric
-    from cs336_systems.harness.sweep import Outcome
 
 _ALIGNMENT = 128
 """Bytes of which every rank's part is a multiple, so that no part begins in the middle of a memory sector."""
@@ -45,8 +42,8 @@ class CollectiveCell:
     device: str = "cpu"
     world_size: int = option(
         2,
-        "Numbers of ranks on this machine, each a world of its own; by default 2, 4 and 6 GPUs as far as there are any,"
-        " or two ranks on a CPU. Under torchrun it is torchrun's number.",
+        "Numbers of ranks on this machine, each a world of its own; by default all GPUs, or two ranks on a CPU. Under "
+        "torchrun it is torchrun's number.",
         asked=None,
     )
     dtype: str = option(
@@ -76,32 +73,32 @@ class CollectiveCell:
 
 @dataclass(frozen=True)
 class Asked(RunOptions):
-    """What does a collective cost on this machine?"""
+    """The options besides those of a cell."""
 
     MULTIPLIES: ClassVar = False
-    CPU_DEFAULTS: ClassVar = {"size_mb": (1, 10), "calls": 1, "warmup": 1, "steps": 10}
-    timeout: float = 300.0
 
 
-Options: Any = options_of(CollectiveCell, Asked)
+CPU = {"size_mb": (1, 10), "calls": 1, "warmup": 1, "steps": 10}
+Options: Any = options_of(CollectiveCell, Asked, cpu=CPU)
 
 
 def make_cells(options: Any) -> list[CollectiveCell]:
     """The grid; raises ValueError for a size that the ranks cannot divide, or that is too large."""
     cells = []
-    for n, dtype, collective, size_mb in itertools.product(
-        options.world_size, options.dtype, options.collective, options.size_mb
-    ):
-        parts = int(size_mb * 1e6) // (n * _ALIGNMENT) if 0 < size_mb <= _MOST_MB else 0
-        if parts < 1:
-            raise ValueError(f"--size-mb must lie between {n * _ALIGNMENT / 1e6:g} and {_MOST_MB}, got {size_mb:g}")
-        own = {"world_size": n, "dtype": dtype, "collective": collective, "size_mb": size_mb}
-        cells.append(cell_of(CollectiveCell, options, **own, total_bytes=parts * n * _ALIGNMENT))
+    for cell in every(CollectiveCell, options, total_bytes=[0]):
+        part = cell.world_size * _ALIGNMENT
+        if not part <= 1e6 * cell.size_mb <= 1e6 * _MOST_MB:
+            raise ValueError(f"--size-mb must lie between {part / 1e6:g} and {_MOST_MB}, got {cell.size_mb:g}")
+        cells.append(replace(cell, total_bytes=int(cell.size_mb * 1e6) // part * part))
     return cells
 
 
 def measure(cell: CollectiveCell, rank: Rank) -> list[Metric]:
-    """Time one collective on all ranks, then check every element of its result."""
+    """Time one collective on all ranks, then check every element of its result.
+
+    Raises:
+        RuntimeError: an element is wrong on some rank.
+    """
     import torch
 
     from cs336_systems.distributed.collectives import Exchange
@@ -119,7 +116,8 @@ def measure(cell: CollectiveCell, rank: Rank) -> list[Metric]:
     times = time_phases_of_ranks(phases, rank, warmup=cell.warmup, steps=cell.steps)
     exchange.reset()
     exchange.run()
-    wrong = total(exchange.wrong_elements(), rank)
+    if wrong := int(largest(exchange.wrong_elements(), rank)):
+        raise RuntimeError(f"{wrong} elements of {cell.collective} are not the exact sum or copy")
     seconds = [ms / 1e3 / cell.calls for ms in times.samples_ms["calls"]]
     algorithm = [algbw(cell.total_bytes, s) / 1e9 for s in seconds]
     bus = [busbw(cell.collective, cell.world_size, cell.total_bytes, s) / 1e9 for s in seconds]
@@ -127,71 +125,72 @@ def measure(cell: CollectiveCell, rank: Rank) -> list[Metric]:
         Metric("time", "ms", [1e3 * s for s in seconds]),
         Metric("algbw", "GB/s", algorithm, derived=True),
         Metric("busbw", "GB/s", bus, derived=True),
-        Metric("wrong_elements", "", [wrong]),
     ]
 
 
 _SETTINGS = ("gpu", "device", "variant", "world_size", "dtype", "collective", "size_mb", "calls")
-_WORLD = ["gpu", "host", "variant", "world_size"]
-"""Columns within which one link must explain every time."""
 
 
-def fit_links(rows: pd.DataFrame) -> dict[tuple[str, str, str, int], Link]:
-    """The link of each world (gpu, host, backend, ranks) whose rows suffice to fit one.
+def world_link(line: Line) -> Link | None:
+    """The link that best explains the times of all collectives, sizes and dtypes between the line's ranks, if any can.
 
-    Args:
-        rows: of ``benchmark_collectives.py``, the newest of each cell counts.
+    A world of one rank, or of one size, has nothing to fit.
     """
-    from cs336_systems.harness.runs import newest
-
-    times = newest(rows, [*_SETTINGS, "host"])
-    links = {}
-    for _, world in times[times["metric"] == "time"].groupby(_WORLD, sort=False):
-        points = [(_cost(line), line["median"] / 1e3) for _, line in world.iterrows()]
-        try:
-            links[_world(world.iloc[0])] = fit(points)
-        except ValueError:  # a world of one, or of one size: nothing to fit
-            continue
-    return links
+    of_world = ["gpu", "host", "variant", "world_size"]
+    world = [each for each in line.lines.values() if (each.last[of_world] == line.last[of_world]).all()]
+    times = [(_cost(each), each.median("time")) for each in world]
+    try:
+        return fit([(ring, ms / 1e3) for ring, ms in times if ms is not None])
+    except ValueError:
+        return None
 
 
-def collectives_table(rows: pd.DataFrame) -> Table:
-    """One line per cell: time with its spread, the bandwidths, the ring's prediction, wrong elements, status."""
-    links = fit_links(rows)
+def _cost(line: Line) -> RingCost:
+    return cost(line.last["collective"], int(line.last["world_size"]), int(line.last["total_bytes"]))
 
-    def ring_ms(line: Line) -> float | None:
-        link = links.get(_world(line.last))
-        return 1e3 * link.seconds(_cost(line.last)) if link and "time" in line.metrics else None
 
-    def over_ring(line: Line) -> float | None:
-        return line.metrics["time"]["median"] / ring if (ring := ring_ms(line)) else None
+def _ring_ms(line: Line) -> float | None:
+    link = world_link(line)
+    return 1e3 * link.seconds(_cost(line)) if link and "time" in line.metrics else None
 
-    table = ResultTable(
-        settings=_SETTINGS,
-        always=("collective",),
-        labels={"variant": "backend", "world_size": "ranks", "size_mb": "MB"},
-        columns=(
-            Column("time ms", "time", spread=True, rank=MAIN),
-            Column("algbw GB/s", "algbw", rank=2),
-            Column("busbw GB/s", "busbw"),
-            Column("% of link", _link_percent, ".0f", note="busbw over the datasheet rate of one direction"),
-            Column("ring ms", ring_ms, rank=2),
-            Column("time / ring", over_ring, ".2f"),
-            Column("wrong", "wrong_elements", ".0f", note="elements that are not the exact sum or copy", rank=2),
-        ),
-    ).of(rows)
-    fitted = "; ".join(
-        f"{world_size} ranks: {digits(link.alpha_s * 1e6)} µs per message, {_bandwidth(link)}"
-        for (_, _, _, world_size), link in links.items()
-    )
-    return (
-        replace(table, caption=f"{table.caption}. Ring fitted to all times of a world: {fitted}.") if fitted else table
-    )
+
+def _over_ring(line: Line) -> float | None:
+    ms, ring = line.median("time"), _ring_ms(line)
+    return ms / ring if ms and ring else None
 
 
 def _link_percent(line: Line) -> float | None:
     hardware, bus = find_hardware(line.last["gpu"]), line.median("busbw")
     return 1e11 * bus / hardware.link_bytes_per_s if bus and hardware and hardware.link_bytes_per_s else None
+
+
+COLLECTIVES_TABLE = ResultTable(
+    settings=_SETTINGS,
+    always=("collective",),
+    labels={"variant": "backend", "world_size": "ranks", "size_mb": "MB"},
+    columns=(
+        Column("time ms", "time", spread=True, rank=MAIN),
+        Column("algbw GB/s", "algbw", rank=2),
+        Column("busbw GB/s", "busbw"),
+        Column("% of link", _link_percent, ".0f", note="busbw over the datasheet rate of one direction"),
+        Column("ring ms", _ring_ms, rank=2),
+        Column("time / ring", _over_ring, ".2f"),
+    ),
+)
+
+
+def collectives_table(rows: pd.DataFrame) -> Table:
+    """One line per cell: time with its spread, the bandwidths, the ring's prediction; the rings in the caption."""
+    table, links = COLLECTIVES_TABLE.of(rows), dict[str, Link]()
+    for line in COLLECTIVES_TABLE.lines(rows):
+        if link := world_link(line):
+            links[f"{line.last['world_size']} ranks"] = link
+    if not links:
+        return table
+    fitted = "; ".join(
+        f"{ranks}: {digits(link.alpha_s * 1e6)} µs per message, {_bandwidth(link)}" for ranks, link in links.items()
+    )
+    return replace(table, caption=f"{table.caption}. Ring fitted to all times of a world: {fitted}.")
 
 
 def _bandwidth(link: Link) -> str:
@@ -200,97 +199,41 @@ def _bandwidth(link: Link) -> str:
     return f"{digits(link.bytes_per_s / 1e9)} GB/s"
 
 
+_PANELS = {"time": "time, ms (median, bar p10 to p90)", "busbw": "busbw, GB/s (as nccl-tests)"}
+
+
 def collectives_figure(rows: pd.DataFrame) -> Figure | None:
-    """Time (left; thin grey: the fitted ring) and busbw (right) against size.
+    """Time and bus bandwidth against size, a line for each collective (colour) and world (marker and dash).
 
-    One line per collective (colour) and world (marker and dash). Of several dtypes the one with most points is drawn.
+    Of several dtypes the one with the most points is drawn, of several machines the last.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import NullFormatter
-
     from cs336_systems.harness.runs import newest
-    from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
+    from cs336_systems.report.figures import lines
 
-    links = fit_links(rows)
     rows = newest(rows, [*_SETTINGS, "host"])
     rows = rows[rows["status"] == "ok"]
     if rows.empty:
         return None
     first = rows.iloc[-1]
-    rows = rows[(rows["dtype"] == rows["dtype"].mode().iloc[0]) & (rows["variant"] == first["variant"])]
-    rows = rows[(rows["gpu"] == first["gpu"]) & (rows["host"] == first["host"])]
-    colours = {
-        name: colour for name, colour in zip(COLLECTIVES, OKABE_ITO, strict=False) if name in set(rows["collective"])
-    }
-    shapes = zip("osD^v", ("-", "--", ":", "-.", "-"), strict=True)
-    styles: dict[Any, Any] = {
-        n: {"marker": marker, "linestyle": dash, "markersize": 5, "linewidth": 1.5}
-        for n, (marker, dash) in zip(sorted(rows["world_size"].unique()), itertools.cycle(shapes), strict=False)
-    }
-    entries = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
-    entries += [Line2D([], [], color="grey", label=f"{n} ranks", **style) for n, style in styles.items()]
-    grey: dict[str, Any] = {"color": "0.6", "linewidth": 0.8}
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    time_axes, bus_axes = figure.subplots(1, 2)
-    for (collective, world_size), cells in rows.sort_values("total_bytes").groupby(["collective", "world_size"]):
-        for axes, metric in ((time_axes, "time"), (bus_axes, "busbw")):
-            line = cells[cells["metric"] == metric]
-            spread = [line["median"] - line["p10"], line["p90"] - line["median"]]
-            how = styles[world_size] | {"color": colours[str(collective)], "capsize": 2}
-            axes.errorbar(line["total_bytes"] / 1e6, line["median"], yerr=spread, **how)
-        if link := links.get(_world(cells.iloc[0])):
-            line = cells[cells["metric"] == "time"]
-            ring_ms = [1e3 * link.seconds(_cost(cell)) for _, cell in line.iterrows()]
-            time_axes.plot(line["total_bytes"] / 1e6, ring_ms, zorder=1, **grey)
-    if links.keys() & {_world(row) for _, row in rows.iterrows()}:
-        entries.append(Line2D([], [], label="ring, fitted", **grey))
-    sizes = sorted(rows["size_mb"].unique())
-    labels = {time_axes: "time, ms (median, bar p10 to p90)", bus_axes: "busbw, GB/s (as nccl-tests)"}
-    for axes, label in labels.items():
-        axes.set_xscale("log")
-        axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel("total size, MB")
-        axes.set_ylabel(label)
-        dress(axes)
-    time_axes.set_yscale("log")
-    time_axes.yaxis.set_major_formatter(WITH_COMMAS)
-    bus_axes.set_ylim(bottom=0)
-    hardware = find_hardware(first["gpu"])
-    if hardware and hardware.link_bytes_per_s:
+    rows = rows[(rows["dtype"] == rows["dtype"].mode().iloc[0]) & rows["metric"].isin(_PANELS)]
+    rows = rows[(rows[["gpu", "host", "variant"]] == first[["gpu", "host", "variant"]]).all(axis=1)]
+    rows = rows.assign(ranks=rows["world_size"].astype(str) + " ranks").sort_values(
+        ["size_mb", "world_size"], kind="stable"
+    )
+    figure, axes = lines(
+        rows, x="size_mb", colour="collective", style="ranks", panel="metric", spread=True, log="xy", width=4.2
+    )
+    for metric, panel in axes.items():
+        panel.set(xlabel="total size, MB", ylabel=_PANELS[metric])
+    axes["busbw"].set_yscale("linear")
+    if (hardware := find_hardware(first["gpu"])) and hardware.link_bytes_per_s:
         height = hardware.link_bytes_per_s / 1e9
-        bus_axes.axhline(height, color="0.3", linewidth=1)
-        bus_axes.annotate("link, datasheet", (0.02, height), ("axes fraction", "data"), va="bottom")
-    figure.legend(handles=entries, loc="outside right center", frameon=False, fontsize=9)
+        axes["busbw"].axhline(height, color="0.3", linewidth=1)
+        axes["busbw"].annotate("link, datasheet", (0.02, height), ("axes fraction", "data"), va="bottom")
+    axes["busbw"].set_ylim(bottom=0)
     where = first["gpu"] or first["host"]
     figure.suptitle(f"Collectives on {where}: {first['variant']}, {rows['dtype'].iloc[0]}", fontsize=11)
     return figure
-
-
-def _world(row: pd.Series) -> tuple[str, str, str, int]:
-    return str(row["gpu"]), str(row["host"]), str(row["variant"]), int(row["world_size"])
-
-
-def _cost(row: pd.Series) -> RingCost:
-    return cost(row["collective"], int(row["world_size"]), int(row["total_bytes"]))
-
-
-def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> int:
-    """Shows the table and draws the figure; 1 if an element was wrong."""
-    presented(collectives_table, {"": collectives_figure})(outcomes, options, csv)
-    wrong = [str(outcome.cell) for outcome in outcomes if outcome.median("wrong_elements")]
-    if wrong:
-        print(f"{EXPERIMENT.name}: wrong elements in {', '.join(wrong)}", file=sys.stderr)
-    return int(bool(wrong))
-
-
-def default_worlds(device: str) -> tuple[int, ...]:
-    """2, 4 and 6 GPUs as far as there are any; two ranks on a CPU."""
-    import torch
-
-    gpus = tuple(n for n in (2, 4, 6) if n <= torch.cuda.device_count()) or (1,)
-    return gpus if device == "cuda" else (2,)
 
 
 EXPERIMENT = Experiment(
@@ -298,8 +241,7 @@ EXPERIMENT = Experiment(
     CollectiveCell,
     make_cells,
     one_stage(measure),
-    present,
-    ("time", "algbw", "busbw", "wrong_elements"),
+    presented(collectives_table, {"": collectives_figure}),
+    ("time", "algbw", "busbw"),
     options=Options,
-    default_worlds=default_worlds,
 )

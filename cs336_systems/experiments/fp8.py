@@ -9,25 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.config import WRITTEN_OUT_ATTENTIONS, ModelConfig, Recipe, resolve_size
 from cs336_systems.costs.kept import kept_names
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.blocks import BlockCell
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
-from cs336_systems.experiments.options import RunOptions, resolved_sizes
-from cs336_systems.experiments.peers import Peer, every, interleaved, panels
+from cs336_systems.experiments.options import resolved_sizes
+from cs336_systems.experiments.peers import Peer, PeerRun, every, interleaved
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pandas as pd
     from matplotlib.figure import Figure
 
     from cs336_systems.harness.record import Metric
-    from cs336_systems.harness.sweep import Outcome
     from cs336_systems.report.tables import Table
 
 PARTS = ("product", "block")
@@ -106,19 +103,12 @@ class Fp8Cell(Peer):
         return f"{what} of {self.size} {self.batch_size} x {self.context_length} {self.how}"
 
 
-@dataclass(frozen=True)
-class Asked(RunOptions):
-    """What do matmuls in fp8 gain, and what does quantizing cost?"""
-
-    CPU_DEFAULTS: ClassVar = {
-        **{"size": ("tiny",), "context_length": (128,), "batch_size": (1,), "dtype": "fp32", "attention": "reference"},
-        **{"how": tuple(RECIPES)[:3], "warmup": 1, "steps": 3, "repeat": 1},  # compiling takes half a minute there
-    }
-    repeat: int = 2
-    """Times that each shape is measured, all variants in one process, every second one in reverse order."""
-
-
-Options: Any = options_of(Fp8Cell, Asked)
+CPU = {
+    **{"size": ("tiny",), "context_length": (128,), "batch_size": (1,), "dtype": "fp32", "attention": "reference"},
+    **{"how": tuple(RECIPES)[:3], "warmup": 1, "steps": 3, "repeat": 1},
+}
+"""Defaults there, where compiling takes half a minute."""
+Options: Any = options_of(Fp8Cell, PeerRun, cpu=CPU, repeat=2)
 
 
 def product_shape(config: ModelConfig, product: str) -> tuple[int, int]:
@@ -137,19 +127,14 @@ def make_cells(options: Any) -> list[Fp8Cell]:
     Raises:
         ValueError: a value that no cell can have.
     """
-    assert options.attention in WRITTEN_OUT_ATTENTIONS
     kept_names(options.keep)
     if options.attention != "reference" and options.device != "cuda":
         raise ValueError(f"--attention {options.attention} needs --device cuda, got {options.device}")
-    if "product" not in options.part and options.product != PRODUCTS:
-        raise ValueError(f"--product {' '.join(options.product)} is of --part product, which is not asked for")
-    sizes = resolved_sizes(options.size, options.context_length)
-    grid = every(Fp8Cell, options, size=sizes)
+    grid = every(Fp8Cell, options, size=resolved_sizes(options.size, options.context_length))
     cells = list(dict.fromkeys(replace(cell, product="") if cell.part == "block" else cell for cell in grid))
     for cell in cells:
         config = cell.config
-        sizes_16 = (cell.tokens, config.d_model, config.d_query, config.d_kv, config.d_ff)
-        odd = [n for n in sizes_16 if n % 16]
+        odd = [n for n in (cell.tokens, config.d_model, config.d_query, config.d_kv, config.d_ff) if n % 16]
         if odd and cell.how not in ("stored", "compiled"):
             raise ValueError(f"--how {cell.how}: matmuls in fp8 take sizes that 16 divides, {cell} has {odd[0]}")
     return interleaved(cells, options.repeat)
@@ -183,10 +168,7 @@ PRODUCT_TABLE = ResultTable(
         Column("backward ms", "backward", note="both products"),
         Column("all ms", "step", spread=True, rank=MAIN),
         _SPEEDUP,
-        Column("dW ms", "weight_gradient", optional=True, note="the weight's gradient alone"),
-        Column("add dW ms", "accumulate", optional=True, note="the same, added to an earlier one, as training does"),
         Column("TFLOP/s", "tflops", ".0f", little=True),
-        Column("alone TFLOP/s", "product_tflops", ".0f", optional=True, little=True, note="without quantization"),
     ),
 )
 
@@ -209,9 +191,11 @@ BLOCK_TABLE = ResultTable(
 
 def tables(rows: pd.DataFrame) -> Iterator[Table]:
     """The matmuls, then the blocks."""
-    for part, table in (("product", PRODUCT_TABLE), ("block", BLOCK_TABLE)):
-        if (rows["part"] == part).any():
-            yield table.of(rows[rows["part"] == part])
+    for part, of_part in (("product", PRODUCT_TABLE), ("block", BLOCK_TABLE)):
+        if len(own := rows[rows["part"] == part]):
+            table = of_part.of(own)
+            emulated = "A CPU emulates fp8: these times say nothing of a GPU's. " if "cpu" in set(own["device"]) else ""
+            yield replace(table, caption=emulated + table.caption)
 
 
 _PHASES = {"forward": 0, "backward": 5, "quantize_x": 1, "quantize_dy": 4}
@@ -220,41 +204,29 @@ _PHASES = {"forward": 0, "backward": 5, "quantize_x": 1, "quantize_dy": 4}
 
 def time_figure(rows: pd.DataFrame) -> Figure | None:
     """A panel for each block and each product: milliseconds of its phases, a bar for each way; None without rows."""
-    from cs336_systems.report.figures import OKABE_ITO
+    from cs336_systems.harness.runs import newest
+    from cs336_systems.report.figures import OKABE_ITO, panels
 
-    ok = rows[rows["status"] == "ok"]
-    found: dict[str, list[Line]] = {}
-    for part, table in (("block", BLOCK_TABLE), ("product", PRODUCT_TABLE)):
-        of_part = ok[ok["part"] == part]
-        for line in [] if of_part.empty else table.lines(of_part):
-            tokens = int(line.settings["batch_size"]) * int(line.settings["context_length"])
-            title = f"{line.settings.get('product', part)}\n{line.settings['size']}, {tokens:,} tokens"
-            found.setdefault(title, []).append(line)
-    if not found:
+    settings = [name for name in (*_SETTINGS, "attention", "keep", "part", "product", "how") if name in rows]
+    cells = newest(rows, settings)
+    cells = cells[(cells["status"] == "ok") & cells["metric"].isin(_PHASES)].sort_values("part", kind="stable")
+    if cells.empty:
         return None
-    figure, shown = panels(len(found), len(found), 2.6, 0.4 * max(map(len, found.values())) + 1, sharey=True)
-    bars: dict[str, Any] = {}
-    for axes, (title, own) in zip(shown, found.items(), strict=True):
-        names, left = [str(line.settings["how"]) for line in own], [0.0] * len(own)
+    tokens = (cells["batch_size"] * cells["context_length"]).map("{:,} tokens".format)
+    what = cells["product"].where(cells["part"] == "product", "block")
+    found = list(cells.groupby(what + "\n" + cells["size"] + ", " + tokens, sort=False))
+    figure, shown = panels(len(found), len(found), 2.6, 0.4 * cells["how"].nunique() + 1, sharey=True)
+    for axes, (title, own) in zip(shown, found, strict=True):
+        ms = own.pivot_table("median", "how", "metric", sort=False).reindex(columns=list(_PHASES)).fillna(0.0)
+        left = ms.cumsum(axis=1) - ms
         for phase, colour in _PHASES.items():
-            ms = [line.median(phase) or 0.0 for line in own]
-            if any(ms):
-                bars[phase.replace("_", " ")] = axes.barh(names, ms, left=left, color=OKABE_ITO[colour], height=0.7)
-                left = [sum(pair) for pair in zip(left, ms, strict=True)]
-        axes.set_xlabel("ms")
-        axes.set_title(title, fontsize=10)
+            axes.barh(ms.index, ms[phase], left=left[phase], color=OKABE_ITO[colour], height=0.7, label=phase)
+        axes.set(title=title, xlabel="ms")
     shown[0].invert_yaxis()
-    figure.legend(bars.values(), bars.keys(), loc="outside lower center", ncols=4, frameon=False)
-    first = next(iter(found.values()))[0].settings
-    figure.suptitle(f"On {first.get('gpu', first['device'])}", fontsize=11)
+    figure.legend(*shown[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    first = cells.iloc[0]
+    figure.suptitle(f"On {first['gpu'] or first['device']}", fontsize=11)
     return figure
-
-
-def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
-    """The tables; beside those of a CPU that it emulates fp8."""
-    presented(tables)(outcomes, options, csv)
-    if options.device == "cpu":
-        print("A CPU emulates fp8: these times say nothing of a GPU's.\n")
 
 
 EXPERIMENT = Experiment(
@@ -262,7 +234,7 @@ EXPERIMENT = Experiment(
     Fp8Cell,
     make_cells,
     one_stage(measure, share=lambda cell: cell.subject),
-    present,
+    presented(tables),
     ("forward", "backward", "step", "tflops", "least_cosine", "mean_cosine"),
     options=Options,
 )

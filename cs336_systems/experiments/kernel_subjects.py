@@ -1,7 +1,23 @@
-"""Each kernel's subject: the tensors it is measured on, the formula beside it, the bytes that must move, and its peers.
+"""Each kernel's subject: the tensors it is measured on, the formula beside it, the bytes that must move; and peers.
 
-Tensors are (rows, width) of the cell's dtype and normal, unless a function says otherwise. A subject is chosen by the
-kernel's name before a dot; after the dot stands a form of it that writes more.
+Tensors are (rows, width) of the cell's dtype and normal, unless a function says otherwise. Errors are told from the
+formula in fp64, where ``scaled_bytes`` does not round.
+
+Each peer of ``PEERS`` runs in the best configuration that it supports:
+
+* Liger's RMSNorm with ``casting_mode="llama"``, which rounds as the reference does, and ``in_place=True``, its default:
+  dx is written over the gradient that arrives, which is restored between samples, outside of the clock. With the
+  residual add ``in_place=False``, its default, which writes as much. SwiGLU of one merged matrix of gates and ups, for
+  which it has kernels of its own. Rotary positions of q and k in memory of their own: in a merged q | k | v it would
+  copy them first.
+* Liger's head and loss in chunks whose logits take as much memory as the head's input, its default, and in chunks four
+  times as large, which at 32,768 x 4096 are as large as ours. Gradients are computed in forward, in the parameters'
+  dtype.
+* Apple's cut cross entropy computes logits block by block in forward, and recomputes them in backward. With
+  ``filter_eps=None`` it is the same computation as ours; by default it would leave out gradients of words whose
+  probability rounds to nothing, on random data nearly all.
+* Torch's ``F.rms_norm``, which has a fused kernel; fused AdamW through its functional form, so that no optimizer object
+  is part of the time; the norm of ``clip_grad_norm_(foreach=True)``.
 """
 
 import functools
@@ -10,20 +26,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm as torchs_rms_norm
 from torch.optim.adamw import adamw
 
 from cs336_systems.case import Unsupported
 from cs336_systems.config import PRECISIONS
-from cs336_systems.experiments.kernel_measure import Function, Subject, cut_cross_entropy, liger, liger_loss
+from cs336_systems.experiments.kernel_measure import Function, Subject
 from cs336_systems.experiments.kernels import KernelCell
+from cs336_systems.experiments.peers import installed
 from cs336_systems.kernels import absmax, quantize_reference, rms_norm, rms_norm_quantize, swiglu
 from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_
 from cs336_systems.kernels.column_sums import column_sums
 from cs336_systems.kernels.grad_norm import grad_norm, norm_table
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy_forward_backward
 from cs336_systems.kernels.quantize import quantize, quantize_blocks, transpose_bytes
-from cs336_systems.kernels.quantize_parts import PartsQuantizer
-from cs336_systems.kernels.quantize_reference import Part, Quantized
+from cs336_systems.kernels.quantize_reference import Quantized
 from cs336_systems.kernels.rotary import rotate_
 from cs336_systems.kernels.swiglu_quantize import swiglu_backward_quantize
 from cs336_systems.kernels.weighted_sum import weighted_sum
@@ -51,24 +68,17 @@ def of_16(cell: KernelCell, device: torch.device) -> Tensor:
     return normal(cell, device)
 
 
-def quantized(found: Quantized) -> tuple[Tensor, ...]:
+def held(found: Quantized) -> tuple[Tensor, ...]:
     """The bytes, as they lie, transposed or both."""
     return tuple(each for each in found[:2] if each is not None)
 
 
-def exactly_scaled(x: Tensor, absmax: Tensor) -> Tensor:
-    """x in fp64 as quantization scales it, before it is rounded."""
-    return x * (quantize_reference.LARGEST[FP8] / absmax.double())
-
-
-def with_absmax(formula: Callable[..., Tensor]) -> Function:
-    """The formula, and the largest magnitude of its result."""
-
-    def function(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-        y = formula(*inputs)
-        return y, quantize_reference.absmax(y)
-
-    return function
+def scaled_bytes(x: Tensor, absmax: Tensor, *, rows: bool = True, transposed: bool = True) -> tuple[Tensor, ...]:
+    """x quantized in plain PyTorch; in fp64 what is rounded then, so that errors are those of e4m3."""
+    if x.dtype == torch.float64:
+        scaled = x * (quantize_reference.LARGEST[FP8] / absmax.double())
+        return (scaled,) * rows + (scaled.t(),) * transposed
+    return held(quantize_reference.quantize(x, absmax, FP8, rows=rows, transposed=transposed))
 
 
 def leaves(**inputs: Tensor) -> dict[str, Tensor]:
@@ -86,23 +96,11 @@ def of_weighted_sum(cell: KernelCell, device: torch.device) -> Subject:
 
 def of_rms_norm(cell: KernelCell, device: torch.device) -> Subject:
     """Forward reads x and weight (width,) and writes y like x; backward reads both and the gradient of y, and writes
-    the gradients of both. With absmax forward alone is measured."""
+    the gradients of both."""
     x, weight = normal(cell, device), normal(cell, device, cell.width)
     ours, reference = (functools.partial(norm, eps=EPS) for norm in (rms_norm.rms_norm, ops.rms_norm))
-    read_and_written = 2 * x.nbytes + weight.nbytes
-    if cell.form == "absmax":
-        slot = torch.zeros((), device=device)
-
-        def ours_with_absmax(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            return rms_norm.rms_norm_forward(x, weight, EPS, slot)[0], slot
-
-        return Subject({"x": x, "weight": weight}, ours_with_absmax, with_absmax(reference), read_and_written)
-    others = {
-        "torch": lambda: lambda x, weight: torch.nn.functional.rms_norm(x, weight.shape, weight, EPS),
-        "liger": liger("LigerRMSNormFunction", EPS, 0.0, "llama", True),
-    }
-    n_bytes = read_and_written, 3 * x.nbytes + 2 * weight.nbytes
-    return Subject(leaves(x=x, weight=weight), ours, reference, *n_bytes, peers=others)
+    n_bytes = 2 * x.nbytes + weight.nbytes, 3 * x.nbytes + 2 * weight.nbytes
+    return Subject(leaves(x=x, weight=weight), ours, reference, *n_bytes)
 
 
 def of_add_rms_norm(cell: KernelCell, device: torch.device) -> Subject:
@@ -114,34 +112,17 @@ def of_add_rms_norm(cell: KernelCell, device: torch.device) -> Subject:
         residual = x + branch
         return residual, ops.rms_norm(residual, weight, EPS)
 
-    def ligers() -> Function:
-        function = liger("LigerFusedAddRMSNormFunction", EPS, 0.0, "llama", False)()
-        return lambda *inputs: tuple(reversed(function(*inputs)))
-
     ours = functools.partial(rms_norm.add_rms_norm, eps=EPS)
     n_bytes = 4 * x.nbytes + weight.nbytes, 4 * x.nbytes + 2 * weight.nbytes
-    return Subject(leaves(x=x, branch=branch, weight=weight), ours, reference, *n_bytes, peers={"liger": ligers})
+    return Subject(leaves(x=x, branch=branch, weight=weight), ours, reference, *n_bytes)
 
 
 def of_swiglu(cell: KernelCell, device: torch.device) -> Subject:
     """Forward reads gate_up (rows, 2 width) and writes z (rows, width); backward reads it and the gradient of z, and
-    writes its gradient. With absmax forward alone is measured."""
+    writes its gradient."""
     gate_up = normal(cell, device, cell.rows, 2 * cell.width)
-    z_bytes = gate_up.nbytes // 2
-
-    def reference(gate_up: Tensor) -> Tensor:
-        return ops.swiglu(*gate_up.chunk(2, dim=-1))
-
-    if cell.form == "absmax":
-        slot, inputs = torch.zeros((), device=device), {"gate_up": gate_up}
-
-        def ours(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-            return swiglu.swiglu_forward(gate_up, slot), slot
-
-        return Subject(inputs, ours, with_absmax(reference), gate_up.nbytes + z_bytes)
-    n_bytes = gate_up.nbytes + z_bytes, 2 * gate_up.nbytes + z_bytes
-    others = {"liger": liger("LigerFusedGateUpSiLUMulFunction")}
-    return Subject(leaves(gate_up=gate_up), swiglu.swiglu, reference, *n_bytes, peers=others)
+    n_bytes = 3 * gate_up.nbytes // 2, 5 * gate_up.nbytes // 2
+    return Subject(leaves(gate_up=gate_up), swiglu.swiglu, lambda x: ops.swiglu(*x.chunk(2, dim=-1)), *n_bytes)
 
 
 D_HEAD = 128
@@ -149,26 +130,9 @@ SHARING = 4
 """Query heads for each key/value head, as in Llama-3 8B."""
 
 
-class _InPlace(torch.autograd.Function):
-    """``rotate_`` forward, and back again on the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.heads = n_heads, n_kv_heads
-        rotate_(qkv.detach(), cos, sin, n_heads, n_kv_heads)
-        return qkv
-
-    @staticmethod
-    def backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor | None, ...]:
-        (cos, sin), (n_heads, n_kv_heads) = ctx.saved_tensors, ctx.heads
-        rotate_(dqkv, cos, sin, n_heads, n_kv_heads, inverse=True)
-        return dqkv, None, None, None, None
-
-
 def of_rotary(cell: KernelCell, device: torch.device) -> Subject:
-    """Forward reads q (1, H, rows, 128), k (1, H / 4, rows, 128) and the fp32 angles of ``rows`` positions and writes q
-    and k; backward does the same with their gradients. Width is 128 H.
+    """Reads q (1, H, rows, 128), k (1, H / 4, rows, 128) and the fp32 angles of ``rows`` positions and writes q and k;
+    backward would be the same kernel. Width is 128 H.
 
     Ours rotates in place in a merged q | k | v, as a written-out block has it, and leaves v alone. The others have q
     and k in memory of their own, as separate matmuls leave them: token by token, a token's heads together.
@@ -189,7 +153,8 @@ def of_rotary(cell: KernelCell, device: torch.device) -> Subject:
         return x.view(1, cell.rows, -1, D_HEAD).transpose(1, 2)
 
     def ours(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return _InPlace.apply(qkv, cos, sin, n_heads, n_kv_heads)
+        rotate_(qkv, cos, sin, n_heads, n_kv_heads)
+        return qkv
 
     def merged_reference(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q_k, v = qkv.split(((n_heads + n_kv_heads) * D_HEAD, n_kv_heads * D_HEAD), dim=-1)
@@ -199,25 +164,22 @@ def of_rotary(cell: KernelCell, device: torch.device) -> Subject:
         return ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
 
     if cell.how == "ours":
-        return Subject(leaves(qkv=torch.cat((q, k, v), dim=-1)) | angles, ours, merged_reference, n_bytes, n_bytes)
-    others = {"liger": liger("LigerRopeFunction", None, 1, D_HEAD)}
-    return Subject(leaves(q=heads(q), k=heads(k)) | angles, ours, reference, n_bytes, n_bytes, others)
+        return Subject({"qkv": torch.cat((q, k, v), dim=-1)} | angles, ours, merged_reference, n_bytes)
+    return Subject({"q": heads(q), "k": heads(k)} | angles, ours, reference, n_bytes)
 
 
 VOCABULARY = {"cuda": 151_936, "cpu": 1000}
 """Words: Qwen2.5's, and few enough for a CPU."""
 COMPILED_CHUNK = 4096
 """Tokens at a time of the compiled formula, the faster of what PyTorch offers, and of the reference in fp64."""
-SMALL_CHUNK = 1024
-"""As many tokens as Liger takes by default at 32,768 x 4096."""
 
 
 def of_linear_cross_entropy(cell: KernelCell, device: torch.device) -> Subject:
     """Forward does everything: it reads x and weight (vocabulary, width) and writes the gradients of both and lse
     (rows,). Its bound is not these bytes but 6 rows x width x vocabulary FLOPs.
 
-    Logits have unit variance, and every eighth target is ignored. lse stands for the loss, as a scalar's error says
-    little; peers do not return it. Eager has the logits of all tokens at once, as a separate head and loss have.
+    Logits have unit variance, and every eighth target (rows,) is ignored. lse stands for the loss, as a scalar's error
+    says little; peers do not return it. Eager has the logits of all tokens at once, as a separate head and loss have.
     """
     n_words = VOCABULARY[device.type]
     x = normal(cell, device)
@@ -225,11 +187,7 @@ def of_linear_cross_entropy(cell: KernelCell, device: torch.device) -> Subject:
     dtype, targets = x.dtype, torch.randint(n_words, (cell.rows,), device=device)
     targets[::8] = -100
 
-    def ours(x: Tensor, weight: Tensor, chunk: int | None = None) -> tuple[Tensor, ...]:
-        _, dx, dweight, lse = linear_cross_entropy_forward_backward(x, weight, targets, chunk=chunk)
-        return dx, dweight, lse
-
-    def reference(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    def reference(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         wide = torch.promote_types(x.dtype, torch.float32)
         chunk = cell.rows if cell.how == "eager" and x.dtype == dtype else COMPILED_CHUNK
         counts = (targets != -100).to(wide)
@@ -245,15 +203,13 @@ def of_linear_cross_entropy(cell: KernelCell, device: torch.device) -> Subject:
             dweight = torch.addmm(dweight, dlogits.T, x_C)
         return torch.cat(all_dx), dweight, torch.cat(all_lse)
 
-    others: dict[str, Callable[[], Function]] = {
-        "ours-small-chunks": lambda: functools.partial(ours, chunk=SMALL_CHUNK),
-        "liger": liger_loss(targets, 1),
-        "liger-large-chunks": liger_loss(targets, 4),
-        "cut-cross-entropy": cut_cross_entropy(targets, filter_eps=None),
-        "cut-cross-entropy-filtered": cut_cross_entropy(targets),
-    }
     n_bytes = 2 * (x.nbytes + weight.nbytes) + cell.rows * torch.float32.itemsize
-    return Subject({"x": x, "weight": weight}, ours, reference, n_bytes, peers=others)
+    return Subject({"x": x, "weight": weight, "targets": targets}, our_loss, reference, n_bytes)
+
+
+def our_loss(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """(dx, dweight, lse)."""
+    return linear_cross_entropy_forward_backward(x, weight, targets)[1:]
 
 
 LR, BETAS, ADAM_EPS, WEIGHT_DECAY = 0.1, (0.9, 0.95), 1e-8, 0.01
@@ -264,45 +220,26 @@ STEP = 10**6
 
 
 def of_adamw(cell: KernelCell, device: torch.device) -> Subject:
-    """Parameter, gradient and moments are read, and all but the gradient written; the form ``absmax`` also gives the
-    largest magnitude of the parameter."""
+    """Parameter, gradient and moments are read, and all but the gradient written."""
     p, g, m, v = (normal(cell, device) for _ in range(4))
     step, table = torch.tensor(STEP, device=device), UpdateTable()
-    slot = torch.zeros((), device=device) if cell.form == "absmax" else None
 
     def ours(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        update = Update(p, g, m, v, step, LR, BETAS, ADAM_EPS, WEIGHT_DECAY, absmax=slot)
-        adamw_([update], stochastic_rounding=True, table=table)
-        return (p, m, v) if slot is None else (p, m, v, slot)
+        adamw_([Update(p, g, m, v, step, LR, BETAS, ADAM_EPS, WEIGHT_DECAY)], stochastic_rounding=True, table=table)
+        return p, m, v
 
     def formula(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         m = BETAS[0] * m + (1 - BETAS[0]) * g
         v = BETAS[1] * v + (1 - BETAS[1]) * g * g
-        p = (1 - LR * WEIGHT_DECAY) * p - LR * (m / (v.sqrt() + ADAM_EPS))
-        return (p, m, v) if slot is None else (p, m, v, quantize_reference.absmax(p))
+        return (1 - LR * WEIGHT_DECAY) * p - LR * (m / (v.sqrt() + ADAM_EPS)), m, v
 
-    steps = [step.float()]  # counted up by every call of torch's
-
-    def torchs(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        rates: dict[str, Any] = {
-            "lr": LR,
-            "beta1": BETAS[0],
-            "beta2": BETAS[1],
-            "eps": ADAM_EPS,
-            "weight_decay": WEIGHT_DECAY,
-        }
-        adamw([p], [g], [m], [v], [], steps, fused=True, amsgrad=False, maximize=False, **rates)
-        return p, m, v
-
-    inputs = {"p": p, "g": g, "m": 0.1 * m, "v": v.square()}
-    return Subject(inputs, ours, formula, 7 * p.nbytes, peers={"torch": lambda: torchs} if slot is None else {})
+    return Subject({"p": p, "g": g, "m": 0.1 * m, "v": v.square()}, ours, formula, 7 * p.nbytes)
 
 
 def of_grad_norm(cell: KernelCell, device: torch.device) -> Subject:
     """x is read; one fp32 number is written."""
     x, table = normal(cell, device), norm_table()
-    others = {"torch": lambda: lambda x: torch.nn.utils.get_total_norm([x], foreach=True)}
-    return Subject({"x": x}, lambda x: grad_norm([x], table), torch.linalg.vector_norm, x.nbytes, peers=others)
+    return Subject({"x": x}, lambda x: grad_norm([x], table), torch.linalg.vector_norm, x.nbytes)
 
 
 def of_column_sums(cell: KernelCell, device: torch.device) -> Subject:
@@ -317,75 +254,34 @@ def of_absmax(cell: KernelCell, device: torch.device) -> Subject:
     return Subject({"x": x}, absmax.absmax, quantize_reference.absmax, x.nbytes)
 
 
-def of_quantize(cell: KernelCell, device: torch.device) -> Subject:
-    """x, whose scale is known, is read; a byte is written for each element, or two with the transposed copy.
-
-    The error is that of e4m3, here and in the other quantizations.
-    """
+def of_quantize(cell: KernelCell, device: torch.device, transposed: bool = False) -> Subject:
+    """x, whose scale is known, is read; a byte is written for each element, or two with the transposed copy."""
     x = of_16(cell, device)
-    absmax, transposed = quantize_reference.absmax(x), cell.form == "transposed"
+    absmax = quantize_reference.absmax(x)
 
-    def by(quantizer: Callable[..., Quantized]) -> Function:
-        return lambda x: quantized(quantizer(x, absmax, FP8, transposed=transposed))
+    def ours(x: Tensor) -> tuple[Tensor, ...]:
+        return held(quantize(x, absmax, FP8, transposed=transposed))
 
-    def exact(x: Tensor) -> tuple[Tensor, ...]:
-        scaled = exactly_scaled(x, absmax)
-        return (scaled, scaled.t())[: 1 + transposed]
-
-    n_bytes = x.nbytes + (1 + transposed) * x.numel()
-    return Subject({"x": x}, by(quantize), by(quantize_reference.quantize), n_bytes, exact=exact)
+    reference = functools.partial(scaled_bytes, absmax=absmax, transposed=transposed)
+    return Subject({"x": x}, ours, reference, x.nbytes + (1 + transposed) * x.numel())
 
 
 def of_quantize_blocks(cell: KernelCell, device: torch.device) -> Subject:
     """x is read; two bytes are written for each element, and scales of 1 x 128."""
     x = of_16(cell, device)
 
-    def by(quantizer: Callable[..., Quantized]) -> Function:
-        return lambda x: quantized(quantizer(x, FP8, transposed=True))
-
-    def exact(x: Tensor) -> tuple[Tensor, ...]:
-        """x over its scales, before it is rounded."""
-        q, q_t, inverse, inverse_t = quantize_reference.quantize_blocks(x.float(), FP8, transposed=True)
-        assert q is not None and q_t is not None and inverse is not None and inverse_t is not None
+    def reference(x: Tensor) -> tuple[Tensor, ...]:
+        if x.dtype != torch.float64:
+            return held(quantize_reference.quantize_blocks(x, FP8, transposed=True))
+        _, _, *inverses = quantize_reference.quantize_blocks(x.float(), FP8, transposed=True)
         return tuple(
-            wide / quantize_reference.dequantize(torch.ones_like(bytes_, dtype=torch.float32), scales)
-            for wide, bytes_, scales in ((x, q, inverse), (x.t(), q_t, inverse_t))
+            wide / quantize_reference.dequantize(torch.ones_like(wide, dtype=torch.float32), scales)
+            for wide, scales in zip((x, x.t()), inverses, strict=True)
+            if scales is not None
         )
 
     n_bytes = x.nbytes + 2 * x.numel() + 2 * 4 * x.numel() // quantize_reference.BLOCK
-    return Subject({"x": x}, by(quantize_blocks), by(quantize_reference.quantize_blocks), n_bytes, exact=exact)
-
-
-N_MATRICES, N_PARTS = 4, 2
-"""Matrices that x is cut into, and parts of each."""
-
-
-def of_quantize_parts(cell: KernelCell, device: torch.device) -> Subject:
-    """x, four matrices in two parts each, is read twice and written as bytes."""
-    x, n_parts = of_16(cell, device), N_MATRICES * N_PARTS
-    made: dict[int, tuple[PartsQuantizer, Tensor]] = {}
-
-    def ours(x: Tensor) -> Tensor:
-        if x.data_ptr() not in made:  # as a caller that quantizes the same memory again and again
-            q, scales = torch.empty_like(x, dtype=torch.uint8), torch.empty(N_MATRICES, device=device)
-            pieces = enumerate(zip(x.chunk(n_parts), q.chunk(n_parts), strict=True))
-            parts = [Part(*piece, i // N_PARTS, scales[i // N_PARTS]) for i, piece in pieces]
-            made.clear()
-            made[x.data_ptr()] = PartsQuantizer(parts, FP8), q
-        quantizer, q = made[x.data_ptr()]
-        quantizer.quantize_(quantizer.absmax())
-        return q.view(FP8)
-
-    def eager(x: Tensor) -> Tensor:
-        matrices = x.view(N_MATRICES, -1)
-        scale, _ = quantize_reference.scales(matrices.abs().amax(dim=1, keepdim=True).float(), FP8)
-        return quantize_reference.cast(matrices, scale, FP8).view_as(x)
-
-    def exact(x: Tensor) -> Tensor:
-        matrices = x.view(N_MATRICES, -1)
-        return exactly_scaled(matrices, matrices.abs().amax(dim=1, keepdim=True)).view_as(x)
-
-    return Subject({"x": x}, ours, eager, 2 * x.nbytes + x.numel(), exact=exact)
+    return Subject({"x": x}, lambda x: held(quantize_blocks(x, FP8, transposed=True)), reference, n_bytes)
 
 
 def of_rms_norm_quantize(cell: KernelCell, device: torch.device) -> Subject:
@@ -397,20 +293,14 @@ def of_rms_norm_quantize(cell: KernelCell, device: torch.device) -> Subject:
     absmax = quantize_reference.absmax(ops.rms_norm(x, weight, EPS))
 
     def reference(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        y = ops.rms_norm(x, weight, EPS)
-        return quantized(quantize_reference.quantize(y, absmax, FP8, transposed=True))
-
-    def exact(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        scaled = exactly_scaled(ops.rms_norm(x, weight, EPS), absmax)
-        return scaled, scaled.t()
+        return scaled_bytes(ops.rms_norm(x, weight, EPS), absmax)
 
     def ours(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         slot = torch.zeros((), device=x.device)
         rstd = rms_norm_quantize.rms_norm_absmax(x, weight, EPS, slot)
-        return quantized(rms_norm_quantize.rms_norm_quantize(x, weight, rstd, slot, FP8, transposed=True))
+        return held(rms_norm_quantize.rms_norm_quantize(x, weight, rstd, slot, FP8, transposed=True))
 
-    n_bytes = x.nbytes + weight.nbytes + 2 * x.numel()
-    return Subject({"x": x, "weight": weight}, ours, reference, n_bytes, exact=exact)
+    return Subject({"x": x, "weight": weight}, ours, reference, x.nbytes + weight.nbytes + 2 * x.numel())
 
 
 def of_swiglu_quantize(cell: KernelCell, device: torch.device) -> Subject:
@@ -432,23 +322,15 @@ def of_swiglu_quantize(cell: KernelCell, device: torch.device) -> Subject:
 
     def reference(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, ...]:
         dgate_up, z = gradients(dz, gate_up)
-        found = quantize_reference.quantize(dgate_up, dgate_up_absmax, FP8, transposed=True)
-        recomputed = quantize_reference.quantize(z, z_absmax, FP8, rows=False, transposed=True)
-        return *quantized(found), *quantized(recomputed)
-
-    def exact(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, ...]:
-        dgate_up, z = gradients(dz, gate_up)
-        q = exactly_scaled(dgate_up, dgate_up_absmax)
-        return q, q.t(), exactly_scaled(z.t(), z_absmax)
+        return *scaled_bytes(dgate_up, dgate_up_absmax), *scaled_bytes(z, z_absmax, rows=False)
 
     def ours(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, ...]:
         slot = torch.zeros((), device=dz.device)
         found, recomputed = swiglu_backward_quantize(dz, gate_up, slopes, slot, FP8, z_absmax=z_absmax)
         assert recomputed is not None
-        return *quantized(found), *quantized(recomputed)
+        return *held(found), *held(recomputed)
 
-    n_bytes = dz.nbytes + gate_up.nbytes + 5 * dz.numel()
-    return Subject({"dz": dz, "gate_up": gate_up}, ours, reference, n_bytes, exact=exact)
+    return Subject({"dz": dz, "gate_up": gate_up}, ours, reference, dz.nbytes + gate_up.nbytes + 5 * dz.numel())
 
 
 def of_transpose_bytes(cell: KernelCell, device: torch.device) -> Subject:
@@ -459,8 +341,83 @@ def of_transpose_bytes(cell: KernelCell, device: torch.device) -> Subject:
 
 _EVERY: tuple[Callable[[KernelCell, torch.device], Subject], ...] = (
     of_weighted_sum, of_rms_norm, of_add_rms_norm, of_swiglu, of_rotary, of_linear_cross_entropy, of_adamw,
-    of_grad_norm, of_column_sums, of_absmax, of_quantize, of_quantize_blocks, of_quantize_parts,
+    of_grad_norm, of_column_sums, of_absmax, of_quantize, of_quantize_blocks,
     of_rms_norm_quantize, of_swiglu_quantize, of_transpose_bytes,
 )  # fmt: skip
 SUBJECTS = {function.__name__.removeprefix("of_"): function for function in _EVERY}
-"""By the kernel's name before a dot."""
+SUBJECTS["quantize.transposed"] = functools.partial(of_quantize, transposed=True)
+
+
+def torchs_adamw() -> Function:
+    """Torch's fused update, in place."""
+    steps: list[Tensor] = []  # one on the device, counted up by every call
+
+    def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        if not steps:
+            steps.append(torch.tensor(float(STEP), device=p.device))
+        rates: dict[str, Any] = {"lr": LR, "beta1": BETAS[0], "beta2": BETAS[1], "eps": ADAM_EPS}
+        rates |= {"weight_decay": WEIGHT_DECAY, "amsgrad": False, "maximize": False}
+        adamw([p], [g], [m], [v], [], steps, fused=True, **rates)
+        return p, m, v
+
+    return update
+
+
+def liger(name: str, *options: Any, reverse: bool = False) -> Callable[[], Function]:
+    """Imports and returns one of Liger's autograd Functions, with these options behind the inputs."""
+
+    def load() -> Function:
+        function = getattr(installed("liger_kernel.ops", "liger-kernel"), name).apply
+        if reverse:
+            return lambda *inputs: tuple(reversed(function(*inputs, *options)))
+        return lambda *inputs: function(*inputs, *options)
+
+    return load
+
+
+def liger_loss(chunk_mem_const: int) -> Callable[[], Function]:
+    """Liger's head and loss, in chunks of so many times its usual memory."""
+    options = (None, None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False, None, None, chunk_mem_const)
+    load = liger("LigerFusedLinearCrossEntropyFunction", *options)
+
+    def loaded() -> Function:
+        function = load()
+        return gradients_of(lambda *inputs: function(*inputs)[0])
+
+    return loaded
+
+
+def cut_cross_entropy() -> Function:
+    """Apple's head and loss."""
+    function = installed("cut_cross_entropy", "cut-cross-entropy").linear_cross_entropy
+    return gradients_of(functools.partial(function, impl="cce", filter_eps=None))
+
+
+def gradients_of(loss: Callable[..., Tensor]) -> Function:
+    """(x, weight, targets) -> the gradients of x and weight by forward and backward in one call, as ours has them."""
+
+    def gradients(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
+        return torch.autograd.grad(loss(*leaves, targets), leaves)
+
+    return gradients
+
+
+PEERS: dict[str, dict[str, Callable[[], Function]]] = {
+    "torch": {
+        "rms_norm": lambda: lambda x, weight: torchs_rms_norm(x, weight.shape, weight, EPS),
+        "adamw": torchs_adamw,
+        "grad_norm": lambda: lambda x: torch.nn.utils.get_total_norm([x], foreach=True),
+    },
+    "liger": {
+        "rms_norm": liger("LigerRMSNormFunction", EPS, 0.0, "llama", True),
+        "add_rms_norm": liger("LigerFusedAddRMSNormFunction", EPS, 0.0, "llama", False, reverse=True),
+        "swiglu": liger("LigerFusedGateUpSiLUMulFunction"),
+        "rotary": liger("LigerRopeFunction", None, 1, D_HEAD),
+        "linear_cross_entropy": liger_loss(1),
+    },
+    "liger-large-chunks": {"linear_cross_entropy": liger_loss(4)},
+    "cut-cross-entropy": {"linear_cross_entropy": cut_cross_entropy},
+}
+"""By the names of ``kernels.PEERS`` and by kernel, functions that import and return a peer's: it may overwrite its
+inputs and arriving gradients, and returns what ours does or the first of it."""

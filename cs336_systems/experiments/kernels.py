@@ -1,22 +1,20 @@
 """How fast is each fused kernel, against plain PyTorch, others' kernels and a copy?
 
-``kernel_subjects.py`` says on what each kernel is measured, beside which formula, and which bytes must move;
-``kernel_measure.py`` measures, and says in which configurations peers run. A kernel takes a function there and its name
-in ``KERNELS``, and its peers stand in ``PEERS``.
+``kernel_subjects.py`` says on what each kernel is measured, beside which formula, which bytes must move, and in which
+configurations peers run; ``kernel_measure.py`` measures. A kernel takes a function there and its name in ``KERNELS``.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.config import resolve_size
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
 from cs336_systems.experiments.options import RunOptions
-from cs336_systems.experiments.peers import Peer, every, panels
+from cs336_systems.experiments.peers import Peer, every
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 if TYPE_CHECKING:
@@ -28,11 +26,10 @@ if TYPE_CHECKING:
 KERNELS = (
     *("weighted_sum", "rms_norm", "add_rms_norm", "swiglu", "rotary"),
     *("linear_cross_entropy", "adamw", "grad_norm", "column_sums"),
-    *("absmax", "rms_norm.absmax", "swiglu.absmax", "adamw.absmax"),
-    *("quantize", "quantize.transposed", "quantize_blocks", "quantize_parts"),
+    *("absmax", "quantize", "quantize.transposed", "quantize_blocks"),
     *("rms_norm_quantize", "swiglu_quantize", "transpose_bytes"),
 )
-"""Kernels of the package; after a dot stands a form of one that writes more."""
+"""Kernels of the package; ``quantize.transposed`` also writes the transposed copy."""
 
 BY_FLOPS = ("linear_cross_entropy",)
 """Kernels whose bound is FLOPs and not bytes. They take long beside their launches."""
@@ -41,11 +38,9 @@ PEERS = {
     "torch": ("rms_norm", "adamw", "grad_norm"),
     "liger": ("rms_norm", "add_rms_norm", "swiglu", "rotary", "linear_cross_entropy"),
     "liger-large-chunks": ("linear_cross_entropy",),
-    "ours-small-chunks": ("linear_cross_entropy",),
     "cut-cross-entropy": ("linear_cross_entropy",),
-    "cut-cross-entropy-filtered": ("linear_cross_entropy",),
 }
-"""By name, the kernels that a peer has, and those that we run in another configuration."""
+"""By name, the kernels that a peer has."""
 
 HOWS = ("ours", "eager", "compiled", *PEERS)
 
@@ -55,7 +50,7 @@ class KernelCell(Peer):
     """One kernel computed in one way at one shape; the fields are columns."""
 
     device: str
-    kernel: str = option("", "Kernels to measure; by default all.", asked=KERNELS)
+    kernel: str = option("", "Kernels to measure; by default all.", values=KERNELS, asked=KERNELS)
     dtype: str = option("bf16", "Dtype of the tensors.", values=("fp32", "bf16"))
     rows: int = option(16384, "Numbers of tokens.", sign="positive")
     width: int = option(
@@ -68,7 +63,7 @@ class KernelCell(Peer):
     how: str = option(
         "ours",
         "ours; eager and compiled, the formula in plain PyTorch; torch, its own fused kernel; liger; for the loss also "
-        "ours in smaller and Liger's in larger chunks, and Apple's cut cross entropy, exact or filtering gradients.",
+        "Liger's in larger chunks, and Apple's cut cross entropy with all gradients.",
         values=HOWS,
         asked=HOWS,
     )
@@ -76,16 +71,6 @@ class KernelCell(Peer):
         50, "Recorded samples of forward and of backward.", several=False, flag="samples", sign="positive"
     )
     seed: int = 0
-
-    @property
-    def module(self) -> str:
-        """The kernel's name without its form."""
-        return self.kernel.partition(".")[0]
-
-    @property
-    def form(self) -> str:
-        """``absmax`` or ``transposed``; "" for the plain one."""
-        return self.kernel.partition(".")[2]
 
     def __str__(self) -> str:
         return f"{self.kernel} {self.how} {self.dtype} {self.rows} x {self.width}"
@@ -95,29 +80,21 @@ class KernelCell(Peer):
 class Asked(RunOptions):
     """How fast is each fused kernel?"""
 
-    CPU_DEFAULTS: ClassVar = {
-        "how": ("ours", "eager"),  # compiling takes half a minute there
-        "dtype": ("fp32",),
-        "rows": (1024,),
-        "size": ("qwen2.5-0.5b",),
-        "samples": 10,
-    }
     size: tuple[str, ...] = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "llama3-8b", "qwen2.5-14b")
     """Models whose widths are measured: d_ff for swiglu, d_model for the others."""
 
 
-Options: Any = options_of(KernelCell, Asked)
+CPU = {"how": ("ours", "eager"), "dtype": ("fp32",), "rows": (1024,), "size": ("qwen2.5-0.5b",), "samples": 10}
+"""Defaults there, where compiling takes half a minute."""
+Options: Any = options_of(KernelCell, Asked, cpu=CPU)
 
 
 def make_cells(options: Any) -> list[KernelCell]:
     """The grid, ways of computing the same next to each other; a peer that has no such kernel is left out.
 
     Raises:
-        ValueError: an unknown kernel or size, or peers that have none of the kernels.
+        ValueError: an unknown size, or peers that have none of the kernels.
     """
-    for kernel in options.kernel:
-        if kernel not in KERNELS:
-            raise ValueError(f"--kernel {kernel}: known are {', '.join(KERNELS)}")
     cells = [
         cell
         for kernel in options.kernel
@@ -125,8 +102,7 @@ def make_cells(options: Any) -> list[KernelCell]:
         if kernel in PEERS.get(cell.how, KERNELS)
     ]
     if not cells:
-        theirs = "; ".join(f"{how} has {', '.join(PEERS[how])}" for how in options.how)
-        raise ValueError(f"--how {' '.join(options.how)} has no --kernel {' '.join(options.kernel)}: {theirs}")
+        raise ValueError(f"--how {' '.join(options.how)} has no --kernel {' '.join(options.kernel)}")
     return cells
 
 
@@ -171,11 +147,6 @@ KERNEL_TABLE = ResultTable(
     ),
 )
 
-_MARKERS = "osD^vPX*"
-_PASSES = ("forward", "backward")
-_MOST_PANELS = 7
-"""Panels beside each other, as wide as can be read in a page."""
-
 
 def shares_figure(rows: pd.DataFrame) -> Figure | None:
     """A panel for each pass of each kernel whose bound is memory: % of a copy's bandwidth by width, a line for a way.
@@ -183,35 +154,27 @@ def shares_figure(rows: pd.DataFrame) -> Figure | None:
     Where the rows hold several dtypes or numbers of rows, the one with the most points is drawn.
     """
     from cs336_systems.harness.runs import newest
-    from cs336_systems.report.figures import OKABE_ITO
+    from cs336_systems.report.figures import lines
 
+    rows = rows[rows["kernel"].isin(set(KERNELS) - set(BY_FLOPS))]
     cells = newest(rows, [name for name in KERNEL_TABLE.settings if name in rows])
-    shares = cells[cells["metric"].isin([f"{name}_copy_share" for name in _PASSES])]
-    shares = shares[(shares["status"] == "ok") & ~shares["kernel"].isin(BY_FLOPS)]
+    shares = cells[(cells["status"] == "ok") & cells["metric"].str.endswith("_copy_share")]
     for setting in ("gpu", "dtype", "rows"):
         shares = shares[shares[setting].isin(shares[setting].mode().tail(1))]
-    found = {
-        f"{kernel}\n{name}": own
-        for kernel, name in itertools.product(KERNELS, _PASSES)
-        if not (own := shares[(shares["kernel"] == kernel) & (shares["metric"] == f"{name}_copy_share")]).empty
-    }
-    if not found:
+    if shares.empty:
         return None
-    styles = dict(zip(shares["how"].unique(), zip(OKABE_ITO, _MARKERS, strict=False), strict=False))
-    figure, shown = panels(len(found), _MOST_PANELS, 2.3, 2.4, sharey=True)
-    for axes, (title, own) in zip(shown, found.items(), strict=True):
-        widths = sorted(own["width"].unique())
-        for how, line in own.sort_values("width").groupby("how", sort=False):
-            (colour, marker), at = styles[how], line["width"].map(widths.index)
-            axes.plot(at, line["median"].astype(float), color=colour, marker=marker, markersize=4, label=how)
-        axes.set_xticks(range(len(widths)), [f"{width:,}" for width in widths], rotation=60, fontsize=7)
-        axes.axhline(100, color="0.6", linestyle="--", linewidth=1)
-        axes.set_ylim(bottom=0)
-        axes.set_title(title, fontsize=9)
+    shares = shares.assign(
+        place=shares["kernel"].map(KERNELS.index),
+        panel=shares["kernel"] + "\n" + shares["metric"].str.removesuffix("_copy_share"),
+        words=shares["width"].map("{:,}".format),
+    ).sort_values(["place", "metric", "width"], ascending=[True, False, True], kind="stable")
+    figure, axes = lines(shares, x="words", colour="how", panel="panel", width=2.3, height=2.4, most=7, sharey=True)
+    for title, panel in axes.items():
+        panel.axhline(100, color="0.6", linestyle="--", linewidth=1)
+        panel.set_ylim(bottom=0)
+        panel.set_title(title, fontsize=9)
     figure.supylabel("% of a copy's bandwidth", fontsize=10)
     figure.supxlabel("width, elements per row", fontsize=10)
-    handles = {label: line for axes in shown for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside right center", frameon=False, fontsize=9)
     first = shares.iloc[0]
     where = first["gpu"] or first["device"]
     figure.suptitle(f"Fused kernels on {where}: {first['rows']:,} rows, {first['dtype']}", fontsize=11)

@@ -11,13 +11,12 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterable
-from dataclasses import replace
-from math import ceil
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cs336_systems.case import Unsupported
-from cs336_systems.declared import option_name, options_in
-from cs336_systems.experiments.options import cell_of
+from cs336_systems.declared import option, option_name, options_in
+from cs336_systems.experiments.options import RunOptions, cell_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -27,6 +26,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cs336_systems.harness.record import Metric
+
+
+@dataclass(frozen=True)
+class PeerRun(RunOptions):
+    """The options of a benchmark of several implementations besides those of its cell."""
+
+    repeat: int = option(
+        1,
+        "Times that each shape is measured, all implementations in one process, every second one in reverse order.",
+        sign="positive",
+    )
 
 
 class Peer:
@@ -48,7 +58,7 @@ class Peer:
         return replace(cell, **{self.WAY: ""}, **turn)
 
 
-AnyPeer = TypeVar("AnyPeer", bound=Peer)
+AnyPeer = TypeVar("AnyPeer")
 
 
 def every(kind: type[AnyPeer], options: Any, **sets: Iterable[Any]) -> list[AnyPeer]:
@@ -61,7 +71,7 @@ def every(kind: type[AnyPeer], options: Any, **sets: Iterable[Any]) -> list[AnyP
     ]
 
 
-def interleaved(cells: Iterable[AnyPeer], repeat: int) -> list[AnyPeer]:
+def interleaved(cells: Iterable[Any], repeat: int) -> list[Any]:
     """All ways of each subject one after the other, ``repeat`` times, every second time in reverse order."""
     ways: dict[Any, list[Any]] = {}
     for cell in cells:
@@ -100,18 +110,7 @@ def error_metric(name: str, error: float) -> Metric:
 
 
 def panels(n: int, most: int, width: float, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """A figure with ``n`` panels of ``width`` x ``height`` inches, at most ``most`` of them beside each other."""
-    from matplotlib.figure import Figure
+    """As ``report.figures.panels``, which is imported when it is called."""
+    from cs336_systems.report.figures import panels
 
-    from cs336_systems.report.figures import dress
-
-    columns = min(n, most)
-    rows = ceil(n / columns)
-    figure = Figure(figsize=(width * columns + 1.5, height * rows + 0.6), layout="constrained")
-    slots = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
-    for axes in slots[n:]:
-        axes.set_visible(False)
-    for axes in slots[:n]:
-        dress(axes)
-        axes.set_axisbelow(True)
-    return figure, slots[:n]
+    return panels(n, most, width, height, **shared)

@@ -1,4 +1,4 @@
-"""Attention's benchmark: its grids, a cell on the CPU, variants in dense form, the search of tiles, tables, figures."""
+"""Attention's benchmark: its grids, a cell on the CPU, variants in dense form, tables and the figure."""
 
 import numpy as np
 import pandas as pd
@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cs336_systems.attention.flash import tiles
-from cs336_systems.attention.flash.tiles import KERNELS, Tile, committed_tile, tile_for, use_tile
 from cs336_systems.attention.shapes import validate
 from cs336_systems.attention.variants import dense_attention
 from cs336_systems.case import Unsupported
@@ -22,15 +20,12 @@ from cs336_systems.experiments.attention import (
     account_table,
     comparison_table,
     make_cells,
-    tile_table,
+    scaling_figure,
     time_over,
 )
-from cs336_systems.experiments.attention_figures import MASKED, SEEN, SKIPPED, masks_figure, picture, scaling_figure
-from cs336_systems.experiments.attention_measure import candidates, make_variant, measure_attention, search_tiles
+from cs336_systems.experiments.attention_measure import make_variant, measure_attention
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from tests.benchmarks.commands import cells_of
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def cell(**values) -> AttentionCell:
@@ -57,8 +52,6 @@ def test_every_grid_has_the_cells_of_its_shapes():
     assert {(cell.impl, cell.mask) for cell in variants} == {
         (impl, mask) for impl in ("flex", "sdpa-dense-mask") for mask in VARIANTS
     }
-    (tuned,) = made("training", length=(2048,), impl=("flash",), autotune=True)
-    assert tuned.autotune and tuned.heads == 16
     assert {(cell.d_head, cell.length, cell.clock) for cell in cells_of("attention")} == {
         (64, length, "harness") for length in (256, 1024)
     }
@@ -76,9 +69,7 @@ def test_implementations_are_interleaved_at_each_shape_and_a_dtype_shares_a_proc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--impl falsh", "--impl falsh: known are reference, .*sdpa-dense-mask"),
         ("--clock harness do-bench", "--clock do-bench: .* got --device cpu"),
-        ("--repeat 3 --autotune", "--autotune searches once, got --repeat 3"),
         ("--length 77", "no cell of --grid pytorch flash .* lengths 77"),
         ("--grid variants --impl flash", "no cell of --grid variants"),
     ],
@@ -142,24 +133,8 @@ def test_what_cannot_be_measured_is_told_apart(monkeypatch):
         measured(impl="reference", mask="", length=65_536, batch_size=1, heads=1, causal=True)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_committed_tile_comes_first_and_none_twice(kernel, monkeypatch):
-    monkeypatch.setattr(tiles, "_replaced", {})
-    for d_head, element_size in ((16, 2), (80, 2), (128, 4), (256, 2)):
-        found = candidates(kernel, d_head, element_size)
-        assert found[0] == committed_tile(kernel, d_head, element_size)
-        assert len(set(found)) == len(found)
-        if element_size == 2:
-            assert all((tile.block_k if kernel == "dkdv" else tile.block_q) >= 64 for tile in found[1:])
-    committed, other = tile_for(kernel, 100, 2), Tile(64, 32, 4, 2)
-    use_tile(kernel, 128, 2, other)
-    assert tile_for(kernel, 100, 2) == other
-    assert candidates(kernel, 128, 2)[0] == committed_tile(kernel, 100, 2) == committed
-    assert tile_for(kernel, 64, 2) == committed_tile(kernel, 64, 2)
-
-
 @pytest.mark.gpu
-@needs_gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_do_bench_agrees_with_the_harness_on_a_gpu():
     values = {"device": "cuda", "dtype": "bf16", "d_head": 64, "length": 8192, "mask": "", "causal": True}
     harness, do_bench = (
@@ -168,18 +143,6 @@ def test_do_bench_agrees_with_the_harness_on_a_gpu():
     for name in ("forward", "backward", "both"):
         assert np.median(do_bench[name]) == pytest.approx(np.median(harness[name]), rel=0.15)
         assert len(harness[name]) >= 10
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_a_search_times_the_committed_tile_of_every_kernel(monkeypatch):
-    monkeypatch.setattr(attention_measure, "candidates", lambda *key: [committed_tile(*key), Tile(32, 32, 4, 2)])
-    q, k, v, do = (torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    found = search_tiles(q, k, v, do, causal=True)
-    assert list(found) == list(KERNELS)
-    for kernel, samples_ms in found.items():
-        assert committed_tile(kernel, 64, 2) in samples_ms
-        assert all(len(samples) == 15 for samples in samples_ms.values())
 
 
 def row(impl, metric, median, *, status="ok", message="", repeat=0, **settings):
@@ -208,7 +171,7 @@ def test_repeats_are_pooled_and_compared_with_their_neighbours():
     assert list(frame["peer / flash"]) == ["2.00"] * 3
     again = pd.DataFrame(rows_of("flash", 4.0) + rows_of("peer", 5.0)).assign(argv="a later command")
     assert list(comparison_table(pd.concat([rows, again])).frame["peer / flash"]) == ["1.25"] * 3
-    with pytest.raises(ValueError, match="'forward' of 'other'"):
+    with pytest.raises(KeyError, match="other"):
         time_over(rows, "forward", "other", "flash")
 
 
@@ -221,39 +184,18 @@ def test_the_account_adds_up():
         assert parts[4] == pytest.approx(work.materialised_bytes(4, compiled=compiled) / 2**30, rel=0.01)
 
 
-def test_tiles_are_sorted_by_time():
-    rows = pd.DataFrame([row("flash", f"tile dq {tile}", ms) for tile, ms in (("a", 2.0), ("b", 1.0), ("c", 4.0))])
-    frame = tile_table(rows, most=2).frame
-    assert list(frame["tile"]) == ["b", "a"]
-    assert list(frame["of the fastest"]) == ["1.000", "2.000"]
-
-
 def test_a_figure_of_one_shape_and_of_what_memory_ended():
     ran = [r for i in range(9) for n in (128, 4096) for r in rows_of(f"impl {i}", n, kept=n * n / 1e9, length=n)]
     older = [r for n in (128, 4096) for r in rows_of("impl 0", 7.0, kept=7.0, length=n)]
     ended = [row("impl 0", "", None, status="oom", length=8192)]
-    times, memory = scaling_figure(pd.DataFrame(older + ran + ended)).axes
-    impls = [line for line in times.lines if line.get_label().startswith("impl")]
-    assert [line.get_label() for line in impls] == [f"impl {i}" for i in range(9)]
-    assert all((list(line.get_xdata()), list(line.get_ydata())) == ([128, 4096], [384, 12288]) for line in impls)
-    assert len({(line.get_color(), line.get_marker()) for line in impls}) == len(ATTENTIONS)
-    assert list(memory.lines[0].get_ydata()) == pytest.approx([1024 * n * n / 1e9 for n in (128, 4096)])
-    assert list(times.lines[1].get_xdata()) == [8192]
+    figure = scaling_figure(pd.DataFrame(older + ran + ended))
+    times, memory = figure.axes
+    assert "no memory for impl 0 from 8,192" in figure.get_supxlabel()
+    assert [label.get_text() for label in figure.legends[0].get_texts()] == [f"impl {i}" for i in range(9)]
+    drawn = [bars[0] for bars in times.containers]
+    assert all((list(line.get_xdata()), list(line.get_ydata())) == ([128, 4096], [384, 12288]) for line in drawn)
+    assert len({(line.get_color(), line.get_marker()) for line in drawn}) == len(ATTENTIONS)
+    assert list(memory.containers[0][0].get_ydata()) == pytest.approx([n * n / 1e9 for n in (128, 4096)])
     with pytest.raises(ValueError, match="takes one shape"):
         scaling_figure(pd.DataFrame(ran + rows_of("flash", 1.0, d_head=128)))
     assert scaling_figure(pd.DataFrame(ended)) is None
-
-
-def test_every_mask_has_its_picture_and_its_shares(load_script, tmp_path, capsys):
-    mask = torch.ones(256, 256, dtype=torch.bool).tril()
-    found = picture(mask)
-    assert (found[:128, 128:] == SKIPPED).all() and (found[128:, :128] == SEEN).all()
-    assert np.array_equal(found[:128, :128] == MASKED, ~mask[:128, :128].numpy())
-    shown = {axes.get_title(loc="left"): axes for axes in masks_figure(512).axes}
-    assert len(shown) == 8
-    assert shown["full"].texts[0].get_text() == "100 % seen, 0 % of blocks skipped"
-    assert shown["causal"].texts[0].get_text() == "50 % seen, 38 % of blocks skipped"  # 6 of 16 blocks
-    assert shown["causal, the last 256 queries"].images[0].get_array().shape == (256, 512)
-    main = load_script("scripts/draw_masks.py").main
-    assert main(["--length", "512", "--out", str(tmp_path)]) == 0 and (tmp_path / "attention_masks.png").exists()
-    assert main(["--length", "1000"]) == 2 and "got 1000" in capsys.readouterr().err

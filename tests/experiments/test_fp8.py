@@ -32,7 +32,6 @@ def test_ways_are_interleaved_at_each_shape():
     [
         ({"context_length": (15,)}, "--how e4m3: .* has 15"),
         ({"attention": "hopper"}, "--attention hopper needs --device cuda, got cpu"),
-        ({"part": ("block",), "product": ("qkv",)}, "--product qkv is of --part product, which is not asked for"),
     ],
 )
 def test_what_cannot_be_asked_is_told(fault, message):
@@ -46,7 +45,7 @@ def test_products_have_phases_and_blocks_cosines():
         if cell.part == "product":
             phases = [found[name] for name in ("quantize_x", "forward", "quantize_dy", "backward")]
             assert found["step"] == pytest.approx([sum(ms) for ms in zip(*phases, strict=True)])
-            assert {"tflops", "product_tflops", "weight_gradient", "accumulate"} <= found.keys()
+            assert found["tflops"] == pytest.approx([3 * 2 * 16 * 64 * 64 / ms / 1e9 for ms in found["step"]])
         elif cell.how == "stored":
             assert 1 + 1e-12 >= found["least_cosine"][0] > 0.999999
         else:
@@ -95,7 +94,7 @@ def test_phases_stand_one_after_the_other_in_the_bar_of_their_way():
     pieces = [(bar.get_x(), bar.get_width()) for bar in qkv.patches]
     assert pieces[::2] == [(0.0, 1.0), (1.0, 2.0), (3.0, 0.5), (3.5, 0.75)]
     assert pieces[1::2] == [(0.0, 2.0), (2.0, 4.0), (6.0, 0.0), (6.0, 0.0)]
-    assert [(bar.get_x(), bar.get_width()) for bar in block.patches] == [(0.0, 9.0), (9.0, 19.0)]
+    assert [(bar.get_x(), bar.get_width()) for bar in block.patches[:2]] == [(0.0, 9.0), (9.0, 19.0)]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

@@ -2,11 +2,11 @@
 
 Tiles stand in a small committed table, so that nothing is tuned while a user waits.
 
-Keyed by kernel, head-dim bucket and element size. Half-precision entries up to head dim 128 were timed on an H200 with
-``benchmark_attention.py --autotune`` (bf16, causal, length 16,384); profiles/results/h200/attention-tiles has every
-candidate, and percent are against the entry. fp32 entries up to head dim 128 were timed on an H200, too, causal, 16
-heads, length 4,096, with three TF32 products for one of fp32. The others were chosen by compiling for sm_90 (Triton
-3.6, causal; "N registers, M blocks" means per thread, and blocks of one SM). What decides:
+Keyed by kernel, head-dim bucket and element size. Half-precision entries up to head dim 128 were timed on an H200
+(bf16, causal, length 16,384); profiles/results/h200/attention-tiles has every candidate, and percent are against the
+entry. fp32 entries up to head dim 128 were timed on an H200, too, causal, 16 heads, length 4,096, with three TF32
+products for one of fp32. The others were chosen by compiling for sm_90 (Triton 3.6, causal; "N registers, M blocks"
+means per thread, and blocks of one SM). What decides:
 
 * no spills, as a rule;
 * wgmma, which needs 64 rows per group of four warps; below that Triton falls back to the slower mma instructions;
@@ -45,9 +45,6 @@ class Tile:
             "num_stages": self.num_stages,
         }
 
-    def __str__(self) -> str:
-        return f"{self.block_q}x{self.block_k}, {self.num_warps} warps, {self.num_stages} stages"
-
 
 TILES: dict[tuple[str, int, int], Tile] = {
     # (kernel, head dim up to, bytes per element)
@@ -71,27 +68,10 @@ TILES: dict[tuple[str, int, int], Tile] = {
     ("dq", 256, 4): Tile(32, 32, 8, 2),  # 188 registers
 }
 
-_replaced: dict[tuple[str, int, int], Tile] = {}
-
 
 def tile_for(kernel: str, d_head: int, element_size: int) -> Tile:
     """The tile for one of ``KERNELS``, for head dims up to 256 and 2 or 4 bytes per element."""
-    key = _key(kernel, d_head, element_size)
-    return _replaced.get(key, TILES[key])
-
-
-def committed_tile(kernel: str, d_head: int, element_size: int) -> Tile:
-    """The table's, whatever this process uses."""
-    return TILES[_key(kernel, d_head, element_size)]
-
-
-def use_tile(kernel: str, d_head: int, element_size: int, tile: Tile) -> None:
-    """Let this process launch ``kernel`` with ``tile`` instead of the table's, for all head dims of the bucket."""
-    _replaced[_key(kernel, d_head, element_size)] = tile
-
-
-def _key(kernel: str, d_head: int, element_size: int) -> tuple[str, int, int]:
-    return kernel, 64 if d_head <= 64 else 128 if d_head <= 128 else 256, element_size
+    return TILES[kernel, 64 if d_head <= 64 else 128 if d_head <= 128 else 256, element_size]
 
 
 MAX_ROW_STRIDE = 2**23
