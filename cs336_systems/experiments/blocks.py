@@ -12,8 +12,8 @@ from cs336_systems.config import ATTENTIONS, WRITTEN_OUT_ATTENTIONS, ModelConfig
 from cs336_systems.costs.kept import LEVELS, kept_names
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
-from cs336_systems.experiments.options import resolved_sizes
-from cs336_systems.experiments.peers import Peer, PeerRun, every, interleaved
+from cs336_systems.experiments.options import every, resolved_sizes
+from cs336_systems.experiments.peers import Peer, PeerRun, interleaved
 from cs336_systems.report.results import MAIN, Column, ResultTable
 
 if TYPE_CHECKING:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.costs.communication import COLLECTIVES, Link, RingCost, algbw, busbw, cost, fit
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
-from cs336_systems.experiments.options import RunOptions
-from cs336_systems.experiments.peers import every
+from cs336_systems.experiments.options import RunOptions, every
 from cs336_systems.experiments.ranked import largest
 from cs336_systems.hardware import find_hardware
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
@@ -71,15 +70,8 @@ class CollectiveCell:
         return f"{self.collective} {self.size_mb:g} MB {self.dtype} on {self.world_size} ranks ({self.variant})"
 
 
-@dataclass(frozen=True)
-class Asked(RunOptions):
-    """The options besides those of a cell."""
-
-    MULTIPLIES: ClassVar = False
-
-
 CPU = {"size_mb": (1, 10), "calls": 1, "warmup": 1, "steps": 10}
-Options: Any = options_of(CollectiveCell, Asked, cpu=CPU)
+Options: Any = options_of(CollectiveCell, RunOptions, cpu=CPU)
 
 
 def make_cells(options: Any) -> list[CollectiveCell]:

@@ -15,7 +15,6 @@ them. When all is measured, every parameter must be the same bits on every rank,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -50,7 +49,6 @@ from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:
     from cs336_systems.distributed.process_group import Rank
-    from cs336_systems.harness.clock import PhaseTimes
     from cs336_systems.harness.record import Metric
 
 Rung = Literal["naive", "flat", "overlapped", "bucketed", "torch"]
@@ -140,73 +138,55 @@ def make_cells(options: Any) -> list[DataParallelCell]:
     return training_cells(DataParallelCell, options, inner=rungs)
 
 
-class PreparedReplica(PreparedStep):
-    """Takes steps with and without communication."""
+def phases_without_communication(prepared: PreparedStep) -> dict[str, Callable[[], None]]:
+    """Forward, backward and optimizer of a step that sends nothing."""
+    no_sync: Callable[[], AbstractContextManager[None]] = prepared.step.model.no_sync  # type: ignore[assignment]
 
-    def phases(self, *, communicate: bool = True) -> dict[str, Callable[[], None]]:
-        phases = super().phases()
-        if communicate:
-            return phases
-        no_sync: Callable[[], AbstractContextManager[None]] = self.step.model.no_sync  # type: ignore[assignment]
+    def quietly(phase: Callable[[], None]) -> None:
+        with no_sync():
+            phase()
 
-        def quietly(phase: Callable[[], None]) -> None:
-            with no_sync():
-                phase()
+    return {name: run if name == "optimizer" else partial(quietly, run) for name, run in prepared.phases().items()}
 
-        return {name: run if name == "optimizer" else partial(quietly, run) for name, run in phases.items()}
 
-    def time(self, effort: Effort) -> tuple[list[PhaseTimes], PhaseTimes | None]:
-        """Two rounds of steps with communication, or one of a single step; between them steps without it.
+def reunite(prepared: PreparedStep) -> None:
+    """Make parameters and optimizer state rank 0's."""
+    import torch
 
-        A turn after the first has one round, and None without.
-        """
-        from cs336_systems.harness.clock import time_phases_of_ranks
+    from cs336_systems.distributed.buckets import broadcast_from_rank_0
 
-        cell, again = self.cell, min(1, self.cell.warmup)
-        timed = partial(time_phases_of_ranks, rank=self.rank)
-        if cell.repeat:
-            return [timed(self.phases(), steps=cell.steps, warmup=effort.warmup(cell))], None
-        rounds = [timed(self.phases(), steps=math.ceil(cell.steps / 2), warmup=cell.warmup)]
-        local = timed(self.phases(communicate=False), steps=effort.local_steps or cell.steps, warmup=again)
-        self.reunite()
-        if second := cell.steps // 2:
-            rounds.append(timed(self.phases(), steps=second, warmup=again))
-        return rounds, local
+    states = chain.from_iterable(state.values() for state in prepared.step.optimizer.state.values())
+    tensors = [each for each in states if isinstance(each, torch.Tensor) and each.device == prepared.rank.device]
+    broadcast_from_rank_0(chain(prepared.step.model.parameters(), tensors))
 
-    def reunite(self) -> None:
-        """Make parameters and optimizer state rank 0's."""
-        import torch
 
-        from cs336_systems.distributed.buckets import broadcast_from_rank_0
+def check_replicas(prepared: PreparedStep) -> None:
+    """Raise on every rank unless all parameters are the same bits everywhere and all losses are finite."""
+    import torch
 
-        states = chain.from_iterable(state.values() for state in self.step.optimizer.state.values())
-        tensors = (state for state in states if isinstance(state, torch.Tensor) and state.device == self.rank.device)
-        broadcast_from_rank_0(chain(self.step.model.parameters(), tensors))
-
-    def check_replicas(self) -> None:
-        """Raise on every rank unless all parameters are the same bits everywhere and all losses are finite."""
-        import torch
-
-        differing = 0
-        for parameter in self.step.model.parameters():
-            bits = parameter.detach().reshape(-1).view(torch.uint8)
-            of_rank_0 = bits.clone()
-            torch.distributed.broadcast(of_rank_0, src=0)
-            differing += not torch.equal(bits, of_rank_0)
-        if found := int(largest(differing, self.rank)):
-            raise RuntimeError(f"{found} parameters are not the same bits on all ranks after training")
-        check_losses(self.step, self.rank)
+    differing = 0
+    for parameter in prepared.step.model.parameters():
+        bits = parameter.detach().reshape(-1).view(torch.uint8)
+        of_rank_0 = bits.clone()
+        torch.distributed.broadcast(of_rank_0, src=0)
+        differing += not torch.equal(bits, of_rank_0)
+    if found := int(largest(differing, prepared.rank)):
+        raise RuntimeError(f"{found} parameters are not the same bits on all ranks after training")
+    check_losses(prepared.step, prepared.rank)
 
 
 def measure(cell: DataParallelCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
     """Everything about one cell; recordings are of rank 0.
+
+    Steps with communication are timed in two rounds, or in one if it is a single step; between them steps without it.
+    A turn after the first has one round, and none without.
 
     Raises:
         PredictedOutOfMemory: the eager model would not fit beside those of this machine's other ranks.
         RuntimeError: the replicas ended with different parameters.
         FloatingPointError: the loss is not finite.
     """
-    from cs336_systems.harness.clock import WHOLE, PhaseTimes
+    from cs336_systems.harness.clock import WHOLE, PhaseTimes, time_phases_of_ranks
     from cs336_systems.harness.fit import check_fit
     from cs336_systems.harness.memory import PeakMeter
     from cs336_systems.harness.record import Metric
@@ -214,30 +194,33 @@ def measure(cell: DataParallelCell, rank: Rank, *, effort: Effort = EFFORT) -> l
     from cs336_systems.profiling.traces import kineto
 
     check_fit(cell, rank=rank)
-    meter = PeakMeter(rank.device)
-    replica = PreparedReplica(cell, rank)
-    rounds, without = replica.time(effort)
-    sent = replica.sent() if cell.repeat == 0 else []
-    replica.check_replicas()
-    samples = {name: [ms for times in rounds for ms in times.samples_ms[name]] for name in rounds[0].samples_ms}
-    metrics = time_metrics(PhaseTimes(samples, rounds[0].warmup_ms), cell) + peak_metrics(meter, rank)
-    if without is not None:
-        metrics += [Metric(f"{_LOCAL}_{name}", "ms", found) for name, found in without.samples_ms.items()]
-        whole, local = [median(times.samples_ms[WHOLE]) for times in rounds], median(without.samples_ms[WHOLE])
-        shares = [100 * (step - local) / step for step in whole]
+    meter, timed = PeakMeter(rank.device), partial(time_phases_of_ranks, rank=rank)
+    prepared, again, metrics = PreparedStep(cell, rank), min(1, cell.warmup), []
+    phases, quiet = prepared.phases(), phases_without_communication(prepared)
+    second = cell.steps // 2 if cell.repeat == 0 else 0
+    rounds = [timed(phases, steps=cell.steps - second, warmup=effort.warmup(cell))]
+    if cell.repeat == 0:
+        without = timed(quiet, steps=effort.local_steps or cell.steps, warmup=again).samples_ms
+        reunite(prepared)
+        rounds += [timed(phases, steps=second, warmup=again)] if second else []
+        sent, local = prepared.sent(), median(without[WHOLE])
+        steps = [median(times.samples_ms[WHOLE]) for times in rounds]
+        metrics += [Metric(f"{_LOCAL}_{name}", "ms", found) for name, found in without.items()]
         metrics += [
-            Metric("exposed", "ms, one value per round", [step - local for step in whole], derived=True),
-            Metric("exposed_share", "% of the step", shares, derived=True),
+            Metric("exposed", "ms, one value per round", [step - local for step in steps], derived=True),
+            Metric("exposed_share", "% of the step", [100 * (step - local) / step for step in steps], derived=True),
             Metric("collectives", "per step", [len(sent)]),
             sent_metric(sent, cell.world_size),
         ]
+    check_replicas(prepared)
+    samples = {name: [ms for times in rounds for ms in times.samples_ms[name]] for name in rounds[0].samples_ms}
+    metrics += time_metrics(PhaseTimes(samples, rounds[0].warmup_ms), cell) + peak_metrics(meter, rank)
     if (path := effort.recording(cell)) is not None:
-        paths = {True: path, False: path.with_name(f"{cell.name}-{_LOCAL}.json.gz")}
-        for communicate, own in paths.items():
-            phases = replica.phases(communicate=communicate)
-            record_phases_of_ranks(phases, replica.step.model, rank, own if rank.rank == 0 else None)
+        paths = (path, path.with_name(f"{cell.name}-{_LOCAL}.json.gz"))
+        for recorded, own in zip((phases, quiet), paths, strict=True):
+            record_phases_of_ranks(recorded, prepared.step.model, rank, own if rank.rank == 0 else None)
         if rank.rank == 0:
-            metrics += communication_metrics(*map(kineto.read, paths.values()))
+            metrics += communication_metrics(*map(kineto.read, paths))
     return metrics
 
 
@@ -269,9 +252,7 @@ DATA_PARALLEL = ResultTable(
     columns=(
         Column("step ms", "step", spread=True, rank=MAIN),
         Column("/ torch", _over_torch, ".3f", rank=0, optional=True, note="median step over torch's, by repeat"),
-        Column("forward ms", "forward", rank=3),
         Column("backward ms", "backward", spread=True, rank=3),
-        Column("optimizer ms", "optimizer", rank=3),
         Column("without communication ms", "local_step", spread=True, rank=2),
         Column(
             *("exposed ms", "exposed", ".2f"),

@@ -6,8 +6,8 @@ A question is one file, ``experiments/NAME.py``, in this order:
 2. Its ``Cell``: a frozen dataclass whose fields are columns. A training step's cell inherits ``TimedCase`` or
    ``RankedCase``; what the question varies besides are a few fields made by ``option`` (``declared.py``), which become
    options of the command, several values of each.
-3. ``Asked(RunOptions)`` (or ``TrainingRun``, ``RankedRun``): options of the run that are no columns, each with a
-   docstring, and ``CPU_DEFAULTS``. ``Options = options_of(Cell, Asked)`` joins the two.
+3. ``Options = options_of(Cell, RunOptions, cpu={...})`` (or ``PeerRun``, ``TrainingRun``, ``RankedRun``, or a subclass
+   with options of the run that are no columns), with the smaller defaults of a CPU.
 4. ``make_cells(options)``: the grid, by ``training_cells`` or ``itertools.product`` and ``cell_of``. It raises
    ValueError, one sentence with the option and its value, for what no cell of this question can have.
 5. ``measure(cell)``, or ``measure(cell, rank)`` for cells with a ``world_size``: returns a list of ``Metric``. It
@@ -52,8 +52,11 @@ if TYPE_CHECKING:
 _MOST_CELLS = 8
 """Cells in the line of JSON; the rows on disk hold all."""
 
-_SUFFIXES = {"%": "percent", "GB/s": "gb_per_s", "TFLOP/s": "tflops", "1/s": "per_s"}
-"""By unit whose own letters make no name, the end of a metric's name."""
+_SUFFIXES = {
+    **{"ms": "ms", "s": "s", "GiB": "gib", "MiB": "mib", "%": "percent"},
+    **{"GB/s": "gb_per_s", "TFLOP/s": "tflops", "1/s": "per_s"},
+}
+"""By unit the end of a metric's name in the last line."""
 
 PRELOADED = ("cs336_systems.training", "torch._dynamo")
 """Modules that the process server imports while the command does; the constructor of a torch optimizer needs dynamo."""
@@ -245,7 +248,7 @@ def check_dtypes(options: Any) -> None:
 
     from cs336_systems.training.precision import recipe_unsupported_reason, unsupported_reason
 
-    given, device = getattr(options, "dtype", ()) if options.MULTIPLIES else (), torch.device(options.device)
+    given, device = getattr(options, "dtype", ()), torch.device(options.device)
     dtypes = [dtype for dtype in ((given,) if isinstance(given, str) else given) if dtype in PRECISIONS]
     for dtype in dtypes:
         if reason := unsupported_reason(PRECISIONS[dtype], device):
@@ -299,6 +302,5 @@ def _summary(outcome: Outcome, experiment: Experiment) -> dict[str, Any]:
 
 def metric_name(metric: str, unit: str) -> str:
     """A metric with its unit: ``forward`` in ``ms`` is ``forward_ms``; counts and ratios have none."""
-    word = unit.replace(",", "").split(" ")[0]
-    suffix = _SUFFIXES.get(word, word.lower() if word in ("ms", "s", "GiB", "MiB") else "")
-    return metric if not suffix or metric.endswith(suffix) else f"{metric}_{suffix}"
+    suffix = _SUFFIXES.get(unit.replace(",", "").split(" ")[0], "")
+    return metric if metric.endswith(suffix) else f"{metric}_{suffix}"

@@ -16,8 +16,8 @@ from cs336_systems.costs.kept import kept_names
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.blocks import BlockCell
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
-from cs336_systems.experiments.options import resolved_sizes
-from cs336_systems.experiments.peers import Peer, PeerRun, every, interleaved
+from cs336_systems.experiments.options import every, resolved_sizes
+from cs336_systems.experiments.peers import Peer, PeerRun, interleaved
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:

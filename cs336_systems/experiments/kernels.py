@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from cs336_systems.config import resolve_size
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
-from cs336_systems.experiments.options import RunOptions
-from cs336_systems.experiments.peers import Peer, every
+from cs336_systems.experiments.options import RunOptions, every
+from cs336_systems.experiments.peers import Peer
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 if TYPE_CHECKING:

@@ -5,8 +5,10 @@ of a training step is. ``options_of`` (``declared.py``) adds an option for each 
 ``training_cells`` makes the grid. Imports no torch.
 """
 
+import functools
 import itertools
 import math
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,20 +19,13 @@ from cs336_systems.case import RECIPE, UNCAPTURED_STEPS, TrainingCase, kept_as
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import default_keep
-from cs336_systems.declared import flag, like, option, option_name, options_in
+from cs336_systems.declared import flag, like, names_in, option, option_name, options_in
 from cs336_systems.refusals import command_refusal
 from cs336_systems.report.command_line import Format
 
 Compile = Literal["off", "on", "whole-model"]
 
 MAX_TIMEOUT_S = 1e6
-
-_POSITIVE = (
-    *("steps", "recorded_steps", "repeat", "bucket_size_mb", "calls", "rounds", "length", "d_head", "samples", "rows"),
-    *("width", "layers", "local_steps", "context_length", "batch_size", "accumulate"),
-)
-_NOT_NEGATIVE = ("warmup", "later_warmup", "prefetch", "losses", "max_ctas")
-"""Options that a question has not declared by ``option``."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +34,6 @@ class RunOptions:
 
     CPU_DEFAULTS: ClassVar[dict[str, Any]] = {}
     """Where there is no GPU defaults shrink, so that a bare command ends in under a minute."""
-    MULTIPLIES: ClassVar[bool] = True
-    """Whether ``--dtype`` is that of matrix products, which the device must have."""
 
     device: Literal["cpu", "cuda"] = "cuda"
     """Where to run; several ranks use NCCL on cuda and gloo on cpu."""
@@ -108,36 +101,47 @@ class RankedCase(TimedCase):
 
 Cell = TypeVar("Cell", bound=TimedCase)
 AnyCell = TypeVar("AnyCell")
+Kinds = Sequence[Mapping[str, Any]]
+"""Columns that depend on each other, a mapping for each combination."""
 
-_BLOCKS = ("kernels", "keep", *RECIPE)
-"""Fields whose options depend on each other."""
+
+def every(cell_type: type[AnyCell], options: Any, **sets: Iterable[Any]) -> list[AnyCell]:
+    """A cell for each combination of the options that may have several values; ``sets`` stand in for theirs."""
+    several = {each.name: getattr(options, option_name(each)) for each, of in options_in(cell_type) if of.several}
+    return grid_of(cell_type, options, [_kinds(name, values) for name, values in (several | sets).items()])
 
 
-def training_cells(cell_type: type[Cell], options: Any, *, inner: Sequence[Mapping[str, Any]] = ({},)) -> list[Cell]:
+def grid_of(cell_type: type[AnyCell], options: Any, dimensions: Iterable[Kinds]) -> list[AnyCell]:
+    """A cell for each combination of the kinds of all dimensions, the last fastest."""
+    turn = {"repeat": 0} if hasattr(cell_type, "repeat") else {}
+    chosen = (functools.reduce(operator.or_, map(dict, kinds), turn) for kinds in itertools.product(*dimensions))
+    return [cell_of(cell_type, options, **own) for own in chosen]
+
+
+def _kinds(name: str, values: Iterable[Any]) -> Kinds:
+    return [{name: value} for value in values]
+
+
+def training_cells(cell_type: type[Cell], options: Any, *, inner: Kinds = ({},)) -> list[Cell]:
     """The grid of training cases: the product of all options that are sets, worlds slowest, once for each repeat.
 
     Every second repeat takes it backwards, so that of two cells each is measured first once.
 
     Args:
         options: made by ``options_of`` for the type of cell.
-        inner: columns of the cell that depend on each other, a mapping for each combination. They and the other columns
-            of the question vary fastest, so that what is compared stands next to each other.
+        inner: they and the other columns of the question vary fastest, so that what is compared stands next to each
+            other.
 
     Raises:
         ValueError: a value that no cell can have.
     """
-    several = [each for each, of in options_in(cell_type) if of.several and each.name not in (*_BLOCKS, *inner[0])]
-    given = {each.name: getattr(options, option_name(each)) for each in several}
-    sets: dict[str, Any] = {"world_size": given.pop("world_size")} if "world_size" in given else {}
-    of_case = {each.name for each, _ in options_in(TrainingCase)}
-    sets |= {name: values for name, values in given.items() if name in of_case}
-    of_question = {name: values for name, values in given.items() if name not in of_case}
-    sets |= {
+    several = [each for each, of in options_in(cell_type) if of.several]
+    sets: dict[str, Any] = {each.name: getattr(options, option_name(each)) for each in several} | {
         "size": resolved_sizes(options.size, options.context_length),
         "compile": options.compile or ("on",),
         "checkpoint": tuple(dict.fromkeys(canonical_policy(policy) for policy in options.checkpoint)),
     }
-    blocks = [
+    blocks: Kinds = [
         {"kernels": kernels} | recipe | kept_as(keep)
         for kernels in options.kernels
         for recipe in _recipes(options)
@@ -146,14 +150,12 @@ def training_cells(cell_type: type[Cell], options: Any, *, inner: Sequence[Mappi
     if options.checkpoint != ("none",) and any("checkpoint" in kind for kind in blocks):
         both = f"--checkpoint {' '.join(options.checkpoint)} and --keep {' '.join(options.keep)}"
         raise ValueError(f"{both} both name policies of activation checkpointing: give one of them")
-    own = [
-        dict(zip(of_question, values, strict=True)) | compared
-        for *values, compared in itertools.product(*of_question.values(), inner)
-    ]
-    grid = [
-        cell_of(cell_type, options, repeat=0, **dict(zip(sets, values, strict=True)) | kind | compared)
-        for *values, kind, compared in itertools.product(*sets.values(), blocks, own)
-    ]
+    names = [name for name in sets if name not in ("kernels", "keep", *RECIPE, *inner[0])]
+    outer = [name for name in ("world_size", *names_in(TrainingCase)) if name in names]
+    of_case, of_question = (
+        [_kinds(name, sets[name]) for name in group] for group in (outer, [name for name in names if name not in outer])
+    )
+    grid = grid_of(cell_type, options, [*of_case, blocks, *of_question, inner])
     for cell in grid:
         if reason := command_refusal(cell):
             raise ValueError(reason)
@@ -213,20 +215,15 @@ def within_budget(
 def _recipes(options: Any) -> list[dict[str, Any]]:
     """The recipes of all matmul dtypes, the quantized ones with each gradient dtype and scaling."""
     plain = {name: getattr(TrainingCase, name) for name in RECIPE}
-    quantized = [
-        {"gradient_dtype": gradient, "scaling": scaling}
-        for gradient, scaling in itertools.product(options.gradient_dtype, options.scaling)
-    ]
-    skips = {"fp8_skip_first": options.fp8_skip_first, "fp8_skip_last": options.fp8_skip_last}
     for name, usual in plain.items():
-        given = getattr(options, name)
-        if set(options.matmul_dtype) == {"same"} and given not in (usual, (usual,)):
-            raise ValueError(f"{flag(name)} is for quantized matmuls, and --matmul-dtype is same")
-    return [
-        recipe
-        for name in options.matmul_dtype
-        for recipe in ([plain] if name == "same" else [{"matmul_dtype": name} | one | skips for one in quantized])
+        if set(options.matmul_dtype) == {"same"} and (given := getattr(options, name)) not in (usual, (usual,)):
+            raise ValueError(f"{flag(name)} is for quantized matmuls, and --matmul-dtype is same, got {given}")
+    skips = (options.fp8_skip_first, options.fp8_skip_last)
+    found = [
+        plain if names[0] == "same" else dict(zip(RECIPE, (*names, *skips), strict=True))
+        for names in itertools.product(options.matmul_dtype, options.gradient_dtype, options.scaling)
     ]
+    return [recipe for i, recipe in enumerate(found) if recipe not in found[:i]]
 
 
 def cell_of(cell_type: type[AnyCell], options: Any, **own: Any) -> AnyCell:
@@ -236,18 +233,19 @@ def cell_of(cell_type: type[AnyCell], options: Any, **own: Any) -> AnyCell:
 
 
 def check_options(options: RunOptions) -> None:
-    """Raise ValueError for an empty set, a number out of range, a seed or timeout that no machine takes."""
-    signs = {each.name: of.sign for each, of in options_in(options)}
+    """Raise ValueError for an empty set, a number out of range, a seed or timeout that no machine takes.
+
+    A whole number of which nothing is declared, such as ``--repeat``, must be positive.
+    """
+    signs: dict[str, str] = {each.name: of.sign for each, of in options_in(options)}
     for field in fields(options):
         name, given = field.name, getattr(options, field.name)
         if given == () and field.default != () and name != "compile":  # alone it means on
             raise ValueError(f"{flag(name)} needs at least one value, got none")
-        sign = signs.get(name) or ("positive" if name in _POSITIVE else "not negative" if name in _NOT_NEGATIVE else "")
-        for value in _values(given) if sign else ():
-            if not (value > 0 if sign == "positive" else value >= 0):
-                raise ValueError(
-                    f"{flag(name)} must {'be positive' if sign == 'positive' else 'not be negative'}, got {value:g}"
-                )
+        sign = signs.get(name, "positive" if type(given) is int and name != "seed" else "")
+        for value in given if isinstance(given, tuple) else (given,):
+            if sign and value is not None and not (value > 0 if sign == "positive" else value >= 0):
+                raise ValueError(f"{flag(name)} must be {sign}, got {value:g}")
     if not 0 <= options.seed < 2**31:
         raise ValueError(f"--seed must lie in 0..2^31-1, got {options.seed}")
     if not (math.isfinite(options.timeout) and 0 < options.timeout <= MAX_TIMEOUT_S):
@@ -268,20 +266,8 @@ def resolved_sizes(sizes: Sequence[str], context_lengths: Sequence[int]) -> list
 
 def small_defaults_note(options: RunOptions) -> str:
     """A sentence on which options stand at the smaller defaults of a machine without a GPU; "" if none do."""
-    usual, small = options.default("cuda"), options.CPU_DEFAULTS
-    names = [field.name for field in fields(options) if field.name in small]
-    shrunk = [name for name in names if getattr(options, name) == small[name] != getattr(usual, name)]
-    if options.device != "cpu" or not shrunk:
+    small = {name: value for name, value in options.CPU_DEFAULTS.items() if getattr(options, name) == value}
+    if options.device != "cpu" or not small:
         return ""
-    here = ", ".join(f"{flag(name)} {_shown(small[name])}" for name in shrunk)
-    return f"On a CPU the defaults shrink: {here} (on a GPU {', '.join(_shown(getattr(usual, n)) for n in shrunk)})."
-
-
-def _values(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else () if value is None else (value,)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " ".join(map(_shown, value)) or "all"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    shown = {name: " ".join(map(str, value if isinstance(value, tuple) else (value,))) for name, value in small.items()}
+    return f"On a CPU the defaults shrink: {', '.join(f'{flag(name)} {value}' for name, value in shown.items())}."

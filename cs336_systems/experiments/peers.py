@@ -9,14 +9,14 @@ peer, turn by turn: ``line.repeats_over("step", line.peer(how="compiled"))``. Im
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cs336_systems.case import Unsupported
-from cs336_systems.declared import option, option_name, options_in
-from cs336_systems.experiments.options import RunOptions, cell_of
+from cs336_systems.declared import option
+from cs336_systems.experiments.options import RunOptions
+from cs336_systems.experiments.options import every as every
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -56,19 +56,6 @@ class Peer:
         cell: Any = self
         turn = {"repeat": 0} if hasattr(self, "repeat") else {}
         return replace(cell, **{self.WAY: ""}, **turn)
-
-
-AnyPeer = TypeVar("AnyPeer")
-
-
-def every(kind: type[AnyPeer], options: Any, **sets: Iterable[Any]) -> list[AnyPeer]:
-    """A cell for each combination of the options that may have several values; ``sets`` stand in for theirs."""
-    several = {each.name: getattr(options, option_name(each)) for each, of in options_in(kind) if of.several}
-    varied, turn = several | sets, {"repeat": 0} if hasattr(kind, "repeat") else {}
-    return [
-        cell_of(kind, options, **turn, **dict(zip(varied, values, strict=True)))
-        for values in itertools.product(*varied.values())
-    ]
 
 
 def interleaved(cells: Iterable[Any], repeat: int) -> list[Any]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.costs.communication import busbw_factor, cost
+from cs336_systems.costs.communication import cost
 from cs336_systems.experiments.driver import Present, Stage, Stages
 from cs336_systems.experiments.options import RankedCase
 
@@ -42,32 +42,20 @@ _COLLECTIVES = {
 
 SENT = "per rank and step, over a ring"
 """Note of a column of ``sent_mib``."""
-
-_PAYLOAD = "before the algorithm's factor"
-"""Part of the unit of earlier rows of all-reduces alone, whose metric ``sent`` was the size of the messages."""
+sent_mib = "sent_per_rank"
+"""The metric of ``sent_metric``."""
 
 SCALING = "tokens/s over those of one rank of the host and commit times the ranks"
 """Note of a column of ``scaling``."""
 
-_TIMED = dict.fromkeys(("warmup", "steps"))
-
 
 def largest(value: float, rank: Rank) -> float:
     """The largest of the ranks' values, on every rank; a collective."""
-    return _over_ranks(value, rank, "MAX")
-
-
-def total(value: float, rank: Rank) -> float:
-    """The sum of the ranks' values, on every rank; a collective."""
-    return _over_ranks(value, rank, "SUM")
-
-
-def _over_ranks(value: float, rank: Rank, operation: str) -> float:
     import torch
     import torch.distributed as dist
 
     found = torch.tensor(float(value), dtype=torch.float64, device=rank.device)
-    dist.all_reduce(found, op=getattr(dist.ReduceOp, operation))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found.item()
 
 
@@ -92,15 +80,6 @@ def sent_metric(events: Iterable[Event], world_size: int) -> Metric:
     return Metric("sent_per_rank", "MiB per step, on a ring", [n_bytes / MIB])
 
 
-def sent_mib(line: Line) -> float | None:
-    """The value of ``sent_metric`` of a line, also of earlier rows; None if they say nothing of it."""
-    if (found := line.median("sent_per_rank")) is not None or "sent" not in line.metrics:
-        return found
-    sent = line.metrics["sent"]
-    factor = busbw_factor("all_reduce", line.settings["world_size"]) if _PAYLOAD in sent["unit"] else 1.0
-    return factor * float(sent["median"])
-
-
 def scaling(line: Line, **alone: object) -> float | None:
     """Tokens/s over as many times those of the same settings on one rank, by the same commit on the same CPUs, in %.
 
@@ -111,12 +90,13 @@ def scaling(line: Line, **alone: object) -> float | None:
     """
     from cs336_systems.harness.runs import pooled
 
-    own, wanted = line.median("tokens_per_s"), line.settings | alone | {"world_size": 1} | _TIMED
+    timed = dict.fromkeys(("warmup", "steps"))
+    own, wanted = line.median("tokens_per_s"), line.settings | alone | {"world_size": 1} | timed
     for other in line.lines.values():
-        if own is not None and other.settings | _TIMED == wanted:
-            one = pooled(other.run_beside(line, ("host", "commit")))
-            for rate in one.loc[one["metric"] == "tokens_per_s", "median"]:
-                return 100 * own / rate / line.settings["world_size"]
+        if own is not None and other.settings | timed == wanted:
+            rates = pooled(other.run_beside(line, ("host", "commit"))).set_index("metric")["median"]
+            if "tokens_per_s" in rates:
+                return 100 * own / rates["tokens_per_s"] / line.settings["world_size"]
     return None
 
 
@@ -229,29 +209,26 @@ def with_earlier_rows(table: Callable[[pd.DataFrame], Table]) -> Present:
         from cs336_systems.report.show import show
 
         show(table(read_rows(csv) if csv else outcome_rows(outcomes)), options.format)
-        draw_traces(outcomes, Effort.of(options))
+        effort = Effort.of(options)
+        for outcome in outcomes:
+            if outcome.status == "ok" and (path := effort.recording(outcome.cell)):
+                _draw_recording(str(outcome.cell), path)
 
     return present
 
 
-def draw_traces(outcomes: Sequence[Outcome], effort: Effort) -> None:
-    """Draw the last step of each recording beside it, whole and close up; say on stderr where, or why not."""
+def _draw_recording(title: str, path: Path) -> None:
+    """Draw the last step of a recording beside it, whole and close up; say on stderr where, or why not."""
     from cs336_systems.profiling.traces import kineto
     from cs336_systems.profiling.traces.tables import TraceError
     from cs336_systems.report.timeline import draw_timeline, draw_two_blocks
 
-    for outcome in outcomes:
-        cell: Any = outcome.cell
-        path = effort.recording(cell)
-        if outcome.status != "ok" or path is None:
-            continue
-        picture = path.with_name(f"{cell.name}.png")
-        try:
-            trace = kineto.read(path)
-            draw_timeline(trace, ["forward", "backward", "optimizer"], str(cell), picture)
-            draw_two_blocks(trace, f"{cell}: backward of two blocks", path.with_name(f"{cell.name}-blocks.png"))
-        except (TraceError, OSError) as error:
-            print(f"no picture of {cell}: {error}", file=sys.stderr)
-            continue
-        limits = "" if trace.has_gpu else " (no GPU sections: a CPU's trace shows calls, not what gloo's threads send)"
-        print(f"{picture}{limits}", file=sys.stderr)
+    stem = path.name.removesuffix(".json.gz")
+    try:
+        trace = kineto.read(path)
+        draw_timeline(trace, ["forward", "backward", "optimizer"], title, path.with_name(f"{stem}.png"))
+        draw_two_blocks(trace, f"{title}: backward of two blocks", path.with_name(f"{stem}-blocks.png"))
+    except (TraceError, OSError) as error:
+        print(f"no picture of {title}: {error}", file=sys.stderr)
+    else:
+        print(path.with_name(f"{stem}.png"), file=sys.stderr)

@@ -7,8 +7,15 @@ import pytest
 import torch
 
 from cs336_systems.config import resolve_size
-from cs336_systems.experiments.data_parallel import DATA_PARALLEL, DataParallelCell, PreparedReplica, measure
-from cs336_systems.experiments.ranked import Effort
+from cs336_systems.experiments.data_parallel import (
+    DATA_PARALLEL,
+    DataParallelCell,
+    check_replicas,
+    measure,
+    phases_without_communication,
+    reunite,
+)
+from cs336_systems.experiments.ranked import Effort, PreparedStep
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows
 from cs336_systems.profiling.traces import kineto
@@ -89,21 +96,21 @@ def measure_all(rank, folder):
 
 
 def drift(rank):
-    replica = PreparedReplica(CELL, rank)
-    for phase in replica.phases(communicate=False).values():
+    replica = PreparedStep(CELL, rank)
+    for phase in phases_without_communication(replica).values():
         phase()
     parameter = next(replica.step.model.parameters())
     with pytest.raises(RuntimeError, match="parameters are not the same bits on all ranks"):
-        replica.check_replicas()
-    replica.reunite()
-    replica.check_replicas()
+        check_replicas(replica)
+    reunite(replica)
+    check_replicas(replica)
     for state in replica.step.optimizer.state.values():
         moments = [torch.empty_like(state["exp_avg"]) for _ in range(2)]
         torch.distributed.all_gather(moments, state["exp_avg"])
         assert torch.equal(*moments)
     parameter.data.view(-1)[0].add_(rank.rank * 1e-6)
     with pytest.raises(RuntimeError, match="1 parameters are not the same bits on all ranks"):
-        replica.check_replicas()
+        check_replicas(replica)
 
 
 @pytest.mark.slow

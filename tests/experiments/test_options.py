@@ -173,6 +173,6 @@ def test_a_budget_is_for_cells_that_are_to_be_chosen_for_and_is_a_size():
 
 def test_the_note_names_what_stands_at_the_smaller_default():
     note = small_defaults_note(replace(Options.default("cpu"), steps=5))
-    assert note == "On a CPU the defaults shrink: --batch-size 2 8 (on a GPU 16)."
+    assert note == "On a CPU the defaults shrink: --batch-size 2 8."
     assert small_defaults_note(replace(Options.default("cpu"), batch_size=(1,), steps=5)) == ""
     assert small_defaults_note(replace(Options.default("cuda"), device="cuda")) == ""

@@ -8,11 +8,8 @@ import torch
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.experiments.data_parallel import DataParallelCell, Options
-from cs336_systems.experiments.ranked import Effort, sent_metric, sent_mib
-from cs336_systems.harness.record import Metric
+from cs336_systems.experiments.ranked import Effort, sent_metric
 from cs336_systems.harness.traffic import Event
-from cs336_systems.report.results import Column, ResultTable
-from tests.report.rows import make_cell, make_frame
 
 MIB = 2**20
 
@@ -54,18 +51,3 @@ def test_a_later_turn_warms_up_less_and_records_nothing(tmp_path):
     assert effort.recording(cell) == tmp_path / f"{cell.name}.json.gz"
     assert effort.recording(later) is effort.recording(replace(cell, ddp="flat")) is Effort().recording(cell) is None
     assert Effort(trace=tmp_path).recording(replace(cell, ddp="flat")) is not None
-
-
-def test_earlier_rows_are_read_in_the_same_convention():
-    units = {
-        ("sent_per_rank", 18.0): "MiB per step, on a ring",
-        ("sent", 12.0): "MiB per step and rank, before the algorithm's factor",
-        ("sent", 18.0): "MiB per step and rank, on a ring",
-    }
-    table = ResultTable(("world_size",), (Column("MiB", sent_mib),))
-    for (metric, mib), unit in units.items():
-        rows = make_frame(make_cell(Metric(metric, unit, [mib]))).assign(world_size=4)
-        assert table.of(rows).frame["MiB"].tolist() == ["18.0"]
-    assert table.of(make_frame(make_cell(Metric("step", "ms", [1.0]))).assign(world_size=4)).frame["MiB"].tolist() == [
-        "–"
-    ]
