@@ -1,13 +1,12 @@
-"""What do matmuls in fp8 gain, what does quantizing cost, how accurate are gradients? Beside torchao's float8.
+"""What do matmuls in fp8 gain in a block, and how accurate are gradients? Beside torchao's float8.
 
     uv run benchmarks/benchmark_fp8.py                                          # a tiny block, emulated on a CPU
-    uv run benchmarks/benchmark_fp8.py --part block --how stored e4m3 e4m3-row torchao-rowwise --out results/
-    uv run benchmarks/benchmark_fp8.py --size qwen2.5-7b --context-length 1024 --batch-size 16 --part product
+    uv run benchmarks/benchmark_fp8.py --how stored e4m3 e4m3-row torchao-rowwise --out results/
+    uv run benchmarks/benchmark_fp8.py --size qwen2.5-7b --context-length 1024 --batch-size 16
 
-At each shape the variants are interleaved in one process, on the same weights and data, ``--repeat`` times. Gradients
-of a block are compared, tensor by tensor, with those of fp32 on a short sequence. A CPU emulates fp8: its times say
-nothing of a GPU's. For whole runs use ``benchmark_training.py --recipe``. On an H200 the defaults take about six
-minutes.
+At each shape the ways are interleaved in one process, on the same weights and data, ``--repeat`` times. Gradients are
+compared, tensor by tensor, with those of fp32 on a short sequence. A CPU emulates fp8: its times say nothing of a
+GPU's. For whole runs use ``benchmark_training.py --recipe``.
 """
 
 from cs336_systems.experiments.driver import command

@@ -62,7 +62,6 @@ TABLES = {
     "block_table": BLOCK_TABLE,
     "streaming_table": STREAMING_TABLE,
     "fp8_block_table": fp8_tables.BLOCK_TABLE,
-    "fp8_product_table": fp8_tables.PRODUCT_TABLE,
     "training_table": TRAINING_TABLE,
     "speeds_table": matmul_data.SPEEDS,
     "launch_table": launch_overhead.TIMES,

@@ -1,15 +1,14 @@
-"""Forward and backward of blocks and of their matmuls: time, what is kept between them, the peak, and errors.
+"""Forward and backward of blocks: time, what is kept between them, the peak, and errors.
 
 Ways are interleaved in one process, on the same weights, input and arriving gradient. Backward computes the gradients
 of the input and of every weight into new memory. *Kept* is the growth of allocated memory over forward, by block: the
 output is there then, in place of which the input counts, as the output of one block is the input of the next. Results
 on a short sequence are compared with those in fp64; of blocks in fp8, the directions of gradients with those in fp32.
 
-Weights of this suite's matmuls in fp8 are quantized before (once a step in training), activations and gradients inside
-the clock, each in a phase of its own. A block's operations find the largest magnitudes of what they write, as in
-training; a matmul by itself reads its tensors for that. Torchao's float8 replaces the linear layers of the reference
-block, which is then compiled, as its documentation says; gradients are compared before that, as another shape would be
-compiled a second time, half a minute each.
+Weights of this suite's matmuls in fp8 are quantized before the clock (once a step in training), activations and
+gradients inside it. Torchao's float8 replaces the linear layers of the reference block, which is then compiled, as its
+documentation says; gradients are compared before that, as another shape would be compiled a second time, half a minute
+each.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from cs336_systems.config import PRECISIONS, Recipe
 from cs336_systems.costs.flops import forward_flops
 from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.experiments.blocks import REFERENCE_BLOCKS, BlockCell
-from cs336_systems.experiments.fp8 import Fp8Cell, product_shape
+from cs336_systems.experiments.fp8 import Fp8Cell
 from cs336_systems.experiments.peers import error_metric, installed, relative_error
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import WHOLE, time_phases
@@ -46,7 +45,6 @@ COMPARED_TOKENS = 512
 
 Block = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x, cos, sin) -> y."""
-Phases = dict[str, Callable[[], None]]
 Shape = BlockCell | Fp8Cell
 
 
@@ -125,7 +123,11 @@ def _run(shared: Bench, blocks: Sequence[Block], owners: Sequence[nn.Module], ce
 
     flops = forward_flops(replace(cell.config, n_layers=n_layers), cell.batch_size, cell.context_length)
     rate = "model_tflops" if isinstance(cell, BlockCell) else "tflops"
-    metrics = _timed({"forward": forward, "backward": backward}, cell, rate, 3 * (flops.total - flops.head))
+    phases = {"forward": forward, "backward": backward}
+    times = time_phases(phases, device=device, warmup=cell.warmup, steps=cell.steps).samples_ms
+    metrics = [Metric(name, "ms", samples) for name, samples in times.items()]
+    tflops = [3 * (flops.total - flops.head) / ms / 1e9 for ms in times[WHOLE]]
+    metrics.append(Metric(rate, "TFLOP/s", tflops, derived=True))
     if device.type == "cuda":
         meter, before = PeakMeter(device), allocated_bytes(device)
         forward()
@@ -134,14 +136,6 @@ def _run(shared: Bench, blocks: Sequence[Block], owners: Sequence[nn.Module], ce
         metrics.append(Metric("kept", "GiB", [kept / n_layers / GIB]))
         metrics.append(Metric("peak", "GiB", [(meter.peak_bytes() or 0) / GIB]))
     return metrics
-
-
-def _timed(phases: Phases, cell: Shape, rate: str, flops: float) -> list[Metric]:
-    """The ms of each phase and of all, and the TFLOP/s of all under the name ``rate``."""
-    times = time_phases(phases, device=torch.device(cell.device), warmup=cell.warmup, steps=cell.steps).samples_ms
-    tflops = [flops / ms / 1e9 for ms in times[WHOLE]]
-    metrics = [Metric(name, "ms", samples) for name, samples in times.items()]
-    return [*metrics, Metric(rate, "TFLOP/s", tflops, derived=True)]
 
 
 def measure_block(cell: BlockCell) -> list[Metric]:
@@ -178,7 +172,7 @@ def errors(got: dict[str, Tensor], exact: dict[str, Tensor]) -> list[Metric]:
 
 
 def measure_fp8(cell: Fp8Cell) -> list[Metric]:
-    """Time and rate of one matmul or block, and the cosines of a block's gradients.
+    """Time, rate and memory of one block, and the cosines of its gradients.
 
     Raises:
         Unsupported: the device has no fp8, or torchao is not there.
@@ -186,66 +180,6 @@ def measure_fp8(cell: Fp8Cell) -> list[Metric]:
     recipe = cell.recipe or Recipe("same" if cell.how == "compiled" else "e4m3")
     if reason := recipe_unsupported_reason(recipe, PRECISIONS[cell.dtype], torch.device(cell.device)):
         raise Unsupported(reason)
-    torch.manual_seed(cell.seed)
-    return _measure_product(cell) if cell.part == "product" else _measure_fp8_block(cell)
-
-
-def _measure_product(cell: Fp8Cell) -> list[Metric]:
-    n, k = product_shape(cell.config, cell.product)
-    make = functools.partial(torch.randn, device=cell.device, dtype=parameter_dtype(PRECISIONS[cell.dtype]))
-    x, dy, weight = make(cell.tokens, k), make(cell.tokens, n), make(n, k)
-    flops = 3 * 2 * cell.tokens * n * k
-    phases = _torch_product if cell.recipe is None else _our_product
-    return _timed(phases(cell, x, dy, weight), cell, "tflops", flops)
-
-
-def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> Phases:
-    assert cell.recipe is not None
-    ops, products = _ops(cell), block_products(_kernels(cell), cell.recipe)
-    held = products.read_weight(cell.product, weight, rows=True, columns=True)
-    y, dweight = torch.empty_like(dy), torch.empty_like(weight)
-    read: dict[str, Any] = {}
-
-    def quantize_x() -> None:
-        read["x"] = products.read("normed1", x, products.maxima(x))
-
-    def forward() -> None:
-        products.forward_(ops, y, read["x"].rows, held.rows)
-
-    def quantize_dy() -> None:
-        read["dy"] = products.read_gradient("dy", dy, products.gradient_maxima(dy))
-
-    def backward() -> None:
-        products.backward(ops, read["dy"].rows, held.columns)
-        products.backward_weight_(ops, dweight, read["dy"].columns, read["x"].columns, False)
-
-    return {"quantize_x": quantize_x, "forward": forward, "quantize_dy": quantize_dy, "backward": backward}
-
-
-def _torch_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> Phases:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight)
-    compiled = _compiled(nn.Sequential(linear), cell.how)[0]
-    leaves, out = (x.requires_grad_(), linear.weight), []
-
-    def forward() -> None:
-        out.append(compiled(x))
-
-    def backward() -> None:
-        torch.autograd.grad(out.pop(), leaves, dy)
-
-    return {"forward": forward, "backward": backward}
-
-
-def _compiled(module: nn.Module, how: str) -> tuple[Any, nn.Module]:
-    """The module compiled, with torchao's linear layers if the way is one of its, and as it was before compiling."""
-    if how != "compiled":
-        module = with_float8(module, how.removeprefix("torchao-"))
-    torch.compiler.reset()
-    return torch.compile(module, fullgraph=True, dynamic=False), module
-
-
-def _measure_fp8_block(cell: Fp8Cell) -> list[Metric]:
     shared = bench(cell.subject)
     if cell.recipe is not None:
         write_out(shared.model, _ops(cell), cell.keep, block_products(_kernels(cell), cell.recipe, remember=True))
@@ -262,6 +196,14 @@ def _measure_fp8_block(cell: Fp8Cell) -> list[Metric]:
     said |= {"least_cosine": min(cosines.values()), "mean_cosine": sum(cosines.values()) / len(cosines)}
     metrics = [Metric(name, "cosine", [value]) for name, value in said.items()]
     return metrics + _run(shared, [block], [owner], cell)
+
+
+def _compiled(module: nn.Module, how: str) -> tuple[Any, nn.Module]:
+    """The module compiled, with torchao's linear layers if the way is one of its, and as it was before compiling."""
+    if how != "compiled":
+        module = with_float8(module, how.removeprefix("torchao-"))
+    torch.compiler.reset()
+    return torch.compile(module, fullgraph=True, dynamic=False), module
 
 
 def _with_torch_linears(block: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What do matmuls in fp8 gain, what does quantizing cost, and how accurate are gradients? With torchao's float8.
+"""What do matmuls in fp8 gain in a block, and how accurate are gradients? With torchao's float8.
 
 At each shape the ways are interleaved in one process, on the same weights and data. The gradients of a block are
 compared, tensor by tensor, with those of fp32 on a short sequence (``block_measure.py``). A CPU emulates fp8: its times
@@ -7,7 +7,6 @@ say nothing of a GPU's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
     from cs336_systems.harness.record import Metric
     from cs336_systems.report.tables import Table
 
-PARTS = ("product", "block")
-PRODUCTS = ("qkv", "output", "gate_up", "down")
-
 RECIPES = {
     "stored": Recipe(),
     "e4m3": Recipe("e4m3"),
@@ -43,21 +39,12 @@ HOWS = (*RECIPES, "compiled", "torchao-tensorwise", "torchao-rowwise")
 
 @dataclass(frozen=True)
 class Fp8Cell(Peer):
-    """One matmul or one block of a shape, computed in one way; the fields are columns."""
+    """One block of a shape, computed in one way; the fields are columns."""
 
     device: str
-    part: str = option(
-        "block",
-        "product: forward and backward of each matmul of a block by itself; block: of a whole block.",
-        values=PARTS,
-        asked=PARTS,
-    )
-    product: str = option(
-        "",
-        "Matmuls for the part product: q | k | v, attention's output, gate | up, down. Empty in rows of a block.",
-        values=PRODUCTS,
-        asked=PRODUCTS,
-    )
+    part: str = "block"
+    """In earlier rows also product: one of the block's matmuls by itself, which ``product`` names."""
+    product: str = ""
     size: str = like(BlockCell, "size", plain="llama3-8b")
     batch_size: int = like(BlockCell, "batch_size", plain=2)
     context_length: int = like(BlockCell, "context_length", plain=8192)
@@ -99,8 +86,7 @@ class Fp8Cell(Peer):
         return self.batch_size * self.context_length
 
     def __str__(self) -> str:
-        what = f"{self.part} {self.product}".strip()
-        return f"{what} of {self.size} {self.batch_size} x {self.context_length} {self.how}"
+        return f"block of {self.size} {self.batch_size} x {self.context_length} {self.how}"
 
 
 CPU = {
@@ -109,16 +95,6 @@ CPU = {
 }
 """Defaults there, where compiling takes half a minute."""
 Options: Any = options_of(Fp8Cell, PeerRun, cpu=CPU, repeat=2)
-
-
-def product_shape(config: ModelConfig, product: str) -> tuple[int, int]:
-    """(outputs, inputs) of a product's weight."""
-    return {
-        "qkv": (config.d_qkv, config.d_model),
-        "output": (config.d_model, config.d_query),
-        "gate_up": (2 * config.d_ff, config.d_model),
-        "down": (config.d_model, config.d_ff),
-    }[product]
 
 
 def make_cells(options: Any) -> list[Fp8Cell]:
@@ -130,8 +106,7 @@ def make_cells(options: Any) -> list[Fp8Cell]:
     kept_names(options.keep)
     if options.attention != "reference" and options.device != "cuda":
         raise ValueError(f"--attention {options.attention} needs --device cuda, got {options.device}")
-    grid = every(Fp8Cell, options, size=resolved_sizes(options.size, options.context_length))
-    cells = list(dict.fromkeys(replace(cell, product="") if cell.part == "block" else cell for cell in grid))
+    cells = every(Fp8Cell, options, size=resolved_sizes(options.size, options.context_length))
     for cell in cells:
         config = cell.config
         odd = [n for n in (cell.tokens, config.d_model, config.d_query, config.d_kv, config.d_ff) if n % 16]
@@ -141,13 +116,10 @@ def make_cells(options: Any) -> list[Fp8Cell]:
 
 
 def measure(cell: Fp8Cell) -> list[Metric]:
-    """Time and rate of one matmul or block, and the cosines of a block's gradients."""
+    """Time, rate and memory of one block, and the cosines of its gradients."""
     from cs336_systems.experiments.block_measure import measure_fp8
 
     return measure_fp8(cell)
-
-
-_SETTINGS = ("gpu", "device", "size", "batch_size", "context_length", "dtype")
 
 
 def _speedup(line: Line) -> Spread | None:
@@ -156,30 +128,17 @@ def _speedup(line: Line) -> Spread | None:
     return None if stored is None else stored.repeats_over("step", line)
 
 
-_SPEEDUP = Column("x", _speedup, ".3f", rank=MAIN, note="times as fast as stored, of several turns median and range")
-
-PRODUCT_TABLE = ResultTable(
-    settings=(*_SETTINGS, "product", "how", "warmup", "steps"),
-    always=("product", "how"),
-    columns=(
-        Column("quantize x ms", "quantize_x", optional=True, note="absmax, and both quantized copies"),
-        Column("forward ms", "forward"),
-        Column("quantize dy ms", "quantize_dy", optional=True),
-        Column("backward ms", "backward", note="both products"),
-        Column("all ms", "step", spread=True, rank=MAIN),
-        _SPEEDUP,
-        Column("TFLOP/s", "tflops", ".0f", little=True),
-    ),
-)
-
 BLOCK_TABLE = ResultTable(
-    settings=(*_SETTINGS, "attention", "keep", "how", "warmup", "steps"),
+    settings=(
+        *("gpu", "device", "size", "batch_size", "context_length", "dtype", "attention", "keep", "how"),
+        *("warmup", "steps"),
+    ),
     always=("how",),
     columns=(
         Column("forward ms", "forward"),
         Column("backward ms", "backward"),
         Column("both ms", "step", spread=True, rank=MAIN),
-        _SPEEDUP,
+        Column("x", _speedup, ".3f", rank=MAIN, note="times as fast as stored, of several turns median and range"),
         Column("TFLOP/s", "tflops", ".0f", little=True),
         Column("least cosine", "least_cosine", ".4f", note="of a gradient with that of fp32, on a short sequence"),
         Column("mean cosine", "mean_cosine", ".4f"),
@@ -189,43 +148,34 @@ BLOCK_TABLE = ResultTable(
 )
 
 
-def tables(rows: pd.DataFrame) -> Iterator[Table]:
-    """The matmuls, then the blocks."""
-    for part, of_part in (("product", PRODUCT_TABLE), ("block", BLOCK_TABLE)):
-        if len(own := rows[rows["part"] == part]):
-            table = of_part.of(own)
-            emulated = "A CPU emulates fp8: these times say nothing of a GPU's. " if "cpu" in set(own["device"]) else ""
-            yield replace(table, caption=emulated + table.caption)
-
-
-_PHASES = {"forward": 0, "backward": 5, "quantize_x": 1, "quantize_dy": 4}
-"""The colour of each phase; in a block quantization is inside forward and backward."""
+def table(rows: pd.DataFrame) -> Table:
+    """A line for each way; above those of a CPU stands that it emulates fp8."""
+    found = BLOCK_TABLE.of(rows)
+    emulated = "A CPU emulates fp8: these times say nothing of a GPU's. " if "cpu" in set(rows["device"]) else ""
+    return replace(found, caption=emulated + found.caption)
 
 
 def time_figure(rows: pd.DataFrame) -> Figure | None:
-    """A panel for each block and each product: milliseconds of its phases, a bar for each way; None without rows."""
-    from cs336_systems.harness.runs import newest
+    """A panel for each shape: milliseconds of forward and backward, a bar for each way; None without rows."""
     from cs336_systems.report.figures import OKABE_ITO, panels
 
-    settings = [name for name in (*_SETTINGS, "attention", "keep", "part", "product", "how") if name in rows]
-    cells = newest(rows, settings)
-    cells = cells[(cells["status"] == "ok") & cells["metric"].isin(_PHASES)].sort_values("part", kind="stable")
-    if cells.empty:
+    rows = rows[(rows["status"] == "ok") & (rows["part"] == "block")]
+    found: dict[str, list[Line]] = {}
+    for line in BLOCK_TABLE.lines(rows):
+        title = f"{line.settings['size']}, {line.settings['batch_size']} x {line.settings['context_length']} tokens"
+        found.setdefault(title, []).append(line)
+    if not found:
         return None
-    tokens = (cells["batch_size"] * cells["context_length"]).map("{:,} tokens".format)
-    what = cells["product"].where(cells["part"] == "product", "block")
-    found = list(cells.groupby(what + "\n" + cells["size"] + ", " + tokens, sort=False))
-    figure, shown = panels(len(found), len(found), 2.6, 0.4 * cells["how"].nunique() + 1, sharey=True)
-    for axes, (title, own) in zip(shown, found, strict=True):
-        ms = own.pivot_table("median", "how", "metric", sort=False).reindex(columns=list(_PHASES)).fillna(0.0)
-        left = ms.cumsum(axis=1) - ms
-        for phase, colour in _PHASES.items():
-            axes.barh(ms.index, ms[phase], left=left[phase], color=OKABE_ITO[colour], height=0.7, label=phase)
+    figure, shown = panels(len(found), len(found), 4.2, 0.4 * max(map(len, found.values())) + 1, sharey=True)
+    for axes, (title, own) in zip(shown, found.items(), strict=True):
+        names = [line.settings["how"] for line in own]
+        forward, backward = ([line.median(phase) or 0.0 for line in own] for phase in ("forward", "backward"))
+        axes.barh(names, forward, color=OKABE_ITO[0], height=0.7, label="forward")
+        axes.barh(names, backward, left=forward, color=OKABE_ITO[5], height=0.7, label="backward")
         axes.set(title=title, xlabel="ms")
     shown[0].invert_yaxis()
-    figure.legend(*shown[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    first = cells.iloc[0]
-    figure.suptitle(f"On {first['gpu'] or first['device']}", fontsize=11)
+    figure.legend(*shown[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
+    figure.suptitle(f"A block on {rows.iloc[0]['gpu'] or rows.iloc[0]['device']}", fontsize=11)
     return figure
 
 
@@ -234,7 +184,7 @@ EXPERIMENT = Experiment(
     Fp8Cell,
     make_cells,
     one_stage(measure, share=lambda cell: cell.subject),
-    presented(tables),
+    presented(table),
     ("forward", "backward", "step", "tflops", "least_cosine", "mean_cosine"),
     options=Options,
 )

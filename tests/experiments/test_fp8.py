@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cs336_systems.experiments.block_measure import measure_fp8, with_float8
-from cs336_systems.experiments.fp8 import EXPERIMENT, PRODUCTS, Options, make_cells, product_shape, time_figure
+from cs336_systems.experiments.fp8 import EXPERIMENT, Options, make_cells, time_figure
 from cs336_systems.harness.record import parse_samples
 from cs336_systems.harness.sweep import Outcome
 from tests.report.rows import make_cell, ms
@@ -17,14 +17,10 @@ TINY = replace(Options.default("cpu"), context_length=(16,), steps=1)
 
 
 def test_ways_are_interleaved_at_each_shape():
-    options = replace(TINY, product=("qkv", "down"), how=("stored", "e4m3"), repeat=2)
-    kinds = [(cell.part, cell.product, cell.repeat, cell.how) for cell in make_cells(options)]
+    options = replace(TINY, batch_size=(1, 2), how=("stored", "e4m3"), repeat=2)
     turns = [(0, "stored"), (0, "e4m3"), (1, "e4m3"), (1, "stored")]
-    shapes = [("product", "qkv"), ("product", "down"), ("block", "")]
-    assert kinds == [(*shape, *turn) for shape in shapes for turn in turns]
-    config = make_cells(TINY)[0].config
-    elements = sum(n * k for n, k in (product_shape(config, name) for name in PRODUCTS))
-    assert elements == config.n_block_parameters - 2 * config.d_model
+    found = [(cell.batch_size, cell.repeat, cell.how) for cell in make_cells(options)]
+    assert found == [(batch, *turn) for batch in (1, 2) for turn in turns]
 
 
 @pytest.mark.parametrize(
@@ -39,14 +35,11 @@ def test_what_cannot_be_asked_is_told(fault, message):
         make_cells(replace(TINY, **fault))
 
 
-def test_products_have_phases_and_blocks_cosines():
-    for cell in make_cells(replace(TINY, product=("output",), how=("stored", "e4m3"))):
+def test_gradients_of_quantized_blocks_point_where_exact_ones_do():
+    for cell in make_cells(replace(TINY, how=("stored", "e4m3"))):
         found = {metric.name: metric.samples for metric in measure_fp8(cell)}
-        if cell.part == "product":
-            phases = [found[name] for name in ("quantize_x", "forward", "quantize_dy", "backward")]
-            assert found["step"] == pytest.approx([sum(ms) for ms in zip(*phases, strict=True)])
-            assert found["tflops"] == pytest.approx([3 * 2 * 16 * 64 * 64 / ms / 1e9 for ms in found["step"]])
-        elif cell.how == "stored":
+        assert found["step"] == pytest.approx([sum(ms) for ms in zip(found["forward"], found["backward"], strict=True)])
+        if cell.how == "stored":
             assert 1 + 1e-12 >= found["least_cosine"][0] > 0.999999
         else:
             assert 0.98 <= found["least_cosine"][0] < 0.999999
@@ -63,7 +56,7 @@ def test_a_block_is_compiled_for_one_shape(monkeypatch):
         return call
 
     monkeypatch.setattr(torch, "compile", compile_once)
-    (cell,) = make_cells(replace(TINY, part=("block",), how=("compiled",), batch_size=(2,)))
+    (cell,) = make_cells(replace(TINY, how=("compiled",), batch_size=(2,)))
     metrics = {metric.name: metric.samples for metric in measure_fp8(cell)}
     assert set(shapes) == {(2, 16, cell.config.d_model)}
     assert min(metrics["least_cosine"]) > 0.999999
@@ -72,29 +65,19 @@ def test_a_block_is_compiled_for_one_shape(monkeypatch):
 SHAPE = {"size": "llama3-8b", "batch_size": 2, "context_length": 8192, "device": "cuda", "gpu": "NVIDIA H200"}
 
 
-def cell(product, how, **phases):
-    times = (ms(name, value) for name, value in phases.items())
-    return make_cell(*times, part="product" if product else "block", product=product, how=how, **SHAPE)
+def cell(how, **phases):
+    return make_cell(*(ms(name, value) for name, value in phases.items()), part="block", how=how, **SHAPE)
 
 
 def frame(*cells):
     return parse_samples(pd.DataFrame([row for rows in cells for row in rows]))
 
 
-def test_phases_stand_one_after_the_other_in_the_bar_of_their_way():
-    quantized = {"quantize_x": 0.5, "forward": 1.0, "quantize_dy": 0.75, "backward": 2.0}
-    rows = frame(
-        *(cell("qkv", "e4m3", **quantized), cell("qkv", "compiled", forward=2.0, backward=4.0)),
-        cell("", "e4m3", forward=9.0, backward=19.0),
-    )
-    block, qkv = time_figure(rows).axes
-    assert [axes.get_title() for axes in (block, qkv)] == [
-        f"{what}\nllama3-8b, 16,384 tokens" for what in ("block", "qkv")
-    ]
-    pieces = [(bar.get_x(), bar.get_width()) for bar in qkv.patches]
-    assert pieces[::2] == [(0.0, 1.0), (1.0, 2.0), (3.0, 0.5), (3.5, 0.75)]
-    assert pieces[1::2] == [(0.0, 2.0), (2.0, 4.0), (6.0, 0.0), (6.0, 0.0)]
-    assert [(bar.get_x(), bar.get_width()) for bar in block.patches[:2]] == [(0.0, 9.0), (9.0, 19.0)]
+def test_backward_stands_behind_forward_in_the_bar_of_its_way():
+    rows = frame(cell("e4m3", forward=1.0, backward=2.0), cell("compiled", forward=2.0, backward=4.0))
+    (axes,) = time_figure(rows).axes
+    assert axes.get_title() == "llama3-8b, 2 x 8192 tokens"
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 1), (0, 2), (1, 2), (2, 4)]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -121,7 +104,7 @@ def test_a_table_stands_beside_what_its_times_suffered_from(monkeypatch, capsys)
 
     monkeypatch.setattr("cs336_systems.harness.sweep.run_sweep", sweep)
     for load in (7.5, 2.5):
-        assert EXPERIMENT.run(replace(TINY, part=("product",), product=("qkv",), how=("stored",))) == 0
+        assert EXPERIMENT.run(replace(TINY, how=("stored",))) == 0
         out = capsys.readouterr().out
         assert "A CPU emulates fp8" in out
         assert ("The machine was loaded, 7.5 processes on 2 cores" in out) == (load == 7.5), "2.5 may be its own"
