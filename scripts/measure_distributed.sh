@@ -87,16 +87,16 @@ for part in "$@"; do
     collectives)
       ranks benchmark_collectives --dtype fp32 bf16 ;;
     ddp-four)
-      turns benchmark_ddp --size 2.7b xl --local-steps 3
+      turns benchmark_ddp --size 2.7b xl
       launch 4
       for n in 2 1; do
-        ranks benchmark_ddp --size 2.7b xl --ddp bucketed torch --local-steps 3
+        ranks benchmark_ddp --size 2.7b xl --ddp bucketed torch
         launch "$n"
       done ;;
     ddp-four-ctas)
-      turns benchmark_ddp --size 2.7b xl --ddp bucketed --max-ctas 0 4 8 12 16 --local-steps 3
+      turns benchmark_ddp --size 2.7b xl --ddp bucketed --max-ctas 0 4 8 12 16
       launch 4
-      ranks benchmark_ddp --size 2.7b xl --ddp bucketed --local-steps 3
+      ranks benchmark_ddp --size 2.7b xl --ddp bucketed
       launch 1 ;;
     fsdp-four)
       for size in 2.7b xl; do
@@ -108,20 +108,20 @@ for part in "$@"; do
         launch 1
       done ;;
     ddp)
-      turns benchmark_ddp --size 2.7b --local-steps 3 --trace "$folder/ddp" --recorded naive overlapped ;;
+      turns benchmark_ddp --size 2.7b --trace "$folder/ddp" --recorded naive overlapped ;;
     traces)
-      ranks benchmark_ddp --size 2.7b --ddp bucketed torch --warmup 2 --steps 2 --local-steps 1 --trace "$folder/ddp" ;;
+      ranks benchmark_ddp --size 2.7b --ddp bucketed torch --warmup 2 --steps 2 --trace "$folder/ddp" ;;
     ddp-xl)
-      turns benchmark_ddp --size xl --local-steps 3 ;;
+      turns benchmark_ddp --size xl ;;
     ddp-autocast)
       long_turns benchmark_ddp --size 2.7b xl --dtype autocast-bf16 --ddp bucketed torch ;;
     ddp-buckets)
-      turns benchmark_ddp --size xl --local-steps 3 --ddp bucketed --bucket-size-mb 1 10 100 1000 ;;
+      turns benchmark_ddp --size xl --ddp bucketed --bucket-size-mb 1 10 100 1000 ;;
     ddp-one-rank)
-      ranks benchmark_ddp --size 2.7b xl --ddp bucketed torch --local-steps 3
+      ranks benchmark_ddp --size 2.7b xl --ddp bucketed torch
       launch 1 ;;
     ddp-ctas8)
-      ranks benchmark_ddp --size 2.7b xl --ddp overlapped bucketed --max-ctas 8 --local-steps 3 ;;
+      ranks benchmark_ddp --size 2.7b xl --ddp overlapped bucketed --max-ctas 8 ;;
     ddp-host)
       long_turns benchmark_ddp --size 2.7b xl --dtype autocast-bf16 --ddp overlapped bucketed torch \
         --bucket-size-mb 25 100 ;;

@@ -22,7 +22,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from cs336_systems.case import RECIPE, Parallel, TrainingCase
 from cs336_systems.declared import like, option, options_of
@@ -113,9 +113,6 @@ class DataParallelCell(RankedCase):
 class Asked(RankedRun):
     """What does each form of data parallelism gain?"""
 
-    CPU_DEFAULTS: ClassVar = RankedRun.CPU_DEFAULTS | {"warmup": 1, "steps": 6}
-    local_steps: int | None = None
-    """Timed steps without communication, in the first repeat; by default as many as with it."""
     trace: Path | None = None
     """Folder for recordings (torch.profiler) and a picture of rank 0 per cell, with and without communication, in the
     first repeat."""
@@ -123,7 +120,7 @@ class Asked(RankedRun):
     """Forms that --trace records; by default all."""
 
 
-Options: Any = options_of(DataParallelCell, Asked)
+Options: Any = options_of(DataParallelCell, Asked, cpu=RankedRun.CPU_DEFAULTS | {"warmup": 1, "steps": 6})
 
 
 def make_cells(options: Any) -> list[DataParallelCell]:
@@ -200,7 +197,7 @@ def measure(cell: DataParallelCell, rank: Rank, *, effort: Effort = EFFORT) -> l
     second = cell.steps // 2 if cell.repeat == 0 else 0
     rounds = [timed(phases, steps=cell.steps - second, warmup=effort.warmup(cell))]
     if cell.repeat == 0:
-        without = timed(quiet, steps=effort.local_steps or cell.steps, warmup=again).samples_ms
+        without = timed(quiet, steps=cell.steps, warmup=again).samples_ms
         reunite(prepared)
         rounds += [timed(phases, steps=second, warmup=again)] if second else []
         sent, local = prepared.sent(), median(without[WHOLE])

@@ -4,23 +4,19 @@ A question is one file, ``experiments/NAME.py``, in this order:
 
 1. Its docstring: what is asked, how it is measured, and the limits of the answer.
 2. Its ``Cell``: a frozen dataclass whose fields are columns. A training step's cell inherits ``TimedCase`` or
-   ``RankedCase``; what the question varies besides are a few fields made by ``option`` (``declared.py``), which become
-   options of the command, several values of each.
+   ``RankedCase``; fields made by ``option`` (``declared.py``) are options of the command, several values of each.
 3. ``Options = options_of(Cell, RunOptions, cpu={...})`` (or ``PeerRun``, ``TrainingRun``, ``RankedRun``, or a subclass
-   with options of the run that are no columns), with the smaller defaults of a CPU.
-4. ``make_cells(options)``: the grid, by ``training_cells`` or ``itertools.product`` and ``cell_of``. It raises
-   ValueError, one sentence with the option and its value, for what no cell of this question can have.
-5. ``measure(cell)``, or ``measure(cell, rank)`` for cells with a ``world_size``: returns a list of ``Metric``. It
-   imports torch inside, or stands in a file of its own if measuring is an idea of its own.
-6. Its table (``report.results.ResultTable``) and figures, functions of rows that import pandas and matplotlib inside.
+   with options that are no columns), with the smaller defaults of a CPU.
+4. ``make_cells(options)``: the grid, by ``every`` or ``training_cells``; ValueError, one sentence with the option and
+   its value, for what no cell of this question can have.
+5. ``measure(cell)``, or ``measure(cell, rank)`` for cells with a ``world_size``: a list of ``Metric``.
+6. Its table (``report.results.ResultTable``) and figures, functions of rows.
 7. ``EXPERIMENT = Experiment(...)``; the command is ``main = command(EXPERIMENT, __doc__)``.
 
-Importing a question imports no torch, pandas or matplotlib, so that ``--help`` and a typing error are answered at once;
-types that only annotations need are imported under ``TYPE_CHECKING``. The same course runs on one process, on ranks
-that it starts and under torchrun, where rank 0 alone presents.
-
-Requested and nothing measured is exit code 1, with the reason; one failed cell among others is, too. Memory that does
-not suffice and requests that are unsupported are answers as long as something was measured.
+Importing a question imports no torch, pandas or matplotlib, so that ``--help`` is answered at once. The same course
+runs on one process, on ranks that it starts and under torchrun, where rank 0 alone presents. Requested and nothing
+measured is exit code 1, with the reason; one failed cell among others is, too. Memory that does not suffice and
+requests that are unsupported are answers as long as something was measured.
 """
 
 from __future__ import annotations
@@ -95,11 +91,14 @@ Present = Callable[["list[Outcome]", Any, Path | None], int | Mapping[str, Any] 
 def presented(
     tables: Callable[[pd.DataFrame], Table | Iterable[Table]],
     figures: Mapping[str, Callable[[pd.DataFrame], Figure | None]] | None = None,
+    *,
+    earlier: bool = False,
 ) -> Present:
     """Shows the tables of the rows of this run, and draws the figures of all rows of the file beside it.
 
     Args:
         figures: by what is added to the file's stem: ``{"": step_figure, "_frontier": frontier_figure}``.
+        earlier: whether the tables hold all rows of the file.
     """
 
     def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
@@ -113,13 +112,13 @@ def presented(
         peaks, notes = rows.loc[rows["metric"] == "peak_memory", "median"], {}
         if budget is not None and (over := int((peaks > budget).sum())):
             notes = {"peak GiB": f"{over} of {len(peaks)} above the budget of {budget:g}, which the prediction kept"}
-        made = tables(rows)
+        every = read_rows(csv) if csv and (earlier or figures) else rows
+        made = tables(every if earlier else rows)
         for table in [made] if isinstance(made, Table) else made:
             show(replace(table, notes={**table.notes, **notes}), options.format)
-        if csv and figures:
-            rows = read_rows(csv)
-            for ending, draw in figures.items():
-                save(draw(rows), csv.with_name(f"{csv.stem}{ending}.png"))
+        for ending, draw in (figures or {}).items():
+            if csv:
+                save(draw(every), csv.with_name(f"{csv.stem}{ending}.png"))
 
     return present
 

@@ -9,12 +9,12 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.costs.communication import cost
-from cs336_systems.experiments.driver import Present, Stage, Stages
+from cs336_systems.experiments.driver import Present, Stage, Stages, presented
 from cs336_systems.experiments.options import RankedCase
 
 if TYPE_CHECKING:
@@ -104,8 +104,7 @@ def scaling(line: Line, **alone: object) -> float | None:
 class Effort:
     """How much is measured of a cell, besides its columns: warm-up of later turns, and what is recorded.
 
-    A turn after the first has fewer steps of warm-up, and only takes the times that are compared: it neither records
-    nor counts bytes and messages, and has no steps without communication.
+    A turn after the first only takes the times that are compared: it neither records nor counts bytes and messages.
     """
 
     later_warmup: int | None = None
@@ -114,14 +113,11 @@ class Effort:
     """Folder for recordings."""
     recorded: tuple[str, ...] = ()
     """Variants that are recorded; empty for all."""
-    local_steps: int | None = None
-    """Timed steps without communication, of cells that have such; as many as with it if None."""
 
     @classmethod
     def of(cls, options: Any) -> Effort:
         """The effort that the options ask for."""
-        said: dict[str, Any] = {field.name: getattr(options, field.name, field.default) for field in fields(cls)}
-        return cls(**said)
+        return cls(options.later_warmup, getattr(options, "trace", None), getattr(options, "recorded", ()))
 
     def warmup(self, cell: RankedCase) -> int:
         """Steps before those that are timed, in this turn."""
@@ -203,12 +199,10 @@ def peak_metrics(meter: PeakMeter, rank: Rank) -> list[Metric]:
 def with_earlier_rows(table: Callable[[pd.DataFrame], Table]) -> Present:
     """Shows the outcomes and earlier rows of the file in one table, and draws the recordings beside them."""
 
-    def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
-        from cs336_systems.harness.record import read_rows
-        from cs336_systems.harness.sweep import outcome_rows
-        from cs336_systems.report.show import show
+    shown = presented(table, earlier=True)
 
-        show(table(read_rows(csv) if csv else outcome_rows(outcomes)), options.format)
+    def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
+        shown(outcomes, options, csv)
         effort = Effort.of(options)
         for outcome in outcomes:
             if outcome.status == "ok" and (path := effort.recording(outcome.cell)):

@@ -45,8 +45,8 @@ def test_data_parallel_and_fully_sharded_steps_compare_as_their_bytes_do():
 def test_a_later_turn_warms_up_less_and_records_nothing(tmp_path):
     cell = DataParallelCell(ddp="torch", warmup=5)
     later = replace(cell, repeat=1)
-    effort = Effort.of(Options(later_warmup=2, trace=tmp_path, recorded=("torch", "naive"), local_steps=3))
-    assert effort == Effort(later_warmup=2, trace=tmp_path, recorded=("torch", "naive"), local_steps=3)
+    effort = Effort.of(Options(later_warmup=2, trace=tmp_path, recorded=("torch", "naive")))
+    assert effort == Effort(later_warmup=2, trace=tmp_path, recorded=("torch", "naive"))
     assert (effort.warmup(cell), effort.warmup(later), Effort().warmup(later)) == (5, 2, 5)
     assert effort.recording(cell) == tmp_path / f"{cell.name}.json.gz"
     assert effort.recording(later) is effort.recording(replace(cell, ddp="flat")) is Effort().recording(cell) is None
