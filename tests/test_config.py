@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336_systems.config import HANDOUT_SIZES, MODEL_SIZES, SIZE_ALIASES, ModelConfig, resolve_size
+from cs336_systems.config import MODEL_SIZES, SIZE_ALIASES, ModelConfig, resolve_size
 from cs336_systems.model import TransformerLM
 
 N_PARAMETERS = {
@@ -59,19 +59,10 @@ def test_every_size_has_its_literal_count_and_a_meta_model_has_as_many_and_alloc
         assert counts == [N_PARAMETERS[name] - (config.n_layers - 1) * counts[1], config.n_block_parameters], name
 
 
-def test_names_and_head_widths():
-    assert all(config.name == name for name, config in MODEL_SIZES.items())
-    assert {*HANDOUT_SIZES, *SIZE_ALIASES.values()} <= MODEL_SIZES.keys()
-    small, llama = MODEL_SIZES["small"], MODEL_SIZES["llama3-8b"]
-    assert (small.d_head, small.kv_heads, small.d_kv) == (64, 12, 768)
-    assert (llama.d_head, llama.kv_heads, llama.d_kv) == (128, 8, 1024)
-
-
 @pytest.mark.parametrize(
     ("change", "value"),
     [
-        *(({name: 0}, f"{name} .* 0") for name in ("d_model", "d_ff", "n_layers", "n_heads", "n_kv_heads")),
-        *(({name: 0}, f"{name} .* 0") for name in ("vocab_size", "context_length", "max_context_length")),
+        ({"vocab_size": 0}, "vocab_size .* 0"),
         ({"d_ff": 64.0}, r"d_ff .* 64\.0"),
         ({"n_heads": 5}, "d_model=48 and n_heads=5"),
         ({"n_kv_heads": 3}, "n_kv_heads=3 and n_heads=4"),

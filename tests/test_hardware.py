@@ -1,7 +1,5 @@
 """The hardware table: strict matching, dense peaks, and a few anchors computed by hand elsewhere."""
 
-import pickle
-
 import pytest
 
 from cs336_systems.hardware import HARDWARE, MATMUL_DTYPES, find_hardware, hardware_named
@@ -31,7 +29,7 @@ def test_exact_device_names_find_their_entry_and_any_other_device_is_none() -> N
 
 
 @pytest.mark.parametrize("hardware", GPUS, ids=lambda hardware: hardware.name)
-def test_peaks_are_dense_and_figures_complete(hardware) -> None:
+def test_peaks_are_dense(hardware) -> None:
     """A sparse figure among dense ones is off by a factor of 2; datasheets round away at most 2.5 % (L40S).
 
     GeForce cards accumulate in FP32 at half of their rate, so that tf32 equals the CUDA cores' fp32.
@@ -42,12 +40,6 @@ def test_peaks_are_dense_and_figures_complete(hardware) -> None:
     assert (hardware.peak("fp8") is None) == (hardware.name.startswith("A100") or hardware.name == "RTX 3090")
     assert (peaks["tf32"] == peaks["fp32"]) == (hardware.name in GEFORCE)
     assert hardware.datasheet.startswith("https://")
-    assert 20e9 < hardware.memory_bytes < 300e9
-    assert 2e11 < hardware.memory_bytes_per_s < 1e13
-    assert hardware.host_link_bytes_per_s in (32e9, 64e9)
-    assert hardware.link_bytes_per_s is None or hardware.link_bytes_per_s > hardware.host_link_bytes_per_s
-    assert all(1e13 < peak < 1e16 for peak in peaks.values())
-    assert pickle.loads(pickle.dumps(hardware)) == hardware
 
 
 def test_peaks_agree_with_units_times_clock_and_knees() -> None:

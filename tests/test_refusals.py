@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from cs336_systems.case import Parallel, TrainingCase, kept_as
+from cs336_systems.case import Parallel, TrainingCase
 from cs336_systems.refusals import REFUSALS, refusal
 
 PLAIN = TrainingCase(size="tiny", context_length=64)
@@ -90,18 +90,3 @@ def test_an_unknown_name_is_told_with_the_nearest():
     ):
         with pytest.raises(ValueError, match=near):
             refusal(replace(PLAIN, **{name: value}))
-
-
-def test_policies_of_autograd_are_values_of_keep():
-    assert kept_as("autograd") == {"keep": "autograd"}
-    assert kept_as("all-norm") == {"keep": "all-norm"}
-    policies = {
-        **{"autograd-input": "full", "autograd-every-3": "every-3", "autograd-after-2": "first-2"},
-        **{"autograd-matmuls": "keep-matmuls", "autograd-attention": "keep-attention"},
-        **{"autograd-recursive": "recursive"},
-    }
-    for keep, policy in policies.items():
-        assert kept_as(keep) == {"keep": "autograd", "checkpoint": policy}
-    for unknown in ("autograd-full", "autograd-every", "autograd-every-0", "autograd-input-2", "autograd-first-2"):
-        with pytest.raises(ValueError, match=unknown):
-            kept_as(unknown)

@@ -12,7 +12,6 @@ from cs336_systems.experiments.options import (
     RankedRun,
     TimedCase,
     TrainingRun,
-    cell_of,
     check_options,
     small_defaults_note,
     training_cells,
@@ -80,32 +79,12 @@ def test_a_command_line_follows_from_the_fields():
     assert {(cell.compile, cell.optimizer, cell.master, cell.steps) for cell in cells} == {
         ("on", "torch-fused", "none", 10)
     }
-    cell = cell_of(BucketCell, replace(options, fp8_skip_first=1), repeat=0, **dict.fromkeys(("size", "keep"), "tiny"))
-    assert (cell.fp8_skip_first, cell.seed) == (1, 0)
-
-
-def test_a_value_that_a_field_does_not_allow_ends_with_2_and_one_value_makes_no_grid():
-    for arguments in (["--colour", "green"], ["--dtype", "fp8"], ["--losses", "1", "2"]):
-        with pytest.raises(SystemExit) as exit_:
-            parse(Options, ["--device", "cpu", *arguments], None)
-        assert exit_.value.code == 2
-    options = options_of(BucketCell, Asked, several=False, dtype="bf16")()
-    assert (options.dtype, options.size, options.master_weights) == ("bf16", "small", "none")
 
 
 def test_a_caption_leaves_out_plain_values_but_for_what_is_always_shown():
     plain = plain_values(BucketCell)
     assert {"kernels": "reference", "accumulate": "1", "colour": "red"}.items() <= plain.items()
     assert not {"dtype", "attention", "bucket_size_mb", "device", "seed", "repeat"} & set(plain)
-
-
-def test_extras_name_what_is_not_plain():
-    case = TrainingCase(size="tiny", kernels="fused", keep="all-norm", accumulate=4, compile="whole-model")
-    assert case.extras == ["whole model compiled", "4 micro-batches", "fused kernels", "keep all-norm"]
-    case = TrainingCase(keep="products", matmul_dtype="e4m3", master="fp32", fp8_skip_first=1)
-    assert case.extras == ["keep products", "masters in fp32", "e4m3 by tensor skip 1 and 0"]
-    assert [TrainingCase(keep=keep).written_out for keep in ("autograd", "input")] == [False, True]
-    assert [TrainingCase(compile=how).compiled for how in ("", "off", "on")] == [False, False, True]
 
 
 def test_every_option_of_a_case_reaches_its_cells():
