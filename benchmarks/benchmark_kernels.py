@@ -1,7 +1,7 @@
 """How fast is each fused kernel, against plain PyTorch, torch.compile, other libraries' kernels and a copy?
 
     uv run benchmarks/benchmark_kernels.py                                     # plain PyTorch alone on a CPU
-    uv run benchmarks/benchmark_kernels.py --kernel weighted_sum --rows 16384 --width 1024 4096 --out results/
+    uv run benchmarks/benchmark_kernels.py --kernel swiglu --rows 16384 --width 1024 4096 --out results/
     uv run benchmarks/benchmark_kernels.py --how eager compiled --dtype bf16
     uv run benchmarks/benchmark_kernels.py --kernel rms_norm --how ours liger torch --size llama3-8b --rows 4096 65536
 

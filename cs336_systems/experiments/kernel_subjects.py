@@ -43,7 +43,6 @@ from cs336_systems.kernels.quantize import quantize, quantize_blocks, transpose_
 from cs336_systems.kernels.quantize_reference import Quantized
 from cs336_systems.kernels.rotary import rotate_
 from cs336_systems.kernels.swiglu_quantize import swiglu_backward_quantize
-from cs336_systems.kernels.weighted_sum import weighted_sum
 from cs336_systems.model import ops
 from cs336_systems.training.precision import parameter_dtype
 
@@ -84,14 +83,6 @@ def scaled_bytes(x: Tensor, absmax: Tensor, *, rows: bool = True, transposed: bo
 def leaves(**inputs: Tensor) -> dict[str, Tensor]:
     """Inputs to which backward is measured."""
     return {name: x.requires_grad_() for name, x in inputs.items()}
-
-
-def of_weighted_sum(cell: KernelCell, device: torch.device) -> Subject:
-    """Forward reads x and weight (width,) and writes out (rows,); backward reads both and the gradient of out, and
-    writes the gradients of both."""
-    inputs = leaves(x=normal(cell, device), weight=normal(cell, device, cell.width))
-    both, out = sum(x.nbytes for x in inputs.values()), cell.rows * inputs["x"].itemsize
-    return Subject(inputs, weighted_sum, lambda x, weight: x @ weight, both + out, 2 * both + out)
 
 
 def of_rms_norm(cell: KernelCell, device: torch.device) -> Subject:
@@ -340,7 +331,7 @@ def of_transpose_bytes(cell: KernelCell, device: torch.device) -> Subject:
 
 
 _EVERY: tuple[Callable[[KernelCell, torch.device], Subject], ...] = (
-    of_weighted_sum, of_rms_norm, of_add_rms_norm, of_swiglu, of_rotary, of_linear_cross_entropy, of_adamw,
+    of_rms_norm, of_add_rms_norm, of_swiglu, of_rotary, of_linear_cross_entropy, of_adamw,
     of_grad_norm, of_column_sums, of_absmax, of_quantize, of_quantize_blocks,
     of_rms_norm_quantize, of_swiglu_quantize, of_transpose_bytes,
 )  # fmt: skip

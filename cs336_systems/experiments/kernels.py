@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cs336_systems.harness.record import Metric
 
 KERNELS = (
-    *("weighted_sum", "rms_norm", "add_rms_norm", "swiglu", "rotary"),
+    *("rms_norm", "add_rms_norm", "swiglu", "rotary"),
     *("linear_cross_entropy", "adamw", "grad_norm", "column_sums"),
     *("absmax", "quantize", "quantize.transposed", "quantize_blocks"),
     *("rms_norm_quantize", "swiglu_quantize", "transpose_bytes"),

@@ -9,7 +9,7 @@ import torch
 from cs336_systems.config import PRECISIONS
 from cs336_systems.costs.kept import LEVELS, bytes_kept
 from cs336_systems.experiments.block_measure import bench, measure_block
-from cs336_systems.experiments.blocks import BLOCK_TABLE, BlockCell, Options, kept_figure, make_cells
+from cs336_systems.experiments.blocks import BlockCell, Options, kept_figure, make_cells
 from cs336_systems.harness.record import Metric, parse_samples
 from tests.benchmarks.commands import cells_of
 from tests.report.rows import make_cell, ms
@@ -76,16 +76,6 @@ def test_a_point_for_each_way_and_time_by_block():
     assert points == [[(0.5, 50.0), (2.5, 40.0)], [(4.0, 42.0)]]
     assert {text.get_text() for text in llama.texts} == {"compiled", "products", "input"}
     assert list(leaderboard.containers[0][0].get_ydata()) == [40.0]
-
-
-def test_ratios_in_the_table_are_of_one_turn():
-    turns = [
-        *(cell("compiled", 40.0, 4.0, repeat=0), cell("products", 38.0, 2.5, repeat=0)),
-        *(cell("products", 44.0, 2.5, repeat=1), cell("compiled", 44.0, 4.0, repeat=1)),
-    ]
-    table = BLOCK_TABLE.of(frame(*turns)).frame.set_index("block")
-    assert table["/ compiled"].to_dict() == {"compiled": "1.000", "products": "0.975 (0.950–1.000)"}
-    assert table.loc["products", "kept GiB"] == "2.50"
 
 
 @pytest.mark.gpu
