@@ -227,9 +227,10 @@ def _recipes(options: Any) -> list[dict[str, Any]]:
 
 
 def cell_of(cell_type: type[AnyCell], options: Any, **own: Any) -> AnyCell:
-    """A cell whose fields are the options of the same name, but for its ``own``."""
-    given = [each for each in fields(cell_type) if each.name not in own]  # type: ignore[arg-type]
-    return cell_type(**{each.name: getattr(options, option_name(each)) for each in given}, **own)
+    """A cell whose fields are the options of the same name, if there are such, but for its ``own``."""
+    names = {each.name: option_name(each) for each in fields(cell_type)}  # type: ignore[arg-type]
+    given = {name: getattr(options, asked) for name, asked in names.items() if hasattr(options, asked)}
+    return cell_type(**given | own)
 
 
 def check_options(options: RunOptions) -> None:
