@@ -7,7 +7,6 @@ Recordings of both steps (``--trace``) say what it is made of:
 
     waited      only collectives run: what backward does not hide, waiting for slower ranks included
     slowed      what the step's other kernels take longer while collectives run beside them
-    added       kernels that only the step with communication has: copies into buckets and out of them
 
 Steps without communication let replicas drift apart, so parameters and optimizer state are made rank 0's again after
 them. When all is measured, every parameter must be the same bits on every rank, or the cell fails.
@@ -98,15 +97,17 @@ class DataParallelCell(RankedCase):
     @property
     def name(self) -> str:
         """The stem of its files' names."""
-        bucket = "" if self.bucket_size_mb is None else f"{self.bucket_size_mb:g}mb"
-        sent = "" if self.communication_dtype == "same" else f"sent-{self.communication_dtype}"
-        return recording_name(self, self.ddp, bucket, sent, f"{self.max_ctas}ctas" if self.max_ctas else "")
+        return recording_name(self, self.ddp, *self._words)
+
+    @property
+    def _words(self) -> list[str]:
+        """The rung's settings that are not the usual ones, each as a word."""
+        bucket = [] if self.bucket_size_mb is None else [f"{self.bucket_size_mb:g}mb"]
+        sent = [] if self.communication_dtype == "same" else [f"sent-{self.communication_dtype}"]
+        return bucket + sent + ([f"{self.max_ctas}ctas"] if self.max_ctas else [])
 
     def __str__(self) -> str:
-        bucket = "" if self.bucket_size_mb is None else f" {self.bucket_size_mb:g} MiB"
-        sent = "" if self.communication_dtype == "same" else f" sent as {self.communication_dtype}"
-        limit = f" by {self.max_ctas} thread blocks" if self.max_ctas else ""
-        return f"{self.ddp}{bucket}{sent}{limit} on {self.world_size} ranks: {super().__str__()}"
+        return f"{' '.join((self.ddp, *self._words))} on {self.world_size} ranks: {super().__str__()}"
 
 
 @dataclass(frozen=True)
