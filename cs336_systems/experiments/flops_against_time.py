@@ -18,7 +18,6 @@ from cs336_systems.costs import flops as costs
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
 from cs336_systems.experiments.options import RunOptions, cell_of, resolved_sizes
-from cs336_systems.experiments.peers import panels
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 if TYPE_CHECKING:
@@ -174,7 +173,7 @@ SHARES = ResultTable(
 
 def shares_figure(rows: pd.DataFrame) -> Figure | None:
     """Stacked bars of 100 % for the first size: FLOPs above, time eager and compiled below."""
-    from cs336_systems.report.figures import OKABE_ITO
+    from cs336_systems.report.figures import OKABE_ITO, panels
 
     lines = SHARES.lines(rows[(rows["status"] == "ok") & (rows["size"] == rows["size"].iloc[0])])
     if not lines:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cs336_systems.config import PRECISIONS
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
-from cs336_systems.experiments.options import RunOptions
-from cs336_systems.experiments.peers import Peer, every, interleaved, panels
+from cs336_systems.experiments.options import RunOptions, every
+from cs336_systems.experiments.peers import Peer, interleaved
 from cs336_systems.report.results import MAIN, Column, ResultTable
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ SPEEDS = ResultTable(
 
 def speed_figure(rows: pd.DataFrame) -> Figure | None:
     """Speed by kind of data as bars at the largest size, with whiskers from p10 to p90 over all repeats."""
-    from cs336_systems.report.figures import OKABE_ITO
+    from cs336_systems.report.figures import OKABE_ITO, panels
 
     rows = rows[(rows["metric"] == "matmul_tflops") & (rows["size"] == rows["size"].max())]
     if rows.empty:

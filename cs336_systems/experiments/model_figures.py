@@ -13,9 +13,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from cs336_systems.config import MODES
 from cs336_systems.experiments.model import CEILING, SETTINGS
-from cs336_systems.experiments.peers import panels
 from cs336_systems.harness.runs import newest
-from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS
+from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, panels
 from cs336_systems.report.tables import settings_split
 
 _STYLES = [{"marker": marker, "linestyle": dashes} for marker in "osD^vPX*" for dashes in ("-", "--", ":", "-.")]

@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cs336_systems.case import Unsupported
 from cs336_systems.declared import option
 from cs336_systems.experiments.options import RunOptions
-from cs336_systems.experiments.options import every as every
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from torch import Tensor
 
     from cs336_systems.harness.record import Metric
@@ -94,10 +91,3 @@ def error_metric(name: str, error: float) -> Metric:
     from cs336_systems.harness.record import Metric
 
     return Metric(f"error_{name}", "relative", [error])
-
-
-def panels(n: int, most: int, width: float, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """As ``report.figures.panels``, which is imported when it is called."""
-    from cs336_systems.report.figures import panels
-
-    return panels(n, most, width, height, **shared)

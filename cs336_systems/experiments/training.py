@@ -21,7 +21,6 @@ from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.experiments.options import RunOptions, cell_of
-from cs336_systems.experiments.peers import panels
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
@@ -270,7 +269,7 @@ def rates_figure(rows: pd.DataFrame, others: Mapping[str, Mapping[str, float]]) 
     Args:
         others: tokens per second by size that were not measured here, by who says so; in grey.
     """
-    from cs336_systems.report.figures import OKABE_ITO
+    from cs336_systems.report.figures import OKABE_ITO, panels
 
     best = fastest(rows)
     if best.empty:
