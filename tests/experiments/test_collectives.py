@@ -4,7 +4,6 @@ import json
 
 import pandas as pd
 import pytest
-import torch
 
 from cs336_systems.costs.communication import COLLECTIVES, Link, busbw, cost
 from cs336_systems.distributed.collectives import Exchange
@@ -46,14 +45,10 @@ def test_a_wrong_element_is_a_failure_on_every_rank():
     on_ranks(measure_wrong, 2)
 
 
-def test_the_grid_of_a_machine_and_of_a_launcher(monkeypatch, capsys):
+def test_the_grid_of_a_machine():
     assert {cell.world_size for cell in cells_of("collectives")} == {2}
-    assert len(cells_of("collectives", "--world-size", "2", "3")) == 2 * 5 * 2
-    with monkeypatch.context() as gpus:
-        gpus.setattr(torch.cuda, "is_available", lambda: True)
-        gpus.setattr(torch.cuda, "device_count", lambda: 4)
-        cells = cells_of("collectives", device="cuda")
-    assert {(cell.world_size, cell.variant) for cell in cells} == {(4, "nccl")}
+    cells = cells_of("collectives", "--world-size", "2", "3")
+    assert len(cells) == 2 * 5 * 2
     assert all(cell.total_bytes % (cell.world_size * 128) == 0 for cell in cells)
     faults = {"--world-size 0": "got 0", "--size-mb 0.0001": "0.000256 .* 0.0001", "--size-mb 9000": "got 9000"}
     for line, message in faults.items():
