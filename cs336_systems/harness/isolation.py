@@ -110,16 +110,14 @@ def resolve_world_sizes(requested: tuple[int, ...] | None, default: tuple[int, .
     from cs336_systems.distributed.process_group import launched_world_size
 
     present = launched_world_size()
-    if requested is not None:
-        if not requested:
-            raise ValueError("--world-size needs at least one value, got none")
-        if min(requested) < 1:
-            raise ValueError(f"--world-size must be positive, got {min(requested)}")
-        if present is not None and requested != (present,):
-            raise ValueError(f"--world-size {' '.join(map(str, requested))}: the launcher has started {present} ranks")
-    if present is not None:
-        return (present,)
-    return default if requested is None else requested
+    asked = " ".join(map(str, requested or ()))
+    if requested is not None and (not requested or min(requested) < 1):
+        raise ValueError(f"--world-size needs positive numbers of ranks, got {asked or 'none'}")
+    if present is None:
+        return default if requested is None else requested
+    if requested not in (None, (present,)):
+        raise ValueError(f"--world-size {asked}: the launcher has started {present} ranks")
+    return (present,)
 
 
 def one_rank_per_gpu(device: str) -> tuple[int]:
@@ -340,17 +338,17 @@ def _serve(
             connection.send(report)
         return
     take_place(place)
-    report = {}
+    failure: Report | None = None
     try:
         with joined(device, timeout_s=timeout_s) as rank:
             for cell in _arriving(connection):
                 report, error = _measure_here(cell, rank.device, functools.partial(measure, cell, rank), connection)
                 if error is not None:
+                    failure = report
                     raise error
                 connection.send(report)
-                report = {}
     except (Exception, SystemExit) as error:
-        who, report = f"rank {place['RANK']}: ", report or classify(error)
+        who, report = f"rank {place['RANK']}: ", failure or classify(error)
         if report["status"] in ("error", "oom") and place["WORLD_SIZE"] != "1":
             report["message"] = who + report["message"]
         if "traceback" in report:

@@ -104,14 +104,18 @@ def versions(device: "torch.device | str") -> dict[str, Any]:
     row: dict[str, Any] = {"gpu": "", "gpu_count": 0, "driver": "", "cuda": "", "nccl": ""}
     if device.type == "cuda":
         import pynvml
+        import torch.distributed as dist
 
         pynvml.nvmlInit()
+        version = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
+        # What is set for NCCL and for torch's use of it: it chooses algorithms, channels and waits.
+        settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("NCCL_", "TORCH_NCCL_"))}
         row |= {
             "gpu": torch.cuda.get_device_name(device),
             "gpu_count": 1,
             "driver": pynvml.nvmlSystemGetDriverVersion(),
             "cuda": torch.version.cuda,
-            "nccl": json.dumps({"version": nccl_version(), "environment": nccl_environment()}),
+            "nccl": json.dumps({"version": version, "environment": settings}),
         }
     return row | {
         "host": host_name(),
@@ -127,19 +131,6 @@ def versions(device: "torch.device | str") -> dict[str, Any]:
 def _without_folders(argument: str) -> str:
     """The last part of an absolute path: rows do not tell where a machine keeps its files."""
     return Path(argument).name if Path(argument).is_absolute() else argument
-
-
-def nccl_version() -> str:
-    """The version of the NCCL that torch has loaded; "" if torch was built without it."""
-    import torch
-    import torch.distributed as dist
-
-    return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
-
-
-def nccl_environment() -> dict[str, str]:
-    """The variables that are set for NCCL and for torch's use of it: they choose algorithms, channels and waits."""
-    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("NCCL_", "TORCH_NCCL_"))}
 
 
 def device_state(device: "torch.device") -> dict[str, Any]:
@@ -186,12 +177,7 @@ def sampled_state(device: "torch.device", interval_s: float = 0.05) -> Iterator[
     """Read ``device_state`` on entering, then every ``interval_s`` seconds until the body ends.
 
     An error of the reading thread is raised on leaving unless the body has one of its own.
-
-    Raises:
-        ValueError: the interval is not positive.
     """
-    if not interval_s > 0:
-        raise ValueError(f"interval_s must be positive, got {interval_s}")
     states, done = States([device_state(device)]), threading.Event()
 
     def read() -> None:

@@ -220,7 +220,8 @@ def _table(saves: Sequence[_Save], module: nn.Module, tables: Mapping[str, Tenso
                 "mib": whole.untyped_storage().nbytes() / MIB,
             }
         )
-    return pd.DataFrame(sorted(lines, key=lambda line: (KINDS.index(line["kind"]), -line["mib"])))
+    lines.sort(key=lambda line: (KINDS.index(line["kind"]), -line["mib"]))
+    return pd.DataFrame(lines)
 
 
 def _copied_parameter(tensor: Tensor, module: nn.Module) -> str | None:

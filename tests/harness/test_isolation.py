@@ -248,7 +248,7 @@ def test_the_world_size_is_the_launchers_or_the_one_asked_for(monkeypatch):
     assert isolation.resolve_world_sizes(None, (2,)) == (2,)
     assert isolation.resolve_world_sizes((4, 1), (2,)) == (4, 1)
     assert isolation.reports()
-    with pytest.raises(ValueError, match="got 0"):
+    with pytest.raises(ValueError, match="got 1 0"):
         isolation.resolve_world_sizes((1, 0), (2,))
     with pytest.raises(ValueError, match="got none"):
         isolation.resolve_world_sizes((), (2,))
