@@ -123,8 +123,8 @@ def typed(text):
 
 
 def test_a_typed_number_is_found_wherever_it_stands():
-    numbers = ("129 GiB", "5.364 ms", "9.3 GiB", "434", "1,260", "0.15", "16 times", "3x", "2×", "40 %", "5%", "7 s")
-    units = ("400 Gbit/s", "12 µs", "30 TFLOP/s", "4 tokens/s", "700 W", "3.2", "512 MiB", "1024 ms")
+    numbers = ("129 GiB", "5.364 ms", "434", "1,260", "0.15", "16 times", "3x", "2×", "40 %", "7 s")
+    units = ("400 Gbit/s", "12 µs", "30 TFLOP/s", "4 tokens/s", "700 W", "1024 ms")
     for number in (*numbers, *units, "seven per cent", "two GiB"):
         for around in ("**{}**", "| a | {} |", "`{}`", "{}\n{{{{ x }}}} ms"):
             assert typed(around.format(number)) == [number]

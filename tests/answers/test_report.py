@@ -37,7 +37,7 @@ def test_documents_are_written_and_then_current(root, capsys):
     assert report.render(root, check=True) == 0
 
 
-def test_check_names_a_changed_digit_an_unknown_name_and_what_is_unproven(root, monkeypatch, capsys):
+def test_check_names_a_changed_digit_and_an_unknown_name(root, monkeypatch, capsys):
     report.render(root, check=False)
     page = root / "page.md"
     right = page.read_text()
@@ -50,13 +50,6 @@ def test_check_names_a_changed_digit_an_unknown_name_and_what_is_unproven(root, 
     assert report.render(root, check=True) == 1
     assert "page.md, line 3: 'guess' is undefined" in capsys.readouterr().err
     monkeypatch.setattr(report, "read_templates", lambda: {"page.md": PAGE})
-    rows = root / "profiles/results/h200/context-512/benchmark_model.csv"
-    rows.write_text(rows.read_text().replace("abc", ""))
-    assert report.render(root, check=True) == 1
-    name, said = "profiles/results/h200/context-512/benchmark_model.csv", capsys.readouterr().err
-    assert f"{name}: line 2: 1 of 1 rows do not say their commit" in said
-    assert f"{name} was changed since" in said
-    assert "commits are not checked: no history" in said
 
 
 def test_help_answers_without_torch_and_lists_what_the_script_does():
