@@ -81,45 +81,31 @@ def validate(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> 
         ValueError: one sentence with the offending values, for inputs that no implementation here can take.
     """
 
-    def listed() -> str:
-        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-
+    tensors = {"q": q, "k": k, "v": v}
     if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
-        raise ValueError(
-            f"q, k and v must all be (batch, sequence, d_head) or (batch, heads, sequence, d_head): {listed()}"
-        )
-    if 0 in (*q.shape[1:], *k.shape[1:], *v.shape[1:]):
-        raise ValueError(f"only the batch of q, k and v may be empty: {listed()}")
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"q, k and v must have the same batch size: {listed()}")
-    if k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"k and v must have the same length: {listed()}")
-    if not q.shape[-1] == k.shape[-1] == v.shape[-1]:
-        raise ValueError(f"q, k and v must have the same head dimension: {listed()}")
-    heads, kv_heads = (q.shape[1], k.shape[1]) if q.ndim == 4 else (1, 1)
-    if q.ndim == 4 and k.shape[1] != v.shape[1]:
-        raise ValueError(f"k and v must have the same number of heads: {listed()}")
-    if heads % kv_heads:
-        raise ValueError(f"the {kv_heads} key/value heads must divide the {heads} query heads: {listed()}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have the same dtype: q {q.dtype}, k {k.dtype}, v {v.dtype}")
-    if q.dtype not in DTYPES:
-        raise ValueError(f"q, k and v must be one of {', '.join(str(dtype) for dtype in DTYPES)}: {q.dtype}")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v must be on the same device: q {q.device}, k {k.device}, v {v.device}")
-    if scale is not None and not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"the scale must be finite and positive: {scale}")
-    if reason := exceeds_device(q.numel() * q.element_size(), q.device):
-        raise ValueError(f"the output alone needs {reason}: {listed()}")
-    return AttentionShape.of(q, k)
-
-
-def exceeds_device(n_bytes: int, device: torch.device) -> str | None:
-    """``n_bytes`` and the memory of a GPU that has less, as the end of a sentence; else, or while compiling, None."""
-    if device.type != "cuda" or torch.compiler.is_compiling():
-        return None
-    total = torch.cuda.get_device_properties(device).total_memory
-    return f"{n_bytes / 2**30:.1f} GiB and the device has {total / 2**30:.1f} GiB" if n_bytes > total else None
+        refusal = "q, k and v must all be (batch, sequence, d_head) or (batch, heads, sequence, d_head)"
+    elif 0 in (*q.shape[1:], *k.shape[1:], *v.shape[1:]):
+        refusal = "only the batch of q, k and v may be empty"
+    elif not q.shape[0] == k.shape[0] == v.shape[0]:
+        refusal = "q, k and v must have the same batch size"
+    elif k.shape[-2] != v.shape[-2]:
+        refusal = "k and v must have the same length"
+    elif not q.shape[-1] == k.shape[-1] == v.shape[-1]:
+        refusal = "q, k and v must have the same head dimension"
+    elif q.ndim == 4 and k.shape[1] != v.shape[1]:
+        refusal = "k and v must have the same number of heads"
+    elif q.ndim == 4 and q.shape[1] % k.shape[1]:
+        refusal = "the key/value heads must divide the query heads"
+    elif not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        refusal = f"q, k and v must have one dtype of {', '.join(map(str, DTYPES))}"
+    elif not q.device == k.device == v.device:
+        refusal = "q, k and v must be on the same device"
+    elif scale is not None and not (math.isfinite(scale) and scale > 0):
+        refusal = f"the scale must be finite and positive, got {scale}"
+    else:
+        return AttentionShape.of(q, k)
+    got = ", ".join(f"{name} {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in tensors.items())
+    raise ValueError(f"{refusal}: {got}")
 
 
 def kernel_limits(q: Tensor) -> str | None:
@@ -133,27 +119,19 @@ def kernel_limits(q: Tensor) -> str | None:
 
 def hopper_limits(q: Tensor) -> str | None:
     """Why the Hopper kernels cannot take valid inputs like ``q``, in one sentence, or None if they can."""
-    alternative = f'impl="{"reference" if kernel_limits(q) else "flash"}" takes them'
+    d_head, on_hopper = q.shape[-1], "need a CUDA device of compute capability 9.0"
+    instead = "reference" if kernel_limits(q) else "flash"
     if q.dtype not in HOPPER_DTYPES:
-        return (
-            f"the Hopper kernels multiply in torch.bfloat16 and torch.float16, the inputs are {q.dtype}; {alternative}"
-        )
-    if not MIN_D_HEAD <= q.shape[-1] <= MAX_HOPPER_D_HEAD or q.shape[-1] % 8:
-        return (
-            f"the Hopper kernels take head dimensions {MIN_D_HEAD} to {MAX_HOPPER_D_HEAD} in steps of 8, got "
-            f"{q.shape[-1]}; {alternative}"
-        )
-    if q.device.type != "cuda":
-        return (
-            f"the Hopper kernels need a CUDA device of compute capability 9.0, the inputs are on {q.device.type}; "
-            'impl="tiled" takes them'
-        )
-    if (capability := torch.cuda.get_device_capability(q.device)) != (9, 0):
-        return (
-            f"the Hopper kernels need a CUDA device of compute capability 9.0, this one has "
-            f"{capability[0]}.{capability[1]}; {alternative}"
-        )
-    return None
+        reason = f"multiply in torch.bfloat16 and torch.float16, the inputs are {q.dtype}"
+    elif not MIN_D_HEAD <= d_head <= MAX_HOPPER_D_HEAD or d_head % 8:
+        reason = f"take head dimensions {MIN_D_HEAD} to {MAX_HOPPER_D_HEAD} in steps of 8, got {d_head}"
+    elif q.device.type != "cuda":
+        reason, instead = f"{on_hopper}, the inputs are on {q.device.type}", "tiled"
+    elif (capability := torch.cuda.get_device_capability(q.device)) != (9, 0):
+        reason = f"{on_hopper}, this one has {capability[0]}.{capability[1]}"
+    else:
+        return None
+    return f'the Hopper kernels {reason}; impl="{instead}" takes them'
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -162,13 +140,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def forward_through(
-    op: OpOverload,
-    ctx: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float | None,
+    op: OpOverload, ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
 ) -> Tensor:
     """o like q from ``op(q, k, v, causal, scale)``, which gives (o, lse); scale is 1/sqrt(d_head) if None."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -77,29 +77,18 @@ def tiled_forward(
 
 
 def tiled_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Algorithm 2: (dq, dk, dv) like q, k and v; None, and no work, where ``needs`` is false."""
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, *, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 2: (dq, dk, dv) like q, k and v."""
     shape = AttentionShape.of(q, k)
     scale = shape.default_scale if scale is None else scale
-    need_dq, need_dk, need_dv = needs
     q_BKGQE, k_BKSE, v_BKSE = _grouped(q, shape), _grouped(k, shape), _grouped(v, shape)
     do_BKGQE = _grouped(do, shape)
-    delta_BKGQ = (_widened(do_BKGQE) * _widened(_grouped(o, shape))).sum(dim=-1) if need_dq or need_dk else None
+    delta_BKGQ = (_widened(do_BKGQE) * _widened(_grouped(o, shape))).sum(dim=-1)
     # A query that sees no key has lse = -inf; +inf makes its p = exp(score - lse) zero instead of NaN.
     lse_BKGQ = _grouped(lse.masked_fill(lse == float("-inf"), float("inf"))[..., None], shape).squeeze(-1)
-    dq_BKGQE = q.new_zeros(q_BKGQE.shape, dtype=accumulator_dtype(q.dtype)) if need_dq else None
-    dk_BKSE = k.new_empty(k_BKSE.shape) if need_dk else None
-    dv_BKSE = v.new_empty(v_BKSE.shape) if need_dv else None
+    dq_BKGQE = q.new_zeros(q_BKGQE.shape, dtype=accumulator_dtype(q.dtype))
+    dk_BKSE, dv_BKSE = k.new_empty(k_BKSE.shape), v.new_empty(v_BKSE.shape)
     with torch.autocast(q.device.type, enabled=False):
         for keys in _tiles(shape.n_keys, KEY_TILE):
             k_tile, v_tile = _widened(k_BKSE[..., keys, :]), _widened(v_BKSE[..., keys, :])
@@ -111,23 +100,12 @@ def tiled_backward(
                 do_tile = _widened(do_BKGQE[..., queries, :])
                 scores = _scores(q_tile, k_tile, queries, keys, shape, causal)
                 p = torch.exp(scores - lse_BKGQ[..., queries, None])
-                if need_dv:
-                    dv_tile += _sum_over_group(p.mT @ do_tile)
-                if delta_BKGQ is not None:
-                    ds = p * (do_tile @ v_tile.mT - delta_BKGQ[..., queries, None])
-                    if dq_BKGQE is not None:
-                        dq_BKGQE[..., queries, :] += scale * (ds @ k_tile)
-                    if need_dk:
-                        dk_tile += _sum_over_group(ds.mT @ q_tile)
-            if dk_BKSE is not None:
-                dk_BKSE[..., keys, :] = dk_tile
-            if dv_BKSE is not None:
-                dv_BKSE[..., keys, :] = dv_tile
-    return (
-        None if dq_BKGQE is None else dq_BKGQE.to(q.dtype).view(q.shape),
-        None if dk_BKSE is None else dk_BKSE.view(k.shape),
-        None if dv_BKSE is None else dv_BKSE.view(v.shape),
-    )
+                dv_tile += _sum_over_group(p.mT @ do_tile)
+                ds = p * (do_tile @ v_tile.mT - delta_BKGQ[..., queries, None])
+                dq_BKGQE[..., queries, :] += scale * (ds @ k_tile)
+                dk_tile += _sum_over_group(ds.mT @ q_tile)
+            dk_BKSE[..., keys, :], dv_BKSE[..., keys, :] = dk_tile, dv_tile
+    return dq_BKGQE.to(q.dtype).view(q.shape), dk_BKSE.view(k.shape), dv_BKSE.view(v.shape)
 
 
 class TiledFlashAttention(torch.autograd.Function):
@@ -149,9 +127,7 @@ class TiledFlashAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        dq, dk, dv = tiled_backward(q, k, v, o, lse, do, causal=ctx.is_causal, scale=ctx.scale, needs=needs)
-        return dq, dk, dv, None, None
+        return *tiled_backward(q, k, v, o, lse, do, causal=ctx.is_causal, scale=ctx.scale), None, None
 
 
 def _tiles(length: int, tile: int) -> Iterator[slice]:

@@ -5,8 +5,8 @@ A ``Variant`` holds two small functions for ``torch.nn.attention.flex_attention`
 formula on whole tensors that does not call the mod; ``dense_mask``, ``dense_scores`` and ``dense_attention`` use only
 those, so that a mistake in either shows.
 
-Variants combine: ``a & b`` sees what both see and applies a's score modification, then b's; ``a | b`` sees what either
-sees (masks only). So ``document(ids) & causal()`` packs sequences, and ``causal() & softcap(50.0)`` is Gemma 2.
+Variants combine: ``a & b`` sees what both see and applies a's score modification, then b's. So
+``document(ids) & causal()`` packs sequences, and ``causal() & softcap(50.0)`` is Gemma 2.
 
 Mods receive positions: the last query stands at the last key, so query i has position i + n_keys - n_queries, and
 causal means the same here as in the rest of this package.
@@ -26,12 +26,12 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention, or_masks
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
 
 from cs336_systems.attention.oracle import attend, causal_mask, scaled_scores
 from cs336_systems.attention.shapes import AttentionShape, validate
@@ -61,19 +61,17 @@ and an H200 has 227."""
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
-class Operand:
-    """A tensor that the mods read: document ids, or a learned table."""
+class Operand(NamedTuple):
+    """A tensor that the mods read, document ids or a learned table, and the shape that it has in an attention."""
 
     name: str
     tensor: Tensor
     wanted_shape: Callable[[AttentionShape], tuple[int, ...]]
-    """A function from the attention's shape to the shape that the tensor must have."""
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One attention variant; make one with the functions below, combine them with ``&`` and ``|``."""
+    """One attention variant; make one with the functions below, combine them with ``&``."""
 
     name: str
     mask_mod: MaskMod | None = None
@@ -96,32 +94,10 @@ class Variant:
             score_mod=_merge(self.score_mod, other.score_mod, _chain_mods),
             mask_formula=_merge(self.mask_formula, other.mask_formula, lambda a, b: lambda *of: a(*of) & b(*of)),
             score_formula=_merge(self.score_formula, other.score_formula, lambda a, b: lambda scores: b(a(scores))),
-            **self._shared(other),
+            operands=self.operands + other.operands,
+            mask_per_batch=self.mask_per_batch or other.mask_per_batch,
+            kernel_options=self.kernel_options | other.kernel_options,
         )
-
-    def __or__(self, other: "Variant") -> "Variant":
-        """The variant whose queries see what either lets them see.
-
-        Raises:
-            ValueError: one of them modifies scores, which has no meaning for a score that only the other sees.
-        """
-        for variant in (self, other):
-            if variant.score_mod is not None:
-                raise ValueError(f"only masks can be joined with |, and {variant.name!r} modifies scores")
-        a, b = self.mask_formula, other.mask_formula
-        return Variant(
-            name=f"({self.name} | {other.name})",  # where one has no mask, everything is seen
-            mask_mod=or_masks(self.mask_mod, other.mask_mod) if self.mask_mod and other.mask_mod else None,
-            mask_formula=(lambda *of: a(*of) | b(*of)) if a and b else None,
-            **self._shared(other),
-        )
-
-    def _shared(self, other: "Variant") -> dict[str, Any]:
-        return {
-            "operands": self.operands + other.operands,
-            "mask_per_batch": self.mask_per_batch or other.mask_per_batch,
-            "kernel_options": self.kernel_options | other.kernel_options,
-        }
 
 
 def full() -> Variant:
@@ -253,9 +229,7 @@ def softcap(cap: float) -> Variant:
     )
 
 
-def make_block_mask(
-    variant: Variant, shape: AttentionShape, device: torch.device | str = "cpu", block_size: int = BLOCK_SIZE
-) -> BlockMask | None:
+def make_block_mask(variant: Variant, shape: AttentionShape, device: torch.device | str = "cpu") -> BlockMask | None:
     """The variant's mask as the blocks that FlexAttention visits; None where every key is seen.
 
     Evaluates the mask on all n_queries n_keys scores, once for all heads: time and memory that belong outside a loop.
@@ -266,21 +240,21 @@ def make_block_mask(
         return None
     mask_mod = (lambda b, h, q, k: mod(b, h, q + offset, k)) if offset else mod  # FlexAttention passes query indices
     batch = shape.batch if variant.mask_per_batch else None
-    return create_block_mask(mask_mod, batch, None, shape.n_queries, shape.n_keys, device, block_size)
+    return create_block_mask(mask_mod, batch, None, shape.n_queries, shape.n_keys, device, BLOCK_SIZE)
 
 
-def block_sparsity(variant: Variant, shape: AttentionShape, block_size: int = BLOCK_SIZE) -> float:
+def block_sparsity(variant: Variant, shape: AttentionShape) -> float:
     """Percent of the blocks of scores that FlexAttention skips, of ceil(n_queries / block) ceil(n_keys / block) a head.
 
     ``BlockMask.sparsity`` divides by the unpadded matrix instead, and is negative where blocks stick out of it.
     """
     device = variant.operands[0].tensor.device if variant.operands else "cpu"
-    mask = make_block_mask(variant, shape, device, block_size)
+    mask = make_block_mask(variant, shape, device)
     if mask is None:
         return 0.0
     assert mask.full_kv_num_blocks is not None  # create_block_mask lists full blocks apart from those it must mask
     visited_per_row = (mask.kv_num_blocks + mask.full_kv_num_blocks).double()
-    return 100.0 * (1.0 - visited_per_row.mean().item() / math.ceil(shape.n_keys / block_size))
+    return 100.0 * (1.0 - visited_per_row.mean().item() / math.ceil(shape.n_keys / BLOCK_SIZE))
 
 
 def variant_attention(
@@ -290,13 +264,13 @@ def variant_attention(
     variant: Variant,
     *,
     scale: float | None = None,
-    compiled: bool | None = None,
     block_mask: BlockMask | None = None,
 ) -> Tensor:
     """FlexAttention of one variant; shapes as in ``shapes.validate``, o like q. A query that sees no key gives 0.
 
+    It is compiled but on a CPU, where that takes half a minute.
+
     Args:
-        compiled: fused kernel or PyTorch operations; None compiles unless on a CPU, where that takes half a minute.
         block_mask: of this variant and these lengths, from ``make_block_mask``; built here if None.
 
     Raises:
@@ -305,16 +279,12 @@ def variant_attention(
     """
     shape = validate(q, k, v, scale=scale)
     _check(variant, shape, q.device)
-    if compiled is None:
-        compiled = q.device.type != "cpu"
-    if q.device.type == "cpu":
-        learned = (q, k, v, *(operand.tensor for operand in variant.operands if compiled))
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned):
-            raise ValueError(
-                f"FlexAttention has no backward on a CPU for {variant.name!r}: "
-                "call it under torch.no_grad(), on another device, or use dense_attention"
-            )
-        q, k, v = q.detach(), k.detach(), v.detach()
+    compiled = q.device.type != "cpu"
+    if not compiled and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
+        raise ValueError(
+            f"FlexAttention has no backward on a CPU for {variant.name!r}: "
+            "call it under torch.no_grad(), on another device, or use dense_attention"
+        )
     if not shape.four_d:
         q, k, v = q[:, None], k[:, None], v[:, None]
     if block_mask is None:

@@ -1,8 +1,7 @@
 """A Transformer block with its backward written out: what it keeps for backward is a choice."""
 
-from cs336_systems.blocks.autograd import WrittenOutBlock, write_out
+from cs336_systems.blocks.autograd import WrittenOutBlock, head_ops, write_out
 from cs336_systems.blocks.block import backward, forward, recall
-from cs336_systems.blocks.head import head_ops
 from cs336_systems.blocks.ops import REFERENCE, BlockOps, block_ops
 from cs336_systems.blocks.quantized import QuantizedProducts, block_products
 from cs336_systems.blocks.saved import Saved

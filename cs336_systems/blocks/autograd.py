@@ -13,7 +13,7 @@ not see it then, nor are changes in place noticed. ``torch.compile`` leaves the 
 it are not run.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import torch
@@ -30,7 +30,8 @@ from cs336_systems.blocks.saved import Saved
 from cs336_systems.blocks.weights import BlockGradients, BlockWeights, merge_
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import keep_of_blocks, kept_names
-from cs336_systems.model import TransformerBlock, TransformerLM
+from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy
+from cs336_systems.model import ModelOps, TransformerBlock, TransformerLM
 from cs336_systems.model.layers import Placement
 
 
@@ -143,13 +144,29 @@ class WrittenOutBlock(TransformerBlock):
         return _BlockFunction.apply(call, x, cos, sin, *parameters.values())
 
 
+def head_ops(kernels: str, ops: ModelOps, z_loss: float = 0.0) -> ModelOps:
+    """Give ``ops`` the loss in chunks, by a name of ``config.KERNELS``; ``fused`` brings the final norm, too.
+
+    Norm and head stay modules, so that wrappers and ranges see both called.
+
+    Args:
+        z_loss: that of ``linear_cross_entropy``, where gradients are taken; a loss that is only evaluated has none.
+    """
+    fused = kernels == "fused"
+
+    def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        z = z_loss if torch.is_grad_enabled() else 0.0
+        return linear_cross_entropy(x, weight, targets, z_loss=z, fused=fused)
+
+    if not fused:
+        return replace(ops, linear_cross_entropy=loss)
+    from cs336_systems.kernels.rms_norm import rms_norm  # brings Triton along, which not every machine has
+
+    return replace(ops, rms_norm=rms_norm, linear_cross_entropy=loss)
+
+
 def write_out(
-    model: TransformerLM,
-    block_ops: BlockOps,
-    keep: str,
-    products: Products = STORED,
-    *,
-    inputs_on_host: bool = False,
+    model: TransformerLM, block_ops: BlockOps, keep: str, products: Products = STORED, *, inputs_on_host: bool = False
 ) -> None:
     """Exchange the model's blocks for written-out ones with the same parameters; do so before anything wraps it.
 

@@ -56,13 +56,7 @@ class FoundMaxima(Maxima):
     """
 
     def __init__(
-        self,
-        values: Tensor,
-        names: Sequence[str],
-        quantizers: Quantizers,
-        *,
-        known: bool,
-        slopes: Tensor | None = None,
+        self, values: Tensor, names: Sequence[str], quantizers: Quantizers, *, known: bool, slopes: Tensor | None = None
     ) -> None:
         self._values, self._quantizers, self.slopes = values, quantizers, slopes
         self._each = dict(zip(names, values.unbind(), strict=True))

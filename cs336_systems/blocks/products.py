@@ -79,13 +79,7 @@ class Products:
         return ops.rms_norm_forward(x_RD, gain_D, eps, **raised)
 
     def add_norm(
-        self,
-        ops: BlockOps,
-        x_RD: Tensor,
-        branch_RD: Tensor,
-        gain_D: Tensor,
-        eps: float,
-        raised: Mapping[str, Tensor],
+        self, ops: BlockOps, x_RD: Tensor, branch_RD: Tensor, gain_D: Tensor, eps: float, raised: Mapping[str, Tensor]
     ) -> tuple[Tensor, Any, Tensor]:
         """(x + branch, RMSNorm of it, to be read, and rstd)."""
         return ops.add_rms_norm_forward(x_RD, branch_RD, gain_D, eps, **raised)

@@ -122,13 +122,7 @@ class QuantizedProducts(Products):
         return UnstoredNorm(x_RD, gain_D, rstd), rstd
 
     def add_norm(
-        self,
-        ops: BlockOps,
-        x_RD: Tensor,
-        branch_RD: Tensor,
-        gain_D: Tensor,
-        eps: float,
-        raised: Mapping[str, Tensor],
+        self, ops: BlockOps, x_RD: Tensor, branch_RD: Tensor, gain_D: Tensor, eps: float, raised: Mapping[str, Tensor]
     ) -> tuple[Tensor, Any, Tensor]:
         if self._fused is None:
             return super().add_norm(ops, x_RD, branch_RD, gain_D, eps, raised)

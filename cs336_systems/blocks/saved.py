@@ -2,7 +2,7 @@
 
 saved = Saved(kept_names("products"))
 y = forward(x, weights, saved, ...)
-saved.n_bytes                          # equals costs.kept.bytes_kept
+saved.tensors                          # those of costs.kept.kept_tensors
 """
 
 from collections.abc import Iterable, Mapping
@@ -40,9 +40,3 @@ class Saved:
         if place is None or place.data_ptr() == tensor.data_ptr():
             return tensor
         return place.copy_(tensor.view_as(place))
-
-    @property
-    def n_bytes(self) -> int:
-        """The bytes of the memory behind the tensors, each piece counted once."""
-        pieces = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.tensors.values()}
-        return sum(piece.nbytes() for piece in pieces.values())

@@ -194,7 +194,7 @@ def _gib(n_bytes: int) -> str:
     return f"{n_bytes / GIB:.2f}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Coming:
     """Tensors on the device whose values are on their way."""
 
@@ -210,12 +210,10 @@ class Coming:
 
 
 @dataclass(frozen=True, eq=False)
-class _Leaving:
-    """Tensors on their way to the host; ``done`` is as in ``Coming``."""
+class _Leaving(Coming):
+    """Tensors on the device whose values are on their way to the host."""
 
-    tensors: list[Tensor]
     hosts: list[Tensor]
-    done: torch.cuda.Event | None
 
     @property
     def n_bytes(self) -> int:
@@ -242,21 +240,21 @@ class HostLink:
         for leaving in reversed(self._leaving):  # the newest, if several went to the same place
             if leaving.goes_to(hosts):
                 self._leaving.remove(leaving)
-                return Coming(leaving.tensors, leaving.done)
+                return leaving
         tensors = [torch.empty_like(host, device=self.device) for host in hosts]
         return Coming(tensors, self._copy(self._inward, tensors, hosts))
 
     def send(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
         """Start copying the tensors' present values to the host; nobody may change the tensors after that."""
         done = self._copy(self._outward, hosts, tensors)
-        self._leaving.append(_Leaving(list(tensors), list(hosts), done))
+        self._leaving.append(_Leaving(list(tensors), done, list(hosts)))
         while len(self._leaving) > 1 and sum(one.n_bytes for one in list(self._leaving)[:-1]) > self.in_flight_bytes:
-            self._release_oldest()
+            self._leaving.popleft().wait()
 
     def release(self) -> None:
         """Let the device wait for everything that was sent, and drop the tensors that were kept alive for it."""
         while self._leaving:
-            self._release_oldest()
+            self._leaving.popleft().wait()
 
     def _copy(
         self, stream: torch.cuda.Stream | None, targets: Sequence[Tensor], sources: Sequence[Tensor]
@@ -271,7 +269,3 @@ class HostLink:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
         return stream.record_event()
-
-    def _release_oldest(self) -> None:
-        leaving = self._leaving.popleft()
-        Coming(leaving.tensors, leaving.done).wait()

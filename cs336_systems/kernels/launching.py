@@ -7,7 +7,7 @@ make. It replaces ``kernel[grid](*arguments, **constants_and_options)``:
     launch(kernel, grid, *arguments, **constants_and_options)
 
 It does less than Triton: Triton's own settings (``triton.knobs``) and the globals that a kernel reads must not change
-after its first launch, its hooks before a run are not called, and kernels that need scratch memory are refused.
+after its first launch, its hooks are not called, and kernels that need scratch memory are refused.
 
 ``Prepared`` is cheaper still, for a caller who launches a kernel again and again on tensors of one form:
 
@@ -22,12 +22,13 @@ maps are kept by address, as allocators give the same addresses out again and ag
 
 ``operator`` makes a function a torch operator: opaque to ``torch.compile``, seen by dispatch modes, and cheap to call.
 
-    @operator("rms_norm_forward", _results)
-    def forward_op(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+    @operator("flash_attention_forward", _results)
+    def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]: ...
 
-registers ``cs336_systems::rms_norm_forward`` for every device, and callers call the operator from then on. It does not
-use ``torch.library.custom_op``, whose calls pass through Python once more: on a CPU they take 28 us of the host, these
-12. An operator has no formula for autograd; the ``torch.autograd.Function`` that calls it is that formula.
+registers ``cs336_systems::flash_attention_forward`` for every device, and callers call the operator from then on. It
+does not use ``torch.library.custom_op``, whose calls pass through Python once more: on a CPU they take 28 us of the
+host, these 12. An operator has no formula for autograd; the ``torch.autograd.Function`` that calls it is that formula.
+Attention's kernels alone are operators: the others serve hand-written backward, which is not compiled.
 """
 
 import inspect
@@ -119,7 +120,7 @@ class Form:
         self._launch = _in_c(launcher.launch)
         self._constants = tuple(constants_and_options[name] for name in kernel.arg_names[len(arguments) :])
         options = launcher.launch_cooperative_grid, launcher.launch_pdl, None, None
-        self._same = compiled.function, *options, compiled.packed_metadata
+        self._same = compiled.function, *options, compiled.packed_metadata, None, None, None  # no hooks
 
     def __call__(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> None:
         """Run on the current device, which must be the one that this was made on.
@@ -127,12 +128,7 @@ class Form:
         Args:
             arguments: tensors or their addresses, ints and floats; for a descriptor, the tensor map, shape and strides.
         """
-        runtime = triton.knobs.runtime
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        hooks: tuple[Any, ...] = (None, None, None)
-        if enter.calls or leave.calls:
-            hooks = (self.compiled.launch_metadata(grid, stream), enter, leave)
-        self._launch(*grid, stream, *self._same, *hooks, *arguments, *self._constants)
+        self._launch(*grid, stream, *self._same, *arguments, *self._constants)
 
 
 def _in_c(launcher: Callable[..., None]) -> Callable[..., None]:

@@ -29,8 +29,6 @@ Limits: fp32, bf16 and fp16, one dtype for all but the angles, which are fp32; f
 Shape legend: R = B S tokens, H query heads, K key/value heads, E d_head; W >= (H + K) E is the width of a row.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -43,7 +41,6 @@ from cs336_systems.kernels.launching import (
     launch,
     n_multiprocessors,
     next_power_of_2,
-    operator,
 )
 
 BLOCK_PAIRS = 1024
@@ -147,16 +144,6 @@ def _block(half: int) -> tuple[int, int]:
     return max(1, BLOCK_PAIRS // block_half), block_half
 
 
-def _rotated(qkv_RW: Tensor, q_gain_E: Tensor, k_gain_E: Tensor, *rest: Any) -> Tensor:
-    *_, n_heads, n_kv_heads = rest
-    return qkv_RW.new_empty(qkv_RW.shape[0], (n_heads + n_kv_heads) * q_gain_E.shape[0])
-
-
-def _gains(dqkv_RW: Tensor, qkv_RW: Tensor, q_gain_E: Tensor, k_gain_E: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q_gain_E), torch.empty_like(k_gain_E)
-
-
-@operator("norm_rotate", _rotated)
 def norm_rotate(
     qkv_RW: Tensor,
     q_gain_E: Tensor,
@@ -180,8 +167,8 @@ def norm_rotate(
     """
     qkv, q_gain, k_gain, cos, sin = qkv_RW, q_gain_E, k_gain_E, cos_SE2, sin_SE2
     _check(qkv, q_gain, k_gain, cos, sin, n_heads, n_kv_heads)
-    out = _rotated(qkv, q_gain, k_gain, n_heads, n_kv_heads)
     n_rotated, half = n_heads + n_kv_heads, cos.shape[1]
+    out = qkv.new_empty(qkv.shape[0], n_rotated * 2 * half)
     n_vectors = qkv.shape[0] * n_rotated
     block_vectors, block_half = _block(half)
     launch(
@@ -197,7 +184,6 @@ def norm_rotate(
     return out
 
 
-@operator("norm_rotate_backward_", _gains, mutates=("dqkv_RW",))
 def norm_rotate_backward_(
     dqkv_RW: Tensor,
     qkv_RW: Tensor,

@@ -32,9 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from cs336_systems.kernels.assembly import sigmoid_of
 from cs336_systems.kernels.copy_engine import ALIGNMENT_BYTES, Ring, add_barriers, aggregate, can_be_copied, descriptor
-from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, n_multiprocessors, operator
-from cs336_systems.kernels.swiglu import _product_like
-from cs336_systems.kernels.swiglu import forward_op as swiglu_op
+from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, n_multiprocessors
+from cs336_systems.kernels.swiglu import product_like, swiglu_forward
 
 DEPTH = gl.constexpr(64)
 """Elements of one step along the sum: 128 bytes, the widest row that shared memory swizzles."""
@@ -297,34 +296,18 @@ def launch_product(x: Tensor, weight: Tensor, out: Tensor, product: Tensor | Non
     return True
 
 
-@operator("product_", lambda out, x, weight: None, mutates=("out",))
-def product_op(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """``product_`` by the kernel, or by torch where that does not serve."""
-    if not launch_product(x, weight, out):
-        torch.mm(x, weight.T, out=out)
-
-
-@operator("swiglu_product_", lambda gate_up, *_: _product_like(gate_up), mutates=("gate_up",))
-def swiglu_product_op(gate_up: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """``swiglu_product_`` by the kernel, or by torch where that does not serve."""
-    product = _product_like(gate_up)
-    if launch_product(x, weight, gate_up, product):
-        return product
-    torch.mm(x, weight.T, out=gate_up)
-    return swiglu_op(gate_up)
-
-
 def product_(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """out (R, N) = x (R, K) times weight (N, K) transposed."""
-    if (*weight.shape, False) in FASTER:
-        product_op(out, x, weight)
-    else:
+    if (*weight.shape, False) not in FASTER or not launch_product(x, weight, out):
         torch.mm(x, weight.T, out=out)
 
 
 def swiglu_product_(gate_up: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """silu(gate) * up (R, F), with gate | up (R, 2F) = x (R, K) times weight (2F, K) transposed."""
     if (*weight.shape, True) in FASTER:
-        return swiglu_product_op(gate_up, x, weight)
+        product = product_like(gate_up)
+        if launch_product(x, weight, gate_up, product):
+            return product
+        del product
     torch.mm(x, weight.T, out=gate_up)
-    return swiglu_op(gate_up)
+    return swiglu_forward(gate_up)

@@ -27,7 +27,7 @@ Limits: fp32, bf16 and fp16 to e4m3 and e5m2; matrices whose dimensions 16 divid
     transpose_bytes(q)          # (D, T) of q (T, D): weights in fp8 that arrived as they lie, for backward
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,7 +36,7 @@ from torch import Tensor
 
 from cs336_systems.kernels.absmax import magnitude_bits
 from cs336_systems.kernels.assembly import fp8_bytes, packed
-from cs336_systems.kernels.launching import ceil_div, check_device, check_runnable, launch, operator
+from cs336_systems.kernels.launching import ceil_div, check_device, check_runnable, launch
 from cs336_systems.kernels.quantize_reference import (
     BLOCK,
     LARGEST,
@@ -44,7 +44,7 @@ from cs336_systems.kernels.quantize_reference import (
     Quantized,
     check,
     check_absmax,
-    check_bytes,
+    check_shape,
     only,
 )
 
@@ -79,6 +79,17 @@ def scales_of(absmax, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def load_lanes(x, at, stride, inside):
+    """Four blocks, of every fourth row; before anything is stored, as the compiler moves no load over a store."""
+    return (
+        tl.load(x + at, mask=inside, other=0.0),
+        tl.load(x + at + stride, mask=inside, other=0.0),
+        tl.load(x + at + 2 * stride, mask=inside, other=0.0),
+        tl.load(x + at + 3 * stride, mask=inside, other=0.0),
+    )
+
+
+@triton.jit
 def load_tile(x, tile_row, tile_column, n_rows, width, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
     """A tile of contiguous x (n_rows, width) in four blocks, of every fourth row.
 
@@ -89,14 +100,7 @@ def load_tile(x, tile_row, tile_column, n_rows, width, TILE_ROWS: tl.constexpr, 
     columns = tile_column * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     inside = (words < n_rows // LANES)[:, None] & (columns < width)[None, :]
     at = words.to(tl.int64)[:, None] * (LANES * width) + columns[None, :]
-    # All of them before anything is stored: the compiler moves no load over a store.
-    blocks = (
-        tl.load(x + at, mask=inside, other=0.0),
-        tl.load(x + at + width, mask=inside, other=0.0),
-        tl.load(x + at + 2 * width, mask=inside, other=0.0),
-        tl.load(x + at + 3 * width, mask=inside, other=0.0),
-    )
-    return blocks, words, columns, inside, at
+    return load_lanes(x, at, width, inside), words, columns, inside, at
 
 
 @triton.jit
@@ -152,41 +156,17 @@ def empty_pair(like: Tensor, dtype: torch.dtype, rows: bool = True, transposed: 
     )
 
 
-def results(
-    x: Tensor, absmax: Tensor, absmax_t: Tensor | None, dtype: torch.dtype, rows: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty tensors for ``quantize_op``; one of no elements stands for what was not asked for."""
-    n_rows, width = x.shape
-    per_row = absmax.dim() == 2
-    return (
-        *empty_pair(x, dtype, rows, transposed),
-        torch.empty(((n_rows, 1) if rows else (0,)) if per_row else (), device=x.device),
-        torch.empty((width, 1) if per_row and transposed else (0,), device=x.device),
-    )
+def format_of(dtype: torch.dtype) -> dict[str, Any]:
+    """What kernels are told of a format."""
+    return {"DTYPE": FORMATS[dtype], "LARGEST": LARGEST[dtype]}
 
 
-@operator("quantize", results)
-def quantize_op(
-    x: Tensor, absmax: Tensor, absmax_t: Tensor | None, dtype: torch.dtype, rows: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(q, q_t, inverse_scale, inverse_scale_t) of contiguous tensors."""
-    found = results(x, absmax, absmax_t, dtype, rows, transposed)
-    n_rows, width = x.shape
-    tile = TILE_TRANSPOSED if transposed else TILE
-    launch(
-        quantize_kernel,
-        (ceil_div(n_rows, tile.rows) * ceil_div(width, tile.columns),),
-        *(x, absmax, absmax if absmax_t is None else absmax_t, *found, n_rows, width),
-        DTYPE=FORMATS[dtype],
-        LARGEST=LARGEST[dtype],
-        PER_ROW=absmax.dim() == 2,
-        ROWS=rows,
-        TRANSPOSED=transposed,
-        TILE_ROWS=tile.rows,
-        TILE_COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-    )
-    return found
+def launch_tiles(kernel: Any, tile: Tile, shape: torch.Size, *arguments: Tensor, **constants: Any) -> None:
+    """Run a program for each tile of a matrix, whose shape (n_rows, width) the kernel takes behind the arguments."""
+    n_rows, width = shape
+    grid = (ceil_div(n_rows, tile.rows) * ceil_div(width, tile.columns),)
+    sizes = {"TILE_ROWS": tile.rows, "TILE_COLUMNS": tile.columns, "num_warps": tile.num_warps}
+    launch(kernel, grid, *arguments, n_rows, width, **constants, **sizes)
 
 
 def quantize(
@@ -214,9 +194,17 @@ def quantize(
     check(x, dtype, rows, transposed)
     check_absmax(x, absmax, absmax_t, transposed)
     check_runnable(quantize_kernel, x)
-    maxima = absmax.contiguous(), None if absmax_t is None else absmax_t.contiguous()
-    q, q_t, inverse, inverse_t = quantize_op(x.contiguous(), *maxima, dtype, rows, transposed)
-    return only(Quantized(q, q_t, inverse, inverse_t if absmax.dim() else inverse), rows, transposed)
+    (n_rows, width), per_row = x.shape, absmax.dim() == 2
+    q, q_t = empty_pair(x, dtype, rows, transposed)
+    inverse = torch.empty(((n_rows, 1) if rows else (0,)) if per_row else (), device=x.device)
+    inverse_t = torch.empty((width, 1) if per_row and transposed else (0,), device=x.device)
+    maxima = absmax.contiguous(), (absmax if absmax_t is None else absmax_t).contiguous()
+    asked = {"PER_ROW": per_row, "ROWS": rows, "TRANSPOSED": transposed}
+    tensors = x.contiguous(), *maxima, q, q_t, inverse, inverse_t
+    launch_tiles(
+        quantize_kernel, TILE_TRANSPOSED if transposed else TILE, x.shape, *tensors, **format_of(dtype), **asked
+    )
+    return only(Quantized(q, q_t, inverse, inverse_t if per_row else inverse), rows, transposed)
 
 
 BLOCK_WARPS = 8
@@ -283,40 +271,6 @@ def inverse_scales_like(x: Tensor, n_rows: int, width: int, square: bool) -> Ten
     return torch.empty_strided(shape, strides, device=x.device)
 
 
-def block_results(
-    x: Tensor, dtype: torch.dtype, square: bool, rows: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty tensors for ``quantize_blocks_op``; one of no elements stands for what was not asked for."""
-    n_rows, width = x.shape
-    return (
-        *empty_pair(x, dtype, rows, transposed),
-        inverse_scales_like(x, *((n_rows, width) if rows else (0, 0)), square),
-        inverse_scales_like(x, *((width, n_rows) if transposed else (0, 0)), square),
-    )
-
-
-@operator("quantize_blocks", block_results)
-def quantize_blocks_op(
-    x: Tensor, dtype: torch.dtype, square: bool, rows: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(q, q_t, inverse_scale, inverse_scale_t) of contiguous x."""
-    found = block_results(x, dtype, square, rows, transposed)
-    n_rows, width = x.shape
-    launch(
-        quantize_blocks_kernel,
-        (ceil_div(n_rows, BLOCK) * ceil_div(width, BLOCK),),
-        *(x, *found, *found[2].stride(), *found[3].stride(), n_rows, width),
-        DTYPE=FORMATS[dtype],
-        LARGEST=LARGEST[dtype],
-        SQUARE=square,
-        ROWS=rows,
-        TRANSPOSED=transposed,
-        BLOCK=BLOCK,
-        num_warps=BLOCK_WARPS,
-    )
-    return found
-
-
 def quantize_blocks(
     x: Tensor, dtype: torch.dtype, *, square: bool = False, rows: bool = True, transposed: bool = False
 ) -> Quantized:
@@ -336,7 +290,22 @@ def quantize_blocks(
     """
     check(x, dtype, rows, transposed)
     check_runnable(quantize_blocks_kernel, x)
-    return only(Quantized(*quantize_blocks_op(x.contiguous(), dtype, square, rows, transposed)), rows, transposed)
+    n_rows, width = x.shape
+    inverse = inverse_scales_like(x, *((n_rows, width) if rows else (0, 0)), square)
+    inverse_t = inverse_scales_like(x, *((width, n_rows) if transposed else (0, 0)), square)
+    found = Quantized(*empty_pair(x, dtype, rows, transposed), inverse, inverse_t)
+    launch(
+        quantize_blocks_kernel,
+        (ceil_div(n_rows, BLOCK) * ceil_div(width, BLOCK),),
+        *(x.contiguous(), *found, *inverse.stride(), *inverse_t.stride(), n_rows, width),
+        **format_of(dtype),
+        SQUARE=square,
+        ROWS=rows,
+        TRANSPOSED=transposed,
+        BLOCK=BLOCK,
+        num_warps=BLOCK_WARPS,
+    )
+    return only(found, rows, transposed)
 
 
 @triton.jit
@@ -351,23 +320,17 @@ def transpose_bytes_kernel(x, x_t, n_rows, width, TILE_ROWS: tl.constexpr, TILE_
     store_transposed(x_t, word, words, columns, inside, n_rows)
 
 
-@operator("transpose_bytes", lambda q: q.new_empty(q.shape[::-1]))
 def transpose_bytes(q: Tensor) -> Tensor:
     """q (T, D) of eight bits an element, fp8 for example, as (D, T), row-major.
 
     Raises:
         ValueError: wider elements, no matrix, a dimension that 16 does not divide, or no CUDA device.
     """
-    check_bytes(q)
+    check_shape(q)
+    if q.dtype.itemsize != 1:
+        raise ValueError(f"bytes are transposed, got {q.dtype}")
     check_device(transpose_bytes_kernel, q)
-    (n_rows, width), tile = q.shape, TILE_TRANSPOSED
-    q_t = q.new_empty(width, n_rows)
-    launch(
-        transpose_bytes_kernel,
-        (ceil_div(n_rows, tile.rows) * ceil_div(width, tile.columns),),
-        *(q.contiguous().view(torch.uint8), q_t.view(torch.uint8), n_rows, width),
-        TILE_ROWS=tile.rows,
-        TILE_COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-    )
+    q_t = q.new_empty(q.shape[::-1])
+    tensors = q.contiguous().view(torch.uint8), q_t.view(torch.uint8)
+    launch_tiles(transpose_bytes_kernel, TILE_TRANSPOSED, q.shape, *tensors)
     return q_t

@@ -30,8 +30,8 @@ from cs336_systems.kernels import quantize_reference as reference
 from cs336_systems.kernels.absmax import magnitude_bits, raise_absmax
 from cs336_systems.kernels.assembly import fp8_bytes, rounded
 from cs336_systems.kernels.launching import check_runnable, launch
-from cs336_systems.kernels.quantize import FORMATS, scales_of
-from cs336_systems.kernels.quantize_reference import LARGEST, QUANTUM
+from cs336_systems.kernels.quantize import format_of, scales_of
+from cs336_systems.kernels.quantize_reference import QUANTUM
 from cs336_systems.kernels.tensor_table import TensorTable, is_aligned
 
 CHUNK, WARPS = 8192, 8
@@ -114,7 +114,7 @@ class PartsQuantizer(reference.PartsQuantizer):
             for part in self._parts
         ]
         self._elements = {"ELEMENT": ELEMENTS[element], "ROUNDED": ELEMENTS[self._rounded_to], "CHUNK": CHUNK}
-        self._format = {"DTYPE": FORMATS[dtype], "LARGEST": LARGEST[dtype]}
+        self._format = format_of(dtype)
 
     def absmax(self) -> Tensor:
         absmax = torch.zeros(self._n_matrices, dtype=torch.float32, device=self._device)

@@ -66,29 +66,34 @@ class Part(NamedTuple):
 
 def check_parts(parts: Sequence[Part], dtype: torch.dtype, rounded_to: torch.dtype) -> None:
     """Raises ValueError unless the parts, of which there are some, can be quantized together."""
-    if dtype not in LARGEST:
-        raise ValueError(f"quantization is to {' or '.join(map(str, LARGEST))}, not to {dtype}")
+    check_format(dtype)
     numbers = sorted({part.matrix for part in parts})
     if numbers != list(range(len(numbers))):
         raise ValueError(f"matrices have numbers from 0 without gaps, got {numbers}")
-    kind = parts[0].x.dtype, parts[0].x.device
+    element, device = parts[0].x.dtype, parts[0].x.device
+    if {element, rounded_to} - ELEMENTS:
+        raise ValueError(f"elements are float32, bfloat16 or float16, got {element}, rounded to {rounded_to}")
     for i, (x, q, _, inverse_scale) in enumerate(parts):
-        if (x.dtype, x.device) != kind or not x.is_contiguous() or not x.numel():
-            got = f"{tuple(x.shape)} {x.dtype} on {x.device} with strides {x.stride()}"
-            raise ValueError(f"parts have elements, contiguous, of one dtype and device; part {i} is {got}")
-        if (q.dtype, q.device, q.numel()) != (torch.uint8, x.device, x.numel()) or not q.is_contiguous():
-            raise ValueError(f"part {i} has {x.numel()} elements, and for its bytes {q.numel()} of {q.dtype}")
-        if (inverse_scale.shape, inverse_scale.dtype, inverse_scale.device) != ((), torch.float32, x.device):
-            got = f"{tuple(inverse_scale.shape)} {inverse_scale.dtype} on {inverse_scale.device}"
-            raise ValueError(f"an inverse scale is () in float32 beside its part; that of part {i} is {got}")
-    if {parts[0].x.dtype, rounded_to} - ELEMENTS:
-        raise ValueError(f"elements are float32, bfloat16 or float16, got {parts[0].x.dtype}, rounded to {rounded_to}")
+        found = [(each.dtype, each.device) for each in (x, q, inverse_scale)]
+        fits = found == [(element, device), (torch.uint8, device), (torch.float32, device)]
+        fits = fits and 0 < x.numel() == q.numel() and x.is_contiguous() and q.is_contiguous()
+        if not fits or inverse_scale.dim():
+            shapes = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in (x, q, inverse_scale))
+            raise ValueError(
+                f"a part has elements, contiguous, of one dtype and device, as many bytes and () in float32 for its "
+                f"inverse scale; part {i} has {shapes}"
+            )
+
+
+def check_format(dtype: torch.dtype) -> None:
+    """Raises ValueError unless it is a format of fp8."""
+    if dtype not in LARGEST:
+        raise ValueError(f"quantization is to {' or '.join(map(str, LARGEST))}, not to {dtype}")
 
 
 def check(x: Tensor, dtype: torch.dtype, rows: bool, transposed: bool) -> None:
     """Raises ValueError, one sentence, unless x can be quantized to ``dtype`` and something is wanted of it."""
-    if dtype not in LARGEST:
-        raise ValueError(f"quantization is to {' or '.join(map(str, LARGEST))}, not to {dtype}")
+    check_format(dtype)
     check_shape(x)
     if not (rows or transposed):
         raise ValueError("quantization gives rows, transposed or both, and neither was asked for")
@@ -98,13 +103,6 @@ def check_shape(x: Tensor) -> None:
     """Raises ValueError unless x is a matrix that a matmul in fp8 takes."""
     if x.dim() != 2 or x.shape[0] % QUANTUM or x.shape[1] % QUANTUM:
         raise ValueError(f"products in fp8 take matrices whose dimensions {QUANTUM} divides, got {tuple(x.shape)}")
-
-
-def check_bytes(q: Tensor) -> None:
-    """Raises ValueError unless q is such a matrix, of eight bits an element."""
-    check_shape(q)
-    if q.dtype.itemsize != 1:
-        raise ValueError(f"bytes are transposed, got {q.dtype}")
 
 
 def check_absmax(x: Tensor, absmax: Tensor, absmax_t: Tensor | None, transposed: bool) -> None:
@@ -169,9 +167,8 @@ def quantize(
     absmax_t = absmax if absmax_t is None else absmax_t
     (scale, inverse), (scale_t, inverse_t) = (scales(each, dtype) for each in (absmax, absmax_t))
     q, q_t = cast(x, scale, dtype), cast(x, scale_t, dtype).t().contiguous()
-    return only(
-        Quantized(q, q_t, inverse, inverse_t.t().clone(memory_format=torch.contiguous_format)), rows, transposed
-    )
+    inverse_t = inverse_t.t().clone(memory_format=torch.contiguous_format)
+    return only(Quantized(q, q_t, inverse, inverse_t), rows, transposed)
 
 
 class PartsQuantizer:
@@ -224,7 +221,6 @@ def quantize_blocks(
 
 def transpose_bytes(q: Tensor) -> Tensor:
     """The definition of ``quantize.transpose_bytes``."""
-    check_bytes(q)
     return q.t().contiguous()
 
 

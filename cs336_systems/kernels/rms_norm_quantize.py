@@ -18,8 +18,6 @@ Limits: as ``rms_norm.py`` and ``quantize.py``.
     quantized = rms_norm_quantize(residual, gain, rstd, slot, torch.float8_e4m3fn)
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -27,20 +25,21 @@ from torch import Tensor
 
 from cs336_systems.kernels.absmax import check_absmax
 from cs336_systems.kernels.assembly import fp8_bytes, packed
-from cs336_systems.kernels.launching import ceil_div, check_runnable, launch, operator
+from cs336_systems.kernels.launching import check_runnable
 from cs336_systems.kernels.quantize import (
-    FORMATS,
     LANES,
     TILE,
     TILE_TRANSPOSED,
     empty_pair,
+    format_of,
+    launch_tiles,
     load_tile,
     scales_of,
     store_transposed,
 )
-from cs336_systems.kernels.quantize_reference import LARGEST, Quantized, check, only
+from cs336_systems.kernels.quantize_reference import Quantized, check, only
 from cs336_systems.kernels.rms_norm import check as check_norm
-from cs336_systems.kernels.rms_norm_kernels import launch_forward, normed
+from cs336_systems.kernels.rms_norm import launch_forward, normed
 
 
 @triton.jit
@@ -82,35 +81,6 @@ def rms_norm_quantize_kernel(
         store_transposed(q_t, word, words, columns, inside, n_rows)
 
 
-def results(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty tensors for ``rms_norm_quantize_op``; one of no elements stands for what was not asked for."""
-    *_, dtype, rows, transposed = rest
-    return *empty_pair(x, dtype, rows, transposed), torch.empty((), device=x.device)
-
-
-@operator("rms_norm_quantize", results)
-def rms_norm_quantize_op(
-    x: Tensor, gain: Tensor, rstd: Tensor, absmax: Tensor, dtype: torch.dtype, rows: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, q_t, inverse_scale) of contiguous tensors."""
-    found = results(x, gain, rstd, absmax, dtype, rows, transposed)
-    n_rows, width = x.shape
-    tile = TILE_TRANSPOSED if transposed else TILE
-    launch(
-        rms_norm_quantize_kernel,
-        (ceil_div(n_rows, tile.rows) * ceil_div(width, tile.columns),),
-        *(x, gain, rstd, absmax, *found, n_rows, width),
-        DTYPE=FORMATS[dtype],
-        LARGEST=LARGEST[dtype],
-        ROWS=rows,
-        TRANSPOSED=transposed,
-        TILE_ROWS=tile.rows,
-        TILE_COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-    )
-    return found
-
-
 def rms_norm_quantize(
     x_RD: Tensor,
     gain_D: Tensor,
@@ -138,20 +108,13 @@ def rms_norm_quantize(
         got = f"{rstd_R.dtype} of shape {tuple(rstd_R.shape)} on {rstd_R.device}"
         raise ValueError(f"rstd must be float32 of shape {tuple(x_RD.shape[:1])} on {x_RD.device}, got {got}")
     check_runnable(rms_norm_quantize_kernel, x_RD)
-    tensors = x_RD.contiguous(), gain_D.contiguous(), rstd_R.contiguous(), absmax
-    q, q_t, inverse = rms_norm_quantize_op(*tensors, dtype, rows, transposed)
+    (q, q_t), inverse = empty_pair(x_RD, dtype, rows, transposed), torch.empty((), device=x_RD.device)
+    tensors = x_RD.contiguous(), gain_D.contiguous(), rstd_R.contiguous(), absmax, q, q_t, inverse
+    asked, tile = {"ROWS": rows, "TRANSPOSED": transposed}, TILE_TRANSPOSED if transposed else TILE
+    launch_tiles(rms_norm_quantize_kernel, tile, x_RD.shape, *tensors, **format_of(dtype), **asked)
     return only(Quantized(q, q_t, inverse, inverse), rows, transposed)
 
 
-def _rstd_like(x_RD: Tensor, *rest: object) -> Tensor:
-    return x_RD.new_empty(x_RD.shape[:1], dtype=torch.float32)
-
-
-def _residual_and_rstd_like(x_RD: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return x_RD.new_empty(x_RD.shape), _rstd_like(x_RD)
-
-
-@operator("rms_norm_absmax", _rstd_like, mutates=("absmax",))
 def rms_norm_absmax(x_RD: Tensor, gain_D: Tensor, eps: float, absmax: Tensor) -> Tensor:
     """rstd (R) in fp32.
 
@@ -162,7 +125,6 @@ def rms_norm_absmax(x_RD: Tensor, gain_D: Tensor, eps: float, absmax: Tensor) ->
     return rstd
 
 
-@operator("add_rms_norm_absmax", _residual_and_rstd_like, mutates=("absmax",))
 def add_rms_norm_absmax(
     x_RD: Tensor, branch_RD: Tensor, gain_D: Tensor, eps: float, absmax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

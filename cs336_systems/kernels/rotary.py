@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
-from cs336_systems.kernels.launching import ceil_div, check_runnable, launch, next_power_of_2, operator
+from cs336_systems.kernels.launching import ceil_div, check_runnable, launch, next_power_of_2
 
 BLOCK_PAIRS = 1024
 """Pairs per program: each of its 128 threads loads 16 bytes of the first halves of bf16 heads and 16 of the second."""
@@ -78,7 +78,6 @@ def rotary_kernel(
     tl.store(out + out_at + HALF, second_out, mask=inside)
 
 
-@operator("rotate_", lambda *_: None, mutates=("qkv", "absmax"))
 def rotate_(
     qkv: Tensor,
     cos_SE2: Tensor,
@@ -105,13 +104,9 @@ def rotate_(
         raise ValueError(f"needs heads and cos (S, E/2), got {n_heads}, {n_kv_heads} and {tuple(cos_SE2.shape)}")
     n_positions, half = cos_SE2.shape
     width = (n_heads + 2 * n_kv_heads) * 2 * half
-    fits = qkv.dim() == 2 and n_positions and qkv.shape[0] % n_positions == 0
-    fits = fits or (qkv.dim() == 3 and qkv.shape[1] == n_positions)
-    if not fits or qkv.shape[-1] != width:
-        raise ValueError(
-            f"qkv {tuple(qkv.shape)} is neither (batch, {n_positions}, {width}) nor (a multiple of {n_positions}, "
-            f"{width}), as {n_heads} + 2 x {n_kv_heads} heads and cos {tuple(cos_SE2.shape)} ask"
-        )
+    if qkv.dim() not in (2, 3) or not n_positions or qkv.shape[-2] % n_positions or qkv.shape[-1] != width:
+        asked = f"{n_heads} + 2 x {n_kv_heads} heads and cos {tuple(cos_SE2.shape)}"
+        raise ValueError(f"qkv {tuple(qkv.shape)} has no rows of {width} for whole sequences, as {asked} ask")
     if not qkv.is_contiguous():
         raise ValueError(f"qkv is overwritten and must be contiguous, got strides {qkv.stride()}")
     for name, table in (("cos", cos_SE2), ("sin", sin_SE2)):

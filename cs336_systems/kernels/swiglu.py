@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
 from cs336_systems.kernels.assembly import sigmoid_of
-from cs336_systems.kernels.launching import ceil_div, check_alike, check_runnable, launch, operator
+from cs336_systems.kernels.launching import ceil_div, check_alike, check_runnable, launch
 
 BLOCK_ROWS = 8
 BLOCK_F = 256
@@ -121,34 +121,6 @@ def _launch(kernel: Any, absmax: Tensor | None, gate_up_R2F: Tensor, *tensors: T
     launch(kernel, grid, *arguments, **constants, BLOCK_ROWS=BLOCK_ROWS, BLOCK_F=BLOCK_F)
 
 
-def _product_like(gate_up_R2F: Tensor, absmax: Tensor | None = None, slopes: Tensor | None = None) -> Tensor:
-    *leading, width = gate_up_R2F.shape
-    return torch.empty(*leading, width // 2, dtype=gate_up_R2F.dtype, device=gate_up_R2F.device)
-
-
-@operator("swiglu_forward", _product_like, mutates=("absmax", "slopes"))
-def forward_op(gate_up: Tensor, absmax: Tensor | None = None, slopes: Tensor | None = None) -> Tensor:
-    """z of contiguous gate_up."""
-    z = _product_like(gate_up)
-    noted = gate_up if slopes is None else slopes
-    _launch(swiglu_forward_kernel, absmax, gate_up, gate_up, z, noted, WITH_SLOPES=slopes is not None)
-    return z
-
-
-@operator("swiglu_backward", lambda dz, gate_up: torch.empty_like(gate_up))
-def backward_op(dz: Tensor, gate_up: Tensor) -> Tensor:
-    """dgate_up of contiguous tensors."""
-    dgate_up = torch.empty_like(gate_up)
-    _launch(swiglu_backward_kernel, None, gate_up, dz, gate_up, dgate_up, dz, WITH_PRODUCT=False, IN_PLACE=False)
-    return dgate_up
-
-
-@operator("swiglu_backward_", lambda *arguments: None, mutates=("dz", "gate_up", "absmax"))
-def backward_in_place_op(dz: Tensor, gate_up: Tensor, with_product: bool, absmax: Tensor | None = None) -> None:
-    """``backward_op``, written over its contiguous arguments."""
-    _launch(swiglu_backward_kernel, absmax, gate_up, dz, gate_up, gate_up, dz, WITH_PRODUCT=with_product, IN_PLACE=True)
-
-
 class SwiGLU(torch.autograd.Function):
     """``SwiGLU.apply(gate_up)``: the kernels, joined to autograd; saves gate_up alone."""
 
@@ -156,13 +128,15 @@ class SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up_R2F: Tensor) -> Tensor:
         gate_up_R2F = gate_up_R2F.contiguous()
         ctx.save_for_backward(gate_up_R2F)
-        return forward_op(gate_up_R2F)
+        return swiglu_forward(gate_up_R2F)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz_RF: Tensor) -> Tensor:
-        (gate_up_R2F,) = ctx.saved_tensors
-        return backward_op(dz_RF.contiguous(), gate_up_R2F)
+        (gate_up,), dz = ctx.saved_tensors, dz_RF.contiguous()
+        dgate_up = torch.empty_like(gate_up)
+        _launch(swiglu_backward_kernel, None, gate_up, dz, gate_up, dgate_up, dz, WITH_PRODUCT=False, IN_PLACE=False)
+        return dgate_up
 
 
 def swiglu(gate_up_R2F: Tensor) -> Tensor:
@@ -190,7 +164,17 @@ def swiglu_forward(gate_up_R2F: Tensor, absmax: Tensor | None = None, slopes: Te
     _check(gate_up_R2F)
     check_absmax(absmax, gate_up_R2F)
     check_slopes(slopes, gate_up_R2F)
-    return forward_op(gate_up_R2F.contiguous(), absmax, slopes)
+    gate_up = gate_up_R2F.contiguous()
+    z = product_like(gate_up)
+    noted = gate_up if slopes is None else slopes
+    _launch(swiglu_forward_kernel, absmax, gate_up, gate_up, z, noted, WITH_SLOPES=slopes is not None)
+    return z
+
+
+def product_like(gate_up_R2F: Tensor) -> Tensor:
+    """Memory for z."""
+    *leading, width = gate_up_R2F.shape
+    return torch.empty(*leading, width // 2, dtype=gate_up_R2F.dtype, device=gate_up_R2F.device)
 
 
 def empty_slopes(gate_up_R2F: Tensor) -> Tensor:
@@ -206,11 +190,10 @@ def check_slopes(slopes: Tensor | None, gate_up_R2F: Tensor) -> None:
     if slopes is None:
         return
     shape, device = _blocks_of(gate_up_R2F), gate_up_R2F.device
-    if (tuple(slopes.shape), slopes.dtype, slopes.device) != (shape, torch.float32, device):
-        got = f"{slopes.dtype} of shape {tuple(slopes.shape)} on {slopes.device}"
-        raise ValueError(f"slopes must be float32 of shape {shape} on {device}, got {got}")
-    if not slopes.is_contiguous():
-        raise ValueError(f"slopes must be contiguous, got strides {slopes.stride()}")
+    found = tuple(slopes.shape), slopes.dtype, slopes.device
+    if found != (shape, torch.float32, device) or not slopes.is_contiguous():
+        got = f"{slopes.dtype} of shape {found[0]} and strides {slopes.stride()} on {slopes.device}"
+        raise ValueError(f"slopes must be contiguous float32 of shape {shape} on {device}, got {got}")
 
 
 def _blocks_of(gate_up_R2F: Tensor) -> tuple[int, int]:
@@ -235,7 +218,8 @@ def swiglu_backward_(dz_RF: Tensor, gate_up_R2F: Tensor, *, with_product: bool, 
     for name, x in (("dz", dz_RF), ("gate_up", gate_up_R2F)):
         if not x.is_contiguous():
             raise ValueError(f"{name} is overwritten and must be contiguous, got strides {x.stride()}")
-    backward_in_place_op(dz_RF, gate_up_R2F, with_product, absmax)
+    tensors = dz_RF, gate_up_R2F, gate_up_R2F, dz_RF
+    _launch(swiglu_backward_kernel, absmax, gate_up_R2F, *tensors, WITH_PRODUCT=with_product, IN_PLACE=True)
 
 
 def _check(gate_up: Tensor, dz: Tensor | None = None) -> None:

@@ -23,8 +23,6 @@ Limits: as ``quantize.py``; z comes transposed alone, as the gradient of a weigh
     dgate_up, z = swiglu_backward_quantize(dz, gate_up, slopes, slot, torch.float8_e4m3fn, z_absmax=z_absmax)
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -32,9 +30,18 @@ from torch import Tensor
 
 from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
 from cs336_systems.kernels.assembly import fp8_bytes, packed, rounded
-from cs336_systems.kernels.launching import ceil_div, check_alike, check_runnable, launch, operator
-from cs336_systems.kernels.quantize import FORMATS, LANES, Tile, empty_pair, scales_of, store_transposed
-from cs336_systems.kernels.quantize_reference import LARGEST, Quantized, check, only
+from cs336_systems.kernels.launching import ceil_div, check_alike, check_runnable, launch
+from cs336_systems.kernels.quantize import (
+    LANES,
+    Tile,
+    empty_pair,
+    format_of,
+    launch_tiles,
+    load_lanes,
+    scales_of,
+    store_transposed,
+)
+from cs336_systems.kernels.quantize_reference import Quantized, check, only
 from cs336_systems.kernels.swiglu import BLOCK_F, BLOCK_ROWS, check_slopes, gradients_of, own_block
 
 BLOCKS = 2
@@ -70,17 +77,6 @@ def swiglu_backward_absmax_kernel(
         up = tl.load(gate_up + gate_at + d_ff, mask=inside, other=0.0).to(tl.float32)
         dgate, dup, _ = gradients_of(gate, up, g)
         raise_absmax(absmax, tl.maximum(magnitude_bits(dgate), magnitude_bits(dup)), gate_up.dtype.element_ty)
-
-
-@triton.jit
-def load_lanes(x, at, stride, inside):
-    """Four blocks, of every fourth row; before anything is stored, as the compiler moves no load over a store."""
-    return (
-        tl.load(x + at, mask=inside, other=0.0),
-        tl.load(x + at + stride, mask=inside, other=0.0),
-        tl.load(x + at + 2 * stride, mask=inside, other=0.0),
-        tl.load(x + at + 3 * stride, mask=inside, other=0.0),
-    )
 
 
 @triton.jit
@@ -133,55 +129,6 @@ def swiglu_backward_quantize_kernel(
         store_transposed(z_t, z_word, words, columns, inside, n_rows)
 
 
-def results(dz: Tensor, gate_up: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Empty tensors for ``swiglu_backward_quantize_op``; one of no elements stands for what was not asked for."""
-    _, _, dtype, transposed, z_absmax, z_dtype = rest
-    with_z = z_absmax is not None
-    q, q_t = empty_pair(gate_up, dtype, True, transposed)
-    _, z_t = empty_pair(dz, z_dtype, False, with_z)
-    return q, q_t, torch.empty((), device=dz.device), z_t, torch.empty(() if with_z else (0,), device=dz.device)
-
-
-@operator("swiglu_backward_quantize", results, mutates=("absmax",))
-def swiglu_backward_quantize_op(
-    dz: Tensor,
-    gate_up: Tensor,
-    slopes: Tensor,
-    absmax: Tensor,
-    dtype: torch.dtype,
-    transposed: bool,
-    z_absmax: Tensor | None,
-    z_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(q, q_t, inverse_scale, z_t, z_inverse_scale) of contiguous tensors."""
-    q, q_t, inverse, z_t, z_inverse = found = results(dz, gate_up, slopes, absmax, dtype, transposed, z_absmax, z_dtype)
-    n_rows, d_ff = dz.shape
-    launch(
-        swiglu_backward_absmax_kernel,
-        (ceil_div(n_rows, BLOCKS * BLOCK_ROWS) * ceil_div(d_ff, BLOCK_F),),
-        *(dz, gate_up, slopes, absmax, n_rows, d_ff),
-        BLOCKS=BLOCKS,
-        BLOCK_ROWS=BLOCK_ROWS,
-        BLOCK_F=BLOCK_F,
-    )
-    launch(
-        swiglu_backward_quantize_kernel,
-        (ceil_div(n_rows, TILE.rows) * ceil_div(d_ff, TILE.columns),),
-        *(dz, gate_up, absmax, absmax if z_absmax is None else z_absmax),
-        *(q, q_t, z_t, inverse, z_inverse, n_rows, d_ff),
-        DTYPE=FORMATS[dtype],
-        LARGEST=LARGEST[dtype],
-        Z_DTYPE=FORMATS[z_dtype],
-        Z_LARGEST=LARGEST[z_dtype],
-        TRANSPOSED=transposed,
-        WITH_PRODUCT=z_absmax is not None,
-        TILE_ROWS=TILE.rows,
-        TILE_COLUMNS=TILE.columns,
-        num_warps=TILE.num_warps,
-    )
-    return found
-
-
 def swiglu_backward_quantize(
     dz_RF: Tensor,
     gate_up_R2F: Tensor,
@@ -214,8 +161,27 @@ def swiglu_backward_quantize(
     for each in (absmax, z_absmax):
         check_absmax(each, dz_RF)
     check_runnable(swiglu_backward_quantize_kernel, dz_RF)
-    q, q_t, inverse, z_t, z_inverse = swiglu_backward_quantize_op(
-        dz_RF.contiguous(), gate_up_R2F.contiguous(), slopes, absmax, dtype, transposed, z_absmax, z_dtype
+    dz, gate_up, (n_rows, d_ff), device = dz_RF.contiguous(), gate_up_R2F.contiguous(), dz_RF.shape, dz_RF.device
+    with_z = z_absmax is not None
+    (q, q_t), (_, z_t) = empty_pair(gate_up, dtype, True, transposed), empty_pair(dz, z_dtype, False, with_z)
+    inverse, z_inverse = torch.empty((), device=device), torch.empty(() if with_z else (0,), device=device)
+    launch(
+        swiglu_backward_absmax_kernel,
+        (ceil_div(n_rows, BLOCKS * BLOCK_ROWS) * ceil_div(d_ff, BLOCK_F),),
+        *(dz, gate_up, slopes, absmax, n_rows, d_ff),
+        BLOCKS=BLOCKS,
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_F=BLOCK_F,
+    )
+    launch_tiles(
+        swiglu_backward_quantize_kernel,
+        TILE,
+        dz.shape,
+        *(dz, gate_up, absmax, absmax if z_absmax is None else z_absmax, q, q_t, z_t, inverse, z_inverse),
+        **format_of(dtype),
+        **{f"Z_{name}": value for name, value in format_of(z_dtype).items()},
+        TRANSPOSED=transposed,
+        WITH_PRODUCT=with_z,
     )
     gradients = only(Quantized(q, q_t, inverse, inverse), True, transposed)
     return gradients, None if z_absmax is None else Quantized(None, z_t, None, z_inverse)

@@ -22,7 +22,7 @@ are neighbours: (S, 2, K, E).
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ from torch import Tensor
 from cs336_systems.blocks import BlockGradients, BlockOps, BlockWeights, Saved, backward, forward, recall
 from cs336_systems.costs.kept import kept_names
 from cs336_systems.costs.streaming import HEAD_TOKENS
+from cs336_systems.kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_forward_backward,
+)
 from cs336_systems.model import TransformerBlock
 from cs336_systems.streaming.memory import EMBEDDING, HEAD, NORM, Fixed, Memory
 from cs336_systems.streaming.plan import Plan
@@ -89,15 +93,6 @@ def _heads(keys_values_S2KE: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-class HeadPasses(NamedTuple):
-    """Head and loss, by ``blocks/head.py`` or by the kernel."""
-
-    forward_backward: Callable[..., tuple[Tensor, ...]]
-    """(x, weight, targets, grad_weight=, denominator=) -> (loss, dx, ...)."""
-    forward: Callable[..., Tensor]
-    """(x, weight, targets, reduction="sum") -> the sum of losses."""
-
-
 LayerOptimizer = Callable[[int, Mapping[str, Sequence[Tensor]], Sequence[Tensor], Tensor | None], None]
 """Called as ``run.LayerAdamW`` is."""
 
@@ -120,12 +115,11 @@ class Passes:
         memory: Memory,
         fixed: Fixed,
         ops: BlockOps,
-        head: HeadPasses,
         optimizer: LayerOptimizer,
         guard: GradientGuard,
     ) -> None:
         self.plan, self.work, self.config = plan, plan.work, plan.work.config
-        self.memory, self.fixed, self.ops, self.head = memory, fixed, ops, head
+        self.memory, self.fixed, self.ops = memory, fixed, ops
         self.optimizer, self.guard = optimizer, guard
         config, dtype, device = self.config, memory.map.dtype, fixed.embedding.device
         wide = torch.promote_types(dtype, torch.float32)
@@ -331,20 +325,22 @@ class Passes:
     def _loss(self, operation: Operation) -> None:
         normed, *_ = self._normed(operation)
         targets = self.targets[self._tokens(operation)]
-        total = self.head.forward(normed, self.fixed.head, targets, reduction="sum", chunk=HEAD_TOKENS)
+        how: dict[str, Any] = {"reduction": "sum", "chunk": HEAD_TOKENS, "fused": normed.is_cuda}
+        total = linear_cross_entropy(normed, self.fixed.head, targets, **how)
         self.losses[operation.round, operation.chunk].copy_(total / self.denominator)
 
     def _head(self, operation: Operation) -> None:
         fixed, gain = self.fixed, self.fixed.weights[NORM]
         normed, rows, rstd = self._normed(operation)
         targets = self.targets[self._tokens(operation)]
-        loss, dnormed, *_ = self.head.forward_backward(
+        loss, dnormed, *_ = linear_cross_entropy_forward_backward(
             normed,
             fixed.head,
             targets,
             grad_weight=fixed.gradients[HEAD],
             denominator=self.denominator,
             chunk=HEAD_TOKENS,
+            fused=normed.is_cuda,
         )
         del normed
         self.losses[operation.round, operation.chunk].copy_(loss)

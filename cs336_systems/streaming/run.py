@@ -20,12 +20,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cs336_systems.blocks import BlockOps, head
+from cs336_systems.blocks import BlockOps
 from cs336_systems.model import TransformerLM
 from cs336_systems.streaming.build import build_forward
 from cs336_systems.streaming.lanes import Lanes, PretendedLink, Streams
 from cs336_systems.streaming.memory import EMBEDDING, HEAD, MASTER, Fixed, Memory, MemoryMap
-from cs336_systems.streaming.passes import HeadPasses, LayerOptimizer, Passes
+from cs336_systems.streaming.passes import LayerOptimizer, Passes
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.schedule import Item, Kind, Lane, Operation, Schedule
 from cs336_systems.training.clipping import GradientGuard
@@ -70,7 +70,7 @@ class StreamedStep:
         self.fixed = Fixed(self.config, plan.work.context_length, tensors, device)
         self.optimizer = optimizer or LayerAdamW()
         self.guard = GradientGuard(max_norm)
-        self.passes = Passes(plan, self.memory, self.fixed, ops, _head_of(device), self.optimizer, self.guard)
+        self.passes = Passes(plan, self.memory, self.fixed, ops, self.optimizer, self.guard)
         self.lanes = lanes or (Streams(device) if device.type == "cuda" else PretendedLink())
         if device.type == "cuda":
             torch.cuda.empty_cache()  # of what made the rotary tables
@@ -239,14 +239,6 @@ class StateInPlace(AdamW):
         """Takes the groups' hyperparameters; the state has been loaded."""
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({name: saved[name] for name in own.keys() & saved.keys() - {"params"}})
-
-
-def _head_of(device: torch.device) -> HeadPasses:
-    if device.type != "cuda":
-        return HeadPasses(head.linear_cross_entropy_forward_backward, head.linear_cross_entropy)
-    from cs336_systems.kernels import linear_cross_entropy as fused  # brings Triton along
-
-    return HeadPasses(fused.linear_cross_entropy_forward_backward, fused.linear_cross_entropy)
 
 
 @dataclass

@@ -210,10 +210,7 @@ _WORKSPACES: dict[str, Callable[[Any, Any], int]] = {
 }
 """Bytes that operators allocate inside while they run, as functions of their arguments and results."""
 
-_WITHOUT_BODY = (
-    *("hopper_attention_forward", "hopper_attention_backward", "hopper_attention_backward_into"),
-    *("product_", "swiglu_product_"),
-)
+_WITHOUT_BODY = ("hopper_attention_forward", "hopper_attention_backward", "hopper_attention_backward_into")
 """Our operators whose launchers need a GPU's driver; they are followed by their results."""
 
 

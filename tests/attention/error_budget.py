@@ -1,4 +1,4 @@
-"""What flash attention is checked against: the formula in fp64, and the error that the same dtype's eager code makes.
+"""What flash attention is checked against: the oracle in fp64, and its error in the same dtype.
 
 The budget is that of ``tests/kernels/against_fp64.py``, with a floor for where eager code is exact by luck (a softmax
 over one key, say): every term of the sums rounded once, eps * sum |terms|. The backward pass recomputes
@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cs336_systems.attention import oracle_attention
 from cs336_systems.attention.flash import FlashAttention
 from tests.kernels import against_fp64
 from tests.kernels.against_fp64 import random
@@ -25,25 +26,11 @@ class Results(NamedTuple):
     dv: Tensor
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(o, lse) of 4-D inputs, in their dtype; rows that see no key give 0 and -inf."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = (q @ k.mT) * scale
-    if causal:
-        n_queries, n_keys = scores.shape[-2:]
-        seen = torch.ones(n_queries, n_keys, dtype=torch.bool, device=q.device).tril(n_keys - n_queries)
-        scores = scores.masked_fill(~seen, float("-inf"))
-    blind = (scores == float("-inf")).all(-1, keepdim=True)
-    p = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
-    lse = torch.logsumexp(scores.detach().to(torch.promote_types(scores.dtype, torch.float32)), dim=-1)
-    return p @ v, lse
-
-
 def eager(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float, dtype: torch.dtype) -> Results:
+    """The oracle's results for 4-D inputs in a dtype."""
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
-    o, lse = formula(q, k, v, causal, scale)
-    return Results(o.detach(), lse, *torch.autograd.grad(o, (q, k, v), do.to(dtype)))
+    o, lse = oracle_attention(q, k, v, causal=causal, scale=scale)
+    return Results(o.detach(), lse.detach(), *torch.autograd.grad(o, (q, k, v), do.to(dtype)))
 
 
 def floors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float) -> Results:
@@ -53,9 +40,9 @@ def floors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: flo
     q, k, v, do = (x.detach().double() for x in (q, k, v, do))
     k_each, v_each = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = (q @ k_each.mT).abs() * scale
-    o, _ = formula(q, k, v, causal, scale)
-    identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-    p, _ = formula(q, k, identity, causal, scale)
+    o, lse = oracle_attention(q, k, v, causal=causal, scale=scale)
+    p = torch.exp(q @ k_each.mT * scale - lse.masked_fill(lse == float("-inf"), float("inf"))[..., None])
+    p = p.tril(k.shape[2] - q.shape[2]) if causal else p
     ds = p * (do.abs() @ v_each.abs().mT + (o.abs() * do.abs()).sum(-1, keepdim=True))
     terms = (p @ v_each.abs(), ds @ k_each.abs() * scale, ds.mT @ q.abs() * scale, p.mT @ do.abs())
     relative = eps + eps_fp32 * scores.max()

@@ -120,17 +120,15 @@ def run_apart(script: str, *arguments: object) -> str:
         return Path(folder, "stdout").read_text()
 
 
-def report(script: str, *arguments: object) -> dict[str, Any]:
-    """Run a script that prints ``{"ptx": ..., "metadata": {...}}`` of a kernel, by its arguments, and assemble it.
+def assembled(ptx: str) -> dict[str, Any]:
+    """What ptxas says of PTX, and what this holds.
 
-    By ``run_apart``. Returns the metadata and ``spill_stores``, ``stack_frame`` (bytes), ``registers`` (per thread),
-    ``serialised`` and ``wgmma`` (how many).
+    ``spill_stores`` and ``stack_frame`` (bytes), ``registers`` (per thread), ``serialised`` and ``wgmma`` (how many).
     """
-    compiled = json.loads(run_apart(script, *arguments))
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
-        ptx.write(compiled["ptx"])
-        ptx.flush()
-        command = [str(PTXAS), "-arch=sm_90a", "-v", ptx.name, "-o", os.devnull]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(PTXAS), "-arch=sm_90a", "-v", file.name, "-o", os.devnull]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
     def number(pattern: str) -> int:
@@ -138,12 +136,10 @@ def report(script: str, *arguments: object) -> dict[str, Any]:
         assert found, log
         return int(found[1])
 
-    found = compiled["metadata"] | {
+    return {
         "spill_stores": number(r"(\d+) bytes spill stores"),
         "stack_frame": number(r"(\d+) bytes stack frame"),
         "registers": number(r"Used (\d+) registers"),
         "serialised": "serialized" in log,
-        "wgmma": compiled["ptx"].count("wgmma.mma_async"),
+        "wgmma": ptx.count("wgmma.mma_async"),
     }
-    print(*arguments, found)
-    return found

@@ -85,11 +85,6 @@ def test_large_scores(attend: type, dtype: torch.dtype) -> None:
 
 
 @each_kernel
-def test_scale(attend: type) -> None:
-    check(*make("cuda", torch.bfloat16, n_queries=200, d_head=64), True, scale=0.5, attend=attend)
-
-
-@each_kernel
 def test_rows_that_see_no_key(attend: type) -> None:
     tensors = make("cuda", torch.bfloat16, n_queries=300, n_keys=70, d_head=64)
     o, lse, dq, *_ = check(*tensors, True, attend=attend)

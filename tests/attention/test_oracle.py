@@ -67,16 +67,6 @@ def test_lse_is_the_natural_logarithm_of_the_softmax_denominator(causal):
     assert_equal_in_fp64(lse, weights.sum(dim=-1).log())
 
 
-def test_one_head_needs_no_head_dimension():
-    q, k, v = randn(2, 5, 8, seed=1), randn(2, 7, 8, seed=2), randn(2, 7, 8, seed=3)
-    o, lse = oracle_attention(q, k, v, causal=True)
-    o4, lse4 = oracle_attention(q[:, None], k[:, None], v[:, None], causal=True)
-    assert o.shape == (2, 5, 8)
-    assert lse.shape == (2, 5)
-    assert_equal_in_fp64(o, o4[:, 0])
-    assert_equal_in_fp64(lse, lse4[:, 0])
-
-
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_queries_that_see_no_key_are_zero_and_pass_nothing_back(dtype):

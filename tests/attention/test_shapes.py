@@ -30,17 +30,22 @@ def test_floating_dtypes_are_taken_and_accumulate_in_at_least_fp32(dtype):
 @pytest.mark.parametrize(
     ("q", "k", "v", "message"),
     [
-        (zeros(3, 4), zeros(3, 4), zeros(3, 4), "must all be (batch, sequence, d_head) or .*q (3, 4)"),
-        (zeros(1, 2, 3, 4), *[zeros(1, 3, 4)] * 2, "must all be .*q (1, 2, 3, 4), k (1, 3, 4)"),
+        (zeros(3, 4), zeros(3, 4), zeros(3, 4), "must all be .*q (3, 4)"),
+        (zeros(1, 2, 3, 4), *[zeros(1, 3, 4)] * 2, "must all be .*q (1, 2, 3, 4) torch.float32 on cpu, k (1, 3, 4)"),
         (zeros(1, 0, 4), *[zeros(1, 3, 4)] * 2, "only the batch of q, k and v may be empty: q (1, 0, 4)"),
-        (zeros(2, 3, 4), *[zeros(1, 3, 4)] * 2, "same batch size: q (2, 3, 4), k (1, 3, 4)"),
-        (zeros(1, 3, 4), zeros(1, 5, 4), zeros(1, 6, 4), "same length: .*k (1, 5, 4), v (1, 6, 4)"),
-        (zeros(1, 3, 4), *[zeros(1, 3, 8)] * 2, "same head dimension: q (1, 3, 4), k (1, 3, 8)"),
+        (zeros(2, 3, 4), *[zeros(1, 3, 4)] * 2, "same batch size: q (2, 3, 4) .*, k (1, 3, 4)"),
+        (zeros(1, 3, 4), zeros(1, 5, 4), zeros(1, 6, 4), "same length: .*k (1, 5, 4) .*, v (1, 6, 4)"),
+        (zeros(1, 3, 4), *[zeros(1, 3, 8)] * 2, "same head dimension: q (1, 3, 4) .*, k (1, 3, 8)"),
         (zeros(1, 4, 3, 4), zeros(1, 2, 3, 4), zeros(1, 4, 3, 4), "k and v must have the same number of heads"),
-        (zeros(1, 4, 3, 4), *[zeros(1, 3, 3, 4)] * 2, "the 3 key/value heads must divide the 4 query heads"),
-        (zeros(1, 3, 4), zeros(1, 3, 4).double(), zeros(1, 3, 4), "same dtype: q torch.float32, k torch.float64"),
-        (*[zeros(1, 3, 4).int()] * 3, "must be one of torch.float64, .*: torch.int32"),
-        (zeros(1, 3, 4), zeros(1, 3, 4, device="meta"), zeros(1, 3, 4), "same device: q cpu, k meta"),
+        (zeros(1, 4, 3, 4), *[zeros(1, 3, 3, 4)] * 2, "must divide the query heads: q (1, 4, 3, 4) .*, k (1, 3, 3, 4)"),
+        (
+            zeros(1, 3, 4),
+            zeros(1, 3, 4).double(),
+            zeros(1, 3, 4),
+            "one dtype .*: q (1, 3, 4) torch.float32 .*, k (1, 3, 4) torch.float64",
+        ),
+        (*[zeros(1, 3, 4).int()] * 3, "one dtype of torch.float64, .*torch.int32"),
+        (zeros(1, 3, 4), zeros(1, 3, 4, device="meta"), zeros(1, 3, 4), "same device: q .* cpu, k .* meta"),
     ],
 )
 def test_what_does_not_fit_is_named(q, k, v, message):
@@ -51,5 +56,5 @@ def test_what_does_not_fit_is_named(q, k, v, message):
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan")])
 def test_scales_are_finite_and_positive(scale):
     x = zeros(1, 2, 3)
-    with pytest.raises(ValueError, match=f"the scale must be finite and positive: {scale}"):
+    with pytest.raises(ValueError, match=f"the scale must be finite and positive, got {scale}"):
         validate(x, x, x, scale=scale)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.blocks import (
     BlockGradients,
@@ -20,6 +19,7 @@ from cs336_systems.blocks import (
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import LEVELS, kept_names
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
+from tests.modes import Mode
 
 from .cases import block_of, by_autograd, inputs, tables
 
@@ -61,7 +61,7 @@ def test_kernels_fit(device, config):
         )
 
 
-class _Asked(TorchDispatchMode):
+class _Asked(Mode):
     """The last argument of each operator."""
 
     def __init__(self):

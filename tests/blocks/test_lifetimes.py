@@ -5,12 +5,12 @@ from dataclasses import fields, replace
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.blocks import REFERENCE, BlockGradients, BlockOps, BlockWeights, Saved, backward, forward
 from cs336_systems.blocks.ops import PRODUCTS
 from cs336_systems.costs.kept import kept_names
+from tests.modes import Mode
 
 from .cases import LLAMA, block_of, inputs, tables
 
@@ -18,7 +18,7 @@ ROWS = 2 * 17
 D, P, F = LLAMA.d_model, LLAMA.d_model + 2 * LLAMA.d_kv, LLAMA.d_ff
 
 
-class Watched(TorchDispatchMode):
+class Watched(Mode):
     """Notes, at each call of an operation, the elements per row that are alive of what was made since the mode began.
 
     Statistics, narrower than the model, are left out.

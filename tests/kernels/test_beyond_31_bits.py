@@ -20,7 +20,8 @@ BF16, E4M3, ROWS = torch.bfloat16, torch.float8_e4m3fn, 1024
 
 def norm(x: Tensor, branch: Tensor) -> list[Tensor]:
     gain = random(x.shape[-1:], "cuda", BF16, 9)
-    return [*add_rms_norm_forward(x, branch, gain, 1e-5), rms_norm_backward(x, branch, gain, None, x, 1e-5)[0]]
+    residual, y, rstd = add_rms_norm_forward(x, branch, gain, 1e-5)
+    return [residual, y, rms_norm_backward(x, residual, gain, rstd, x)[0]]
 
 
 def gated(gate_up: Tensor, dz: Tensor) -> list[Tensor]:

@@ -52,13 +52,10 @@ def v1(limit, usage, stat="cache 9\ninactive_file 1\ntotal_inactive_file 370\nto
     ("files", "headroom"),
     [
         (v2(5000, 2000), 5000 - 2000 + 300),
-        (v2("max", 2000), None),
         (v1(7000, 1000), 7000 - 1000 + 400),
         (v1(2**63 - mmap.PAGESIZE, 1000), None),
-        (below("jobs", v1(7000, 1000)), 6400),
         (v2(5000, 2000) | below("jobs/7", v2(4000, 2500)), 1800),
         (below("jobs/8", v2(5000, 2000)), None),
-        ({"memory.current": "2000\n"}, None),
         (v2("rubbish", "rubbish"), None),
     ],
 )
@@ -83,8 +80,6 @@ def test_what_does_not_fit_is_refused(make):
     slab.take((ALIGNMENT + 1,), torch.uint8)
     with pytest.raises(ValueError, match="bytes 512 to 516 are no aligned piece of a slab of 512 bytes"):
         slab.take((1,), torch.float32)
-    with pytest.raises(ValueError, match="bytes 8 to 12 are no aligned piece"):
-        slab.view(8, (1,), torch.float32)
 
 
 def test_more_than_there_is_is_refused(monkeypatch):

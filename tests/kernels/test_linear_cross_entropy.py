@@ -1,5 +1,6 @@
-"""Head and loss in chunks against full logits in fp64: values, gradients, what is allocated, what is refused."""
+"""Head and loss in chunks, plain and fused, against full logits in fp64: values, gradients, memory, refusals."""
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -7,17 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cs336_systems.kernels import linear_cross_entropy as module
-from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy as public
-from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy_forward_backward
+from cs336_systems.kernels.cross_entropy_rows import launch_rows
+from cs336_systems.kernels.linear_cross_entropy import IGNORED, default_chunk
+from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy as of_either
+from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy_forward_backward as both_of_either
 from tests.kernels.against_fp64 import check, check_refused, error
+from tests.modes import Largest
 
 ON_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if ON_CUDA else "cpu"
-DTYPES = [torch.float32, torch.bfloat16]
-"""Triton's interpreter is right with both here, where the kernel has no products."""
+DTYPES = {False: [torch.float64, torch.float32, torch.bfloat16], True: [torch.float32, torch.bfloat16]}
+"""Plain and fused; Triton's interpreter is right with bf16 here, where the kernel has no products."""
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device")]
-IGNORED = -100
+public, linear_cross_entropy_forward_backward = partial(of_either, fused=True), partial(both_of_either, fused=True)
+EITHER = pytest.mark.parametrize("fused", DTYPES, ids=["plain", "fused"])
 
 
 class Results(NamedTuple):
@@ -52,15 +56,18 @@ def formula(
     return Results(loss.detach(), *torch.autograd.grad(loss, (x, weight)), lse.detach())
 
 
-def check_all(x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, chunk: int | None = None) -> None:
+def check_all(
+    x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, chunk: int | None = None, fused: bool = True
+) -> None:
     """Against full logits in fp64 and in the same dtype.
 
     The floor rounds each term of a sum once, and the sum over chunks once per chunk; an exponential carries the
     rounding of its fp32 argument, logits times log2(e).
     """
-    got = Results(*linear_cross_entropy_forward_backward(x, weight, targets, z_loss=z_loss, chunk=chunk))
+    got = Results(*both_of_either(x, weight, targets, z_loss=z_loss, chunk=chunk, fused=fused))
     exact, eager = formula(x, weight, targets, z_loss, torch.float64), formula(x, weight, targets, z_loss)
-    assert [t.dtype for t in got] == [torch.float32, x.dtype, weight.dtype, torch.float32]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    assert [t.dtype for t in got] == [wide, x.dtype, weight.dtype, wide]
     logits = x.double() @ weight.double().t()
     one_hot = F.one_hot(targets.clamp(min=0), len(weight))
     n_counting = (targets != IGNORED).sum()
@@ -83,44 +90,46 @@ def check_all(x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0
     ("shape", "chunk", "z_loss"),
     [((1, 1, 3), None, 0.0), ((13, 101, 16), 5, 0.01), ((7, 5003, 8), 3, 0.0), ((5, 33001, 8), 4, 0.01)],
 )
-def test_values_and_gradients(shape: tuple[int, int, int], chunk: int | None, z_loss: float) -> None:
-    for dtype in DTYPES:
+@EITHER
+def test_values_and_gradients(shape: tuple[int, int, int], chunk: int | None, z_loss: float, fused: bool) -> None:
+    for dtype in DTYPES[fused]:
         inputs = make(*shape, dtype)
-        check_all(*inputs, z_loss=z_loss, chunk=chunk)
-    check_all(100 * inputs[0], *inputs[1:], chunk=chunk)  # logits whose exponentials overflow
+        check_all(*inputs, z_loss=z_loss, chunk=chunk, fused=fused)
+    check_all(100 * inputs[0], *inputs[1:], chunk=chunk, fused=fused)  # logits whose exponentials overflow
     transposed = [*(t.t().contiguous().t() for t in inputs[:2]), torch.stack((inputs[2],) * 2, dim=-1)[:, 0]]
-    pairs = (linear_cross_entropy_forward_backward(*tensors, chunk=chunk) for tensors in (inputs, transposed))
+    pairs = (both_of_either(*tensors, chunk=chunk, fused=fused) for tensors in (inputs, transposed))
     for found, expected in zip(*pairs, strict=True):
         torch.testing.assert_close(found, expected)
 
 
 def test_the_chunk_is_chosen_by_the_bytes_of_its_logits() -> None:
-    assert module.default_chunk(32768, 151_936, 2) == 2048
-    assert module.default_chunk(32768, 151_936, 4) == 1024
-    assert module.default_chunk(30000, 50_257, 2) == 6144  # five of them, where 6,656 would fit
-    assert module.default_chunk(500, 10_000, 2) == 512
-    assert module.default_chunk(5000, 10**7, 4) == module.default_chunk(0, 10, 4) == 256
+    assert default_chunk(32768, 151_936, 2) == 2048
+    assert default_chunk(32768, 151_936, 4) == 1024
+    assert default_chunk(30000, 50_257, 2) == 6144  # five of them, where 6,656 would fit
+    assert default_chunk(500, 10_000, 2) == 512
+    assert default_chunk(5000, 10**7, 4) == default_chunk(0, 10, 4) == 256
 
 
 @pytest.mark.usefixtures("poisoned")
-def test_where_no_target_counts_the_mean_is_nan_and_gradients_are_zero() -> None:
+@EITHER
+def test_where_no_target_counts_the_mean_is_nan_and_gradients_are_zero(fused: bool) -> None:
     for n_tokens in (0, 4):
         x, weight, targets = make(n_tokens, 10, 3)
-        loss, dx, dweight, lse = linear_cross_entropy_forward_backward(x, weight, torch.full_like(targets, IGNORED))
+        none = torch.full_like(targets, IGNORED)
+        loss, dx, dweight, lse = both_of_either(x, weight, none, fused=fused)
         assert loss.isnan() and lse.shape == (n_tokens,)
         assert not dx.any() and dx.shape == x.shape and not dweight.any()
-        assert public(x, weight, torch.full_like(targets, 7), ignore_index=7, reduction="sum") == 0
+        assert of_either(x, weight, none, reduction="sum", fused=fused) == 0
 
 
-def test_micro_batches_share_a_denominator_and_gradients_add_up_where_they_lie() -> None:
+@EITHER
+def test_micro_batches_share_a_denominator_and_gradients_add_up_where_they_lie(fused: bool) -> None:
     x, weight, targets = make(10, 40, 8)
-    loss, dx, dweight, _ = linear_cross_entropy_forward_backward(x, weight, targets)
+    loss, dx, dweight, _ = both_of_either(x, weight, targets, fused=fused)
     n_counting, before = (targets != IGNORED).sum(), torch.randn_like(weight)
     grad_weight = before.clone()
     parts = [
-        linear_cross_entropy_forward_backward(
-            x_M, weight, t_M, grad_weight=grad_weight, denominator=n_counting, chunk=3
-        )
+        both_of_either(x_M, weight, t_M, grad_weight=grad_weight, denominator=n_counting, chunk=3, fused=fused)
         for x_M, t_M in zip(x.split(4), targets.split(4), strict=True)
     ]
     assert all(part[2] is grad_weight for part in parts)
@@ -129,8 +138,18 @@ def test_micro_batches_share_a_denominator_and_gradients_add_up_where_they_lie()
     torch.testing.assert_close(grad_weight, before + dweight)
 
 
+def test_no_more_logits_exist_than_those_of_a_chunk() -> None:
+    x, weight, targets = (t.requires_grad_(t.is_floating_point()) for t in make(64, 40, 2))
+    for function, n_tokens in ((partial(of_either, chunk=8, fused=False), 8), (lambda *of: formula(*of)[0], 64)):
+        with Largest() as largest:
+            function(x, weight, targets)
+        assert largest.n_elements == n_tokens * 40
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_autograd_scales_by_the_arriving_gradient(reduction: str) -> None:
+@EITHER
+def test_autograd_scales_by_the_arriving_gradient(reduction: str, fused: bool) -> None:
+    public = partial(of_either, fused=fused)
     x, weight, targets = (t.requires_grad_(t.is_floating_point()) for t in make(12, 50, 8))
     x_BSD, targets_BS = x.view(3, 4, 8), targets.view(3, 4)
     loss = public(x_BSD, weight, targets_BS, reduction=reduction, chunk=5)
@@ -157,12 +176,12 @@ def test_targets_out_of_range_are_refused_or_make_nan(wrong: int) -> None:
     targets = torch.tensor([0, wrong, 10], device=DEVICE)
     if not ON_CUDA:
         with pytest.raises(ValueError, match=rf"target {wrong} is neither in \[0, 11\) nor -100"):
-            public(x, weight, targets)
+            of_either(x, weight, targets, fused=False)
     logits = torch.full((3, 16), -torch.inf, device=DEVICE)[:, :11]
     logits.copy_(x @ weight.t())
     losses, lse = torch.empty(2, 3, device=DEVICE)
-    options = {"scale": torch.ones((), device=DEVICE), "ignore_index": IGNORED, "z_loss": 0.0}
-    module.launch_rows(logits, targets, losses, lse, **options, gradient=True)
+    options = {"scale": torch.ones((), device=DEVICE), "z_loss": 0.0, "gradient": True}
+    launch_rows(logits, targets, losses, lse, **options)
     assert losses.isnan().tolist() == [False, True, False]
     assert logits.isnan().all(1).tolist() == [False, True, False]
     assert logits.isfinite().all(1).tolist() == [True, False, True]

@@ -16,7 +16,6 @@ from tests.kernels.against_fp64 import INTERPRETED, ON_GPU, PLACES, WITH_BF16, c
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP32, BF16 = torch.float32, torch.bfloat16
-SHAPES = [(16, 16), (16, 272), (144, 48), (0, 16), (32, 0)]
 ON_CPU_AND_GPU = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=ON_GPU)]
 
 
@@ -49,16 +48,14 @@ def check_all_forms(x: Tensor, dtype: torch.dtype) -> None:
             check_same(quantize_blocks(x, dtype, square=square, **wanted), expected)
 
 
-@pytest.mark.parametrize("fp8", LARGEST, ids=str)
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize(("shape", "fp8"), [((16, 16), E5M2), ((16, 272), E4M3), ((144, 48), E5M2)], ids=str)
 @pytest.mark.parametrize(("device", "dtype"), WITH_BF16)
 @pytest.mark.usefixtures("poisoned")
 def test_as_defined(shape: tuple[int, int], device: str, dtype: torch.dtype, fp8: torch.dtype) -> None:
     check_all_forms(random(shape, device, dtype), fp8)
 
 
-@pytest.mark.parametrize("fp8", LARGEST, ids=str)
-@pytest.mark.parametrize("absmax", [1e-38, 3.7, 448.0])
+@pytest.mark.parametrize(("fp8", "absmax"), [(E4M3, 1e-38), (E5M2, 3.7), (E4M3, 448.0)], ids=str)
 @pytest.mark.parametrize("device", ON_CPU_AND_GPU)
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # the interpreter's
 def test_every_bf16_number_saturates_and_rounds_to_even(device: str, absmax: float, fp8: torch.dtype) -> None:
@@ -71,7 +68,7 @@ def test_every_bf16_number_saturates_and_rounds_to_even(device: str, absmax: flo
 
 
 @pytest.mark.parametrize("fp8", LARGEST, ids=str)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("device", ON_CPU_AND_GPU)
 def test_what_the_definition_says(device: str, fp8: torch.dtype) -> None:
     """Close to x, at the end of the range where x is largest, ties to even, and the other way round transposed."""
     x = random((64, 48), device, FP32)
@@ -103,24 +100,24 @@ def test_what_the_definition_says(device: str, fp8: torch.dtype) -> None:
 def test_zero_nan_and_infinity_are_seen(device: str, fp8: torch.dtype, quantizer: str) -> None:
     """Zero stays zero; a product with what is not finite holds no finite number where that is part of the scale."""
     for value in (0.0, float("nan"), float("inf"), -float("inf")):
-        x = torch.zeros(256, 256, device=device) if value == 0 else random((256, 256), device, FP32)
+        x = torch.zeros(144, 144, device=device) if value == 0 else random((144, 144), device, FP32)
         x[130, 5] = value
+        arguments: dict[str, object] = {"transposed": True}
         if quantizer in ("tensor", "row"):
-            arguments = maxima(x, quantizer == "row")
-            found = quantize(x, dtype=fp8, **arguments, transposed=True)
-            check_same(found, reference.quantize(x, dtype=fp8, **arguments, transposed=True))
+            arguments |= maxima(x, quantizer == "row")
+            by = quantize, reference.quantize
         else:
-            found = quantize_blocks(x, fp8, square=quantizer == "square", transposed=True)
-            check_same(found, reference.quantize_blocks(x, fp8, square=quantizer == "square", transposed=True))
+            arguments |= {"square": quantizer == "square"}
+            by = quantize_blocks, reference.quantize_blocks
+        found, expected = (function(x, dtype=fp8, **arguments) for function in by)
+        check_same(found, expected)
         for q, inverse, row in ((found.q, found.inverse_scale, 130), (found.q_t, found.inverse_scale_t, 5)):
             back = reference.dequantize(q, inverse)
             if value == 0:
                 assert not q.float().any()
-                assert (
-                    inverse == torch.tensor(MIN_ABSMAX, device=device) / torch.full_like(inverse, LARGEST[fp8])
-                ).all()
+                assert (inverse == inverse.new_tensor(MIN_ABSMAX) / torch.full_like(inverse, LARGEST[fp8])).all()
             else:
-                assert (back @ torch.ones(256, 3, device=device))[row].isnan().all()
+                assert (back @ torch.ones(144, 3, device=device))[row].isnan().all()
                 assert back.isnan().all() == (quantizer == "tensor")
 
 
@@ -129,7 +126,7 @@ def test_strides_and_empty_tensors(device: str, dtype: torch.dtype) -> None:
     x = random((48, 32), device, dtype)
     check_all_forms(x.t(), E4M3)
     check_all_forms(random((48, 64), device, dtype)[:, 16:48], E5M2)
-    for shape in SHAPES[3:]:
+    for shape in ((0, 16), (32, 0)):
         q, q_t, *_ = quantize(torch.zeros(shape, device=device), torch.zeros((), device=device), E4M3, transposed=True)
         assert (q.shape, q_t.shape) == (shape, shape[::-1])
 
@@ -154,13 +151,11 @@ def test_refusals() -> None:
             (lambda to=to: to(x[:24], absmax, E4M3), r"got \(24, 16\)"),
             (lambda to=to: to(x, absmax, BF16), "not to torch.bfloat16"),
             (lambda to=to: to(x, absmax, E4M3, rows=False), "neither"),
-            (lambda to=to: to(x, torch.zeros(32, 1), E4M3, transposed=True), r"got \(32, 1\) and None"),
             (lambda to=to: to(x, torch.zeros(1, 16), E4M3), r"got \(1, 16\) and None"),
             (lambda to=to: to(x, absmax.bfloat16(), E4M3), "got torch.bfloat16"),
         )
-    for transpose in (transpose_bytes, reference.transpose_bytes):
-        check_refused(
-            (lambda to=transpose: to(torch.zeros(16, 24, dtype=torch.uint8)), r"got \(16, 24\)"),
-            (lambda to=transpose: to(torch.zeros(16, 16, dtype=BF16)), "got torch.bfloat16"),
-        )
-    check_refused((lambda: quantize(x.double(), absmax, E4M3), "got torch.float64"))
+    check_refused(
+        (lambda: transpose_bytes(torch.zeros(16, 24, dtype=torch.uint8)), r"got \(16, 24\)"),
+        (lambda: transpose_bytes(torch.zeros(16, 16, dtype=BF16)), "got torch.bfloat16"),
+        (lambda: quantize(x.double(), absmax, E4M3), "got torch.float64"),
+    )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.kernels import quantize_reference as reference
-from cs336_systems.kernels import rms_norm_kernels
+from cs336_systems.kernels import rms_norm as norms
 from cs336_systems.kernels.rms_norm import add_rms_norm_forward, rms_norm_forward
 from cs336_systems.kernels.rms_norm_quantize import add_rms_norm_absmax, rms_norm_absmax, rms_norm_quantize
 from cs336_systems.kernels.swiglu import empty_slopes, swiglu_forward
@@ -89,25 +89,24 @@ def test_the_norm_at_the_widths_of_models(d: int, device: str) -> None:
 
 def test_rows_that_are_too_long_are_walked_over_and_strides_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     x, branch, gain = norm_operands(16, 144, "cpu", torch.float32).values()
-    monkeypatch.setattr(rms_norm_kernels, "tile_for", lambda d: rms_norm_kernels.Tile(1, 64, 1, 3, 4, 4))
+    monkeypatch.setattr(norms, "tile_for", lambda d: norms.Tile(1, 64, 1, 3, 4, 4))
     gain = torch.stack((gain, gain), 1)[:, 0]
     check_norm(x.t().contiguous().t(), torch.cat([branch, x], dim=1)[:, :144], gain, E4M3)
     dz, gate_up = swiglu_operands(32, 48, "cpu", torch.float32)
     check_swiglu(dz.t().contiguous().t(), torch.cat([gate_up, gate_up], dim=1)[:, :96])
 
 
-@pytest.mark.parametrize("value", [0.0, NAN, -INFINITY])
+@pytest.mark.parametrize("value", [NAN, -INFINITY])
 @pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")  # the interpreter's
-def test_zero_nan_and_infinity_are_seen(device: str, dtype: torch.dtype, value: float) -> None:
-    dz, gate_up = swiglu_operands(16, 48, device, dtype)
+def test_nan_and_infinity_are_seen(device: str, dtype: torch.dtype, value: float) -> None:
+    dz, gate_up = swiglu_operands(16, 16, device, dtype)
     for check, tensors in (
-        (check_norm, norm_operands(16, 48, device, dtype)),
-        (check_swiglu, {"dz": dz, "gate": gate_up[:, :48], "up": gate_up[:, 48:]}),
+        (check_norm, norm_operands(16, 16, device, dtype)),
+        (check_swiglu, {"dz": dz, "gate": gate_up[:, :16], "up": gate_up[:, 16:]}),
     ):
-        for name, tensor in tensors.items():
+        for name in tensors:
             changed = {other: each.clone() for other, each in tensors.items()}
-            changed[name] = torch.zeros_like(tensor) if value == 0 else changed[name]
             changed[name].view(-1)[5] = value
             if check is check_swiglu:
                 check_swiglu(changed["dz"], torch.cat((changed["gate"], changed["up"]), dim=1))
@@ -151,9 +150,6 @@ def test_empty_tensors_and_refusals() -> None:
     norm, gated = rms_norm_quantize, swiglu_backward_quantize
     check_refused(
         (lambda: norm(x, rstd, rstd, slot, E4M3), r"weight \(32,\) .* x \(32, 48\)"),
-        (lambda: norm(x[:24], gain, rstd[:24], slot, E4M3), r"got \(24, 48\)"),
-        (lambda: norm(x, gain, rstd, slot, BF16), "not to torch.bfloat16"),
-        (lambda: norm(x, gain, rstd, slot, E4M3, rows=False), "neither"),
         (lambda: norm(x, gain, gain, slot, E4M3), r"rstd .* \(32,\) .* \(48,\)"),
         (lambda: gated(dz, gate_up[:, :48], slopes, slot, E4M3), r"dz \(32, 48\) .* gate_up \(32, 48\)"),
         (lambda: gated(dz, gate_up, slopes, torch.zeros(2), E4M3), r"absmax .* \(2,\)"),

@@ -95,17 +95,6 @@ def test_gradients_that_nobody_wants(wanted: tuple[bool, bool, bool]) -> None:
 
 
 @pytest.mark.slow
-def test_operators_pass_opcheck() -> None:
-    check_operator = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
-    q, k, v, do = (strided(x)[i % 2] for i, x in enumerate(make("cpu", heads=2, n_queries=5)))
-    check_operator(forward_op, (q, k, v, True, 0.25))
-    o, lse = forward_op(q, k, v, True, 0.25)
-    check_operator(backward_op, (q, k, v, o, lse, do, True, 0.25, True, False))
-    into = [torch.empty_like(x) for x in (q, k, v)]
-    check_operator(backward_into_op, (q, k, v, o, lse, do, *into, True, 0.25))
-
-
-@pytest.mark.slow
 def test_compiles_without_graph_breaks() -> None:
     torch.compiler.reset()
     inputs = make("cpu", batch=2, n_queries=10)

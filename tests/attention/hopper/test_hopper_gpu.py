@@ -113,13 +113,9 @@ def test_the_same_bits_on_two_streams_at_once() -> None:
 
 def test_torch_can_ask_for_determinism() -> None:
     q, k, v, _ = make("cuda", torch.bfloat16, heads=2, n_queries=300, d_head=64)
-    q.requires_grad_()
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert HopperFlashAttention.apply(q, k, v).grad_fn.ordered
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert not HopperFlashAttention.apply(q, k, v).grad_fn.ordered
+    for asked in (True, False):
+        torch.use_deterministic_algorithms(asked)
+        assert HopperFlashAttention.apply(q.requires_grad_(), k, v).grad_fn.ordered == asked
 
 
 def test_a_captured_graph_beside_other_launches() -> None:

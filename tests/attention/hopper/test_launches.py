@@ -39,27 +39,17 @@ def slices(x: Tensor) -> Tensor:
     return torch.cat((x, x), dim=-1)[..., x.shape[-1] :]
 
 
-READABLE = pytest.mark.parametrize("layout", [lambda x: x, heads_inside_rows, slices])
-
-
-@READABLE
-def test_forward_reads_and_writes_where_tensors_lie(layout: Callable[[Tensor], Tensor]) -> None:
-    q, k, v, _ = inputs(layout)
+@pytest.mark.parametrize(("layout", "ordered"), [(lambda x: x, False), (heads_inside_rows, True), (slices, False)])
+def test_tensors_are_read_and_written_where_they_lie(
+    layout: Callable[[Tensor], Tensor], ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, do = inputs(layout)
     o, lse = forward.launch_forward(q, k, v, True, 0.125)
     arguments, _ = Kernel.launched["hopper_forward_kernel"]
     assert arguments[:4] == tuple(map(where, (q, k, v, o)))
     assert arguments[4] == lse.data_ptr()
     assert o.stride() == host.empty_result(q).stride()
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
-
-
-@READABLE
-@pytest.mark.parametrize("ordered", [False, True])
-def test_backward_reads_and_writes_where_tensors_lie(
-    layout: Callable[[Tensor], Tensor], ordered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q, k, v, do = inputs(layout)
-    o, lse = torch.empty_like(q), torch.zeros(q.shape[:3])
     zeros: list[Tensor] = []
     monkeypatch.setattr(torch, "zeros", lambda *a, zeros_=torch.zeros, **k: zeros.append(zeros_(*a, **k)) or zeros[-1])
     gradients = backward_op(q, k, v, o, lse, do, True, 0.125, ordered)
@@ -164,11 +154,3 @@ def test_a_second_call_prepares_nothing_and_another_form_does() -> None:
     assert call(q, k, v, do, scale=0.5) == call(q, k, v, do, causal=False) == 4
     assert call(*(x.half() for x in (q, k, v, do))) == call(*(x[:, :, :100] for x in (q, k, v, do))) == 4
     assert call(q, heads_inside_rows(k), v, do) == call(q, k, v[:, :, :, :64].clone(), do) + 4
-
-
-def test_memory_used_again_in_another_form_is_described_anew() -> None:
-    memory = torch.zeros(2, 6, 200, 64, dtype=torch.bfloat16)
-    for q in (memory, memory.view(2, 200, 6, 64).transpose(1, 2), memory[:, :3], memory.view(4, 3, 200, 64), memory):
-        o, _ = forward.launch_forward(q, q, q, True, 0.125)
-        arguments, _ = Kernel.launched["hopper_forward_kernel"]
-        assert arguments[:4] == tuple(map(where, (q, q, q, o)))
