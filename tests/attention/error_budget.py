@@ -34,8 +34,14 @@ def eager(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: floa
 
 
 def floors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float) -> Results:
-    """Largest sum of rounded terms of each result, from the absolute values of its factors in fp64."""
+    """Largest sum of rounded terms of each result, from the absolute values of its factors in fp64.
+
+    A GPU multiplies fp32 numbers split in two TF32 numbers, of 11 bits each: what is left of each factor is at most
+    2^-22 of it, and the product of both second parts, which is not computed, 2^-22 of the term: 6 eps together.
+    """
     eps, eps_fp32 = torch.finfo(q.dtype).eps, torch.finfo(torch.float32).eps
+    if q.is_cuda and q.dtype == torch.float32:
+        eps = eps_fp32 = 6 * eps_fp32  # products of numbers split in two TF32 numbers: see ``floors``
     group = q.shape[1] // k.shape[1]
     q, k, v, do = (x.detach().double() for x in (q, k, v, do))
     k_each, v_each = (x.repeat_interleave(group, dim=1) for x in (k, v))
