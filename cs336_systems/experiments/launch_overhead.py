@@ -165,15 +165,16 @@ TIMES = ResultTable(
 
 def time_figure(rows: pd.DataFrame) -> Figure | None:
     """Time per operation against bytes of one operand, a curve for each operation and way."""
-    from cs336_systems.report.figures import curves_figure
+    from cs336_systems.report.figures import lines
 
     rows = rows[rows["metric"].isin((EAGER, COMPILED, GRAPH))]
     if rows.empty:
         return None
     first, numbers = rows.iloc[0], rows["size"] ** rows["operation"].map({"matmul": 2, "elementwise": 1})
     rows = rows.assign(kib=2 * numbers / 1024, way=rows["operation"] + ", " + rows["metric"])
-    figure = curves_figure(rows, "kib", "way")
-    axes = figure.axes[0]
+    points = rows.groupby(["way", "kib"], as_index=False, sort=False)["median"].median().sort_values("kib")
+    figure, panels = lines(points, x="kib", colour="way", log="xy", width=6)
+    axes = panels[""]
     axes.set_xlabel("size of one operand, KiB")
     axes.set_ylabel("time per operation, µs (median)")
     axes.set_title(f"Chains of {first['depth']} operations, {first['dtype']}, on {first['gpu'] or first['host']}")

@@ -8,16 +8,13 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from cs336_systems.config import MODES
 from cs336_systems.experiments.model import CEILING, SETTINGS
 from cs336_systems.harness.runs import newest
-from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, panels
+from cs336_systems.report.figures import OKABE_ITO, lines, panels
 from cs336_systems.report.tables import settings_split
 
-_STYLES = [{"marker": marker, "linestyle": dashes} for marker in "osD^vPX*" for dashes in ("-", "--", ":", "-.")]
 _SHARES = {
     "mfu": "MFU: % of the dtype's datasheet peak\n(model FLOPs, causal)",
     "matmul_ceiling_share": "% of the measured matmul ceiling\n(model FLOPs, causal)",
@@ -49,33 +46,18 @@ def step_figure(rows: pd.DataFrame) -> Figure | None:
     caption, varying = settings_split(rows, _NAMED, ())
     differing = [name for name in varying if name not in (x, "size")]
     rows = rows.assign(how=rows[differing].astype(str).agg(", ".join, axis=1) if differing else rows["dtype"])
-    hows, sizes = list(dict.fromkeys(rows["how"])), list(dict.fromkeys(rows["size"]))
-    coloured = "size" if x == "context_length" else "how"
-    colours = {name: OKABE_ITO[i % 7] for i, name in enumerate(sizes if coloured == "size" else hows)}
-    styles = dict(zip(hows, _STYLES[:: len(_STYLES) // 8 + 1] * len(hows), strict=False))
-    figure, (time_axes, share_axes) = panels(2, 2, 4.4, 3.6)
-    share = next((metric for metric in _SHARES if (rows["metric"] == metric).any()), None)
-    for axes, metric in ((time_axes, "step"), (share_axes, share)):
-        own = rows[rows["metric"] == metric]
-        for (name, how), line in own.groupby([coloured, "how"], sort=False):
-            line = line.sort_values(x) if x == "context_length" else line
-            bars = [line["median"] - line["p10"], line["p90"] - line["median"]]
-            shape: dict[str, Any] = {"color": colours[name], "capsize": 2, "markersize": 5, **styles[how]}
-            axes.errorbar(line[x], line["median"], yerr=bars, **shape)
-        if x == "context_length":
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(contexts := sorted(rows[x].unique()), [str(context) for context in contexts])
-        axes.set_xlabel("context length, tokens" if x == "context_length" else "model size")
-    time_axes.set_yscale("log")
-    time_axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    time_axes.yaxis.set_major_formatter(WITH_COMMAS)
-    time_axes.yaxis.set_minor_formatter(NullFormatter())
-    time_axes.set_ylabel("time of the whole pass, ms\n(median, bar p10 to p90)")
-    share_axes.set_ylabel(_SHARES.get(share or "", ""))
-    share_axes.set_ylim(bottom=0)
-    entries = [Line2D([], [], color=colours[size], label=size) for size in sizes if coloured == "size"]
-    entries += [Line2D([], [], color=colours.get(how, "grey"), label=how, **styles[how]) for how in hows]
-    figure.legend(handles=entries, loc="outside right center", frameon=False, fontsize=9)
+    share = next((metric for metric in _SHARES if (rows["metric"] == metric).any()), "")
+    rows = rows[rows["metric"].isin(("step", share))]
+    looks: dict[str, str] = {"colour": "how", "log": "y"}
+    if x == "context_length":
+        rows, looks = rows.sort_values(x, kind="stable"), {"colour": "size", "style": "how", "log": "xy"}
+    figure, axes = lines(rows, x=x, panel="metric", spread=True, width=4.4, height=3.6, **looks)  # type: ignore[arg-type]
+    axes["step"].set_ylabel("time of the whole pass, ms\n(median, bar p10 to p90)")
+    if share:
+        axes[share].set_yscale("linear")
+        axes[share].set_ylim(bottom=0)
+        axes[share].set_ylabel(_SHARES[share])
+    figure.supxlabel("context length, tokens" if x == "context_length" else "model size", fontsize=10)
     figure.suptitle(caption, fontsize=9)
     return figure
 

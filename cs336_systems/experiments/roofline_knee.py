@@ -171,15 +171,19 @@ def chain_table(rows: pd.DataFrame) -> Table:
 
 def time_figure(rows: pd.DataFrame) -> Figure | None:
     """Time against multiply-adds per number, fused and eager, and where the highest rates meet."""
-    from cs336_systems.report.figures import curves_figure
+    from cs336_systems.report.figures import lines
 
     rows = rows[(rows["metric"] == "time") & rows["how"].isin((COMPILED, EAGER))]
     if not (rows["how"] == COMPILED).any():
         return None
-    figure, found, first = curves_figure(rows, "fmas", "how"), knee_of(rows), rows.iloc[0]
-    axes = figure.axes[0]
-    axes.axvline(found["fmas"], color="0.5", linestyle=":", label=f"highest rates meet at {found['fmas']:.0f}")
-    axes.legend(frameon=False, fontsize=8)
+    found, first = knee_of(rows), rows.iloc[0]
+    points = rows.groupby(["how", "fmas"], as_index=False, sort=False)["median"].median().sort_values("fmas")
+    figure, panels = lines(points, x="fmas", colour="how", log="xy", width=6)
+    axes = panels[""]
+    axes.axvline(found["fmas"], color="0.5", linestyle=":")
+    axes.annotate(
+        f"highest rates meet at {found['fmas']:.0f}", (found["fmas"], 0.02), xycoords=axes.get_xaxis_transform()
+    )
     axes.set_xlabel("multiply-adds per number")
     axes.set_ylabel("time, ms (median)")
     axes.set_title(f"{first['elements']:,} fp32 numbers through a chain, on {first['gpu'] or first['host']}")

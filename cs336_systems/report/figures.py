@@ -29,7 +29,7 @@ WITH_COMMAS = FuncFormatter(lambda value, _: f"{value:,g}")
 _COLOURS = (*OKABE_ITO, "#999999", "#882255")
 _SHAPES = tuple(zip("osD^vPX*h", ("-", "--", ":", "-.", "-", "--", ":", "-.", "-"), strict=True))
 """Markers and dashes of the values of one column."""
-_MOST_TICKS = 5
+_MOST_TICKS = 6
 """Labels of an x axis that stand beside each other; more are turned."""
 
 
@@ -143,23 +143,6 @@ def dress(axes: Axes) -> None:
     """A pale grid behind the data, and no frame above and to the right of it."""
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def curves_figure(rows: pd.DataFrame, x: str, line: str) -> Figure:
-    """Medians against the column ``x`` on logarithmic axes, a curve for each value of the column ``line``."""
-    figure = Figure(figsize=(7, 4.4), layout="constrained")
-    axes = figure.subplots()
-    for (name, own), colour in zip(rows.groupby(line, sort=False), OKABE_ITO, strict=False):
-        medians = own.groupby(x)["median"].median()
-        axes.plot(medians.index, medians, "o-", color=colour, markersize=4, label=str(name))
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(PLAIN)
-    dress(axes)
-    axes.legend(frameon=False, fontsize=8)
-    return figure
 
 
 def save(figure: Figure | None, path: Path, **said: str) -> bool:
