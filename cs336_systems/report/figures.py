@@ -99,7 +99,8 @@ def lines(
         for (hue, shape), line in own.groupby([own[colour], own[style or colour]], sort=False):
             at, level = _places(line[x], own[x]), line[y].astype(float)
             bars = [level - line["p10"].astype(float), line["p90"].astype(float) - level] if spread else None
-            axes.errorbar(at, level, yerr=bars, capsize=2, **drawn(shape, colours[hue], bool(style)))
+            looks = drawn(shape, colours[hue], bool(style))
+            axes.errorbar(at, level, yerr=bars, capsize=2, label=str(hue), **looks)
         _scale(axes, own[x], log)
     if style:
         entries = [Line2D([], [], color=hue, label=str(value)) for value, hue in colours.items()]

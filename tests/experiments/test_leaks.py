@@ -98,7 +98,7 @@ def test_a_graph_is_compared_with_launching_one_by_one():
         measured.append((cell, {"eager": 6.0, "issue": 5.0, "compiled": 7.0, "graph": size / 1024}))
     rows = rows_of(*measured)
     assert launch_overhead.TIMES.of(rows).frame["eager / graph"].tolist() == ["96.00", "1.50"]
-    lines = {line.get_label(): line for line in launch_overhead.time_figure(rows).axes[0].lines}
+    lines = {bars.get_label(): bars[0] for bars in launch_overhead.time_figure(rows).axes[0].containers}
     assert list(lines["matmul, graph"].get_xdata()) == [8, 2**15], "KiB of a bf16 matrix"
     assert list(lines["matmul, graph"].get_ydata()) == [0.0625, 4.0]
 
