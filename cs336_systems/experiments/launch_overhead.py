@@ -172,7 +172,7 @@ def time_figure(rows: pd.DataFrame) -> Figure | None:
         return None
     first, numbers = rows.iloc[0], rows["size"] ** rows["operation"].map({"matmul": 2, "elementwise": 1})
     rows = rows.assign(kib=2 * numbers / 1024, way=rows["operation"] + ", " + rows["metric"])
-    points = rows.groupby(["way", "kib"], as_index=False, sort=False)["median"].median().sort_values("kib")
+    points = rows.groupby(["way", "kib"], sort=False)["median"].median().reset_index().sort_values("kib")
     figure, panels = lines(points, x="kib", colour="way", log="xy", width=6)
     axes = panels[""]
     axes.set_xlabel("size of one operand, KiB")

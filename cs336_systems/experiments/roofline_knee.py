@@ -177,7 +177,7 @@ def time_figure(rows: pd.DataFrame) -> Figure | None:
     if not (rows["how"] == COMPILED).any():
         return None
     found, first = knee_of(rows), rows.iloc[0]
-    points = rows.groupby(["how", "fmas"], as_index=False, sort=False)["median"].median().sort_values("fmas")
+    points = rows.groupby(["how", "fmas"], sort=False)["median"].median().reset_index().sort_values("fmas")
     figure, panels = lines(points, x="fmas", colour="how", log="xy", width=6)
     axes = panels[""]
     axes.axvline(found["fmas"], color="0.5", linestyle=":")
