@@ -32,7 +32,7 @@
 #   fsdp-xl                     65
 #   fsdp-gathers                80  2.7b in fp32: ours in collectives and by copies, and FSDP2
 #   fsdp-leaderboard           425  the leaderboard's step with fp32 masters, every block computed twice
-#   leaderboard                480  the same in bf16, products kept, AdamW under backward: by do_bench and recorded, then
+#   leaderboard                480  the same in bf16, products kept, AdamW under backward: recorded, then
 #                                   beside FSDP2 with full checkpointing and with attention kept, compiled from
 #                                   scratch; all of it measured
 #   leaderboard-attempts       130  with more kept, as the memory planner chooses, on a host of its own
@@ -153,7 +153,7 @@ for part in "$@"; do
       export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True # 6 GiB of the card are left
       case "$part" in
         leaderboard)
-          ranks benchmark_fsdp "${step[@]}" "${best[@]}" "${short[@]}" --do-bench on --trace "$folder/leaderboard"
+          ranks benchmark_fsdp "${step[@]}" "${best[@]}" "${short[@]}" --trace "$folder/leaderboard"
           launch "${worlds[@]}"
           out="$folder/leaderboard-turns"
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --peer-checkpoint full keep-attention ;;

@@ -4,9 +4,9 @@
     uv run scripts/parallelism.py forms --device h100 --world-size 8
     uv run scripts/parallelism.py mesh --world-size 256
     uv run scripts/parallelism.py accounting
-    uv run scripts/parallelism.py pipeline --stages 4 --microbatches 8 --figure pipeline.png
-    uv run scripts/parallelism.py scaling --figure scaling.png
-    uv run scripts/parallelism.py failures --figure goodput.png
+    uv run scripts/parallelism.py pipeline --stages 4 --microbatches 8
+    uv run scripts/parallelism.py scaling
+    uv run scripts/parallelism.py failures
 
 Nothing is run or measured: every number is a bound from datasheet peaks. The last line is one JSON object.
 """

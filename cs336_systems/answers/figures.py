@@ -25,15 +25,13 @@ from cs336_systems.experiments.blocks import kept_figure
 from cs336_systems.experiments.collectives import collectives_figure
 from cs336_systems.experiments.flops_against_time import shares_figure as families_figure
 from cs336_systems.experiments.fp8 import time_figure
-from cs336_systems.experiments.fully_sharded_breakdown import breakdown_figure
 from cs336_systems.experiments.kernels import shares_figure
 from cs336_systems.experiments.launch_overhead import time_figure as launch_figure
 from cs336_systems.experiments.matmul_data import speed_figure
 from cs336_systems.experiments.model_figures import frontier_figure, step_figure
 from cs336_systems.experiments.parallelism_figures import goodput_figure, pipelines_figure, scaling_figure
 from cs336_systems.experiments.roofline_knee import time_figure as chains_figure
-from cs336_systems.experiments.sharded_optimizer import memory_figure
-from cs336_systems.experiments.streaming_figures import heatmap_figure
+from cs336_systems.experiments.streaming import heatmap_figure
 from cs336_systems.experiments.training import rates_figure
 from cs336_systems.harness.record import DEFAULTS, EARLIER, NOT_RECORDED
 from cs336_systems.pretraining.run_log import Run
@@ -107,7 +105,6 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_collectives.png": of_rows(
             collectives_figure, "collectives", device="cuda", dtype="fp32", collective="all_reduce"
         ),
-        "h200_sharded_optimizer.png": of_rows(memory_figure, "sharded-optimizer"),
         "h200_attention_bf16_d64.png": of_rows(attention_figure, "attention-flash-bf16", d_head=64, impl=ON_ONE_HOST),
         "h200_attention_bf16_d128.png": of_rows(attention_figure, "attention-flash-bf16", d_head=128, impl=ON_ONE_HOST),
         "h200_attention_pytorch_d64.png": of_rows(attention_figure, "attention-pytorch", d_head=64),
@@ -118,7 +115,6 @@ def figures(committed: Committed) -> dict[str, Drawing]:
             for size in ("llama3-1b", "llama3-8b")
         },
         "h200_fp8_time.png": of_rows(time_figure, "fp8"),
-        "h200_leaderboard.png": of_rows(breakdown_figure, "leaderboard"),
         "h200_leak_matmul_data.png": of_rows(speed_figure, "leaks/matmul_data"),
         "h200_leak_roofline_knee.png": of_rows(chains_figure, "leaks/roofline_knee"),
         "h200_leak_launch_overhead.png": of_rows(launch_figure, "leaks/launch_overhead"),

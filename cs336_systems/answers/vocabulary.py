@@ -22,8 +22,7 @@ from cs336_systems.experiments import sharded_optimizer as sharded_tables
 from cs336_systems.experiments.blocks import BLOCK_TABLE
 from cs336_systems.experiments.collectives import collectives_table
 from cs336_systems.experiments.data_parallel import DATA_PARALLEL
-from cs336_systems.experiments.fully_sharded import FULLY_SHARDED
-from cs336_systems.experiments.fully_sharded_breakdown import breakdown_tables
+from cs336_systems.experiments.fully_sharded import FULLY_SHARDED, breakdown_tables
 from cs336_systems.experiments.kernels import KERNEL_TABLE
 from cs336_systems.experiments.model import step_table
 from cs336_systems.experiments.parallelism import QUESTIONS

@@ -96,16 +96,15 @@ def step_traffic(
     *,
     compute_bytes: int = 4,
     gradient_bytes: int = 4,
-    first: bool = False,
     quantized: Collection[int] = (),
     peer_copies: bool = False,
 ) -> StepTraffic:
-    """Communication of one step in which every unit runs once and every parameter is trained.
+    """Communication of a step after the first, in which every unit runs once and every parameter is trained. (The first
+    gathers its last unit twice, as the order of the units is not known yet.)
 
     Args:
         compute_bytes: per element of a gathered weight.
         gradient_bytes: per element of a gradient that is reduced; replicated gradients travel in fp32.
-        first: whether it is the first step, before the order of the units is known: it gathers the last one twice.
         quantized: numbers of the units whose weights travel in eight bits, once a step after an agreement on the
             largest magnitudes of all their matrices together. The last unit is none of them.
         peer_copies: ranks copy weights from each other's memory, and send none. They meet before and after a forward
@@ -119,7 +118,7 @@ def step_traffic(
     sizes = [size for size, _ in gathers]
     replicated = sum(prod(shape) for unit in units for shape in unit if not is_sharded(shape))
     n_parameters = sum(len(unit) for unit in units)
-    gathered = 2 * sum(map(prod, gathers)) - (0 if first or not gathers else prod(gathers[-1]))
+    gathered = 2 * sum(map(prod, gathers)) - (prod(gathers[-1]) if gathers else 0)
     meetings = 4 if peer_copies else 0
     messages = {
         "all-gather": 0 if peer_copies else gathered,
@@ -130,7 +129,7 @@ def step_traffic(
         + MEETING_BYTES * meetings,
     }
     counts = {
-        "all-gather": 0 if peer_copies else max(0, 2 * len(sizes) - (not first)),
+        "all-gather": 0 if peer_copies else max(0, 2 * len(sizes) - 1),
         "reduce-scatter": len(sizes),
         "all-reduce": 1 + bool(quantized) + meetings,
     }

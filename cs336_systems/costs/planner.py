@@ -53,37 +53,20 @@ class LeastRecomputation:
     """FLOPs of matmuls and attention that a step recomputes."""
     step_flops: int
     """FLOPs of the step that recomputes nothing."""
-
-    @property
-    def _more_flops(self) -> str:
-        return f"{100 * self.extra_flops / self.step_flops:.1f} % more FLOPs"
-
-    def __str__(self) -> str:
-        return f"{self.choice}: predicted peak {self.peak_bytes / GIB:.4g} GiB, {self._more_flops}"
-
-
-@dataclass(frozen=True)
-class LeastRecomputationOfBlocks(LeastRecomputation):
-    """A choice of what hand-written blocks keep that fits a budget, and what it is predicted to cost."""
-
-    moment: str
-    """The moment of the peak."""
-    recomputes: tuple[str, ...]
-    """Names of what blocks recompute, of ``costs.kept.RECOMPUTED_WORDS``."""
-    extra_bytes: int
-    """Bytes that recomputed norms, rotations and SwiGLU move."""
-    seconds: float
-    """Seconds of recomputation at an H200's peaks."""
+    seconds: float | None = None
+    """Seconds of recomputation at an H200's peaks, of what hand-written blocks keep."""
+    recomputes: tuple[str, ...] = ()
+    """Names of what such blocks recompute, of ``costs.kept.RECOMPUTED_WORDS``."""
 
     def __str__(self) -> str:
-        fits = f"keep {self.choice}: predicted peak {self.peak_bytes / GIB:.4g} GiB ({self.moment})"
+        fits = f"{self.choice}: predicted peak {self.peak_bytes / GIB:.4g} GiB"
+        more = f"{100 * self.extra_flops / self.step_flops:.1f} % more FLOPs"
+        if self.seconds is None:
+            return f"{fits}, {more}"
         if not self.recomputes:
-            return f"{fits}; nothing is recomputed"
+            return f"keep {fits}; nothing is recomputed"
         names = ", ".join(RECOMPUTED_WORDS[name] for name in self.recomputes)
-        return (
-            f"{fits}; {names} recomputed: {self._more_flops}, {self.extra_bytes / GIB:.3g} GiB of traffic, "
-            f"{1e3 * self.seconds:.3g} ms at an H200's peaks"
-        )
+        return f"keep {fits}; {names} recomputed: {more}, {1e3 * self.seconds:.3g} ms at an H200's peaks"
 
 
 def cheapest_policy(
@@ -143,7 +126,7 @@ def candidate_keeps() -> Iterator[str]:
 
 def cheapest_keep(
     case: TrainingCase, mode: str, budget_bytes: int, predict: Predict, *, mixed: bool = False
-) -> LeastRecomputationOfBlocks:
+) -> LeastRecomputation:
     """The choice for hand-written blocks with which the predicted peak is at most ``budget_bytes`` and the least time
     goes into recomputation; the case's own choice is not looked at.
 
@@ -205,19 +188,15 @@ def _hardware() -> Hardware:
     return hardware
 
 
-def _keep_choice(case: TrainingCase, mode: str, predict: Predict) -> LeastRecomputationOfBlocks:
+def _keep_choice(case: TrainingCase, mode: str, predict: Predict) -> LeastRecomputation:
     """The case's own choice of what blocks keep, with its costs."""
-    peak = predict(case)
     blocks = Counter(keep_of_blocks(case.keep, case.config.n_layers)) if mode != "forward" else Counter()
     again = {each: recomputed(*case.work, case.precision, each) for each in blocks}
-    names = {name for each in again.values() for name in each.names}
-    return LeastRecomputationOfBlocks(
+    return LeastRecomputation(
         case.keep,
-        peak.n_bytes,
+        predict(case).n_bytes,
         sum(n * again[each].flops for each, n in blocks.items()),
         hardware_flops(*case.work, mode, attention="flash"),
-        peak.moment,
-        tuple(name for name in RECOMPUTED_WORDS if name in names),
-        sum(n * again[each].traffic_bytes for each, n in blocks.items()),
         sum(n * again[each].seconds(_hardware(), case.precision.matmul_dtype) for each, n in blocks.items()),
+        tuple(name for name in RECOMPUTED_WORDS if any(name in each.names for each in again.values())),
     )

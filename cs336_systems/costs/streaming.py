@@ -27,10 +27,11 @@ and end; ``streaming/schedule.py`` says what they are.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
 from cs336_systems.costs.activations import WIDE
-from cs336_systems.costs.flops import ForwardFlops, forward_flops, model_flops
+from cs336_systems.costs.flops import forward_flops, model_flops
 from cs336_systems.costs.kept import LEVELS as ALL_LEVELS
 from cs336_systems.costs.kept import kept_tensors, recomputed, recomputed_flops
 from cs336_systems.costs.memory import rotary_bytes
@@ -78,15 +79,12 @@ class Rates:
     """Speed of copies to the device over that of copies from it, while both ways are busy."""
 
     @classmethod
-    def of(cls, hardware: Hardware, dtype: str = "bf16", *, flops: float | None = None) -> "Rates":
+    def of(cls, hardware: Hardware, dtype: str = "bf16") -> "Rates":
         """Rates from published peaks, by the shares of them that an H200 sustains (LOG.md).
 
         These are: matmuls 642 to 694 TFLOP/s, causal attention of d_head 128 590 forward and 535 backward, 92 % of its
         memory's bandwidth in one pass, the link 55.5 GB/s one way and, beside kernels of a step, 43.6 to the device
         while 50.9 leave it, 1 % longer kernels beside copies both ways.
-
-        Args:
-            flops: FLOP/s that matmuls sustain, if known; attention's follow in proportion.
 
         Raises:
             ValueError: a peak is not published.
@@ -96,11 +94,8 @@ class Rates:
             raise ValueError(
                 f"no {dtype} FLOP/s, memory or host link are published for {hardware.name}: give the rates"
             )
-        products = flops or 0.675 * peak
-        scale = products / 0.675
-        link_alone, link_out_both = 55.5 / 64 * link, 51 / 64 * link
-        memory *= 0.9
-        return cls(products, 0.596 * scale, 0.541 * scale, memory, link_alone, link_out_both, in_beside_out=0.855)
+        sustained = 0.675 * peak, 0.596 * peak, 0.541 * peak, 0.9 * memory
+        return cls(*sustained, link_alone=55.5 / 64 * link, link_out_both=51 / 64 * link, in_beside_out=0.855)
 
     @property
     def link_in_both(self) -> float:
@@ -227,48 +222,19 @@ class StreamedWork:
 
     # operations
 
-    @cached_property
-    def _forward_flops(self) -> ForwardFlops:
-        """FLOPs of all layers and the head on one chunk, as if it were a sequence."""
-        return forward_flops(self.config, 1, self.chunk)
-
-    def _products_flops(self) -> int:
-        """FLOPs of one layer's forward on one chunk, attention's left out."""
-        return (self._forward_flops.projections + self._forward_flops.feed_forward) // self.config.n_layers
-
     def attention_flops(self, chunk: int) -> int:
         """FLOPs of attention in one layer's forward on a chunk, by the chunk's place in its sequence; causal."""
         length, before = self.batch[1], (chunk % self.chunks_per_sequence) * self.chunk
         return 2 * self.config.d_query * self.chunk * (2 * before + length)
-
-    def _keys_flops(self) -> int:
-        """FLOPs of one layer's k and v of one chunk, a matmul of their own where sequences are longer than a chunk."""
-        return 2 * self.chunk * self.config.d_model * 2 * self.config.d_kv
-
-    def _restore_flops(self) -> int:
-        """FLOPs of one layer's matmuls behind attention, on one chunk."""
-        return self._products_flops() - 2 * self.chunk * self.config.d_model * self.config.d_qkv
-
-    def recompute_flops(self, chunk: int, level: str) -> tuple[int, int]:
-        """FLOPs of matmuls and of attention that ``recompute`` runs for one (layer, chunk), given k and v."""
-        products = recomputed_flops(self.config, *self.batch, level, 0)
-        products -= self._keys_flops() if self.is_long and level != "products" else 0
-        return products, self.attention_flops(chunk) if level == "input" else 0
 
     def model_flops_per_token(self) -> float:
         """FLOPs of a whole step for each token."""
         return model_flops(self.config, 1, self.context_length, "step") / self.context_length
 
     def hardware_flops(self, kind: str, chunk: int, level: str) -> int:
-        """FLOPs that one operation executes (a kind of ``streaming/schedule.py``)."""
-        if kind == "recompute":
-            return sum(self.recompute_flops(chunk, level))
-        products, attention, head = self._products_flops(), self.attention_flops(chunk), self._forward_flops.head
-        found = {"forward": products + attention, "backward": 2 * products + 5 * attention // 2, "head": 3 * head}
-        found |= {"keys": self._keys_flops(), "restore": self._restore_flops()}
-        return found.get(kind, 0)
-
-    # seconds
+        """FLOPs that one operation executes (a kind of ``streaming/schedule.py``), 0 of one that does not compute."""
+        amounts = self._amounts(kind, chunk, level)
+        return amounts.products + amounts.attention if amounts else 0
 
     def seconds(self, kind: str, chunk: int, level: str, rates: Rates) -> float:
         """Seconds that one operation computes (a kind of ``streaming/schedule.py``).
@@ -276,53 +242,71 @@ class StreamedWork:
         Raises:
             KeyError: no such kind, or one that does not compute.
         """
-        config, products, attention = self.config, self._products_flops(), self.attention_flops(chunk)
-        width, tokens, layer = self.precision.parameter_bytes, self.chunk, self.layer_bytes
-        row = tokens * width
+        if (amounts := self._amounts(kind, chunk, level)) is None:
+            raise KeyError(kind)
+        narrow, backward = self.config.d_head <= NARROW_HEAD, kind == "backward"
+        attention = rates.attention_backward if backward else rates.attention_forward
+        if narrow:
+            attention *= NARROW_BACKWARD if backward else NARROW_FORWARD
+        return amounts.products / rates.products + amounts.attention / attention + amounts.traffic / rates.memory
+
+    def _amounts(self, kind: str, chunk: int, level: str) -> "_Amounts | None":
+        """The work of one operation; None of one that does not compute."""
+        config, tokens, attention = self.config, self.chunk, self.attention_flops(chunk)
+        row = tokens * self.precision.parameter_bytes  # bytes of one number of each token
+        d_model, d_query, d_kv, d_ff = config.d_model, config.d_query, config.d_kv, config.d_ff
+        whole = forward_flops(config, 1, tokens)  # of all layers and the head, as if the chunk were a sequence
+        products = (whole.projections + whole.feed_forward) // config.n_layers
+        keys = 2 * tokens * d_model * 2 * d_kv  # k and v, a matmul of their own where sequences are longer than a chunk
+        behind = products - 2 * tokens * d_model * config.d_qkv
         always = recomputed(config, *self.batch, self.precision, "products").traffic_bytes
-        narrow = config.d_head <= NARROW_HEAD
-        attention_forward = rates.attention_forward * (NARROW_FORWARD if narrow else 1)
-        attention_backward = rates.attention_backward * (NARROW_BACKWARD if narrow else 1)
         match kind:
-            case "forward":
-                # reads and writes: two norms and a sum 6 d, rotation 2 (d_query + d_kv), SwiGLU 3 d_ff
-                traffic = row * (6 * config.d_model + 2 * config.d_query + 2 * config.d_kv + 3 * config.d_ff)
-                return products / rates.products + attention / attention_forward + traffic / rates.memory
+            case "forward":  # two norms and a sum 6 d, rotation 2 (d_query + d_kv), SwiGLU 3 d_ff
+                return _Amounts(products, attention, row * (6 * d_model + 2 * d_query + 2 * d_kv + 3 * d_ff))
             case "recompute":
-                products, attention = self.recompute_flops(chunk, level)
+                again = recomputed_flops(config, *self.batch, level, 0)
                 traffic = recomputed(config, *self.batch, self.precision, level).traffic_bytes - always
-                traffic -= 2 * row * config.d_kv if self.is_long and level != "products" else 0  # k has been rotated
-                return products / rates.products + attention / attention_forward + traffic / rates.memory
+                if self.is_long and level != "products":  # k is there, and has been rotated
+                    again, traffic = again - keys, traffic - 2 * row * d_kv
+                return _Amounts(again, attention if level == "input" else 0, traffic)
             case "backward":
                 # SwiGLU 5 d_ff, two norms 8 d, rotation 2 (d_query + d_kv), attention's outputs and sums 8 d_query
-                traffic = row * (8 * config.d_model + 10 * config.d_query + 2 * config.d_kv + 5 * config.d_ff) + always
+                traffic = row * (8 * d_model + 10 * d_query + 2 * d_kv + 5 * d_ff) + always
                 if config.qk_norm:  # recomputed norm and rotation, and x beside their backward
-                    traffic += 3 * row * (config.d_query + config.d_kv)
-                attended = 2.5 * attention / attention_backward
-                return 2 * products / rates.products + attended + traffic / rates.memory
-            case "keys":
-                traffic = row * (2 * config.d_model + 2 * config.d_kv)  # norm, rotation
-                return self._keys_flops() / rates.products + traffic / rates.memory
-            case "restore":
-                traffic = row * (4 * config.d_model + 3 * config.d_ff)  # a norm with its sum, SwiGLU
-                return self._restore_flops() / rates.products + traffic / rates.memory
+                    traffic += 3 * row * (d_query + d_kv)
+                return _Amounts(2 * products, 5 * attention // 2, traffic)
+            case "keys":  # and a norm, and their rotation
+                return _Amounts(keys, 0, row * (2 * d_model + 2 * d_kv))
+            case "restore":  # the matmuls behind attention, a norm with its sum, SwiGLU
+                return _Amounts(behind, 0, row * (4 * d_model + 3 * d_ff))
             case "head":  # its rows' passes are in the rate of products: 665 TFLOP/s (LOG.md)
-                return 3 * self._forward_flops.head / rates.products
+                return _Amounts(3 * whole.head, 0, 0)
             case "embed":
-                return 2 * row * config.d_model / rates.memory
+                return _Amounts(0, 0, 2 * row * d_model)
             case "embed backward":
-                return 6 * row * config.d_model / (ADD_ROWS_SHARE * rates.memory)
+                return _Amounts(0, 0, 6 * row * d_model / ADD_ROWS_SHARE)
             case "norm":
-                return layer / rates.memory
+                return _Amounts(0, 0, self.layer_bytes)
             case "optimizer":
-                return self._optimizer_bytes(config.n_block_parameters) / rates.memory
+                return _Amounts(0, 0, self._optimizer_bytes(config.n_block_parameters))
             case "fixed optimizer":
-                return self._optimizer_bytes(self._fixed_parameters) / rates.memory
-        raise KeyError(kind)
+                return _Amounts(0, 0, self._optimizer_bytes(self._fixed_parameters))
+        return None
 
     def _optimizer_bytes(self, parameters: int) -> int:
         """Bytes that the optimizer moves: it reads weights, gradients and moments and writes weights and moments."""
         return parameters * (3 * self.precision.parameter_bytes + 2 * sum(n for _, n in self.moments))
+
+
+class _Amounts(NamedTuple):
+    """The work of one operation."""
+
+    products: int
+    """FLOPs of matmuls."""
+    attention: int
+    """FLOPs of attention, causal."""
+    traffic: float
+    """Bytes that passes over memory read and write."""
 
 
 LANES = ("in", "compute", "out")

@@ -4,17 +4,25 @@ A cell is one implementation: ours, torch's FSDP2 (``fully_shard`` of the embedd
 head, as torchtitan applies it), or our bucketed DDP, which holds everything whole. All run the same model from the
 same seed on the same data, with FP32 master weights and, under ``bf16-compute``, bf16 weights and fp32 reductions (DDP
 then computes under bf16 autocast), or with everything in bf16. Repeats of the grid measure them interleaved.
+
+Of a recorded step a second table says where its time goes, by phase and kind of work: every moment is in one of the
+parts (``profiling/communication.py``). Where blocks are written out and the device is known, the least that each could
+take (``costs/speed_of_light.py``) stands beside it: what is above that is where time is to be had.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from cs336_systems.case import RECIPE, GatherBy, Parallel, TrainingCase
-from cs336_systems.config import PRECISIONS, Precision
+from cs336_systems.config import PRECISIONS, Precision, resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
+from cs336_systems.costs.speed_of_light import least_ms
 from cs336_systems.declared import flag, like, option, options_of
 from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.options import RankedCase, RankedRun, in_turns, training_cells, within_budget
@@ -27,18 +35,22 @@ from cs336_systems.experiments.ranked import (
     with_earlier_rows,
     with_effort,
 )
-from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
+from cs336_systems.hardware import find_hardware
+from cs336_systems.report.results import MAIN, MISSING, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import pandas as pd
 
     from cs336_systems.harness.sweep import Outcome
+    from cs336_systems.report.tables import Table
 
 Implementation = Literal["ours", "torch", "ddp"]
 OURS, TORCH, DDP = get_args(Implementation)
 BF16_COMPUTE = "bf16-compute"
 
 _WRAPPERS = {OURS: "fsdp", TORCH: "fsdp2", DDP: "bucketed"}
+_OF_OURS = {"prefetch": None, "update": "after-backward", "gather_by": "collectives"}
+"""Settings that only ours has, and their values for the others."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +74,6 @@ class FullyShardedCell(RankedCase):
     """None for other implementations than ours."""
     update: str = like(Parallel, "update")
     gather_by: GatherBy = like(Parallel, "gather_by")
-    do_bench: str = option(
-        "off",
-        "on: also time the whole step by triton.testing.do_bench, for twice the warm-up and eleven more steps.",
-        values=("off", "on"),
-        several=False,
-    )
     losses: int = option(
         0,
         "Steps on one batch, run first, whose losses are compared with those of the reference in fp32.",
@@ -102,18 +108,20 @@ class FullyShardedCell(RankedCase):
         )
 
     @property
+    def _unusual(self) -> list[str]:
+        """Words for what only ours has."""
+        ahead = [] if self.prefetch is None else [f"ahead{self.prefetch}"]
+        return ahead + [
+            getattr(self, name) for name in ("update", "gather_by") if getattr(self, name) != _OF_OURS[name]
+        ]
+
+    @property
     def name(self) -> str:
         """The stem of its files' names."""
-        ahead = "" if self.prefetch is None else f"ahead{self.prefetch}"
-        under = "" if self.update == "after-backward" else self.update
-        copies = "copies" if self.gather_by == "copies" else ""
-        return f"{recording_name(self, self.checkpoint, self.fsdp, ahead, under, copies)}-{self.repeat}"
+        return f"{recording_name(self, self.checkpoint, self.fsdp, *self._unusual)}-{self.repeat}"
 
     def __str__(self) -> str:
-        ahead = "" if self.prefetch is None else f" {self.prefetch} ahead"
-        under = "" if self.update == "after-backward" else f" updated {self.update.replace('-', ' ')}"
-        copies = " by copies" if self.gather_by == "copies" else ""
-        return f"{self.fsdp}{ahead}{under}{copies} on {self.world_size} ranks: {super().__str__()}"
+        return f"{' '.join((self.fsdp, *self._unusual))} on {self.world_size} ranks: {super().__str__()}"
 
 
 @dataclass(frozen=True)
@@ -136,17 +144,10 @@ class Asked(RankedRun):
 Options: Any = options_of(FullyShardedCell, Asked, size=("xl",))
 
 _PEER: dict[str, Any] = {
-    "fsdp": TORCH,
-    "prefetch": None,
-    "update": "after-backward",
-    "gather_by": "collectives",
-    "kernels": "reference",
-    "keep": "autograd",
-    "attention": "sdpa-cudnn",
-    "compile": "on",
-    "optimizer": "torch-fused",
+    **_OF_OURS,
+    **{name: getattr(RankedCase, name) for name in ("master", "offload", "kernels", *RECIPE)},
+    **{"fsdp": TORCH, "keep": "autograd", "attention": "sdpa-cudnn", "compile": "on", "optimizer": "torch-fused"},
     "losses": 0,
-    **{name: getattr(RankedCase, name) for name in ("master", "offload", *RECIPE)},
 }
 """Settings with which FSDP2 is as fast as it can be."""
 
@@ -157,18 +158,14 @@ def make_cells(options: Any) -> list[FullyShardedCell]:
     Raises:
         ValueError: a value that no cell can have, or a budget that nothing fits.
     """
-    for name in ("prefetch", "update", "gather_by"):
-        if OURS not in options.fsdp and getattr(options, name) != getattr(Options, name):
+    asked = {name: getattr(options, name) for name in _OF_OURS}
+    for name, values in asked.items():
+        if OURS not in options.fsdp and values != getattr(Options, name):
             raise ValueError(f"{flag(name)} is for --fsdp {OURS}, which is not among {', '.join(options.fsdp)}")
     if "copies" in options.gather_by and BF16_COMPUTE in options.dtype:
         raise ValueError(f"--gather-by copies is for weights as they are stored, and --dtype {BF16_COMPUTE} casts them")
-    sides = [
-        {"fsdp": name, "prefetch": ahead, "update": update, "gather_by": gather_by}
-        for name in options.fsdp
-        for ahead in (options.prefetch if name == OURS else (None,))
-        for update in (options.update if name == OURS else ("after-backward",))
-        for gather_by in (options.gather_by if name == OURS else ("collectives",))
-    ]
+    ways = [dict(zip(asked, values, strict=True)) for values in itertools.product(*asked.values())]
+    sides = [{"fsdp": name, **way} for name in options.fsdp for way in (ways if name == OURS else [_OF_OURS])]
     cells = training_cells(FullyShardedCell, options, inner=sides)
     if options.memory_budget_gib is not None and (
         options.keep is not None or not any(cell.written_out for cell in cells)
@@ -176,8 +173,6 @@ def make_cells(options: Any) -> list[FullyShardedCell]:
         raise ValueError("--memory-budget-gib chooses what blocks of --kernels fused keep, without --keep")
     policies = [canonical_policy(policy) for policy in options.peer_checkpoint]
     turns = in_turns(cells, lambda cell: [replace(cell, **_PEER, checkpoint=policy) for policy in policies])
-    if "on" in {cell.do_bench for cell in turns} and options.device != "cuda":
-        raise ValueError(f"--do-bench on: triton's do_bench times CUDA devices, got --device {options.device}")
     ours = (lambda cell: "step", lambda cell: cell.fsdp == OURS and cell.written_out)
     return within_budget(turns, options.memory_budget_gib, *ours, mixed=True)
 
@@ -189,45 +184,22 @@ def stages(options: Any, cells: Sequence[FullyShardedCell], outcomes: list[Outco
     return list(with_effort(measure)(options, cells, outcomes))
 
 
-_WORK = ("gpu", "device", "size", "dtype", "batch_size", "accumulate", "context_length", "world_size")
-"""Settings in which the fastest ways to do the same work agree."""
-
-_OURS_ALONE = ("fsdp", "prefetch", "update", "gather_by", "do_bench", "losses")
-"""Settings that only ours can be asked."""
+_WORK = {"gpu", "device", "size", "dtype", "batch_size", "accumulate", "context_length", "world_size"}
+"""Settings in which different ways to do the same work agree."""
+_OURS_ALONE = {"fsdp", "do_bench", "losses", *_OF_OURS}
+"""Settings in which a peer may differ from ours and still has the same settings."""
 
 
 def _over_fsdp2(line: Line) -> Spread | None:
-    """The step's ratio to that of torch's implementation: under the same settings, or else of its fastest."""
+    """The step's ratio to the fastest one of torch's implementation: of those under the same settings, else of all."""
     if line.settings["fsdp"] == TORCH:
         return None
-    twins = _twins(line, TORCH)
-    return line.repeats_over("step", twins[0] if twins else _fastest(line, TORCH))
-
-
-def _over_ours(line: Line) -> Spread | None:
-    """How many times as long torch's implementation takes as the fastest of ours, where none has its settings."""
-    if line.settings["fsdp"] != TORCH or _twins(line, "ours"):
-        return None
-    return line.repeats_over("step", _fastest(line, "ours"))
-
-
-def _twins(line: Line, implementation: str) -> list[Line]:
-    """The lines of an implementation that differ in nothing else, but for what only ours can be asked."""
-    shared = {name: value for name, value in line.settings.items() if name not in _OURS_ALONE}
-    return [
-        other for other in line.lines.values() if other.settings.items() >= (shared | {"fsdp": implementation}).items()
-    ]
-
-
-def _fastest(line: Line, implementation: str) -> Line | None:
-    """The fastest line of an implementation at the same work."""
-    work = {name: value for name, value in line.settings.items() if name in _WORK}
-    found = [
-        other
-        for other in line.lines.values()
-        if other.settings.items() >= (work | {"fsdp": implementation}).items() and "step" in other.metrics
-    ]
-    return min(found, key=lambda other: float(other.metrics["step"]["median"]), default=None)
+    for names in (line.settings.keys() - _OURS_ALONE, line.settings.keys() & _WORK):
+        wanted = {name: line.settings[name] for name in names} | {"fsdp": TORCH}
+        peers = [other for other in line.lines.values() if other.settings.items() >= wanted.items()]
+        if timed := [peer for peer in peers if "step" in peer.metrics]:
+            return line.repeats_over("step", min(timed, key=lambda peer: float(peer.metrics["step"]["median"])))
+    return None
 
 
 FULLY_SHARDED = ResultTable(
@@ -241,14 +213,6 @@ FULLY_SHARDED = ResultTable(
     columns=(
         Column("step ms", "step", spread=True, rank=MAIN),
         Column("/ FSDP2", _over_fsdp2, ".3f", rank=0, note="median step over FSDP2's, by repeat"),
-        Column(
-            "/ ours",
-            _over_ours,
-            ".3f",
-            optional=True,
-            note="FSDP2's median step over that of the fastest of ours, by repeat",
-        ),
-        Column("do_bench ms", "do_bench", rank=2, optional=True, note="the step by triton.testing.do_bench"),
         Column(
             "loss off %",
             "loss_error",
@@ -266,37 +230,70 @@ FULLY_SHARDED = ResultTable(
         Column("optimizer GiB", "optimizer_state", rank=3),
         Column("states to predicted %", "state_error", "+.2f", rank=2, note="of the fullest rank"),
         Column("peak GiB", "peak_memory"),
-        Column("requested GiB", "peak_requested", ".3f", rank=2, optional=True, note="before the allocator rounds up"),
         Column("predicted GiB", "predicted_peak", rank=2, optional=True, note="the peak"),
         Column("MHz", "sm_mhz", ".0f", rank=2, optional=True, note="clock of rank 0's GPU in the timed steps"),
         Column("W", "power_w", ".0f", rank=2, optional=True, note="its power"),
-        Column("collectives", "collectives", ".0f", rank=3),
         Column("sent MiB", sent_mib, rank=2, note=SENT),
         Column("predicted MiB", "predicted_sent", rank=3),
         Column("gathers", "gathers", ".0f", rank=3),
         Column("late", "late_gathers", ".0f", rank=2, note="gathers waited for"),
         Column("waited ms", "gather_wait", ".3f", spread=True, rank=2, note="for all gathers of a step"),
-        Column("hidden %", "hidden_share", ".1f", rank=2, optional=True, note="communication beside other kernels"),
-        Column("communication alone ms", "waited", ".2f", rank=2, optional=True, note="on rank 0"),
-        Column("exposed ms", "exposed", ".2f", rank=2, optional=True, note="the same on the rank where it is least"),
     ),
 )
 """One line per cell: step times, states and peak, communication and waits for weights."""
 
+PHASES = ("forward", "backward", "optimizer")
+
+
+def recorded_lines(rows: pd.DataFrame) -> list[Line]:
+    """The cells whose steps were recorded."""
+    return [line for line in FULLY_SHARDED.lines(rows) if "forward_products" in line.metrics]
+
+
+def _least(said: Mapping[str, Any]) -> Mapping[tuple[str, str], float]:
+    """Least milliseconds by phase and kind under a line's settings; none where they are not known."""
+    hardware, precision = find_hardware(str(said["gpu"])), PRECISIONS.get(str(said["dtype"]))
+    if hardware is None or hardware.memory_bytes_per_s is None or precision is None or said["keep"] == "autograd":
+        return {}
+    context_length, config = int(said["context_length"]), resolve_size(str(said["size"]))
+    work = config.at_context(context_length), int(said["batch_size"]), context_length
+    return least_ms(*work, precision, hardware, n_shards=int(said["world_size"]))
+
+
+def breakdown_table(line: Line) -> Table:
+    """A row for each kind of work, and one for all: milliseconds of each phase and their bounds."""
+    import pandas as pd
+
+    from cs336_systems.profiling.communication import KINDS
+    from cs336_systems.report.tables import Table
+
+    said, least = line.settings, _least(line.settings)
+    frame = pd.DataFrame(index=pd.Index(KINDS, name="kind"))
+    for phase in PHASES:
+        frame[f"{phase} ms"] = [line.median(f"{phase}_{kind}") or 0.0 for kind in KINDS]
+        frame[f"{phase} least"] = [least.get((phase, kind), math.nan) for kind in KINDS]
+    step, bound = (frame.filter(like=ending).sum(axis=1) for ending in (" ms", " least"))
+    frame = frame.assign(**{"step ms": step, "above least": step - bound if least else math.nan})
+    frame.loc["all"] = frame.drop(columns=[f"{phase} least" for phase in PHASES]).sum(min_count=1)
+    where = f"{said['batch_size']} x {said['context_length']} tokens on each of {said['world_size']} ranks"
+    caption = f"A recorded step of {said['fsdp']}, {said['size']}, {where}, {said['dtype']}, keep {said['keep']}"
+    note = {"above least": "at the datasheet's peaks; recomputed are attention's scores alone"}
+    return Table(caption, frame.map(lambda ms: MISSING if ms != ms else f"{ms:,.1f}").reset_index(), note)
+
+
+def breakdown_tables(rows: pd.DataFrame) -> str:
+    """The tables of all recorded cells, as Markdown."""
+    return "\n\n".join(breakdown_table(line).markdown() for line in recorded_lines(rows))
+
 
 def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
-    """Shows the table; of recorded steps also where their time goes, and a picture of that beside the recordings."""
-    with_earlier_rows(FULLY_SHARDED.of)(outcomes, options, csv)
-    if options.trace is not None:
-        from cs336_systems.experiments.fully_sharded_breakdown import breakdown_figure, breakdown_table, recorded_lines
-        from cs336_systems.harness.sweep import outcome_rows
-        from cs336_systems.report.figures import save
-        from cs336_systems.report.show import show
+    """Shows the table, and where the time of recorded steps goes."""
+    from cs336_systems.harness.sweep import outcome_rows
+    from cs336_systems.report.show import show
 
-        rows = outcome_rows(outcomes)
-        for line in recorded_lines(rows):
-            show(breakdown_table(line), options.format)
-        save(breakdown_figure(rows), options.trace / "breakdown.png")
+    with_earlier_rows(FULLY_SHARDED.of)(outcomes, options, csv)
+    for line in recorded_lines(outcome_rows(outcomes)):
+        show(breakdown_table(line), options.format)
 
 
 EXPERIMENT = Experiment(
@@ -307,7 +304,7 @@ EXPERIMENT = Experiment(
     present,
     (
         *("step", "tokens_per_s", "parameters", "gradients", "optimizer_state", "state_error", "peak_memory"),
-        *("sent_per_rank", "gathers", "late_gathers", "gather_wait", "hidden_share"),
+        *("sent_per_rank", "gathers", "late_gathers", "gather_wait"),
     ),
     options=Options,
 )

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -44,12 +43,11 @@ from cs336_systems.harness.traffic import Event, Traffic
 from cs336_systems.profiling.communication import (
     LATE_MS,
     breakdown_metrics,
-    communication_metrics,
     record_phases_of_ranks,
     timed_waits,
 )
 from cs336_systems.profiling.traces import kineto
-from cs336_systems.training import TrainStep, random_batch
+from cs336_systems.training import random_batch
 from cs336_systems.training.assemble import build_model, finish
 
 _WATCHED_STEPS = 3
@@ -83,25 +81,6 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind these tensors on this rank, each counted once."""
     locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     return sum({local.untyped_storage().data_ptr(): local.untyped_storage().nbytes() for local in locals_}.values())
-
-
-def _bench_ms(prepared: PreparedStep, step_ms: float) -> list[float]:
-    """Milliseconds of the whole step by triton's ``do_bench``, as many samples as are timed by our clock.
-
-    It takes its number of repetitions from how long five steps last. Ranks must agree on it, so it is told times that
-    stand in the middle between two numbers.
-
-    Args:
-        step_ms: how long a step lasts, the same on every rank.
-    """
-    from triton.testing import do_bench  # Triton is not on every machine
-
-    def step() -> None:
-        for phase in prepared.phases().values():
-            phase()
-
-    warmup, steps = (int((n + 0.5) * step_ms) for n in (prepared.cell.warmup, prepared.cell.steps))
-    return do_bench(step, warmup=warmup, rep=steps, return_mode="all")
 
 
 def _gather_waits(prepared: PreparedStep) -> list[Metric]:
@@ -150,11 +129,12 @@ def measure(cell: FullyShardedCell, rank: Rank, *, effort: Effort = EFFORT) -> l
     if cell.repeat == 0:
         metrics += _states_and_traffic(prepared, rank)
         metrics += _gather_waits(prepared) if cell.fsdp == OURS else []
-    if cell.do_bench == "on":
-        metrics.append(Metric("do_bench", "ms, of this rank", _bench_ms(prepared, median(times.samples_ms[WHOLE]))))
     check_losses(prepared.step, rank)
     if (path := effort.recording(cell)) is not None:
-        metrics += _recorded(prepared, rank, path)
+        with tempfile.TemporaryDirectory() as folder:
+            own = path if rank.rank == 0 else Path(folder, path.name)
+            record_phases_of_ranks(prepared.phases(), prepared.step.model, rank, own)
+            metrics += breakdown_metrics(kineto.read(own))
     return metrics
 
 
@@ -168,7 +148,6 @@ def _states_and_traffic(prepared: PreparedStep, rank: Rank) -> list[Metric]:
     metrics = [
         *in_gib(**held, state=state, predicted_state=predicted),
         Metric("state_error", "% of predicted", [100 * (state / predicted - 1)]),
-        Metric("collectives", "per step", [len(sent)]),
         sent_metric(sent, cell.world_size),
     ]
     if cell.fsdp == OURS and cell.accumulate == 1:
@@ -186,42 +165,10 @@ def _states_and_traffic(prepared: PreparedStep, rank: Rank) -> list[Metric]:
     return metrics
 
 
-def _recorded(prepared: PreparedStep, rank: Rank, path: Path) -> list[Metric]:
-    """Record all ranks and read what that says; rank 0's recording stays at ``path``.
-
-    Communication is exposed where only it runs, on the rank where that is least: the others wait for a slower rank's
-    kernels. So does rank 0, whose share of that is in ``waited``.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        own = path if rank.rank == 0 else Path(folder, path.name)
-        record_phases_of_ranks(prepared.phases(), prepared.step.model, rank, own)
-        trace = kineto.read(own)
-    metrics = communication_metrics(trace)
-    waited: list[list[float]] = [[]] * rank.world_size
-    dist.all_gather_object(waited, next((metric.samples for metric in metrics if metric.name == "waited"), []))
-    if all(waited):
-        exposed = [min(samples) for samples in zip(*waited, strict=True)]
-        metrics.append(Metric("exposed", "ms per step, only communication runs, the least of any rank", exposed))
-    return metrics + breakdown_metrics(trace)
-
-
 def loss_metrics(cell: FullyShardedCell, rank: Rank) -> list[Metric]:
-    """The mean loss of all ranks before each of ``cell.losses`` steps, the reference's, and the largest difference.
-
-    Both models are gone afterwards. In the reference's time its states are held alone, but for the first weights.
-    """
-    step = _step(cell, rank)
-    start = {name: parameter.detach().clone() for name, parameter in step.model.named_parameters()}
-    own = _losses(step, cell, rank)
-    del step
-    _release()
-    exact = _step(replace(cell, **_EXACT), rank)
-    with torch.no_grad():
-        for name, parameter in exact.model.named_parameters():
-            parameter.copy_(start.pop(name))
-    reference = _losses(exact, cell, rank)
-    del exact
-    _release()
+    """The mean loss of all ranks before each of ``cell.losses`` steps, the reference's, and the largest difference."""
+    own, start = _losses(cell, rank)
+    reference, _ = _losses(replace(cell, **_EXACT), rank, start)
     off = [100 * abs(loss / right - 1) for loss, right in zip(own, reference, strict=True)]
     unit = "nats, before each step on one batch"
     return [
@@ -231,20 +178,23 @@ def loss_metrics(cell: FullyShardedCell, rank: Rank) -> list[Metric]:
     ]
 
 
-def _step(cell: FullyShardedCell, rank: Rank) -> TrainStep:
-    return finish(build_model(cell, rank), cell, rank, lr=_STEP / cell.config.d_model)
-
-
-def _losses(step: TrainStep, cell: FullyShardedCell, rank: Rank) -> list[float]:
-    """The mean loss of all ranks before each step."""
-    batch = random_batch(cell, rank)
+def _losses(
+    cell: FullyShardedCell, rank: Rank, start: dict[str, Tensor] | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The mean loss of all ranks before each step, and the weights of the first, which are ``start`` if given; the
+    model is gone afterwards, and its memory back at the device: what comes next takes other sizes."""
+    step, batch = finish(build_model(cell, rank), cell, rank, lr=_STEP / cell.config.d_model), random_batch(cell, rank)
+    first: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, weight in step.model.named_parameters():
+            if start is None:
+                first[name] = weight.detach().clone()
+            else:
+                weight.copy_(start.pop(name))
     losses = torch.stack([step(*batch) for _ in range(cell.losses)]).double()
     dist.all_reduce(losses)
-    return (losses / rank.world_size).tolist()
-
-
-def _release() -> None:
-    """Give memory that nobody holds any more back to the device: what comes next takes other sizes."""
+    del step
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    return (losses / rank.world_size).tolist(), first

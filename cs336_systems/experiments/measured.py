@@ -14,7 +14,7 @@ from torch import Tensor
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.checkpointing import KEEP_MATMULS
 from cs336_systems.costs.memory import PeakMemory
-from cs336_systems.costs.planner import LeastRecomputation, cheapest_keep, cheapest_policy
+from cs336_systems.costs.planner import cheapest_keep, cheapest_policy
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import PhaseTimes
 from cs336_systems.harness.fit import is_predictable, predicted_peak
@@ -70,9 +70,7 @@ def cheapest_within(case: TrainingCase, mode: str, budget_gib: float, **how: Any
     """
     budget, what, mixed = int(budget_gib * GIB), str(case), how.pop("mixed", False)
     if case.written_out:
-        found: LeastRecomputation = cheapest_keep(
-            case, mode, budget, partial(predicted_peak, mode=mode, **how), mixed=mixed
-        )
+        found = cheapest_keep(case, mode, budget, partial(predicted_peak, mode=mode, **how), mixed=mixed)
         what, chosen = what.replace(f" keep {case.keep}", "", 1), {"keep": found.choice}
     else:
         selective = unsupported_reason(KEEP_MATMULS, case.attention) is None

@@ -1,17 +1,17 @@
 """When does communication outlast computation? Questions about training on many devices, answered by arithmetic.
 
 Each class is a question of ``scripts/parallelism.py``: its fields are the options, and ``answer`` returns tables and
-main figures. Importing this module imports no torch, pandas or matplotlib.
+main figures, and raises ValueError for a value that makes no sense. Importing this module imports no torch or pandas.
 """
 
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from cs336_systems.costs.parallelism import failures, forms, mesh, pipeline, ring, scaling
+from cs336_systems.costs.communication import RingCost, cost
+from cs336_systems.costs.parallelism import failures, forms, mesh, pipeline, scaling
 from cs336_systems.report.command_line import complain
 
 if TYPE_CHECKING:
@@ -21,31 +21,19 @@ Answer = tuple[list["Table"], dict[str, Any]]
 """Tables, and main figures by name."""
 
 
-class Question(Protocol):
-    """A frozen dataclass of options; one that can be drawn has a ``figure``, the path of a PNG, and a ``draw``."""
-
-    def answer(self) -> Answer:
-        """Tables and main figures; raises ValueError for a value that makes no sense."""
-        ...
-
-
 def run(question: Any) -> int:
-    """Print the answer and last of all one JSON object, and draw the figure that was asked for; returns the code."""
+    """Print the answer and last of all one JSON object; returns the code."""
     from cs336_systems.report.show import show
 
-    name, path = type(question).__name__.lower(), getattr(question, "figure", None)
+    name = type(question).__name__.lower()
     try:
         tables, summary = question.answer()
     except ValueError as error:
         return complain(f"parallelism {name}", error)
     for table in tables:
         show(table, "auto")
-    if path:
-        from cs336_systems.report.figures import save
-
-        save(question.draw(), path)
     finite = {key: None if value == math.inf else value for key, value in summary.items()}
-    print(json.dumps({"question": name, **finite} | ({"figure": str(path)} if path else {})))
+    print(json.dumps({"question": name, **finite}))
     return 0
 
 
@@ -73,7 +61,12 @@ def _tokens(count: float) -> str:
 
 @dataclass(frozen=True)
 class Ring:
-    """Ring collectives simulated step by step, and an all-reduce that passes whole tensors instead of pieces."""
+    """Collectives on a ring, and an all-reduce that passes whole tensors instead of pieces.
+
+    In each of the n - 1 steps of the handout's alternative every rank passes on the whole tensor that arrived before,
+    and adds it to its own sum: n/2 times the bytes of the ring of pieces, hence worse from three ranks on. It needs two
+    buffers more, and each rank adds in an order of its own: replicas differ in their last bits.
+    """
 
     world_size: int = 8
     total_mib: int = 1024
@@ -82,22 +75,17 @@ class Ring:
     """Device whose link speed is used."""
 
     def answer(self) -> Answer:
-        if self.world_size > ring.MOST_RANKS:
-            raise ValueError(f"rings of at most {ring.MOST_RANKS} ranks are played step by step, got {self.world_size}")
-        device = forms.find_device(self.device)
-        plays = {"all-gather": ring.all_gather, "reduce-scatter": ring.reduce_scatter}
-        plays |= {"all-reduce": ring.all_reduce, "alternate all-reduce": ring.alternate_all_reduce}
-        runs = {name: play(self.world_size, self.total_mib * 2**20) for name, play in plays.items()}
-        seconds = {name: run.seconds(device.egress(self.world_size)) for name, run in runs.items()}
+        device, n, total = forms.find_device(self.device), self.world_size, self.total_mib * 2**20
+        names = ("all-gather", "reduce-scatter", "all-reduce")
+        costs = {name: cost(name.replace("-", "_"), n, total) for name in names}
+        costs["alternate all-reduce"] = RingCost(n - 1, float((n - 1) * total))
+        ms = {name: 1e3 * each.wire_bytes / device.egress(n) for name, each in costs.items()}
         lines = [
-            (name, len(run.steps), f"{max(run.bytes_per_link) / 2**20:,.1f}", _ms(seconds[name]))
-            for name, run in runs.items()
+            (name, each.steps, f"{each.wire_bytes / 2**20:,.1f}", f"{ms[name]:.3f}") for name, each in costs.items()
         ]
-        caption = (
-            f"{self.total_mib} MiB over {self.world_size} ranks of {device.name}; bytes in one direction of a link"
-        )
+        caption = f"{self.total_mib} MiB over {n} ranks of {device.name}; bytes in one direction of a link"
         table = _table(caption, ("subject", "steps", "MiB sent per rank", "ms"), lines)
-        return [table], {f"{name} ms": 1e3 * each for name, each in seconds.items()}
+        return [table], {f"{name} ms": each for name, each in ms.items()}
 
 
 @dataclass(frozen=True)
@@ -112,8 +100,6 @@ class OneLayer:
     d_ff: int = 28_672
     n_matrices: int = 3
     """3 for SwiGLU, 2 for the layer in "How to Scale Your Model" (the scaling book)."""
-    large_rings: bool = False
-    """Take (n-1)/n for 1, as the scaling book does."""
 
     @property
     def layer(self) -> forms.FeedForward:
@@ -131,13 +117,13 @@ class Forms(OneLayer):
     """Data parallel, FSDP and tensor parallel: FLOPs, bytes, seconds and the largest number of devices."""
 
     def answer(self) -> Answer:
-        device, layer, rings = forms.find_device(self.device), self.layer, {"large_rings": self.large_rings}
+        device, layer = forms.find_device(self.device), self.layer
         egress = device.egress(self.world_size)
         lines, summary = [], dict[str, Any]()
         for form in forms.FORMS:
             for which in forms.PASSES:
-                found = forms.pass_cost(form, layer, self.tokens, self.world_size, which, **rings)
-                limit = forms.largest_world(form, layer, self.tokens, which, device.flops_per_s, egress, **rings)
+                found = forms.pass_cost(form, layer, self.tokens, self.world_size, which)
+                limit = forms.largest_world(form, layer, self.tokens, which, device.flops_per_s, egress)
                 summary[f"{form} {which} largest N"] = limit
                 times = _ms(found.compute_s(device)), _ms(found.communication_s(egress))
                 largest = "any" if math.isinf(limit) else f"{limit:,.1f}"
@@ -159,7 +145,7 @@ class Mesh(OneLayer):
         egress = device.egress(self.world_size)
         lines, summary = [], dict[str, Any]()
         for axes, how in {"overlapping": "axes overlap: max", "sharing": "axes share the network: sum"}.items():
-            network = mesh.Network(device.flops_per_s, egress, egress, axes == "overlapping", self.large_rings)
+            network = mesh.Network(device.flops_per_s, egress, egress, axes == "overlapping")
             best = mesh.optimal_split(layer, self.tokens, self.world_size, network)
             whole = mesh.best_whole_split(layer, self.tokens, self.world_size, network)
             x, y = mesh.largest_mesh(layer, self.tokens, network)
@@ -172,16 +158,16 @@ class Mesh(OneLayer):
         return [_table(caption, (*columns, "largest mesh"), lines)], summary
 
 
+_FSDP_AXES = 2
+"""M_x, the axes of the torus that carry FSDP; tensor parallelism has one, as the question says."""
+
+
 @dataclass(frozen=True)
 class Accounting:
     """The 4D question about XXL: memory, the FSDP degree that fits, and the batch that keeps 16 x 4 devices busy."""
 
     fsdp: int = 16
     tp: int = 4
-    fsdp_axes: int = 2
-    """M_x, the axes of the torus that carry FSDP."""
-    tp_axes: int = 1
-    """M_y, the axes of the torus that carry tensor parallelism."""
     tokens: int = 0
     """Tokens per device whose activations count for the FSDP degree."""
 
@@ -199,30 +185,28 @@ class Accounting:
         }
         lines, summary = [], {"states GB": states / 1e9, "h100": h100, "fsdp": degree}
         for rings_of, rings in {"n": "rings of n (the book)", "n-1": "rings of n - 1"}.items():
-            by_sum, by_max = (
-                mesh.thresholds(xxl.layer, n, self._network(tpu, overlapping, rings_of == "n"))
-                for overlapping in (False, True)
-            )
-            for one, other in zip(by_sum, by_max, strict=True):
-                tokens = (one.tokens_per_device, one.tokens, other.tokens_per_device, other.tokens)
-                lines.append((rings, f"{one.fsdp} x {one.tp}", *map(_tokens, tokens)))
-                if (one.fsdp, one.tp) == (self.fsdp, self.tp):
-                    summary[f"tokens per device, sum, rings of {rings_of}"] = one.tokens_per_device
-                    summary[f"tokens per device, max, rings of {rings_of}"] = other.tokens_per_device
-        where = f"{n} x {tpu.name}, M_x = {self.fsdp_axes}, M_y = {self.tp_axes}"
+            shared, own = (self._network(overlapping, rings_of == "n") for overlapping in (False, True))
+            by_sum, by_max = (mesh.thresholds(xxl.layer, n, network) for network in (shared, own))
+            for (x, y), tokens in by_sum.items():
+                each = (tokens / n, tokens, by_max[x, y] / n, by_max[x, y])
+                lines.append((rings, f"{x} x {y}", *map(_tokens, each)))
+                if (x, y) == (self.fsdp, self.tp):
+                    summary[f"tokens per device, sum, rings of {rings_of}"] = each[0]
+                    summary[f"tokens per device, max, rings of {rings_of}"] = each[2]
+        where = f"{n} x {tpu.name}, M_x = {_FSDP_AXES}, M_y = 1"
         columns = ("tokens per device, sum", "in all, sum", "tokens per device, max", "in all, max")
-        book = self._network(tpu, overlapping=False, large_rings=True)
-        smaller = [(how, _tokens(n)) for how, n in mesh.smaller_batches(xxl.layer, self.fsdp, self.tp, book)]
+        smaller = mesh.smaller_batches(xxl.layer, self.fsdp, self.tp, self._network(False, True))
         tables = [
             _table("XXL: d_model 16384, d_ff 53248, 126 blocks", ("subject", "value"), list(memory.items())),
             _table(f"Tokens from which forward is bound by compute, {where}", ("how", "X x Y", *columns), lines),
-            _table("How to reduce the batch", ("how", "tokens per device"), smaller),
+            _table("How to reduce the batch", ("how", "tokens per device"), [(how, _tokens(n)) for how, n in smaller]),
         ]
         return tables, summary
 
-    def _network(self, tpu: forms.Device, overlapping: bool, large_rings: bool) -> mesh.Network:
-        axes = self.fsdp_axes, self.tp_axes
-        return mesh.torus_network(tpu, *axes, overlapping=overlapping, large_rings=large_rings)
+    def _network(self, overlapping: bool, large_rings: bool) -> mesh.Network:
+        tpu = forms.find_device("tpu-v5p")
+        egress = tpu.egress_bytes_per_s
+        return mesh.Network(tpu.flops_per_s, _FSDP_AXES * egress, egress, overlapping, large_rings)
 
 
 @dataclass(frozen=True)
@@ -236,39 +220,22 @@ class Pipeline:
     microbatches: int = 8
     chunks: int = 2
     """Chunks per stage of the interleaved schedule."""
-    figure: Path | None = None
-    """PNG to draw."""
-
-    def timelines(self) -> list[pipeline.Timeline]:
-        return [
-            pipeline.simulate(name, self.stages, self.microbatches, chunks=self.chunks if name == "interleaved" else 1)
-            for name in pipeline.SCHEDULES
-            if name != "interleaved" or self._interleaves
-        ]
-
-    @property
-    def _interleaves(self) -> bool:
-        return self.stages < 1 or self.microbatches % self.stages == 0
 
     def answer(self) -> Answer:
-        timelines = self.timelines()
-        lines = []
-        for t in timelines:
-            alive = [f"{t.peak_activations[stage]:g}" for stage in (0, -1)]
-            lines.append((t.schedule, f"{t.bubble:g}", f"{100 * t.bubble_fraction:.1f}", *alive))
-        columns = ("subject", "bubble, forwards", "bubble % of step", "activations, first stage")
+        uneven = self.stages > 0 and self.microbatches % self.stages != 0
         caption = (
             f"{self.stages} stages, {self.microbatches} microbatches; forward and both gradients take one unit each"
         )
-        if not self._interleaves:
-            caption += f"; interleaved needs a multiple of {self.stages} microbatches"
-        table = _table(caption, (*columns, "activations, last stage"), lines)
-        return [table], {f"{t.schedule} bubble": t.bubble_fraction for t in timelines}
-
-    def draw(self) -> Any:
-        from cs336_systems.experiments.parallelism_figures import pipelines_figure
-
-        return pipelines_figure(self.timelines())
+        caption += f"; interleaved needs a multiple of {self.stages} microbatches" if uneven else ""
+        lines, summary = [], {}
+        for name in (name for name in pipeline.SCHEDULES if not (uneven and name == "interleaved")):
+            chunks = self.chunks if name == "interleaved" else 1
+            found = pipeline.simulate(name, self.stages, self.microbatches, chunks=chunks)
+            alive = [f"{found.peak_activations[stage]:g}" for stage in (0, -1)]
+            lines.append((name, f"{found.bubble:g}", f"{100 * found.bubble_fraction:.1f}", *alive))
+            summary[f"{name} bubble"] = found.bubble_fraction
+        columns = ("subject", "bubble, forwards", "bubble % of step", "activations, first stage")
+        return [_table(caption, (*columns, "activations, last stage"), lines)], summary
 
 
 @dataclass(frozen=True)
@@ -281,42 +248,29 @@ class Scaling:
     """Tokens of the global batch."""
     context_length: int = 8192
     most_devices: int = 8192
-    figure: Path | None = None
-    """PNG to draw."""
-
-    @property
-    def workload(self) -> scaling.ModelAndBatch:
-        return scaling.ModelAndBatch(self.parameters, self.batch, self.context_length)
 
     def answer(self) -> Answer:
-        device, workload = forms.find_device(self.device), self.workload
+        workload = scaling.ModelAndBatch(self.parameters, self.batch, self.context_length)
+        device = forms.find_device(self.device)
         if self.most_devices <= device.domain_size:
             least = f"--most-devices must be above one domain of {device.domain_size}"
             raise ValueError(f"{least}, got {self.most_devices}")
-
-        def limits(found: scaling.Case) -> list[str]:
-            return ["reached" if there else "-" for there in (found.local_batch_limit, found.communication_limit)]
-
-        lines = []
+        reached, lines = {False: "-", True: "reached"}, []
         for n in [8 * 2**power for power in range(32) if 8 * 2**power <= self.most_devices]:
             step = scaling.fsdp_step(workload, n, device)
             each = f"{step.tokens_per_device:,.0f}", f"{step.sequences_per_device:g}"
             times = map(_digits, (step.compute_s, step.communication_s))
-            lines.append((f"{n:,}", *times, *each, *limits(scaling.case(workload, n, device))))
-        columns, reached = ("devices", "compute s", "communication s"), ("batch limit", "communication limit")
-        remedies = [(*limits(case), case.what, case.remedy) for case in scaling.CASES]
+            lines.append((f"{n:,}", *times, *each, *(reached[limit] for limit in step.limits)))
+        limits = ("batch limit", "communication limit")
+        columns = ("devices", "compute s", "communication s", "tokens each", "sequences each", *limits)
+        remedies = [(*(reached[limit] for limit in at), *words) for at, words in scaling.REMEDIES.items()]
         caption = f"FSDP of {self.parameters / 1e9:.1f} billion parameters, {self.batch:,} tokens, {device.name} peaks"
         tables = [
-            _table(caption, (*columns, "tokens each", "sequences each", *reached), lines),
-            _table("The four cases", (*reached, "how", "explanation"), remedies),
+            _table(caption, columns, lines),
+            _table("The four cases", (*limits, "how", "explanation"), remedies),
         ]
         limit = scaling.communication_limit(workload, device)
         return tables, {"communication limit": limit, "local batch limit": workload.n_sequences}
-
-    def draw(self) -> Any:
-        from cs336_systems.experiments.parallelism_figures import scaling_figure
-
-        return scaling_figure(self.workload, forms.find_device(self.device), self.most_devices)
 
 
 @dataclass(frozen=True)
@@ -329,32 +283,22 @@ class Failures:
     """Seconds that training stops for a checkpoint."""
     restart: float = 300.0
     """Seconds from a failure until training runs again."""
-    figure: Path | None = None
-    """PNG to draw."""
-
-    def jobs(self) -> list[tuple[int, failures.Job]]:
-        """The job on each number of nodes."""
-        between = {n: failures.mean_time_between_failures(n, self.per_1000_node_days) for n in self.nodes}
-        return [(n, failures.Job(mtbf, self.save, self.restart)) for n, mtbf in between.items()]
 
     def answer(self) -> Answer:
-        if not (jobs := self.jobs()):
+        if not self.nodes:
             raise ValueError("--nodes names no number of nodes")
-        lines = []
-        for n, job in jobs:
+        lines, summary = [], {}
+        for n in self.nodes:
+            between = failures.mean_time_between_failures(n, self.per_1000_node_days)
+            job = failures.Job(between, self.save, self.restart)
             minutes = [_digits(s / 60) for s in (job.young_s, job.daly_s, job.optimal_s)]
             goodput = [f"{100 * job.goodput(interval):.2f}" for interval in (job.optimal_s, job.young_s, 3600)]
-            lines.append((f"{n:,}", _digits(job.mtbf_s / 3600), *minutes, *goodput))
+            lines.append((f"{n:,}", _digits(between / 3600), *minutes, *goodput))
+            summary[f"{n} nodes: optimum s"] = job.optimal_s
         columns = ("nodes", "hours between failures", "Young min", "Daly min", "exact min", "goodput % there")
         rate = f"{self.per_1000_node_days:g} failures per 1000 node-days"
         caption = f"{rate}, {self.save:g} s to save, {self.restart:g} s to restart"
-        table = _table(caption, (*columns, "at Young", "saving hourly"), lines)
-        return [table], {f"{n} nodes: optimum s": job.optimal_s for n, job in jobs}
-
-    def draw(self) -> Any:
-        from cs336_systems.experiments.parallelism_figures import goodput_figure
-
-        return goodput_figure([(f"{n:,} nodes, M = {job.mtbf_s / 3600:.3g} h", job) for n, job in self.jobs()])
+        return [_table(caption, (*columns, "at Young", "saving hourly"), lines)], summary
 
 
 QUESTIONS = (Ring, Forms, Mesh, Accounting, Pipeline, Scaling, Failures)

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cs336_systems.config import ModelConfig, resolve_size
-from cs336_systems.declared import option, options_of
+from cs336_systems.declared import flag, option, options_of
 from cs336_systems.experiments.driver import Experiment, Stage, presented
-from cs336_systems.experiments.options import RunOptions, cell_of, flag
+from cs336_systems.experiments.options import RunOptions, cell_of
 from cs336_systems.hardware import hardware_named
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
     from cs336_systems.harness.sweep import Outcome
 
 CPU_PLANS_FOR = "h200"
@@ -47,17 +50,7 @@ class StreamingCell:
         "two, of which only one holds the model.",
         asked=None,
     )
-    host_gib: float = option(
-        0.0,
-        "Limits on the process's host memory; by default 75 (0.001 for tiny), with FP32 master weights 140 (0.002).",
-        asked=None,
-    )
-    order: str = option(
-        "auto",
-        "Order of rounds: sequential; interleaved, forward of a round in turns with backward of the one before; auto, "
-        "the faster one.",
-        values=("auto", "sequential", "interleaved"),
-    )
+    host_gib: float = option(0.0, "Limits on the process's host memory; by default 75, and 0.001 for tiny.", asked=None)
     chunk: int = option(
         0,
         "Tokens that a layer processes at a time; by default the fastest, and 32 for tiny.",
@@ -69,16 +62,6 @@ class StreamingCell:
         "Tokens per step; by default enough to make the optimizer's share small, and 512 for tiny.",
         asked=None,
         several=False,
-    )
-    clipping: bool = option(
-        True, "Clip gradients by their global norm; the optimizer then waits for all of backward.", several=False
-    )
-    master: str = option(
-        "none",
-        "fp32: the optimizer also keeps FP32 master weights and moments, 16 bytes per parameter in total.",
-        values=("none", "fp32"),
-        several=False,
-        flag="master-weights",
     )
     warmup: int = option(
         1,
@@ -100,9 +83,8 @@ class StreamingCell:
         return replace(resolve_size(self.size), max_context_length=None).at_context(self.context_length)
 
     def __str__(self) -> str:
-        if self.peer:
-            return f"{self.size} {self.context_length:,} {self.peer}"
-        return f"{self.size} {self.context_length:,} within {self.device_gib:g} / {self.host_gib:g} GiB {self.order}"
+        limits = self.peer or f"within {self.device_gib:g} / {self.host_gib:g} GiB"
+        return f"{self.size} {self.context_length:,} {limits}"
 
 
 @dataclass(frozen=True)
@@ -124,21 +106,15 @@ class Asked(RunOptions):
 
 Options: Any = options_of(StreamingCell, Asked)
 
-_DEFAULTS: dict[str, Any] = {
-    **{"context_length": (8192,), "device_gib": (24.0,), "host_gib": (75.0,), "chunk": 0, "tokens_per_step": 0},
-}
-_TINY: dict[str, Any] = {
-    **{"context_length": (64,), "device_gib": (0.001, 0.002), "host_gib": (0.001,), "chunk": 32},
-    "tokens_per_step": 512,
-}
-_WITH_MASTERS: dict[str, Any] = {"host_gib": (140.0,)}
-_TINY_WITH_MASTERS: dict[str, Any] = {"device_gib": (0.001, 0.003), "host_gib": (0.002,)}
 _SETS = ("context_length", "device_gib", "host_gib")
+_DEFAULTS: dict[str, Any] = dict(zip(_SETS, ((8192,), (24.0,), (75.0,)), strict=True))
+_TINY: dict[str, Any] = dict(zip(_SETS, ((64,), (0.001, 0.002), (0.001,)), strict=True))
 
 
 def make_cells(options: Any) -> list[StreamingCell]:
     """The grid, and the peers of each length; raises ValueError for a value that no cell can have."""
-    given = {name: value for name in _DEFAULTS if (value := getattr(options, name)) is not None}
+    of_step = ("chunk", "tokens_per_step")
+    given = {name: value for name in (*_SETS, *of_step) if (value := getattr(options, name)) is not None}
     for name, values in given.items():
         for value in values if isinstance(values, tuple) else (values,):
             if not 0 < value < math.inf:
@@ -150,20 +126,18 @@ def make_cells(options: Any) -> list[StreamingCell]:
         raise ValueError(f"--peers {options.peers[0]} is measured: --gpu goes without")
     cells = []
     for name in (resolve_size(size).name for size in options.size):
-        usual, masters = (_TINY, _TINY_WITH_MASTERS) if name == "tiny" else (_DEFAULTS, _WITH_MASTERS)
-        asked = usual | (masters if options.master_weights == "fp32" else {}) | given
+        usual = (
+            _TINY | {"chunk": 32, "tokens_per_step": 512} if name == "tiny" else _DEFAULTS | dict.fromkeys(of_step, 0)
+        )
+        asked = usual | given
         for length in asked["context_length"]:
             _check_tokens(length, asked["chunk"], asked["tokens_per_step"])
-        own = {"size": name, "simulated_device": simulated, "peer": "", "chunk": asked["chunk"]}
-        own["tokens_per_step"] = asked["tokens_per_step"]
+        own = {"size": name, "simulated_device": simulated, "tokens_per_step": asked["tokens_per_step"]}
+        limited = [(*values, "", asked["chunk"]) for values in itertools.product(*(asked[each] for each in _SETS))]
+        free = [(n, 0.0, 0.0, peer, 0) for n, peer in itertools.product(asked["context_length"], options.peers)]
         cells += [
-            cell_of(StreamingCell, options, **own, **dict(zip((*_SETS, "order"), values, strict=True)))
-            for values in itertools.product(*(asked[name] for name in _SETS), options.order)
-        ]
-        own |= {"device_gib": 0.0, "host_gib": 0.0, "order": "auto", "chunk": 0, "clipping": False}
-        cells += [
-            cell_of(StreamingCell, options, **own | {"context_length": length, "peer": peer})
-            for length, peer in itertools.product(asked["context_length"], options.peers)
+            cell_of(StreamingCell, options, **own, **dict(zip((*_SETS, "peer", "chunk"), values, strict=True)))
+            for values in limited + free
         ]
     return cells
 
@@ -183,12 +157,8 @@ def stages(options: Any, cells: Sequence[StreamingCell], outcomes: list[Outcome]
 
     pictures = options.out if options.timeline else None
     own, peers = ([cell for cell in cells if bool(cell.peer) is wanted] for wanted in (False, True))
-    streamed = Stage(
-        own,
-        partial(measure, pictures=pictures, explain=options.explain),
-        share=lambda cell: cell.simulated_device or cell,
-    )
-    return [streamed, Stage(peers, measure_peer)]
+    streamed = partial(measure, pictures=pictures, explain=options.explain)
+    return [Stage(own, streamed, share=lambda cell: cell.simulated_device or cell), Stage(peers, measure_peer)]
 
 
 def _share(metric: str) -> Callable[[Line], float | None]:
@@ -203,8 +173,8 @@ def _share(metric: str) -> Callable[[Line], float | None]:
 
 STREAMING_TABLE = ResultTable(
     settings=(
-        *("gpu", "device", "simulated_device", "size", "context_length", "device_gib", "host_gib", "order", "chunk"),
-        *("tokens_per_step", "clipping", "master", "peer", "warmup", "steps"),
+        *("gpu", "device", "simulated_device", "size", "context_length", "device_gib", "host_gib", "chunk"),
+        *("tokens_per_step", "peer", "warmup", "steps"),
     ),
     always=("size", "context_length", "device_gib", "host_gib"),
     labels={
@@ -217,7 +187,6 @@ STREAMING_TABLE = ResultTable(
         Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN, optional=True),
         Column("simulated", "simulated_tokens_per_s", ",.0f", rank=MAIN, note="tokens/s"),
         Column("sim / measured", "simulated_over_measured", ".3f", note="time of a step", optional=True),
-        Column("TFLOP/s", "model_tflops", rank=2, optional=True),
         Column("MFU %", "mfu", ".1f", optional=True),
         Column("HFU %", "hfu", ".1f", optional=True),
         Column("sim MFU %", "simulated_mfu", ".1f", rank=2),
@@ -233,6 +202,49 @@ STREAMING_TABLE = ResultTable(
     ),
 )
 
+_OF = ["gpu", "simulated_device", "size", "context_length"]
+
+
+def heatmaps(rows: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+    """(name, figure) for every model and length; peers have no capacities."""
+    for _, own in rows[rows["device_gib"] > 0].groupby(_OF, sort=False, dropna=False):
+        _, simulated, size, length = own.iloc[0][_OF]
+        if (figure := heatmap_figure(own)) is not None:
+            yield "_".join(filter(None, (size, f"{length:g}", simulated))), figure
+
+
+def heatmap_figure(rows: pd.DataFrame) -> Figure | None:
+    """Draw tokens/s of one model on one device over device and host memory, a map for each length.
+
+    Measured cells are drawn where there are any, else simulated ones. A cell without a number holds no plan, or failed.
+    """
+    from cs336_systems.harness.runs import newest
+    from cs336_systems.report.figures import panels
+
+    found = newest(rows, ["device", *_OF, "device_gib", "host_gib", "chunk", "tokens_per_step"])
+    measured = (found["metric"] == "tokens_per_s").any()
+    wanted = found["metric"] == ("tokens_per_s" if measured else "simulated_tokens_per_s")
+    if not wanted.any():
+        return None
+    lengths = found.assign(median=found["median"].where(wanted)).groupby("context_length")
+    figure, axes = panels(len(lengths), 3, 3.6, 3.0)
+    for panel, (length, cells) in zip(axes, lengths, strict=True):
+        grid = cells.pivot_table(index="host_gib", columns="device_gib", values="median", aggfunc="max", dropna=False)
+        panel.imshow(grid.to_numpy(dtype=float), origin="lower", aspect="auto", cmap="cividis")
+        panel.set_xticks(range(grid.shape[1]), [f"{gib:g}" for gib in grid.columns])
+        panel.set_yticks(range(grid.shape[0]), [f"{gib:g}" for gib in grid.index])
+        panel.set(xlabel="device memory, GiB", ylabel="host memory, GiB", title=f"sequences of {length:,}")
+        panel.grid(visible=False)
+        rates = grid.to_numpy(dtype=float)
+        middle = (grid.min().min() + grid.max().max()) / 2
+        for i, j in itertools.product(*map(range, grid.shape)):
+            text, pale = f"{rates[i, j]:,.0f}".replace("nan", "none"), not rates[i, j] <= middle
+            panel.text(j, i, text, ha="center", va="center", color="black" if pale else "white", fontsize=9)
+    gpu, simulated, size, _ = found.iloc[0][_OF]
+    where = f"measured on {gpu}" if measured else f"simulated for {simulated or CPU_PLANS_FOR.upper()}"
+    figure.suptitle(f"{size}, tokens per second under caps, {where}", fontsize=11)
+    return figure
+
 
 def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
     """The table, and heatmaps of all rows of the file."""
@@ -240,7 +252,6 @@ def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
     if options.device == "cpu" and not options.gpu:
         print(f"Plans and what is simulated are those of an {CPU_PLANS_FOR.upper()}, beside steps that ran on a CPU.\n")
     if csv:
-        from cs336_systems.experiments.streaming_figures import heatmaps
         from cs336_systems.harness.record import read_rows
         from cs336_systems.report.figures import save
 
@@ -254,9 +265,6 @@ EXPERIMENT = Experiment(
     make_cells,
     stages,
     present,
-    (
-        *("tokens_per_s", "simulated_tokens_per_s", "mfu", "simulated_mfu"),
-        *("simulated_over_measured", "device_in_use"),
-    ),
+    ("tokens_per_s", "simulated_tokens_per_s", "mfu", "simulated_mfu", "simulated_over_measured", "device_in_use"),
     options=Options,
 )

@@ -11,7 +11,6 @@ the question that they leave open. ``compiled`` is plain PyTorch, each block and
 weights come for each block of each pass, AdamW runs on the CPU, blocks are compiled and recomputed in backward.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor
 from cs336_systems.blocks import block_ops
 from cs336_systems.case import Parallel, TrainingCase, Unsupported
 from cs336_systems.costs.flops import model_flops
-from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, LaneTimes, Rates
+from cs336_systems.costs.streaming import LaneTimes, Rates
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.experiments.measured import check_loss, in_gib, phase_metrics, rate, step_rates
 from cs336_systems.experiments.streaming import CPU_PLANS_FOR, StreamingCell
@@ -36,9 +35,9 @@ from cs336_systems.report.streaming_timeline import streaming_figure, timeline_r
 from cs336_systems.streaming.choose import LEAST_CHUNK, Caps, CapsTooSmallError, ChosenPlan, choose
 from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence
-from cs336_systems.streaming.lanes import Lanes, Streams
+from cs336_systems.streaming.lanes import Streams
 from cs336_systems.streaming.run import StreamedStep
-from cs336_systems.streaming.schedule import RECOMPUTES, Kind
+from cs336_systems.streaming.schedule import RECOMPUTES
 from cs336_systems.training import assemble, random_batch
 
 MOST_CPU_PARAMETERS = 2_000_000
@@ -60,17 +59,31 @@ def measure(cell: StreamingCell, pictures: Path | None = None, explain: bool = F
         FloatingPointError: the loss is not finite.
         RuntimeError: a cap was passed.
     """
-    device = torch.device(cell.device)
-    if not cell.simulated_device and device.type == "cpu" and cell.config.n_parameters > MOST_CPU_PARAMETERS:
+    device, gib = torch.device(cell.device), (cell.device_gib, cell.host_gib)
+    runs, on_gpu = not cell.simulated_device, device.type == "cuda"
+    if runs and not on_gpu and cell.config.n_parameters > MOST_CPU_PARAMETERS:
         raise Unsupported(f"{cell.size} runs on a GPU alone: --gpu {CPU_PLANS_FOR} simulates it here")
-    if device.type == "cpu":
+    if not on_gpu:
         torch.set_num_threads(1)  # of tiny tensors several would wait for each other
-    choice, hardware, fence = planned(cell)
-    metrics = simulated(choice, hardware)
-    if pictures is not None and fence is None:
-        _draw(pictures, cell, choice, choice.times, f"simulated for {hardware.name}")
-    if not cell.simulated_device:
-        metrics += _run(cell, choice, hardware, fence, pictures)
+    fence = Fence(device, *(int(cap * GIB) for cap in gib)) if runs and on_gpu else None
+    hardware = hardware_of(device) if runs else hardware_named(cell.simulated_device)
+    caps = caps_within(device if runs else torch.device("cuda"), gib, fence)
+    try:
+        choice = _choose(cell, hardware, caps)
+    except CapsTooSmallError as error:
+        raise PredictedOutOfMemory(str(error).partition(": ")[2]) from error  # model and caps are the cell's
+    metrics, times, how = simulated(choice, hardware), choice.times, f"simulated for {hardware.name}"
+    if runs:
+        found, lanes = _run(cell, choice, hardware, fence)
+        metrics += found
+        times, how = (lanes, f"measured on {hardware.name}") if lanes else (times, how)
+    if pictures is not None:
+        rows = timeline_rows(choice.schedule.operations, times)
+        where = f"{cell.size}_{cell.context_length}_{cell.device_gib:g}_{cell.host_gib:g}"
+        pictures.mkdir(parents=True, exist_ok=True)
+        rows.to_csv(pictures / f"timeline_{where}.csv", index=False)
+        title = f"{cell}: {choice.plan.tokens:,} tokens in {times.span:.1f} s, {how}"
+        save(streaming_figure(rows, title), pictures / f"benchmark_streaming_timeline_{where}.png")
     if explain:  # after the steps: two more searches would count as the host's memory
         sentences = explanation(choice, partial(_choose, cell, hardware))
         print(f"\n{cell}:", *sentences, sep="\n  ", end="\n\n", flush=True)
@@ -78,11 +91,18 @@ def measure(cell: StreamingCell, pictures: Path | None = None, explain: bool = F
 
 
 def _run(
-    cell: StreamingCell, choice: ChosenPlan, hardware: Hardware, fence: Fence | None, pictures: Path | None
-) -> list[Metric]:
-    """Times, rates and memory of the step as it runs, on a GPU within its fence."""
-    device = torch.device(cell.device)
-    step, ids, targets = _prepared(cell, choice, Streams(device, timed=True) if fence else None)
+    cell: StreamingCell, choice: ChosenPlan, hardware: Hardware, fence: Fence | None
+) -> tuple[list[Metric], LaneTimes | None]:
+    """Times, rates and memory of the step as it runs; on a GPU, within its fence, also when its operations ran."""
+    plan, device = choice.plan, torch.device(cell.device)
+    streams = Streams(device, timed=True) if fence else None
+    torch.manual_seed(cell.seed)
+    ops = block_ops(*(("fused", "hopper") if fence else ("reference", "reference")))
+    step = StreamedStep(plan, choice.schedule, ops, device, max_norm=1.0, lanes=streams)
+    step.reset_parameters()
+    generator = torch.Generator().manual_seed(cell.seed + 1)
+    shape = (2, plan.n_sequences, plan.work.context_length)
+    ids, targets = torch.randint(cell.config.vocab_size, shape, generator=generator)
     loss: list[Tensor] = []
 
     def whole() -> None:
@@ -92,87 +112,40 @@ def _run(
         step.rehearse(ids, targets)
         fence.check()  # before steps that may take minutes
     times = time_phases({WHOLE: whole}, device=device, warmup=cell.warmup, steps=cell.steps)
+    samples_ms = times.samples_ms[WHOLE]
     check_loss(loss[0])
-    metrics = phase_metrics(times) + _rates(choice, hardware if fence else None, times.samples_ms[WHOLE])
-    if isinstance(step.lanes, Streams):
-        lanes = step.lanes.times(choice.schedule)
-        if pictures is not None:
-            _draw(pictures, cell, choice, lanes, f"measured on {hardware.name}")
-        metrics += [Metric(name, "% of the step", [share]) for name, share in shares(choice, lanes).items()]
-        metrics += operations(choice, lanes)
-    if fence is None:
+    peak, flops = hardware.peak("bf16") if fence else None, plan.tokens * plan.work.model_flops_per_token()
+    metrics = phase_metrics(times) + step_rates(plan.tokens, flops, peak, samples_ms)
+    if fence is None or streams is None or peak is None:
         device_bytes, host_bytes = step.slab_bytes
-        return metrics + in_gib(device_in_use=device_bytes, host_in_use=host_bytes)
+        return metrics + in_gib(device_in_use=device_bytes, host_in_use=host_bytes), None
+    executed = choice.hardware_flops_per_s * choice.times.span
+    metrics.append(rate("hfu", "% of datasheet peak, executed", 100 * executed / peak, samples_ms))
+    ratios = [1e3 * choice.times.span / ms for ms in samples_ms]
+    metrics.append(Metric("simulated_over_measured", "", ratios, derived=True))
+    lanes = streams.times(choice.schedule)
+    metrics += [Metric(name, "% of the step", [share]) for name, share in shares(choice, lanes).items()]
     try:
         used = fence.check()
     except RuntimeError as error:
-        taken = ", ".join(f"{ms:,.0f}" for ms in times.samples_ms[WHOLE])
+        taken = ", ".join(f"{ms:,.0f}" for ms in samples_ms)
         raise RuntimeError(f"{error}; steps took {taken} ms") from error
-    return metrics + in_gib(device_in_use=used.device, host_in_use=used.host, context=used.context)
-
-
-def planned(cell: StreamingCell) -> tuple[ChosenPlan, Hardware, Fence | None]:
-    """A plan, the device that it is for, and on a GPU the fence that its caps are; raises as ``measure`` does."""
-    device, gib = torch.device(cell.device), (cell.device_gib, cell.host_gib)
-    if cell.simulated_device:
-        fence, hardware = None, hardware_named(cell.simulated_device)
-        caps = caps_within(torch.device("cuda"), gib, None)
-    else:
-        fence = Fence(device, *(int(cap * GIB) for cap in gib)) if device.type == "cuda" else None
-        hardware, caps = hardware_of(device), caps_within(device, gib, fence)
-    try:
-        return _choose(cell, hardware, caps), hardware, fence
-    except CapsTooSmallError as error:
-        raise PredictedOutOfMemory(str(error).partition(": ")[2]) from error  # model and caps are the cell's
+    return metrics + in_gib(device_in_use=used.device, host_in_use=used.host, context=used.context), lanes
 
 
 def _choose(cell: StreamingCell, hardware: Hardware, caps: Caps) -> ChosenPlan:
     """The plan that the cell asks for, within these caps; raises CapsTooSmallError."""
-    return choose(
-        cell.config,
-        cell.context_length,
-        caps,
-        Rates.of(hardware),
-        tokens_per_step=cell.tokens_per_step or None,
-        chunk=cell.chunk or None,
-        order=None if cell.order == "auto" else cell.order,  # type: ignore[arg-type]
-        clipping=cell.clipping,
-        moments=MASTER_MOMENTS if cell.master == "fp32" else MOMENTS,
-    )
-
-
-def _prepared(cell: StreamingCell, choice: ChosenPlan, lanes: Lanes | None) -> tuple[StreamedStep, Tensor, Tensor]:
-    """A step with fresh weights, and random ids and targets, on the host as a loader gives them."""
-    plan, device = choice.plan, torch.device(cell.device)
-    names = ("fused", "hopper") if device.type == "cuda" else ("reference", "reference")
-    torch.manual_seed(cell.seed)
-    step = StreamedStep(plan, choice.schedule, block_ops(*names), device, max_norm=1.0, lanes=lanes)
-    step.reset_parameters()
-    generator = torch.Generator().manual_seed(cell.seed + 1)
-    shape = (2, plan.n_sequences, plan.work.context_length)
-    ids, targets = torch.randint(cell.config.vocab_size, shape, generator=generator)
-    return step, ids, targets
-
-
-def _draw(folder: Path, cell: StreamingCell, choice: ChosenPlan, times: LaneTimes, how: str) -> None:
-    """The step's operations with their times as a table, and as a picture."""
-    rows = timeline_rows(choice.schedule.operations, times)
-    where = f"{cell.size}_{cell.context_length}_{cell.device_gib:g}_{cell.host_gib:g}"
-    folder.mkdir(parents=True, exist_ok=True)
-    rows.to_csv(folder / f"timeline_{where}.csv", index=False)
-    title = f"{cell}: {choice.plan.tokens:,} tokens in {times.span:.1f} s, {how}"
-    save(streaming_figure(rows, title), folder / f"benchmark_streaming_timeline_{where}.png")
+    given = cell.config, cell.context_length, caps, Rates.of(hardware)
+    return choose(*given, tokens_per_step=cell.tokens_per_step or None, chunk=cell.chunk or None)
 
 
 def simulated(choice: ChosenPlan, hardware: Hardware) -> list[Metric]:
     """The plan as metrics, and what it should cost."""
-    plan, times = choice.plan, choice.times
-    peak = hardware.peak("bf16")
+    plan, times, peak = choice.plan, choice.times, hardware.peak("bf16")
     assert peak is not None
     rows = [
         ("simulated_step", "ms", 1e3 * times.span),
         ("simulated_tokens_per_s", "1/s", choice.tokens_per_s),
-        ("simulated_model_tflops", "TFLOP/s", choice.model_flops_per_s / 1e12),
         ("simulated_mfu", "% of datasheet peak, causal", 100 * choice.model_flops_per_s / peak),
         ("simulated_hfu", "% of datasheet peak, executed", 100 * choice.hardware_flops_per_s / peak),
         *((f"simulated_{name}", "% of the step", share) for name, share in shares(choice, times).items()),
@@ -182,54 +155,16 @@ def simulated(choice: ChosenPlan, hardware: Hardware) -> list[Metric]:
         ("planned_chunk", "tokens", plan.work.chunk),
         ("planned_rounds", "rounds", plan.rounds),
     ]
-    found = [Metric(name, unit, [float(value)]) for name, unit, value in rows]
-    return found + operations(choice, times, "simulated_")
+    return [Metric(name, unit, [float(value)]) for name, unit, value in rows]
 
 
 def shares(choice: ChosenPlan, times: LaneTimes) -> dict[str, float]:
     """Shares of a step's time, in percent: H2D and D2H busy, no kernel running, and recomputation."""
     busy = {lane: 100 * seconds / times.span for lane, seconds in times.busy.items()}
-    again = sum(
-        end - start
-        for operation, start, end in zip(choice.schedule.operations, times.starts, times.ends, strict=True)
-        if operation.kind in RECOMPUTES
-    )
-    return {
-        "link_in": busy["in"],
-        "link_out": busy["out"],
-        "compute_idle": 100 - busy["compute"],
-        "recompute": 100 * again / times.span,
-    }
-
-
-def operations(choice: ChosenPlan, times: LaneTimes, prefix: str = "") -> list[Metric]:
-    """Mean milliseconds of each kind of kernel, and the link's rate each way while it is at work."""
-    seconds: dict[str, list[float]] = defaultdict(list)
-    n_bytes: dict[str, int] = defaultdict(int)
-    for operation, start, end in zip(choice.schedule.operations, times.starts, times.ends, strict=True):
-        copies = operation.kind in (Kind.FETCH, Kind.EVICT)
-        name = f"link_{operation.lane}_rate" if copies else f"{str(operation.kind).replace(' ', '_')}_operation"
-        seconds[name].append(end - start)
-        n_bytes[name] += operation.n_bytes
-    return [
-        Metric(prefix + name, "GB/s", [n_bytes[name] / sum(own) / 1e9])
-        if n_bytes[name]
-        else Metric(prefix + name, "ms", [1e3 * sum(own) / len(own)])
-        for name, own in seconds.items()
-    ]
-
-
-def _rates(choice: ChosenPlan, hardware: Hardware | None, step_ms: list[float]) -> list[Metric]:
-    """Rates of steps; shares of a peak and of the simulation where the device is the simulated one."""
-    flops = choice.plan.tokens * choice.model_flops_per_s / choice.tokens_per_s
-    peak = hardware.peak("bf16") if hardware else None
-    metrics = step_rates(choice.plan.tokens, flops, peak, step_ms)
-    if peak is None:
-        return metrics
-    executed = choice.hardware_flops_per_s * choice.times.span
-    ratios = [1e3 * choice.times.span / ms for ms in step_ms]
-    metrics.append(rate("hfu", "% of datasheet peak, executed", 100 * executed / peak, step_ms))
-    return [*metrics, Metric("simulated_over_measured", "", ratios, derived=True)]
+    ran = zip(choice.schedule.operations, times.starts, times.ends, strict=True)
+    again = sum(end - start for operation, start, end in ran if operation.kind in RECOMPUTES)
+    found = {"link_in": busy["in"], "link_out": busy["out"], "compute_idle": 100 - busy["compute"]}
+    return found | {"recompute": 100 * again / times.span}
 
 
 @dataclass(frozen=True)
@@ -245,8 +180,7 @@ class PeerCase(TrainingCase):
 
 def case_of(cell: StreamingCell) -> PeerCase:
     """The case that a peer's cell runs; on a CPU without torch.compile and with plain attention."""
-    on_gpu, offloads = cell.device == "cuda", cell.peer == "fsdp2-offload"
-    tokens = cell.tokens_per_step or PEER_TOKENS
+    on_gpu, tokens = cell.device == "cuda", cell.tokens_per_step or PEER_TOKENS
     sequences = max(1, min(LEAST_CHUNK, tokens) // cell.context_length)
     return PeerCase.of(
         cell.config,
@@ -257,7 +191,7 @@ def case_of(cell: StreamingCell) -> PeerCase:
         dtype="bf16",
         attention="sdpa-cudnn" if on_gpu else "reference",
         compile="on" if on_gpu else "off",
-        checkpoint="full" if offloads else "none",
+        checkpoint="full" if cell.peer == "fsdp2-offload" else "none",
         optimizer="torch-fused",
         seed=cell.seed,
     )

@@ -255,7 +255,7 @@ def fastest(rows: pd.DataFrame) -> pd.DataFrame:
     for _, cell in alone.groupby(settings, sort=False, dropna=False):
         newest = newest_run(cell)
         medians = pooled(newest).set_index("metric")["median"]
-        run = newest.iloc[-1][[*settings, *COMMAND]].to_dict()
+        run: dict[str, Any] = {name: newest[name].iloc[-1] for name in (*settings, *COMMAND)}
         run |= {name: float(medians.get(name, math.nan)) for name in MEDIANS}
         way = run["size"], run["how"], run["recipe"]
         if way not in best or run["tokens_per_s"] > best[way]["tokens_per_s"]:

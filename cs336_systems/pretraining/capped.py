@@ -192,7 +192,7 @@ class CappedStep:
         plan = self.choice.plan
         self.chunking, self.evaluation_batch = Chunking(plan.work.chunk, plan.chunks), plan.round_sequences
         self._cut_anew = chunking not in (None, self.chunking)
-        self._layers = LayerAdamW(**options.adamw, decay="matrices", seed=options.seed)
+        self._layers = LayerAdamW(**options.adamw, seed=options.seed)
         torch.manual_seed(options.seed)
         self._refusals = partial(refusals, device, caps.device)
         ops = block_ops(case.kernels, case.attention, deterministic=case.deterministic)

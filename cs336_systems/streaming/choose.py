@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain, product
 
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
@@ -21,9 +21,9 @@ from cs336_systems.costs.streaming import MOMENTS, LaneTimes, Rates, StreamedWor
 from cs336_systems.hardware import GIB
 from cs336_systems.kernels.host_memory import TABLE_SHARE
 from cs336_systems.streaming.build import build, schedule_times
-from cs336_systems.streaming.estimate import WorkSeconds, best_keeps, neighbours
+from cs336_systems.streaming.estimate import WorkSeconds, best_keep, neighbours
 from cs336_systems.streaming.order import TooFewSlotsError
-from cs336_systems.streaming.plan import ORDERS, Keep, Order, Plan
+from cs336_systems.streaming.plan import ORDERS, Keep, Plan
 from cs336_systems.streaming.schedule import Kind, Schedule
 
 DEVICE_OVERHEAD = int(1.05 * GIB)
@@ -55,8 +55,7 @@ first."""
 START_SHARE = 4
 """Each of these starts takes a quarter of the effort."""
 SIMULATED_ROUNDS = 3
-"""Rounds that are simulated while plans are compared: the first, one that is like all others, and the last; one more
-where the first and the last keep less, as then the backward of a middle round runs beside a middle forward."""
+"""Rounds that are simulated while plans are compared: the first, one that is like all others, and the last."""
 LEAST_GAIN = 3e-4
 """The relative gain for which a small step is taken."""
 
@@ -94,9 +93,9 @@ class ChosenPlan:
     @property
     def hardware_flops_per_s(self) -> float:
         """FLOP/s that are executed, recomputation included; HFU is its share of the peak."""
-        work = self.plan.work
-        flops = sum(work.hardware_flops(str(o.kind), o.chunk, o.level) for o in self.schedule.operations)
-        return flops / self.times.span
+        flops, group = cache(self.plan.work.hardware_flops), self.plan.work.chunks_per_sequence
+        executed = sum(flops(str(o.kind), o.chunk % group, o.level) for o in self.schedule.operations)
+        return executed / self.times.span
 
     @property
     def fits(self) -> bool:
@@ -137,7 +136,6 @@ def choose(
     tokens_per_step: int | None = None,
     chunk: int | None = None,
     chunks: int | None = None,
-    order: Order | None = None,
     clipping: bool = True,
     precision: Precision = PRECISIONS["bf16"],
     moments: dict[str, int] = MOMENTS,
@@ -148,7 +146,7 @@ def choose(
 
     Args:
         tokens_per_step: tokens of all rounds; None to take as many as hide the optimizer.
-        chunk: tokens of a chunk, chosen if None; so are ``chunks`` of a round, and the ``order`` of rounds.
+        chunk: tokens of a chunk, chosen if None; so are ``chunks`` of a round.
         least_chunk: tokens of a chunk, where chunks are chosen.
         effort: operations to simulate in each part of the search.
 
@@ -160,7 +158,7 @@ def choose(
         StreamedWork(config, context_length, tokens, precision, tuple(moments.items()))
         for tokens in ([chunk] if chunk else chunk_sizes(context_length, least_chunk))
     ]
-    return _Search(works, caps, rates, tokens_per_step, chunks, order, clipping).best(effort)
+    return _Search(works, caps, rates, tokens_per_step, chunks, clipping).best(effort)
 
 
 def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
@@ -184,7 +182,6 @@ class _Search:
     rates: Rates
     tokens_per_step: int | None
     chunks: int | None
-    order: Order | None
     clipping: bool
 
     def __post_init__(self) -> None:
@@ -245,27 +242,25 @@ class _Search:
         attention, ring_bytes = seconds.recompute_input - seconds.recompute_attention, self._ring_bytes(work)
         inputs = [n for n in INPUT_EVERY if n == 1 or (n <= n_layers and seconds.restore < attention)]
         for chunks, order, kept, every in product(counts, ORDERS, (True, False) if work.is_long else (True,), inputs):
-            if self.order in (None, order) and not (self.tokens_per_step or 0) % (chunks * work.chunk):
+            if not (self.tokens_per_step or 0) % (chunks * work.chunk):
                 keep = Keep(chunks * (n_layers - math.ceil(n_layers / every)), 0)
                 for weights, gradients, moments in residents:
                     state, how = (weights, gradients, moments), (kept, every, self.clipping)
-                    yield Plan(work, chunks, 1, order, keep, None, *state, *how, ring_bytes, (), self.caps.table_share)
+                    yield Plan(work, chunks, 1, order, keep, *state, *how, ring_bytes, self.caps.table_share)
 
     def _filled(self, blank: Plan, seconds: WorkSeconds) -> tuple[Plan, float]:
         """The plan with the best that it can keep, and its rounds; and its estimated speed, 0 if it does not fit."""
-        keeps = best_keeps(blank, seconds, self.caps.host - self.caps.host_overhead)
-        if not keeps:
+        if (best := best_keep(blank, seconds, self.caps.host - self.caps.host_overhead)) is None:
             return blank, 0.0
-        (alone, edges), (of_round, keep) = keeps[0], keeps[-1]
-        end = seconds.of_optimizer(blank)
+        (of_round, keep), end = best, seconds.of_optimizer(blank)
         if self.tokens_per_step:
             rounds = self.tokens_per_step // blank.tokens
         else:
             rounds = math.ceil(end / of_round * (1 - OPTIMIZER_SHARE) / OPTIMIZER_SHARE)
         if blank.order == "interleaved" and rounds < 3:
             return blank, 0.0
-        plan = replace(blank, keep=keep, edge_keep=edges, rounds=rounds)
-        return plan, plan.tokens / (end + (rounds - 1) * of_round + alone)
+        plan = replace(blank, keep=keep, rounds=rounds)
+        return plan, plan.tokens / (end + (rounds - 1) * of_round + seconds.of_round(plan, keep, alone=True))
 
     def _ring_bytes(self, work: StreamedWork) -> int:
         """Bytes of the device for all slots."""
@@ -283,7 +278,7 @@ class _Search:
         assert plan.ring_bytes is not None
         if plan.least_bytes(plan.keep_bounds[0]) > plan.ring_bytes:
             return 0.0
-        rounds = min(plan.rounds, SIMULATED_ROUNDS + (plan.edge_keep != plan.keep))
+        rounds = min(plan.rounds, SIMULATED_ROUNDS)
         try:
             few = self._choice(replace(plan, rounds=rounds))
         except TooFewSlotsError:
@@ -377,5 +372,4 @@ def _ranked(rated: Iterable[tuple[Plan, float]]) -> list[Plan]:
 
 def _least(plan: Plan) -> Plan:
     """The same plan that keeps the least."""
-    least, _ = plan.keep_bounds
-    return replace(plan, keep=least, edge_keep=least)
+    return replace(plan, keep=plan.keep_bounds[0])

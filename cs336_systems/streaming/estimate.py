@@ -12,13 +12,11 @@ from itertools import product
 from operator import itemgetter
 
 from cs336_systems.costs.streaming import Rates, StreamedWork
-from cs336_systems.streaming.plan import Keep, Plan
+from cs336_systems.streaming.plan import RESIDENTS, Keep, Plan
 
 SHARPNESS = 8
 """Exponent of the corner between a step that kernels bound and one that the link bounds: where both take the same time
 the estimate is 9 % longer than either, as simulated steps are."""
-MOST_MORE_SLOTS = 3
-"""Slots that a ring may have beyond the least; more have brought nothing."""
 
 
 @dataclass(frozen=True)
@@ -90,20 +88,17 @@ def _together(compute: float, link: float) -> float:
     return (compute**SHARPNESS + link**SHARPNESS) ** (1 / SHARPNESS)
 
 
-def best_keeps(plan: Plan, seconds: WorkSeconds, host_bytes: int) -> list[tuple[float, Keep]]:
-    """The levels at which such a plan is fastest within its ``ring_bytes`` and so many bytes of the host, and seconds.
-
-    There is one for a round by itself, and of interleaved rounds another beside the next round; none if nothing fits.
-    """
+def best_keep(plan: Plan, seconds: WorkSeconds, host_bytes: int) -> tuple[float, Keep] | None:
+    """The seconds of a round and the levels at which they are fewest within the plan's ``ring_bytes`` and so many bytes
+    of the host; of interleaved rounds those of a backward beside the next forward. None if nothing fits."""
     assert plan.ring_bytes is not None
-    fitting = [keep for keep in _keep_steps(*plan.keep_bounds) if plan.least_bytes(keep) <= plan.ring_bytes]
-    sized = sorted(((plan.host_bytes(keep), keep) for keep in fitting), key=itemgetter(0))
-    within = [keep for n_bytes, keep in sized if n_bytes <= host_bytes]
-    return [
-        min(((seconds.of_round(plan, keep, alone=alone), keep) for keep in within), key=itemgetter(0))
-        for alone in ((True, False) if plan.order == "interleaved" else (True,))
-        if within
+    alone = plan.order == "sequential"
+    within = [
+        (seconds.of_round(plan, keep, alone=alone), keep)
+        for keep in _keep_steps(*plan.keep_bounds)
+        if plan.least_bytes(keep) <= plan.ring_bytes and plan.host_bytes(keep) <= host_bytes
     ]
+    return min(within, key=itemgetter(0), default=None)
 
 
 def _keep_steps(least: Keep, most: Keep) -> list[Keep]:
@@ -117,32 +112,24 @@ def _keep_steps(least: Keep, most: Keep) -> list[Keep]:
 def neighbours(plan: Plan, parts: int) -> Iterator[Callable[[Plan], Plan | None]]:
     """Functions from a plan to a neighbour, or to None beyond the ends.
 
-    They change what is kept and how many layers are resident by one of so many parts, exchange resident weights for
-    kept products in about as much of the device's memory, and add single slots.
+    They change what is kept and how many layers are resident by one of so many parts, and exchange resident weights for
+    kept products in about as much of the device's memory.
     """
     pairs, n_layers = max(1, plan.pairs // parts), max(1, plan.n_layers // parts)
-    edges = (False, True) if plan.order == "interleaved" else (None,)
-    for edge, (attention, products), sign in product(edges, ((1, 0), (0, 1), (1, 1)), (1, -1)):
-        yield partial(_with_keep, edge=edge, attention=sign * attention * pairs, products=sign * products * pairs)
-    for what, sign in product(("weights", "gradients", "moments"), (1, -1)):
+    for (attention, products), sign in product(((1, 0), (0, 1), (1, 1)), (1, -1)):
+        yield partial(_with_keep, attention=sign * attention * pairs, products=sign * products * pairs)
+    for what, sign in product(RESIDENTS, (1, -1)):
         yield partial(_with_residents, what=what, more=sign * n_layers)
     for sign in (1, -1):
         yield partial(with_residents_for_products, more=sign * n_layers)
-    for ring in plan.least_slots:
-        yield partial(_with_slot, ring=ring)
 
 
-def _with_keep(plan: Plan, edge: bool | None, attention: int, products: int) -> Plan | None:
-    """Changes the first and the last round if ``edge``, the others if not, all if it is None."""
-    before = plan.edge_keep or plan.keep
-    keep = before if edge else plan.keep
+def _with_keep(plan: Plan, attention: int, products: int) -> Plan | None:
     least, most = plan.keep_bounds
-    n_products = max(least.products, min(most.products, keep.products + products))
-    n_attention = max(least.attention, min(most.attention, keep.attention + attention))
+    n_products = max(least.products, min(most.products, plan.keep.products + products))
+    n_attention = max(least.attention, min(most.attention, plan.keep.attention + attention))
     after = Keep(max(n_products, n_attention), n_products)
-    if after == keep:
-        return None
-    return replace(plan, edge_keep=before if edge is False else after, keep=plan.keep if edge else after)
+    return None if after == plan.keep else replace(plan, keep=after)
 
 
 def _with_residents(plan: Plan, what: str, more: int) -> Plan | None:
@@ -152,21 +139,9 @@ def _with_residents(plan: Plan, what: str, more: int) -> Plan | None:
 
 
 def with_residents_for_products(plan: Plan, more: int) -> Plan | None:
-    """More resident weights where pairs kept products, or fewer for more of those, in all rounds."""
+    """More resident weights where pairs kept products, or fewer for more of those."""
     after = _with_residents(plan, "weights", more)
     if after is None:
         return None
     taken = (after.weights - plan.weights) * plan.work.layer_bytes
-    pairs = round(taken / plan.slot_bytes["products"])
-    for edge in (False, True):
-        after = _with_keep(after, edge, 0, -pairs) or after
-    return after
-
-
-def _with_slot(plan: Plan, ring: str) -> Plan | None:
-    """One more slot of a ring."""
-    more = dict(plan.more_slots)
-    if more.get(ring, 0) == MOST_MORE_SLOTS:
-        return None
-    more[ring] = more.get(ring, 0) + 1
-    return replace(plan, more_slots=tuple(sorted(more.items())))
+    return _with_keep(after, 0, -round(taken / plan.slot_bytes["products"])) or after

@@ -27,7 +27,6 @@ from cs336_systems.streaming.schedule import Place, Schedule, Slot
 
 MASTER = "master"
 """The name of fp32 weights that the optimizer keeps beside bf16 ones."""
-KEPT_BY_OPTIMIZERS = ("exp_avg", "exp_avg_sq", MASTER)
 EMBEDDING, NORM, HEAD = "token_embeddings.weight", "ln_final.weight", "lm_head.weight"
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 """Dtypes by bytes; fp64 is for tests."""
@@ -58,13 +57,9 @@ class MemoryMap:
 
     @classmethod
     def of(cls, work: StreamedWork) -> "MemoryMap":
-        """The items of a step.
-
-        Raises:
-            ValueError: the optimizer keeps no such thing, or in no such dtype.
-        """
+        """The items of a step."""
         config, dtype = work.config, _DTYPES[work.precision.parameter_bytes]
-        states = {name: _state_dtype(name, size, dtype) for name, size in work.moments}
+        states = {name: _DTYPES[size] for name, size in work.moments}
         n, d, wide = work.chunk, config.d_model, torch.promote_types(dtype, torch.float32)
         weights = (
             Part("ln1", (d,), dtype),
@@ -112,12 +107,6 @@ class MemoryMap:
             start, end = end, end + part.n_bytes
             found[part.name] = memory[start:end].view(part.dtype).view(part.shape)
         return found
-
-
-def _state_dtype(name: str, size: int, dtype: torch.dtype) -> torch.dtype:
-    if name not in KEPT_BY_OPTIMIZERS or size not in (dtype.itemsize, torch.float32.itemsize):
-        raise ValueError(f"the optimizer keeps no {name} of {size} bytes a parameter beside {dtype} weights")
-    return dtype if size == dtype.itemsize else torch.float32
 
 
 class Memory:

@@ -120,14 +120,14 @@ def _forward(plan: Plan, layer: int, r: int, chunk: int, *, learns: bool = True)
     uses += _writes(Item("attention", *at), Item("products", *at), Item("input", layer + 1, r, chunk))
     if plan.work.is_long:
         uses += _writes(Item("context", *at)) + _reads(*_before(plan, "context", *at))
-    yield Task(Kind.FORWARD, *at, uses, plan.level(*at))
+    yield Task(Kind.FORWARD, *at, uses, plan.levels[layer][chunk])
     if layer == plan.n_layers - 1:
         head = _reads(Item("input", layer + 1, r, chunk)) + (_writes(Item("dy", 0, r, chunk)) if learns else ())
         yield Task(Kind.HEAD if learns else Kind.LOSS, layer + 1, r, chunk, head)
 
 
 def _backward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Task]:
-    at, level = (layer, r, chunk), plan.level(layer, r, chunk)
+    at, level = (layer, r, chunk), plan.levels[layer][chunk]
     is_long, last_of_sequence = plan.work.is_long, (chunk + 1) % plan.work.chunks_per_sequence == 0
     common = _reads(Item("weights", layer), Item("input", *at))
     restored = layer % plan.input_every > 0

@@ -137,19 +137,6 @@ class Passes:
         self.denominator = torch.zeros((), dtype=torch.int64, device=device)
         context_shape = (self.work.context_length, 2, config.kv_heads, config.d_head)
         self.part = torch.empty(context_shape, dtype=dtype, device=device) if self.work.is_long else None
-        self._kinds = {
-            Kind.EMBED: self._embed,
-            Kind.FORWARD: self._forward,
-            Kind.HEAD: self._head,
-            Kind.LOSS: self._loss,
-            Kind.RESTORE: self._restore,
-            Kind.KEYS: self._keys,
-            Kind.RECOMPUTE: self._recompute,
-            Kind.BACKWARD: self._backward,
-            Kind.EMBED_BACKWARD: self._embed_backward,
-            Kind.NORM: self._norm,
-            Kind.OPTIMIZER: self._optimizer,
-        }
 
     def begin(self, token_ids: Tensor, targets: Tensor) -> None:
         """Begins a step on ids (sequences, positions); a target of -100 does not count.
@@ -191,8 +178,8 @@ class Passes:
         return self.losses.sum()
 
     def run(self, operation: Operation) -> None:
-        """Runs one operation of the compute lane."""
-        self._kinds[operation.kind](operation)
+        """Runs one operation of the compute lane, by the method that is named as its kind is."""
+        getattr(self, f"_{operation.kind.replace(' ', '_')}")(operation)
 
     def _of(self, operation: Operation, what: str, layer: int | None = None) -> dict[str, Tensor]:
         chunk = operation.chunk if what in _OF_CHUNKS else None

@@ -54,8 +54,6 @@ class Plan:
     """Rounds of a step."""
     order: Order
     keep: Keep
-    edge_keep: Keep | None = None
-    """The levels of the first and the last of interleaved rounds, which run partly alone; ``keep`` if None."""
     weights: int = 0
     """Layers whose weights never leave the device."""
     gradients: int = 0
@@ -71,8 +69,6 @@ class Plan:
     """Whether gradients are clipped by their global norm, for which the optimizer waits for the end of backward."""
     ring_bytes: int | None = None
     """Device memory for all slots; with None, rings have as many slots as it takes to copy nothing."""
-    more_slots: tuple[tuple[str, int], ...] = ()
-    """Slots of a ring beyond the least."""
     table_share: float = 0.0
     """Device memory that page tables take for each byte on the host."""
 
@@ -85,10 +81,9 @@ class Plan:
             whole = f", in whole sequences of {self.work.chunks_per_sequence}" if self.work.is_long else ""
             raise ValueError(f"rounds and chunks must be positive{whole}, got {self.rounds} and {self.chunks}")
         least, most = self.keep_bounds
-        for keep in (self.keep, self.edge_keep or self.keep):
-            within = all(low <= n <= high for low, n, high in zip(least, keep, most, strict=True))
-            if not within or keep.products > keep.attention:
-                raise ValueError(f"a plan of this kind keeps from {least} to {most}, got {keep}")
+        within = all(low <= n <= high for low, n, high in zip(least, self.keep, most, strict=True))
+        if not within or self.keep.products > self.keep.attention:
+            raise ValueError(f"a plan of this kind keeps from {least} to {most}, got {self.keep}")
         for what in RESIDENTS:
             if not 0 <= (layers := getattr(self, what)) <= self.n_layers:
                 raise ValueError(f"{layers} layers cannot have resident {what}, of {self.n_layers}")
@@ -135,23 +130,11 @@ class Plan:
         sources = sum(self.is_source(layer) for layer in range(self.n_layers))
         return Keep(sources * self.chunks, 0), Keep(self.pairs, self.pairs if self.input_every == 1 else 0)
 
-    def level(self, layer: int, round: int, chunk: int) -> str:
-        """The level of ``costs/kept.py`` that a (layer, chunk) keeps in a round."""
-        levels = self._edge_levels if round in (0, self.rounds - 1) else self.levels
-        return levels[layer][chunk]
-
     @cached_property
     def levels(self) -> list[list[str]]:
-        """The levels of all rounds but the first and the last, by layer, then chunk."""
-        return self._spread(self.keep)
-
-    @cached_property
-    def _edge_levels(self) -> list[list[str]]:
-        return self._spread(self.edge_keep or self.keep)
-
-    def _spread(self, keep: Keep) -> list[list[str]]:
-        """Levels spread evenly over the model, but that sources keep attention first of all."""
-        sources = self.keep_bounds[0].attention
+        """The levels of ``costs/kept.py`` that a round keeps, by layer, then chunk: spread evenly over the model, but
+        that sources keep attention first of all."""
+        keep, sources = self.keep, self.keep_bounds[0].attention
         n_attention, n_others = keep.attention - keep.products - sources, self.pairs - keep.products - sources
 
         def chosen(i: int, n: int, of: int) -> bool:
@@ -227,8 +210,7 @@ class Plan:
     def least_slots(self) -> dict[str, int]:
         """Slots of each ring that layers share, without room for what waits for backward."""
         found = dict(LEAST_SLOTS[self.order])
-        for ring, n in (*self.more_slots, ("input", self.chunks)):
-            found[ring] += n
+        found["input"] += self.chunks
         found["weights"] = min(found["weights"] + self.input_every - 1, self.n_layers - self.weights)
         found["gradients"] = min(found["gradients"], self.n_layers - self.gradients)
         if self.moments < self.n_layers:
@@ -242,9 +224,7 @@ class Plan:
         """Slots of each ring that layers share, ``context`` in sequences; without a ring, as many as it needs."""
         if self.ring_bytes is None:
             return {}
-        edge = self.edge_keep or self.keep
-        most = Keep(max(self.keep.attention, edge.attention), max(self.keep.products, edge.products))
-        share, counts = self.share_on_device(most), self.kept_counts(most)
+        share, counts = self.share_on_device(self.keep), self.kept_counts(self.keep)
         return {ring: n + int(share * counts.get(ring, 0)) for ring, n in self.least_slots.items()}
 
     @cached_property

@@ -1,11 +1,10 @@
 """A step under memory caps, executed: memory as the schedule has it, kernels and copies in its order.
 
     step = StreamedStep(choice.plan, choice.schedule, ops, torch.device("cuda"))
-    step.load(model.state_dict())
+    step.reset_parameters()
     loss = step(token_ids, targets)              # a whole step: rounds and optimizer; () on the device
     step.evaluate(token_ids, targets)            # a mean loss, of as many sequences as a round has
-    step.state_dict()                            # weights, on the CPU
-    model = step.model()                         # views, and the same of what the optimizer keeps
+    model = step.model()                         # views of the weights, and the same of what the optimizer keeps
     save_checkpoint(folder, model, step.optimizer_state(model), n_steps)   # distributed/checkpoint.py; loaded likewise
 
 On a CPU the same schedule runs with a pretended link (``lanes.py``).
@@ -15,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +23,13 @@ from cs336_systems.blocks import BlockOps
 from cs336_systems.model import TransformerLM
 from cs336_systems.streaming.build import build_forward
 from cs336_systems.streaming.lanes import Lanes, PretendedLink, Streams
-from cs336_systems.streaming.memory import EMBEDDING, HEAD, MASTER, Fixed, Memory, MemoryMap
+from cs336_systems.streaming.memory import HEAD, MASTER, Fixed, Memory, MemoryMap
 from cs336_systems.streaming.passes import LayerOptimizer, Passes
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.schedule import Item, Kind, Lane, Operation, Schedule
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.optimizer import AdamW, check_hyperparameters, decay_groups
 
-PIECE = 2**24
-"""Elements that are checked at a time for one that is not finite, as memory beside slots is short."""
 FRAGMENTS = 2**28
 """Bytes of the device that torch may reserve and not use."""
 
@@ -49,7 +46,7 @@ class StreamedStep:
         lanes: what runs the operations; streams on a GPU and a pretended link elsewhere if None.
 
     Raises:
-        ValueError: an item is larger than its slot or place, or the optimizer keeps no such moments.
+        ValueError: an item is larger than its slot or place.
         RuntimeError: the host has not as much memory, or it cannot be pinned.
     """
 
@@ -206,21 +203,6 @@ class StreamedStep:
         }
         return StateInPlace(states, **hyperparameters)
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes a model's weights; moments become zero, and no steps are made.
-
-        Raises:
-            KeyError: one is missing.
-        """
-        for name, weight in self._named("weights"):
-            weight.copy_(weights[name])
-        self.begin_training()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copies of the weights on the CPU as the model's own state dict has them; waits for the device."""
-        found = {name: weight.to("cpu", copy=True) for name, weight in self._named("weights")}
-        return found | ({HEAD: found[EMBEDDING]} if self.fixed.tied else {})
-
 
 class StateInPlace(AdamW):
     """An AdamW for checkpoints and schedules: the parameters of a streamed step and what its optimizer keeps of them.
@@ -243,7 +225,7 @@ class StateInPlace(AdamW):
 
 @dataclass
 class LayerAdamW:
-    """AdamW of one layer at a time, on tensors that are only there while it runs.
+    """AdamW of one layer at a time, on tensors that are only there while it runs; only matrices decay.
 
     On a GPU this is ``kernels/adamw.py``: one pass, bf16 rounded stochastically, by bits that depend on a parameter's
     number among all and not on where it lies; beside fp32 masters nothing is rounded so. Elsewhere it is torch's fused
@@ -257,8 +239,6 @@ class LayerAdamW:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    decay: Literal["all", "matrices"] = "all"
-    """The parameters whose weights decay."""
     seed: int = 0
     """Seed of stochastic rounding."""
     _tables: dict[int, Any] = field(default_factory=dict, repr=False)
@@ -310,7 +290,7 @@ class LayerAdamW:
                 weight.copy_(master)
 
     def _decay_of(self, weight: Tensor) -> float:
-        return self.weight_decay if self.decay == "all" or weight.dim() > 1 else 0.0
+        return self.weight_decay if weight.dim() > 1 else 0.0
 
     def _in_one_pass(
         self, first_number: int, state: Mapping[str, Sequence[Tensor]], steps: Sequence[Tensor], scale: Tensor | None

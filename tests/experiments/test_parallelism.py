@@ -1,4 +1,4 @@
-"""Every question of scripts/parallelism.py has a table, a last line of JSON and its figure; faults have a sentence."""
+"""Every question of scripts/parallelism.py has a table and a last line of JSON; faults have a sentence."""
 
 import json
 import math
@@ -21,16 +21,12 @@ def ask(load_script, capsys):
     return ask
 
 
-def test_each_question_is_answered_and_drawn(ask, tmp_path):
-    drawn = {f"{question} --figure {tmp_path}/{question}.png" for question in ("pipeline", "scaling", "failures")}
-    beyond = f"scaling --most-devices 1024 --context-length 4 --figure {tmp_path}/beyond.png"  # both limits lie outside
-    for line in (*QUESTIONS, *drawn, beyond):
+def test_each_question_is_answered(ask):
+    for line in (*QUESTIONS, "scaling --most-devices 1024 --context-length 4"):  # both limits lie outside
         code, out, _ = ask(line)
         said = json.loads(out[-1])
         assert (code, said["question"]) == (0, line.split()[0])
         assert any(row.startswith(("|:-", "|--")) for row in out), "no Markdown table"
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
-    assert len(list(tmp_path.iterdir())) == 4
     answer = json.loads(ask("accounting")[1][-1])
     assert (answer["h100"], answer["fsdp"]) == (44, 38)
     assert math.ceil(answer["tokens per device, sum, rings of n"]) == 396
@@ -46,7 +42,7 @@ def test_a_schedule_that_does_not_suit_the_microbatches_leaves_the_others(ask):
 
 def test_bad_input_is_one_sentence(ask):
     for line, value in (
-        *(("ring --world-size 0", "0"), ("ring --world-size 384", "384"), ("mesh --world-size 0", "0")),
+        *(("ring --world-size 0", "0"), ("mesh --world-size 0", "0")),
         *(("pipeline --stages 0", "0 and 8"), ("scaling --most-devices 8", "8")),
         *(("accounting --tp 0", "0"), ("mesh --tokens 0", "0"), ("failures --save 0", "0.0")),
     ):

@@ -1,4 +1,4 @@
-"""The sharded optimizer's benchmark: its grid, what it refuses, and tables and figure of a real, tiny measurement."""
+"""The sharded optimizer's benchmark: its grid, what it refuses, and tables of a real, tiny measurement."""
 
 from dataclasses import asdict
 
@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.experiments.sharded_optimizer import MEMORY, SHARDINGS, TIMES, measure, memory_figure
+from cs336_systems.experiments.sharded_optimizer import MEMORY, SHARDINGS, TIMES
+from cs336_systems.experiments.sharded_optimizer_measure import measure
 from cs336_systems.harness.record import Metric, parse_samples
 from tests.benchmarks.commands import cells_of
 from tests.distributed.checks import spawn
@@ -48,17 +49,10 @@ def test_measured_bytes_are_the_predicted_ones(rows):
 
 
 @pytest.mark.slow
-def test_tables_and_figure(rows):
+def test_tables(rows):
     times, memory = TIMES.of(rows), MEMORY.of(rows)
     for table in (times, memory):
         assert list(table.frame["how"]) == [*SHARDINGS, "replicated"]
         assert table.frame["status"].iloc[-1] == "oom: too large"
     assert times.frame["ratio to replicated"].iloc[[0, -1]].tolist() == ["1.000", "–"]
     assert "activations GiB" not in memory.frame  # a CPU does not say
-    figure = memory_figure(rows)
-    assert [axes.get_title() for axes in figure.axes] == ["initialised", "after forward", "before step", "after step"]
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list(SHARDINGS[::-1])
-    for axes, n_categories in zip(figure.axes, (1, 2, 2, 2), strict=True):
-        widths = [bars.patches[-1].get_width() for bars in axes.containers]
-        assert sum(width > 0 for width in widths) >= n_categories, "parameters, and the state once there is one"
-    assert memory_figure(rows[rows["status"] != "ok"]) is None

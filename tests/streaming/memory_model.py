@@ -139,7 +139,7 @@ class _Model:
         again = self.restores(layer)  # of this layer's x, by then
         statistics = {x} if again else set()  # of x, which come with x that is kept
         with_keys = bool(plan.work.is_long and not plan.keep_context and again)
-        if uses_level and operation.level != plan.level(*at):
+        if uses_level and operation.level != plan.levels[layer][chunk]:
             raise ScheduleError(f"{operation.kind} of {at} at level {operation.level}")
         match operation.kind:
             case Kind.EMBED:
@@ -202,7 +202,7 @@ class _Model:
                         expected[Kind.KEYS, layer, r, chunk] = 1
                     if n := self.restores(layer):
                         expected[Kind.RESTORE, layer - 1, r, chunk] = n
-                    if plan.level(layer, r, chunk) != "products":
+                    if plan.levels[layer][chunk] != "products":
                         expected[Kind.RECOMPUTE, layer, r, chunk] = 1
         for layer in range(-1, n_layers):
             expected[Kind.OPTIMIZER, layer, plan.rounds - 1, 0] = 1

@@ -1,7 +1,8 @@
 """Random plans of small models, and a plan without caps as the plainest schedule there is."""
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, StreamedWork
@@ -32,9 +33,9 @@ def random_plan(seed: int) -> tuple[Plan, Schedule]:
     rings = ("weights", "gradients", "input", "attention", "products", *(("context",) if group > 1 else ()))
     slots = dict.fromkeys(rings, 1)
     slots |= {rng.choice(rings): rng.randint(1, 6) for _ in range(3)}
-    order, edges = rng.choice(ORDERS), keep() if rng.random() < 0.3 else None
+    order = rng.choice(ORDERS)
     how = {"keep_context": rng.random() < 0.6, "clipping": rng.random() < 0.5, "input_every": every, **residents}
-    plan = with_slots(Plan(work, chunks, rng.randint(1, 4), order, keep(), edges, **how), slots)
+    plan = with_slots(Plan(work, chunks, rng.randint(1, 4), order, keep(), **how), slots)
     while True:
         try:
             return plan, build(plan)
@@ -43,11 +44,23 @@ def random_plan(seed: int) -> tuple[Plan, Schedule]:
             plan = with_slots(plan, slots)
 
 
+@dataclass(frozen=True)
+class SlottedPlan(Plan):
+    """A plan some of whose rings have so many slots, and no room for what waits for backward."""
+
+    own_slots: tuple[tuple[str, int], ...] = ()
+
+    @cached_property
+    def least_slots(self) -> dict[str, int]:
+        least = Plan.least_slots.func(self)  # type: ignore[attr-defined]
+        most = {"weights": self.n_layers - self.weights, "gradients": self.n_layers - self.gradients}
+        return least | {ring: min(n, most.get(ring, n)) for ring, n in self.own_slots if ring in least}
+
+
 def with_slots(plan: Plan, slots: dict[str, int]) -> Plan:
     """The plan with so many slots, as far as a ring can use them."""
-    least = replace(plan, more_slots=()).least_slots
-    more = tuple((ring, n - least[ring]) for ring, n in slots.items())
-    return replace(plan, more_slots=more, ring_bytes=0)
+    said = {field.name: getattr(plan, field.name) for field in fields(Plan)}
+    return SlottedPlan(**said | {"ring_bytes": 0}, own_slots=tuple(slots.items()))
 
 
 def roomy(plan: Plan) -> Plan:

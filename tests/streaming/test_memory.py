@@ -26,12 +26,6 @@ def test_bytes_are_those_of_the_plan(config, length, chunk):
     }
 
 
-@pytest.mark.parametrize("moments", [("momentum", 2), ("exp_avg", 8)])
-def test_state_that_no_optimizer_here_keeps_is_refused(moments):
-    with pytest.raises(ValueError, match=f"{moments[0]} of {moments[1]} bytes"):
-        MemoryMap.of(StreamedWork(QWEN, 8, 8, moments=(moments,)))
-
-
 def memory(slot_bytes: int, place_bytes: int) -> Memory:
     tensors = MemoryMap.of(LONG)
     rings = {"context": Ring(4, slot_bytes), "weights": Ring(2, tensors.n_bytes("weights"))}

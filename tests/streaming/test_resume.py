@@ -18,7 +18,7 @@ from cs336_systems.streaming.build import build
 from cs336_systems.streaming.plan import Keep, Plan
 from cs336_systems.streaming.run import StreamedStep
 from tests.streaming.plans import random_plan, roomy, with_slots
-from tests.streaming.test_run import batches, model_of
+from tests.streaming.test_run import batches, load, model_of
 
 
 def step_of(plan: Plan) -> StreamedStep:
@@ -37,7 +37,7 @@ def whole_state(step: StreamedStep) -> dict[str, Tensor]:
 def test_resumed_under_other_caps(tmp_path, seed):
     plan, _ = random_plan(seed)
     straight, data = step_of(plan), batches(plan, 4)
-    straight.load(model_of(plan).state_dict())
+    load(straight, model_of(plan))
     with joined("cpu"):
         for i, batch in enumerate(data):
             straight(*batch)

@@ -1,1 +1,1 @@
-"""Parallelism on many devices, by arithmetic: forms, meshes, rings, pipelines, scaling, failures."""
+"""Parallelism on many devices, by arithmetic: forms, meshes, pipelines, scaling, failures."""

@@ -23,8 +23,8 @@ is longer. The shares (N-1)/N cancel against the N below the FLOPs, which leaves
 W is a device's egress: the bytes per second that it sends. A ring in one direction over NVLink has the link's bandwidth
 in one direction (450 GB/s on an H100, half of the advertised 900). A TPU's torus axis has a neighbour on each side and
 rings run both ways, so that W is twice the bandwidth of one link, which the scaling book calls bidirectional. The book
-takes (N-1)/N for 1 (``large_rings``); limits are then lower by one device. Its layer has m = 2 matrices and gathers
-activations before, and scatters sums after, which moves what an all-reduce does.
+takes (N-1)/N for 1; its limits are lower by one device. Its layer has m = 2 matrices and gathers activations before,
+and scatters sums after, which moves what an all-reduce does.
 
 Tensor parallelism computes, with W1 and W2 cut by columns, W3 by rows, and i for what a device has its part of,
 
@@ -51,6 +51,12 @@ Pass = Literal["forward", "backward"]
 
 FORMS: tuple[Form, ...] = ("data-parallel", "fsdp", "tensor-parallel")
 PASSES: tuple[Pass, ...] = ("forward", "backward")
+COLLECTIVES: dict[Form, dict[Pass, tuple[str, ...]]] = {
+    "data-parallel": {"forward": (), "backward": ("all_reduce",)},
+    "fsdp": {"forward": ("all_gather",), "backward": ("all_gather", "reduce_scatter")},
+    "tensor-parallel": {"forward": ("all_reduce",), "backward": ("all_reduce",)},
+}
+"""Of the weights or their gradients, but in tensor parallelism of activations."""
 
 
 @dataclass(frozen=True)
@@ -159,10 +165,8 @@ class PassCost:
     """One pass of one layer on one device."""
 
     flops: float
-    collectives: tuple[tuple[str, float], ...]
-    """(collective, total bytes) in order; bytes as ``costs/communication.py`` counts them."""
     sent_bytes: float
-    """Bytes that the device sends for them."""
+    """Bytes that the device sends for its collectives, as ``costs/communication.py`` counts them."""
 
     def compute_s(self, device: Device) -> float:
         return self.flops / device.flops_per_s
@@ -171,13 +175,8 @@ class PassCost:
         return self.sent_bytes / egress_bytes_per_s
 
 
-def pass_cost(
-    form: Form, layer: FeedForward, tokens: float, world_size: int, which: Pass, *, large_rings: bool = False
-) -> PassCost:
+def pass_cost(form: Form, layer: FeedForward, tokens: float, world_size: int, which: Pass) -> PassCost:
     """The FLOPs and bytes of one device in one pass of ``layer`` over a global batch of ``tokens``.
-
-    Args:
-        large_rings: take the share (N-1)/N for 1, as the scaling book does.
 
     Raises:
         ValueError: no such form or pass, no devices, or no tokens.
@@ -187,31 +186,13 @@ def pass_cost(
         raise ValueError(f"world size must be positive, got {world_size}")
     if not tokens > 0:
         raise ValueError(f"tokens must be positive, got {tokens}")
-    collectives = _collectives(form, layer, tokens, which) if world_size > 1 else ()
-    share = world_size / (world_size - 1) if large_rings and world_size > 1 else 1.0
-    sent = sum(cost(name, world_size, total).wire_bytes for name, total in collectives) * share
-    return PassCost(layer.flops(tokens, which) / world_size, collectives, sent)
-
-
-def _collectives(form: Form, layer: FeedForward, tokens: float, which: Pass) -> tuple[tuple[str, float], ...]:
-    weights, activations = float(layer.weight_bytes), layer.activation_bytes(tokens)
-    if form == "tensor-parallel":
-        return (("all_reduce", activations),)
-    if form == "data-parallel":
-        return (("all_reduce", weights),) if which == "backward" else ()
-    gather = ("all_gather", weights)
-    return (gather, ("reduce_scatter", weights)) if which == "backward" else (gather,)
+    total = layer.activation_bytes(tokens) if form == "tensor-parallel" else layer.weight_bytes
+    sent = sum(cost(name, world_size, total).wire_bytes for name in COLLECTIVES[form][which])
+    return PassCost(layer.flops(tokens, which) / world_size, sent)
 
 
 def largest_world(
-    form: Form,
-    layer: FeedForward,
-    tokens: float,
-    which: Pass,
-    flops_per_s: float,
-    egress_bytes_per_s: float,
-    *,
-    large_rings: bool = False,
+    form: Form, layer: FeedForward, tokens: float, which: Pass, flops_per_s: float, egress_bytes_per_s: float
 ) -> float:
     """Devices up to which communication hides behind computation, the global batch fixed; infinite without any.
 
@@ -220,18 +201,11 @@ def largest_world(
     """
     _check(form, which)
     intensity = layer.bytes_per_element * flops_per_s / egress_bytes_per_s
-    if form == "data-parallel" and which == "forward":
+    if not COLLECTIVES[form][which]:
         return math.inf
     if form == "tensor-parallel":
-        limit = layer.n_matrices * layer.d_ff / intensity * (1 if which == "forward" else 2)
-    else:
-        limit = 2 * tokens / intensity
-    return limit if large_rings else limit + 1
-
-
-def least_tokens_per_device(layer: FeedForward, flops_per_s: float, egress_bytes_per_s: float) -> float:
-    """Local batch at which the weights that data parallelism or FSDP moves just hide, in a large ring: e C / (2 W)."""
-    return layer.bytes_per_element * flops_per_s / (2 * egress_bytes_per_s)
+        return 1 + layer.n_matrices * layer.d_ff / intensity * (1 if which == "forward" else 2)
+    return 1 + 2 * tokens / intensity
 
 
 def _check(form: str, which: str) -> None:

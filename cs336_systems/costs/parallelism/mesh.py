@@ -35,7 +35,7 @@ Sources: CS336 2026 handout, section 8.5; scaling book, chapter 5, "Mixed FSDP a
 import math
 from dataclasses import dataclass, replace
 
-from cs336_systems.costs.parallelism.forms import Device, FeedForward, check_positive
+from cs336_systems.costs.parallelism.forms import FeedForward, check_positive
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,6 @@ class Split:
     tp_s: float
     communication_s: float
     """The larger of the two, or their sum."""
-
-    @property
-    def compute_bound(self) -> bool:
-        return self.communication_s <= self.compute_s * (1 + 1e-12)
 
 
 def evaluate(layer: FeedForward, tokens: float, fsdp: float, tp: float, network: Network) -> Split:
@@ -186,33 +182,9 @@ def least_tokens_per_device(layer: FeedForward, network: Network) -> float:
     return overlapping if network.overlapping else 4 * overlapping
 
 
-def torus_network(device: Device, fsdp_axes: int, tp_axes: int, *, overlapping: bool, large_rings: bool) -> Network:
-    """A mesh on a torus, M_x and M_y of whose axes carry FSDP and tensor parallelism.
-
-    Raises:
-        ValueError: no axis for one of them.
-    """
-    egress = device.egress_bytes_per_s
-    return Network(device.flops_per_s, fsdp_axes * egress, tp_axes * egress, overlapping, large_rings)
-
-
-@dataclass(frozen=True)
-class MeshThreshold:
-    """Tokens from which the forward pass on a mesh is bound by compute."""
-
-    fsdp: int
-    tp: int
-    tokens: float
-    """Global batch; infinite if the tensor-parallel axis is too long for any."""
-
-    @property
-    def tokens_per_device(self) -> float:
-        return self.tokens / (self.fsdp * self.tp)
-
-
-def thresholds(layer: FeedForward, n_devices: int, network: Network) -> list[MeshThreshold]:
-    """The threshold of every whole mesh of so many devices, in the order of ``whole_splits``."""
-    return [MeshThreshold(x, y, least_tokens(layer, x, y, network)) for x, y in whole_splits(n_devices)]
+def thresholds(layer: FeedForward, n_devices: int, network: Network) -> dict[tuple[int, int], float]:
+    """``least_tokens`` of every whole mesh of so many devices, in the order of ``whole_splits``."""
+    return {(x, y): least_tokens(layer, x, y, network) for x, y in whole_splits(n_devices)}
 
 
 def smaller_batches(layer: FeedForward, fsdp: int, tp: int, network: Network) -> list[tuple[str, float]]:
@@ -223,19 +195,13 @@ def smaller_batches(layer: FeedForward, fsdp: int, tp: int, network: Network) ->
     stages between groups of devices would help, too, as they send activations only. Narrower numbers alone would not:
     half the bytes at twice the FLOP/s leaves every limit where it was.
     """
-    own = replace(network, overlapping=True)
-
-    def best(limits: Network) -> MeshThreshold:
-        return min(thresholds(layer, fsdp * tp, limits), key=lambda found: found.tokens)
-
-    recut, recut_own = best(network), best(own)
-    return [
-        (f"{fsdp} x {tp}", least_tokens(layer, fsdp, tp, network) / (fsdp * tp)),
-        (f"cut {recut.fsdp} x {recut.tp}", recut.tokens_per_device),
-        (f"{fsdp} x {tp}, axes overlap", least_tokens(layer, fsdp, tp, own) / (fsdp * tp)),
-        (f"cut {recut_own.fsdp} x {recut_own.tp}, axes overlap", recut_own.tokens_per_device),
-        ("best split of many devices", least_tokens_per_device(layer, network)),
-    ]
+    n, found = fsdp * tp, []
+    for limits, how in ((network, ""), (replace(network, overlapping=True), ", axes overlap")):
+        of_mesh = thresholds(layer, n, limits)
+        x, y = min(of_mesh, key=of_mesh.__getitem__)
+        found.append((f"{fsdp} x {tp}{how}", of_mesh[fsdp, tp] / n))
+        found.append((f"cut {x} x {y}{how}", of_mesh[x, y] / n))
+    return [*found, ("best split of many devices", least_tokens_per_device(layer, network))]
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ until W.
     timeline.bubble_fraction, timeline.peak_activations
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,29 +38,8 @@ Kind = Literal["F", "B", "W", "BW"]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
 
-@dataclass(frozen=True)
-class Durations:
-    """Time of each operation of one microbatch on one whole stage; the unit is up to the caller.
-
-    Raises:
-        ValueError: one is not positive.
-    """
-
-    forward: float = 1.0
-    backward_input: float = 1.0
-    backward_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        if min(self.forward, self.backward_input, self.backward_weight) <= 0:
-            raise ValueError(f"durations must be positive, got {self}")
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward_input + self.backward_weight
-
-    def of(self, kind: Kind) -> float:
-        parts = {"F": self.forward, "B": self.backward_input, "W": self.backward_weight}
-        return sum(parts[part] for part in kind)
+UNIT: Mapping[str, float] = {"F": 1.0, "B": 1.0, "W": 1.0}
+"""Durations of one microbatch's operations on one whole stage: all alike, in units of a forward."""
 
 
 @dataclass(frozen=True, order=True)
@@ -90,7 +70,7 @@ class Timeline:
     stages: int
     microbatches: int
     chunks: int
-    durations: Durations
+    durations: Mapping[str, float]
     operations: tuple[tuple[TimedOperation, ...], ...]
     """For each stage, in order of time."""
 
@@ -102,7 +82,7 @@ class Timeline:
     @property
     def busy(self) -> float:
         """Work of one stage: the same on all."""
-        return self.microbatches * self.durations.total
+        return self.microbatches * sum(self.durations.values())
 
     @property
     def bubble(self) -> float:
@@ -182,7 +162,7 @@ def inputs_of(stage: int, operation: Operation, stages: int, chunks: int) -> lis
 
 
 def simulate(
-    schedule: str, stages: int, microbatches: int, *, chunks: int = 1, durations: Durations | None = None
+    schedule: str, stages: int, microbatches: int, *, chunks: int = 1, durations: Mapping[str, float] = UNIT
 ) -> Timeline:
     """Run every stage's list, each operation as early as its stage and its inputs allow.
 
@@ -203,7 +183,8 @@ def simulate(
         )
     if schedule == "interleaved" and microbatches % stages:
         raise ValueError(f"interleaved needs a multiple of {stages} microbatches, got {microbatches}")
-    durations = durations or Durations()
+    if min(durations.values()) <= 0:
+        raise ValueError(f"durations must be positive, got {dict(durations)}")
     waiting = [_order(schedule, stage, stages, microbatches, chunks) for stage in range(stages)]
     timed: list[list[TimedOperation]] = [[] for _ in range(stages)]
     ends: dict[tuple[int, Operation], float] = {}
@@ -217,7 +198,7 @@ def simulate(
                 operation = queue.pop(0)
                 free = timed[stage][-1].end if timed[stage] else 0.0
                 start = max([free, *(ends[needed] for needed in inputs)])
-                end = start + durations.of(operation.kind) / chunks
+                end = start + sum(durations[part] for part in operation.kind) / chunks
                 timed[stage].append(TimedOperation(stage, operation, start, end))
                 ends[stage, operation] = end
                 progressed = True

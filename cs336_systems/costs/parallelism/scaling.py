@@ -10,9 +10,9 @@ Independently N cannot exceed the number of sequences, as long as a device works
 
     N = B / sequence length        the local batch limit: one sequence per device
 
-Which of them is reached decides the remedy (``CASES``). Tensor parallelism divides what is gathered by its degree, HSDP
-keeps replicas over nodes, and context parallelism is data parallelism over tokens. The batch may only grow as far as
-the critical batch size lets more tokens replace steps.
+Which of them is reached decides what helps (``REMEDIES``). Tensor parallelism divides what is gathered by its degree,
+HSDP keeps replicas over nodes, and context parallelism is data parallelism over tokens. The batch may only grow as far
+as the critical batch size lets more tokens replace steps.
 
 Conventions as in ``costs/parallelism/forms.py``: peaks and bandwidths of datasheets, two-byte weights and gradients,
 compute and communication overlap, attention scores not counted. A device that reaches 70 % of its peak moves the
@@ -74,6 +74,11 @@ class FsdpStep:
         """Compute and communication overlapped perfectly."""
         return max(self.compute_s, self.communication_s)
 
+    @property
+    def limits(self) -> tuple[bool, bool]:
+        """Whether the step is beyond the local batch limit, and beyond the communication limit."""
+        return self.sequences_per_device < 1, self.communication_s > self.compute_s
+
 
 def fsdp_step(workload: ModelAndBatch, n_devices: int, device: Device) -> FsdpStep:
     """Time of a whole step, forward and backward; ValueError for no devices."""
@@ -103,46 +108,23 @@ def communication_limit(workload: ModelAndBatch, device: Device) -> int:
     return inside if inside <= device.domain_size else max(beyond, device.domain_size)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One of the four ways in which adding devices to FSDP may end."""
-
-    local_batch_limit: bool
-    communication_limit: bool
-    what: str
-    remedy: str
-
-
-CASES: tuple[Case, ...] = (
-    Case(
-        False,
-        False,
+REMEDIES = {
+    (False, False): (
         "every device has whole sequences, and enough tokens to hide its gathers",
         "add FSDP devices: step time falls as 1/N",
     ),
-    Case(
-        False,
-        True,
+    (False, True): (
         "several sequences per device, but too few tokens in them to hide the gathers",
         "tensor parallelism inside the domain, pipeline stages or replicas (HSDP) across; or a larger batch",
     ),
-    Case(
-        True,
-        False,
+    (True, False): (
         "less than a sequence per device, though each has tokens enough to hide its gathers",
         "split sequences: context parallelism; or matrices: tensor parallelism up to its own limit",
     ),
-    Case(
-        True,
-        True,
+    (True, True): (
         "neither a sequence nor enough tokens per device",
         "tensor parallelism inside the domain, context parallelism or pipeline across; else a larger batch, or stop",
     ),
-)
-
-
-def case(workload: ModelAndBatch, n_devices: int, device: Device) -> Case:
-    """The case that FSDP on ``n_devices`` is in, by the limits that it is beyond; ValueError as ``fsdp_step``."""
-    step = fsdp_step(workload, n_devices, device)
-    local, communication = step.sequences_per_device < 1, step.communication_s > step.compute_s
-    return next(c for c in CASES if (c.local_batch_limit, c.communication_limit) == (local, communication))
+}
+"""The four ways in which adding devices to FSDP may end: by the limits that are reached (local batch, communication),
+what has happened, and what helps."""

@@ -3,7 +3,7 @@
 import pytest
 
 from cs336_systems.costs.parallelism.forms import DEVICES
-from cs336_systems.costs.parallelism.scaling import LLAMA3_70B, ModelAndBatch, case, communication_limit, fsdp_step
+from cs336_systems.costs.parallelism.scaling import LLAMA3_70B, ModelAndBatch, communication_limit, fsdp_step
 
 H100 = DEVICES["h100"]
 FOUR_MILLION = ModelAndBatch(LLAMA3_70B.n_parameters, 2**22, 8192)
@@ -30,8 +30,8 @@ def test_the_batch_limit_comes_first_for_long_sequences():
     [(8192, 256, False, False), (512, 2048, False, True), (8192, 1024, True, False), (8192, 2048, True, True)],
 )
 def test_each_case_has_a_workload(sequence_length, n_devices, local, communication):
-    found = case(ModelAndBatch(70_000_000_000, 2**22, sequence_length), n_devices, H100)
-    assert (found.local_batch_limit, found.communication_limit) == (local, communication)
+    step = fsdp_step(ModelAndBatch(70_000_000_000, 2**22, sequence_length), n_devices, H100)
+    assert step.limits == (local, communication)
 
 
 def test_bad_input():
