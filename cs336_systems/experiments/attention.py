@@ -219,7 +219,6 @@ EXPERIMENT = Experiment(
     make_cells,
     one_stage(
         measure,
-        expected_s=lambda cell: cell.work.forward_flops + 1e11,  # no seconds, but in proportion to them
         # More processes would compile anew for each shape. What a cell still holds counts in no later one's peak.
         share=lambda cell: (cell.grid, cell.dtype),
     ),

@@ -65,8 +65,6 @@ class Stage:
     cells: Sequence[Cell]
     measure: Callable[..., Any]
     """A module-level function or a partial of one: (cell), or for cells of several ranks (cell, rank), -> metrics."""
-    expected_s: Callable[[Any], float] | None = None
-    """Seconds that a cell should take, for the progress display."""
     share: Callable[[Any], Hashable] | None = None
     """Successive cells with equal values share a process."""
 
@@ -75,13 +73,9 @@ Stages = Callable[[Any, Sequence[Any], "list[Outcome]"], Iterable[Stage]]
 """(options, cells, outcomes so far) -> stages, asked for the next one when the one before has ended."""
 
 
-def one_stage(
-    measure: Callable[..., Any],
-    expected_s: Callable[[Any], float] | None = None,
-    share: Callable[[Any], Hashable] | None = None,
-) -> Stages:
+def one_stage(measure: Callable[..., Any], share: Callable[[Any], Hashable] | None = None) -> Stages:
     """All cells by one function."""
-    return lambda options, cells, outcomes: [Stage(cells, measure, expected_s, share)]
+    return lambda options, cells, outcomes: [Stage(cells, measure, share)]
 
 
 Present = Callable[["list[Outcome]", Any, Path | None], int | Mapping[str, Any] | None]
@@ -209,7 +203,7 @@ class Experiment:
         )
         try:
             for stage in self.stages(options, cells, outcomes):
-                outcomes.extend(sweep(stage.cells, stage.measure, expected_s=stage.expected_s, share=stage.share))
+                outcomes.extend(sweep(stage.cells, stage.measure, share=stage.share))
                 if outcomes and outcomes[-1].status == "interrupted":
                     return 0
         except ValueError as error:

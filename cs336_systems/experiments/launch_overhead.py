@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
 from cs336_systems.experiments.options import RunOptions, cell_of
-from cs336_systems.report.results import MAIN, Column, ResultTable
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,9 +46,7 @@ class ChainCell:
         values=tuple(_SIZES),
         asked=tuple(_SIZES),
     )
-    size: int = option(
-        1, "n; by default a range around the size that is expected to turn.", asked=None, sign="positive"
-    )
+    size: int = option(1, "n; by default a range around where the device is the slower.", asked=None, sign="positive")
     dtype: str = "bf16"
     depth: int = option(20, "Operations in a chain, each on the result of the last.", several=False, sign="positive")
     samples: int = option(100, "Timed chains per variant.", several=False, sign="positive")
@@ -146,6 +144,11 @@ def measure(cell: ChainCell) -> list[Metric]:
     return [Metric(name, "us per operation", values) for name, values in times.items()]
 
 
+def _eager_over_graph(line: Line) -> float | None:
+    eager, graph = line.median(EAGER), line.median(GRAPH)
+    return eager / graph if eager and graph else None
+
+
 TIMES = ResultTable(
     settings=("gpu", "dtype", "depth", "operation", "size"),
     always=("operation", "size"),
@@ -154,10 +157,7 @@ TIMES = ResultTable(
         Column("host issues us", ISSUE, rank=MAIN, note="until the host is free again"),
         *(Column(f"{way} us", way, rank=MAIN) for way in (EAGER, COMPILED, GRAPH)),
         Column(
-            "eager / graph",
-            lambda line: line.median(EAGER) / graph if (graph := line.median(GRAPH)) else None,  # type: ignore[operator]
-            ".2f",
-            note="the device waits for the host as long as it is well above 1",
+            "eager / graph", _eager_over_graph, ".2f", note="the device waits for the host while it is well above 1"
         ),
     ),
 )
@@ -185,7 +185,7 @@ EXPERIMENT = Experiment(
     "launch_overhead",
     ChainCell,
     make_cells,
-    one_stage(measure, lambda cell: 2.5, share=lambda cell: True),
+    one_stage(measure, share=lambda cell: True),
     presented(TIMES.of, {"": time_figure}),
     (ISSUE, EAGER, COMPILED, GRAPH),
     options=Options,

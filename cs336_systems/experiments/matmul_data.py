@@ -188,7 +188,7 @@ EXPERIMENT = Experiment(
     "matmul_data",
     DataCell,
     make_cells,
-    one_stage(measure, lambda cell: cell.seconds + cell.warmup_seconds, share=lambda cell: True),
+    one_stage(measure, share=lambda cell: True),
     presented(SPEEDS.of, {"": speed_figure}),
     ("matmul_tflops", "power_w"),
     options=Options,

@@ -15,17 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cs336_systems.case import RECIPE, TrainingCase
 from cs336_systems.config import MODES
-from cs336_systems.declared import like, names_in, option, options_in, options_of
+from cs336_systems.declared import flag, like, names_in, option, options_in, options_of
 from cs336_systems.experiments.driver import Experiment, Stage, presented
-from cs336_systems.experiments.options import (
-    Compile,
-    TimedCase,
-    TrainingRun,
-    flag,
-    in_turns,
-    training_cells,
-    within_budget,
-)
+from cs336_systems.experiments.options import Compile, TimedCase, TrainingRun, in_turns, training_cells, within_budget
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:
@@ -129,29 +121,14 @@ def ceiling_cells(options: Any) -> list[CeilingCell]:
     ]
 
 
-def _expected_s(cell: ModelCell, ceilings: dict[str, float]) -> float:
-    """The seconds that a cell should take: a process, its steps at half of the measured ceiling, and compiling."""
-    from cs336_systems.costs.flops import hardware_flops
-
-    if isinstance(cell, CeilingCell):
-        return 5.0 if cell.device == "cuda" else 10.0
-    flops = cell.accumulate * hardware_flops(*cell.work, cell.mode, checkpoint=cell.checkpoint, keep=cell.keep)
-    steps = (cell.warmup + cell.steps) * flops / (0.5e12 * ceilings.get(cell.dtype, 0.1))
-    return 4.0 + steps + {"on": 10.0, "whole-model": 2.0 * cell.config.n_layers}.get(cell.compile, 0.0)
-
-
 def stages(options: Any, cells: Sequence[ModelCell], outcomes: list[Outcome]) -> Iterator[Stage]:
     """The ceilings of every dtype; then the cells, which stand beside them."""
     from cs336_systems.experiments import model_measure
 
-    ceilings: dict[str, float] = {}
-    expected_s = functools.partial(_expected_s, ceilings=ceilings)
-    yield Stage(ceiling_cells(options), model_measure.measure_ceiling, expected_s)
+    yield Stage(ceiling_cells(options), model_measure.measure_ceiling)
     found = {outcome.cell.dtype: outcome.median("matmul_ceiling") for outcome in outcomes}
-    ceilings.update({dtype: tflops for dtype, tflops in found.items() if tflops is not None})
-    yield Stage(
-        cells, functools.partial(model_measure.measure_model, ceilings=ceilings, force=options.force), expected_s
-    )
+    ceilings = {dtype: tflops for dtype, tflops in found.items() if tflops is not None}
+    yield Stage(cells, functools.partial(model_measure.measure_model, ceilings=ceilings, force=options.force))
 
 
 SETTINGS = (

@@ -124,7 +124,7 @@ def workload_of(cell: ProfileCell, *, recorded: bool = False) -> Workload:
 
 
 def trace_path(cell: ProfileCell, raw: Path) -> Path:
-    """Where the cell's recording lies."""
+    """The file of the cell's recording."""
     from cs336_systems.profiling.recording import PROFILERS
 
     return raw / cell.name / f"{cell.mode}{PROFILERS[cell.profiler]}"
@@ -134,8 +134,7 @@ def measure_profile(cell: ProfileCell, *, raw: Path, out: Path | None) -> list[M
     """Profile one cell: traces are digested when all modes are there, memory at once.
 
     Raises:
-        PredictedOutOfMemory: the eager reference model would need more memory than is free; for the memory profiler,
-            running out is a result.
+        PredictedOutOfMemory: the cell would not fit; for the memory profiler running out is a result.
         Unsupported: the device or the attention cannot run the case.
         TraceError: the recording failed or holds no kernels though the cell ran on a GPU.
     """

@@ -194,7 +194,7 @@ EXPERIMENT = Experiment(
     "roofline_knee",
     ChainCell,
     make_cells,
-    one_stage(measure, lambda cell: 3.0 if cell.how != EAGER and cell.repeat == 0 else 0.5, share=lambda cell: True),
+    one_stage(measure, share=lambda cell: True),
     presented(chain_table, {"": time_figure}),
     ("matmul_ceiling", "copy_ceiling", "time"),
     options=Options,

@@ -11,13 +11,11 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
-from datetime import timedelta
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cs336_systems.harness.isolation import Cell, Measure, Report, isolated, reports
 from cs336_systems.harness.provenance import timestamp
@@ -74,45 +72,25 @@ def make_rows(benchmark: str, outcome: Outcome, report: Report) -> list[Row]:
     return [shared | metric.statistics() for metric in outcome.metrics] or [shared]
 
 
-class _Countdown(ProgressColumn):
-    """Time until the sweep should end, or nothing once that has passed."""
-
-    def render(self, task: Task) -> Text:
-        left = round(task.fields["ends"] - time.perf_counter())
-        return Text(f"about {timedelta(seconds=left)} left" if left > 0 else "any moment")
-
-
 class _Log:
     """Writes the rows of a sweep's outcomes, and shows a line per cell with its main figures.
 
     What runs is shown as well: by a bar on a terminal, by a line with the time of day elsewhere.
-
-    The bar advances by the seconds that a cell should take, or by one; what is left is the sum over the cells to come,
-    scaled by how the finished ones compared with theirs.
     """
 
     def __init__(
-        self,
-        benchmark: str,
-        cells: Sequence[Cell],
-        row_file: RowFile | None,
-        expected_s: Callable[[Any], float] | None,
-        headlines: Collection[str],
+        self, benchmark: str, cells: Sequence[Cell], row_file: RowFile | None, headlines: Collection[str]
     ) -> None:
         self._benchmark, self._cells, self._row_file, self._headlines = benchmark, cells, row_file, headlines
-        self._expected = [expected_s(cell) if expected_s else 1.0 for cell in cells]
         self._n_done = 0
         self._console = Console(stderr=True, quiet=not reports())
-        columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
         self.progress = Progress(
-            *([*columns, _Countdown()] if expected_s else columns),
+            *(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()),
             console=self._console,
             disable=not (self._console.is_terminal and reports()),
             transient=True,
         )
-        total = sum(self._expected)
-        self._started = time.perf_counter()
-        self._task = self.progress.add_task("", total=total, ends=self._started + total)
+        self._task = self.progress.add_task("", total=len(cells))
         self._begin()
 
     def _begin(self) -> None:
@@ -144,10 +122,7 @@ class _Log:
         figures = [f"{row['metric']} {row['median']:.4g} {row['unit']}".rstrip() for row in rows]
         self._say(", ".join([f"{self._place}: {note} ({outcome.seconds:.1f} s)", *figures]))
         self._n_done += 1
-        done, left = self._expected[: self._n_done], self._expected[self._n_done :]
-        now = time.perf_counter()
-        ends = now + (now - self._started) / sum(done) * sum(left)
-        self.progress.update(self._task, advance=done[-1], ends=ends)
+        self.progress.update(self._task, advance=1)
         self._begin()
 
 
@@ -158,7 +133,6 @@ def run_sweep(
     *,
     row_file: RowFile | None,
     timeout_s: float,
-    expected_s: Callable[[Any], float] | None = None,
     share: Callable[[Any], Hashable] | None = None,
     headlines: Collection[str] = (),
 ) -> Iterator[Outcome]:
@@ -171,7 +145,6 @@ def run_sweep(
             which runs on every rank and reduces over ranks what has to be reduced; rank 0's metrics become rows.
         row_file: where rows are appended, if this process ``reports``; None keeps them in memory only.
         timeout_s: how long a cell may take, and a collective in it may wait for the other ranks.
-        expected_s: seconds that a cell should take; without it there is no estimate of what is left.
         share: successive cells with equal values share processes while none of them leaves these in doubt; by default
             every cell has its own. Under a launcher all cells share.
         headlines: metrics that are shown on stderr as soon as a cell has ended.
@@ -181,7 +154,7 @@ def run_sweep(
         ValueError: a launcher has described its ranks badly.
         RuntimeError: a process of the launcher has died; the rows of all earlier cells are on disk.
     """
-    log = _Log(benchmark, cells, row_file, expected_s, headlines)
+    log = _Log(benchmark, cells, row_file, headlines)
     with log.progress, closing(isolated(cells, measure, timeout_s, share)) as ended:
         for report in ended:
             outcome = log.outcome(report)
