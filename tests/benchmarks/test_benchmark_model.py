@@ -21,14 +21,6 @@ ALWAYS_KNOWN = ("host", "python", "torch", "triton", "commit", "dirty", "argv", 
 MEASURED = "cs336_systems.experiments.model_measure"
 
 
-@pytest.fixture(scope="module")
-def first_run(tmp_path_factory):
-    """(exit code, stdout, stderr, --out folder) of one real run."""
-    folder = tmp_path_factory.mktemp("first") / "new" / "results"
-    options = ("--size", "tiny", "--context-length", 64, "--batch-size", 2, "--mode", "step", "--steps", 3)
-    return *run_in_a_process("benchmark_model", *options, "--out", folder), folder
-
-
 @pytest.fixture
 def command(capsys):
     """Runs ``main`` in this process; returns (exit code, stdout, stderr)."""
@@ -172,8 +164,10 @@ def test_a_budget_chooses_what_hand_written_blocks_keep():
 
 
 @pytest.mark.slow
-def test_a_real_run_prints_a_table_and_leaves_rows_with_their_provenance_and_a_figure(first_run):
-    code, out, err, folder = first_run
+def test_a_real_run_leaves_rows_with_their_provenance_and_a_figure(tmp_path):
+    folder = tmp_path / "new" / "results"
+    options = ("--size", "tiny", "--context-length", 64, "--batch-size", 2, "--mode", "step", "--steps", 3)
+    code, out, err = run_in_a_process("benchmark_model", *options, "--out", folder)
     assert code == 0 and "Traceback" not in err and "Warning" not in err, err
     summary = json.loads(out.splitlines()[-1])
     assert (summary["benchmark"], summary["csv"]) == ("benchmark_model", str(folder / "benchmark_model.csv"))
@@ -190,17 +184,3 @@ def test_a_real_run_prints_a_table_and_leaves_rows_with_their_provenance_and_a_f
     ceilings = rows[rows["variant"] == "ceiling"]
     assert set(ceilings["metric"]) == {"matmul_ceiling", "copy_ceiling"}
     assert (folder / "benchmark_model.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_a_second_run_appends_and_compares(first_run, faked, command):
-    *_, folder = first_run
-    path = folder / "benchmark_model.csv"
-    before = path.read_bytes()
-    options = ("--size", "tiny", "--context-length", 64, "--batch-size", 2, "--mode", "step")
-    code, out, _ = command(*options, "--steps", 3, "--out", folder, "--compare", path)
-    assert code == 0
-    assert path.read_bytes().startswith(before)
-    assert (read_rows(path)["metric"] == "step").sum() == 2
-    phases = re.findall(r"\| tiny +\| (\w+) +\|.* (same|faster|slower|unclear) +\|", out)
-    assert [name for name, _ in phases] == ["forward", "step"], out
