@@ -115,7 +115,7 @@ def _sample(options: SampleOptions) -> int:
         stopped, context = "context full", trained.model.config.context_length
         note = f"the context of {context:,} tokens is full after {len(prompt):,} of the prompt"
         print(f"{NAME}: {note} and {len(ids):,} new ones", file=sys.stderr)
-    line = {"command": NAME, "model": str(options.model), "step": trained.step, "stopped": stopped}
+    line: dict[str, Any] = {"command": NAME, "model": str(options.model), "step": trained.step, "stopped": stopped}
     line |= {"prompt_tokens": len(prompt), "new_tokens": len(ids), "tokens_per_s": round(len(ids) / seconds, 1)}
     print(json.dumps(line | {"text": tokenizer.decode([i for i in ids if i not in trained.eos_ids])}))
     return 0

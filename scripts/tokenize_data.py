@@ -3,7 +3,7 @@
     uv run scripts/tokenize_data.py                                        # the standard library: data/stdlib-bpe4096
     uv run scripts/tokenize_data.py --input books/ --suffix .txt --vocab-size 16384
     uv run scripts/tokenize_data.py --input web.jsonl --field content --tokenizer Qwen2.5-0.5B/
-    uv run scripts/tokenize_data.py --input TinyStories-train.txt --separator '<|endoftext|>' --bytes-per-token 2
+    uv run scripts/tokenize_data.py --input TinyStories-train.txt --separator '<|endoftext|>'
 
 The hash of its text decides whether a document is held out for evaluation. The folder appears only when it is complete.
 """

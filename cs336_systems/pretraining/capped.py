@@ -181,7 +181,6 @@ class CappedStep:
     def __init__(self, options: TrainOptions, case: TrainerCase, device: torch.device) -> None:
         check_supported(case, device)
         self.precision, on_gpu = case.precision, device.type == "cuda"
-        self._saves = options.save_every is not None
         self._planned_for = "" if on_gpu else planned_for(options)
         gib = [cap for cap in (options.device_gib, options.host_gib) if cap]
         self._fence = Fence(device, *(int(cap * GIB) for cap in gib)) if on_gpu else None
@@ -226,8 +225,6 @@ class CappedStep:
         """The plan in sentences, and the effect of the caps on a run that resumes."""
         yield from [self._planned_for] if self._planned_for else []
         yield from explanation(self.choice)
-        if self._saves and (n_bytes := copy_bytes(self.choice)):
-            yield f"A checkpoint's copy takes another {n_bytes / GIB:.1f} GiB of the host."
         if self._cut_anew:
             yield "The caps do not hold the chunks of the steps before: from here on sums are rounded in another order."
 

@@ -2,11 +2,11 @@
 
     model = write_run_json(Path("runs/stdlib"), ModelOfRun(config, dataset.tokenizer, dataset.eos_id))  # at the start
     saved = load_weights(Path("runs/stdlib"))                     # the newest; or one: runs/stdlib/step-00000200
-    saved.model.config, saved.step, saved.weights                 # by the model's names, whole, in their dtypes
 
     runs/stdlib/
       run.json                  layout, the fields of ModelConfig, the id of the token that ends documents
-      tokenizer.json            a copy; tokenizer_config.json and chat_template.jinja too where the original has them
+      tokenizer.json            a copy, with the files that transformers reads beside it
+      log.jsonl                 the run's records (``run_records.py``)
       step-00000200/            a checkpoint, as distributed/checkpoint.py writes it
 
 Reading takes one process and no GPU, whatever the number of ranks that wrote, and leaves optimizer states on the disk.

@@ -1,10 +1,7 @@
 """Documents from files: text, source files in folders, JSON lines, Parquet; by default Python's own standard library.
 
-    corpus = Corpus.find([])                                         # the standard library: there on every machine
     corpus = Corpus.find([Path("books")], suffixes=(".txt", ".md"))  # a folder, each file a document
-    corpus = Corpus.find([Path("web.jsonl")], field="content")
-    for document in corpus.documents():
-        document.text
+    for document in corpus.documents(): ...
 
 The order is that of the paths given, and of names within a folder. What is not UTF-8 text is refused, so that no text
 is changed silently; only in the standard library, whose tests hold such files, such bytes become U+FFFD. Documents

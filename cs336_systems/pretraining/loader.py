@@ -3,18 +3,15 @@
     sequences = Sequences(dataset.train, context_length=1024, vocab_size=151_936, device="cuda")
     loader = Loader(sequences, batch_size=512, rank=0, world_size=8, seed=0)
     inputs, targets = next(loader)           # (64, 1024) int64 each, on the device
-    checkpoint["loader"] = loader.state_dict()
 
 Sequence i of a stream has the inputs iC .. iC+C-1 and the targets one further, C being the context length: an epoch
 learns every token once, but for the first and for the tail, fewer than C tokens, that makes no sequence. Each epoch
-has an order of its own, drawn from the seed and its number. The epochs follow each other without a seam: batch b is
+has an order of its own, drawn from the seed and its number, and the epochs follow each other without a seam: batch b is
 the sequences bG .. bG+G-1 of that endless order, of which rank r of W takes the r-th of W equal slices. So G, not W,
 decides what is learned when, and a run continues where its state was taken, on any number of ranks that divides G.
 
-The order is one index of 8 bytes per sequence; tokens are read where they lie. A thread reads ahead into pinned memory,
-and the copy to the device waits for nothing, so a step never waits for the loader unless the disk is slower than it.
-Cutting takes 11 ms of a core for 524,288 tokens (AMD EPYC). A CUDA graph that is captured while the thread reads needs
-``capture_error_mode="thread_local"``, as with any thread that pins memory; ``training/cuda_graph.py`` has it.
+A thread reads ahead into pinned memory, and the copy to the device waits for nothing, so a step never waits for the
+loader unless the disk is slower than it. Cutting takes 11 ms of a core for 524,288 tokens (AMD EPYC).
 """
 
 import zlib

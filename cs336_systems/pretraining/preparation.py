@@ -22,7 +22,7 @@ from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.fit import check_fit, gradient_shards, is_predictable, predicted_peak
 from cs336_systems.harness.isolation import PredictedOutOfMemory
-from cs336_systems.harness.provenance import host_name, versions
+from cs336_systems.harness.provenance import device_state, host_name, memory_used_bytes, versions
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.checkpoint import ModelOfRun, write_run_json
@@ -30,7 +30,7 @@ from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.dataset import Dataset
 from cs336_systems.pretraining.loader import Loader, Sequences, fingerprint
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
-from cs336_systems.pretraining.run_records import Data, Device, Light, Memory, Message, Model, Record
+from cs336_systems.pretraining.run_records import Data, Device, GpuState, Light, Memory, Message, Model, Record
 from cs336_systems.pretraining.schedules import LearningRate
 from cs336_systems.pretraining.tokenizer import TOKENIZER, load_tokenizer
 from cs336_systems.pretraining.tokenizing import TokenizeOptions, default_folder, tokenize
@@ -75,6 +75,17 @@ def describe_device(rank: Rank) -> Device:
         return Device(host_name(), count, None, about)
     gpu = torch.cuda.get_device_properties(rank.device)
     return Device(gpu.name, count, gpu.total_memory, about)
+
+
+def read_gpu_state(step: int, device: torch.device) -> GpuState:
+    """The state of a GPU, by NVML.
+
+    Raises:
+        pynvml.NVMLError: it says nothing of this GPU, as of a slice of one.
+    """
+    state, used = device_state(device), memory_used_bytes(device)
+    numbers = {name: state[name] for name in ("sm_mhz", "memory_mhz", "power_w", "temperature_c")}
+    return GpuState(step, **numbers, throttle=", ".join(state["throttle"]), memory_used_bytes=used)
 
 
 def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:

@@ -2,8 +2,6 @@
 
     with RunLog(LogFile(folder / LOG), RunConsole()) as log:
         log.write(Session(options, defaults, n_steps=1000))
-        log.write(LoggedStep(0, seconds, tokens, loss, norm, learning_rate))
-
     run = read_run(folder / LOG)
     run.steps[["step", "loss", "tokens_per_s", "speed_of_light"]]
 
@@ -12,9 +10,9 @@ locked, where its file system has locks. Every line is written in one piece, so 
 and at most one that is torn, at its end: one that is being written, or that a kill or a full disk cut off. A reader
 leaves it out, a resumed run cuts it off. Of steps that a resumed run made a second time, the later records hold.
 
-Records hold numbers of the host; no sink sees a tensor (``deferred.py``). A sink that cannot write (its disk is full)
-is reported to the others, and training goes on; only that sink lacks the records. Where it cannot take the options,
-with which a session begins, there is no session: later records would be read as an earlier session's.
+A sink that cannot write (its disk is full) is reported to the others, and training goes on; only that sink lacks the
+records. Where it cannot take the options, with which a session begins, there is no session: later records would be read
+as an earlier session's.
 """
 
 import fcntl

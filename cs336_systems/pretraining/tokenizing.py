@@ -10,10 +10,7 @@
 
 Processes encode batches of documents, and results come in the order of the documents. A document is held out for
 evaluation by the hash of its text alone: the same documents on every machine and in every order, and equal documents
-stay together, so that none that is held out is learned elsewhere.
-
-The folder is filled under a hidden name and gets its own when it is complete, so Ctrl-C, a full disk or a kill leave no
-dataset; after a kill the hidden folder (``.NAME.PID.tmp``) remains and can be removed.
+stay together. The folder appears when it is complete (``publishing.py``).
 """
 
 import hashlib

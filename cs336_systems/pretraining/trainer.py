@@ -9,16 +9,9 @@ step and reaches all at the same one. A run that resumes is the run that was not
 place in the data are in the checkpoint, and the learning rate is a function of the step. Under caps on memory the step
 is a streamed one (``capped.py``), and all the rest is the same.
 
-    runs/first/
-      log.jsonl                 the run's records (``run_records.py``)
-      run.json, tokenizer.json  the model that is trained (``checkpoint.py``)
-      step-00000200/            checkpoints (``distributed/checkpoint.py``)
-
-Checkpoints are written while training goes on. One that is due while the one before is still being written waits for
-that, and training with it: no checkpoint that was asked for is left out.
-
-A run stops at the first step whose loss or gradient is not finite; no such step changes the model. Ctrl-C, SIGTERM and
-a time limit end it after the step that runs, with a checkpoint.
+Checkpoints are written while training goes on; one that is due while the one before is still being written waits for
+that, and training with it. A run stops at the first step whose loss or gradient is not finite; no such step changes the
+model. Ctrl-C, SIGTERM and a time limit end it after the step that runs, with a checkpoint.
 """
 
 import gc
@@ -47,15 +40,9 @@ from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.harness.memory import free_bytes
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.deferred import Deferred, Done
-from cs336_systems.pretraining.gpu_state import GpuSampler
 from cs336_systems.pretraining.loader import evaluate
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.pretraining.preparation import (
-    PreparedRun,
-    introduction,
-    predicted_segments,
-    prepare,
-)
+from cs336_systems.pretraining.preparation import PreparedRun, introduction, predicted_segments, prepare, read_gpu_state
 from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, Sink, read_run
 from cs336_systems.pretraining.run_records import (
     Data,
@@ -75,6 +62,9 @@ _SIGNALS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
 
 _VALUES = ("loss", "norm", *REASONS)
 """Values of each step, read a step late; a reason to stop is the number of ranks that have it."""
+
+_GPU_EVERY = 10
+"""Steps between two looks at the GPU's state: some answers of NVML take a millisecond."""
 
 _COPIES = 0.8
 """The share of free host memory that copies of checkpoints may take."""
@@ -175,12 +165,11 @@ def run_prepared(prepared: PreparedRun, rank: Rank, *sinks: Sink, ends_at: float
         for record in introduction(prepared, rank):
             log.write(record)
         stop = stack.enter_context(StopRequests(ends_at))
-        gpu = GpuSampler(log, rank.device if rank.rank == 0 else torch.device("cpu"))  # which has no state to log
         step, options = prepared.step, prepared.options
         keep: dict[str, Any] = {"keep_last": options.keep_last, "keep_every": options.keep_every}
         saver = stack.enter_context(BackgroundSaver(options.out, step.model, step.optimizer, **keep))
         stack.callback(gc.unfreeze)  # also objects that the caller has frozen
-        return _Run(prepared, rank, log, saver, first_step).to_the_end(stop, gpu)
+        return _Run(prepared, rank, log, saver, first_step).to_the_end(stop)
 
 
 def _resume(prepared: PreparedRun, tell: Callable[[str], None]) -> int:
@@ -245,17 +234,16 @@ class _Run:
         self._prepared, self._rank, self._log, self._saver = prepared, rank, log, saver
         self._options, self._step = prepared.options, prepared.step
         self._first_step = self._made = self._saved_step = first_step
-        self._copies = prepared.options.save_every is not None
-        """Whether checkpoints are copied before they are written."""
+        self._copies = prepared.options.save_every is not None  # before they are written
         self._complaint: str | None = None
+        self._gpu_speaks = rank.rank == 0 and rank.device.type == "cuda"
         self._no_reason = torch.zeros(len(REASONS), device=rank.device)
         # A step's exchange of reasons to stop would otherwise come after its gathers of weights on NCCL's stream, and
         # whoever waits for it wait for these. Before the step it comes after those of the step before.
         self._sends_under_forward = rank.world_size > 1 and isinstance(prepared.step.optimizer, ShardedOptimizer)
-        self._reason: str | None = None
-        """Why to end, as all ranks know it."""
+        self._reason: str | None = None  # to end, as all ranks know it
 
-    def to_the_end(self, stop: StopRequests, gpu: GpuSampler) -> Outcome:
+    def to_the_end(self, stop: StopRequests) -> Outcome:
         """Make the steps that are left, unless there is a reason to stop; raises as ``train``."""
         deferred = Deferred(self._rank.device, _VALUES)
         try:
@@ -263,7 +251,7 @@ class _Run:
                 self._tell(deferred.push(*self._queue_step(stop, deferred)), self._made - 1)
                 self._look_at_memory()
                 self._tell_saves(self._saver.finished())
-                gpu.step(self._made)
+                self._look_at_gpu()
                 self._made += 1
                 self._evaluate_and_save(deferred)
         except NonFiniteStep as error:
@@ -337,16 +325,27 @@ class _Run:
             if self._made == self._first_step + 1:
                 planned = planned_segments(self._step.choice, copies=self._copies)
                 self._log.write(Memory(planned, self._step.in_use()))
+        elif self._rank.device.type == "cpu":
             return
-        if self._rank.device.type != "cuda":
-            return
-        if self._made == self._first_step:
+        elif self._made == self._first_step:
             torch.cuda.reset_peak_memory_stats(self._rank.device)
         elif self._made == self._first_step + 1:
-            total = torch.cuda.get_device_properties(self._rank.device).total_memory
+            free, total = torch.cuda.mem_get_info(self._rank.device)
             peak = torch.cuda.max_memory_allocated(self._rank.device) + mapped_bytes(self._rank.device)
-            actual = {"in all": peak, "free": torch.cuda.mem_get_info(self._rank.device)[0]}
-            self._log.write(Memory(predicted_segments(self._prepared.case, total), actual))
+            planned = predicted_segments(self._prepared.case, total)
+            self._log.write(Memory(planned, {"in all": peak, "free": free}))
+
+    def _look_at_gpu(self) -> None:
+        """Log the first rank's GPU beside every tenth step, which has been queued; a reading that fails is the last."""
+        if not self._gpu_speaks or self._made % _GPU_EVERY:
+            return
+        import pynvml
+
+        try:
+            self._log.write(read_gpu_state(self._made, self._rank.device))
+        except pynvml.NVMLError as error:
+            self._log.say(f"the GPU's state is not in this log: {error}", "warning")
+            self._gpu_speaks = False
 
     def _tell(self, done: Done | None, step: int) -> None:
         """Log a step that is done, and learn from it whether to stop; raises NonFiniteStep."""

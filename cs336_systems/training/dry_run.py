@@ -1,16 +1,13 @@
 """The peak memory of a training step, found by running it on fake tensors: shapes and lifetimes without bytes.
 
-The step is the one that ``assemble`` builds. Fake tensors (``torch._subclasses.FakeTensorMode``) take no memory and no
-time to speak of; a dispatch mode sees every operator and follows the storages that it makes until they are freed. Our
-own operators run down to their launches, which are left out, so that the buffers of launchers count; what torch's
-libraries allocate inside an operator is added by arithmetic (``_WORKSPACES``).
-
     peak = dry_run(case, "step")
     peak.n_bytes, peak.moment, peak.parts
 
-The fake tensors say that they are on a META whatever device the case names, because autograd cannot take a backward on
-CUDA tensors where there is no GPU. On CUDA each storage counts as a block of torch's caching allocator, and cuBLAS's
-workspaces come on top. Ranks are predicted as rank 0 of a process group that sends nothing.
+The step is the one that ``assemble`` builds. Tensors on ``meta`` take no memory and hardly any time; a dispatch mode
+sees every operator and follows the storages that it makes until they are freed. Our own operators run down to their
+launches, which are left out, so that the buffers of launchers count; what torch's libraries allocate inside an operator
+is added by arithmetic (``_WORKSPACES``). On CUDA each storage counts as a block of torch's caching allocator, and
+cuBLAS's workspaces come on top. Ranks are predicted as rank 0 of a process group that sends nothing.
 
 Limits: eager execution (a compiled step is followed as if it were eager); the CUDA context and fragmentation are left
 out, as ``torch.cuda.max_memory_allocated`` leaves them out. Sizes are in bytes.
@@ -287,7 +284,7 @@ def dry_run(
     Args:
         case: what runs; whether its device can serve it is not asked.
         world_size: ranks that share the step, if the case's ``parallel`` says that they do.
-        workspace_bytes: cuBLAS's, per thread that multiplies; ignored on the META.
+        workspace_bytes: cuBLAS's, per thread that multiplies; ignored but on CUDA.
 
     Raises:
         ValueError: no such mode, or a name in the case is unknown.

@@ -116,12 +116,6 @@ def optimizer_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, A
     raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZERS)}")
 
 
-def make_optimizer(name: str, params: Iterable[Any], **hyperparameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of ``--optimizer``; raises ValueError if there is none."""
-    cls, arguments = optimizer_class(name)
-    return cls(params, **(arguments | hyperparameters))
-
-
 def unsupported_reason(name: str, device: torch.device) -> str | None:
     """Why an optimizer cannot run on the device, in one sentence, or None if it can."""
     if name != "fused":

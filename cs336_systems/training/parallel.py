@@ -29,7 +29,7 @@ from cs336_systems.distributed.process_group import Rank, limited_group
 from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, SHARD, ShardedOptimizer
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
-from cs336_systems.training.optimizer import decay_groups, make_optimizer, optimizer_class
+from cs336_systems.training.optimizer import decay_groups, optimizer_class
 
 _DTYPES = {"same": None, "bf16": torch.bfloat16}
 _LADDER = {"naive": NaiveDDP, "flat": FlatDDP, "overlapped": OverlappedDDP, "bucketed": BucketedDDP}
@@ -140,7 +140,7 @@ def wrap(model: TransformerLM, parallel: Parallel, rank: Rank | None) -> nn.Modu
 def make_parallel_optimizer(
     name: str, model: nn.Module, parallel: Parallel, *, decay: str = "all", **hyperparameters: Any
 ) -> torch.optim.Optimizer:
-    """The optimizer of ``make_optimizer``, with its state where ``parallel`` says.
+    """The optimizer of a name in ``config.OPTIMIZERS``, with its state where ``parallel`` says.
 
     ``replicated``: on every rank. ``owned``: each tensor's on one rank, for gradients that a wrapper averages.
     ``scattered``: ZeRO stage 1, which reduces the gradients itself; ``scattered-gradients``: stage 2, which keeps its
@@ -156,10 +156,10 @@ def make_parallel_optimizer(
     params: list[Any] = list(model.parameters())
     if decay == "matrices":
         params = decay_groups(params)
-    if parallel.optimizer_state == "replicated":
-        return make_optimizer(name, params, **hyperparameters)
     cls, options = optimizer_class(name)
     options |= hyperparameters
+    if parallel.optimizer_state == "replicated":
+        return cls(params, **options)
     if parallel.optimizer_state == "torch-zero":
         from torch.distributed.optim import ZeroRedundancyOptimizer  # brings TorchScript along, and its warnings
 

@@ -11,7 +11,6 @@ from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import Rank, joined
 from cs336_systems.kernels.host_memory import ALIGNMENT
 from cs336_systems.pretraining import capped
-from cs336_systems.pretraining.capped import CappedStep
 from cs336_systems.pretraining.checkpoint import ModelOfRun
 from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.preparation import prepare
@@ -57,25 +56,13 @@ def smallest_caps(one, rank):
     return {"device_gib": float(said[1]), "host_gib": float(said[2])}
 
 
-def step_of(one, rank) -> CappedStep:
-    prepared = prepare(one, rank)
-    with prepared.loader:
-        return prepared.step
-
-
 def said_by(run) -> str:
     return "\n".join(one.text for one in read_run(run.out / LOG).all(Message))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"batch_size": 4, "accumulate": 2},
-        pytest.param({"context_length": 32, "batch_size": 2, "chunk": 8}, marks=pytest.mark.slow),
-    ],
-    ids=["two chunks", "pieces of a sequence"],
-)
-def test_steps_are_to_the_bit_those_without_caps(folder, alone, tmp_path, changes):
+def test_steps_are_to_the_bit_those_without_caps(folder, alone, tmp_path):
+    """Of pieces of a sequence."""
+    changes = {"context_length": 32, "batch_size": 2, "chunk": 16}
     roomy = asked(folder, tmp_path / "roomy", steps=6, evaluate_every=3, **changes, **ROOMY)
     tight = replace(roomy, out=tmp_path / "tight", **smallest_caps(roomy, alone))
     for run in (roomy, tight):
@@ -114,34 +101,6 @@ def test_a_run_that_resumes_is_the_run_that_was_not_interrupted(whole, alone, tm
     assert (outcome.first_step, outcome.steps) == (4, 10)
     assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole.out)
     assert_equal_weights(tmp_path / "run", whole.out)
-
-
-@pytest.mark.slow
-def test_caps_that_do_not_hold_the_chunks_of_before_cut_anew_and_say_so(whole, alone, tmp_path):
-    """With more of the device, rounds are longer, as each round brings the layers from the host again."""
-    before = replace(whole, out=tmp_path / "run", steps=3, device_gib=1.2 * whole.device_gib)
-    assert (step_of(before, alone).chunking.chunks, step_of(whole, alone).chunking.chunks) == (4, 1)
-    train(before, alone)
-    train(replace(whole, out=tmp_path / "run", steps=4), alone)
-    assert said_by(before).count("from here on sums are rounded in another order") == 1
-    got, expected = (torch.tensor(losses_and_norms(out)[:4]) for out in (tmp_path / "run", whole.out))
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=0)
-
-
-def test_what_is_saved_lies_where_the_step_has_it_and_is_not_copied(whole, alone, tmp_path):
-    """The host's cap holds no copy; the run says that it waits."""
-    one = replace(whole, out=tmp_path / "run", steps=3, save_every=2)
-    train(one, alone)
-    assert "of copies do not fit" in said_by(one)
-    assert "for a CPU and fp32, with the rates of an NVIDIA H200" in said_by(one)
-    saves = read_run(one.out / LOG).all(LoggedCheckpoint)
-    assert [save.step for save in saves] == [2, 3]
-    assert all(save.stall_seconds == save.seconds for save in saves)
-    step = step_of(replace(whole, out=tmp_path / "other"), alone)
-    memory, fixed = step._step.memory, step._step.fixed
-    slabs = {one.memory.untyped_storage().data_ptr() for one in (memory.device_slab, memory.host_slab, fixed.slab)}
-    kept = [tensor for state in step.optimizer.state.values() for name, tensor in state.items() if name != "step"]
-    assert {tensor.untyped_storage().data_ptr() for tensor in (*step.model.parameters(), *kept)} <= slabs
 
 
 def test_memory_that_is_planned_adds_up_to_the_caps_and_holds(whole, folder, alone, tmp_path):

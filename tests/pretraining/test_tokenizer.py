@@ -4,6 +4,7 @@ import json
 import pickle
 import random
 import time
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -15,6 +16,7 @@ from cs336_systems.pretraining.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,
     TextStream,
+    copy_tokenizer,
     load_tokenizer,
     train_bpe,
 )
@@ -116,3 +118,12 @@ def test_tokenizers_that_are_not_there_or_not_whole(folder):
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json: no definition of a tokenizer"):
         load_tokenizer(folder)
+
+
+def test_a_full_disk_names_the_file_that_could_not_be_written(folder, tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*other.tokenizer\.json'"):
+        copy_tokenizer(folder, tmp_path / "other")

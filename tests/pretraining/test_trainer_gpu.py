@@ -7,6 +7,7 @@ import torch
 
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.trainer import train
 from tests.pretraining.test_trainer import assert_equal_weights
 from tests.pretraining.trained import losses_and_norms, write_dataset
@@ -33,6 +34,8 @@ def test_ten_steps_have_the_same_bits_every_way(fp8, tmp_path):
         for name, how in {"plain": {}, **WAYS}.items():
             train(replace(plain, out=tmp_path / name, **how), rank)
     expected = losses_and_norms(tmp_path / "plain")
+    states = read_run(tmp_path / "plain" / LOG).gpu
+    assert states["step"].tolist() == [0] and states["sm_mhz"][0] > 100 and states["memory_used_bytes"][0] > 0
     others = {name: losses_and_norms(tmp_path / name) == expected for name in WAYS}
     assert len(expected) == 10 and expected[-1][0] < expected[0][0] and all(others.values()), others
     for name in WAYS:

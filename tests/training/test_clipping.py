@@ -11,7 +11,6 @@ from cs336_systems.case import Parallel, TrainingCase
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.training.assemble import build_model, finish, random_batch
 from cs336_systems.training.clipping import GradientGuard
-from cs336_systems.training.optimizer import make_optimizer
 from cs336_systems.training.parallel import make_parallel_optimizer, wrap
 from cs336_systems.training.step import TrainStep, cross_entropy
 from tests.distributed.checks import on_ranks
@@ -40,7 +39,7 @@ def copies(model):
 @pytest.mark.parametrize(("name", "max_norm"), [("torch-fused", 0.5), ("torch-fused", math.inf), ("fused", 0.5)])
 def test_clips_as_torch_does(model, name, max_norm):
     """The fused one in Triton's interpreter, where there is no GPU."""
-    optimizer = make_optimizer(name, model.parameters(), lr=0.1, eps=1.0)
+    optimizer = make_parallel_optimizer(name, model, Parallel(), lr=0.1, eps=1.0)
     guard = GradientGuard(max_norm)
     begin = copies(model)
     for _ in range(3):
@@ -65,7 +64,7 @@ def test_a_gradient_that_is_not_finite_and_later_ones_change_nothing(model, name
         torch.manual_seed(0)
         for layer in model:
             layer.reset_parameters()
-        optimizer = make_optimizer(name, model.parameters(), lr=0.1)
+        optimizer = make_parallel_optimizer(name, model, Parallel(), lr=0.1)
         guard = GradientGuard(1.0)
         norms = []
         for factor in factors:
@@ -83,7 +82,7 @@ def test_a_gradient_that_is_not_finite_and_later_ones_change_nothing(model, name
 
 @pytest.mark.parametrize(("name", "bad"), [("torch-fused", math.inf), ("fused", math.nan)])
 def test_a_loss_alone_that_is_not_finite_changes_nothing(model, name, bad):
-    optimizer = make_optimizer(name, model.parameters(), lr=0.1)
+    optimizer = make_parallel_optimizer(name, model, Parallel(), lr=0.1)
     guard = GradientGuard(1.0)
     seen = []
     for loss in (1.5, bad, 2.5):

@@ -68,16 +68,6 @@ def test_weights_are_quantized_once_a_step_unless_someone_else_writes_them():
     assert n_quantized == [4]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("whole_chunks")
-def test_what_lies_in_host_memory_changes_no_bit():
-    """Also of masters."""
-    fused = E4M3 | {"optimizer": "fused", "master": "fp32", "keep": "input"}
-    case = TrainingCase.of(CONFIG, batch_size=1, accumulate=2, dtype="bf16", **fused)
-    expected = losses_of(case, 3)
-    assert torch.equal(losses_of(case, 3, offload="m-v-master-gradients-residual"), expected)
-
-
 def forgetful(step: TrainStep) -> TrainStep:
     """The same step with weights that are quantized each time they are read."""
     for module in step.model.modules():

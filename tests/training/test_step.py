@@ -109,3 +109,13 @@ def test_a_step_is_the_loop_written_by_hand_bit_for_bit():
         optimizer.step()
         assert torch.equal(step(ids, targets), loss.detach())
     assert same_bits(weights(step), list(model.parameters()))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "autocast-bf16"])
+def test_the_optimizer_holds_every_parameter_once_in_the_precisions_dtype(precision):
+    config = replace(CONFIG, tie_embeddings=True)
+    step = assemble(TrainingCase.of(config, dtype=precision, optimizer="torch-fused"))
+    held = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
+    assert list(map(id, held)) == list(map(id, step.model.parameters()))
+    assert sum(parameter.numel() for parameter in held) == config.n_parameters
+    assert {parameter.dtype.itemsize for parameter in held} == {PRECISIONS[precision].parameter_bytes}
