@@ -22,12 +22,6 @@ def profiles(tmp_path):
     return tmp_path
 
 
-def test_rows_are_read_by_part(profiles):
-    committed = Committed(profiles, "h200")
-    assert list(committed.rows("grid").frame()["median"]) == [1.0, 2.0]
-    assert committed.rows("grid").frame() is committed.rows("grid").frame()
-
-
 def test_a_part_that_is_missing_is_not_measured(profiles):
     committed = Committed(profiles, "h200")
     with pytest.raises(NotMeasured, match="the rows of `results/h200/ddp` are missing"):

@@ -12,14 +12,6 @@ TINY = Workload(size="tiny", batch_size=2, context_length=16, warmup=1, steps=2,
 PHASES = ["forward", "backward", "optimizer", WHOLE]
 
 
-def test_plain_and_annotated_steps_alternate_on_one_model():
-    runnable = RunnableWorkload(TINY)
-    for annotated in (False, True, False):
-        times = runnable.run(1, 2, annotated=annotated)
-        assert [len(samples) for samples in times.samples_ms.values()] == [2] * len(times.samples_ms)
-        assert len(times.warmup_ms) == 1
-
-
 def test_a_loss_that_is_not_finite_is_an_error():
     runnable = RunnableWorkload(TINY)
     runnable.step.model.lm_head.weight.data.fill_(float("nan"))

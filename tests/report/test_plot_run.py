@@ -56,14 +56,6 @@ def test_several_runs_one_of_which_is_being_written(run, tmp_path):
     assert list(told["runs"]) == ["a/log.jsonl", "c/a/log.jsonl"]
 
 
-def test_a_log_without_a_line_is_drawn(run, tmp_path):
-    (tmp_path / "log.jsonl").touch()
-    code, out, err = run("log.jsonl")
-    assert (code, err) == (0, "")
-    told = next(iter(json.loads(out)["runs"].values()))
-    assert told == {key: {"steps": 0}.get(key) for key in told}
-
-
 def test_bad_input_is_one_sentence(run, tmp_path):
     (tmp_path / "text").write_text("Once upon a time.\n")
     (tmp_path / "newer").write_text('{"kind": "options", "schema": 99}\n')

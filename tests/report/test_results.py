@@ -48,11 +48,6 @@ def test_a_ratio_within_repeats_is_of_one_command_on_one_host_even_if_the_peer_w
     assert column("of each repeat", peer, other, failed) == ["–", "0.5"]
 
 
-def test_runs_that_were_appended_are_not_pooled_with_earlier_ones():
-    """A step of 98.4 ms, then the same measured at 58.8: their median is neither."""
-    assert column("step ms", make_cell(ms("step", 98.4)), make_cell(ms("step", 58.8), **LATER)) == ["58.8"]
-
-
 def test_lines_of_several_commands_carry_the_minute_in_which_theirs_began():
     minute = {"timestamp": "2026-01-02T03:09:00+00:00", "argv": "the same again"}
     first = make_cell(ms("step", 1.0), argv="a command")
@@ -69,7 +64,3 @@ def test_a_setting_is_shown_and_told_apart_by_its_value():
     for value in (25.0, "25.0", "25"):
         assert table.of(rows.assign(bucket=[value, float("nan")])).frame["bucket"].tolist() == ["25", ""]
         assert table.of(rows.assign(bucket=[value, "25"])).frame["step ms"].tolist() == ["2.00"]
-
-
-def test_no_rows_make_an_empty_table():
-    assert TABLE.of(make_frame(make_cell(ms("step", 1.0))).head(0)).markdown()

@@ -75,7 +75,6 @@ def test_runs_without_a_gpu_have_no_panels_of_one(run):
     on_cpu = run(*records, *training(60, gpu_every=None), name="cpu")
     labels = sorted(axes.get_ylabel() for axes in run_figure({"a": on_cpu, "b": on_cpu}).axes)
     assert labels == sorted(LABELS[name] for name in ("loss", "norm", "rate", "tokens/s"))
-    panels(run_figure({"c": on_cpu, "gpu": run(*opening(60), *training(60), name="gpu")}))
 
 
 def test_a_run_that_has_not_begun_says_what_is_missing(run, tmp_path):
@@ -104,14 +103,6 @@ def test_runs_stand_over_what_they_have_spent(run):
         assert axes["loss"].lines[0].get_xdata() == pytest.approx(np.arange(100) * scale)
         assert axes["loss"].lines[2].get_xdata() == pytest.approx(np.array([50, 100]) * scale)
         assert axes["power"].lines[0].get_xdata() == pytest.approx(np.array([0, 25, 50, 75]) * scale)
-
-
-def test_where_a_run_was_resumed_is_a_line(run, tmp_path):
-    run(*opening(60), *training(60, stop=40, end=None))
-    write(tmp_path / "log.jsonl", *opening(60, first_step=30), *training(60, first=30))
-    axes = panels(run_figure({"one": read_run(tmp_path / "log.jsonl")}))
-    assert axes["loss"].lines[-1].get_xdata() == [30, 30]
-    assert "resumed" in legend(axes["loss"])
 
 
 def test_what_cannot_be_drawn_is_refused(run):

@@ -77,12 +77,6 @@ TABLE = Table(
 )
 
 
-def test_markdown_keeps_a_message_in_its_cell():
-    frame = pd.DataFrame({"status": ["error: int | str\nsecond line"], "n": [3]})
-    _, _, line = Table("", frame).markdown().splitlines()
-    assert r"error: int \| str second line" in line
-
-
 def test_latex_escapes_what_is_special():
     text = TABLE.latex()
     for piece in (
