@@ -26,7 +26,6 @@ from tests.distributed.checks import spawn
 SMALL = {"size": "tiny", "batch_size": 1, "context_length": 16, "optimizer": "torch-fused", "world_size": 2}
 CELL = DataParallelCell(**SMALL, warmup=1, steps=3, ddp="bucketed", bucket_size_mb=0.1)
 TORCH = replace(CELL, ddp="torch")
-BF16 = replace(CELL, communication_dtype="bf16", dtype="autocast-bf16", steps=1)
 
 
 def test_bucket_sizes_multiply_only_the_rungs_that_have_them():
@@ -85,8 +84,8 @@ def metrics_of(cell, rank, **effort):
 
 
 def measure_all(rank, folder):
-    """Ours, recorded; torch's; bf16; two turns of ours; and what becomes of replicas that drift apart."""
-    found = [metrics_of(cell, rank, trace=path) for cell, path in ((CELL, folder), (TORCH, None), (BF16, None))]
+    """Ours, recorded; torch's; two turns of ours; and what becomes of replicas that drift apart."""
+    found = [metrics_of(cell, rank, trace=path) for cell, path in ((CELL, folder), (TORCH, None))]
     turns = [metrics_of(replace(CELL, repeat=repeat), rank, later_warmup=0) for repeat in range(2)]
     drift(rank)
     return found, turns
@@ -112,7 +111,7 @@ def drift(rank):
 
 @pytest.mark.slow
 def test_cells_on_two_ranks(tmp_path):
-    ((ours, torchs, bf16), (first, later)), ((of_second, *_), _) = spawn(measure_all, 2, tmp_path, timeout_s=120)
+    ((ours, torchs), (first, later)), ((of_second, *_), _) = spawn(measure_all, 2, tmp_path, timeout_s=120)
     gradient_mib = 4 * resolve_size("tiny").n_parameters / 2**20
     for metrics in (ours, torchs):
         for name in ("step", "forward", "backward", "optimizer", "local_step", "local_backward"):
@@ -121,8 +120,6 @@ def test_cells_on_two_ranks(tmp_path):
         assert metrics["sent_per_rank"].samples[0] == pytest.approx(gradient_mib, rel=1e-3)
         assert metrics["tokens_per_s"].samples[0] == pytest.approx(2 * 16 / metrics["step"].samples[0] * 1e3)
     assert ours["collectives"].samples[0] > torchs["collectives"].samples[0] > 0
-    assert bf16["sent_per_rank"].samples[0] == pytest.approx(gradient_mib / 2, rel=1e-3)
-    assert len(bf16["step"].samples) == 1
     assert of_second["step"] == ours["step"]  # slowest rank, told to all
     assert "hidden_share" not in ours  # a CPU's trace cannot tell
     trace = kineto.read(tmp_path / f"{CELL.name}.json.gz")
