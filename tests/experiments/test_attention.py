@@ -49,7 +49,8 @@ def test_every_grid_has_the_cells_of_its_shapes():
 
 
 def test_implementations_are_interleaved_at_each_shape_and_a_dtype_shares_a_process():
-    cells = cells_of("attention", *["--grid", "flash", "--dtype", "fp32", "bf16", "--repeat", "2", "--impl", "tiled", "reference"])
+    arguments = ("--grid", "flash", "--dtype", "fp32", "bf16", "--repeat", "2", "--impl", "tiled", "reference")
+    cells = cells_of("attention", *arguments)
     turns = [(0, "tiled"), (0, "reference"), (1, "reference"), (1, "tiled")]
     wanted = [(dtype, n, *turn) for dtype in ("bf16", "fp32") for n in (256, 1024) for turn in turns]
     assert [(cell.dtype, cell.length, cell.repeat, cell.impl) for cell in cells] == wanted
