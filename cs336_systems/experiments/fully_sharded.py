@@ -31,7 +31,6 @@ from cs336_systems.experiments.ranked import (
     SENT,
     recording_name,
     scaling,
-    sent_mib,
     with_earlier_rows,
     with_effort,
 )
@@ -233,7 +232,7 @@ FULLY_SHARDED = ResultTable(
         Column("predicted GiB", "predicted_peak", rank=2, optional=True, note="the peak"),
         Column("MHz", "sm_mhz", ".0f", rank=2, optional=True, note="clock of rank 0's GPU in the timed steps"),
         Column("W", "power_w", ".0f", rank=2, optional=True, note="its power"),
-        Column("sent MiB", sent_mib, rank=2, note=SENT),
+        Column("sent MiB", "sent_per_rank", rank=2, note=SENT),
         Column("predicted MiB", "predicted_sent", rank=3),
         Column("gathers", "gathers", ".0f", rank=3),
         Column("late", "late_gathers", ".0f", rank=2, note="gathers waited for"),

@@ -41,9 +41,7 @@ _COLLECTIVES = {
 """The name of a collective in ``costs``, by how c10d's name for it begins."""
 
 SENT = "per rank and step, over a ring"
-"""Note of a column of ``sent_mib``."""
-sent_mib = "sent_per_rank"
-"""The metric of ``sent_metric``."""
+"""Note of a column of ``sent_metric``."""
 
 SCALING = "tokens/s over those of one rank of the host and commit times the ranks"
 """Note of a column of ``scaling``."""
