@@ -67,12 +67,6 @@ def _bucket_terms(collectives: pd.DataFrame, size: str, world_size: int) -> tupl
     return sum(gradient_sizes(size)), 1 / (call.wire_bytes * link.beta_s_per_byte), call.steps * link.alpha_s
 
 
-def predicted_exposed(rung: str, bucket_mib: float = 25.0, size: str = "xl", world_size: int = 2) -> float:
-    """Exposed milliseconds by the datasheet, if backward is long enough to hide what it can."""
-    messages = rung_messages(rung, gradient_sizes(size), bucket_mib)
-    return exposed_ms(rung, messages, world_size, DATASHEET, float("inf"))
-
-
 def gradient_sizes(size: str) -> list[int]:
     """Bytes of every fp32 gradient of the reference model, in the order of forward."""
     return [4 * math.prod(shape) for unit in model_units(resolve_size(size)) for shape in unit]

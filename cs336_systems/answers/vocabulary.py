@@ -39,7 +39,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
         calculations.link_of,
         calculations.best_bucket_mib,
         calculations.bucket_overhead_ms,
-        calculations.predicted_exposed,
+        calculations.exposed_ms,
         calculations.gradient_sizes,
     ),
     *(calculations.rung_messages, calculations.collectives_predictions, calculations.ddp_predictions),

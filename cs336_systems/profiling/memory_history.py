@@ -1,6 +1,6 @@
 """The purpose of each block of memory: the CUDA allocator's own log, replayed.
 
-    history = reconstruct(take_snapshot(labels))
+    history = reconstruct({**torch.cuda.memory._snapshot(), "labels": labels})
     history.peak().by_category
 
 PyTorch's caching allocator can log every block that it hands out and takes back, with the Python stack that asked for
@@ -107,7 +107,6 @@ class Moment:
     """The state after one event: total bytes alive, and bytes alive by category."""
 
     event: int
-    phase: str
     n_bytes: int
     by_category: dict[str, int]
 
@@ -135,16 +134,12 @@ class MemoryHistory:
         by_category = dict.fromkeys(CATEGORIES, 0)
         for allocation in self.alive_at(event):
             by_category[allocation.category] += allocation.n_bytes
-        return Moment(event, self.phase_at(event), sum(by_category.values()), by_category)
+        return Moment(event, sum(by_category.values()), by_category)
 
     def peak(self) -> Moment:
         """The first moment at which the most bytes are alive."""
         total = np.sum(list(self.live_bytes().values()), axis=0)
         return self.moment(int(np.argmax(total)))
-
-    def phase_at(self, event: int) -> str:
-        """Name of the phase that holds ``event``; ``before`` ahead of the first mark."""
-        return next((phase.name for phase in reversed(self.phases) if event >= phase.start), BEFORE)
 
     def alive_at(self, event: int) -> list[Allocation]:
         """Allocations alive after ``event``, the largest first."""

@@ -14,7 +14,7 @@ log is a ring of ``max_entries``, and a pass that does not fit into it is an err
 """
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -32,7 +32,6 @@ from cs336_systems.profiling.memory_history import (
     PARAMETERS,
     Label,
     MemoryHistory,
-    Snapshot,
     reconstruct,
 )
 from cs336_systems.profiling.residuals import graph_nodes, storage_address
@@ -108,8 +107,9 @@ def profile_memory(case: TrainingCase, mode: str, path: Path, *, max_entries: in
             out_of_memory = str(error)
         peak = torch.cuda.max_memory_allocated(device)
         labels = [*state_labels(step, token_ids=token_ids, targets=targets), *gradients]
-        snapshot = take_snapshot(labels)
-    write_snapshot(path, snapshot)
+        snapshot = {**torch.cuda.memory._snapshot(), "labels": [list(astuple(label)) for label in labels]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps(snapshot, protocol=4))  # the latest that pytorch.org/memory_viz loads
     history = reconstruct(snapshot, torch.cuda.current_device() if device.index is None else device.index)
     if [phase.name for phase in history.phases] != list(phases)[: len(history.phases)] or not history.phases:
         raise ValueError(f"the log of {max_entries} events lost the beginning of the pass: raise max_entries")
@@ -138,22 +138,6 @@ def recording(max_entries: int = MAX_ENTRIES) -> Iterator[None]:
 def annotate(text: str) -> None:
     """Attach ``text`` to whatever this thread allocates from now on; backward runs on a thread of its own."""
     torch.cuda.memory._set_memory_metadata(text)
-
-
-def take_snapshot(labels: Iterable[Label] = ()) -> Snapshot:
-    """PyTorch's snapshot of all devices, with the labels."""
-    return {**torch.cuda.memory._snapshot(), "labels": [list(astuple(label)) for label in labels]}
-
-
-def write_snapshot(path: Path, snapshot: Snapshot) -> None:
-    """Write a pickle that PyTorch's viewer (pytorch.org/memory_viz) loads.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        pickle.dump(snapshot, file, protocol=4)
 
 
 def state_labels(step: TrainStep, **inputs: Tensor) -> list[Label]:

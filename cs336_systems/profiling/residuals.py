@@ -84,6 +84,16 @@ def storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+@dataclass
+class _Save:
+    """One tensor as an operation saved it."""
+
+    tensor: Tensor
+    module: str
+    source: str
+    kept_by: str = ""
+
+
 def block_residuals(
     config: ModelConfig,
     batch_size: int,
@@ -111,27 +121,6 @@ def block_residuals(
                 reset()
     x = torch.randn(batch_size, seq_len, config.d_model, device=device, dtype=dtype, requires_grad=True)
     cos, sin = rotary(seq_len)
-    return module_residuals(block, (x, cos, sin), precision, tables={"cos": cos, "sin": sin})
-
-
-@dataclass
-class _Save:
-    """One tensor as an operation saved it."""
-
-    tensor: Tensor
-    module: str
-    source: str
-    kept_by: str = ""
-
-
-def module_residuals(
-    module: nn.Module,
-    inputs: Sequence[Tensor],
-    precision: Precision,
-    *,
-    tables: Mapping[str, Tensor],
-) -> Residuals:
-    """Residuals of ``module(*inputs)``, a tensor; ``tables`` are inputs that would exist without backward."""
     saves: list[_Save] = []
     unpacked: list[_Save] = []
     path: list[str] = []
@@ -144,16 +133,16 @@ def module_residuals(
         unpacked.append(save)
         return save.tensor
 
-    with matmul_precision(precision), _tracked_modules(module, path):
+    with matmul_precision(precision), _tracked_modules(block, path):
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        with hooks, autocast(precision, inputs[0].device):
-            output = module(*inputs)
+        with hooks, autocast(precision, device):
+            output = block(x, cos, sin)
         _name_savers(output, unpacked)
-        table = _table(saves, module, tables)
+        table = _table(saves, block, {"cos": cos, "sin": sin})
         output.backward(torch.randn_like(output))
     gradients = [
         (name, tuple(grad.shape), _short(grad.dtype), grad.nbytes / MIB)
-        for name, parameter in module.named_parameters()
+        for name, parameter in block.named_parameters()
         if (grad := parameter.grad) is not None
     ]
     return Residuals(table, pd.DataFrame(gradients, columns=["parameter", "shape", "dtype", "mib"]))

@@ -130,21 +130,12 @@ def test_each_command_beside_its_own_rank():
         ranked(
             *(("a", "e4m3", 1, 1, "collectives", "off", 100.0), ("a", "e4m3", 4, 1, "collectives", "on", 400.0)),
             *(("a", "e4m3", 4, 3, "copies", "off", 370.0), ("a", "e4m3", 4, 1, "collectives", "off", 390.0)),
-            *(("b", "e4m3", 1, 1, "collectives", "off", 200.0), ("b", "e4m3", 2, 3, "collectives", "off", 350.0)),
             ("c", "e4m3", 4, 1, "collectives", "off", 500.0),  # beside no rank alone
-            *(("d", "e4m3", 1, 3, "collectives", "off", 90.0), ("d", "e4m3", 4, 3, "copies", "off", 370.0)),  # nor this
         )
     )
-    assert table.frame.to_dict("records") == [
-        {
-            **{"size": "qwen2.5-7b", "products": "e4m3", "ranks": 2, "ZeRO-1": "–", "ZeRO-3, collectives": "1.750"},
-            **{"ZeRO-3, copies": "–", "ranks apart": "–", "ZeRO-1 over apart": "–", "commit": "bbbbbbb"},
-        },
-        {
-            **{"size": "qwen2.5-7b", "products": "e4m3", "ranks": 4, "ZeRO-1": "3.900", "ZeRO-3, collectives": "–"},
-            **{"ZeRO-3, copies": "3.700", "ranks apart": "4.000", "ZeRO-1 over apart": "0.975", "commit": "aaaaaaa"},
-        },
-    ]
+    (line,) = table.frame.to_dict("records")
+    assert (line["ZeRO-1"], line["ZeRO-3, copies"], line["ranks apart"]) == ("3.900", "3.700", "4.000")
+    assert (line["ZeRO-3, collectives"], line["ZeRO-1 over apart"], line["commit"]) == ("–", "0.975", "aaaaaaa")
 
 
 def test_without_one_rank_there_is_nothing_to_say():

@@ -23,8 +23,7 @@ import pandas as pd
 from cs336_systems.profiling.traces.tables import COPY, FILL, KERNEL, Trace, TraceError, make_trace
 
 MISSING = (
-    "nsys is not on PATH: it comes with NVIDIA Nsight Systems (https://developer.nvidia.com/nsight-systems, or "
-    "`apt install nsight-systems-cli` from NVIDIA's repository and /opt/nvidia/nsight-systems/*/bin on PATH); "
+    "nsys is not on PATH: it comes with NVIDIA Nsight Systems (https://developer.nvidia.com/nsight-systems); "
     "torch.profiler needs no installation"
 )
 """The message for a user who has no nsys."""

@@ -91,18 +91,15 @@ def test_a_steps_time_is_split_over_what_binds_it(two_steps):
     assert found.idle_percent == pytest.approx(100 / 3)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "length", "verdict"),
-    [
+def test_verdicts(trace_of):
+    for kernel, busy, verdict in (
         ("gemm", 8, "compute"),
         ("elementwise_kernel", 8, "memory"),
         ("gemm", 2, "overhead"),
         (ALL_REDUCE, 7, "communication"),
-    ],
-)
-def test_verdicts(trace_of, kernel, length, verdict):
-    trace = trace_of(ms((kernel, 10 - length, 10, CALLER, 0.5)), ms_ranges(("step", 0, 10, CALLER)))
-    assert limits(trace).verdict == verdict
+    ):
+        trace = trace_of(ms((kernel, 10 - busy, 10, CALLER, 0.5)), ms_ranges(("step", 0, 10, CALLER)))
+        assert limits(trace).verdict == verdict
     assert limits(trace, 1000.0).verdict == "overhead"
     assert limits(trace, 1.0).idle_ms == 0
 
