@@ -1,6 +1,6 @@
 """What does a collective cost on this machine, and does a ring of equal links explain it?
 
-    uv run benchmarks/benchmark_collectives.py                       # two ranks on a CPU; 2, 4 and 6 of the GPUs
+    uv run benchmarks/benchmark_collectives.py                       # two ranks on a CPU, else all GPUs
     uv run benchmarks/benchmark_collectives.py --world-size 2 4 --size-mb 1 100 --out results/
     uv run torchrun --nproc-per-node 4 benchmarks/benchmark_collectives.py --dtype fp32 bf16 --out results/
     torchrun benchmarks/benchmark_collectives.py                              # one rank: calls that send nothing
