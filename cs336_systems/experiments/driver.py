@@ -48,12 +48,6 @@ if TYPE_CHECKING:
 _MOST_CELLS = 8
 """Cells in the line of JSON; the rows on disk hold all."""
 
-_SUFFIXES = {
-    **{"ms": "ms", "s": "s", "GiB": "gib", "MiB": "mib", "%": "percent"},
-    **{"GB/s": "gb_per_s", "TFLOP/s": "tflops", "1/s": "per_s"},
-}
-"""By unit the end of a metric's name in the last line."""
-
 PRELOADED = ("cs336_systems.training", "torch._dynamo")
 """Modules that the process server imports while the command does; the constructor of a torch optimizer needs dynamo."""
 
@@ -78,8 +72,8 @@ def one_stage(measure: Callable[..., Any], share: Callable[[Any], Hashable] | No
     return lambda options, cells, outcomes: [Stage(cells, measure, share)]
 
 
-Present = Callable[["list[Outcome]", Any, Path | None], int | Mapping[str, Any] | None]
-"""(outcomes, options, file of rows) -> a code that is not zero becomes the exit code, a mapping joins the last line."""
+Present = Callable[["list[Outcome]", Any, Path | None], int | None]
+"""(outcomes, options, file of rows) -> the exit code, if it is not 0 or None."""
 
 
 def presented(
@@ -127,7 +121,7 @@ class Experiment:
         make_cells: the grid; raises ValueError for what no cell can have. ``options.world_size`` is resolved by then.
         stages: how the cells are measured, mostly ``one_stage(measure)``.
         present: prints tables and draws figures, mostly ``presented(tables, figures)``.
-        headlines: metrics of the last line on stdout, and of each cell's line on stderr.
+        headlines: metrics of each cell's line on stderr.
         options: the dataclass of its command line, as ``options_of`` makes it.
         measured: whether a cell counts as an answer; ceilings do not.
         default_worlds: numbers of ranks on a device where the command line does not say; by default one rank per GPU.
@@ -163,16 +157,14 @@ class Experiment:
         failure = self._measure(options, cells, row_file, outcomes)
         if not reports():
             return 0
-        code, found = failure, None
+        code = failure
         try:
             if outcomes:
-                found = self.present(outcomes, options, csv)
+                code = self.present(outcomes, options, csv) or failure
                 _say_load(outcomes)
         except OSError as error:
             code = complain(self.name, f"a figure or page could not be written: {os_error(error)}")
-        if isinstance(found, int):
-            code = found or code
-        return code or finish(self, outcomes, csv, found if isinstance(found, Mapping) else {})
+        return code or finish(self, outcomes, csv)
 
     def prepare(self, options: Any) -> tuple[Any, Sequence[Cell]]:
         """The options with the world sizes that they mean here, and the grid, once all is checked.
@@ -261,18 +253,16 @@ def _say_load(outcomes: Sequence[Outcome]) -> None:
         print(f"{load[0].upper()}{load[1:]}: it would measure shorter times alone.\n")
 
 
-def finish(experiment: Experiment, outcomes: Sequence[Outcome], csv: Path | None, figures: Mapping[str, Any]) -> int:
-    """Print the last line of stdout, one JSON object with main ``figures``, and return the exit code.
+def finish(experiment: Experiment, outcomes: Sequence[Outcome], csv: Path | None) -> int:
+    """Print the last line of stdout, one JSON object, and return the exit code.
 
-    Units stand in the names. Where there are many cells the first of them are listed; the rows hold the others.
+    It says how many cells were measured of those that were asked for, how the first of them ended, and where rows are.
     """
     asked = [outcome for outcome in outcomes if experiment.measured(outcome.cell)]
     statuses = [outcome.status for outcome in asked]
-    line: dict[str, Any] = {"benchmark": experiment.name, "ok": statuses.count("ok"), "asked": len(asked)}
-    line["cells"] = [_summary(outcome, experiment) for outcome in outcomes[:_MOST_CELLS]]
-    if len(outcomes) > _MOST_CELLS:
-        line["cells_not_listed"] = len(outcomes) - _MOST_CELLS
-    print(json.dumps(line | {**figures, "csv": str(csv) if csv else None}))
+    cells = [{"cell": str(each.cell), "status": each.status, "message": each.message} for each in outcomes]
+    line = {"benchmark": experiment.name, "ok": statuses.count("ok"), "asked": len(asked), "cells": cells[:_MOST_CELLS]}
+    print(json.dumps(line | {"csv": str(csv) if csv else None}))
     if outcomes and outcomes[-1].status == "interrupted":
         return INTERRUPTED
     if "ok" not in statuses:
@@ -280,20 +270,3 @@ def finish(experiment: Experiment, outcomes: Sequence[Outcome], csv: Path | None
         print(f"{experiment.name}: nothing was measured: {'; '.join(reasons) or 'no cell was run'}", file=sys.stderr)
         return 1
     return int(any(outcome.status in ("error", "timeout") for outcome in outcomes))
-
-
-def _summary(outcome: Outcome, experiment: Experiment) -> dict[str, Any]:
-    """One cell of the last line: what it is, how it ended, its headlines."""
-    found = {
-        metric_name(row["metric"], row["unit"]): float(f"{row['median']:.4g}")
-        for row in outcome.rows
-        if row.get("metric") in experiment.headlines
-    }
-    ended = {"status": outcome.status} | ({"message": outcome.message} if outcome.message else {})
-    return {"cell": str(outcome.cell)} | ended | found
-
-
-def metric_name(metric: str, unit: str) -> str:
-    """A metric with its unit: ``forward`` in ``ms`` is ``forward_ms``; counts and ratios have none."""
-    suffix = _SUFFIXES.get(unit.replace(",", "").split(" ")[0], "")
-    return metric if metric.endswith(suffix) else f"{metric}_{suffix}"

@@ -26,7 +26,6 @@ def test_two_ranks_without_a_launcher(capsys, tmp_path):
     line = json.loads(out.splitlines()[-1])
     assert line["ok"] == 2
     assert line["cells"][0]["cell"] == "all_reduce 0.01 MB bf16 on 2 ranks (gloo)"
-    assert all(cell["time_ms"] > 0 for cell in line["cells"])
     rows = read_rows(tmp_path / "benchmark_collectives.csv")
     assert set(rows["total_bytes"]) == {9984, 999936}
     assert (rows[rows["metric"] == "time"]["n"] == 3).all()
