@@ -31,16 +31,12 @@ of one tensor; it begins while the first still runs, and waits for its end (``gd
 writes. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go element
 by element, with as many bits of Philox for one element as for two otherwise.
 
-The largest magnitude of a weight as written, which its quantization to fp8 asks for, comes without another read: see
-``absmax.py``.
+A scale that is not finite skips the step: p, m, v and t stay. Nobody waits.
 
-A scale that is not finite skips the step: p, m, v, t and the largest magnitudes stay, gradients are cleared if they are
-to be. Nobody waits.
-
-Traffic per element: reads p, m, v, g; writes p, m, v; and g if it is cleared: 14 or 16 bytes where all are bf16, 28 or
-32 where all are fp32. A master adds 6: it is read and written in p's place, and p written. A whole block of bf16 takes
-66 instructions per element (counted in SASS), 35 of them for random bits and rounding; in the time of 16 bytes at
-4.3 TB/s an H200 can issue about 110.
+Traffic per element: reads p, m, v, g and writes p, m, v: 14 bytes where all are bf16, 28 where all are fp32. A master
+adds 6: it is read and written in p's place, and p written. A whole block of bf16 takes 66 instructions per element
+(counted in SASS), 35 of them for random bits and rounding; in the time of 16 bytes at 4.3 TB/s an H200 can issue about
+110.
 
 Limits: dense tensors whose moments and gradients lie as they do in memory; tensors must not overlap. ``sqrt`` and the
 division are the approximate ones of the hardware, within 2 ulp, and flush denormals of fp32.
@@ -54,7 +50,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cs336_systems.kernels.absmax import largest_of_threads, magnitude_bits, raise_absmax
 from cs336_systems.kernels.launching import ceil_div, launch, needs_other_device, overlaps
 from cs336_systems.kernels.tensor_table import ADAMW_CHUNK as CHUNK
 from cs336_systems.kernels.tensor_table import (
@@ -73,7 +68,7 @@ ADVANCE_BLOCK = 32
 """One warp's lanes."""
 
 # A row of the table of tensors, int64, as ``tensor_table.py`` writes it.
-COLUMNS = tl.constexpr(14)
+COLUMNS = tl.constexpr(13)
 NUMEL = tl.constexpr(0)
 FIRST_CHUNK = tl.constexpr(1)
 PARAMETER = tl.constexpr(2)
@@ -87,7 +82,6 @@ SEED = tl.constexpr(9)
 ALIGNED = tl.constexpr(10)
 STEP_NOW = tl.constexpr(11)  # written by the first launch
 MASTER = tl.constexpr(12)  # the parameter itself, if it has none
-ABSMAX = tl.constexpr(13)  # 0 if not wanted
 
 PHILOX_ROUNDS = tl.constexpr(7)
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -100,17 +94,13 @@ def is_finite(x):
 
 @triton.jit
 def advance_kernel(rows, hyperparameters, scale, coefficients, n_tensors, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """Count the step of each tensor, unless it is skipped, and compute its coefficients; a lane per tensor.
-
-    Its absmax becomes zero, from which the second launch raises it.
-    """
+    """Count the step of each tensor, unless it is skipped, and compute its coefficients; a lane per tensor."""
     if OVERLAP:
         gdc_launch_dependents()
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tensor < n_tensors
     row = rows + tensor * COLUMNS
     step_at = tl.load(row + STEP, mask=inside, other=0).to(tl.pointer_type(tl.int64))
-    absmax_at = tl.load(row + ABSMAX, mask=inside, other=0)
     own = hyperparameters + tensor * HYPERPARAMETERS
     lr = tl.load(own, mask=inside, other=0.0)
     beta1 = tl.load(own + 1, mask=inside, other=0.0)
@@ -140,8 +130,6 @@ def advance_kernel(rows, hyperparameters, scale, coefficients, n_tensors, BLOCK:
     tl.store(out + 7, (lr / (1.0 - power1)).to(tl.float32), mask=inside)
     tl.store(step_at, step, mask=inside)
     tl.store(row + STEP_NOW, step, mask=inside)
-    if taken:
-        tl.store(absmax_at.to(tl.pointer_type(tl.float32)), tl.zeros((BLOCK,), tl.float32), mask=absmax_at != 0)
 
 
 @triton.jit
@@ -166,9 +154,9 @@ def rounded(x, noise, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
 @triton.jit
 def update_block(
     p_at, g_at, m_at, v_at, master_at, inside, noise_pm, noise_v, scale, own,
-    STOCHASTIC: tl.constexpr, CLEAR: tl.constexpr, HAS_MASTER: tl.constexpr,
+    STOCHASTIC: tl.constexpr, HAS_MASTER: tl.constexpr,
 ):  # fmt: skip
-    """Update the elements at blocks of pointers; returns the magnitude bits of the written p.
+    """Update the elements at blocks of pointers.
 
     noise_pm: 16 bits for p below 16 for m; noise_v: 16 for v.
     """
@@ -187,17 +175,13 @@ def update_block(
     tl.store(p_at, p, mask=inside)
     tl.store(m_at, rounded(m, noise_pm >> 16, m_at.dtype.element_ty, STOCHASTIC), mask=inside)
     tl.store(v_at, rounded(v, noise_v, v_at.dtype.element_ty, STOCHASTIC), mask=inside)
-    if CLEAR:
-        tl.store(g_at, tl.zeros(g.shape, g_at.dtype.element_ty), mask=inside)
-    return magnitude_bits(p.to(tl.float32))
 
 
 @triton.jit
 def update_kernel(
     rows, owners, coefficients, scale,
-    P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, STOCHASTIC: tl.constexpr, CLEAR: tl.constexpr,
-    WITH_ABSMAX: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, HAS_MASTER: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, STOCHASTIC: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_MASTER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one tensor; P, G and M are the dtypes of parameter, gradient and moments."""
     program = tl.program_id(0)
@@ -213,8 +197,6 @@ def update_kernel(
     master = tl.load(row + MASTER).to(tl.pointer_type(tl.float32 if HAS_MASTER else P)) + begin
     seed, number = tl.load(row + SEED), tl.load(row + NUMBER)
     first = tl.load(row + OFFSET) + begin  # of the chunk's elements, in the whole tensor
-    if WITH_ABSMAX:
-        absmax_at = tl.load(row + ABSMAX)
     factor = tl.load(scale).to(tl.float32)
     lanes = tl.arange(0, BLOCK)
     if OVERLAP:
@@ -225,7 +207,6 @@ def update_kernel(
         tl.load(at_own + 4), tl.load(at_own + 5), tl.load(at_own + 6), tl.load(at_own + 7),
     )  # fmt: skip
     if is_finite(factor):
-        largest = largest_of_threads(tl.zeros((BLOCK,), tl.int32))
         for start in range(0, n_whole, BLOCK):
             at = tl.multiple_of(start, BLOCK) + lanes
             noise_pm, noise_v = at.to(tl.uint32), at.to(tl.uint32)
@@ -233,12 +214,11 @@ def update_kernel(
                 pairs = ((first + start) >> 1) + tl.arange(0, BLOCK // 2)
                 even, odd, both, _ = random_words(pairs, seed, step, number)
                 noise_pm, noise_v = tl.interleave(even, odd), tl.interleave(both, both >> 16)
-            written = update_block(
+            update_block(
                 tl.multiple_of(p, 16) + at, tl.multiple_of(g, 16) + at, tl.multiple_of(m, 16) + at,
                 tl.multiple_of(v, 16) + at, tl.multiple_of(master, 16) + at,
-                None, noise_pm, noise_v, factor, own, STOCHASTIC, CLEAR, HAS_MASTER,
+                None, noise_pm, noise_v, factor, own, STOCHASTIC, HAS_MASTER,
             )  # fmt: skip
-            largest = tl.maximum(largest, largest_of_threads(written))
         for start in range(n_whole, n, BLOCK):
             at = start + lanes
             noise_pm, noise_v = at.to(tl.uint32), at.to(tl.uint32)
@@ -247,16 +227,10 @@ def update_kernel(
                 even, odd, both, _ = random_words(elements >> 1, seed, step, number)
                 is_odd = elements & 1 != 0
                 noise_pm, noise_v = tl.where(is_odd, odd, even), tl.where(is_odd, both >> 16, both)
-            written = update_block(
+            update_block(
                 p + at, g + at, m + at, v + at, master + at, at < n,
-                noise_pm, noise_v, factor, own, STOCHASTIC, CLEAR, HAS_MASTER,
+                noise_pm, noise_v, factor, own, STOCHASTIC, HAS_MASTER,
             )  # fmt: skip
-            largest = tl.maximum(largest, largest_of_threads(tl.where(at < n, written, 0)))
-        if WITH_ABSMAX and absmax_at != 0:
-            raise_absmax(absmax_at.to(tl.pointer_type(tl.float32)), largest, tl.float32)
-    elif CLEAR:
-        for start in range(0, n, BLOCK):
-            tl.store(g + start + lanes, tl.zeros((BLOCK,), G), mask=start + lanes < n)
 
 
 def adamw_(
@@ -264,17 +238,15 @@ def adamw_(
     scale: Tensor | None = None,
     *,
     stochastic_rounding: bool,
-    clear_gradients: bool = False,
     table: UpdateTable | None = None,
 ) -> None:
-    """One step of AdamW in place: parameters, moments and steps, and gradients if they are to be cleared.
+    """One step of AdamW in place: parameters, moments and steps.
 
     Args:
         updates: whose dtypes agree; two launches for all of them.
         scale: one element of fp32 or bf16 on the device, by which gradients are multiplied; where it is not finite
             nothing is updated and no step is counted; 1 if None.
         stochastic_rounding: of all that is bf16; to nearest otherwise.
-        clear_gradients: set them to zero in the same pass, also when the step is skipped.
         table: for a caller who comes again with the same tensors.
 
     Raises:
@@ -316,8 +288,6 @@ def adamw_(
                 G=TRITON_DTYPES[dtypes[1]],
                 M=TRITON_DTYPES[dtypes[2]],
                 STOCHASTIC=stochastic_rounding and narrow,
-                CLEAR=clear_gradients,
-                WITH_ABSMAX=any(update.absmax is not None for update in updates),
                 CHUNK=CHUNK,
                 BLOCK=BLOCK,
                 HAS_MASTER=has_master,

@@ -187,10 +187,9 @@ class _Known(torch.autograd.Function):
             found = [None if gradient is None else gradient.clone() for gradient in found]
         else:
             ctx.maybe_clear_saved_tensors()  # autograd would copy what it holds itself
+        scale_: Callable[..., object] = Tensor.mul_
         if ctx.fused:
             from cs336_systems.kernels.cross_entropy_rows import scale_
-        else:
-            scale_ = Tensor.mul_
         for gradient in found:
             if gradient is not None:
                 scale_(gradient, arriving)

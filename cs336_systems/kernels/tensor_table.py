@@ -24,7 +24,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.absmax import check_absmax
 from cs336_systems.kernels.launching import ceil_div
 
 ALIGNMENT_BYTES = 16
@@ -122,8 +121,6 @@ class Update(NamedTuple):
     seed: int = 0
     master: Tensor | None = None
     """The fp32 master weight of a bf16 parameter: it is updated, and the parameter becomes its rounded copy."""
-    absmax: Tensor | None = None
-    """fp32, one element: set to the largest magnitude of the written parameter; updates of one call may share it."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -142,8 +139,7 @@ def _row(update: Update) -> tuple[int, ...]:
     addresses = [tensor.data_ptr() for tensor in update[:4]]
     aligned = is_aligned(*update.tensors.values()) and update.offset % 2 == 0  # random bits are drawn for pairs
     exact = (update.parameter if update.master is None else update.master).data_ptr()
-    absmax = 0 if update.absmax is None else update.absmax.data_ptr()
-    rest = (update.step.data_ptr(), update.number, update.offset, update.seed, int(aligned), 0, exact, absmax)
+    rest = (update.step.data_ptr(), update.number, update.offset, update.seed, int(aligned), 0, exact)
     return (update.parameter.numel(), *addresses, *rest)
 
 
@@ -219,4 +215,3 @@ def _check(update: Update, dtypes: tuple[torch.dtype, ...], device: torch.device
             )
     if update.step.dtype != torch.int64 or update.step.numel() != 1 or update.step.device != device:
         raise ValueError(f"step of tensor {update.number} must be one int64 element on {device}, got {update.step!r}")
-    check_absmax(update.absmax, parameter)

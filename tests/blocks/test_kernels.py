@@ -24,7 +24,7 @@ from tests.modes import Mode
 from .cases import block_of, by_autograd, inputs, tables
 
 CONFIG = ModelConfig(
-    "sixteen", d_model=64, d_ff=96, n_layers=1, n_heads=4, n_kv_heads=2, qkv_bias=True, context_length=40
+    "sixteen", d_model=32, d_ff=48, n_layers=1, n_heads=2, n_kv_heads=1, qkv_bias=True, context_length=40
 )
 QK_NORM = replace(CONFIG, name="qk norm", head_dim=32, qkv_bias=False, qk_norm=True)
 KERNELS = block_ops("fused", "flash")

@@ -15,7 +15,7 @@ from tests.kernels.against_fp64 import check, check_refused
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, BF16 = torch.float32, torch.bfloat16
 HYPERPARAMETERS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.3}
-N = 2**15
+N = 2**13
 SIGMAS = 5
 """Of a binomial count: passed by chance once in 1.7 million, and the seeds are fixed."""
 
@@ -88,40 +88,19 @@ def test_a_master_is_updated_as_a_parameter_in_fp32_is_and_the_parameter_is_what
     assert torch.equal(narrow.parameter, narrow.master.bfloat16())
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's
-def test_many_tensors_are_the_tensors_alone_and_note_their_magnitudes() -> None:
-    """Of whatever hyperparameters; the last two share a place for the largest magnitude, and NaN shows there."""
-    dtypes = (BF16, BF16, BF16)
+def test_many_tensors_are_the_tensors_alone() -> None:
+    """Of whatever hyperparameters; where the scale is not finite nothing changes."""
     own = [{"lr": 0.1}, {"weight_decay": 0.0}, {"betas": (0.5, 0.6)}, {"eps": 1e-8}, {}]
     sizes = [0, 7, BLOCK + 3, CHUNK + 5, 9]
-    alone = [make(n, dtypes, i, number=i, seed=i % 2, **own[i]) for i, n in enumerate(sizes)]
-    slots = torch.full((4,), 7.0, device=DEVICE)
-    together = [copy(update, absmax=slots[min(i, 3)]) for i, update in enumerate(alone)]
-    adamw_(together, torch.tensor(math.inf, device=DEVICE), stochastic_rounding=True)
-    assert (slots == 7).all() and all(map(same_bits, together, alone))
+    alone = [make(n, (BF16, BF16, BF16), i, number=i, seed=i % 2, **own[i]) for i, n in enumerate(sizes)]
+    together = [copy(update) for update in alone]
+    for scale in (math.inf, math.nan):
+        adamw_(together, torch.tensor(scale, device=DEVICE), stochastic_rounding=True)
+        assert all(map(same_bits, together, alone)) and all(update.step == 3 for update in together)
     adamw_(together, stochastic_rounding=True)
     for update, other in zip(together, alone, strict=True):
         adamw_([other], stochastic_rounding=True)
-        assert same_bits(update, other)
-    largest = [update.parameter.abs().max().item() if update.parameter.numel() else 0.0 for update in alone]
-    assert slots.tolist() == [*largest[:3], max(largest[3:])]
-    together[1].gradient[3] = math.nan
-    adamw_(together, stochastic_rounding=True)
-    assert slots.isnan().tolist() == [False, True, False, False]
-    assert together[1].parameter.isnan().sum() == 1
-
-
-@pytest.mark.parametrize("scale", [math.nan, 1.0])
-def test_a_scale_that_is_not_finite_changes_nothing_and_gradients_may_be_cleared(scale: float) -> None:
-    updates = [make(BLOCK + 5, (BF16, BF16, FP32)) for _ in range(3)]
-    for update, clear in zip(updates[1:], (False, True), strict=True):
-        factor = torch.tensor([scale], device=DEVICE)
-        adamw_([update], factor, stochastic_rounding=True, clear_gradients=clear)
-        assert update.gradient.any() == (not clear)
-    before, kept, cleared = updates
-    assert same_bits(kept, cleared)
-    assert same_bits(kept, before) == math.isnan(scale)
-    assert kept.step == (3 if math.isnan(scale) else 4)
+        assert same_bits(update, other) and update.step == 4
 
 
 def count_is_binomial(hits: Tensor, probability: float) -> bool:

@@ -53,13 +53,12 @@ def test_a_kept_table_follows_what_changes_and_bits_repeat() -> None:
     assert grad_norm(tensors, table).item() == pytest.approx(exact(tensors), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nan_and_inf_are_reported(value: float, dtype: torch.dtype) -> None:
-    tensors = make([100, 2000], (dtype,))
-    tensors[1][1999] = value
-    norm = grad_norm(tensors)
-    assert norm.isnan() if math.isnan(value) else norm == math.inf
+def test_nan_and_inf_are_reported() -> None:
+    for value, dtype in ((math.nan, torch.float32), (-math.inf, torch.bfloat16)):
+        tensors = make([100, 2000], (dtype,))
+        tensors[1][1999] = value
+        norm = grad_norm(tensors)
+        assert norm.isnan() if math.isnan(value) else norm == math.inf
 
 
 def test_refusals() -> None:

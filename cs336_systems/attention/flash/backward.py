@@ -46,7 +46,7 @@ from cs336_systems.attention.flash.primitives import (
     store_tile,
     visible,
 )
-from cs336_systems.attention.flash.tiles import Tile, input_precision, tile_for, with_short_rows, writable
+from cs336_systems.attention.flash.tiles import input_precision, tile_for, with_short_rows, writable
 from cs336_systems.kernels.launching import ceil_div, launch, next_power_of_2
 
 
@@ -207,12 +207,10 @@ def launch_backward(
     dv_BKND: Tensor | None,
     causal: bool,
     scale: float,
-    dq_tile: Tile | None = None,
-    dkdv_tile: Tile | None = None,
 ) -> None:
     """Write dq, dk and dv, but for those that are None (dk and dv come together).
 
-    What ``with_short_rows`` would copy of them is written elsewhere and copied. The tiles override the table's.
+    What ``with_short_rows`` would copy of them is written elsewhere and copied.
     """
     q, k, v, o, do = (with_short_rows(x) for x in (q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD))
     gradients = dq_BHQD, dk_BKND, dv_BKND
@@ -228,7 +226,7 @@ def launch_backward(
     strides = [stride for x in (q, k, v, do) for stride in x.stride()[:3]]
     sizes_and_scales = (n_heads // n_kv_heads, n_queries, n_keys, scale, scale * LOG2_E.value)
     if dk is not None and dv is not None:
-        tile = dkdv_tile or tile_for("dkdv", d_head, q.element_size())
+        tile = tile_for("dkdv", d_head, q.element_size())
         launch(
             flash_dkdv_kernel,
             (ceil_div(n_keys, tile.block_k) * batch * n_kv_heads,),
@@ -239,7 +237,7 @@ def launch_backward(
             **common,
         )
     if dq is not None:
-        tile = dq_tile or tile_for("dq", d_head, q.element_size())
+        tile = tile_for("dq", d_head, q.element_size())
         launch(
             flash_dq_kernel,
             (ceil_div(n_queries, tile.block_q) * batch * n_heads,),

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.attention.flash.primitives import LN_2, LOG2_E, load_tile, own_tile, seen_keys, store_tile, visible
-from cs336_systems.attention.flash.tiles import Tile, input_precision, tile_for, with_short_rows
+from cs336_systems.attention.flash.tiles import input_precision, tile_for, with_short_rows
 from cs336_systems.kernels.launching import ceil_div, launch, next_power_of_2
 
 
@@ -99,10 +99,8 @@ def flash_forward_kernel(
     tl.store(lse + queries, row_max * LN_2 + tl.log(row_sum), mask=queries < n_queries)
 
 
-def launch_forward(
-    q_BHQD: Tensor, k_BKND: Tensor, v_BKND: Tensor, causal: bool, scale: float, tile: Tile | None = None
-) -> tuple[Tensor, Tensor]:
-    """o (B, H, Q, D) laid out like q, and lse (B, H, Q) in fp32; ``tile`` overrides the table's."""
+def launch_forward(q_BHQD: Tensor, k_BKND: Tensor, v_BKND: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """o (B, H, Q, D) laid out like q, and lse (B, H, Q) in fp32."""
     q, k, v = (with_short_rows(x) for x in (q_BHQD, k_BKND, v_BKND))
     batch, n_heads, n_queries, d_head = q.shape
     n_kv_heads, n_keys = k.shape[1:3]
@@ -110,7 +108,7 @@ def launch_forward(
     lse = torch.empty(batch, n_heads, n_queries, dtype=torch.float32, device=q.device)
     if batch == 0:
         return o, lse
-    tile = tile or tile_for("forward", d_head, q.element_size())
+    tile = tile_for("forward", d_head, q.element_size())
     tensors = (q, k, v, o)
     grid = (ceil_div(n_queries, tile.block_q) * batch * n_heads,)
     launch(
