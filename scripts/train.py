@@ -144,7 +144,6 @@ def _print_memory(options: TrainOptions) -> None:
 def _train(options: TrainOptions) -> int:
     import torch
 
-    from cs336_systems.distributed.checkpoint_folder import NoneWhole
     from cs336_systems.distributed.process_group import joined
     from cs336_systems.pretraining.trainer import NonFiniteStep, RankAlone, train
     from cs336_systems.report.run_console import RunConsole
@@ -153,8 +152,6 @@ def _train(options: TrainOptions) -> int:
     with joined(options.device) as rank:
         try:
             outcome = train(options, rank, RunConsole(options.log_every))
-        except NoneWhole as error:
-            raise ValueError(str(error)) from None
         except RankAlone as error:
             return complain(NAME, error)
         except NonFiniteStep:  # which the console has said

@@ -7,9 +7,9 @@
         for saved in saver.wait(): ...
 
 Files, and why a kill at any moment loses nothing, are those of ``checkpoint.py``. A thread of each rank writes; the
-threads talk over a gloo group of their own. A save that fails is reported and leaves the older checkpoints as they are;
-training continues. A save that comes while the one before is being written waits for it, and reports how long. Where
-host memory is too short for the copies, saves wait for the disk.
+threads talk over a gloo group of their own. A save that fails is reported and leaves the older checkpoints as they are.
+A save that comes while the one before is being written waits for it, and reports how long. Where host memory is too
+short for the copies, saves wait for the disk.
 """
 
 import os
@@ -92,7 +92,7 @@ class BackgroundSaver:
         Returns:
             Why saves will wait for the disk, if this rank's copies take more than the budget.
         """
-        n_bytes = _n_bytes(self._collect(0, None))
+        n_bytes = _n_bytes(collect(self._model, self._optimizer, 0, None, self._group))
         if n_bytes > budget_bytes:
             self._short = f"{n_bytes:,} bytes of copies do not fit the {budget_bytes:,} of host memory that are free"
             return self._short
@@ -109,7 +109,7 @@ class BackgroundSaver:
         began, saves = time.perf_counter(), self._saves
         self._join()
         waited, self._saves = time.perf_counter() - began if saves else 0.0, True
-        collected = self._collect(step, extra)
+        collected = collect(self._model, self._optimizer, step, extra, self._group)
         copied = self._copied(collected)
         stall = time.perf_counter() - began
 
@@ -120,8 +120,8 @@ class BackgroundSaver:
             except Exception as raised:  # no failed save ends the training
                 error = str(raised)
             seconds = time.perf_counter() - began
-            n_bytes, stalled = _n_bytes(collected), stall if copied else seconds
-            self._finished.append(Saved(step, path, error, n_bytes, stalled, waited, seconds))
+            stalled = stall if copied else seconds
+            self._finished.append(Saved(step, path, error, _n_bytes(collected), stalled, waited, seconds))
 
         if copied is None:
             finish()
@@ -138,9 +138,6 @@ class BackgroundSaver:
         """As ``finished``, after the save that is under way."""
         self._join()
         return self.finished()
-
-    def _collect(self, step: int, extra: Mapping[str, Any] | None) -> Collected:
-        return collect(self._model, self._optimizer, step, extra, self._group)
 
     def _copied(self, collected: Collected) -> Collected | None:
         """Copies in host memory, complete when this returns; None where that is too short."""

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from cs336_systems.distributed import checkpoint_folder, old_checkpoint
 from cs336_systems.distributed.arrivals import wait_for_parameters
 from cs336_systems.distributed.checkpoint_folder import StoredCheckpoint, Tell
-from cs336_systems.distributed.checkpoint_state import BUFFER, MODEL, OPTIMIZER, NamedState
+from cs336_systems.distributed.checkpoint_state import BUFFER, MODEL, OPTIMIZER, NamedState, check_json
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import on_every_rank, on_rank_0
 from cs336_systems.distributed.stretches import (
@@ -68,7 +68,7 @@ def save_checkpoint(
     Raises:
         ValueError: ``step`` is negative, ``keep_last`` or ``keep_every`` is not positive; the optimizer holds other
             parameters, or a state of a sharded parameter that is neither shaped like its shard nor a single number; a
-            module has extra state; or a tensor's dtype is none of safetensors'.
+            module has extra state; JSON cannot hold a setting; or a tensor's dtype is none of safetensors'.
         OSError: a rank cannot write; the checkpoints that were there are untouched.
     """
     check_kept(step, keep_last, keep_every)
@@ -108,6 +108,8 @@ def collect(
             mine = rank == 0 or not name.startswith(BUFFER)  # rank 0's values of buffers count
             if mine and (stretch.values.numel() or stretch.is_whole):
                 stretches[name] = stretch
+        for settings in (marker["extra"], marker["scalars"], *(marker["optimizer"] or [])):
+            check_json(settings)
         whole = {name: stretch.values.nbytes for name, stretch in stretches.items() if stretch.is_whole}
         return whole, marker["scalars"]
 
@@ -173,8 +175,8 @@ def resume_checkpoint(
         The one that was read, or None if the folder holds no checkpoint, and nothing was changed.
 
     Raises:
-        ValueError: it is of another model or optimizer, or its files are malformed; nothing was changed.
-        NoneWhole: the folder holds checkpoints of which none is whole; nothing was changed.
+        ValueError: it is of another model or optimizer, or its files are malformed, or the folder holds checkpoints of
+            which none is whole; nothing was changed.
         OSError: a rank cannot read.
     """
     group = group_of(model)
@@ -224,16 +226,17 @@ def find_checkpoint(path: Path) -> tuple[StoredCheckpoint, dict[Path, str]]:
         ValueError: there is none, or none that is whole.
         OSError: the folder or the checkpoint cannot be read.
     """
-    try:
-        one = checkpoint_folder.is_checkpoint(path)
-        complete, unreadable = ([checkpoint_folder.read(path)], {}) if one else checkpoint_folder.survey(path)
-        newest = checkpoint_folder.newest_sound(
-            path, complete, unreadable, lambda stored: checkpoint_folder.find_damage(stored, stored.files)
-        )
-    except ValueError as error:
-        raise ValueError(f"{path} is no complete checkpoint: {error}") from None
-    except checkpoint_folder.NoneWhole as error:
-        raise ValueError(str(error)) from None
+    unreadable: dict[Path, str] = {}
+    if checkpoint_folder.is_checkpoint(path):
+        try:
+            complete = [checkpoint_folder.read(path)]
+        except ValueError as error:
+            raise ValueError(f"{path} is no complete checkpoint: {error}") from None
+    else:
+        complete, unreadable = checkpoint_folder.survey(path)
+    newest = checkpoint_folder.newest_sound(
+        path, complete, unreadable, lambda stored: checkpoint_folder.find_damage(stored, stored.files)
+    )
     if newest is None:
         raise ValueError(f"{path} holds no checkpoint")
     return newest, unreadable
@@ -271,26 +274,18 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
 
 
 def _damage(group: dist.ProcessGroup, stored: StoredCheckpoint) -> str | None:
-    """Find out what is wrong with the contents of a checkpoint's files, and note it beside them."""
+    """Find out what is wrong with the contents of a checkpoint's files, of which every rank reads some."""
     own = sorted(stored.files)[group.rank() :: group.size()]
     of_ranks = on_every_rank(lambda: checkpoint_folder.find_damage(stored, own), group)
-    damage = next(filter(None, of_ranks), None)
-    if damage and group.rank() == 0:
-        checkpoint_folder.note_damage(stored.path, damage)
-    return damage
+    return next(filter(None, of_ranks), None)
 
 
 def _check_tensors(path: Path, expected: Mapping[str, Stretch], stored: Mapping[str, StoredTensor]) -> None:
     """Raise ValueError unless the checkpoint holds exactly these tensors, in these shapes and dtypes."""
     ours = {name: f"{stretch.shape} {stretch.values.dtype}" for name, stretch in expected.items()}
     theirs = {name: f"{tensor.shape} {tensor.dtype}" for name, tensor in stored.items()}
-    differences = [f"it lacks {name}" for name in sorted(ours.keys() - theirs.keys())]
-    differences += [f"it holds {name} besides" for name in sorted(theirs.keys() - ours.keys())]
-    differences += [
-        f"{name} is {theirs[name]} there and {ours[name]} here"
-        for name in sorted(ours.keys() & theirs.keys())
-        if ours[name] != theirs[name]
-    ]
-    if differences:
-        more = f"; and {len(differences) - 3} more differences" if len(differences) > 3 else ""
-        raise ValueError(f"{path} is a checkpoint of another model: {'; '.join(differences[:3])}{more}")
+    differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    if differing:
+        told = [f"{name} is {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here" for name in differing]
+        more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
+        raise ValueError(f"{path} is a checkpoint of another model: {'; '.join(told[:3])}{more}")

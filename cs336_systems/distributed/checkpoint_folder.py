@@ -7,9 +7,9 @@
 
 On the disk:
 
-    step-00000200/       a checkpoint; its complete.json lists the sizes and CRC-32s of the other files, and its own
-    .step-00000200.tmp/  a checkpoint that is being written or removed, or was when its process was killed
-    .step-00000200.old/  what a later save of the same step has found under its name
+    step-00000200/         a checkpoint; its complete.json lists the sizes and CRC-32s of the other files, and its own
+    .step-00000200.tmp/    a checkpoint that is being written or removed, or was when its process was killed
+    .step-00000200.old-N/  what a later save of the same step has found under its name, N ns after 1970 began
 
 A checkpoint is written under its temporary name, ``complete.json`` last, and renamed: under its own name it is whole
 from the first moment. A folder with such a name that is not whole is damaged or somebody else's, and is left alone, as
@@ -27,14 +27,11 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 MARKER = "complete.json"
-DAMAGED = "damaged.txt"
-"""Says what digests have shown, so that a damaged checkpoint is neither counted among those to keep nor removed."""
 LAYOUT = 3
 """The version of the marker and of the files beside it."""
 _READ = (2, LAYOUT)
@@ -46,10 +43,6 @@ _CHUNK_BYTES = 1 << 20
 """Bytes that are read at a time for a digest: few calls, and little memory."""
 
 Tell = Callable[[str], None]
-
-
-class NoneWhole(RuntimeError):
-    """A folder has checkpoints, all of them damaged."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +86,6 @@ def read(path: Path, step: int | None = None) -> StoredCheckpoint:
     _check_sizes(path, marker["files"])
     if step not in (None, marker["step"]):
         raise ValueError(f"it has been renamed, it is of step {marker['step']}")
-    if (path / DAMAGED).exists():
-        raise ValueError((path / DAMAGED).read_text())
     return StoredCheckpoint(path, marker["step"], marker["saved_at"], marker["files"], marker.get("extra", {}), marker)
 
 
@@ -131,7 +122,7 @@ def newest_sound(
         damage_of: says what is wrong with the contents of a checkpoint's files.
 
     Raises:
-        NoneWhole: there are checkpoints, and none is whole.
+        ValueError: there are checkpoints, and none is whole.
     """
     while complete:
         newest = complete.pop()
@@ -140,7 +131,7 @@ def newest_sound(
         unreadable[newest.path] = damage
     if unreadable:
         found = _describe(unreadable)
-        raise NoneWhole(f"{folder} holds no checkpoint that is whole; move these away to begin anew: {found}")
+        raise ValueError(f"{folder} holds no checkpoint that is whole; move these away to begin anew: {found}")
     return None
 
 
@@ -160,12 +151,6 @@ def find_damage(stored: StoredCheckpoint, names: Iterable[str]) -> str | None:
         if checksum != stored.files[name]["crc32"]:
             return f"the contents of {name} have changed since they were written"
     return None
-
-
-def note_damage(path: Path, reason: str) -> None:
-    """Have a checkpoint neither loaded nor removed from now on, if this folder can be written."""
-    with suppress(OSError):
-        (path / DAMAGED).write_text(f"{reason} (remove {DAMAGED} to have it tried again)")
 
 
 def warn(sentence: str) -> None:
@@ -214,14 +199,18 @@ def publish(temporary: Path, marker: dict[str, Any]) -> Path:
     except ValueError as error:
         raise OSError(f"{temporary} was not written as a whole into a folder that all ranks share: {error}") from error
     body = {"layout": LAYOUT} | marker
-    (temporary / MARKER).write_text(json.dumps(body | {"crc32": _digest(body)}, indent=1))
-    flush(temporary / MARKER)
-    flush(temporary)
+    write_through(temporary / MARKER, [json.dumps(body | {"crc32": _digest(body)}, indent=1).encode()])
+    _flush(temporary)
     final = temporary.with_name(f"step-{marker['step']:08d}")
     if os.path.lexists(final):
-        _set_aside(final, marker["step"])
+        aside = final.with_name(f".{final.name}.old-{time.time_ns()}")
+        try:
+            read(final, marker["step"])
+        except (OSError, ValueError) as error:
+            warnings.warn(f"{final} is kept as {aside}, as it is no complete checkpoint: {error}", stacklevel=2)
+        final.replace(aside)
     temporary.replace(final)
-    flush(final.parent)
+    _flush(final.parent)
     return final
 
 
@@ -232,8 +221,7 @@ def retire(folder: Path, newest: Path, keep_last: int, keep_every: int | None = 
     """
     complete, unreadable = survey(folder)
     if not complete or complete[-1].path != newest:
-        tell_of(unreadable)
-        return
+        return tell_of(unreadable)
     kept: set[int] = set()
     n_last = 0
     for stored in reversed(complete):
@@ -247,6 +235,9 @@ def retire(folder: Path, newest: Path, keep_last: int, keep_every: int | None = 
 
 def discard(path: Path) -> None:
     """Remove a directory, under a temporary name: what a kill leaves of it must not look like a damaged checkpoint."""
+    if path.is_symlink():
+        warnings.warn(f"{path} is removed, which is a link; what it points to stays", stacklevel=2)
+        return path.unlink()
     temporary = path if _TEMPORARY.fullmatch(path.name) else path.with_name(f".{path.name.removeprefix('.')}.tmp")
     try:
         shutil.rmtree(path.replace(temporary))
@@ -254,9 +245,21 @@ def discard(path: Path) -> None:
         warnings.warn(f"{path} could not be removed: {error}", stacklevel=2)
 
 
-def flush(path: Path) -> None:
-    """Wait until a file, or the entries of a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def write_through(path: Path, parts: Iterable[Any]) -> tuple[int, int]:
+    """Write a file that is on the disk when this returns; its size in bytes and its CRC-32."""
+    n_bytes = checksum = 0
+    with path.open("wb") as file:
+        for part in parts:
+            n_bytes += file.write(part)
+            checksum = zlib.crc32(part, checksum)
+        file.flush()
+        os.fsync(file.fileno())
+    return n_bytes, checksum
+
+
+def _flush(folder: Path) -> None:
+    """Wait until the entries of a directory are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -276,15 +279,3 @@ def _check_sizes(path: Path, files: dict[str, dict[str, int]]) -> None:
 
 def _digest(marker: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(marker).encode())
-
-
-def _set_aside(path: Path, step: int) -> None:
-    """Rename what is in the place of a new checkpoint: an earlier one of the step, or something else."""
-    n_before = 0
-    while os.path.lexists(aside := path.with_name(f".{path.name}.old" + f"-{n_before}" * (n_before > 0))):
-        n_before += 1
-    try:
-        read(path, step)
-    except (OSError, ValueError) as error:
-        warnings.warn(f"{path} is kept as {aside}, as it is no complete checkpoint: {error}", stacklevel=2)
-    path.replace(aside)

@@ -7,8 +7,9 @@
 Names, and shapes of whole tensors, are the same however ranks divide them. There is no communication.
 """
 
+import json
+import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +34,8 @@ _ONLY_HOW = ("foreach", "fused", "capturable", "differentiable")
 _DECOUPLED = "decoupled_weight_decay"
 """By this option torch tells AdamW from Adam; other implementations of AdamW do without."""
 
-_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-"""Options that torch's schedulers add to the groups of any optimizer."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Share:
-    """The elements of a parameter that ``tensor`` has; the other fields are those of ``Stretch``."""
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    start: int = 0
-    order: tuple[int, ...] = ()
-
-    def stretch(self, values: Tensor) -> Stretch:
-        """A tensor like the share's, as a stretch of the whole."""
-        return Stretch(self.shape, self.start, values, self.order)
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "params", "param_names")
+"""Keys of any optimizer's groups that are none of its options: torch's schedulers add most of them."""
 
 
 class NamedState:
@@ -67,12 +54,12 @@ class NamedState:
         if isinstance(model, FSDP):
             self._shares = {parameter.names[0]: _share(parameter) for parameter in model.managed_parameters()}
         else:
-            self._shares = {name: _Share(p, tuple(p.shape)) for name, p in self._module.named_parameters()}
-        self._name_of: dict[Tensor, str] = {share.tensor: name for name, share in self._shares.items()}
+            self._shares = {name: Stretch.whole(parameter) for name, parameter in self._module.named_parameters()}
+        self._name_of: dict[Tensor, str] = {share.values: name for name, share in self._shares.items()}
 
     def model(self) -> dict[str, Stretch]:
         """Parameters, and the buffers that the module's own state dict would hold, by kind and name."""
-        parameters = {MODEL + name: share.stretch(share.tensor.detach()) for name, share in self._shares.items()}
+        parameters = {MODEL + name: share.like(share.values.detach()) for name, share in self._shares.items()}
         buffers = {
             f"{BUFFER}{prefix}{'.' * bool(prefix)}{name}": Stretch.whole(buffer)
             for prefix, module in self._module.named_modules()
@@ -91,14 +78,14 @@ class NamedState:
                 )
         return [[self._name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
-    def _updated(self, optimizer: torch.optim.Optimizer) -> dict[str, _Share]:
+    def _updated(self, optimizer: torch.optim.Optimizer) -> dict[str, Stretch]:
         """The elements that the optimizer updates on this rank, by name."""
         if not isinstance(optimizer, ShardedOptimizer):
             return self._shares
         updated = {}
         for parameter, piece in optimizer.pieces.items():
             order = () if piece.tensor.shape == parameter.shape else _memory_order(parameter)
-            updated[self._name_of[parameter]] = _Share(piece.tensor, tuple(parameter.shape), piece.start, order)
+            updated[self._name_of[parameter]] = Stretch(tuple(parameter.shape), piece.start, piece.tensor, order)
         return updated
 
     def optimizer(self, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> dict[str, Stretch]:
@@ -116,21 +103,21 @@ class NamedState:
         ]
         stretches: dict[str, Stretch] = {}
         for name, share in self._updated(optimizer).items():
-            for key, value in optimizer.state.get(share.tensor, {}).items():
+            own = share.values
+            for key, value in optimizer.state.get(own, {}).items():
                 if "/" in key:
                     raise ValueError(f"optimizer state {key} of {name} has a slash in its name")
                 entry = f"{OPTIMIZER}{name}/{key}"
                 if not isinstance(value, Tensor):
                     settings["scalars"][entry] = value
-                elif key != "step" and value.shape == share.tensor.shape:  # torch, too, knows a counter by its name
-                    stretches[entry] = share.stretch(value)
-                elif value.dim() == 0 or share.shape == share.tensor.shape:
+                elif key != "step" and value.shape == own.shape:  # torch, too, knows a counter by its name
+                    stretches[entry] = share.like(value)
+                elif value.dim() == 0 or share.shape == own.shape:
                     stretches[entry] = Stretch.whole(value)
                 else:
                     raise ValueError(
                         f"optimizer state {key} of {name} has shape {tuple(value.shape)}, its shard "
-                        f"{tuple(share.tensor.shape)}: only states like the shard can be read by other "
-                        "numbers of ranks"
+                        f"{tuple(own.shape)}: only states like the shard can be read by other numbers of ranks"
                     )
         return stretches
 
@@ -144,15 +131,13 @@ class NamedState:
         Raises:
             ValueError: the checkpoint has no optimizer, one over other parameters, or one of another kind.
         """
-        ours = self._groups(optimizer)
-        theirs = [group["params"] for group in settings["optimizer"] or []]
+        ours, theirs = self._groups(optimizer), [group["params"] for group in settings["optimizer"] or []]
         if ours != theirs:
-            raise ValueError(
-                f"{path} is a checkpoint of another optimizer: it holds parameter groups of "
-                f"{[len(group) for group in theirs]} parameters, here are {[len(group) for group in ours]}, "
-                "or their names differ"
-            )
-        if difference := _another_kind(optimizer, settings):
+            sizes = [len(group) for group in theirs], [len(group) for group in ours]
+            difference: str | None = f"its groups have {sizes[0]} parameters, here are {sizes[1]}, or names differ"
+        else:
+            difference = _another_kind(optimizer, settings)
+        if difference:
             raise ValueError(f"{path} is a checkpoint of another optimizer: {difference}")
         if getattr(optimizer, "in_place", False):
             return self.optimizer(optimizer, {})
@@ -165,8 +150,8 @@ class NamedState:
             if key == "step" or there.shape != self._shares[name].shape:
                 stretches[entry] = Stretch.whole(torch.zeros(there.shape, dtype=there.dtype, device="cpu"))
             elif share := updated.get(name):
-                memory = torch.zeros_like(share.tensor, dtype=there.dtype, device="cpu", requires_grad=False)
-                stretches[entry] = share.stretch(memory)
+                memory = torch.zeros_like(share.values, dtype=there.dtype, device="cpu", requires_grad=False)
+                stretches[entry] = share.like(memory)
             else:
                 stretches[entry] = Stretch(there.shape, 0, torch.zeros(0, dtype=there.dtype, device="cpu"))
         return stretches
@@ -188,22 +173,27 @@ class NamedState:
             for group in settings["optimizer"]
         ]
         if isinstance(optimizer, ShardedOptimizer):
-            updated = self._updated(optimizer)
-            shares = {share.tensor: state[name] for name, share in updated.items() if name in state}
-            optimizer.load_shares(shares, groups)
+            shares = self._updated(optimizer)
+            optimizer.load_shares({shares[name].values: state[name] for name in shares.keys() & state}, groups)
         else:
             numbered = {number_of[name]: values for name, values in state.items()}
             optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
 
+def check_json(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for a value that JSON cannot hold."""
+    for key, value in settings.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a checkpoint cannot hold {key} = {reprlib.repr(value)}: {error}") from None
+
+
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
     """The class of torch that it is or inherits from, else the first that made an optimizer of it."""
-    kind = optimizer.optimizer_cls if isinstance(optimizer, ShardedOptimizer) else type(optimizer)
-    of_torch = [each for each in kind.__mro__ if each.__module__.startswith(_TORCH)]
-    if of_torch[0] is torch.optim.Optimizer:
-        kind = kind.__mro__[kind.__mro__.index(torch.optim.Optimizer) - 1]
-    else:
-        kind = of_torch[0]
+    lineage = (optimizer.optimizer_cls if isinstance(optimizer, ShardedOptimizer) else type(optimizer)).__mro__
+    lineage = lineage[: lineage.index(torch.optim.Optimizer)]
+    kind = next((each for each in lineage if each.__module__.startswith(_TORCH)), lineage[-1])
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -221,26 +211,23 @@ def _another_kind(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any])
     if (n_of_torch == 2 and theirs != ours) or (n_of_torch == 1 and not long.endswith(short)):
         return f"it is of {theirs}, here is {ours}"
     for saved, group in zip(settings["optimizer"], optimizer.param_groups, strict=True):
-        options = {key for key, value in optimizer.defaults.items() if not isinstance(value, bool | None)}
-        lacks = sorted(options - saved.keys())
-        besides = [key for key, value in saved.items() if key not in group and not isinstance(value, bool | None)]
-        besides = sorted(set(besides) - {*_OF_SCHEDULERS, "params", "param_names"})
+        options, known = ({k for k, v in each.items() if not isinstance(v, bool | None)} for each in (saved, group))
+        lacks = sorted((known - saved.keys()).difference(_OF_SCHEDULERS))
+        besides = sorted((options - group.keys()).difference(_OF_SCHEDULERS))
         if lacks and besides:
             return f"it lacks the options {', '.join(lacks)} and has {', '.join(besides)} instead"
         switches = {key for each in (saved, group) for key, value in each.items() if isinstance(value, bool)}
         for key in sorted(switches.difference(_ONLY_HOW)):
-            there, here = saved.get(key, False), group.get(key, False)
-            if there != here and not (key == _DECOUPLED and key not in saved.keys() & group.keys()):
-                return f"{key} is {there} there and {here} here"
+            both_say = key != _DECOUPLED or key in saved.keys() & group.keys()
+            if both_say and saved.get(key, False) != group.get(key, False):
+                return f"{key} is {saved.get(key, False)} there and {group.get(key, False)} here"
     return None
 
 
-def _share(parameter: ManagedParameter) -> _Share:
+def _share(parameter: ManagedParameter) -> Stretch:
     """The elements of a parameter that this rank has under FSDP."""
-    shape, start = tuple(parameter.shape), 0
-    if isinstance(parameter, ShardedParameter):
-        start = parameter.first_row * parameter.shape[1:].numel()
-    return _Share(parameter.sharded_param, shape, start)
+    start = parameter.first_element if isinstance(parameter, ShardedParameter) else 0
+    return Stretch(tuple(parameter.shape), start, parameter.sharded_param)
 
 
 def _memory_order(parameter: Tensor) -> tuple[int, ...]:

@@ -86,25 +86,20 @@ class Exchange:
 
     def wrong_elements(self) -> int:
         """Elements of this rank's result that are not what one ``run`` after ``reset`` must give; NaN is wrong."""
-        return sum(
-            int((self.received[start : start + len(expected)] != expected).sum())
-            for start, expected in self._expected()
-        )
-
-    def _expected(self) -> list[tuple[int, Tensor]]:
-        """The right result in pieces: where each begins, and its elements."""
         n, part, own, device = self.rank.world_size, self.part, self.rank.rank, self.rank.device
         match self.collective:
             case "all_reduce":
-                return [(0, _sum_of_patterns(0, self.n_elements, n, device))]
+                pieces = [_sum_of_patterns(0, self.n_elements, n, device)]
             case "reduce_scatter":
-                return [(0, _sum_of_patterns(own * part, part, n, device))]
+                pieces = [_sum_of_patterns(own * part, part, n, device)]
             case "broadcast":
-                return [(0, _pattern(0, self.n_elements, 0, device))]
+                pieces = [_pattern(0, self.n_elements, 0, device)]
             case "all_gather":
-                return [(other * part, _pattern(0, part, other, device)) for other in range(n)]
+                pieces = [_pattern(0, part, other, device) for other in range(n)]
             case _:
-                return [(other * part, _pattern(own * part, part, other, device)) for other in range(n)]
+                pieces = [_pattern(own * part, part, other, device) for other in range(n)]
+        received = self.received.split(len(pieces[0]))
+        return sum(int((got != expected).sum()) for got, expected in zip(received, pieces, strict=True))
 
 
 def _pattern(start: int, length: int, rank: int, device: torch.device) -> Tensor:

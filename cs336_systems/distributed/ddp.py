@@ -19,40 +19,36 @@ the gradient of the whole batch.
         loss_function(model(x), y).backward()
 
 **Synchronisation ends with backward**: autograd calls the wrapper once the last gradient is there, and the call to
-``backward`` returns when every gradient is the average for whatever the current stream does next. A step cannot forget
-it. Backwards may follow one another: averaging is linear, so the next one adds its average to what is averaged already.
+``backward`` returns when every gradient is the average for whatever the current stream does next. Backwards may follow
+one another: averaging is linear, so the next one adds its average to what is averaged already.
 ``finish_gradient_synchronization`` is for what no backward ends: gradients that were accumulated in ``no_sync``, a
 rank that had no backward while others had one, a backward that failed. After a backward it returns at once, and may
 be called at every step.
 
-**Every rank issues the same collectives in the same order**, whatever its data makes it do; otherwise ranks would hang
-or mix gradients up. Buckets start in a fixed order, each when its last gradient is ready and all before it have
-started; those that are left start when backward has ended. The order is at first the reverse of construction, then the
-one in which rank 0's first backward made gradients ready.
+**Every rank issues the same collectives in the same order**, whatever its data makes it do. Buckets start in the
+reverse order of construction, each when its last gradient is ready and all before it have started; those that are left
+start when backward has ended.
 
 **Parameters without a gradient.** A rank that does not use a parameter contributes zeros: the gradient is the sum over
 the ranks that use it, divided by the number of all ranks. One that no rank uses keeps ``grad`` None, and the optimizer
 skips it as it does in one process. To tell the two apart, ranks exchange a byte per parameter each step; the host waits
-for the answer only where something was unused. A bucket with an unused parameter, and those behind it, start late on
-that rank: right, but less hidden.
+for the answer only where something was unused.
 
 Collectives per step, with P trainable parameters: P (naive, overlapped), one per dtype and device (flat), one per
-bucket (bucketed), and always one for those bytes. Besides: one for the order, once, at the end of the first step
-(overlapped, bucketed); one per dtype of buffers before each forward that trains.
+bucket (bucketed), and one for those bytes.
 
 **Limits.** Ranks run equally many backwards outside ``no_sync``. After one that failed, every rank calls
 ``finish_gradient_synchronization`` (the next forward raises otherwise). Parameters must not be unfrozen, added or
 replaced later (raises). Gradients must be dense, without double backward (raises). Reentrant checkpointing ends a
-backward of its own with each segment: right, but everything may be sent once per segment. Buffers are not broadcast in
-``eval()``, under ``no_grad`` or in ``no_sync``, so that one rank alone may evaluate. It cannot be copied or pickled:
-copy its module.
+backward of its own with each segment: right, but everything may be sent once per segment. Buffers become rank 0's when
+a module is wrapped and are each rank's own from then on. It cannot be copied or pickled.
 
 Method: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +63,7 @@ from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_schedule import inside_backward
 from cs336_systems.distributed.fsdp_units import is_unit
 from cs336_systems.distributed.process_group import check_same_across_ranks
-from cs336_systems.distributed.wrapped import Members, check_shapes_are_known
+from cs336_systems.distributed.wrapped import Members, NotCopied, check_shapes_are_known
 
 
 class _Average:
@@ -103,8 +99,8 @@ class _Average:
 class _Progress:
     """How far a backward and its collectives have come; a module's own attributes would be slow to set."""
 
-    ready: dict[int, None] = field(default_factory=dict)
-    """The positions of parameters whose gradients it has made, in that order."""
+    ready: set[int] = field(default_factory=set)
+    """The positions of parameters whose gradients it has made."""
     under_way: list[_Average] = field(default_factory=list)
     n_started: int = 0
     """How many buckets are under way or averaged."""
@@ -122,7 +118,7 @@ class _ReadyHook:
             wrapper._gradient_is_ready(self.position)
 
 
-class DDP(nn.Module):
+class DDP(NotCopied, nn.Module):
     """The four rungs share this class, and choose ``capacity_bytes`` and ``during_backward``.
 
     Args:
@@ -132,7 +128,6 @@ class DDP(nn.Module):
         during_backward: whether a bucket starts when its last gradient is ready, or after backward.
         communication_dtype: in which gradients travel and are added up, their own if None. ``torch.bfloat16`` halves
             the bytes of fp32 gradients, at its rounding.
-        broadcast_buffers: whether a forward that trains takes over rank 0's buffers first.
         process_group: whose ranks hold the replicas, and whose rank 0 is meant everywhere here; the default group if
             None. ``process_group.limited_group`` leaves more multiprocessors to backward.
 
@@ -150,7 +145,6 @@ class DDP(nn.Module):
         capacity_bytes: float,
         during_backward: bool,
         communication_dtype: torch.dtype | None = None,
-        broadcast_buffers: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -166,7 +160,7 @@ class DDP(nn.Module):
                     "which averages gradients itself"
                 )
         check_shapes_are_known((*module.named_parameters(), *module.named_buffers()))
-        options = (type(self).__name__, capacity_bytes, communication_dtype, broadcast_buffers)
+        options = (type(self).__name__, capacity_bytes, communication_dtype)
         described = [str(options), *_description(module)]
         check_same_across_ranks(described, "modules and options of data parallelism", process_group)
         if communication_dtype is not None and not communication_dtype.is_floating_point:
@@ -179,9 +173,7 @@ class DDP(nn.Module):
 
         self.module = module
         self._during_backward = during_backward
-        self._capacity_bytes = capacity_bytes
         self._communication_dtype = communication_dtype
-        self._broadcast_buffers = broadcast_buffers
         self._names = names = {parameter: name for name, parameter in module.named_parameters()}
         self._members = Members(module, lambda: names)
         self._trainable = [parameter for parameter in self._names if parameter.requires_grad]
@@ -192,17 +184,15 @@ class DDP(nn.Module):
         self._progress = _Progress()
         self._process_group = process_group
         self._backend = dist.get_backend(process_group)
-        self._order_is_final = not during_backward
-        self._make_buckets(self._trainable[::-1])
+        groups = partition(self._trainable[::-1], capacity_bytes)
+        self._buckets = [Bucket(group, [names[parameter] for parameter in group]) for group in groups]
+        bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+        self._bucket_of = [bucket_of[parameter] for parameter in self._trainable]
         for position, parameter in enumerate(self._trainable):
             parameter.register_post_accumulate_grad_hook(_ReadyHook(self, position))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles come here: raise TypeError, as a copy's parameters would have no hooks."""
-        raise TypeError(f"{type(self).__name__} cannot be copied or pickled: copy its module, and wrap the copy")
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, after rank 0's buffers have been taken over where that is due.
+        """The module's own forward.
 
         Raises:
             RuntimeError: the last backward failed, and ``finish_gradient_synchronization`` has not been called since;
@@ -215,8 +205,6 @@ class DDP(nn.Module):
                     "the last backward failed midway: call finish_gradient_synchronization() on every rank, "
                     "then clear the gradients"
                 )
-            if self._broadcast_buffers and self.training:
-                broadcast_from_rank_0(self.module.buffers(), self._process_group)
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -272,8 +260,6 @@ class DDP(nn.Module):
         for parameter, is_used in zip(self._trainable, used_anywhere, strict=True):
             if not is_used:
                 parameter.grad = None
-        if not self._order_is_final:
-            self._agree_on_order()
         self._progress = _Progress()
         for bucket in self._buckets:
             bucket.reset()
@@ -292,7 +278,7 @@ class DDP(nn.Module):
         if not progress.ready:
             self._averaged = None
             Variable._execution_engine.queue_callback(self._backward_has_ended)
-        progress.ready[position] = None
+        progress.ready.add(position)
         self._bucket_of[position].gradient_is_ready()
         if self._during_backward:  # never before those ahead of it: the order must be the same on every rank
             while progress.n_started < len(self._buckets) and not self._buckets[progress.n_started].waiting_for:
@@ -303,23 +289,6 @@ class DDP(nn.Module):
         self._progress.n_started += 1
         average = _Average(gradients, self._communication_dtype, self._backend, self._process_group)
         self._progress.under_way.append(average)
-
-    def _agree_on_order(self) -> None:
-        """Order the buckets as rank 0's backward made gradients ready; what it did not use comes last."""
-        positions: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self._trainable)}
-        current = [positions[parameter] for bucket in self._buckets for parameter in bucket.parameters]
-        ready = self._progress.ready
-        order = [*ready, *(position for position in current if position not in ready)]
-        agreed = torch.tensor(order, device=self._trainable[0].device)
-        dist.broadcast(agreed, group=self._process_group, group_src=0)
-        self._make_buckets([self._trainable[i] for i in agreed.tolist()])
-        self._order_is_final = True
-
-    def _make_buckets(self, order: Sequence[nn.Parameter]) -> None:
-        groups = partition(order, self._capacity_bytes)
-        self._buckets = [Bucket(group, [self._names[parameter] for parameter in group]) for group in groups]
-        bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
-        self._bucket_of = [bucket_of[parameter] for parameter in self._trainable]
 
 
 def _check_not_watched(module: nn.Module) -> None:

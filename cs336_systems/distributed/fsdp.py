@@ -13,40 +13,34 @@ Rajbhandari et al. 2020 (ZeRO), section 5; Zhao et al. 2023 (PyTorch FSDP); the 
 bounded look-ahead are those of ``torch.distributed.fsdp.fully_shard``.
 
 Precision: shards, their gradients and the optimizer keep the dtype that the module was built in, fp32 as a rule. With
-``compute_dtype`` the module runs as if it had been cast to it, inputs included, but for buffers and for the parameters
-of batch norms, which must match their running averages; weights are cast before they travel. Gradients are widened
-before they travel (``reduce_dtype`` chooses otherwise): the sum over ranks of bf16 gradients would round at every
+``compute_dtype`` the module runs as if it had been cast to it, inputs included, but for buffers; weights are cast
+before they travel. Gradients are widened before they travel: the sum over ranks of bf16 gradients would round at every
 addition.
 
 Gradients are averages over the ranks, as if each rank's loss were the mean over an equal part of the global batch. They
 are averaged as backward returns. A backward that an error has ended leaves in ``grad`` whatever had come there, as
 without FSDP: after ``zero_grad`` the next step is right, if all ranks had the error. Gradients of shards know that they
-are parts (``fsdp_gradients.py``): ``torch.amp.GradScaler`` works, norms are refused.
+are parts (``fsdp_gradients.py``): their norms and ``torch.amp.GradScaler`` are refused.
 
-State dicts speak of whole tensors, as after torch's ``fully_shard``: ``state_dict()`` of the wrapper, of the module
-inside, or of any part of it shows each shard as a ``DTensor`` that shares its memory; ``torch.distributed.checkpoint``
-writes and reads these, and ``full_tensor()`` gathers one. ``load_state_dict()`` takes such tensors, others, and plain
-whole tensors, of which every rank copies its own rows. With ``keep_vars=True`` a state dict holds the shards. **The
-optimizer's state is this rank's rows**, which ``get_state_dict`` of ``torch.distributed.checkpoint`` would take for the
-whole on every rank: ``save_checkpoint`` saves it.
+``save_checkpoint`` and ``load_checkpoint`` save and load shards; ``gather_full_params`` returns whole tensors. State
+dicts are refused, as ``torch.distributed.checkpoint`` would take this rank's rows, and moments of them, for the whole.
 """
 
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup, ShardedParameter
+from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup
 from cs336_systems.distributed.fsdp_schedule import GatherOrder, inside_backward
-from cs336_systems.distributed.fsdp_units import Initialise, NotCopied, Predicate, Travels, is_unit, shard_module
+from cs336_systems.distributed.fsdp_units import Predicate, ShardedUnits, Travels, is_unit
 from cs336_systems.distributed.peer_memory import why_not_mapped
 from cs336_systems.distributed.process_group import check_same_across_ranks
-from cs336_systems.distributed.wrapped import Members, check_shapes_are_known
+from cs336_systems.distributed.wrapped import Members, NotCopied, check_shapes_are_known
 
 
 class FSDP(NotCopied, nn.Module):
@@ -55,7 +49,6 @@ class FSDP(NotCopied, nn.Module):
     Args:
         module: whole, on this rank's device, or on ``meta``. Its parameters are replaced; rank 0's values count.
         compute_dtype: the module runs and weights are communicated in it; None for the parameters' own.
-        reduce_dtype: gradients are communicated in it; None for the parameters' own.
         prefetch: units whose weights are gathered ahead of the one that runs; 0 gathers when a unit is called.
         peer_copies: each rank copies the rows of the others from their memory (``peer_memory.py``), where collectives
             would gather them; on one host. The values are the same. Collectives still gather what is cast, and units
@@ -63,9 +56,8 @@ class FSDP(NotCopied, nn.Module):
         units: says of a module whether its parameters are to be gathered together, as those of a block; None divides
             the module by default (see ``fsdp_units.py``).
         quantized: says of a unit how its matrices travel in eight bits (``fsdp_quantized.py``), or None: as stored.
-        initialise: gives values to the parameters and buffers that a module from ``meta`` holds itself; by default the
-            module's ``reset_parameters``. With equal seeds the model is the one that a single process would build.
-        device: where a module from ``meta`` goes; by default this rank's GPU under NCCL, else the CPU.
+        device: where a module from ``meta`` goes; by default this rank's GPU under NCCL, else the CPU. Its parts'
+            ``reset_parameters`` give it values: with equal seeds those of the model that a single process would build.
         process_group: the default group if None.
 
     Raises:
@@ -79,21 +71,18 @@ class FSDP(NotCopied, nn.Module):
         module: nn.Module,
         compute_dtype: torch.dtype | None = None,
         *,
-        reduce_dtype: torch.dtype | None = None,
         prefetch: int = 1,
         peer_copies: bool = False,
         units: Predicate | None = None,
         quantized: Travels | None = None,
-        initialise: Initialise | None = None,
         device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         if prefetch < 0:
             raise ValueError(f"prefetch must not be negative, got {prefetch}")
-        for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"{name} must be a floating-point dtype, got {dtype}")
+        if compute_dtype is not None and not compute_dtype.is_floating_point:
+            raise ValueError(f"compute_dtype must be a floating-point dtype, got {compute_dtype}")
         check_shapes_are_known((*module.named_parameters(), *module.named_buffers()))
         described = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
         for name, each in module.named_modules():
@@ -111,13 +100,11 @@ class FSDP(NotCopied, nn.Module):
         self.device = _device(module, device, self.process_group)
         if peer_copies and (reason := why_not_mapped(self.device, self.process_group)):
             raise ValueError(f"peer_copies need ranks that map each other's memory, but {reason}")
-        sharded = shard_module(
+        sharded = ShardedUnits(
             module,
             predicate=units,
             quantized=quantized,
-            initialise=initialise,
             compute_dtype=compute_dtype,
-            reduce_dtype=reduce_dtype,
             peer_copies=peer_copies,
             device=self.device,
             process_group=self.process_group,
@@ -126,13 +113,15 @@ class FSDP(NotCopied, nn.Module):
         self.units = sharded.units
         self.groups: list[ShardedGroup] = sharded.groups
         self.replicated: list[ManagedParameter] = sharded.replicated.parameters
-        WholeTensors(self.process_group, self.device).show(module, self.managed_parameters())
-        self._order = GatherOrder(sharded, prefetch, self.device, self.process_group)
+        self._order = GatherOrder(sharded, prefetch)
         for unit in sharded.units:
             unit.run_by(self._order.run)
-        for parameter in self.managed_parameters():
-            parameter.take_hooks()
         managed = self.managed_parameters()
+        for parameter in managed:
+            parameter.take_hooks()
+        for part in (self, *module.modules()):
+            part.register_state_dict_pre_hook(_refuse_state_dict)
+            part.register_load_state_dict_pre_hook(_refuse_state_dict)
         self._members = Members(
             module, lambda: (tensor for one in managed for tensor in (one.sharded_param, one.unsharded_param))
         )
@@ -155,10 +144,6 @@ class FSDP(NotCopied, nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside accumulate whole gradients on this rank and communicate none.
-
-        They leave the weights gathered that the next forward begins with. It sees a change of shards in between by
-        their versions, or new ``data``: code that writes into ``data``, or by a collective, must raise versions
-        (``torch.autograd.graph.increment_version``).
 
         The next backward outside, or ``finish_gradient_synchronization``, averages the sum. To give it up instead, as
         after an error, call ``zero_grad`` of this module: an optimizer's does not know of it.
@@ -228,117 +213,37 @@ def _device(module: nn.Module, device: torch.device | str | None, process_group:
 
 
 @torch.no_grad()
-def clip_grad_norm_(fsdp: FSDP, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale all gradients so that their joint norm is at most ``max_norm``; one all-reduce of one number.
+def clip_grad_norm_(fsdp: FSDP, max_norm: float) -> Tensor:
+    """Scale all gradients so that their joint L2 norm is at most ``max_norm``; one all-reduce of one number.
 
-    After backward. Every rank scales by the same factor, max_norm / (norm + 1e-6) if that is
-    below one, as ``torch.nn.utils.clip_grad_norm_`` does.
-
-    Args:
-        norm_type: p of the p-norm; ``math.inf`` for the largest absolute value.
+    After backward. Every rank scales by the same factor, max_norm / (norm + 1e-6) if that is below one, as
+    ``torch.nn.utils.clip_grad_norm_`` does.
 
     Returns:
         The norm before clipping, a scalar on the device.
 
     Raises:
-        ValueError: ``max_norm`` or ``norm_type`` is not positive.
+        ValueError: ``max_norm`` is not positive.
     """
-    if not (max_norm > 0 and norm_type > 0):
-        raise ValueError(f"max_norm and norm_type must be positive, got {max_norm} and {norm_type}")
-    sharded, replicated = (
-        [p.sharded_param.grad.detach() for p in parameters if p.sharded_param.grad is not None]
-        for parameters in ([p for group in fsdp.groups for p in group.parameters], fsdp.replicated)
-    )
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}")
+    sharded = [p.sharded_param for group in fsdp.groups for p in group.parameters]
+    replicated = [p.sharded_param for p in fsdp.replicated]
+    gradients = [[p.grad.detach() for p in each if p.grad is not None] for each in (sharded, replicated)]
     ours, everyones = (
-        torch.as_tensor(
-            nn.utils.get_total_norm([gradient for gradient in gradients if gradient.numel()], norm_type),
-            device=fsdp.device,
-            dtype=torch.float32,
-        )
-        for gradients in (sharded, replicated)
+        torch.as_tensor(nn.utils.get_total_norm(each), device=fsdp.device, dtype=torch.float32).square()
+        for each in gradients
     )
-    if norm_type == torch.inf:
-        dist.all_reduce(ours, dist.ReduceOp.MAX, group=fsdp.process_group)
-        norm = torch.maximum(ours, everyones)
-    else:
-        ours = ours**norm_type
-        dist.all_reduce(ours, group=fsdp.process_group)
-        norm = (ours + everyones**norm_type) ** (1 / norm_type)
-    if gradients := sharded + replicated:
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    dist.all_reduce(ours, group=fsdp.process_group)
+    norm = (ours + everyones).sqrt()
+    if both := [*gradients[0], *gradients[1]]:
+        torch._foreach_mul_(both, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
-class WholeTensors(NotCopied):
-    """Translates between the shards of a module and the whole tensors of its state dicts, which share their memory.
-
-    Args:
-        process_group: over whose ranks tensors are split.
-        device: of the shards.
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
-        self._process_group, self._device = process_group, device
-
-    def show(self, module: nn.Module, managed: Iterable[ManagedParameter]) -> None:
-        """Translate in the state dicts of every part of the module from now on."""
-        of_shard = {parameter.sharded_param: parameter for parameter in managed}
-        for holder in module.modules():
-            own = {name: of_shard[p] for name, p in holder._parameters.items() if p is not None}
-            if own:
-                holder.register_state_dict_post_hook(functools.partial(self._to_wholes, own))
-                holder.register_load_state_dict_pre_hook(functools.partial(self._to_rows, own))
-
-    @functools.cached_property
-    def _mesh(self) -> Any:
-        from torch.distributed.device_mesh import DeviceMesh
-
-        return DeviceMesh.from_group(self._process_group, self._device.type)
-
-    def _to_wholes(
-        self, own: dict[str, ManagedParameter], module: nn.Module, state_dict: Any, prefix: str, *_: Any
-    ) -> None:
-        for name, parameter in own.items():
-            if prefix + name in state_dict and not isinstance(state_dict[prefix + name], nn.Parameter):
-                state_dict[prefix + name] = self._whole(parameter)
-
-    def _whole(self, parameter: ManagedParameter) -> Tensor:
-        rows = parameter.sharded_param.detach()
-        if not isinstance(parameter, ShardedParameter):
-            return rows
-        from torch.distributed.tensor import DTensor, Shard  # takes over a second, which not every import is to take
-
-        stride = torch.empty(parameter.shape, device="meta").stride()
-        return DTensor.from_local(rows, self._mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=stride)
-
-    def _to_rows(
-        self,
-        own: dict[str, ManagedParameter],
-        module: nn.Module,
-        state_dict: Any,
-        prefix: str,
-        metadata: dict[str, Any],
-        *others: Any,
-    ) -> None:
-        error_messages: list[str] = others[-1]
-        if metadata.get("assign_to_params_buffers"):
-            raise ValueError(f"load_state_dict(assign=True) would replace shards of FSDP, as {prefix}{next(iter(own))}")
-        for name, parameter in own.items():
-            value = state_dict.get(key := prefix + name)
-            if not isinstance(parameter, ShardedParameter) or not isinstance(value, Tensor):
-                continue
-            if value.shape == parameter.shape:
-                state_dict[key] = self._rows(parameter, value)
-            else:
-                error_messages.append(f"{key} must be whole, {tuple(parameter.shape)}, got {tuple(value.shape)}")
-                state_dict[key] = parameter.sharded_param.detach()  # or torch would compare it with the rows
-
-    def _rows(self, parameter: ShardedParameter, value: Tensor) -> Tensor:
-        """This rank's rows of a whole tensor; of a ``DTensor`` by a collective, unless it is split alike."""
-        from torch.distributed.tensor import DTensor, Shard
-
-        if not isinstance(value, DTensor):
-            return parameter.rows_of(value)
-        if value.device_mesh == self._mesh and value.placements == (Shard(0),):
-            return value.to_local()
-        return parameter.rows_of(value.full_tensor())
+def _refuse_state_dict(module: nn.Module, *_: Any) -> NoReturn:
+    """Stand for ``state_dict`` and ``load_state_dict``, and raise RuntimeError."""
+    raise RuntimeError(
+        f"{type(module).__name__} holds this rank's rows under FSDP, so it saves and loads no state dict: use "
+        "save_checkpoint and load_checkpoint for shards, and gather_full_params() for whole tensors"
+    )

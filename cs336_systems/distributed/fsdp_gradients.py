@@ -4,20 +4,15 @@ Each group is reduced as soon as backward needs it no more, beside what is left 
 of fewer than two dimensions are not split: their ``sharded_param`` is whole on every rank, and ``unsharded_param`` is a
 copy of it in ``compute_dtype``, or itself if there is nothing to cast. Their gradients travel in the last message of a
 step, which also counts the ranks that have a gradient of each parameter, of the sharded ones too. Without
-synchronization whole gradients are kept instead, in the dtype in which they will travel.
+synchronization whole gradients are kept instead, in the shards' dtype.
 
 Code outside reads ``.grad`` as if it were whole. Most of that is right for rows as well, and stays untouched: an
-optimizer's arithmetic, elementwise clipping, clearing. Two operations are not, and ``ShardGradient`` intercepts them
-where torch's ``DTensor`` does, below autograd and for whoever calls them:
-
-    torch.amp.GradScaler    looks for infinities: the ranks agree on what they found, in an all-reduce of one number per
-                            dtype, so that all skip a step or none; a step without a scaler sends nothing
-    a norm of all elements  would be that of one rank's rows, and different on each: refused
-
-Every other operation runs on the rows themselves and returns plain tensors, ``detach()`` among them.
+optimizer's arithmetic, elementwise clipping, clearing. Norms and the search for infinities of ``torch.amp.GradScaler``
+are not: ``ShardGradient`` refuses them below autograd. Every other operation runs on the rows themselves and returns
+plain tensors, ``detach()`` among them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,25 +22,26 @@ from torch.distributed.distributed_c10d import ReduceOp, ReduceScatterOptions
 
 from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup, ShardedParameter
 from cs336_systems.distributed.neighbours import alias, empty_like_run, neighbours
+from cs336_systems.distributed.peer_memory import Turns
 
-_FIND_INFINITIES = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-_NORM = torch.ops.aten.linalg_vector_norm.default
-_NORMS = torch.ops.aten._foreach_norm.Scalar
+_OF_THE_WHOLE = (
+    torch.ops.aten.linalg_vector_norm.default,
+    torch.ops.aten._foreach_norm.Scalar,
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
+)
 
 
 class ShardGradient(Tensor):
     """This rank's rows of an average over the ranks, sharing the memory of ``rows``."""
 
     rows: Tensor
-    process_group: dist.ProcessGroup
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, rows: Tensor, process_group: dist.ProcessGroup) -> "ShardGradient":
+    def __new__(cls, rows: Tensor) -> "ShardGradient":
         self = Tensor._make_subclass(cls, rows)
         self.rows = rows
-        self.process_group = process_group
         return self
 
     @classmethod
@@ -53,20 +49,15 @@ class ShardGradient(Tensor):
         """Run an operation on the rows.
 
         Raises:
-            RuntimeError: it is a norm over the rows of this rank alone.
+            RuntimeError: it is one number for all elements, and would be another on each rank.
         """
-        if func is _NORMS or (func is _NORM and _over_all(*args, **(kwargs or {}))):
+        if func in _OF_THE_WHOLE:
             raise RuntimeError(
-                "a gradient under FSDP holds this rank's rows alone, and so would its norm: clip with "
+                f"a gradient under FSDP holds this rank's rows alone, of which {func} would tell: clip with "
                 "cs336_systems.distributed.fsdp.clip_grad_norm_(fsdp, max_norm), or take rows by grad.detach()"
             )
         result = func(*_rows(args), **{key: _rows(value) for key, value in (kwargs or {}).items()})
-        if func is _FIND_INFINITIES:
-            gradients, found_inf, _ = args
-            shard = next(gradient for gradient in gradients if isinstance(gradient, cls))
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=shard.process_group)
-        in_place = args and isinstance(args[0], cls) and result is args[0].rows
-        return args[0] if in_place else result
+        return args[0] if args and isinstance(args[0], cls) and result is args[0].rows else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.detach().clone())
@@ -82,18 +73,14 @@ def _rows(value: Any) -> Any:
     return [_rows(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def _over_all(x: Tensor, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
-    """Whether a norm with these arguments is one number for all of x."""
-    return not dim or len(dim) == x.dim()
-
-
 class ReplicatedParameters:
     """Parameters that every rank holds whole; their gradients are averaged in one all-reduce.
 
     Args:
         names: all names of each parameter.
         parameters: equal on every rank; they stay in use.
-        compute_dtypes: the module sees each of them in its own; None for the parameter's.
+        compute_dtype: the module sees floating-point parameters in it; None for their own.
+        turns: of the ranks that hold them.
     """
 
     def __init__(
@@ -101,11 +88,15 @@ class ReplicatedParameters:
         names: Sequence[tuple[str, ...]],
         parameters: Sequence[nn.Parameter],
         *,
-        compute_dtypes: Sequence[torch.dtype | None],
-        process_group: dist.ProcessGroup,
+        compute_dtype: torch.dtype | None,
+        turns: Turns,
     ) -> None:
-        self._process_group = process_group
-        copies = _cast_copies(dict(zip(parameters, compute_dtypes, strict=True)))
+        self._turns = turns
+        cast = [p for p in parameters if compute_dtype not in (None, p.dtype) and p.dtype.is_floating_point]
+        copies: dict[Tensor, nn.Parameter] = {}
+        for run in neighbours(cast):
+            for parameter, memory in zip(run, empty_like_run(run, dtype=compute_dtype), strict=True):
+                copies[parameter] = nn.Parameter(memory.copy_(parameter.detach()), parameter.requires_grad)
         self.parameters = [
             ManagedParameter(name, parameter, copies.get(parameter, parameter), parameter.shape)
             for name, parameter in zip(names, parameters, strict=True)
@@ -118,12 +109,8 @@ class ReplicatedParameters:
 
     def refresh(self, parameters: Iterable[ManagedParameter]) -> None:
         """Cast the latest values of these parameters into the copies that the module sees, as far as there are some."""
-        cast = [parameter for parameter in parameters if parameter in self._cast]
-        if cast:
-            torch._foreach_copy_(
-                [self._cast[parameter] for parameter in cast],
-                [parameter.sharded_param.detach() for parameter in cast],
-            )
+        if cast := [parameter for parameter in parameters if parameter in self._cast]:
+            torch._foreach_copy_([self._cast[p] for p in cast], [p.sharded_param.detach() for p in cast])
 
     def collect(self) -> None:
         """Add the gradients of the cast copies to those of the parameters, in the parameters' dtype."""
@@ -141,7 +128,7 @@ class ReplicatedParameters:
         for parameter in self._cast:
             parameter.unsharded_param.grad = None
 
-    def all_reduce(self, device: torch.device, sharded: Sequence[ManagedParameter]) -> Tensor:
+    def all_reduce(self, sharded: Sequence[ManagedParameter]) -> Tensor:
         """Average the gradients, and count the ranks that have one of each parameter, in the same collective.
 
         A rank without a gradient of a parameter contributes zeros; if no rank has one, none is made.
@@ -150,14 +137,13 @@ class ReplicatedParameters:
             For each of ``sharded``, a number that is zero if no rank has contributed to its gradient; on the device.
         """
         trainable = [parameter for parameter in self.parameters if parameter.sharded_param.requires_grad]
-        for parameter in trainable:
-            parameter.has_gradient = parameter.sharded_param.grad is not None
         dtype = torch.float32
         for parameter in trainable:
+            parameter.has_gradient = parameter.sharded_param.grad is not None
             dtype = torch.promote_types(dtype, parameter.sharded_param.dtype)
         counted = [*sharded, *trainable]
         sizes = [parameter.shape.numel() for parameter in trainable]
-        flat = torch.zeros(sum(sizes) + len(counted), dtype=dtype, device=device)
+        flat = torch.zeros(sum(sizes) + len(counted), dtype=dtype, device=self._turns.device)
         *averages, counts = flat.split([*sizes, len(counted)])
         averages = [part.view(parameter.shape) for part, parameter in zip(averages, trainable, strict=True)]
         present = [i for i, parameter in enumerate(trainable) if parameter.has_gradient]
@@ -168,8 +154,8 @@ class ReplicatedParameters:
         for i, parameter in enumerate(counted):
             if not parameter.has_gradient:
                 counts[i] = 0  # a fill, which unlike a copy from the host waits for nothing
-        dist.all_reduce(flat, group=self._process_group)
-        flat[: sum(sizes)].div_(self._process_group.size())
+        dist.all_reduce(flat, group=self._turns.group)
+        flat[: sum(sizes)].div_(self._turns.group.size())
         if present:
             torch._foreach_copy_(gradients, [averages[i] for i in present])
         for i, parameter in enumerate(trainable):
@@ -178,16 +164,6 @@ class ReplicatedParameters:
             if parameter.sharded_param.grad is not None:
                 parameter.run_hooks()
         return counts[: len(sharded)]
-
-
-def _cast_copies(compute_dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> dict[Tensor, nn.Parameter]:
-    """Make a copy in the dtype to compute in of each parameter that is stored in another."""
-    cast = [p for p, dtype in compute_dtypes.items() if dtype not in (None, p.dtype) and p.dtype.is_floating_point]
-    copies: dict[Tensor, nn.Parameter] = {}
-    for run in neighbours(cast):
-        for parameter, memory in zip(run, empty_like_run(run, dtype=compute_dtypes[run[0]]), strict=True):
-            copies[parameter] = nn.Parameter(memory.copy_(parameter.detach()), parameter.requires_grad)
-    return copies
 
 
 def take_gradients(parameters: Sequence[ShardedParameter]) -> list[Tensor | None]:
@@ -222,7 +198,7 @@ class Reduction:
     """
 
     def __init__(self, group: ShardedGroup) -> None:
-        self.parameters, dtype = group.trainable, group.reduce_dtype
+        self.parameters, dtype = group.trainable, group.dtype
         self._process_group = group.process_group
         self.missing: list[ShardedParameter] = []
         """This rank has contributed nothing to these parameters, and they had no gradient before."""
@@ -255,43 +231,37 @@ class Reduction:
             options.reduceOp = ReduceOp(ReduceOp.AVG if self._averages else ReduceOp.SUM)
             self._work = self._process_group.reduce_scatter_tensor_coalesced(self._outputs, self._inputs, options)
 
+    def wait(self) -> None:
+        """Make the current stream (on a CPU: the caller) wait, if it has been sent."""
+        if self._work is not None:
+            self._work.wait()
+
     def finish(self) -> None:
-        """Make the current stream (on a CPU: the caller) wait, then add the averages to the shards' gradients."""
-        assert self._work is not None
-        self._work.wait()
+        """Wait, then add the averages to the shards' gradients."""
+        self.wait()
         self._inputs.clear()
         if not self._averages:
             self._flat.div_(self._process_group.size())
         for parameter, output in zip(self.parameters, self._outputs, strict=True):
             shard = parameter.sharded_param
-            average = output[: shard.numel()].view_as(shard).to(shard.dtype)
+            average = output[: shard.numel()].view_as(shard)
             if shard.grad is not None:
                 shard.grad.add_(average)
             else:
                 # Also where no rank has a gradient: whether one has, ReplicatedParameters.all_reduce tells.
-                shard.grad = ShardGradient(average, self._process_group)
+                shard.grad = ShardGradient(average)
                 if not parameter.has_gradient:
                     self.missing.append(parameter)
                     continue
             parameter.run_hooks()
 
-    def abandon(self) -> None:
-        """Wait if it has been sent, and leave no gradients."""
-        if self._work is not None:
-            self._work.wait()
-
 
 class Gradients:
-    """The gradients of all groups, and of the replicated parameters.
+    """The gradients of all groups, and of the replicated parameters."""
 
-    Args:
-        device: of the parameters.
-    """
-
-    def __init__(self, groups: list[ShardedGroup], replicated: ReplicatedParameters, device: torch.device) -> None:
+    def __init__(self, groups: list[ShardedGroup], replicated: ReplicatedParameters) -> None:
         self.groups = groups
         self.replicated = replicated
-        self.device = device
         self.synchronize = True
         """Whether backward reduces gradients or accumulates them."""
         self.unfinished = False
@@ -309,7 +279,7 @@ class Gradients:
             return
         if not self.synchronize:
             for parameter, gradient in zip(group.trainable, take_gradients(group.trainable), strict=True):
-                parameter.accumulated = None if gradient is None else gradient.to(group.reduce_dtype)
+                parameter.accumulated = None if gradient is None else gradient.to(group.dtype)
             self._accumulated[group] = None
             return
         # Only one is under way: with the group that backward fills, no more than two have whole gradients in memory.
@@ -351,7 +321,7 @@ class Gradients:
         self._finish_reduction()
         sharded = [parameter for group in self.groups for parameter in group.trainable]
         # The last message of a step, and sent even where nothing is replicated: it also counts who has a gradient.
-        counts = self.replicated.all_reduce(self.device, sharded)
+        counts = self.replicated.all_reduce(sharded)
         if self._missing:  # only then does the host look at the counts, and so wait for the device
             used = {parameter for parameter, count in zip(sharded, counts.tolist(), strict=True) if count}
             for parameter in self._missing:
@@ -367,7 +337,7 @@ class Gradients:
     def drop(self) -> None:
         """Give up all gradients that are not in a parameter's ``grad`` yet, accumulated ones too."""
         if self._reduction is not None:
-            self._reduction.abandon()
+            self._reduction.wait()
             self._reduction = None
         for group in self.groups:
             group.drop_gradients()

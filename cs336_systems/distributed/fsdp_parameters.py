@@ -7,13 +7,12 @@ sees, and ``unsharded_param``, the whole in ``compute_dtype``, which the module 
 dimensions are replicated (``fsdp_gradients.py``).
 
 Parameters that are used together form a ``ShardedGroup`` and travel in one collective. Only dtype changes copy: shards
-into ``compute_dtype`` before they are gathered, gradients into ``reduce_dtype`` before they are reduced. What a module
+into ``compute_dtype`` before they are gathered, gradients into the shards' dtype before they are reduced. What a module
 has laid out as one matrix is one again when it is gathered (``neighbours.py``), if the ranks divide all rows evenly.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -33,33 +32,21 @@ _ALIGNMENT = 64
 Hook = Callable[[Any], None]
 
 
-class GradientHooks:
+class GradientHooks(OrderedDict[int, Hook]):
     """A parameter's ``register_post_accumulate_grad_hook`` under FSDP: hooks run on the average, not on a rank's part.
 
     autograd would never run those of a shard, which is in no graph, and would run those of a parameter that every rank
     holds whole before its gradient is averaged.
     """
 
-    def __init__(self) -> None:
-        self._hooks: OrderedDict[int, Hook] = OrderedDict()
-
     def __call__(self, hook: Hook) -> RemovableHandle:
-        handle = RemovableHandle(self._hooks)
-        self._hooks[handle.id] = hook
+        handle = RemovableHandle(self)
+        self[handle.id] = hook
         return handle
 
-    def run(self, parameter: Tensor) -> None:
-        """Call the hooks, in the order in which they were registered."""
-        for hook in list(self._hooks.values()):
-            hook(parameter)
 
-
-def refuse_hook(hook: Hook) -> None:
-    """A shard's ``register_hook``.
-
-    Raises:
-        RuntimeError: always.
-    """
+def _refuse_hook(hook: Hook) -> None:
+    """Stand for ``register_hook`` of a shard, and raise RuntimeError."""
     raise RuntimeError("a shard of FSDP is in no graph, so hooks must be register_post_accumulate_grad_hook's")
 
 
@@ -82,11 +69,12 @@ class ManagedParameter:
         """Run hooks that are registered from now on once the gradient is the average over the ranks."""
         self.sharded_param.register_post_accumulate_grad_hook = self._hooks  # type: ignore[method-assign]
         if self.unsharded_param is not self.sharded_param:
-            self.sharded_param.register_hook = refuse_hook  # type: ignore[method-assign]
+            self.sharded_param.register_hook = _refuse_hook  # type: ignore[method-assign]
 
     def run_hooks(self) -> None:
-        """Call the user's hooks."""
-        self._hooks.run(self.sharded_param)
+        """Call the user's hooks, in the order in which they were registered."""
+        for hook in list(self._hooks.values()):
+            hook(self.sharded_param)
 
 
 @dataclass(eq=False)
@@ -97,29 +85,10 @@ class ShardedParameter(ManagedParameter):
     """The number of elements of a shard, padded so that all ranks' are equal, as collectives need it."""
     memory: Tensor
     """Collectives read the shard here."""
-    first_row: int
-    """The row of the whole parameter that the shard begins with."""
+    first_element: int
+    """The position in the whole parameter of the shard's first element."""
     accumulated: Tensor | None = None
-    """The whole gradient of backward passes under ``no_sync``, in the dtype in which it will be reduced."""
-
-    def rows_of(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a tensor in the shape of the whole parameter."""
-        return whole[self.first_row : self.first_row + len(self.memory)]
-
-    def adopt_data(self) -> None:
-        """If the user has assigned to the shard's ``data``, bring the values to where collectives read them.
-
-        Raises:
-            RuntimeError: they are unlike the shard.
-        """
-        if self.sharded_param.data_ptr() == self.memory.data_ptr():
-            return
-        assigned = self.sharded_param.data
-        theirs, ours = (f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (assigned, self.memory))
-        if theirs != ours:
-            raise RuntimeError(f"{self.names[0]}.data was set to {theirs}, but its rows on this rank are {ours}")
-        self.memory.copy_(assigned)
-        self.sharded_param.data = self.memory
+    """The whole gradient of backward passes under ``no_sync``, in the shard's dtype."""
 
 
 class GroupState(Enum):
@@ -140,9 +109,8 @@ class ShardedGroup:
         names: all names of each parameter.
         parameters: whole, and equal on every rank; the group copies this rank's rows and holds on to no more.
         compute_dtype: of the unsharded parameters; None keeps the parameters' own.
-        reduce_dtype: gradients are communicated in it; None for the parameters' own.
-        stream: gathers are issued there, so that casts do not wait in line behind the computation; None on a CPU.
-        turns: if they are taken, ranks copy each other's rows, but for those that are cast.
+        turns: of the ranks that share them; if turns are taken, ranks copy each other's rows, but for those that are
+            cast.
     """
 
     _travels_as_stored = True
@@ -154,23 +122,15 @@ class ShardedGroup:
         parameters: Sequence[nn.Parameter],
         *,
         compute_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        process_group: dist.ProcessGroup,
-        stream: "torch.cuda.Stream | None",
         turns: Turns,
     ) -> None:
-        self.process_group = process_group
+        self.process_group = process_group = turns.group
         self.world_size = world_size = process_group.size()
         self.device = parameters[0].device
-        dtype = parameters[0].dtype
+        self.dtype = dtype = parameters[0].dtype
         self.compute_dtype = compute_dtype if compute_dtype and dtype.is_floating_point else dtype
-        self.reduce_dtype = reduce_dtype or dtype
-        self._stream, self._turns = stream, turns
-        self.users = 0
-        """The number of units that run with the group at this moment."""
+        self._turns = turns
         self.state = GroupState.SHARDED
-        self._versions: list[int] = []
-        """The versions of the shards when they were last gathered."""
         self._work: dist.Work | PackedGather | Copies | None = None
 
         # Every parameter has a padded slot of this rank's rows and one of the whole: the coalesced collective moves it
@@ -199,9 +159,9 @@ class ShardedGroup:
             memory = alias(self._sharded, starts[i], rows.shape).copy_(rows)
             sharded = nn.Parameter(memory, whole.requires_grad)
             # An optimizer that draws random numbers per element asks for its place in the whole parameter.
-            sharded.first_element = first * whole[:1].numel()  # type: ignore[attr-defined]
+            sharded.first_element = place = first * whole[:1].numel()  # type: ignore[attr-defined]
             unsharded = nn.Parameter(alias(self._unsharded, unsharded_starts[i], whole.shape), whole.requires_grad)
-            self.parameters.append(ShardedParameter(names[i], sharded, unsharded, whole.shape, sizes[i], memory, first))
+            self.parameters.append(ShardedParameter(names[i], sharded, unsharded, whole.shape, sizes[i], memory, place))
             self._gather_outputs.append(alias(self._unsharded, unsharded_starts[i], (sizes[i] * world_size,)))
             own_start = unsharded_starts[i] + process_group.rank() * sizes[i]
             self._own_outputs.append(alias(self._unsharded, own_start, (sizes[i],)))
@@ -232,40 +192,25 @@ class ShardedGroup:
         """The bytes that the unsharded parameters hold at this moment."""
         return self._unsharded.untyped_storage().nbytes()
 
-    @property
-    def stale(self) -> bool:
-        """Whether this rank's shards have changed since it gathered, or made what it keeps for gathers."""
-        return self.state is not GroupState.SHARDED and self._changed_since(self._versions)
+    def check_data(self) -> None:
+        """Check that collectives read what the optimizer has written.
 
-    def drop_stale(self) -> None:
-        """Give up all that was made of older values, on all ranks, as shards have changed on some."""
-        if not self.users:
-            self.free()
-
-    def _changed_since(self, versions: list[int]) -> bool:
-        moved = (p.sharded_param.data_ptr() != p.memory.data_ptr() for p in self.parameters)  # to be adopted
-        return versions != self.versions_now() or any(moved)
-
-    def versions_now(self) -> list[int]:
-        """The versions of the shards, by which a change of their values is seen."""
-        # Tensors made in inference mode have none.
-        return [0 if p.sharded_param.is_inference() else p.sharded_param._version for p in self.parameters]
-
-    def adopt_data(self) -> None:
-        """Copy values that the user has assigned to the ``data`` of shards to where collectives read them."""
+        Raises:
+            RuntimeError: the user has given a shard other memory.
+        """
         for parameter in self.parameters:
-            parameter.adopt_data()
+            if parameter.sharded_param.data_ptr() != parameter.memory.data_ptr():
+                raise RuntimeError(f"{parameter.names[0]}.data was set under FSDP: copy values into it instead")
 
     def gather(self) -> None:
         """Start to make the unsharded parameters, unless they are there or on their way."""
         if self.state is not GroupState.SHARDED:
             return
-        self.adopt_data()
+        self.check_data()
         self.state = GroupState.GATHERING
-        self._versions = self.versions_now()
         # Allocated for the current stream, which waits for the collective before it uses them and frees them after.
         self._unsharded.untyped_storage().resize_(self._unsharded_bytes)
-        with on_stream(self._stream), torch.no_grad():
+        with self._turns.on_stream(), torch.no_grad():
             outputs, self._sent = self._exchanged()
             if self._copies is not None and self._turns.reading:
                 self._work = self._copies.begin()
@@ -307,7 +252,7 @@ class ShardedGroup:
 
     def full(self) -> list[Tensor]:
         """The whole parameters in their own dtype, gathered into tensors of their own."""
-        self.adopt_data()
+        self.check_data()
         outputs = [shard.new_empty(shard.numel() * self.world_size) for shard in self._gather_inputs]
         all_gather(self.process_group, outputs, self._gather_inputs).wait()
         return [
@@ -325,15 +270,6 @@ class ShardedGroup:
     def has_gradients(self) -> bool:
         """Whether the last backward left gradients here that have been neither reduced nor accumulated."""
         return any(parameter.unsharded_param.grad is not None for parameter in self.parameters)
-
-
-def on_stream(stream: "torch.cuda.Stream | None") -> AbstractContextManager:
-    """Run the body on a stream, after all that the current stream was given before; None is the current stream."""
-    if stream is None:
-        return nullcontext()
-    # The memory may have been another tensor's a moment ago, and the optimizer may still be writing the shards.
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    return torch.cuda.stream(stream)
 
 
 def _unsharded_offsets(parameters: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, list[int]]:

@@ -8,9 +8,9 @@ bytes are gathered. Rounding goes element by element, so the bits are those of t
 is made of the bytes that arrived, when it is first asked for.
 
 Rows of all units are quantized together, as a forward or a backward begins, by a few launches and one collective
-(``QuantizedRows``). A rank keeps its bytes until rows have changed on some rank, so that micro-batches share them,
-forward and backward as well. A change is seen by the shards' versions when a forward or a backward begins or ends;
-code that writes shards must raise them (``torch.autograd.graph.increment_version``).
+(``QuantizedRows``), and only where some rank's have changed, so that micro-batches share the bytes, forward and
+backward as well. A change is seen by the shards' versions; code that writes shards must raise them
+(``torch.autograd.graph.increment_version``).
 
 The unsharded parameters have no memory then, only shape and dtype, and autograd hangs their gradients on them.
 ``deliver`` tells the unit where the bytes are.
@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup, on_stream
+from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup
 from cs336_systems.distributed.neighbours import alias
+from cs336_systems.distributed.peer_memory import Turns
 
 _QUANTUM = 16
 """The number of elements of a shard that is quantized is a multiple of this: what one instruction converts."""
@@ -78,65 +79,46 @@ class QuantizedTravel:
 
 
 class QuantizedRows:
-    """This rank's rows of all groups that travel quantized; those that have changed are quantized together.
+    """This rank's rows of all groups that travel quantized.
 
     Args:
-        process_group: of the ranks that share the groups.
-        stream: where rows are quantized, as those of ``ShardedGroup``.
+        turns: of the ranks that share the groups.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, stream: "torch.cuda.Stream | None") -> None:
+    def __init__(self, turns: Turns) -> None:
         self.groups: list[QuantizedGroup] = []
-        self._process_group, self._stream = process_group, stream
-        self._quantized: list[QuantizedGroup] = []
-        """The groups that ``_quantizers`` are for."""
+        self._turns = turns
         self._quantizers: list[PartsQuantizer] = []
+        """One for all groups that are quantized in the same way."""
+        self._made_of: list[int] = []
+        """Versions of the shards that the bytes were made of."""
+
+    @property
+    def stale(self) -> bool:
+        """Whether this rank's rows have changed since it quantized them, or never were quantized."""
+        return self._made_of != self._versions()
+
+    def _versions(self) -> list[int]:
+        return [p.sharded_param._version for group in self.groups for p in group.parameters]
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Quantize the rows of all groups without bytes, the same on all ranks; a collective if there are some.
-
-        Raises:
-            RuntimeError: the user has assigned to the ``data`` of a shard what is unlike it.
-        """
-        groups = [group for group in self.groups if not group.has_bytes]
-        if not groups:
-            return
-        try:
-            versions, found = self._read(groups)
-        except Exception:  # the other ranks wait for this one in the exchange
-            n_matrices = sum(len(group.travel.matrices) for group in groups)
-            self._exchange(torch.zeros(n_matrices, dtype=torch.float32, device=groups[0].device))
-            raise
-        with on_stream(self._stream):
-            self._exchange(maxima := torch.cat(found))
+        """Quantize the rows; a collective."""
+        self._quantizers = self._quantizers or self._make_quantizers()
+        self._made_of = self._versions()
+        with self._turns.on_stream():
+            found = [quantizer.absmax() for quantizer in self._quantizers]
+            maxima = torch.cat(found)
+            # As integers, whose order is that of magnitudes, and in which NaN is the largest.
+            dist.all_reduce(maxima.view(torch.int32), dist.ReduceOp.MAX, group=self._turns.group)
             for quantizer, own in zip(self._quantizers, maxima.split([len(x) for x in found]), strict=True):
                 quantizer.quantize_(own)
-        for group, made_of in zip(groups, versions, strict=True):
-            group.note_bytes(made_of)
 
-    def _read(self, groups: "list[QuantizedGroup]") -> tuple[list[list[int]], list[Tensor]]:
-        """The versions of each group's shards, and each quantizer's largest magnitudes, (n_matrices,) fp32."""
-        for group in groups:
-            group.adopt_data()
-        versions = [group.versions_now() for group in groups]
-        if groups != self._quantized:
-            self._quantizers = self._make_quantizers(groups)
-            self._quantized = groups
-        with on_stream(self._stream):
-            return versions, [quantizer.absmax() for quantizer in self._quantizers]
-
-    def _exchange(self, maxima: Tensor) -> None:
-        """Take the largest of all ranks, (n_matrices,) fp32, in place, on the current stream."""
-        # As integers, whose order is that of magnitudes, and in which NaN is the largest.
-        dist.all_reduce(maxima.view(torch.int32), dist.ReduceOp.MAX, group=self._process_group)
-
-    def _make_quantizers(self, groups: "list[QuantizedGroup]") -> list[PartsQuantizer]:
-        """Make one quantizer for all groups that are quantized in the same way."""
+    def _make_quantizers(self) -> list[PartsQuantizer]:
         alike: dict[Any, list[QuantizedGroup]] = {}
-        for group in groups:
-            travel, stored = group.travel, group.parameters[0].memory.dtype
-            alike.setdefault((travel.make_quantizer, travel.dtype, stored, group.compute_dtype), []).append(group)
+        for group in self.groups:
+            travel = group.travel
+            alike.setdefault((travel.make_quantizer, travel.dtype, group.dtype, group.compute_dtype), []).append(group)
         quantizers = []
         for (make, dtype, _, rounded_to), own in alike.items():
             parts: list[Part] = []
@@ -167,7 +149,7 @@ class QuantizedGroup(ShardedGroup):
         **how: Any,
     ) -> None:
         super().__init__(names, parameters, **how)
-        self.travel, self._rows = travel, rows
+        self.travel = travel
         self._parts = {name: [_number(names, part) for part in parts] for name, parts in travel.matrices.items()}
         self._arriving = torch.empty_like(self._unsharded, dtype=torch.uint8)
         self._unsharded_bytes = self._arriving.untyped_storage().nbytes()
@@ -182,28 +164,9 @@ class QuantizedGroup(ShardedGroup):
         self._inverse_scales = torch.zeros(len(self._parts), _SCALE_STRIDE, device=self.device)[:, 0].unbind()
         self._kept = [kept[slot] for slot in self._slots]
         """This rank's rows in bytes."""
-        self._kept_of: list[int] | None = None
-        """Versions of the shards that they were made of; None before that, and once they are stale."""
         self._transposed: dict[str, Tensor] = {}
         rows.groups.append(self)
         travel.deliver(self.matrix)
-
-    @property
-    def stale(self) -> bool:
-        return self._kept_of is None or self._changed_since(self._kept_of)  # none on one rank, after an error, on all
-
-    def drop_stale(self) -> None:
-        super().drop_stale()
-        self._kept_of = None
-
-    @property
-    def has_bytes(self) -> bool:
-        """Whether this rank's rows are there in bytes; those of older values are given up once they are seen."""
-        return self._kept_of is not None
-
-    def note_bytes(self, made_of: list[int]) -> None:
-        """Note that the bytes are there, made of the shards of these versions."""
-        self._kept_of = made_of
 
     def parts(self, first_matrix: int) -> list[Part]:
         """This rank's rows; the group's matrices are numbered from ``first_matrix`` on."""
@@ -215,10 +178,6 @@ class QuantizedGroup(ShardedGroup):
 
     def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
         """Flat tensors in which the bytes of each parameter arrive, and those of this rank's rows."""
-        if not self.has_bytes:  # outside of a forward, or of rows that changed within
-            self._rows.renew()
-            if self._turns.reading:
-                self._turns.meet()
         return self._byte_outputs, self._kept
 
     def free(self) -> None:

@@ -6,13 +6,10 @@ alive or which parameters received a gradient: ranks may differ in those, and th
 An all-gather of one expert's weights on rank 0 and of another's on rank 1 hangs, aborts, or mixes the two. Ranks
 therefore tell each other where a forward and a backward begin and end, and which units they call if these are not the
 ones of the last forward. They do so through the process group's store, from host to host: no device waits, and no
-collective is added. One comparison takes about 0.2 ms of the host (2 ranks of one machine); a step has three. The same
-message has flags, of which each rank learns those that are up on any: what one rank has to make anew, with collectives,
-all must.
+collective is added. One comparison takes about 0.2 ms of the host (2 ranks of one machine); a step has three.
 """
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +17,7 @@ import torch.distributed as dist
 
 from cs336_systems.distributed.fsdp_parameters import ShardedGroup
 from cs336_systems.distributed.fsdp_units import Unit
+from cs336_systems.distributed.presence import HAS_LEFT, presence_of_this_rank
 
 
 class Forward:
@@ -44,10 +42,6 @@ class Forward:
         self._last_use = {group: i for i, unit in enumerate(self.expected) for group in unit.groups}
         self._first_run: dict[ShardedGroup, int] = {}
 
-    def end(self) -> None:
-        """Note that the wrapped module has returned."""
-        self.n_inside = len(self.units)
-
     def left(self) -> list[Unit]:
         """Units that are expected before the forward ends, or after that before anything else begins."""
         until = len(self.expected) if self.n_inside is not None else self._expected_inside
@@ -55,9 +49,8 @@ class Forward:
 
     def begin(self, unit: Unit, prefetch: int) -> list[Unit]:
         """Note that a unit begins, and return those that are expected next."""
-        position = len(self.units)
         self.units.append(unit)
-        return self.expected[position + 1 : position + 1 + prefetch] if self.as_expected else []
+        return self.expected[len(self.units) :][:prefetch] if self.as_expected else []
 
     def keeps(self, group: ShardedGroup, position: int) -> bool:
         """Whether the group is used again so soon after the unit at the position that it stays."""
@@ -72,11 +65,11 @@ class Forward:
         run = Run(self, unit, started, len(self.runs))
         self.runs.append(run)
         for group in unit.groups:
-            self._first_run[group] = min(started, self._first_run.get(group, started))
+            self._first_run.setdefault(group, run.number)
         return run
 
     def uses(self, group: ShardedGroup, number: int) -> bool:
-        """Whether the group is used by one of the runs up to the number, or by one inside which that took place."""
+        """Whether the group is used by one of the runs up to the number."""
         return group in self._first_run and self._first_run[group] <= number
 
 
@@ -87,31 +80,19 @@ class Run:
     forward: Forward
     unit: Unit
     started: int
-    """The number of runs that had ended when this one began: a unit inside a unit ends by itself, and begins its
-    backward by itself."""
+    """The number of runs that had ended when this one began: less than ``number`` where it holds vectors alone."""
     number: int
     """The number of runs that had ended before this one did."""
 
 
 @dataclass
-class Walk:
-    """How far a backward pass has come in a forward."""
-
-    task: int
-    """Autograd's number of the pass; it gives those that take place inside one higher numbers."""
-    number: int
-    """The number of the run that it has come to."""
-
-
-@dataclass
 class Backward:
-    """One backward pass, with those that take place inside it (of reentrant checkpoints)."""
+    """One backward pass."""
 
     lives: "weakref.ref[Any]"
     """The reference is empty once autograd has given the pass up."""
-    walks: dict[Forward, Walk] = field(default_factory=dict)
-    recomputed: Forward = field(default_factory=Forward)
-    """The runs that a reentrant checkpoint recomputes, for a backward pass of its own inside this one."""
+    walks: dict[Forward, int] = field(default_factory=dict)
+    """The number of the run that it has come to, in each forward."""
     open: list[Run] = field(default_factory=list)
     """The runs that it is inside of, whose recomputation needs their parameters."""
     producing: dict[ShardedGroup, None] = field(default_factory=dict)
@@ -125,35 +106,38 @@ class Agreement:
         self._rank, self._world_size = process_group.rank(), process_group.size()
         self._alone = self._world_size == 1 or dist.get_backend(process_group) == "fake"
         if not self._alone:
-            self._store = process_group.get_group_store()
+            self._ranks, self._presence = dist.get_process_group_ranks(process_group), presence_of_this_rank()
+            self._store: Any = process_group.get_group_store()
+            self._second_store: Any = self._store.clone()  # type: ignore[attr-defined]
             self._name = f"FSDP {self._store.add(f'FSDP of rank {self._rank}', 1)}"  # wrapped in one order everywhere
         self._n = 0
 
-    def check(self, what: str, flags: Sequence[bool] = ()) -> list[bool]:
-        """Wait for what the other ranks are about to do.
-
-        Args:
-            what: this rank does, as the end of a sentence that begins with its number.
-            flags: equally many on all ranks, each with values of its own.
+    def check(self, what: str, flag: bool = False) -> bool:
+        """Wait for what the other ranks are about to do, as the end of a sentence that begins with the rank's number.
 
         Returns:
-            Which flags are up on any rank.
+            Whether the flag is up on any rank.
 
         Raises:
             RuntimeError: they are about to do something else; on every rank, and before any has done it.
+            DistError: a rank has left.
         """
         if self._alone:
-            return list(flags)
+            return flag
         keys = [f"{self._name}/{self._n}/{rank}" for rank in range(self._world_size)]
-        self._store.set(keys[self._rank], what + "\n" + "".join("01"[flag] for flag in flags))
-        said, flagged = zip(*(value.decode().rsplit("\n", 1) for value in self._store.multi_get(keys)), strict=True)
+        self._store.set(keys[self._rank], f"{what}\n{flag}")
+        with self._presence.waiting(self._second_store, dict(zip(self._ranks, keys, strict=True))):
+            values = [value.decode().rsplit("\n", 1) for value in self._store.multi_get(keys)]
+        said, flags = zip(*values, strict=True)
         if self._n:  # whoever has come to this turn has read the last one
             self._store.delete_key(f"{self._name}/{self._n - 1}/{self._rank}")
         self._n += 1
         other = next((rank for rank, theirs in enumerate(said) if theirs != said[0]), None)
+        if gone := [f"rank {rank} {word}" for rank, word in zip(self._ranks, said, strict=True) if HAS_LEFT in word]:
+            raise dist.DistError(gone[0])
         if other is not None:
             raise RuntimeError(
                 f"ranks under FSDP must run the same units in the same order, an expert without tokens as well, and "
                 f"backward together: rank 0 {said[0]}, where rank {other} {said[other]}"
             )
-        return ["1" in column for column in zip(*flagged, strict=True)]
+        return "True" in flags

@@ -12,26 +12,23 @@ Backward walks the list whole. A run that this rank's gradient passes by is gath
 same, as other ranks may compute with it. A group that several runs use stays between the first and the last of them, in
 either direction: a tied embedding is gathered once.
 
-A backward whose gradients stay on their rank (``no_sync``) leaves the groups there that the next forward begins with:
-no optimizer runs between the two. If shards have changed all the same, by their versions, they are gathered anew.
-
 Each backward ends with its gradients averaged, as the call of ``backward`` returns. One that an error has ended leaves
 nothing behind but what the parameters' ``grad`` hold by then.
 
-Limits: no gradients of gradients. When a checkpointed segment of several units runs again, or a reentrant one, units
-that backward's look-ahead has not reached are gathered for it, one by one, and again for their backward. It must do so
-on every rank, after the same units: where a model has such segments, the losses of all ranks must use the same outputs.
+Limits: no gradients of gradients, and no backward inside a backward, as reentrant checkpoints have. When a checkpointed
+segment of several units runs again, units that backward's look-ahead has not reached are gathered for it, one by one,
+and again for their backward. It must do so on every rank, after the same units: where a model has such segments, the
+losses of all ranks must use the same outputs.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
@@ -39,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_systems.distributed.fsdp_gradients import Gradients
 from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup, ShardedParameter
-from cs336_systems.distributed.fsdp_runs import Agreement, Backward, Forward, Run, Walk
+from cs336_systems.distributed.fsdp_runs import Agreement, Backward, Forward, Run
 from cs336_systems.distributed.fsdp_units import Elsewhere, ShardedUnits, Unit
 
 _NO_TASK = -1
@@ -67,27 +64,22 @@ class GatherOrder:
     Args:
         sharded: units, whose parameters have been sharded.
         prefetch: how many runs ahead groups are gathered.
-        device: of the parameters.
-        process_group: of the ranks that share them.
     """
 
-    def __init__(
-        self, sharded: ShardedUnits, prefetch: int, device: torch.device, process_group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, sharded: ShardedUnits, prefetch: int) -> None:
         self.groups = sharded.groups
         self.replicated = sharded.replicated
         self.prefetch = prefetch
         self._turns, self._quantized_rows = sharded.turns, sharded.quantized_rows
-        self._agreement = Agreement(process_group)
+        self._agreement = Agreement(sharded.turns.group)
         self._complete = Forward()
         """The last forward that came to its end: the next one is expected to be like it."""
         self._forward = Forward()
-        self._left: set[ShardedGroup] = set()
-        """The groups that the last backward has left gathered for the next forward."""
         self._n_to_come = 0
         """The number of forwards since the last backward that a backward may come to."""
         self._backward: Backward | None = None
-        self.gradients = Gradients(sharded.groups, sharded.replicated, device)
+        self._running: Unit | None = None
+        self.gradients = Gradients(sharded.groups, sharded.replicated)
         slots = dict.fromkeys(slot for unit in sharded.units for slot in unit.param_slots)
         guards = {parameter: Elsewhere(parameter) for group in self.groups for parameter in group.parameters}
         self._guards = [(slot, guards[p]) for slot in slots if isinstance(p := slot.parameter, ShardedParameter)]
@@ -114,9 +106,9 @@ class GatherOrder:
             yield
             return
         self.forget_failed_backward()
-        left = self._begin("a forward")
-        self._free_idle(besides=left)
-        self._left = set()
+        self._agree("begins a forward", gathers=True)
+        self._free_idle()
+        self._turns.begin_reading()
         self._forward = Forward(self._complete)
         returned = False
         try:
@@ -133,38 +125,45 @@ class GatherOrder:
                 self._break_off_reading()
         self._agree("ends a forward")
         self._turns.end_reading()
-        self._forward.end()
+        self._forward.n_inside = len(self._forward.units)
         if not (self._forward.as_expected and self._forward.runs):  # without a backward to come
             self._free_idle()
         self._complete = self._forward
 
     def run(self, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a unit's own code with its parameters unsharded."""
+        """Call a unit's own code with its parameters unsharded.
+
+        Raises:
+            RuntimeError: another unit is running, or a parameter has been replaced.
+        """
         for slot in unit.param_slots:
             slot.check()
+        outer = self._running
+        if outer is not None and outer.groups:
+            raise RuntimeError(f"{unit.name} is called by {outer.name}: under FSDP no unit may call another")
         recomputing = inside_backward()
         if recomputing:
-            forward = self._recomputed()
-            ahead = []
+            self._current_backward()
+            forward, ahead = Forward(), []
             # What backward has gathered ahead is the unit's own backward's, which frees it.
-            stays = {group for group in unit.groups if group.state is not GroupState.SHARDED}
+            stays = [group for group in unit.groups if group.state is not GroupState.SHARDED]
         else:
             self.forget_failed_backward()
-            forward = self._forward
+            forward, stays = self._forward, []
             if forward.left()[:1] != [unit]:
-                self._agree(f"calls {unit.name}")
+                self._agree(f"calls {unit.name}", gathers=True)
                 forward.as_expected = False
+                self._free_idle()  # of an older value perhaps
             ahead = forward.begin(unit, self.prefetch)
-            stays = set()
         position, started = len(forward.units) - 1, len(forward.runs)
         for each in (unit, *ahead):
             for group in each.groups:
                 group.gather()
         for group in unit.groups:
             group.wait()
-            group.users += 1
         if not recomputing:
             self.replicated.refresh(slot.parameter for slot in unit.param_slots)
+        self._running = unit
         unit.to_unsharded()
         returned = False
         try:
@@ -173,31 +172,15 @@ class GatherOrder:
                 group.check_in_place()
             returned = True
         finally:
+            self._running = outer
             unit.to_sharded()
-            for group in unit.groups:
-                group.users -= 1
             if returned:
-                self._record(forward, unit, started, output)
-                stays |= {group for group in unit.groups if forward.keeps(group, position)}
+                self._record(None if recomputing else forward, unit, started, output)
+                stays += [group for group in unit.groups if forward.keeps(group, position)]
             for group in unit.groups:
-                if not group.users and group not in stays:
+                if group not in stays:
                     group.free()
         return output
-
-    def _begin(self, what: str) -> set[ShardedGroup]:
-        """Agree on what begins, before which all ranks have written their shards; returns what ``_agree`` does."""
-        left = self._agree(f"begins {what}")
-        try:
-            self._quantized_rows.renew()
-            if self._turns.taken:
-                for group in self.groups:
-                    group.adopt_data()  # what others are about to read
-        except Exception:
-            self._turns.begin_reading()  # others wait for this rank there, and then in nothing until the end
-            self._break_off_reading()
-            raise
-        self._turns.begin_reading()
-        return left
 
     def _break_off_reading(self) -> None:
         """End reading after an error on this rank; others may still copy, and wait for this rank in no gather."""
@@ -205,13 +188,13 @@ class GatherOrder:
             self._turns.break_off()
             self._forward.as_expected = False
 
-    def _agree(self, what: str) -> set[ShardedGroup]:
+    def _agree(self, what: str, gathers: bool = False) -> None:
         """Make sure that all ranks are about to do the same, unless it is to call the unit that is expected.
 
         Others may follow the last forward until its end, and wait for this rank in every gather: it takes part in them.
 
-        Returns:
-            Groups that the last backward has left gathered, on every rank.
+        Args:
+            gathers: it will gather; rows that travel quantized are made anew, by all ranks, where some have changed.
 
         Raises:
             RuntimeError: they are not.
@@ -223,33 +206,34 @@ class GatherOrder:
                 for group in unit.groups:
                     group.gather()
                 for group in unit.groups:
-                    if not group.users and not forward.keeps(group, position):
-                        group.free()
+                    if not forward.keeps(group, position):
+                        self._free(group)
             forward.as_expected = False
             self._free_idle()
-        stale = [group.stale for group in self.groups]
-        missing = [group not in self._left or group.state is GroupState.SHARDED for group in self.groups]
         try:
-            flags = self._agreement.check(what, stale + missing)
+            stale = self._agreement.check(what, gathers and self._quantized_rows.stale)
         except RuntimeError:
             self._n_to_come = 0  # ranks that have disagreed start again alike
             self._break_off_reading()
             raise
-        stale, missing = flags[: len(stale)], flags[len(stale) :]
-        for group, is_stale in zip(self.groups, stale, strict=True):
-            if is_stale:
-                group.drop_stale()
-        return {group for group, is_missing in zip(self.groups, missing, strict=True) if not is_missing}
+        if stale:
+            self._quantized_rows.renew()
+            if self._turns.reading:
+                self._turns.meet()
 
-    def _record(self, forward: Forward, unit: Unit, started: int, output: Any) -> None:
-        """Have the unit's backward announced, if there will be one."""
+    def _record(self, forward: Forward | None, unit: Unit, started: int, output: Any) -> None:
+        """Have the unit's backward announced, if there will be one: refused for a unit that backward itself runs."""
         outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-        if outputs and torch.is_grad_enabled():
-            if forward is self._forward and not forward.runs:
-                self._n_to_come += 1
-                forward.serial = self._n_to_come
-            run = forward.add_run(unit, started)
-            register_multi_grad_hook(outputs, lambda _: self._before_backward(run), mode="any")
+        if not outputs or not torch.is_grad_enabled():
+            return
+        if forward is None:
+            register_multi_grad_hook(outputs, partial(_refuse_backward_inside, unit.name), mode="any")
+            return
+        if forward is self._forward and not forward.runs:
+            self._n_to_come += 1
+            forward.serial = self._n_to_come
+        run = forward.add_run(unit, started)
+        register_multi_grad_hook(outputs, lambda _: self._before_backward(run), mode="any")
 
     # backward
 
@@ -260,7 +244,8 @@ class GatherOrder:
             end = partial(self._after_backward)
             self._backward = Backward(weakref.ref(end))
             Variable._execution_engine.queue_callback(end)  # autograd holds it as long as the pass lives
-            self._begin("a backward")
+            self._agree("begins a backward", gathers=True)
+            self._turns.begin_reading()
         return self._backward
 
     def _before_backward(self, run: Run) -> None:
@@ -278,12 +263,12 @@ class GatherOrder:
                 "gradients: call backward or autograd.grad without create_graph=True"
             )
         with torch.no_grad():
-            backward, forward, task = self._current_backward(), run.forward, torch._C._current_graph_task_id()
-            self._walk_out(task, besides=forward)
+            backward, forward = self._current_backward(), run.forward
+            self._walk_out(besides=forward)
             if forward not in backward.walks:
                 if self._n_to_come > 1:
                     self._agree(f"comes to the backward of its forward {forward.serial} of {self._n_to_come}")
-                backward.walks[forward] = Walk(task, len(forward.runs))
+                backward.walks[forward] = len(forward.runs)
             self._walk(forward, run.number)
             self._come_to(run)
             for group in run.unit.groups:
@@ -291,28 +276,18 @@ class GatherOrder:
             run.unit.to_unsharded()
             backward.open.append(run)
 
-    def _recomputed(self) -> Forward:
-        """The list to which a run that is recomputed now, inside backward, belongs."""
-        backward = self._current_backward()
-        self._walk_out(torch._C._current_graph_task_id() + 1)
-        if backward.recomputed in backward.walks:
-            backward.recomputed = Forward()
-        return backward.recomputed
-
-    def _walk_out(self, task: int, besides: Forward | None = None) -> None:
-        """Walk the forwards to their beginning that passes from this number on have come to."""
-        walks = self._current_backward().walks
-        for forward in sorted(walks, key=lambda forward: -walks[forward].task):
-            if walks[forward].task >= task and forward is not besides:
+    def _walk_out(self, besides: Forward | None = None) -> None:
+        """Walk the forwards that this backward has come to, but for one, to their beginning."""
+        for forward in self._current_backward().walks:
+            if forward is not besides:
                 self._walk(forward, -1)
 
     def _walk(self, forward: Forward, number: int) -> None:
         """Come to all runs after the number, which the gradient has passed by on this rank, and leave those inside."""
         backward = self._current_backward()
-        walk = backward.walks[forward]
-        passed_by = reversed(forward.runs[number + 1 : max(0, walk.number)])
-        walk.number = min(walk.number, number)
-        for run in [run for run in backward.open if run.forward is forward and run.started > walk.number]:
+        passed_by = reversed(forward.runs[number + 1 : max(0, backward.walks[forward])])
+        backward.walks[forward] = reached = min(backward.walks[forward], number)
+        for run in [run for run in backward.open if run.forward is forward and run.started > reached]:
             backward.open.remove(run)
             run.unit.to_sharded()
         for run in passed_by:
@@ -323,10 +298,9 @@ class GatherOrder:
         backward, forward, number = self._current_backward(), run.forward, run.number
         window = forward.runs[max(0, number - self.prefetch) : number + 1][::-1]
         needed = {group for each in (*window, *backward.open) for group in each.unit.groups}
-        to_leave = self._to_leave()
         for group in self._gathered():
-            if group not in needed | to_leave and not group.users and not forward.uses(group, number):
-                group.free()
+            if group not in needed and not forward.uses(group, number):
+                self._free(group)
         # Which groups are reduced, and in which order, follows from the order of the runs alone, never from which
         # parameters received a gradient: ranks may differ in that, and their collectives must not.
         for group in list(backward.producing):
@@ -346,12 +320,11 @@ class GatherOrder:
     def _after_backward(self) -> None:
         """End a backward pass: come to the runs that it has not come to, and reduce and free whatever is left."""
         backward = self._current_backward()
-        self._walk_out(0)
+        self._walk_out()
         if self._n_to_come > 1 or self._turns.taken:
             self._agree("ends a backward")
         self._n_to_come = 0
-        self._left = self._to_leave()
-        self._free_idle(besides=self._left)
+        self._free_idle()
         for group in backward.producing:
             self.gradients.take(group)
         self.gradients.end_backward()
@@ -365,8 +338,6 @@ class GatherOrder:
         self.forget_failed_backward()
         if self.gradients.unfinished and self.gradients.synchronize:
             self._agree("averages accumulated gradients")
-            for group in self._left:
-                group.free()
             self.gradients.average()
 
     def forget_failed_backward(self) -> None:
@@ -385,13 +356,18 @@ class GatherOrder:
     def _gathered(self) -> list[ShardedGroup]:
         return [group for group in self.groups if group.state is not GroupState.SHARDED]
 
-    def _to_leave(self) -> set[ShardedGroup]:
-        """The groups that a backward leaves gathered, if it has come to them."""
-        if self.gradients.synchronize:
-            return set()
-        return {group for unit in self._complete.units[: 1 + self.prefetch] for group in unit.groups}
+    def _free(self, group: ShardedGroup) -> None:
+        """Free a group unless a unit is running with it."""
+        if self._running is None or group not in self._running.groups:
+            group.free()
 
-    def _free_idle(self, besides: Collection[ShardedGroup] = ()) -> None:
+    def _free_idle(self) -> None:
         for group in self._gathered():
-            if not group.users and group not in besides:
-                group.free()
+            self._free(group)
+
+
+def _refuse_backward_inside(name: str, _: Tensor) -> None:
+    """Raise RuntimeError: a unit that was called inside a backward is to be differentiated there."""
+    raise RuntimeError(
+        f"{name} is under FSDP, where no backward runs inside a backward: checkpoint it with use_reentrant=False"
+    )

@@ -42,14 +42,13 @@ def why_not_mapped(device: torch.device, process_group: dist.ProcessGroup) -> st
             return None if hasattr(os, "memfd_create") else "files in memory are Linux's"
         if len(set(places)) < len(places):
             return f"several ranks see their GPU as number {device.index}"
-        unreached = [index for _, index in places if index != device.index and not _reaches(device.index, index)]
-        return f"GPU {device.index} cannot read the memory of GPU {unreached[0]}" if unreached else None
+        for _, other in places:
+            reached = other < torch.cuda.device_count() and torch.cuda.can_device_access_peer(device.index, other)
+            if other != device.index and not reached:
+                return f"GPU {device.index} cannot read the memory of GPU {other}"
+        return None
 
     return next(filter(None, on_every_rank(reason, process_group)), None)
-
-
-def _reaches(one: int, other: int) -> bool:
-    return other < torch.cuda.device_count() and torch.cuda.can_device_access_peer(one, other)
 
 
 class PeerMemory:
@@ -104,30 +103,36 @@ def _map_files(size: int, dtype: torch.dtype, device: torch.device, process_grou
 
 
 class Turns:
-    """Tells when ranks read what they have mapped of each other, and when they write their own; all take part in both.
+    """The stream of gathers, and when ranks read what they have mapped of each other and when they write their own.
 
     Args:
-        stream: of the copies; None on a CPU.
         device: of the memory.
-        process_group: of the ranks.
+        group: of the ranks, all of which take part in both.
         taken: whether ranks copy rows; where they only use collectives, nothing is awaited or sent here.
     """
 
-    def __init__(
-        self, stream: "torch.cuda.Stream | None", device: torch.device, process_group: dist.ProcessGroup, taken: bool
-    ) -> None:
-        self._stream, self._group, self.taken = stream, process_group, taken
+    def __init__(self, device: torch.device, group: dist.ProcessGroup, taken: bool) -> None:
+        self.device, self.group, self.taken = device, group, taken
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """Gathers are issued there, so that casts do not wait in line behind the computation."""
         self._token = torch.zeros(1, device=device) if taken else torch.empty(0)
         self.reading = False
         """Whether ranks read what they have mapped: outside, code that writes would not wait for it."""
+
+    def on_stream(self) -> AbstractContextManager:
+        """Run the body on the stream of gathers, after all that the current stream was given before."""
+        if self._stream is None:
+            return nullcontext()
+        # The memory may have been another tensor's a moment ago, and the optimizer may still be writing the shards.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._stream)
 
     def begin_reading(self) -> None:
         """Copies wait from now on for what all ranks have written on their current streams."""
         if not self.taken:
             return
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        self.meet()
+        with self.on_stream():
+            dist.all_reduce(self._token, group=self.group)
         self.reading = True
 
     def end_reading(self) -> None:
@@ -145,13 +150,13 @@ class Turns:
 
     def _wait_for_copies(self) -> None:
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def meet(self) -> None:
         """The stream of copies waits from now on for those of all ranks."""
         where: AbstractContextManager = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with where:
-            dist.all_reduce(self._token, group=self._group)
+            dist.all_reduce(self._token, group=self.group)
 
 
 class PackedGather:

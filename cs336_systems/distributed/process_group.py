@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.case import Unsupported
+from cs336_systems.distributed.presence import leave
 
 T = TypeVar("T")
 
@@ -63,11 +64,7 @@ def launched() -> bool:
 
 
 def launched_world_size() -> int | None:
-    """The launcher's world size, or None where there is no launcher.
-
-    Raises:
-        ValueError: the launcher has left a variable out, or set one that is no number.
-    """
+    """The launcher's world size, or None where there is none; raises ValueError as ``joined``."""
     return _environment()[2] if launched() else None
 
 
@@ -168,6 +165,7 @@ def joined(device: str = "cpu", *, timeout_s: float = 600.0) -> Iterator[Rank]:
         _join(rank, store)
         yield rank
     except BaseException as error:
+        leave(f"{type(error).__name__}: {error}")
         _leave(rank, failed=True)
         if is_peer_lost(error):
             time.sleep(PEER_LOST_HOLD_S)
@@ -318,6 +316,7 @@ def _leave(rank: Rank, failed: bool) -> None:
     if not dist.is_initialized():
         return
     _limited.clear()
+    leave("it has left the process group")
     if failed and rank.backend == "nccl":
         with suppress(Exception):
             dist.distributed_c10d._abort_process_group()

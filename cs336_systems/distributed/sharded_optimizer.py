@@ -15,26 +15,25 @@ With P bytes of parameters and W ranks on a ring, and AdamW's two moments:
 
 The default is the CS336 handout's: whole tensors have owners, balanced by bytes, who broadcast what they updated. The
 other two are ZeRO (Rajbhandari et al. 2020, section 5.1): each rank receives the sum of only those gradients that it
-needs (divided by W, as DDP does), updates its slices, and all ranks gather the parameters. That is as much as plain DDP
-sends; the default's broadcasts, one after another, come on top. ``shards.py`` has the layouts, ``scattered.py`` what
-happens to gradients, ``costs/sharding.py`` the arithmetic, of the busiest link in each collective.
+needs (divided by W, as DDP does), updates its slices, and all ranks gather the parameters. ``shards.py`` has the
+layouts, ``scattered.py`` what happens to gradients, ``costs/sharding.py`` the arithmetic, of the busiest link in each
+collective.
 
 The two differ in steps of several backwards. Under ``no_sync()``, ``"reduce-scatter"``, ZeRO stage 1, adds up whole
 gradients and sends them once, with the last backward. ``"shard"``, stage 2, never holds more than two buckets of whole
-gradients: each backward sends, and the means add up in the shard. With one backward a step they are the same numbers,
-to the bit. In both ``.grad`` is None after a backward that has sent, and ``step`` uses the gradients up; to give them
-up without a step, call the optimizer's ``zero_grad``.
+gradients: each backward sends, and the means add up in the shard. With one backward a step they are the same bits. In
+both ``.grad`` is None after a backward that has sent, and ``step`` uses the gradients up; to give them up without a
+step, call the optimizer's ``zero_grad``.
 
-What the optimizer class must be like: it updates each parameter by itself (no LBFGS), and element by element for all
-but the default (SGD, Adam, AdamW; not Adafactor, Muon or LAMB). One that draws random numbers per element has a
-method ``locate(tensor, number, offset)`` and is told of which parameter, and from which element on. ``step`` runs it
-once per bucket, so that sending one overlaps with updating the next. ``step`` returns when all parameters are there,
-for whatever the current stream does next; after ``send_under_forward`` it returns earlier, and the next forward runs
-while later layers' parameters are still on their way.
+The optimizer class updates each parameter by itself (no LBFGS), and element by element for all but the default (SGD,
+Adam, AdamW; not Adafactor, Muon or LAMB). One that draws random numbers per element has a method ``locate(tensor,
+number, offset)`` and is told of which parameter, and from which element on. ``step`` runs it once per bucket, so that
+sending one overlaps with updating the next, and returns when all parameters are there, for whatever the current stream
+does next; after ``send_under_forward`` it returns earlier, while later layers' parameters are still on their way.
 
-Limits: ``torch.amp.GradScaler`` needs whole gradients, thus the default form; parameters must be dense, be on their
-device before, and begin equal on all ranks (DDP sees to that; without it, seed alike or broadcast). Outside ``no_sync``
-ranks run equally many backwards, or none. For clipping there is ``reduced_gradients``.
+Limits: parameters must be dense, be on their device before, and begin equal on all ranks (DDP sees to that; without it,
+seed alike or broadcast). Outside ``no_sync`` ranks run equally many backwards, or none. For clipping there is
+``reduced_gradients``.
 """
 
 import math
@@ -134,10 +133,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             check_shapes_are_known(("a parameter", parameter) for parameter in added[0]["params"])
             for parameter in added[0]["params"]:
                 if isinstance(vars(parameter).get("register_post_accumulate_grad_hook"), GradientHooks):
-                    raise ValueError(
-                        "parameters of an FSDP module are sharded already, and so is the state of "
-                        f"{self.optimizer_cls.__name__} over them: use it without ShardedOptimizer"
-                    )
+                    kind = self.optimizer_cls.__name__
+                    raise ValueError(f"parameters of FSDP are sharded already, and so is the state of {kind} over them")
                 if parameter.layout != torch.strided:
                     raise ValueError(f"parameters must be dense to share a flat buffer, got layout {parameter.layout}")
             if self.local is not None:
@@ -245,9 +242,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         The first modules' are sent first, and the others while these compute: a module's next forward waits for its
         own. State dicts, ``save_checkpoint``, ``load_checkpoint`` and the next ``step`` wait, too. **Whoever else reads
-        or writes the parameters calls ``wait`` before**, such as who copies the model,
-        makes another optimizer over them, or computes with them on another stream than the one that trains.
-        Parameters in none of the modules are there when ``step`` returns.
+        or writes the parameters calls ``wait`` before**, such as who copies the model. Parameters in none of the
+        modules are there when ``step`` returns.
 
         Args:
             modules: in the order in which forward calls them, which is that of all ranks; parts of them are not called
@@ -257,9 +253,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: a module is compiled, or ranks were given different ones.
         """
         listed = list(modules)
+        number_of = {parameter: number for number, parameter in enumerate(self._names)}
+        of_modules = [sorted(number_of.get(parameter, -1) for parameter in own.parameters()) for own in listed]
         if self.world_size > 1:
-            number_of = {parameter: number for number, parameter in enumerate(self._names)}
-            of_modules = [sorted(number_of.get(parameter, -1) for parameter in own.parameters()) for own in listed]
             check_same_across_ranks(of_modules, "parameters of modules to send under")
         arrivals = Arrivals(listed)
         if self._arrivals is not None:
@@ -275,8 +271,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _plan_sending(self) -> None:
         """Note in which order buckets are sent, each with the modules that wait for it, if ``step`` does not."""
-        arrivals = self._arrivals or Arrivals()
-        self._sending = arrivals.in_order(self._buckets)
+        self._sending = (self._arrivals or Arrivals()).in_order(self._buckets)
 
     def reduced_gradients(self) -> list[Tensor]:
         """The gradients of this rank's share, averaged over the ranks, as ``step`` will take them; a collective.
@@ -297,12 +292,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [tensor.grad for tensor in own if tensor.grad is not None]
 
     def _take_gradients(self) -> list[dist.Work]:
-        """Look at what backward has left, and start to reduce it where that is for this class to do.
-
-        Parameters that were given other memory come back first.
-        """
+        """Look at what backward has left, and start to reduce it where that is for this class to do."""
         for bucket in self._buckets:
-            bucket.hold()
+            bucket.check()
         if self._scatter is not None:
             return self._scatter.reduce_the_rest()
         if self.world_size > 1:
@@ -369,10 +361,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _refuse(self, *_: Any) -> NoReturn:
         """Copies, pickles and state dicts come here: raise RuntimeError."""
-        raise RuntimeError(
-            "a ShardedOptimizer holds this rank's share of the state, so it has no state_dict and is not copied or "
-            "pickled: save_checkpoint saves it, for any number of ranks"
-        )
+        raise RuntimeError("a ShardedOptimizer holds this rank's share of the state: save it by save_checkpoint")
 
     state_dict = load_state_dict = __reduce_ex__ = _refuse  # type: ignore[assignment]
 

@@ -63,7 +63,8 @@ class ParameterBucket:
             for parameter, start in zip(run, starts_in(run), strict=True):
                 self.offsets.append(begin + start)
                 self._views[parameter] = in_memory_order(rows[start:], parameter)
-        self.hold()
+        for parameter, view in self._views.items():
+            parameter.data = view.copy_(parameter.detach())
         self.own: dict[Tensor, Piece] = {}
         """By parameter, the one piece of it that this rank updates, if any."""
         if owner is not None:
@@ -84,22 +85,13 @@ class ParameterBucket:
         """Whether one of the parameters is a view of the bucket, not moved by another optimizer or by hand."""
         return parameter.data_ptr() == self._views[parameter].data_ptr()
 
-    def hold(self) -> None:
-        """Make every parameter a view of the bucket again, if somebody gave it other memory.
-
-        Raises:
-            ValueError: a parameter has been moved to another device or dtype.
-        """
-        for parameter, view in self._views.items():
-            if self.holds(parameter):
-                continue
-            if (parameter.dtype, parameter.device) != (view.dtype, view.device):
-                raise ValueError(
-                    f"a parameter moved from {view.dtype} on {view.device} to {parameter.dtype} on {parameter.device} "
-                    "after its sharded optimizer was made; make the optimizer last"
-                )
-            view.copy_(parameter.detach())
-            parameter.data = view
+    def check(self) -> None:
+        """Raise ValueError unless all parameters are views of the bucket."""
+        if moved := [tuple(parameter.shape) for parameter in self._views if not self.holds(parameter)]:
+            raise ValueError(
+                f"a parameter of shape {moved[0]} was moved, cast or given to another sharded optimizer after its own "
+                "was made: make the optimizer last"
+            )
 
     @property
     def trainable(self) -> bool:

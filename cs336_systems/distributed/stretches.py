@@ -12,22 +12,25 @@ wanted, so the ranks that read may divide tensors otherwise than those that wrot
 order; where a rank's share is consecutive in another order of the dimensions, as the slices that a ``ShardedOptimizer``
 makes of a transposed weight are, ``"order"`` lists the dimensions, outermost first.
 
-Files are written and read a tensor at a time, so that host memory holds one tensor besides what is saved; safetensors'
-own functions would hold all of them.
+Files are written a tensor at a time, so that host memory holds one tensor besides what is saved; safetensors' own
+function would hold all of them.
 """
 
 import json
-import os
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+
+from cs336_systems.distributed.checkpoint_folder import write_through
 
 INDEX = "tensors.json"
 
@@ -68,6 +71,10 @@ class Stretch:
     def whole(cls, tensor: Tensor) -> "Stretch":
         """All of a tensor."""
         return cls(tuple(tensor.shape), 0, tensor)
+
+    def like(self, values: Tensor) -> "Stretch":
+        """The same elements of another tensor of the same shape."""
+        return replace(self, values=values)
 
     @property
     def is_whole(self) -> bool:
@@ -154,16 +161,10 @@ def write_stretches(path: Path, stretches: Mapping[str, Stretch]) -> WrittenFile
         entries[name] = {"shape": stretch.shape, "dtype": dtype, **order, "stretches": [[path.name, stretch.start, n]]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    checksum = zlib.crc32(start := len(encoded).to_bytes(8, "little") + encoded)
-    with path.open("wb") as file:
-        file.write(start)
-        for name in header:
-            content = _bytes_of(stretches[name].values.detach().reshape(-1).cpu())
-            checksum = zlib.crc32(content, checksum)
-            file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return WrittenFile(path.name, len(start) + end, checksum, entries)
+    flat = (stretches[name].values.detach().reshape(-1).cpu() for name in header)
+    contents = (each.view(torch.uint8).numpy().data for each in flat)
+    written = write_through(path, chain([len(encoded).to_bytes(8, "little") + encoded], contents))
+    return WrittenFile(path.name, *written, entries)
 
 
 def write_index(folder: Path, files: Sequence[WrittenFile]) -> WrittenFile:
@@ -172,12 +173,7 @@ def write_index(folder: Path, files: Sequence[WrittenFile]) -> WrittenFile:
     for name, entry in (item for file in files for item in file.entries.items()):
         tensors.setdefault(name, entry | {"stretches": []})["stretches"] += entry["stretches"]
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(tensors.items()))
-    content = f"{{\n{lines}\n}}\n".encode()
-    with (folder / INDEX).open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return WrittenFile(INDEX, len(content), zlib.crc32(content), {})
+    return WrittenFile(INDEX, *write_through(folder / INDEX, [f"{{\n{lines}\n}}\n".encode()]), {})
 
 
 def read_index(folder: Path, files: Collection[str]) -> dict[str, StoredTensor]:
@@ -192,46 +188,30 @@ def read_index(folder: Path, files: Collection[str]) -> dict[str, StoredTensor]:
         named = {stretch[0] for entry in index.values() for stretch in entry["stretches"]}
         if foreign := named.difference(files):
             raise ValueError(f"it names {min(foreign)}, which is no file of the checkpoint")
-        headers = {name: _read_header(folder / name) for name in named}
-        return {name: _stored(folder, name, entry, headers) for name, entry in index.items()}
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        with ExitStack() as stack:
+            opened = {name: stack.enter_context(safe_open(folder / name, "pt")) for name in named}
+            return {name: _stored(folder, name, entry, opened) for name, entry in index.items()}
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder / INDEX} is not read: {error!r}") from None
 
 
-def _stored(folder: Path, name: str, entry: dict[str, Any], headers: dict[str, Any]) -> StoredTensor:
+def _stored(folder: Path, name: str, entry: dict[str, Any], opened: dict[str, Any]) -> StoredTensor:
     shape, order, dtype = tuple(entry["shape"]), tuple(entry.get("order", ())), _DTYPES[entry["dtype"]]
     pieces, n_before = [], 0
     for file, first, n in sorted(entry["stretches"], key=lambda stretch: stretch[1:]):
-        data, header = headers[file]
-        begin, end = header[name]["data_offsets"]
-        if (first, header[name]["dtype"], end - begin) != (n_before, entry["dtype"], n * dtype.itemsize):
+        there = opened[file].get_slice(name)
+        if (first, there.get_dtype(), there.get_shape()) != (n_before, entry["dtype"], [n]):
             raise ValueError(f"{name} is not in {file} as it says")
-        pieces.append((first, n, partial(_read_elements, folder / file, data + begin, dtype)))
+        pieces.append((first, n, partial(_read_elements, folder / file, name)))
         n_before += n
     if n_before != prod(shape) or (order and sorted(order) != list(range(len(shape)))):
         raise ValueError(f"{name} of shape {shape} has {n_before} elements")
     return StoredTensor(shape, dtype, pieces, order)
 
 
-def _read_elements(path: Path, data: int, dtype: torch.dtype, begin: int, end: int) -> Tensor:
-    """Elements of the tensor that begins at byte ``data``."""
-    elements = torch.empty(end - begin, dtype=dtype, device="cpu")
-    with path.open("rb") as file:
-        file.seek(data + begin * dtype.itemsize)
-        if file.readinto(_bytes_of(elements)) != elements.nbytes:
-            raise ValueError(f"{path} ends before byte {data + end * dtype.itemsize}")
-    return elements
-
-
-def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """The number of bytes before the data of a safetensors file, and its header."""
-    with path.open("rb") as file:
-        n_bytes = int.from_bytes(file.read(8), "little")
-        if n_bytes > path.stat().st_size:
-            raise ValueError(f"the header of {path.name} is longer than the file")
-        return 8 + n_bytes, json.loads(file.read(n_bytes))
-
-
-def _bytes_of(flat: Tensor) -> Any:
-    """The memory of a contiguous tensor on the CPU, (n,)."""
-    return flat.view(torch.uint8).numpy().data
+def _read_elements(path: Path, name: str, begin: int, end: int) -> Tensor:
+    try:
+        with safe_open(path, "pt") as file:
+            return file.get_slice(name)[begin:end]
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not read: {error}") from None

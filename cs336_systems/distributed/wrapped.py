@@ -1,11 +1,13 @@
-"""Wrappers ask two things of the parameters of a module: that their shapes are known, and that none joins later.
+"""What wrappers ask of the parameters of a module: that their shapes are known, that none joins later, no copies.
 
 A parameter that is added, or comes with a layer that replaces another, would be trained by each rank alone. Torch tells
-of every registration in any module, which ``Members`` counts; only when the count has changed does a forward look at
-the module's parameters, so that a step without changes pays for the comparison of two numbers.
+of every registration in any module, which are counted from the first wrapper on; only when the count has changed does a
+forward look at the module's parameters, so that a step without changes pays for the comparison of two numbers.
 """
 
+import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -13,26 +15,17 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-
-class _Registrations:
-    """The number of parameters and modules that any module has been given since the first wrapper was made."""
-
-    def __init__(self) -> None:
-        self.n: int | None = None
-
-    def start(self) -> None:
-        """Count from now on, for as long as the process lives."""
-        if self.n is None:
-            self.n = 0
-            register_module_module_registration_hook(self._count)
-            register_module_parameter_registration_hook(self._count)
-
-    def _count(self, *_: object) -> None:
-        assert self.n is not None
-        self.n += 1
+_registered = [0]
+"""The number of parameters and modules that any module has been given since the first wrapper was made."""
 
 
-_registrations = _Registrations()
+@functools.cache
+def _start_counting() -> None:
+    def count(*_: object) -> None:
+        _registered[0] += 1
+
+    register_module_module_registration_hook(count)
+    register_module_parameter_registration_hook(count)
 
 
 class Members:
@@ -43,13 +36,13 @@ class Members:
     """
 
     def __init__(self, module: nn.Module, known: Callable[[], Iterable[Tensor]]) -> None:
-        _registrations.start()
+        _start_counting()
         self._module, self._known = module, known
-        self._seen = _registrations.n
+        self._seen = _registered[0]
 
     def check(self) -> None:
         """Raise RuntimeError if the module has a parameter that it had not when it was wrapped."""
-        if self._seen == _registrations.n:
+        if self._seen == _registered[0]:
             return
         known = set(self._known())
         for name, parameter in self._module.named_parameters():
@@ -58,7 +51,7 @@ class Members:
                     f"{name} was added or replaced after wrapping, so that each rank would train its own: "
                     "copy values into what was there, or wrap the module as it is now"
                 )
-        self._seen = _registrations.n
+        self._seen = _registered[0]
 
 
 def check_shapes_are_known(tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -66,3 +59,12 @@ def check_shapes_are_known(tensors: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in tensors:
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"{name} has no shape before the first forward of its lazy module: run one first")
+
+
+class NotCopied:
+    """A base of classes that cannot be copied or pickled: they refer to a process group and to other ranks' parts."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse ``copy`` and ``pickle``, which call this, by a TypeError."""
+        kind = type(self).__name__
+        raise TypeError(f"{kind} cannot be copied or pickled: copy its module before wrapping, or use save_checkpoint")

@@ -142,7 +142,6 @@ def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
             From a run under way: its data hold an id that is no token; the steps before it are saved.
         RankAlone: the same where there are several ranks, on one of them; steps since the last checkpoint are lost.
         OSError: something cannot be read, or the log not be written.
-        NoneWhole: the folder has checkpoints, all of them damaged.
         NonFiniteStep: a loss or a gradient is not finite; checkpoints are as they were.
     """
     ends_at = None if options.walltime is None else time.monotonic() + options.walltime

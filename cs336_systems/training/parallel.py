@@ -39,9 +39,7 @@ def _ddp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
     """A rung of our ladder."""
     sized = {"bucket_size_mb": parallel.bucket_size_mb} if parallel.wrapper == "bucketed" else {}
     dtype, group = _DTYPES[parallel.communication_dtype], _group(parallel, rank)
-    return _LADDER[parallel.wrapper](
-        model, communication_dtype=dtype, broadcast_buffers=False, process_group=group, **sized
-    )
+    return _LADDER[parallel.wrapper](model, communication_dtype=dtype, process_group=group, **sized)
 
 
 def _group(parallel: Parallel, rank: Rank) -> dist.ProcessGroup | None:

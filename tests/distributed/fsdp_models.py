@@ -1,6 +1,7 @@
 """Modules that hold what FSDP stumbles over, each beside its copy in one process, and how the two are compared."""
 
 import copy
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ class Menagerie(nn.Module):
     """Ids (batch, seq) -> (batch, seq, 1), through every kind of parameter and of use.
 
     A row that most ranks have nothing of; a module run twice; frozen, unused and tied weights; a parameter that
-    depends on the call; lists of parameters; weights that a parent reads; nested outputs; an LSTM's flat weights.
+    depends on the call; weights that a parent reads; nested outputs; an LSTM's flat weights.
     """
 
     def __init__(self):
@@ -58,7 +59,6 @@ class Menagerie(nn.Module):
         self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
         self.recurrent = nn.LSTM(6, 6, batch_first=True)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.listed = nn.ParameterList(torch.randn(6, 6) for _ in range(2))
         self.unused = nn.Linear(6, 6)
         self.pair = Pair()
         self.scale = nn.Parameter(torch.rand(6))
@@ -71,13 +71,19 @@ class Menagerie(nn.Module):
         x = torch.tanh(self.frozen(self.twice(x)))
         x = x + self.attention(x, x, x, need_weights=False)[0]
         x = x + self.recurrent(x)[0]
-        x = x @ self.listed[0] + x @ self.listed[1]
         parts = self.pair(x, second)
-        return self.one_row(parts["sum"] * self.scale + self.offset + parts["more"][0])
+        return self.one_row(parts["sum"] * self.scale + self.offset + parts["more"].tensors[0])
+
+
+@dataclass
+class More:
+    """A unit may return it, though it is no container that pytree knows."""
+
+    tensors: list[torch.Tensor]
 
 
 class Pair(nn.Module):
-    """Two matrices of which a call may leave out the second; returns tensors in a dict and a list."""
+    """Two matrices of which a call may leave out the second; returns tensors in a dict and a dataclass."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +92,7 @@ class Pair(nn.Module):
 
     def forward(self, x, second):
         y = torch.tanh(x @ self.first)
-        return {"sum": torch.tanh(y @ self.second) if second else y, "more": [y]}
+        return {"sum": torch.tanh(y @ self.second) if second else y, "more": More([y])}
 
 
 def by_blocks(module):

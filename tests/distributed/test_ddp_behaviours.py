@@ -5,7 +5,6 @@ Each check is a test, and a function of a rung's constructor; it is run on two r
 
 import copy
 import gc
-import itertools
 import pickle
 import weakref
 
@@ -23,16 +22,6 @@ from cs336_systems.harness.traffic import Traffic
 from .checks import on_gpus, on_ranks
 from .replicas import RUNGS, average_of, averaged, backward, gradients, same_on_all_ranks
 from .toys import Branches, Mixed, Shifted, Toy
-
-
-def outputs_may_be_left_out_of_the_loss(wrap, rank):
-    model = wrap(nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}))
-    model.module.forward = lambda x: (model.module["a"](x), model.module["b"](x))
-    for _ in range(2):
-        model(torch.randn(2, 3))[0].sum().backward()
-        assert model.module["a"].weight.grad is not None
-        assert model.module["b"].weight.grad is None
-        model.zero_grad()
 
 
 def frozen_parameters_stay_and_must_not_thaw(wrap, rank):
@@ -88,22 +77,16 @@ def autograds_views_of_one_gradient_are_kept_apart(wrap, rank):
 def one_rank_alone_may_evaluate(wrap, rank):
     model = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     if rank.rank == 1:
-        model.eval()
-        assert model(torch.randn(2, 4)).requires_grad
-        model.train()
-        with torch.no_grad():
-            model(torch.randn(2, 4))
-    with Traffic() as traffic:
-        backward(model, torch.randn(2, 4))
-    assert [event.kind for event in traffic.sent][:2] == ["broadcast"] * 2  # statistics and the count of batches
+        with Traffic() as traffic:
+            assert model.eval()(torch.randn(2, 4)).requires_grad
+            with torch.no_grad():
+                model.train()(torch.randn(2, 4))
+        assert traffic.sent == []
+    backward(model, torch.randn(2, 4))
     mean = model.module[1].running_mean
     both = [torch.empty_like(mean) for _ in range(2)]
     dist.all_gather(both, mean)
-    assert not torch.equal(*both)  # each rank's own since the broadcast
-    silent = wrap(nn.BatchNorm1d(4), broadcast_buffers=False)
-    with Traffic() as traffic:
-        silent(torch.randn(2, 4))
-    assert traffic.sent == []
+    assert not torch.equal(*both)  # each rank's own
 
 
 def what_cannot_work_is_an_error_on_all_ranks(wrap, rank):
@@ -131,7 +114,7 @@ def what_cannot_work_is_an_error_on_all_ranks(wrap, rank):
     ):
         with pytest.raises(ValueError, match=message):
             wrap(refused, **options)
-    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+    for attempt in (copy.copy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied or pickled"):
             attempt(model)
     model = wrap(nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2)))
@@ -142,25 +125,15 @@ def what_cannot_work_is_an_error_on_all_ranks(wrap, rank):
         model(torch.ones(1, 4)).square().sum().backward(create_graph=True)
 
 
-def no_sync_is_left_when_its_body_raises(wrap, rank):
-    model = wrap(Toy())
-    x = torch.randn(3, 6)
+def accumulated_gradients_may_be_finished_without_another_backward(wrap, rank):
+    """Also where the body of ``no_sync`` raises."""
+    model, x = wrap(Toy()), torch.randn(3, 6)
+    expected = average_of(model.module, model.module(x).square().sum())
     with pytest.raises(ZeroDivisionError), Traffic() as traffic, model.no_sync():
         with model.no_sync():
             backward(model, x)
-        backward(model, x)
         raise ZeroDivisionError
     assert traffic.sent == []
-    backward(model, x)
-    assert same_on_all_ranks(gradients(model))
-
-
-def accumulated_gradients_may_be_finished_without_another_backward(wrap, rank):
-    model = wrap(Toy())
-    x = torch.randn(3, 6)
-    expected = average_of(model.module, model.module(x).square().sum())
-    with model.no_sync():
-        backward(model, x)
     model.finish_gradient_synchronization()
     torch.testing.assert_close(gradients(model), expected)
 
@@ -252,13 +225,13 @@ def a_backward_that_fails_is_finished_before_the_next_forward(wrap, rank):
 
 
 def segments_may_be_checkpointed(wrap, rank):
-    for reentrant, n_checkpointed in itertools.product((False, True), (2, 3)):
+    for reentrant in (False, True):
         module = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
-        def run(x, module=module, n=n_checkpointed, reentrant=reentrant):
-            for i, layer in enumerate(module):
-                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant) if i < n else layer(x)
-            return x
+        def run(x, module=module, reentrant=reentrant):
+            for layer in module[:2]:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+            return module[2](x)
 
         model = wrap(module)
         model.module.forward = run
@@ -285,42 +258,18 @@ def a_wrapper_that_is_dropped_leaves_the_module_free(wrap, rank):
 
 
 def parameters_that_join_later_are_noticed(wrap, rank):
-    def add(module):
-        module.register_parameter("later", nn.Parameter(torch.ones(2)))
-
-    def replace(module):
-        module[1] = nn.Linear(4, 2)
-
-    def append(module):
-        module[0].append(nn.Linear(4, 4))
-
-    def assign(module):
-        module[1].bias = nn.Parameter(torch.zeros(2))
-
-    x = torch.ones(1, 4)
-    for change, name in ((add, "later"), (replace, "1.weight"), (append, "0.1.weight"), (assign, "1.bias")):
+    for change, name in (
+        (lambda module: module.register_parameter("later", nn.Parameter(torch.ones(2))), "later"),
+        (lambda module: module.__setitem__(1, nn.Linear(4, 2)), "1.weight"),
+        (lambda module: module[0].append(nn.Linear(4, 4)), "0.1.weight"),
+        (lambda module: setattr(module[1], "bias", nn.Parameter(torch.zeros(2))), "1.bias"),
+    ):
         model = wrap(nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2)))
         model.module[1].register_module("unused", nn.ReLU())  # has no parameters
-        backward(model, x)
+        backward(model, torch.ones(1, 4))
         change(model.module)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=f"^{name} was added or replaced"):
-                model(x)
-
-
-def transposed_and_compiled_weights_in_autocast(wrap, rank):
-    module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
-    module[0].weight = nn.Parameter(torch.randn(4, 4).t())
-    model = wrap(module)
-    x = torch.randn(3, 4)
-    expected = average_of(module, module(x).square().sum())
-    module[1].compile(fullgraph=True, dynamic=False, backend="aot_eager")
-    backward(model, x)
-    torch.testing.assert_close(gradients(model), expected)
-    with torch.autocast(rank.device.type, dtype=torch.bfloat16):
-        backward(model, x)
-    assert all(g.dtype == torch.float32 for g in gradients(model))
-    assert same_on_all_ranks(gradients(model))
+        with pytest.raises(RuntimeError, match=f"^{name} was added or replaced"):
+            model(torch.ones(1, 4))
 
 
 def backward_may_run_on_another_stream(wrap, rank):
@@ -341,14 +290,12 @@ def backward_may_run_on_another_stream(wrap, rank):
 
 
 CHECKS = (
-    outputs_may_be_left_out_of_the_loss,
     frozen_parameters_stay_and_must_not_thaw,
     dtypes_may_be_mixed,
     gradients_may_travel_in_bf16,
     autograds_views_of_one_gradient_are_kept_apart,
     one_rank_alone_may_evaluate,
     what_cannot_work_is_an_error_on_all_ranks,
-    no_sync_is_left_when_its_body_raises,
     accumulated_gradients_may_be_finished_without_another_backward,
     a_rank_that_runs_out_of_batches_finishes_instead,
     clearing_in_place_begins_a_step_too,
@@ -357,7 +304,6 @@ CHECKS = (
     segments_may_be_checkpointed,
     a_wrapper_that_is_dropped_leaves_the_module_free,
     parameters_that_join_later_are_noticed,
-    transposed_and_compiled_weights_in_autocast,
     backward_may_run_on_another_stream,
 )
 
@@ -374,14 +320,13 @@ def test_every_behaviour(check, world_size, device):
     on_ranks(on_both_rungs, world_size, check, device=device)
 
 
-def buckets_follow_the_order_of_the_first_backward(rank: Rank):
+def buckets_are_in_one_order_whatever_each_rank_does(rank: Rank):
     class Backwards(nn.Module):
-        """Uses its layers in the reverse of their construction, and rank 1 would see yet another order."""
+        """Uses its layers in another order on each rank."""
 
         def __init__(self):
             super().__init__()
             self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
-            self.spare = nn.Linear(4, 4, bias=False)
 
         def forward(self, x, order):
             for i in order:
@@ -391,11 +336,8 @@ def buckets_follow_the_order_of_the_first_backward(rank: Rank):
     torch.manual_seed(rank.rank)
     model = BucketedDDP(Backwards(), bucket_size_mb=2 * 64 / 2**20)
     layers = [layer.weight for layer in model.module.layers]
-    for _ in range(3):
-        backward(model, torch.randn(2, 4), [[3, 2, 1, 0], [0, 1, 3, 2]][rank.rank])
-        assert same_on_all_ranks([layer.grad for layer in layers])
-        model.zero_grad()
-    backward(model, torch.randn(2, 4), [3, 2, 1, 0])
+    backward(model, torch.randn(2, 4), [[3, 2, 1, 0], [0, 1, 3, 2]][rank.rank])
+    assert same_on_all_ranks([layer.grad for layer in layers])
     memory = [layer.grad.untyped_storage().data_ptr() for layer in layers]
     assert memory[0] == memory[1] != memory[2] == memory[3]
     model = BucketedDDP(Toy(), bucket_size_mb=None)
@@ -405,4 +347,4 @@ def buckets_follow_the_order_of_the_first_backward(rank: Rank):
 
 
 def test_the_order_of_buckets():
-    on_ranks(buckets_follow_the_order_of_the_first_backward, 2)
+    on_ranks(buckets_are_in_one_order_whatever_each_rank_does, 2)

@@ -33,12 +33,9 @@ def pairs_average_apart(rank: Rank):
             nn.init.normal_(parameter, generator=torch.Generator().manual_seed(first))
         for _ in range(2 + first):
             x = torch.randn(3, 6)
-            dist.broadcast(module.offset, group=group, group_src=0)
             params = [parameter for parameter in module.parameters() if parameter.requires_grad]
             expected = [averaged(g, group) for g in torch.autograd.grad(module(x).square().sum(), params)]
-            module.offset.fill_(rank.rank)  # a forward takes over that of the pair's first rank
             backward(model, x)
-            assert (module.offset == first).all()
             torch.testing.assert_close(gradients(model), expected)
             model.zero_grad()
 
@@ -57,30 +54,13 @@ def unused_parameters_are_a_pairs_own(rank: Rank):
             model.zero_grad()
 
 
-def models_and_the_order_of_buckets_are_a_pairs_own(rank: Rank):
-    """The pairs have different models, which become ready in different orders."""
-
-    class Twice(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(width, width, bias=i == 1) for i in range(2))
-
-        def forward(self, x):
-            for i in order:
-                x = torch.tanh(self.layers[i](x))
-            return x
-
+def models_are_a_pairs_own(rank: Rank):
     pair = rank.rank // 2
-    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][pair]
-    width, order = (3, [0, 1]) if pair == 0 else (5, [1, 0])
-    model = BucketedDDP(Twice(width), bucket_size_mb=4 * width * width / MIB, process_group=group)
-    for _ in range(2):
-        backward(model, torch.randn(2, width))
+    group, width = [dist.new_group([0, 1]), dist.new_group([2, 3])][pair], 3 + 2 * pair
+    model = BucketedDDP(nn.Linear(width, width), bucket_size_mb=4 * width * width / MIB, process_group=group)
     with Traffic() as traffic:
         backward(model, torch.randn(2, width))
-    weight, bias, flags = 4 * width * width, 4 * width, 3
-    ready = ([bias, weight, weight], [weight, bias, weight])[pair]  # the last layer first
-    assert [event.n_bytes for event in traffic.sent] == [*ready, flags]
+    assert [event.n_bytes for event in traffic.sent] == [4 * width, 4 * width * width, 2]
 
 
 def what_is_refused(rank: Rank):
@@ -96,9 +76,7 @@ def what_is_refused(rank: Rank):
             limited_group(rank, limit)
 
 
-test_some_of_the_ranks = on_each(
-    4, (pairs_average_apart, unused_parameters_are_a_pairs_own, models_and_the_order_of_buckets_are_a_pairs_own)
-)
+test_some_of_the_ranks = on_each(4, (pairs_average_apart, unused_parameters_are_a_pairs_own, models_are_a_pairs_own))
 test_refusals = on_each(2, (what_is_refused,))
 
 

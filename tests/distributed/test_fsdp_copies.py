@@ -1,7 +1,6 @@
 """FSDP whose ranks copy each other's rows: every behaviour of collectives again; no row is read while it is written."""
 
 import os
-import time
 
 import pytest
 import torch
@@ -42,18 +41,6 @@ def sleep(rank: Rank) -> None:
     """Rank 0's current stream; on CPUs ranks wait for each other before they write, as they compare what they do."""
     if rank.rank == 0 and rank.device.type == "cuda":
         torch.cuda._sleep(LATE)
-
-
-@torch.no_grad()
-def data_that_is_assigned_is_there_before_anyone_reads(rank: Rank) -> None:
-    reference, fsdp, x = layers(rank)
-    fsdp(x)
-    reference[-1].weight.mul_(2)
-    shard = fsdp.groups[-1].parameters[0].sharded_param
-    shard.data = 2 * shard
-    if rank.rank == 0:
-        fsdp.module[0].register_forward_hook(lambda *_: time.sleep(0.3))
-    torch.testing.assert_close(fsdp(x), reference(x))
 
 
 @torch.no_grad()
@@ -128,45 +115,6 @@ def all_that_is_sent_is_predicted(rank: Rank) -> None:
 
 
 @torch.no_grad()
-def ranks_are_told_that_one_has_failed_where_rows_are_to_be_quantized(rank: Rank) -> None:
-    """In a block, or as it reads them or writes them; nobody is in a collective for those of later blocks."""
-    quantized, ids = test_fsdp_quantized, test_fsdp_quantized.IDS.to(rank.device)
-
-    class FailsToRead:
-        absmax = fail
-
-    class FailsToWrite:
-        def absmax(self) -> Tensor:
-            return quantizer.absmax()
-
-        quantize_ = fail
-
-    for fails in (None, FailsToRead, FailsToWrite):
-        model = quantized.fsdp_of(quantized.model_of(device=rank.device), peer_copies=True, prefetch=0)
-        with torch.enable_grad():
-            quantized.train(model, 1)  # all rows change
-        expected = [whole.clone() for whole in model.gather_full_params().values()]
-        handle = model.module.layers[0].register_forward_pre_hook(fail)
-        rows = model._order._quantized_rows
-        (quantizer,) = rows._quantizers
-        if fails and rank.rank == 0:
-            rows._quantizers = [fails()]
-        if fails or rank.rank != 0:
-            handle.remove()
-        with pytest.raises(KeyError if rank.rank == 0 else RuntimeError):
-            model(ids)
-        handle.remove()
-        rows._quantizers = [quantizer]
-        if rank.rank == 0:
-            with pytest.raises(RuntimeError, match="rank 1 ends a forward"):
-                model(ids)
-        alone = quantized.model_of(device=rank.device)
-        for parameter, whole in zip(alone.parameters(), expected, strict=True):
-            parameter.copy_(whole)
-        assert torch.equal(model(ids), alone(ids))
-
-
-@torch.no_grad()
 def rows_are_written_after_the_last_rank_has_read_them(rank: Rank) -> None:
     reference, fsdp, x = layers(rank)
     begin = Copies.begin
@@ -201,17 +149,16 @@ def rows_are_read_after_the_last_rank_has_written_them(rank: Rank) -> None:
 OWN = [
     ranks_see_what_each_has_written,
     all_that_is_sent_is_predicted,
-    data_that_is_assigned_is_there_before_anyone_reads,
     units_called_outside_a_forward_are_gathered_in_collectives,
     ranks_are_told_that_one_has_failed_in_a_forward,
     ranks_are_told_that_one_has_failed_in_a_backward_that_sends_nothing,
-    ranks_are_told_that_one_has_failed_where_rows_are_to_be_quantized,
     rows_are_written_after_the_last_rank_has_read_them,
     rows_are_read_after_the_last_rank_has_written_them,
 ]
 ON_CPUS = [
     *OWN,
-    *test_fsdp.CHECKS,
+    test_fsdp.every_kind_of_parameter_is_trained,
+    test_fsdp.a_forward_changes_course,
     test_fsdp_backward.a_step_needs_no_call_to_finish,
     test_fsdp_backward.a_failed_backward_leaves_nothing_to_the_next_step,
     *test_fsdp_ranks.CHECKS,

@@ -15,13 +15,11 @@ from .test_fsdp_ranks import CHECKS as OF_TWO
 from .test_fsdp_use import (
     hooks_see_averages,
     methods_of_the_module_inside_use_the_latest_values,
-    overflowing_rows_make_all_ranks_skip,
 )
 
 CHECKS = [
     *test_fsdp.CHECKS,
     *test_fsdp_backward.CHECKS,
-    overflowing_rows_make_all_ranks_skip,
     methods_of_the_module_inside_use_the_latest_values,
     hooks_see_averages,
 ]

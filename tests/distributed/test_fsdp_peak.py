@@ -20,7 +20,7 @@ from cs336_systems.training import assemble, random_batch
 from tests.live_bytes import LiveBytes
 
 WORLD_SIZE = 4
-FEW_TOKENS = ModelConfig("", d_model=128, d_ff=512, n_layers=4, n_heads=2, vocab_size=512, context_length=16)
+FEW_TOKENS = ModelConfig("", d_model=128, d_ff=512, n_layers=2, n_heads=2, vocab_size=512, context_length=16)
 """The peak is where gradients are cast, or would be if weights were gathered first."""
 MANY_LOGITS = ModelConfig("", d_model=64, d_ff=256, n_layers=3, n_heads=2, vocab_size=4096, context_length=64)
 """The peak is in the backward of the loss."""

@@ -1,11 +1,15 @@
 """Ranks of an FSDP model that differ: in the outputs that their losses use, or in what they run."""
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from .checks import on_each
+from cs336_systems.distributed import presence
+
+from .checks import on_each, spawn
 from .fsdp_models import Block, Blocks, batches, both, by_blocks, check_gradients, loss_of, own_rows, sharded, zero_grad
 
 
@@ -70,35 +74,6 @@ def ranks_may_leave_different_outputs_of_several_forwards_out(rank):
             loss.backward()
 
 
-class Choosing(nn.Module):
-    """Ids -> scores; every segment runs all its blocks, and goes on with one of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 7)
-        self.segments = nn.ModuleList(nn.ModuleList(Block(7) for _ in range(3)) for _ in range(3))
-        self.head = nn.Linear(7, 11)
-
-    def forward(self, ids, chosen):
-        x = self.embedding(ids)
-        for blocks, number in zip(self.segments, chosen, strict=True):
-            x = checkpoint(lambda x, blocks=blocks, n=number: [block(x) for block in blocks][n], x, use_reentrant=True)
-        return self.head(x)
-
-
-def ranks_may_leave_different_blocks_out_in_reentrant_checkpoints(rank):
-    """The gradient passes blocks by in each of several segments, and each has a backward of its own."""
-    reference, fsdp = sharded(Choosing, units=by_blocks)
-    (ids,) = batches(1)
-    for chosen in (([0, 0, 0], [2, 2, 2]), ([2, 1, 0], [0, 1, 2]), ([1, 1, 1], [1, 1, 1])):
-
-        def loss_on(model, number, chosen=chosen):
-            rows = ids[2 * number : 2 * number + 2]
-            return loss_of(model(rows, chosen[number]), rows)
-
-        check_passes(reference, fsdp, rank, loss_on)
-
-
 class Experts(nn.Module):
     """Ids -> scores, by those of three experts that the call names, between two blocks."""
 
@@ -157,6 +132,36 @@ def ranks_that_do_different_things_are_told(rank):
             fsdp(ids)
 
 
+def a_rank_that_falls_silent_is_named(rank):
+    """As one whose node has gone."""
+    _, fsdp = sharded(lambda: nn.Linear(4, 4))
+    if rank.rank == 1:
+        presence.presence_of_this_rank()._left.set()
+        time.sleep(4)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(presence, "_SILENCE_S", 1.0)
+        with pytest.raises(dist.DistError, match="rank 1 has left: its process or node was silent for"):
+            fsdp(torch.ones(2, 4).double())
+
+
+def wait_for_a_rank_that_has_left(rank):
+    """Rank 1 leaves, as one that had fewer batches; returns how long rank 0 has waited for it."""
+    _, fsdp = sharded(lambda: nn.Linear(4, 4))
+    if rank.rank == 1:
+        return None
+    began = time.monotonic()
+    with pytest.raises(dist.DistError, match="rank 1 has left: it has left the process group"):
+        fsdp(torch.ones(2, 4).double())
+    return time.monotonic() - began
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_is_named_at_once():
+    seconds, _ = spawn(wait_for_a_rank_that_has_left, 2)
+    assert seconds < 10
+
+
 CHECKS = [ranks_may_leave_different_outputs_out_of_the_loss, ranks_that_run_different_units_are_told]
 test_on_two_ranks = pytest.mark.slow(
     on_each(
@@ -164,8 +169,8 @@ test_on_two_ranks = pytest.mark.slow(
         [
             *CHECKS,
             ranks_may_leave_different_outputs_of_several_forwards_out,
-            ranks_may_leave_different_blocks_out_in_reentrant_checkpoints,
             ranks_that_do_different_things_are_told,
+            a_rank_that_falls_silent_is_named,
         ],
     )
 )

@@ -135,7 +135,7 @@ def train_together(wrapper, step, net, rank):
     """Every rank on its rows; the whole parameters at the end, and the least norm that was clipped."""
     if wrapper.startswith("FSDP"):
         low = torch.bfloat16 if wrapper == "FSDP in bf16" else None
-        model = FSDP(net, low, reduce_dtype=low if step == "bf16" else None)
+        model = FSDP(net, low, units=lambda module: isinstance(module, Net))
         optimizer = SGD(model.parameters())
         no_sync, clip = model.no_sync, functools.partial(clip_grad_norm_, model, MAX_NORM)
     else:
@@ -189,7 +189,7 @@ def train_cell(rank: Rank, wrapper, step):
         net = net.to(torch.bfloat16)
     own = net.enter.weight.dtype
     compute = torch.bfloat16 if wrapper == "FSDP in bf16" else own
-    reduce = torch.bfloat16 if step == "bf16" else own
+    reduce = own
     alone = train_alone(copy.deepcopy(net), step, rank.world_size, compute, reduce)
     names, unused = [name for name, _ in net.named_parameters()], net.branches[2].detach().clone()
     together, least_norm = train_together(wrapper, step, net, rank)

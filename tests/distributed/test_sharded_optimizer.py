@@ -8,8 +8,6 @@ gradients is the same number in either order, so everything is compared bit by b
 import copy
 import io
 import pickle
-import re
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,41 +15,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.costs.sharding import state_bytes_by_rank
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.harness.traffic import MATMUL, Traffic
 
-from .checks import on_each, on_ranks
+from .checks import on_each
 from .sharding_models import FORMS, OPTIMIZERS, TINY_BUCKETS, Toy, flat, loss_of, train
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 OWNED, SCATTERED, FREED = FORMS
 TWO_FORMS = (OWNED, SCATTERED)
 """The third differs from the second in steps of several backwards alone."""
-
-
-class CollectiveLog(TorchDispatchMode):
-    """What the code inside does, in order: collectives as (name, bytes of what they write), products as ("mm", 0)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._overloadpacket.__name__.strip("_")
-        if func.namespace == "c10d":
-            written = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            self.events.append((name, sum(tensor.nbytes for tensor in written)))
-        elif name == "mm":
-            self.events.append((name, 0))
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def sent(self) -> list[tuple[str, int]]:
-        return [event for event in self.events if event[0] != "mm"]
 
 
 def sharded(model: nn.Module, form: str | None = None, name: str = "adamw", **options) -> ShardedOptimizer:
@@ -96,20 +73,20 @@ def collectives_of_a_step(rank: Rank) -> None:
         model = matrices(16)
         optimizer = sharded(model, form, bucket_size_mb=8192 / 1024**2)
         for _ in range(2):
-            with CollectiveLog() as backward:
+            with Traffic() as backward:
                 model(torch.ones(2, 32)).sum().backward()
-            with CommDebugMode() as counted, CollectiveLog() as step:
+            with CommDebugMode() as counted, Traffic() as step:
                 optimizer.step()
             optimizer.zero_grad()
+        sent, scattered = ([(event.kind, event.n_bytes) for event in log.sent] for log in (step, backward))
         if form is OWNED:
-            assert backward.sent == []
-            assert step.sent == [("broadcast", 8192)] * 8
+            assert (scattered, sent) == ([], [("broadcast", 8192)] * 8)
         else:
-            assert backward.sent == [("reduce_scatter_base", 8192 // rank.world_size)] * 8
-            assert step.sent == [("allreduce", 16)] + [("allgather_base", 8192)] * 8
-            names = [name for name, _ in backward.events]
-            assert "mm" in names[names.index("reduce_scatter_base") :]  # it starts under backward
-        assert counted.get_total_counts() == len(step.sent)
+            assert scattered == [("_reduce_scatter_base", 8192 // rank.world_size)] * 8
+            assert sent == [("allreduce", 16)] + [("_allgather_base", 8192)] * 8
+            kinds = [event.kind for event in backward.events]
+            assert MATMUL in kinds[kinds.index("_reduce_scatter_base") :]  # it starts under backward
+        assert counted.get_total_counts() == len(sent)
 
 
 def whole_gradients_are_freed_and_backwards_add_up(rank: Rank) -> None:
@@ -140,7 +117,7 @@ def whole_gradients_are_freed_and_backwards_add_up(rank: Rank) -> None:
             model[first:](x).sum().backward()
             model(x).sum().backward()
         assert all(parameter.grad is None for parameter in model.parameters())
-        with twin.no_sync(), CollectiveLog() as log:
+        with twin.no_sync(), Traffic() as log:
             other[first:](x).sum().backward()
         assert log.sent == []
         other(x).sum().backward()
@@ -155,27 +132,24 @@ def whole_gradients_are_freed_and_backwards_add_up(rank: Rank) -> None:
 
 
 def any_way_of_clearing(rank: Rank) -> None:
-    """Gradients are used up by a step, so that it need not be told of any; two backwards may both send."""
+    """Gradients are used up by a step, so that it need not be told of any."""
     ends = []
-    for clear in ("none", "zero", "module", "nothing", "both send"):
+    for clear in ("none", "module", "nothing"):
         model = Toy()
         optimizer = sharded(model, SCATTERED)
         for step in range(3):
-            with nullcontext() if clear == "both send" else optimizer.no_sync():
+            with optimizer.no_sync():
                 loss_of(model, 2 * step, rank.rank).backward()
             loss_of(model, 2 * step + 1, rank.rank).backward()
             optimizer.step()
-            if clear == "module":
-                model.zero_grad()
-            elif clear in ("none", "zero"):
-                optimizer.zero_grad(set_to_none=clear == "none")
+            if clear != "nothing":
+                (model if clear == "module" else optimizer).zero_grad()
         ends.append(flat(model))
-    assert all(torch.equal(end, ends[0]) for end in ends[1:4])
-    torch.testing.assert_close(ends[4], ends[0], rtol=1e-2, atol=1e-5)  # bf16 adds in another order
+    assert all(torch.equal(end, ends[0]) for end in ends)
     loss_of(model, 8, rank.rank).backward()
     optimizer.zero_grad()
     optimizer.step()  # what was given up is not used
-    assert torch.equal(flat(model), ends[4])
+    assert torch.equal(flat(model), ends[0])
 
 
 def state_is_a_share(rank: Rank) -> None:
@@ -292,14 +266,12 @@ def later_freezing_and_moving(rank: Rank) -> None:
             for toy in (model, expected):
                 toy.frozen.requires_grad_(step >= 2)
                 toy.second.weight.requires_grad_(step < 2)
-            if step == 4:
-                model.first.weight.data = model.first.weight.detach().clone()  # other memory, the same values
             train(model, optimizer, range(step, step + 1), rank.world_size, rank.rank)
             train(expected, alone, range(step, step + 1), rank.world_size, rank.rank)
             assert torch.equal(flat(model), flat(expected))
         model.double()
         for use in (optimizer.step, optimizer.reduced_gradients)[: 1 if form is OWNED else 2]:
-            with pytest.raises(ValueError, match="moved from torch.float32 on cpu to torch.float64"):
+            with pytest.raises(ValueError, match="was moved, cast or given"):
                 use()
 
 
@@ -308,12 +280,12 @@ def a_replaced_optimizer_stays_silent(rank: Rank) -> None:
     model = nn.Linear(8, 8, bias=False)
     first = sharded(model, SCATTERED)
     second = sharded(model, SCATTERED)
-    for optimizer in (second, first):  # whoever steps takes the parameters back
-        optimizer.step()
-        with CollectiveLog() as log:
-            model(torch.ones(2, 8)).sum().backward()
-        assert [name for name, _ in log.sent] == ["reduce_scatter_base"]
-        optimizer.zero_grad()
+    with Traffic() as log:
+        model(torch.ones(2, 8)).sum().backward()
+    assert [event.kind for event in log.sent] == ["_reduce_scatter_base"]
+    second.step()
+    with pytest.raises(ValueError, match=r"shape \(8, 8\) was moved"):
+        first.step()
 
 
 def saved_layers_are_small(rank: Rank) -> None:
@@ -331,9 +303,6 @@ def saved_layers_are_small(rank: Rank) -> None:
 
 def constructor_errors(rank: Rank) -> None:
     weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
-    for params, error in (([], ValueError), (torch.ones(1), TypeError), ([*weights, 42], TypeError)):
-        with pytest.raises(error):
-            ShardedOptimizer(params, torch.optim.SGD, lr=0.1)
     sparse, shapes = torch.eye(3).to_sparse().requires_grad_(), [nn.Parameter(torch.ones(3 + rank.rank))]
     for params, cls, options, value in (
         (weights, "SGD", {"lr": 0.1}, "'SGD'"),
@@ -345,8 +314,6 @@ def constructor_errors(rank: Rank) -> None:
     ):
         with pytest.raises(ValueError, match=value):
             ShardedOptimizer(params, cls, **options)
-    named = ShardedOptimizer([("first", weights[0])], torch.optim.SGD, lr=0.1)
-    assert named.param_groups[0]["param_names"] == ["first"]
     optimizer = ShardedOptimizer(weights[:1], torch.optim.SGD, lr=0.1)
     fully_sharded = FSDP(nn.LayerNorm(4))
     for params in (weights[:1], shapes, fully_sharded.parameters()):
@@ -365,13 +332,10 @@ def constructor_errors(rank: Rank) -> None:
 def sparse_gradients_are_named(rank: Rank) -> None:
     for form in TWO_FORMS:
         model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
-        for params, name in ((model.parameters(), "parameter 0 of group 0"), (model.named_parameters(), "0.weight")):
-            optimizer = ShardedOptimizer(params, torch.optim.SGD, reduce_gradients=form)
-            with pytest.raises(ValueError, match=re.escape(name) + ".*sparse_coo"):
-                model(torch.tensor([1])).sum().backward()
-                optimizer.step()
-            del optimizer
-            model.zero_grad()
+        optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.SGD, reduce_gradients=form)
+        with pytest.raises(ValueError, match="0.weight.*sparse_coo"):
+            model(torch.tensor([1])).sum().backward()
+            optimizer.step()
 
 
 CHECKS = (
@@ -390,22 +354,6 @@ CHECKS = (
     sparse_gradients_are_named,
 )
 test_on_two_ranks = on_each(2, CHECKS)
-
-
-def four_ranks(rank: Rank) -> None:
-    """Fewer parameters than ranks; sums of four equal gradients are exact."""
-    for form in TWO_FORMS:
-        weight = nn.Parameter(torch.ones(5))
-        optimizer = ShardedOptimizer([weight], torch.optim.SGD, reduce_gradients=form, lr=1.0, momentum=0.5)
-        for _ in range(2):
-            weight.grad = torch.ones(5)
-            optimizer.step()
-        assert torch.equal(weight, torch.full((5,), 1 - 1 - 1.5))
-
-
-@pytest.mark.slow
-def test_on_four_ranks():
-    on_ranks(four_ranks, 4)
 
 
 def test_without_a_process_group_it_is_the_optimizer_itself():

@@ -55,7 +55,7 @@ def every_division(rank: Rank) -> None:
         optimizer.add_param_group({"params": [last]})
         assert all(map(torch.equal, train(model, optimizer), alone)), (form, offload)
     for offload in ((), MOMENTS):
-        fsdp = FSDP(Products())
+        fsdp = FSDP(Products(), units=lambda module: isinstance(module, Products))
         own = FusedAdamW(fsdp.parameters(), lr=0.1, offload=offload)
         assert all(map(torch.equal, train(fsdp, own), alone)), offload
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 
@@ -67,15 +68,18 @@ def hang(rank: Rank):
 
 @record
 def main() -> None:
-    """Join and add up, twice; the arguments are ``group`` and any, or ``raise N``: rank N raises the second time."""
+    """Join and add up, twice; the arguments are ``group`` and any, or ``raise N``: rank N is killed, then raises."""
     what, *arguments = sys.argv[1:]
     for again in range(2):  # leaving and joining again
         with joined(timeout_s=60) as rank:
+            chosen = what == "raise" and rank.rank == int(arguments[0])
+            if chosen and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
             total, _ = add_up(rank, 10)
             line = json.dumps([rank.rank, rank.local_rank, rank.world_size, total, *arguments])
             sys.stdout.write(line + "\n")  # at once: ranks share the pipe, and torchrun's Python does not buffer
             sys.stdout.flush()
-            if what == "raise" and rank.rank == int(arguments[0]) and again:
+            if chosen and again:
                 raise ArithmeticError(f"rank {rank.rank} cannot go on")
             dist.barrier()
 
