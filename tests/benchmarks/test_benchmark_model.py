@@ -119,7 +119,7 @@ def test_bad_values(refused, tmp_path, monkeypatch):
         "--mode": "--mode .*none",
         "--memory-budget-gib nan": "--memory-budget-gib .*nan",
         "--memory-budget-gib 9 --checkpoint full": "--memory-budget-gib .*--checkpoint full",
-        "--memory-budget-gib 0.01 --mode step --size tiny": "0.01 GiB for tiny",
+        "--memory-budget-gib 0.001 --mode step --size tiny": "0.001 GiB for tiny",
         "--kernels fused": "kernels fused need device cuda, got cpu",
         "--cuda-graph on": "--mode forward backward step",
         f"--compare {tmp_path}/missing.csv": "missing.csv",
