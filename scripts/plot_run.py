@@ -3,7 +3,7 @@
     uv run scripts/plot_run.py runs/first
     uv run scripts/plot_run.py runs/first runs/second/log.jsonl --x tokens --out compared.png
 
-A run is its folder or its log. The last line on stdout is one JSON object with each run's newest figures.
+A run is its folder or its log. The last line on stdout is one JSON object with the picture and the runs' names.
 """
 
 import json
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Parse, read, draw; returns the exit code."""
     options = tyro.cli(PlotOptions, args=arguments, description=__doc__)
     from cs336_systems.report.figures import save  # matplotlib and pandas come with it
-    from cs336_systems.report.run_figure import read_runs, run_figure, summary
+    from cs336_systems.report.run_figure import read_runs, run_figure
 
     try:
         runs = read_runs(options.runs)
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     for run in runs.values():
         if run.torn:
             print(f"{NAME}: {run.path}: left out its last line, which is not whole", file=sys.stderr)
-    print(json.dumps({"command": NAME, "out": str(out), "runs": {name: summary(run) for name, run in runs.items()}}))
+    print(json.dumps({"command": NAME, "out": str(out), "runs": list(runs)}))
     return 0
 
 

@@ -1,6 +1,5 @@
 """Rows on disk: what is written is read back, what is foreign or torn is refused, a failed write leaves no trace."""
 
-import csv
 import errno
 import gzip
 import math
@@ -84,15 +83,10 @@ def test_round_trip(path):
     rate = make_row(status="ok", **Metric("rate", "1/s", [2.0], derived=True).statistics())
     file.append([rate, make_row(status="oom", message="no room")])
     rows = read_rows(path)
-    assert list(rows["status"]) == ["ok", "ok", "oom"]
-    assert list(rows["samples"]) == [[1.5, 2.5, 3.5], [], []]
-    assert list(rows["metric"]) == ["step", "rate", ""]
-    assert list(rows["median"])[:2] == [2.5, 2.0]
+    assert list(rows["status"]) == ["ok", "ok", "oom"] and list(rows["metric"]) == ["step", "rate", ""]
+    assert list(rows["samples"]) == [[1.5, 2.5, 3.5], [], []] and list(rows["median"])[:2] == [2.5, 2.0]
     assert rows[["median", "mean", "std", "p10", "p90", "n"]].iloc[2].isna().all()
-    assert list(rows["gpu"]) == ["", "", ""]
-    assert list(rows["message"]) == ["", "", "no room"]
-    with path.open(newline="") as plain:
-        assert [row["samples"] for row in csv.DictReader(plain)] == ["[1.5, 2.5, 3.5]", "", ""]
+    assert list(rows["gpu"]) == ["", "", ""] and list(rows["message"]) == ["", "", "no room"]
 
 
 def test_an_existing_file_is_continued_and_messages_survive(path, row_file):
