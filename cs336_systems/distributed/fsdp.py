@@ -199,6 +199,10 @@ class FSDP(NotCopied, nn.Module):
                 raise ValueError(f"FSDP({type(self.module).__name__}) cannot be moved or cast: do so before wrapping")
         return self
 
+    def _fqn_modifiers(self) -> NoReturn:
+        """Refuse ``torch.distributed.checkpoint``, which asks every module for this, also for an optimizer's state."""
+        _refuse_state_dict(self)
+
 
 def _device(module: nn.Module, device: torch.device | str | None, process_group: dist.ProcessGroup) -> torch.device:
     """The device of the shards."""

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_model_state_dict
 
 from cs336_systems.distributed.fsdp import FSDP
 
@@ -106,6 +106,7 @@ def what_would_take_rows_for_the_whole_is_refused(rank):
         lambda: fsdp.module.load_state_dict(before),
         lambda: fsdp.module.blocks[0].up.load_state_dict({}, strict=False),
         lambda: get_state_dict(fsdp, optimizer),
+        lambda: get_optimizer_state_dict(fsdp, optimizer),
         lambda: set_model_state_dict(fsdp, before),
     ):
         with pytest.raises(RuntimeError, match=r"save_checkpoint and load_checkpoint .* gather_full_params\(\)"):
