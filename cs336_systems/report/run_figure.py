@@ -3,9 +3,10 @@
 A colour for each run. What each step says is pale, its running median lies on top, and evaluations are dots; a cross
 at the foot is a step that was not finite, a dotted line where a run was resumed. A quantity that no log has is said to
 be missing where it would be drawn; runs without a GPU have no panels of one. Drawn without pyplot, so importing this
-touches no display.
+touches no display. Beside it runs by name, and a run in a handful of figures.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from matplotlib.typing import HashableList
 
 from cs336_systems.hardware import GIB
 from cs336_systems.pretraining.run_log import LOG, Run, read_run
-from cs336_systems.pretraining.run_records import Device, Model, Session
+from cs336_systems.pretraining.run_records import Device, End, Model, Session
 from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
 
 XAxis = Literal["step", "tokens", "hours"]
@@ -41,6 +42,8 @@ _DECADE = 10
 """Between the ends of an axis, from which on ticks stand by powers of ten."""
 _FEW = 40
 """Points that are marked one by one, as a line through them may be too short to be seen."""
+_RECENT = 100
+"""Steps over whose medians a run's recent speed is told."""
 _GREY = "#666666"
 _MARKS: dict[str, dict[str, Any]] = {
     "each step": {"linewidth": 0.8, "alpha": 0.5},
@@ -203,3 +206,22 @@ def read_runs(paths: Sequence[Path]) -> dict[str, Run]:
             raise ValueError(f"{log} is named twice")
         runs[name] = read_run(log)
     return runs
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """Where the run is: steps, newest losses, recent speed; None for what is not known or not finite."""
+    steps, evaluations, end, options = run.steps, run.evaluations, run.last(End), run.last(Session)
+    recent = steps.tail(_RECENT)[["tokens_per_s", "speed_of_light"]].median()
+    return {
+        "steps": int(steps["step"].iloc[-1]) + 1 if len(steps) else 0,
+        "n_steps": options.n_steps if options else None,
+        "loss": _finite(steps["loss"].iloc[-1]) if len(steps) else None,
+        "evaluation_loss": _finite(evaluations["loss"].iloc[-1]) if len(evaluations) else None,
+        "tokens_per_s": _finite(recent["tokens_per_s"]),
+        "speed_of_light_percent": _finite(100 * recent["speed_of_light"]),
+        "ended": end.reason if end is not None and run.records[-1] is end else None,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
