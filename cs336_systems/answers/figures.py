@@ -14,11 +14,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 from PIL import Image
 
-from cs336_systems.answers import calculations
 from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.evidence import seal
 from cs336_systems.answers.training import of_bf16_commands, rates_of_others
-from cs336_systems.costs.parallelism.failures import Job, mean_time_between_failures
 from cs336_systems.costs.parallelism.pipeline import SCHEDULES, simulate
 from cs336_systems.experiments.attention import scaling_figure as attention_figure
 from cs336_systems.experiments.blocks import kept_figure
@@ -29,7 +27,7 @@ from cs336_systems.experiments.kernels import shares_figure
 from cs336_systems.experiments.launch_overhead import time_figure as launch_figure
 from cs336_systems.experiments.matmul_data import speed_figure
 from cs336_systems.experiments.model_figures import frontier_figure, step_figure
-from cs336_systems.experiments.parallelism_figures import goodput_figure, pipelines_figure, scaling_figure
+from cs336_systems.experiments.parallelism import pipelines_figure
 from cs336_systems.experiments.roofline_knee import time_figure as chains_figure
 from cs336_systems.experiments.streaming import heatmap_figure
 from cs336_systems.experiments.training import rates_figure
@@ -91,8 +89,6 @@ def _text_of_rows(rows: pd.DataFrame) -> str:
 def figures(committed: Committed) -> dict[str, Drawing]:
     """Every figure of the documents, by file name."""
     rows = committed.rows
-    jobs = [(n, Job(mean_time_between_failures(n), save_s=60.0, restart_s=300.0)) for n in (8, 64, 512, 2048)]
-    labelled = [(f"{n:,} nodes, M = {job.mtbf_s / 3600:.3g} h", job) for n, job in jobs]
     timelines = [simulate(name, 4, 8, chunks=2 if name == "interleaved" else 1) for name in SCHEDULES]
 
     def of_rows(draw: Callable[..., Figure | None], *parts: str, **settings: Any) -> Drawing:
@@ -122,8 +118,6 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_training.png": Drawing(rates_figure, lambda: _with_others(rows("training").frame())),
         "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),
         "pipeline_schedules.png": Drawing(pipelines_figure, lambda: (timelines,)),
-        "fsdp_scaling.png": Drawing(scaling_figure, lambda: (calculations.WORKLOAD, calculations.H100, 8192)),
-        "goodput.png": Drawing(goodput_figure, lambda: (labelled,)),
     }
 
 

@@ -81,6 +81,10 @@ class Asked(RankedRun):
 Options: Any = options_of(ShardingCell, Asked, size=("xl",))
 
 
+make_cells = partial(training_cells, ShardingCell)
+"""The grid, the ways to hold the state innermost."""
+
+
 def stages(options: Any, cells: Sequence[ShardingCell], outcomes: list[Outcome]) -> list[Stage]:
     """All cells by one measurement."""
     from cs336_systems.experiments.sharded_optimizer_measure import measure
@@ -147,7 +151,7 @@ MEMORY = replace(
 EXPERIMENT = Experiment(
     "benchmark_sharded_optimizer",
     ShardingCell,
-    partial(training_cells, ShardingCell),
+    make_cells,
     stages,
     presented(lambda rows: (TIMES.of(rows), MEMORY.of(rows))),
     (

@@ -12,7 +12,6 @@ else can go on, which is when it reads. So a dependency that a schedule lacks sh
 import random
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,13 +25,6 @@ Copy = Callable[[Operation], tuple[Tensor, Tensor]]
 
 RUBBISH = 0xFF
 """The value of every byte that a pretended copy is about to write: NaN in any float."""
-
-
-class Lanes(Protocol):
-    """A runner of one step's operations after those of the step before."""
-
-    def run(self, schedule: Schedule, compute: Compute, copy: Copy) -> None:
-        """Enqueue or execute all; on return, work on the current stream comes after them."""
 
 
 class Streams:
@@ -139,3 +131,8 @@ class PretendedLink:
     def _sooner(self) -> bool:
         """Whether a copy ends although a kernel could run."""
         return self.choose is not None and self.choose.random() < self.often
+
+
+Lanes = Streams | PretendedLink
+"""Runners of one step's operations after those of the step before; when ``run`` returns, work on the current stream
+comes after them."""

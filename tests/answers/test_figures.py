@@ -49,14 +49,14 @@ def test_the_grid_is_drawn_from_its_rows(tmp_path, saved):
 def test_what_has_rows_or_needs_none_is_drawn_and_says_from_what(tmp_path, monkeypatch):
     cell = make_cell(ms("step", 10.0), ms("mfu", 50.0), size="small", gpu="NVIDIA H200")
     committed = write(tmp_path, "grid", "benchmark_model.csv", cell)
-    names = ("h200_grid.png", "goodput.png", "h200_checkpointing.png")
+    names = ("h200_grid.png", "pipeline_schedules.png", "h200_checkpointing.png")
     known = {name: drawing for name, drawing in figures(committed).items() if name in names}
     monkeypatch.setattr("cs336_systems.answers.figures.figures", lambda committed: known)
     figure = tmp_path / "figures" / "h200_grid.png"
     assert draw(committed, tmp_path) == ["h200_checkpointing.png"]
     assert {path.name for path in figure.parent.iterdir()} == {*names[:2]}
     assert stale_figures(committed, tmp_path) == []
-    shutil.copy(tmp_path / "figures" / "goodput.png", figure)
+    shutil.copy(tmp_path / "figures" / "pipeline_schedules.png", figure)
     (drawn_from_others,) = stale_figures(committed, tmp_path)
     assert drawn_from_others.startswith("figures/h200_grid.png was drawn from other rows")
     figure.unlink()

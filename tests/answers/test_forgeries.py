@@ -27,10 +27,10 @@ TRAINING, RUN = f"{RESULTS}/training/benchmark_training.csv", "profiles/runs/h20
 NSYS, FIGURE = "profiles/digests/h200/nsys/profile_model.csv", "profiles/figures/h200_grid.png"
 PAGE, OVERVIEW = "profiles/gpu_tests.md", "profiles/digests/README.md"
 TESTS, OUTSIDE = "profiles/gpu_tests.csv", "cs336_systems/answers/outside.csv"
-GRAPHS = ("pipeline_schedules", "fsdp_scaling", "h200_training")
+GRAPHS = ("h200_training",)
 FIGURES = [f"profiles/figures/{n}.png" for n in (*GRAPHS, "h200_attention_bf16_d64", "h200_attention_bf16_d128")]
-GOODPUT = "profiles/figures/goodput.png"
-SEALED = (GRID, FLASH, TRAINING, RUN, NSYS, FIGURE, GOODPUT, *FIGURES, TESTS, OUTSIDE)
+SCHEDULES = "profiles/figures/pipeline_schedules.png"
+SEALED = (GRID, FLASH, TRAINING, RUN, NSYS, FIGURE, SCHEDULES, *FIGURES, TESTS, OUTSIDE)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_what_is_sealed_again_but_contradicts_itself_other_rows_or_the_history(c
             TRAINING: rows(("tokens_per_s", times(1.01)), ("speed_of_light", times(3))),
             RUN: faster,
             TESTS: text("fb68f66", "fb68f67"),
-            FIGURE: lambda _: (copy / GOODPUT).read_bytes(),
+            FIGURE: lambda _: (copy / SCHEDULES).read_bytes(),
         },
         sealed=True,
     )
@@ -173,7 +173,7 @@ def test_what_is_changed_without_a_seal_is_named(checked):
     said = checked(
         {
             GRID: lambda content: b"\n".join(content.split(b"\n")[:-2]) + b"\n",
-            GOODPUT: one_pixel,
+            SCHEDULES: one_pixel,
             RUN: lambda content: content.replace(b'"loss": 1', b'"loss": 0', 1),
             TESTS: text("7 passed", "8 passed"),
             OUTSIDE: text("150k", "120k"),
@@ -181,10 +181,10 @@ def test_what_is_changed_without_a_seal_is_named(checked):
             OVERVIEW: text("nsys-autocast", "nsys"),
         }
     )
-    for name in (GRID, GOODPUT, RUN, TESTS):
+    for name in (GRID, SCHEDULES, RUN, TESTS):
         assert f"{name} was changed since" in said
     assert f"{OUTSIDE} was changed since" in said and f"{FIGURE} was drawn from other rows" in said
-    assert f"{GOODPUT} was drawn" not in said
+    assert f"{SCHEDULES} was drawn" not in said
     assert f"stale: {PAGE}, line " in said and f"stale: {OVERVIEW}, line " in said
 
 

@@ -45,8 +45,8 @@ def dispatched_flops(
 
 @pytest.mark.parametrize(
     ("config", "batch_size", "seq_len"),
-    [(PLAIN, 1, 1), (GROUPED, 2, 16), (MULTI_QUERY, 3, 13), (QK_NORM, 2, 7), (MODEL_SIZES["qwen2.5-0.5b"], 1, 77)],
-    ids=["one-token", "grouped-biases-tied", "multi-query", "qk-norm", "qwen2.5-0.5b"],
+    [(PLAIN, 1, 1), (GROUPED, 2, 16), (MULTI_QUERY, 3, 13), (QK_NORM, 2, 7)],
+    ids=["one-token", "grouped-biases-tied", "multi-query", "qk-norm"],
 )
 def test_operations_are_those_that_torch_dispatches(config, batch_size, seq_len):
     work = config, batch_size, seq_len
@@ -106,11 +106,10 @@ def test_with_flash_the_causal_half_is_recomputed_unless_it_is_kept():
 
 
 @pytest.mark.parametrize("keep", [*LEVELS, "all-ffn", "products-qkv-attention"])
-@pytest.mark.parametrize("config", [PLAIN, GROUPED], ids=["plain", "grouped"])
-def test_what_a_hand_written_block_has_not_kept_is_what_torch_dispatches(config, keep):
-    forward, backward = dispatched_flops(config, 2, 16, keep=keep)
-    assert hardware_flops(config, 2, 16, "forward", keep=keep) == forward
-    assert hardware_flops(config, 2, 16, "step", keep=keep) == forward + backward
+def test_what_a_hand_written_block_has_not_kept_is_what_torch_dispatches(keep):
+    forward, backward = dispatched_flops(GROUPED, 2, 16, keep=keep)
+    assert hardware_flops(GROUPED, 2, 16, "forward", keep=keep) == forward
+    assert hardware_flops(GROUPED, 2, 16, "step", keep=keep) == forward + backward
 
 
 @pytest.mark.parametrize("name", ["small", "leaderboard-8b", "qwen2.5-1.5b"])

@@ -71,7 +71,7 @@ def allocated_by_filling_one_segment(n_bytes: int) -> tuple[int, int]:
     return n_tensors, set_aside
 
 
-@settings(max_examples=200, deadline=None, database=None, derandomize=True)
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
 @given(st.one_of(st.integers(1, 4 * MIB), st.integers(1, 64 * MIB), st.integers(1, 2**33)))
 def test_blocks_are_the_allocators_average_over_a_segment(n_bytes):
     n_tensors, set_aside = allocated_by_filling_one_segment(n_bytes)

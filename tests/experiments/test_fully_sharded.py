@@ -58,26 +58,20 @@ def test_peers_at_their_best_take_turns_with_what_is_ours():
 
 
 def test_a_budget_decides_what_blocks_of_ours_keep_and_says_why(capsys):
-    keeps = {}
-    for budget, master in ((5.0, "none"), (3.6, "none")):
-        asked = replace(LONG, memory_budget_gib=budget, master_weights=(master,), peer_checkpoint=("full",))
-        ours, peer = make_cells(asked)
-        assert (peer.keep, peer.checkpoint) == ("autograd", "full")
-        keeps[budget, master] = ours.keep
-        assert f"within {budget:g} GiB, least recomputation: keep {ours.keep}: " in capsys.readouterr().err
-    assert len(set(keeps.values())) == 2, keeps
-    for update in ("after-backward", "under-backward"):
-        asked = replace(LONG, keep=("products",), update=(update,))
-        plain, masters = (make_cells(replace(asked, master_weights=(name,)))[0] for name in ("none", "fp32"))
-        more = predicted_states(masters, 2) - predicted_states(plain, 2)
-        assert more == pytest.approx(4 * plain.config.n_parameters / 2, rel=2e-3)
+    ours, peer = make_cells(replace(LONG, memory_budget_gib=3.6, peer_checkpoint=("full",)))
+    assert (peer.keep, peer.checkpoint) == ("autograd", "full")
+    assert ours.keep != "all"
+    assert f"within 3.6 GiB, least recomputation: keep {ours.keep}: " in capsys.readouterr().err
+    asked = replace(LONG, keep=("products",))
+    plain, masters = (make_cells(replace(asked, master_weights=(name,)))[0] for name in ("none", "fp32"))
+    more = predicted_states(masters, 2) - predicted_states(plain, 2)
+    assert more == pytest.approx(4 * plain.config.n_parameters / 2, rel=2e-3)
 
 
 def test_what_cannot_be_had_is_refused():
     faults = {
         "got inf": {"memory_budget_gib": float("inf")},
         "--memory-budget-gib": {"memory_budget_gib": 100.0, "keep": ("all",)},
-        "0.5 GiB": {"memory_budget_gib": 0.5},
         "copies .* bf16-compute": {"gather_by": ("copies",), "dtype": ("bf16-compute",), "keep": ("autograd",)},
         "'some'": {"peer_checkpoint": ("some",)},
     }

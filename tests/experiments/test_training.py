@@ -1,17 +1,20 @@
 """``benchmark_training.py``: its grid, and runs that end once they have been steady for long enough, on all ranks."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError
+from statistics import median
 
+import pandas as pd
 import pytest
 import torch
 
 from cs336_systems.config import resolve_size
+from cs336_systems.distributed.process_group import joined
 from cs336_systems.experiments.block_measure import with_float8
-from cs336_systems.experiments.training import EXPERIMENT, TRAINING_TABLE, Options, make_cells, measure, rates_figure
-from cs336_systems.harness.record import RowFile, read_rows, unsaid
-from cs336_systems.harness.sweep import cell_columns, outcome_rows, run_sweep
+from cs336_systems.experiments.training import TRAINING_TABLE, Options, make_cells, measure, rates_figure
+from cs336_systems.harness.record import parse_samples, unsaid
 from cs336_systems.pretraining.peer import peer_model
+from tests.distributed.checks import spawn
 
 CPU = replace(Options.default("cpu"), world_size=(1,))
 GPU = replace(Options.default("cuda"), world_size=(1,))
@@ -86,32 +89,45 @@ def test_a_run_that_cannot_be_is_refused(fault, value):
         make_cells(replace(CPU, **fault))
 
 
+def measure_all(rank, cells):
+    return [measure(cell, rank) for cell in cells]
+
+
+def rows_of(cells, measured):
+    where = {"gpu": "", "host": "h", "argv": "a", "commit": "c", "timestamp": "2026-01-01T00:00:00+00:00"}
+    rows = [
+        asdict(cell) | where | {"status": "ok", "message": ""} | metric.statistics()
+        for cell, metrics in zip(cells, measured, strict=True)
+        for metric in metrics
+    ]
+    return parse_samples(pd.DataFrame(rows))
+
+
 @pytest.mark.slow
-def test_runs_end_once_they_have_been_steady_for_long_enough(tmp_path):
+def test_runs_end_once_they_have_been_steady_for_long_enough():
     pytest.importorskip("transformers")
     few = replace(CPU, seconds=0.2, warmup=2, total_batch_tokens=512, context_length=32, keep=("products",))
-    cells = [
-        *make_cells(replace(few, world_size=(1, 2), zero=(3,), apart=("off", "on"))),
-        *make_cells(replace(few, recipe=("e4m3",), how=("ours", "transformers"))),
-    ]
-    row_file = RowFile(tmp_path / "rows.csv", cell_columns(type(cells[0])))
-    outcomes = list(run_sweep(EXPERIMENT.name, cells, measure, row_file=row_file, timeout_s=120))
-    assert [outcome.status for outcome in outcomes] == ["ok"] * 5, [outcome.message for outcome in outcomes]
-    _, _, apart, _, _ = outcomes
-    for outcome in outcomes:
-        found = {metric.name: metric.samples for metric in outcome.metrics}
-        assert len(found["step"]) == len(found["tokens_per_s"]) >= 1
-        for ms, rate in zip(found["step"], found["tokens_per_s"], strict=True):
+    one, *two = make_cells(replace(few, world_size=(1, 2), zero=(3,), apart=("off", "on")))
+    cells = [one, *make_cells(replace(few, recipe=("e4m3",), how=("ours", "transformers"))), *two]
+    with joined("cpu") as rank:
+        measured = measure_all(rank, cells[:3])
+    measured += spawn(measure_all, 2, two, timeout_s=120)[0]
+    found = [{metric.name: metric.samples for metric in metrics} for metrics in measured]
+    for samples in found:
+        assert len(samples["step"]) == len(samples["tokens_per_s"]) >= 1
+        for ms, rate in zip(samples["step"], samples["tokens_per_s"], strict=True):
             assert ms * rate == pytest.approx(1000 * 512)
-    (of_ranks,) = (metric.samples for metric in apart.metrics if metric.name == "step_of_ranks")
-    assert len(of_ranks) == 2 and max(of_ranks) == pytest.approx(apart.median("step"))
-    rates = [outcome.median("tokens_per_s") for outcome in outcomes]
-    frame = TRAINING_TABLE.of(outcome_rows(outcomes)).frame
-    assert list(frame["x one rank"]) == ["–", *(f"{rate / rates[0]:.3f}" for rate in rates[1:3]), "–", "–"]
-    assert list(frame["x"]) == [*["–"] * 3, f"{rates[3] / rates[0]:.3f}", "–"]
-    assert rates_figure(read_rows(row_file.path), {}) is not None
+    of_ranks = found[4]["step_of_ranks"]
+    assert len(of_ranks) == 2 and max(of_ranks) == pytest.approx(median(found[4]["step"]))
+    rows = rows_of(cells, measured)
+    rates = list(rows[rows["metric"] == "tokens_per_s"]["median"])
+    frame = TRAINING_TABLE.of(rows).frame
+    assert list(frame["x one rank"]) == ["–"] * 3 + [f"{rate / rates[0]:.3f}" for rate in rates[3:]]
+    assert list(frame["x"]) == ["–", f"{rates[1] / rates[0]:.3f}", *["–"] * 3]
+    assert rates_figure(rows, {}) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [None, "rowwise"])
 def test_equal_blocks_share_a_graph(recipe):
     pytest.importorskip("transformers")
@@ -134,11 +150,8 @@ def test_equal_blocks_share_a_graph(recipe):
 def test_torchao_trains_the_same_model_on_the_same_tokens():
     pytest.importorskip("transformers")
     pytest.importorskip("torchao.float8")
-    hows = ("transformers", "torchao-tensorwise", "torchao-rowwise")
-    few = replace(CPU, how=hows, world_size=(1,), seconds=0.1, warmup=1, context_length=32, total_batch_tokens=256)
-    outcomes = list(run_sweep(EXPERIMENT.name, make_cells(few), measure, row_file=None, timeout_s=120))
-    assert [outcome.status for outcome in outcomes] == ["ok"] * 3, [outcome.message for outcome in outcomes]
-    stored, *quantized = (next(m.samples for m in outcome.metrics if m.name == "loss") for outcome in outcomes)
-    for losses in quantized:
-        off = [abs(a / b - 1) for a, b in zip(losses, stored, strict=False)]
-        assert 0 < max(off) < 0.01
+    hows = ("transformers", "torchao-tensorwise")
+    few = replace(CPU, how=hows, seconds=0.1, warmup=1, context_length=32, total_batch_tokens=256)
+    with joined("cpu") as rank:
+        stored, quantized = ({m.name: m.samples for m in measure(cell, rank)}["loss"] for cell in make_cells(few))
+    assert 0 < max(abs(a / b - 1) for a, b in zip(quantized, stored, strict=False)) < 0.01

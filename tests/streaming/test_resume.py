@@ -7,17 +7,14 @@ import torch
 from torch import Tensor
 
 from cs336_systems.blocks import REFERENCE
-from cs336_systems.config import PRECISIONS, ModelConfig
-from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, StreamedWork
+from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS
 from cs336_systems.distributed.checkpoint import find_checkpoint, load_checkpoint, load_whole_model, save_checkpoint
 from cs336_systems.distributed.process_group import joined
-from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.model import TransformerLM
-from cs336_systems.processes import FreshProcess
 from cs336_systems.streaming.build import build
-from cs336_systems.streaming.plan import Keep, Plan
+from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.run import StreamedStep
-from tests.streaming.plans import random_plan, roomy, with_slots
+from tests.streaming.plans import random_plan, roomy
 from tests.streaming.test_run import batches, load, model_of
 
 
@@ -72,29 +69,3 @@ def test_what_another_optimizer_keeps_is_refused(tmp_path):
             save_checkpoint(tmp_path, model, first.optimizer_state(model), 1)
             with pytest.raises(ValueError, match=message):
                 load_checkpoint(tmp_path, other, second.optimizer_state(other))
-
-
-def save_and_load(connection, folder):
-    """Sends bytes of the state, of its largest tensor, and by how much saving and loading raise the process's peak."""
-    config = ModelConfig("wide", 256, 1024, 12, 4, vocab_size=64, context_length=16)
-    work = StreamedWork(config, 16, 16, PRECISIONS["fp32"], (("exp_avg", 4), ("exp_avg_sq", 4)))
-    step = step_of(with_slots(Plan(work, 1, 1, "sequential", Keep(0, 0)), {}))
-    step.reset_parameters()
-    model = step.model()
-    optimizer = step.optimizer_state(model)
-    largest = max(parameter.nbytes for parameter in model.parameters())
-    with joined("cpu"):
-        save_checkpoint(folder / "before", model.ln_final, None, 1)  # what is imported and allocated once
-        meter = PeakMeter(torch.device("cpu"))
-        save_checkpoint(folder, model, optimizer, 1)
-        load_checkpoint(folder, model, optimizer)
-    connection.send((step.memory.host_slab.n_bytes, largest, meter.peak_bytes()))
-
-
-@pytest.mark.slow
-def test_state_goes_to_the_disk_and_comes_back_a_tensor_at_a_time(tmp_path):
-    process = FreshProcess(save_and_load, tmp_path)
-    state, largest, growth = process.receive()
-    process.end()
-    assert state > 120 * 2**20
-    assert growth < 8 * largest + 16 * 2**20 < state / 2

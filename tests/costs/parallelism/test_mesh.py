@@ -75,14 +75,6 @@ def test_the_largest_mesh_is_the_largest_that_a_search_finds(network, tokens):
     assert searched == 0, f"a mesh of {searched} devices is still bound by compute, the closed form says {x * y}"
 
 
-def test_sharing_the_network_costs_a_factor_of_four():
-    """In large rings: 3/2 B F (W/C)^2 and 3/8 B F (W/C)^2 for SwiGLU in two bytes."""
-    tokens, rate, w = 2**20, 989.4e12, 450e9
-    for overlapping, factor in ((True, 1.5), (False, 0.375)):
-        x, y = largest_mesh(LAYER, tokens, Network(rate, w, w, overlapping, large_rings=True))
-        assert x * y == pytest.approx(factor * tokens * 28_672 * (w / rate) ** 2)
-
-
 def test_one_axis_alone_is_fsdp_and_tensor_parallelism():
     network = NETWORKS[-1]
     fsdp, tp = evaluate(LAYER, 2**18, 8, 1, network), evaluate(LAYER, 2**18, 1, 8, network)
