@@ -14,7 +14,7 @@ from cs336_systems.harness.traffic import Traffic
 
 from .checks import on_each, on_gpus, on_ranks
 from .replicas import RUNGS, averaged, backward, gradients
-from .toys import Branches, Toy
+from .toys import Toy
 
 
 def pairs_average_apart(rank: Rank):
@@ -40,20 +40,6 @@ def pairs_average_apart(rank: Rank):
             model.zero_grad()
 
 
-def unused_parameters_are_a_pairs_own(rank: Rank):
-    """In the second pair nobody uses the last two branches; in the first each is used by one of the two."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    pair, group = rank.rank // 2, groups[rank.rank // 2]
-    used = [[0, 2], [0, 1], [0], [0]][rank.rank]
-    for wrap in RUNGS:
-        model = wrap(Branches(), process_group=group)
-        for _ in range(2):
-            backward(model, torch.randn(2, 4), used)
-            with_gradient = [branch.weight.grad is not None for branch in model.module.branches]
-            assert with_gradient == ([True, True, True], [True, False, False])[pair]
-            model.zero_grad()
-
-
 def models_are_a_pairs_own(rank: Rank):
     pair = rank.rank // 2
     group, width = [dist.new_group([0, 1]), dist.new_group([2, 3])][pair], 3 + 2 * pair
@@ -76,7 +62,7 @@ def what_is_refused(rank: Rank):
             limited_group(rank, limit)
 
 
-test_some_of_the_ranks = on_each(4, (pairs_average_apart, unused_parameters_are_a_pairs_own, models_are_a_pairs_own))
+test_some_of_the_ranks = on_each(4, (pairs_average_apart, models_are_a_pairs_own))
 test_refusals = on_each(2, (what_is_refused,))
 
 
