@@ -61,7 +61,7 @@ def cells_of(recipe, folder, part, **environment):
             options = parse(question.Options, ["--device", "cuda", *arguments], None)
             if hasattr(options, "world_size"):
                 options = replace(options, world_size=options.world_size or (ranks,))  # as the driver says
-            found.append(question.make_cells(options))
+            found.append(question.EXPERIMENT.make_cells(options))
     return found
 
 
