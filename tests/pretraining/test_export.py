@@ -59,7 +59,7 @@ def load_ours(folder, dtype=torch.float32):
     return model
 
 
-@pytest.mark.parametrize(("family", "dtype"), zip(FAMILIES, [torch.float32, torch.bfloat16] * 2, strict=True))
+@pytest.mark.parametrize(("family", "dtype"), list(zip(FAMILIES, [torch.float32, torch.bfloat16] * 2, strict=True)))
 def test_reading_back_gives_the_same_bits_and_config(family, dtype, write, tmp_path, monkeypatch):
     model = model_of(FAMILIES[family], dtype)
     monkeypatch.setattr(export_module, "SHARD_BYTES", 9000)
