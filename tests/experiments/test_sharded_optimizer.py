@@ -10,7 +10,7 @@ from cs336_systems.experiments.sharded_optimizer import MEMORY, SHARDINGS, TIMES
 from cs336_systems.experiments.sharded_optimizer_measure import measure
 from cs336_systems.harness.record import Metric, parse_samples
 from tests.benchmarks.commands import cells_of
-from tests.distributed.checks import spawn
+from tests.distributed.checks import on_ranks
 
 TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
 
@@ -23,7 +23,7 @@ def measure_all(rank: Rank, cells: list) -> list[list[Metric]]:
 def rows() -> pd.DataFrame:
     """Two repeats of all four ways on two ranks, as a CSV would hold them, and one that failed."""
     cells = cells_of("sharded_optimizer", *TINY, "--repeat", "2")
-    measured = spawn(measure_all, 2, cells, timeout_s=60)[0]
+    measured = on_ranks(measure_all, 2, cells)[0]
     where = {"gpu": "", "host": "a CPU", "status": "ok", "message": ""}
     lines = [
         asdict(cell) | where | metric.statistics()

@@ -14,7 +14,7 @@ from cs336_systems.experiments.block_measure import with_float8
 from cs336_systems.experiments.training import TRAINING_TABLE, Options, make_cells, measure, rates_figure
 from cs336_systems.harness.record import parse_samples, unsaid
 from cs336_systems.pretraining.peer import peer_model
-from tests.distributed.checks import spawn
+from tests.distributed.checks import on_ranks
 
 CPU = replace(Options.default("cpu"), world_size=(1,))
 GPU = replace(Options.default("cuda"), world_size=(1,))
@@ -111,7 +111,7 @@ def test_runs_end_once_they_have_been_steady_for_long_enough():
     cells = [one, *make_cells(replace(few, recipe=("e4m3",), how=("ours", "transformers"))), *two]
     with joined("cpu") as rank:
         measured = measure_all(rank, cells[:3])
-    measured += spawn(measure_all, 2, two, timeout_s=120)[0]
+    measured += on_ranks(measure_all, 2, two)[0]
     found = [{metric.name: metric.samples for metric in metrics} for metrics in measured]
     for samples in found:
         assert len(samples["step"]) == len(samples["tokens_per_s"]) >= 1
