@@ -1,7 +1,6 @@
 """``benchmark_training.py``: its grid, and runs that end once they have been steady for long enough, on all ranks."""
 
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError
 from statistics import median
 
 import pandas as pd
@@ -12,7 +11,7 @@ from cs336_systems.config import resolve_size
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.experiments.block_measure import with_float8
 from cs336_systems.experiments.training import TRAINING_TABLE, Options, make_cells, measure, rates_figure
-from cs336_systems.harness.record import parse_samples, unsaid
+from cs336_systems.harness.record import parse_samples
 from cs336_systems.pretraining.peer import peer_model
 from tests.distributed.checks import on_ranks
 
@@ -51,23 +50,6 @@ def test_independent_replicas_train_as_the_one_that_they_are_beside():
     assert replace(apart.train_options, total_batch_tokens=apart.total_batch_tokens) == alone.train_options
     assert [(cell.world_size, cell.zero, cell.apart) for cell in together] == [(2, 1, "off"), (2, 3, "off")]
     assert (peer.world_size, peer.apart) == (1, "off")
-
-
-def test_torchaos_runs_say_formats_and_versions_and_earlier_rows_are_of_stored_products(monkeypatch):
-    def version(name):
-        if name == "torchao":
-            return "0.18.0"
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("cs336_systems.experiments.training.version", version)
-    hows = ("ours", "torchao-tensorwise", "torchao-rowwise")
-    ours, *torchao = make_cells(replace(GPU, recipe=("e4m3",), how=hows))
-    assert [(cell.recipe, cell.library) for cell in torchao] == [
-        ("e4m3-e5m2", "torchao 0.18.0"),
-        ("e4m3-row", "torchao 0.18.0"),
-    ]
-    assert torchao[0].train_options.micro_batches(1) == ours.train_options.micro_batches(1) == 16
-    assert (unsaid(["total_batch_tokens"])["recipe"], unsaid(["total_batch_tokens"])["library"]) == ("stored", "")
 
 
 @pytest.mark.parametrize(
