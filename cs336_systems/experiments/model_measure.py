@@ -6,7 +6,7 @@ conventions.
 
 import torch
 
-from cs336_systems.costs.flops import model_flops
+from cs336_systems.costs.flops import hardware_flops, model_flops
 from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.experiments.measured import check_loss, in_gib, phase_metrics, rate, step_rates
 from cs336_systems.experiments.model import CeilingCell, ModelCell
@@ -56,7 +56,14 @@ def rates(cell: ModelCell, steps_ms: list[float], device_name: str, ceilings: Ce
     whole, hardware = "forward" if cell.mode == "forward" else "step", find_hardware(device_name)
     flops = cell.accumulate * model_flops(*cell.work, whole)
     dtype = cell.precision.matmul_dtype
-    metrics = step_rates(cell.tokens_per_step, flops, hardware.peak(dtype) if hardware else None, steps_ms)
+    peak = hardware.peak(dtype) if hardware else None
+    metrics = step_rates(cell.tokens_per_step, flops, peak, steps_ms)
+    if peak:
+        palm = cell.accumulate * model_flops(*cell.work, whole, "palm")
+        how = {"attention": cell.attention_kind, "checkpoint": cell.checkpoint, "keep": cell.keep}
+        executed = cell.accumulate * hardware_flops(*cell.work, cell.mode, compiled=cell.compiled, **how)  # type: ignore[arg-type]
+        metrics.append(rate("mfu_palm", "% of datasheet peak, full attention", 100 * palm / peak, steps_ms))
+        metrics.append(rate("hfu", "% of datasheet peak, executed", 100 * executed / peak, steps_ms))
     light = speed_of_light(
         cell.config,
         cell.context_length,

@@ -3,7 +3,7 @@
 import pytest
 
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.costs.flops import forward_flops, model_flops
+from cs336_systems.costs.flops import forward_flops, hardware_flops, model_flops
 from cs336_systems.experiments.model import ModelCell, Options, make_cells, step_table
 from cs336_systems.experiments.model_figures import frontier_figure, step_figure
 from cs336_systems.experiments.model_measure import rates
@@ -27,6 +27,8 @@ def test_rates_of_a_step_on_a_known_device():
     assert step["tokens_per_s"] == pytest.approx(2 * 128 / 4e-3)
     assert step["model_tflops"] == pytest.approx(whole / 4e-3 / 1e12)
     assert step["mfu"] == pytest.approx(100 * whole / 4e-3 / hardware_named("h200").peak("fp32"))
+    executed = hardware_flops(CONFIG, 2, 128, "step")
+    assert step["hfu"] == pytest.approx(step["mfu"] * executed / whole) and step["mfu_palm"] > step["mfu"]
     assert step["matmul_ceiling_share"] == pytest.approx(100 * step["model_tflops"] / 2.0)
     assert step.keys() <= RATES.keys(), "else rows of it are refused as evidence, as they keep no samples"
     assert found(accumulate=3) == pytest.approx({name: 3 * value for name, value in step.items()})
