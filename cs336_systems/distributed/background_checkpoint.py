@@ -8,8 +8,7 @@
 
 Files, and why a kill at any moment loses nothing, are those of ``checkpoint.py``. A thread of each rank writes; the
 threads talk over a gloo group of their own. A save that fails is reported and leaves the older checkpoints as they are.
-A save that comes while the one before is being written waits for it, and reports how long. Where host memory is too
-short for the copies, saves wait for the disk.
+A save waits for the one before. Where host memory is too short for the copies, saves wait for the disk.
 """
 
 import os
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -32,11 +30,9 @@ from cs336_systems.kernels.host_memory import Slab, aligned, host_slab
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended.
+    """How a save ended; ``path`` is None if it has failed, which ``error`` explains.
 
     Attributes:
-        path: None if it has failed.
-        error: why it has failed.
         n_bytes: bytes of this rank's part.
         stall_seconds: time that the caller of ``save`` waited.
         waited_seconds: part of that until the save before was written.
@@ -89,8 +85,7 @@ class BackgroundSaver:
     def reserve(self, budget_bytes: int) -> str | None:
         """Begin to allocate host memory for copies of what there is now; a collective.
 
-        Returns:
-            Why saves will wait for the disk, if this rank's copies take more than the budget.
+        Returns why saves will wait for the disk, if this rank's copies take more than the budget.
         """
         n_bytes = _n_bytes(collect(self._model, self._optimizer, 0, None, self._group))
         if n_bytes > budget_bytes:
@@ -100,11 +95,7 @@ class BackgroundSaver:
         return None
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
-        """Copy everything and begin to write it, after the save before; a collective.
-
-        Raises:
-            ValueError: as ``save_checkpoint``.
-        """
+        """Copy everything and begin to write it, after the save before; a collective, which raises ValueError."""
         check_kept(step, *self._kept)
         began, saves = time.perf_counter(), self._saves
         self._join()
@@ -180,10 +171,8 @@ class BackgroundSaver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, KeyboardInterrupt):
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
             return
         self._join()
         dist.destroy_process_group(self._own_group)

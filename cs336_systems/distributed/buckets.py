@@ -1,5 +1,9 @@
 """Buckets: tensors that travel together, and gradients that lie side by side so that one collective carries them.
 
+*Neighbours* are parameters that fill one storage between them, as the rows of one matrix, one after the other: merged
+q | k | v, say, which a module multiplies as one matrix without a copy. Nothing else declares it: whoever moves
+parameters looks at where they lie and keeps neighbours together. A tensor on ``meta`` has a storage too.
+
 A collective has a latency besides its bytes, so small tensors are sent in groups. ``partition`` makes the groups;
 ``Bucket.gather`` brings the gradients of one group into one piece of memory and leaves every ``.grad`` a view of it:
 the average need not be copied back. That takes one multi-tensor copy per bucket, which reads and writes it once, and
@@ -10,7 +14,7 @@ autograd may hand a parameter a view of a gradient that the rest of backward sti
 it is not marked as a view), and what travels is overwritten.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -93,7 +97,7 @@ class Bucket:
     It also counts: ``waiting_for`` is how many of them have no gradient yet in the current backward.
 
     Args:
-        names: of the parameters, for errors.
+        names: of parameters, for errors.
         offsets: where each gradient begins in what travels, in elements; without gaps if None.
         numel: elements that travel; those of all gradients if None.
     """
@@ -101,12 +105,12 @@ class Bucket:
     def __init__(
         self,
         parameters: Sequence[Tensor],
-        names: Sequence[str] | None = None,
+        names: Mapping[Tensor, str],
         offsets: Sequence[int] | None = None,
         numel: int | None = None,
     ) -> None:
         self.parameters = list(parameters)
-        self.names = list(names or (f"parameter {i}" for i in range(len(self.parameters))))
+        self.names = [names[parameter] for parameter in self.parameters]
         *packed, total = accumulate((parameter.numel() for parameter in self.parameters), initial=0)
         self.offsets, self.numel = list(offsets or packed), numel or total
         self._strides = [torch.empty_like(p.detach(), device="meta").stride() for p in self.parameters]
@@ -193,3 +197,61 @@ class Bucket:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.record_stream(current)
+
+
+def neighbours(tensors: Iterable[T], alike: Callable[[T], object] = lambda tensor: None) -> list[list[T]]:
+    """Sort the tensors into runs: neighbours in the order of their memory, and every other tensor by itself.
+
+    Runs are ordered by whichever of their tensors was given first.
+
+    Args:
+        alike: what must be equal within a run.
+    """
+    tensors = list(tensors)
+    sharing: dict[int, list[T]] = {}
+    for tensor in tensors:
+        sharing.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    run_of: dict[T, list[T]] = {}
+    for some in sharing.values():
+        in_order = sorted(some, key=Tensor.storage_offset)
+        if len(in_order) > 1 and len(set(map(alike, in_order))) == 1 and _fill_one_storage(in_order):
+            run_of |= dict.fromkeys(in_order, in_order)
+    runs = {id(run[0]): run for run in (run_of.get(tensor, [tensor]) for tensor in tensors)}
+    return list(runs.values())
+
+
+def _fill_one_storage(tensors: Sequence[Tensor]) -> bool:
+    first, end = tensors[0], 0
+    for tensor in tensors:
+        rows_alike = tensor.dim() > 0 and tensor.shape[1:] == first.shape[1:] and tensor.dtype == first.dtype
+        if not (rows_alike and tensor.is_contiguous() and tensor.storage_offset() == end):
+            return False
+        end += tensor.numel()
+    return first.untyped_storage().nbytes() == end * first.element_size()
+
+
+def starts_in(run: Sequence[Tensor]) -> list[int]:
+    """The place at which each tensor of a run begins, in elements from the first."""
+    return list(accumulate((tensor.numel() for tensor in run[:-1]), initial=0))
+
+
+def empty_like_run(
+    run: Sequence[Tensor], *, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> list[Tensor]:
+    """New memory for a run, in which its tensors are neighbours again."""
+    if len(run) == 1:
+        return [torch.empty_like(run[0], dtype=dtype, device=device)]
+    numel = sum(tensor.numel() for tensor in run)
+    buffer = torch.empty(numel, dtype=dtype or run[0].dtype, device=device or run[0].device)
+    return [alias(buffer, start, tensor.shape) for tensor, start in zip(run, starts_in(run), strict=True)]
+
+
+def alias(buffer: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
+    """A contiguous tensor in ``buffer``'s storage, with a version counter of its own, as a view would not have.
+
+    Autograd refuses a saved tensor whose version has changed; what others do to the buffer must not count as a change.
+    """
+    stride = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(
+        buffer.untyped_storage(), offset, torch.Size(shape), stride
+    )

@@ -13,32 +13,32 @@ names are the same in each case, so a run may resume under another wrapper or on
                     tensors.json                            where each tensor's stretches are
                     complete.json                           step, optimizer settings, size and CRC-32 of every file
 
-``checkpoint_folder.py`` keeps a folder of them safe, and ``old_checkpoint.py`` reads those of earlier versions. Sizes
-are checked whenever a folder is looked at, and digests before a checkpoint is loaded, for which every rank reads its
-part of the files once more.
+``checkpoint_folder.py`` keeps a folder of them safe, and ``stretches.py`` reads those of earlier versions, too. Sizes
+are checked whenever a folder is looked at, and digests, of which every rank reads some, before a checkpoint is loaded.
 """
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.distributed import checkpoint_folder, old_checkpoint
-from cs336_systems.distributed.arrivals import wait_for_parameters
+from cs336_systems.distributed import checkpoint_folder
 from cs336_systems.distributed.checkpoint_folder import StoredCheckpoint, Tell
 from cs336_systems.distributed.checkpoint_state import BUFFER, MODEL, OPTIMIZER, NamedState, check_json
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import on_every_rank, on_rank_0
+from cs336_systems.distributed.shards import wait_for_parameters
 from cs336_systems.distributed.stretches import (
+    OLD_LAYOUT,
     StoredTensor,
     Stretch,
     fill,
     read_index,
+    read_old_index,
     read_whole,
     write_index,
     write_stretches,
@@ -76,8 +76,7 @@ def save_checkpoint(
     return write(Path(folder), collect(model, optimizer, step, extra, group), group, keep_last, keep_every)
 
 
-@dataclass(frozen=True)
-class Collected:
+class Collected(NamedTuple):
     """A rank writes these stretches, by name; ``marker`` becomes ``complete.json``, which all ranks share."""
 
     stretches: dict[str, Stretch]
@@ -91,11 +90,7 @@ def collect(
     extra: Mapping[str, Any] | None,
     group: dist.ProcessGroup,
 ) -> Collected:
-    """Collect what this rank has to write: what it alone has, and its part of what all have; a collective.
-
-    Raises:
-        ValueError: as ``save_checkpoint``.
-    """
+    """Collect what this rank is to write, with its part of what all have; a collective, which raises ValueError."""
     wait_for_parameters(model)
     view, rank = NamedState(model), group.rank()
     marker: dict[str, Any] = {"step": step, "saved_at": 0, "optimizer": None, "scalars": {}, "extra": dict(extra or {})}
@@ -154,7 +149,7 @@ def load_checkpoint(
 ) -> int | None:
     """As ``resume_checkpoint``, but returns the step alone, or None if there is no checkpoint."""
     found = resume_checkpoint(folder, model, optimizer)
-    return None if found is None else found.step
+    return found and found.step
 
 
 def resume_checkpoint(
@@ -166,13 +161,8 @@ def resume_checkpoint(
 ) -> StoredCheckpoint | None:
     """Read the checkpoint of ``folder`` that was written last into the model and the optimizer; a collective.
 
-    One that is damaged is told of, and the one before it read in its place.
-
-    Args:
-        tell: is given that sentence, on the first rank.
-
-    Returns:
-        The one that was read, or None if the folder holds no checkpoint, and nothing was changed.
+    One that is damaged is told of, by ``tell`` on the first rank, and the one before it read in its place. Returns the
+    one that was read, or None if the folder holds no checkpoint.
 
     Raises:
         ValueError: it is of another model or optimizer, or its files are malformed, or the folder holds checkpoints of
@@ -180,8 +170,13 @@ def resume_checkpoint(
         OSError: a rank cannot read.
     """
     group = group_of(model)
+
+    def damage(one: StoredCheckpoint) -> str | None:
+        own = sorted(one.files)[group.rank() :: group.size()]  # every rank reads some
+        return next(filter(None, on_every_rank(lambda: checkpoint_folder.find_damage(one, own), group)), None)
+
     complete, unreadable = on_rank_0(lambda: checkpoint_folder.survey(Path(folder)), group)
-    found = checkpoint_folder.newest_sound(Path(folder), complete, unreadable, lambda one: _damage(group, one))
+    found = checkpoint_folder.newest_sound(Path(folder), complete, unreadable, damage)
     if group.rank() == 0:
         checkpoint_folder.tell_of(unreadable, tell)
     if found is None:
@@ -207,9 +202,8 @@ def resume_checkpoint(
 
 def _tensors_of(found: StoredCheckpoint) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint, by ``model/NAME``, ``buffer/NAME``, ``optimizer/NAME/KEY``; raises ValueError."""
-    if found.marker["layout"] == old_checkpoint.LAYOUT:
-        return old_checkpoint.read_index(found.path, found.files)
-    return read_index(found.path, found.files)
+    read = read_old_index if found.marker["layout"] == OLD_LAYOUT else read_index
+    return read(found.path, found.files)
 
 
 def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
@@ -271,13 +265,6 @@ def check_kept(step: int, keep_last: int, keep_every: int | None) -> None:
 def group_of(model: nn.Module) -> dist.ProcessGroup:
     """The ranks that save together."""
     return model.process_group if isinstance(model, FSDP) else dist.distributed_c10d._get_default_group()
-
-
-def _damage(group: dist.ProcessGroup, stored: StoredCheckpoint) -> str | None:
-    """Find out what is wrong with the contents of a checkpoint's files, of which every rank reads some."""
-    own = sorted(stored.files)[group.rank() :: group.size()]
-    of_ranks = on_every_rank(lambda: checkpoint_folder.find_damage(stored, own), group)
-    return next(filter(None, of_ranks), None)
 
 
 def _check_tensors(path: Path, expected: Mapping[str, Stretch], stored: Mapping[str, StoredTensor]) -> None:

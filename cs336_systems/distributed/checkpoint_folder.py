@@ -14,7 +14,7 @@ On the disk:
 A checkpoint is written under its temporary name, ``complete.json`` last, and renamed: under its own name it is whole
 from the first moment. A folder with such a name that is not whole is damaged or somebody else's, and is left alone, as
 is any other name: rename a checkpoint to have it kept. The newest checkpoint is the one written last, whatever its
-step: a run may have been resumed from an early one.
+step.
 
 Limits: one run at a time saves into a folder; all ranks must see the same one.
 """
@@ -65,12 +65,7 @@ class StoredCheckpoint:
 
 
 def read(path: Path, step: int | None = None) -> StoredCheckpoint:
-    """One checkpoint, whatever its name is now, or of this step; digests unchecked.
-
-    Raises:
-        ValueError: it is not complete.
-        OSError: it cannot be read.
-    """
+    """One checkpoint, or of this step alone, digests unchecked; ValueError if it is not complete, or OSError."""
     try:
         marker = json.loads((path / MARKER).read_text())
     except FileNotFoundError:
@@ -168,11 +163,7 @@ def _describe(unreadable: dict[Path, str]) -> str:
 
 
 def begin(folder: Path, step: int) -> tuple[Path, int]:
-    """Make a directory to fill with a checkpoint, and remove what earlier saves left unfinished; raises OSError.
-
-    Returns:
-        The directory, and the ``saved_at`` of the checkpoint.
-    """
+    """Remove what earlier saves left unfinished, and make a directory to fill; returns it and the ``saved_at``."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in list(folder.iterdir()):
         if _TEMPORARY.fullmatch(path.name):
@@ -187,9 +178,6 @@ def begin(folder: Path, step: int) -> tuple[Path, int]:
 
 def publish(temporary: Path, marker: dict[str, Any]) -> Path:
     """Write the marker of a directory that is filled and give it its name; each is on the disk before the next.
-
-    Args:
-        marker: plain data that JSON can hold, among it ``step``, ``saved_at`` and ``files``.
 
     Raises:
         OSError: a file that the marker lists cannot be seen here in its size, or something cannot be written.
@@ -235,8 +223,7 @@ def retire(folder: Path, newest: Path, keep_last: int, keep_every: int | None = 
 
 def discard(path: Path) -> None:
     """Remove a directory, under a temporary name: what a kill leaves of it must not look like a damaged checkpoint."""
-    if path.is_symlink():
-        warnings.warn(f"{path} is removed, which is a link; what it points to stays", stacklevel=2)
+    if path.is_symlink():  # what it points to stays
         return path.unlink()
     temporary = path if _TEMPORARY.fullmatch(path.name) else path.with_name(f".{path.name.removeprefix('.')}.tmp")
     try:
@@ -260,10 +247,8 @@ def write_through(path: Path, parts: Iterable[Any]) -> tuple[int, int]:
 def _flush(folder: Path) -> None:
     """Wait until the entries of a directory are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def _check_sizes(path: Path, files: dict[str, dict[str, int]]) -> None:

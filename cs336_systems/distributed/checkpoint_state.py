@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedParameter
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.stretches import StoredTensor, Stretch
 
@@ -34,16 +33,9 @@ _ONLY_HOW = ("foreach", "fused", "capturable", "differentiable")
 _DECOUPLED = "decoupled_weight_decay"
 """By this option torch tells AdamW from Adam; other implementations of AdamW do without."""
 
-_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "params", "param_names")
-"""Keys of any optimizer's groups that are none of its options: torch's schedulers add most of them."""
-
 
 class NamedState:
-    """Names and tensors; the model is under FSDP, under this suite's DDP, or whole and equal on every rank.
-
-    Raises:
-        ValueError: a module keeps more than tensors in its state dict (``get_extra_state``).
-    """
+    """The model is under FSDP, under this suite's DDP, or whole and equal on every rank; without extra state."""
 
     def __init__(self, model: nn.Module) -> None:
         self._module = model.module if isinstance(model, (FSDP, DDP)) else model
@@ -52,10 +44,13 @@ class NamedState:
                 kind = type(module).__name__
                 raise ValueError(f"{name or 'the model'} is a {kind}, whose extra state checkpoints cannot hold")
         if isinstance(model, FSDP):
-            self._shares = {parameter.names[0]: _share(parameter) for parameter in model.managed_parameters()}
+            self._shares = {
+                p.names[0]: Stretch(tuple(p.shape), p.first_element, p.sharded_param)
+                for p in model.managed_parameters()
+            }
         else:
             self._shares = {name: Stretch.whole(parameter) for name, parameter in self._module.named_parameters()}
-        self._name_of: dict[Tensor, str] = {share.values: name for name, share in self._shares.items()}
+        self._name_of = {share.values: name for name, share in self._shares.items()}
 
     def model(self) -> dict[str, Stretch]:
         """Parameters, and the buffers that the module's own state dict would hold, by kind and name."""
@@ -91,14 +86,14 @@ class NamedState:
     def optimizer(self, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> dict[str, Stretch]:
         """The optimizer's tensors; its numbers and its groups go into ``settings``.
 
-        Raises:
-            ValueError: a parameter is not the model's, or a state cannot be resharded.
+        Raises ValueError where a parameter is not the model's, or a state cannot be resharded.
         """
         if (device := next(iter(self._name_of)).device).type == "cuda":
             torch.cuda.synchronize(device)  # states in host memory may still be written
         settings["optimizer_class"] = _class_of(optimizer)
         settings["optimizer"] = [
-            {key: _plain(value) for key, value in group.items() if key != "params"} | {"params": names}
+            {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+            | {"params": names}
             for group, names in zip(optimizer.param_groups, self._groups(optimizer), strict=True)
         ]
         stretches: dict[str, Stretch] = {}
@@ -201,33 +196,21 @@ def _another_kind(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any])
     """Why a step of this optimizer cannot follow those of the one that was saved, or None if it can.
 
     Classes of torch must be the same, and another resumes from one whose name ends its own, as FusedAdamW from AdamW,
-    or the reverse. Options may be more or fewer, but not each some that the other lacks. What a step computes must not
-    be switched.
+    or the reverse. What a step computes must not be switched.
     """
     ours = _class_of(optimizer)
     theirs = settings.get("optimizer_class", ours)  # versions before this one did not write it
     n_of_torch = sum(name.startswith(_TORCH) for name in (ours, theirs))
     short, long = sorted((name.rpartition(".")[2] for name in (ours, theirs)), key=len)
-    if (n_of_torch == 2 and theirs != ours) or (n_of_torch == 1 and not long.endswith(short)):
+    if (n_of_torch == 2 and theirs != ours) or not long.endswith(short):
         return f"it is of {theirs}, here is {ours}"
     for saved, group in zip(settings["optimizer"], optimizer.param_groups, strict=True):
-        options, known = ({k for k, v in each.items() if not isinstance(v, bool | None)} for each in (saved, group))
-        lacks = sorted((known - saved.keys()).difference(_OF_SCHEDULERS))
-        besides = sorted((options - group.keys()).difference(_OF_SCHEDULERS))
-        if lacks and besides:
-            return f"it lacks the options {', '.join(lacks)} and has {', '.join(besides)} instead"
         switches = {key for each in (saved, group) for key, value in each.items() if isinstance(value, bool)}
         for key in sorted(switches.difference(_ONLY_HOW)):
             both_say = key != _DECOUPLED or key in saved.keys() & group.keys()
             if both_say and saved.get(key, False) != group.get(key, False):
                 return f"{key} is {saved.get(key, False)} there and {group.get(key, False)} here"
     return None
-
-
-def _share(parameter: ManagedParameter) -> Stretch:
-    """The elements of a parameter that this rank has under FSDP."""
-    start = parameter.first_element if isinstance(parameter, ShardedParameter) else 0
-    return Stretch(tuple(parameter.shape), start, parameter.sharded_param)
 
 
 def _memory_order(parameter: Tensor) -> tuple[int, ...]:
@@ -241,8 +224,3 @@ def _split(entry: str) -> tuple[str, str]:
     """The parameter and the key of an entry of optimizer state; the names of modules may hold slashes."""
     name, _, key = entry.removeprefix(OPTIMIZER).rpartition("/")
     return name, key
-
-
-def _plain(value: Any) -> Any:
-    """A setting as JSON can hold it."""
-    return value.item() if isinstance(value, Tensor) else value

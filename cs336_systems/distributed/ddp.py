@@ -1,14 +1,11 @@
 """Distributed data parallelism in four forms: replicas with different data step with the same averaged gradients.
 
-Two decisions make the ladder. How many gradients share a collective? Each collective has a latency, so fewer cost less.
-When does it start? What starts during backward runs beside it, and only the rest is waited for.
-
                       one gradient each      many gradients each
     after backward    NaiveDDP               FlatDDP
     during backward   OverlappedDDP          BucketedDDP(module, bucket_size_mb)
 
-All four are used alike. They average, as torch's DDP does: with equal shares of a batch and a mean loss the result is
-the gradient of the whole batch.
+Each collective has a latency, so fewer cost less; what starts during backward runs beside it. All four average, as
+torch's DDP does: with equal shares of a batch and a mean loss the result is the gradient of the whole batch.
 
     model = BucketedDDP(model, bucket_size_mb=25)      # weights and buffers become rank 0's
     loss_function(model(x), y).backward()              # afterwards .grad is the average: clip now
@@ -18,30 +15,24 @@ the gradient of the whole batch.
     with model.no_sync():                              # accumulate: gradients stay local, nothing is sent
         loss_function(model(x), y).backward()
 
-**Synchronisation ends with backward**: autograd calls the wrapper once the last gradient is there, and the call to
-``backward`` returns when every gradient is the average for whatever the current stream does next. Backwards may follow
-one another: averaging is linear, so the next one adds its average to what is averaged already.
-``finish_gradient_synchronization`` is for what no backward ends: gradients that were accumulated in ``no_sync``, a
-rank that had no backward while others had one, a backward that failed. After a backward it returns at once, and may
-be called at every step.
+**Synchronisation ends with backward**: the call returns when every gradient is the average for whatever the current
+stream does next. Backwards may follow one another: averaging is linear. ``finish_gradient_synchronization`` is for what
+no backward ends: gradients that were accumulated in ``no_sync``, a rank that had no backward while others had one, a
+backward that failed. After a backward it returns at once, and may be called at every step.
 
-**Every rank issues the same collectives in the same order**, whatever its data makes it do. Buckets start in the
-reverse order of construction, each when its last gradient is ready and all before it have started; those that are left
-start when backward has ended.
+**Every rank issues the same collectives in the same order**, whatever its data makes it do: one per trainable parameter
+(naive, overlapped), one per dtype and device (flat), one per bucket (bucketed). Buckets start in the reverse order of
+construction, each when its last gradient is ready and all before it have started, the rest when backward has ended.
 
-**Parameters without a gradient.** A rank that does not use a parameter contributes zeros: the gradient is the sum over
-the ranks that use it, divided by the number of all ranks. One that no rank uses keeps ``grad`` None, and the optimizer
-skips it as it does in one process. To tell the two apart, ranks exchange a byte per parameter each step; the host waits
-for the answer only where something was unused.
-
-Collectives per step, with P trainable parameters: P (naive, overlapped), one per dtype and device (flat), one per
-bucket (bucketed), and one for those bytes.
+**Parameters without a gradient.** A rank that does not use a parameter contributes zeros. One that no rank uses keeps
+``grad`` None, and the optimizer skips it as in one process. To tell the two apart, ranks exchange a byte per parameter
+each step; the host waits for the answer only where something was unused.
 
 **Limits.** Ranks run equally many backwards outside ``no_sync``. After one that failed, every rank calls
 ``finish_gradient_synchronization`` (the next forward raises otherwise). Parameters must not be unfrozen, added or
 replaced later (raises). Gradients must be dense, without double backward (raises). Reentrant checkpointing ends a
-backward of its own with each segment: right, but everything may be sent once per segment. Buffers become rank 0's when
-a module is wrapped and are each rank's own from then on. It cannot be copied or pickled.
+backward of its own with each segment: right, but everything may be sent once per segment. Buffers are each rank's own
+after a module is wrapped. It cannot be copied or pickled.
 
 Method: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -67,13 +58,7 @@ from cs336_systems.distributed.wrapped import Members, NotCopied, check_shapes_a
 
 
 class _Average:
-    """The average over ranks of a contiguous tensor, in place, under way from construction until ``wait``.
-
-    Args:
-        dtype: in which it travels and is added up; the tensor's own if None.
-        backend: of the process group.
-        group: the default group if None.
-    """
+    """The average over ranks of a contiguous tensor, in place, added up in ``dtype``; under way until ``wait``."""
 
     def __init__(
         self, tensor: Tensor, dtype: torch.dtype | None, backend: str, group: dist.ProcessGroup | None
@@ -174,7 +159,8 @@ class DDP(NotCopied, nn.Module):
         self.module = module
         self._during_backward = during_backward
         self._communication_dtype = communication_dtype
-        self._names = names = {parameter: name for name, parameter in module.named_parameters()}
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        names = self._names
         self._members = Members(module, lambda: names)
         self._trainable = [parameter for parameter in self._names if parameter.requires_grad]
         self._frozen = [parameter for parameter in self._names if not parameter.requires_grad]
@@ -185,7 +171,7 @@ class DDP(NotCopied, nn.Module):
         self._process_group = process_group
         self._backend = dist.get_backend(process_group)
         groups = partition(self._trainable[::-1], capacity_bytes)
-        self._buckets = [Bucket(group, [names[parameter] for parameter in group]) for group in groups]
+        self._buckets = [Bucket(group, names) for group in groups]
         bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._bucket_of = [bucket_of[parameter] for parameter in self._trainable]
         for position, parameter in enumerate(self._trainable):

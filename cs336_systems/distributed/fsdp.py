@@ -127,11 +127,7 @@ class FSDP(NotCopied, nn.Module):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; floating-point inputs are cast to ``compute_dtype``.
-
-        Raises:
-            RuntimeError: a parameter was added or replaced after wrapping.
-        """
+        """The module's forward, by ``compute_dtype``; RuntimeError if a parameter was added or replaced since."""
         self._members.check()
         if self.compute_dtype is not None:
             args, kwargs = tree_map(self._cast, (args, kwargs))
@@ -189,11 +185,7 @@ class FSDP(NotCopied, nn.Module):
         return [*(parameter for group in self.groups for parameter in group.parameters), *self.replicated]
 
     def _apply(self, fn: Any, recurse: bool = True) -> "FSDP":
-        """``nn.Module._apply``, which ``to`` and ``half`` call: the shards lie in buffers that it would leave behind.
-
-        Raises:
-            ValueError: it would change a tensor.
-        """
+        """Refuse ``to`` and ``half`` by a ValueError, unless they change nothing: shards lie in buffers of groups."""
         with torch.no_grad():
             if any(fn(tensor) is not tensor for tensor in (*self.parameters(), *self.buffers())):
                 raise ValueError(f"FSDP({type(self.module).__name__}) cannot be moved or cast: do so before wrapping")
@@ -205,7 +197,6 @@ class FSDP(NotCopied, nn.Module):
 
 
 def _device(module: nn.Module, device: torch.device | str | None, process_group: dist.ProcessGroup) -> torch.device:
-    """The device of the shards."""
     if device is not None:
         return torch.empty(0, device=device).device  # with an index, as parameters have it
     found = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), None)
@@ -221,10 +212,7 @@ def clip_grad_norm_(fsdp: FSDP, max_norm: float) -> Tensor:
     """Scale all gradients so that their joint L2 norm is at most ``max_norm``; one all-reduce of one number.
 
     After backward. Every rank scales by the same factor, max_norm / (norm + 1e-6) if that is below one, as
-    ``torch.nn.utils.clip_grad_norm_`` does.
-
-    Returns:
-        The norm before clipping, a scalar on the device.
+    ``torch.nn.utils.clip_grad_norm_`` does. Returns the norm before clipping, a scalar on the device.
 
     Raises:
         ValueError: ``max_norm`` is not positive.

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import ReduceOp, ReduceScatterOptions
+from torch.utils._pytree import tree_map_only
 
+from cs336_systems.distributed.buckets import alias, empty_like_run, neighbours
 from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup, ShardedParameter
-from cs336_systems.distributed.neighbours import alias, empty_like_run, neighbours
 from cs336_systems.distributed.peer_memory import Turns
 
 _OF_THE_WHOLE = (
@@ -46,17 +47,14 @@ class ShardGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run an operation on the rows.
-
-        Raises:
-            RuntimeError: it is one number for all elements, and would be another on each rank.
-        """
+        """Run an operation on the rows; RuntimeError for one number of all elements, another on each rank."""
         if func in _OF_THE_WHOLE:
             raise RuntimeError(
                 f"a gradient under FSDP holds this rank's rows alone, of which {func} would tell: clip with "
                 "cs336_systems.distributed.fsdp.clip_grad_norm_(fsdp, max_norm), or take rows by grad.detach()"
             )
-        result = func(*_rows(args), **{key: _rows(value) for key, value in (kwargs or {}).items()})
+        own, options = tree_map_only(cls, lambda gradient: gradient.rows, (args, kwargs or {}))
+        result = func(*own, **options)
         return args[0] if args and isinstance(args[0], cls) and result is args[0].rows else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -64,13 +62,6 @@ class ShardGradient(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().__reduce_ex__(protocol)
-
-
-def _rows(value: Any) -> Any:
-    """Put rows for gradients into an operation's argument, which may be a list of tensors."""
-    if isinstance(value, ShardGradient):
-        return value.rows
-    return [_rows(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 class ReplicatedParameters:
@@ -169,10 +160,7 @@ class ReplicatedParameters:
 def take_gradients(parameters: Sequence[ShardedParameter]) -> list[Tensor | None]:
     """Take from each parameter the sum of what has been accumulated and the last backward's gradient.
 
-    Sums are in the dtype of what has been accumulated, a gradient by itself in its own.
-
-    Raises:
-        RuntimeError: a gradient is sparse.
+    Sums are in the dtype of what has been accumulated. A sparse gradient is a RuntimeError.
     """
     taken: list[Tensor | None] = []
     sums: list[Tensor] = []

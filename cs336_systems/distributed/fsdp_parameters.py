@@ -8,7 +8,7 @@ dimensions are replicated (``fsdp_gradients.py``).
 
 Parameters that are used together form a ``ShardedGroup`` and travel in one collective. Only dtype changes copy: shards
 into ``compute_dtype`` before they are gathered, gradients into the shards' dtype before they are reduced. What a module
-has laid out as one matrix is one again when it is gathered (``neighbours.py``), if the ranks divide all rows evenly.
+has laid out as one matrix is one again when it is gathered (``buckets.py``), if the ranks divide all rows evenly.
 """
 
 from collections import OrderedDict
@@ -22,12 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from cs336_systems.distributed.neighbours import alias, neighbours
+from cs336_systems.distributed.buckets import alias, neighbours
 from cs336_systems.distributed.peer_memory import Copies, PackedGather, PeerMemory, Turns, all_gather
 
 _ALIGNMENT = 64
 """Elements to which slots are rounded: 128 bytes of bf16, more than vectorised loads and NCCL ask for."""
-
 
 Hook = Callable[[Any], None]
 
@@ -61,6 +60,8 @@ class ManagedParameter:
     """The module sees this while it runs."""
     shape: torch.Size
     """The shape of the whole parameter."""
+    first_element: int = field(default=0, kw_only=True)
+    """The position in the whole parameter of the first element of ``sharded_param``."""
     has_gradient: bool = field(default=False, kw_only=True)
     """Whether this rank contributed to the gradient since the last synchronization."""
     _hooks: GradientHooks = field(default_factory=GradientHooks, kw_only=True)
@@ -85,21 +86,16 @@ class ShardedParameter(ManagedParameter):
     """The number of elements of a shard, padded so that all ranks' are equal, as collectives need it."""
     memory: Tensor
     """Collectives read the shard here."""
-    first_element: int
-    """The position in the whole parameter of the shard's first element."""
     accumulated: Tensor | None = None
     """The whole gradient of backward passes under ``no_sync``, in the shard's dtype."""
 
 
 class GroupState(Enum):
-    """How far a group's unsharded parameters are at this moment."""
+    """Whether a group's unsharded parameters have no memory, are on their way, or there for the current stream."""
 
     SHARDED = auto()
-    """They have no memory."""
     GATHERING = auto()
-    """They are on their way: nobody has waited for the all-gather."""
     UNSHARDED = auto()
-    """They are there, for whatever the current stream does next."""
 
 
 class ShardedGroup:
@@ -161,7 +157,8 @@ class ShardedGroup:
             # An optimizer that draws random numbers per element asks for its place in the whole parameter.
             sharded.first_element = place = first * whole[:1].numel()  # type: ignore[attr-defined]
             unsharded = nn.Parameter(alias(self._unsharded, unsharded_starts[i], whole.shape), whole.requires_grad)
-            self.parameters.append(ShardedParameter(names[i], sharded, unsharded, whole.shape, sizes[i], memory, place))
+            parts = names[i], sharded, unsharded, whole.shape, sizes[i], memory
+            self.parameters.append(ShardedParameter(*parts, first_element=place))
             self._gather_outputs.append(alias(self._unsharded, unsharded_starts[i], (sizes[i] * world_size,)))
             own_start = unsharded_starts[i] + process_group.rank() * sizes[i]
             self._own_outputs.append(alias(self._unsharded, own_start, (sizes[i],)))
@@ -193,11 +190,7 @@ class ShardedGroup:
         return self._unsharded.untyped_storage().nbytes()
 
     def check_data(self) -> None:
-        """Check that collectives read what the optimizer has written.
-
-        Raises:
-            RuntimeError: the user has given a shard other memory.
-        """
+        """Raise RuntimeError if the user has given a shard other memory, which collectives would not read."""
         for parameter in self.parameters:
             if parameter.sharded_param.data_ptr() != parameter.memory.data_ptr():
                 raise RuntimeError(f"{parameter.names[0]}.data was set under FSDP: copy values into it instead")
@@ -234,11 +227,7 @@ class ShardedGroup:
             self.state = GroupState.UNSHARDED
 
     def check_in_place(self) -> None:
-        """Check a group with whose unsharded parameters a module has just run.
-
-        Raises:
-            RuntimeError: the module has given one other memory, in which no later gather would arrive.
-        """
+        """Raise RuntimeError if a module has given a parameter other memory, in which no later gather would arrive."""
         for parameter, output in zip(self.parameters, self._gather_outputs, strict=True):
             if parameter.shape.numel() and parameter.unsharded_param.data_ptr() != output.data_ptr():
                 raise RuntimeError(f"{parameter.names[0]} was moved to other memory while its module ran")

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs336_systems.distributed.buckets import alias
 from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup
-from cs336_systems.distributed.neighbours import alias
 from cs336_systems.distributed.peer_memory import Turns
 
 _QUANTUM = 16

@@ -131,11 +131,7 @@ class GatherOrder:
         self._complete = self._forward
 
     def run(self, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a unit's own code with its parameters unsharded.
-
-        Raises:
-            RuntimeError: another unit is running, or a parameter has been replaced.
-        """
+        """Call a unit's own code with its parameters unsharded; RuntimeError while another unit is running."""
         for slot in unit.param_slots:
             slot.check()
         outer = self._running

@@ -22,11 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.distributed.buckets import broadcast_from_rank_0
+from cs336_systems.distributed.buckets import broadcast_from_rank_0, empty_like_run, neighbours
 from cs336_systems.distributed.fsdp_gradients import ReplicatedParameters
 from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup
 from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedRows, QuantizedTravel
-from cs336_systems.distributed.neighbours import empty_like_run, neighbours
 from cs336_systems.distributed.peer_memory import Turns
 from cs336_systems.distributed.wrapped import NotCopied
 
@@ -35,7 +34,6 @@ class Elsewhere(Tensor):
     """Stands for a sharded parameter, in a forward, where no unit that has it whole is running.
 
     Dtype, device and shape are those of the whole, for code that asks for no more; what would compute is refused.
-    ``nn.TransformerEncoderLayer`` reads no weights of its children that are not plain tensors, and so calls them.
     """
 
     _is_param = True
@@ -161,10 +159,7 @@ _Found = dict[tuple[nn.Module, str], tuple[nn.Parameter, dict[nn.Module | None, 
 def _find_slots(
     module: nn.Module, outer: nn.Module | None, predicate: Predicate | None, casts: bool, found: _Found
 ) -> None:
-    """Add the slots of a module inside the unit ``outer`` to ``found``, in the order of ``module.modules()``.
-
-    A closure that calls itself would keep itself and whole parameters alive until Python's collector comes.
-    """
+    """Add the slots of a module inside the unit ``outer`` to ``found``, in the order of ``module.modules()``."""
     own = {attribute: parameter for attribute, parameter in module._parameters.items() if parameter is not None}
     unit = outer
     if unit is None and (

@@ -52,14 +52,7 @@ def why_not_mapped(device: torch.device, process_group: dist.ProcessGroup) -> st
 
 
 class PeerMemory:
-    """Zeros, (numel,), of every rank; making it is a collective.
-
-    Raises:
-        OSError: on a CPU, there is no room for them.
-    """
-
-    of_rank: list[Tensor]
-    """One tensor of each rank, (numel,), in the order of ranks."""
+    """Zeros of every rank, ``of_rank[rank]`` (numel,); making them is a collective, OSError where there is no room."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup) -> None:
         size = max(1, numel)  # nothing cannot be mapped

@@ -69,11 +69,7 @@ def launched_world_size() -> int | None:
 
 
 def per_rank(total: int, world_size: int, what: str = "global batch size") -> int:
-    """``total`` over ``world_size``.
-
-    Raises:
-        ValueError: it does not divide, or one of them is not positive.
-    """
+    """``total`` over ``world_size``; ValueError unless it divides, and both are positive."""
     if total < 1 or world_size < 1 or total % world_size:
         raise ValueError(f"{what} {total} cannot be divided evenly over {world_size} ranks")
     return total // world_size
@@ -297,8 +293,7 @@ _stores: dict[str, dist.Store] = {}
 def launcher_store(timeout: timedelta = timedelta(minutes=10)) -> dist.Store:
     """The key-value store of the launcher, which outlives groups; rank 0 hosts it where the launcher does not.
 
-    Raises:
-        RuntimeError: the port is in use, or nobody listens there in time.
+    A port that is in use, or where nobody listens in time, is a RuntimeError.
     """
     address, rank = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", os.environ["RANK"]
     if address not in _stores:

@@ -24,8 +24,7 @@ class _BucketGradients:
 
     def __init__(self, bucket: ParameterBucket, names: Mapping[Tensor, str]) -> None:
         self.bucket = bucket
-        named = [names[parameter] for parameter in bucket.parameters]
-        self.whole = Bucket(bucket.parameters, named, bucket.offsets, bucket.flat.numel())
+        self.whole = Bucket(bucket.parameters, names, bucket.offsets, bucket.flat.numel())
         self.mean: Tensor | None = None
         """The sum of the means of the backwards so far, flat; None if there was none."""
         self._under_way: tuple[dist.Work, Tensor, Tensor] | None = None

@@ -14,26 +14,23 @@ With P bytes of parameters and W ranks on a ring, and AdamW's two moments:
     "shard"             each rank's own: no DDP     2 (W-1)/W P                the same
 
 The default is the CS336 handout's: whole tensors have owners, balanced by bytes, who broadcast what they updated. The
-other two are ZeRO (Rajbhandari et al. 2020, section 5.1): each rank receives the sum of only those gradients that it
-needs (divided by W, as DDP does), updates its slices, and all ranks gather the parameters. ``shards.py`` has the
-layouts, ``scattered.py`` what happens to gradients, ``costs/sharding.py`` the arithmetic, of the busiest link in each
-collective.
+other two are ZeRO (Rajbhandari et al. 2020, section 5.1): each rank receives the mean of only those gradients that it
+needs, updates its slices, and all ranks gather the parameters. ``shards.py`` has the layouts, ``scattered.py`` what
+happens to gradients, ``costs/sharding.py`` the arithmetic, of the busiest link in each collective.
 
-The two differ in steps of several backwards. Under ``no_sync()``, ``"reduce-scatter"``, ZeRO stage 1, adds up whole
-gradients and sends them once, with the last backward. ``"shard"``, stage 2, never holds more than two buckets of whole
-gradients: each backward sends, and the means add up in the shard. With one backward a step they are the same bits. In
-both ``.grad`` is None after a backward that has sent, and ``step`` uses the gradients up; to give them up without a
-step, call the optimizer's ``zero_grad``.
+Under ``no_sync()``, ``"reduce-scatter"``, ZeRO stage 1, adds up whole gradients and sends them once, with the last
+backward. ``"shard"``, stage 2, never holds more than two buckets of whole gradients: each backward sends, and the means
+add up in the shard. With one backward a step they are the same bits. In both ``.grad`` is None after a backward that
+has sent, and ``step`` uses the gradients up; to give them up without a step, call the optimizer's ``zero_grad``.
 
 The optimizer class updates each parameter by itself (no LBFGS), and element by element for all but the default (SGD,
 Adam, AdamW; not Adafactor, Muon or LAMB). One that draws random numbers per element has a method ``locate(tensor,
 number, offset)`` and is told of which parameter, and from which element on. ``step`` runs it once per bucket, so that
-sending one overlaps with updating the next, and returns when all parameters are there, for whatever the current stream
-does next; after ``send_under_forward`` it returns earlier, while later layers' parameters are still on their way.
+sending one overlaps with updating the next. It returns when all parameters are there or, after ``send_under_forward``,
+while later layers' parameters are still on their way.
 
 Limits: parameters must be dense, be on their device before, and begin equal on all ranks (DDP sees to that; without it,
-seed alike or broadcast). Outside ``no_sync`` ranks run equally many backwards, or none. For clipping there is
-``reduced_gradients``.
+seed alike or broadcast). Outside ``no_sync`` ranks run equally many backwards, or none.
 """
 
 import math
@@ -48,17 +45,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
-from cs336_systems.distributed.arrivals import Arrivals
 from cs336_systems.distributed.fsdp_parameters import GradientHooks
 from cs336_systems.distributed.process_group import check_same_across_ranks
 from cs336_systems.distributed.scattered import GradientScatter
-from cs336_systems.distributed.shards import ParameterBucket, Piece, Runs, owned_buckets, runs_of, scattered_buckets
+from cs336_systems.distributed.shards import (
+    Arrivals,
+    ParameterBucket,
+    Piece,
+    Runs,
+    owned_buckets,
+    runs_of,
+    scattered_buckets,
+)
 from cs336_systems.distributed.wrapped import check_shapes_are_known
 
 REDUCE_SCATTER, SHARD = "reduce-scatter", "shard"
-
-_NOT_OPTIONS = ("params", "param_names")
-_MUTABLE = (Tensor, list, dict, set)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -222,7 +223,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             last = bucket is self._sending[-1][0]
             if last or bucket.own:
                 own = [piece.tensor for piece in bucket.own.values()]
-                self._update(own, options if last else [_copied(each) for each in options], kwargs)
+                self._update(own, options if last else deepcopy(options), kwargs)
             works = bucket.send()
             if readers and self._arrivals is not None:
                 self._arrivals.expect(works, readers)
@@ -339,11 +340,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._scatter.enabled = before
 
     def load_shares(self, states: Mapping[Tensor, dict[str, Any]], param_groups: list[dict[str, Any]]) -> None:
-        """Take options in the format of ``torch.optim``, and this rank's states by ``Piece.tensor``.
-
-        Raises:
-            ValueError: the groups belong to other parameters; nothing has changed then.
-        """
+        """Take options in the format of ``torch.optim``, and this rank's states by ``Piece.tensor``, or ValueError."""
         super().load_state_dict({"param_groups": param_groups, "state": {}})
         assert self.local is not None
         packed = self.local.state_dict()
@@ -373,9 +370,4 @@ def _parameters_of(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     """The options of a group: all that it holds besides its parameters."""
-    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-
-
-def _copied(options: dict[str, Any]) -> dict[str, Any]:
-    """Options that may be changed without changing these."""
-    return {key: deepcopy(value) if isinstance(value, _MUTABLE) else value for key, value in options.items()}
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -31,12 +31,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.distributed.arrivals import wait_for_parameters
 from cs336_systems.distributed.background_checkpoint import BackgroundSaver, Saved
 from cs336_systems.distributed.checkpoint import resume_checkpoint
 from cs336_systems.distributed.peer_memory import mapped_bytes
 from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.shards import wait_for_parameters
 from cs336_systems.harness.memory import free_bytes
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.deferred import Deferred, Done

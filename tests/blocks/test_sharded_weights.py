@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from cs336_systems.blocks import REFERENCE, write_out
 from cs336_systems.blocks import weights as block_weights
 from cs336_systems.distributed import FSDP, BucketedDDP, FlatDDP, ShardedOptimizer, fsdp_gradients
+from cs336_systems.distributed.buckets import neighbours
 from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoint
 from cs336_systems.distributed.fsdp_gradients import Reduction
-from cs336_systems.distributed.neighbours import neighbours
 from cs336_systems.model import TransformerBlock, TransformerLM
 
 from ..distributed.checks import on_each

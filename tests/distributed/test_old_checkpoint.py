@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cs336_systems.distributed import old_checkpoint
 from cs336_systems.distributed.checkpoint import find_checkpoint, load_checkpoint, load_whole_model
 from cs336_systems.distributed.checkpoint_folder import MARKER
 from cs336_systems.distributed.process_group import Rank, joined
+from cs336_systems.distributed.stretches import read_old_index
 
 from .checks import on_ranks
 from .trainees import Trainee
@@ -113,15 +113,15 @@ def test_what_is_no_description_is_told_in_a_sentence(tmp_path):
     ):
         (tmp_path / ".metadata").write_bytes(content)
         with pytest.raises(ValueError, match=r"\.metadata is not read: "):
-            old_checkpoint.read_index(tmp_path, [".metadata"])
+            read_old_index(tmp_path, [".metadata"])
 
 
 def test_a_tensor_that_would_run_code_is_refused(folder):
     """In the place of each tensor's archive, as long as that."""
     path = folder / "alone" / "step-00000002"
     with pytest.raises(ValueError, match="names __0_0.distcp, which is no file of the checkpoint"):
-        old_checkpoint.read_index(path, [".metadata"])
-    stored = old_checkpoint.read_index(path, ["__0_0.distcp"])
+        read_old_index(path, [".metadata"])
+    stored = read_old_index(path, ["__0_0.distcp"])
     torch.save(Runs(folder / "written"), file := io.BytesIO())
     (path / "__0_0.distcp").write_bytes(file.getvalue().ljust(2**15, b"\0"))
     for tensor in stored.values():

@@ -54,19 +54,6 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> int:
     )
 
 
-def parity(rank: Rank) -> None:
-    """Of AdamW, torch's and ours; ``test_parity.py`` has SGD, on other models."""
-    for name in ("adamw", "ours"):
-        optimizer_cls, kwargs = OPTIMIZERS[name]
-        alone = Toy()
-        train(alone, optimizer_cls(alone.parameters(), **kwargs), range(4), rank.world_size, rank.rank)
-        for form in FORMS if name == "adamw" else TWO_FORMS:
-            together = Toy()
-            train(together, sharded(together, form, name), range(4), rank.world_size, rank.rank)
-            assert torch.equal(flat(together), flat(alone)), (form, name)
-            assert [p.stride() for p in together.parameters()] == [p.stride() for p in alone.parameters()]
-
-
 def collectives_of_a_step(rank: Rank) -> None:
     """16 matrices, two to a bucket: every byte is sent as stated, none besides but a byte a parameter."""
     for form in FORMS:
@@ -339,7 +326,6 @@ def sparse_gradients_are_named(rank: Rank) -> None:
 
 
 CHECKS = (
-    parity,
     collectives_of_a_step,
     whole_gradients_are_freed_and_backwards_add_up,
     any_way_of_clearing,

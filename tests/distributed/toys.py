@@ -51,15 +51,3 @@ class Mixed(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x.to(layer.weight.dtype)))
         return x
-
-
-class Shifted(nn.Module):
-    """(1, 5) -> (1, 5); autograd hands ``shift`` a view of the gradient that ``linear`` reads next."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(5, 5)
-        self.shift = nn.Parameter(torch.rand(5))
-
-    def forward(self, x):
-        return (self.linear(x) + self.shift.view(1, 5)).square()
