@@ -149,7 +149,7 @@ def load_checkpoint(
 ) -> int | None:
     """As ``resume_checkpoint``, but returns the step alone, or None if there is no checkpoint."""
     found = resume_checkpoint(folder, model, optimizer)
-    return found and found.step
+    return found.step if found else None
 
 
 def resume_checkpoint(
