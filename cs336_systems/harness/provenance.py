@@ -16,6 +16,7 @@ Importing this module imports no torch.
 """
 
 import functools
+import hashlib
 import json
 import os
 import platform
@@ -71,13 +72,15 @@ def source_version() -> tuple[str, bool]:
 
 @functools.cache
 def host_name() -> str:
-    """The CPU's model and the cores this process may use."""
+    """The CPU's model, six digits of the boot's number, which tell equal hosts apart, and this process's cores."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     model = models[0] if models else platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{model}, {cores} cores"
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    number = boot.read_text() if boot.exists() else platform.node()
+    return f"{model}, {hashlib.sha256(number.encode()).hexdigest()[:6]}, {cores} cores"
 
 
 def _nvml_handle(device_index: int) -> Any:
