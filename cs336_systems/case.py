@@ -1,12 +1,12 @@
-"""One training step, declared once: a ``TrainingCase``, used by every cell that measures a step and by every command.
+"""One training step, declared once: every command that runs or measures a step describes it by a ``TrainingCase``.
 
     TrainingCase(size="xl", dtype="bf16", attention="flash")               # a named size
     TrainingCase.of(my_config, checkpoint="full")                          # any ModelConfig, at its own context
 
-A field made by ``option`` is a column of a row and an option of every command that runs a step (``declared.py``); rows
-that were measured before it existed are read with its plain value. A new one is a field here and the line of
-``training/assemble.py`` that obeys it; what it cannot do together with others stands in ``refusals.py``. Imports no
-torch, so that a command line can be parsed before torch is loaded.
+A field made by ``option`` is a column of rows and an option of every command that runs a step (``declared.py``); rows
+that were measured before the field existed are read with its default. A new option is a field here and the line of
+``training/assemble.py`` that obeys it; combinations that are refused are listed in ``refusals.py``. This module imports
+no torch, so that a command line can be parsed before torch is loaded.
 """
 
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ from cs336_systems.config import (
 from cs336_systems.declared import option, options_in
 
 COMPILED = {"on": "compiled", "whole-model": "whole model compiled"}
-"""Ways to compile a step, each in words: every block by itself, or the model as one graph; the loss in both."""
+"""The ways to compile a step, in words. Both compile the loss, too."""
 
 UNCAPTURED_STEPS = 3
-"""Steps that run before a CUDA graph is captured: they compile kernels and allocate states and workspaces."""
+"""The number of steps before a CUDA graph is captured; they compile kernels and allocate memory."""
 
 
 class Unsupported(ValueError):
-    """The device, the build or the library cannot run what was asked for; the message says why."""
+    """Raised if the device, the build or a library cannot run what was asked for; the message says why."""
 
 
 GatherBy = Literal["collectives", "copies"]
@@ -45,12 +45,13 @@ GatherBy = Literal["collectives", "copies"]
 
 @dataclass(frozen=True)
 class Parallel:
-    """How ranks share a step: what wraps the model, and where the optimizer's state lies."""
+    """Says how ranks share a step: what wraps the model, and how the optimizer's state is sharded."""
 
     wrapper: str = "none"
-    """none, or a name of ``training.parallel.WRAPPERS``: naive, flat, overlapped, bucketed, torch-ddp, fsdp, fsdp2."""
+    """The wrapper of the model: none, or a name of ``training.parallel.WRAPPERS``, such as bucketed or fsdp."""
     optimizer_state: str = "replicated"
-    """replicated, owned, scattered, scattered-gradients, torch-zero: ``training.parallel.make_parallel_optimizer``."""
+    """The optimizer's state: replicated, owned, scattered, scattered-gradients or torch-zero, as
+    ``training.parallel.make_parallel_optimizer`` explains."""
     bucket_size_mb: float = option(
         25.0, "MiB of the buckets in which gradients (and owned parameters) are sent.", sign="positive", shown=True
     )
@@ -67,7 +68,7 @@ class Parallel:
         sign="not negative",
     )
     compute_dtype: str = "same"
-    """Dtype in which FSDP gathers weights and computes: same as the masters, or bf16."""
+    """The dtype in which FSDP gathers weights and computes: same as its shards, or bf16."""
     prefetch: int = option(1, "How many units ahead our FSDP gathers weights.", sign="not negative", shown=True)
     gather_by: GatherBy = option(
         "collectives",
@@ -81,7 +82,7 @@ class Parallel:
         values=("after-backward", "under-backward"),
     )
     on_host: bool = False
-    """Whether torch's FSDP2 has shards, their gradients and the optimizer's state in host memory."""
+    """Whether torch's FSDP2 keeps shards, their gradients and the optimizer's state in host memory."""
 
 
 _POLICIES = {"input": "full", "recursive": "recursive", "matmuls": "keep-matmuls", "attention": "keep-attention"}
@@ -89,12 +90,12 @@ _COUNTED_POLICIES = {"every": "every", "after": "first"}
 
 
 def kept_as(keep: str) -> dict[str, str]:
-    """The columns ``keep`` and ``checkpoint`` that a value of ``--keep`` means.
+    """Return the values of the columns ``keep`` and ``checkpoint`` for a value of ``--keep``.
 
-    autograd-every-3 is keep autograd with checkpoint every-3; a value that names no policy says nothing of the latter.
+    ``autograd-every-3`` means keep autograd and checkpoint every-3; other values leave ``checkpoint`` out.
 
     Raises:
-        ValueError: there is no such policy of activation checkpointing.
+        ValueError: no policy of activation checkpointing has this name.
     """
     if not keep.startswith("autograd-"):
         return {"keep": keep}
@@ -112,15 +113,16 @@ KEEP_HELP = (
     "block's input; the block is recomputed); autograd-every-K (the input of every K-th block); autograd-after-M (the "
     "inputs of the first M blocks, everything of those after them); autograd-recursive (nested: halves of halves); "
     "autograd-matmuls, autograd-attention (inputs, and the results of matmuls or of attention). With a hand-written "
-    "backward, each with all before it: input; attention (its output); products (results of matmuls); all. Suffixes "
-    "leave out parts: all-norm-swiglu (of norm, qkv, attention, residual, ffn, swiglu). 8xall+products keeps all in "
-    "the first 8 blocks. By default products for fused kernels and fp8, else autograd."
+    "backward there are four levels, each also keeping what the one before keeps: input; attention (its output); "
+    "products (results of matmuls); all. Suffixes leave out parts (norm, qkv, attention, residual, ffn, swiglu), as in "
+    "all-norm-swiglu. 8xall+products keeps all in the first 8 blocks and products in the rest. The default is products "
+    "for fused kernels and fp8, else autograd."
 )
 
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """Everything that decides how a training step runs, except its data."""
+    """Says everything that decides how a training step runs, except its data."""
 
     device: str = "cpu"
     size: str | ModelConfig = option(
@@ -133,22 +135,23 @@ class TrainingCase:
     context_length: int = option(512, "Tokens per sequence.", sign="positive", shown=True)
     dtype: str = option(
         "fp32",
-        "Precision: all in fp32, tf32 or bf16; autocast-*, PyTorch's mixed precision.",
+        "Precision: fp32, tf32 or bf16 for everything; or autocast-bf16, PyTorch's mixed precision.",
         values=tuple(PRECISIONS),
         shown=True,
     )
     attention: str = option(
         "reference",
-        "Attention: reference, all scores in memory; this suite's FlashAttention in PyTorch (tiled), in Triton (flash) "
-        "or for H100 and H200 (hopper); torch's (sdpa-..., flex).",
+        "Attention: reference holds all scores in memory (reference-compiled: under torch.compile); tiled, flash and "
+        "hopper are this suite's FlashAttention-2 in PyTorch, in Triton, and for H100 and H200; sdpa-... and flex are "
+        "torch's.",
         values=ATTENTIONS,
         words="{}",
         shown=True,
     )
     compile: str = option(
         "off",
-        "torch.compile of each block and of the loss; --compile alone means on. whole-model compiles the blocks as one "
-        "graph.",
+        "on compiles each block and the loss by torch.compile; --compile alone means on. whole-model compiles all "
+        "blocks as one graph.",
         values=("off", *COMPILED),
         words=COMPILED,
         shown=True,
@@ -161,8 +164,8 @@ class TrainingCase:
     )
     optimizer: str = option(
         "reference",
-        "AdamW: reference, in plain PyTorch; torch-fused, torch's fused kernel; fused, this suite's kernel, with "
-        "stochastic rounding of bf16, on CUDA devices.",
+        "AdamW: reference is plain PyTorch; torch-fused is torch's fused kernel; fused is this suite's kernel, which "
+        "rounds bf16 stochastically and needs a CUDA device.",
         values=OPTIMIZERS,
         words="{}",
         shown=True,
@@ -175,58 +178,60 @@ class TrainingCase:
     )
     cuda_graph: str = option(
         "off",
-        "on: capture the step (with --optimizer torch-fused all but the optimizer) and replay it; faster where the GPU "
-        "waits for launches. Needs --device cuda, one rank, --mode step, --optimizer torch-fused or fused, and "
-        "--warmup of at least 4.",
+        "on captures the step (with --optimizer torch-fused all but the optimizer) as a CUDA graph and replays it, "
+        "which is faster where the GPU waits for launches. It needs --device cuda, one rank, --mode step, --optimizer "
+        "torch-fused or fused, and --warmup of at least 4.",
         values=("off", "on"),
         words="CUDA graph",
     )
     kernels: str = option(
         "reference",
-        "Operations between matmuls: reference, plain PyTorch; fused, one Triton kernel each. fused needs a GPU and "
-        "--attention flash or hopper; blocks have a hand-written backward, and the loss never holds all logits.",
+        "Operations between matmuls: reference runs them in plain PyTorch, fused each in one Triton kernel. fused "
+        "needs a GPU and --attention flash or hopper; its blocks have a hand-written backward, and its loss is "
+        "computed in chunks, without all logits at once.",
         values=KERNELS,
         words="{} kernels",
     )
     keep: str = option("autograd", KEEP_HELP, asked=None, words="keep {}")
     master: str = option(
         "none",
-        "fp32: the optimizer also keeps FP32 master weights; with --dtype bf16 and --optimizer fused.",
+        "With fp32 the optimizer also keeps FP32 master weights; needs --dtype bf16 and --optimizer fused.",
         values=("none", "fp32"),
         flag="master-weights",  # torchrun takes --master for options of its own
         words="masters in {}",
     )
     offload: str = option(
         "none",
-        "What is kept in host memory: AdamW's m and v, master (weights), gradients (all with --optimizer fused), "
-        "residual (inputs of blocks with a hand-written backward); several joined by hyphens, as m-v.",
+        "What is kept in host memory: m and v (AdamW's moments), master (FP32 master weights) and gradients, which "
+        "need --optimizer fused; residual (inputs of blocks with a hand-written backward). Join several by hyphens, as "
+        "in m-v.",
         words="offload {}",
     )
     matmul_dtype: str = option(
         "same",
-        "Dtype of matmuls in blocks: same, that of the stored tensors; or e4m3, quantized to fp8, in blocks with a "
+        "Dtype of matmuls in blocks: same as the stored tensors; or e4m3, which quantizes to fp8 and needs a "
         "hand-written backward.",
         values=MATMUL_DTYPES,
     )
     gradient_dtype: str = option(
         "e4m3",
-        "Dtype of activation gradients in fp8 matmuls: e4m3; or e5m2, with more range and less precision.",
+        "Dtype of activation gradients in fp8 matmuls: e4m3, or e5m2 with more range and less precision.",
         values=GRADIENT_DTYPES,
     )
     scaling: str = option(
         "tensor",
-        "What shares a scale in fp8 matmuls: the whole tensor; a row along the summed dimension; or a block of 128 "
-        "numbers of such a row.",
+        "Which numbers share a scale in fp8 matmuls: a whole tensor; a row along the summed dimension; or a block of "
+        "128 numbers of such a row.",
         values=SCALINGS,
     )
     fp8_skip_first: int = option(0, "Blocks at the input that stay out of fp8.", several=False, sign="not negative")
     fp8_skip_last: int = option(0, "Blocks at the output that stay out of fp8.", several=False, sign="not negative")
     seed: int = 0
-    """Seed of parameters and tokens."""
+    """The seed of parameters and tokens."""
 
     @classmethod
     def of(cls, config: ModelConfig, **fields: Any) -> Self:
-        """The case of a shape at its own context length."""
+        """Return the case of a model shape at its own context length."""
         return cls(size=config, context_length=config.context_length, **fields)
 
     @property
@@ -246,51 +251,51 @@ class TrainingCase:
 
     @property
     def written_out(self) -> bool:
-        """Whether the blocks' backward is written out, and head and loss run in chunks."""
+        """Whether blocks have a hand-written backward, and the output head and loss run in chunks."""
         return self.keep != "autograd"
 
     @property
     def recipe(self) -> Recipe:
-        """How the matmuls of blocks are quantized, if they are."""
+        """The recipe by which matmuls of blocks are quantized, or that of none."""
         return Recipe(self.matmul_dtype, self.gradient_dtype, self.scaling, self.fp8_skip_first, self.fp8_skip_last)
 
     @property
     def parallel(self) -> Parallel:
-        """How ranks share the step; cells of several ranks say so from their own columns."""
+        """How ranks share the step; the default is one rank, and cases of several ranks override this."""
         return Parallel()
 
     @property
     def deterministic(self) -> bool:
-        """Whether a written-out model's gradients are the same bits every run; a trainer says so."""
+        """Whether gradients of a hand-written backward have the same bits in every run; the trainer overrides this."""
         return False
 
     @property
     def z_loss(self) -> float:
-        """Coefficient of the squared log-sum-exp in a written-out model's loss; a trainer says so."""
+        """The coefficient of the squared log-sum-exp that is added to the loss; the trainer overrides this."""
         return 0.0
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of an element of each of AdamW's moments; a trainer may say so."""
+        """The bytes of an element of each of AdamW's moments; the trainer may override this."""
         return self.precision.parameter_bytes
 
     @property
     def attention_kind(self) -> Literal["materialised", "flash"]:
-        """How its attention's work is counted."""
+        """How FLOPs and memory of this attention are counted."""
         return "materialised" if self.attention.startswith("reference") else "flash"
 
     @property
     def work(self) -> tuple[ModelConfig, int, int]:
-        """Model, sequences and tokens per sequence of a micro-batch, as the functions in ``costs`` take them."""
+        """The model, sequences per micro-batch and tokens per sequence, as the functions in ``costs`` take them."""
         return self.config, self.batch_size, self.context_length
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of this rank in a step, all micro-batches together."""
+        """The tokens of this rank in a step, all micro-batches together."""
         return self.accumulate * self.batch_size * self.context_length
 
     def __str__(self) -> str:
-        """In a few words, for people: what differs from the plain case is named."""
+        """Return a few words for people, which name what differs from plain eager training."""
         return " ".join([self.shape_words, *self.extras])
 
     @property
@@ -311,4 +316,4 @@ class TrainingCase:
 
 
 RECIPE = ("matmul_dtype", "gradient_dtype", "scaling", "fp8_skip_first", "fp8_skip_last")
-"""Fields that are a recipe of quantized matmuls."""
+"""The fields that together are a recipe of quantized matmuls."""

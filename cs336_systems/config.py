@@ -1,8 +1,8 @@
-"""The models that are measured: Transformer shapes as frozen values, and every named size once.
+"""The shapes of the models that are measured, as frozen values; every named size is defined once, here.
 
-A ``ModelConfig`` fixes the architecture and nothing else: no batch, no precision, no device. The named sizes are the
-CS336 handout's (both editions) and the published Llama-3, Qwen2.5 and Qwen3 base models, so that one name means the
-same matrices in every benchmark, calculator and test.
+A ``ModelConfig`` fixes the architecture and nothing else: no batch, no precision, no device. The named sizes are those
+of the CS336 handout (2025 and 2026 editions) and of the published Llama 3, Qwen2.5 and Qwen3 base models, so that one
+name means the same matrices in every benchmark, calculator and test.
 
     config = resolve_size("xl").at_context(1024)
     config.n_parameters            # 1_998_235_200
@@ -18,7 +18,7 @@ from functools import partial
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama-3.1's frequency rescaling, which stretches a trained context (Llama 3 report, section 3.4.2).
+    """Llama 3.1's rescaling of RoPE frequencies, which stretches a trained context (Llama 3 report, section 3.4.2).
 
     Wavelengths longer than ``original_context_length / low_freq_factor`` are slowed down ``factor`` times, those
     shorter than ``original_context_length / high_freq_factor`` are kept, and the ones between are interpolated.
@@ -32,11 +32,12 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a decoder-only Transformer: pre-norm RMSNorm, RoPE, SwiGLU, causal attention, no biases unless said.
+    """The shape of a decoder-only Transformer with pre-norm RMSNorm, RoPE, SwiGLU and causal attention, without biases.
 
     Raises:
-        ValueError: a size is not positive, ``n_heads`` does not divide ``d_model`` and no ``head_dim`` is given,
-            ``n_kv_heads`` does not divide ``n_heads``, or a head has an odd dimension (RoPE rotates pairs).
+        ValueError: a size is not a positive integer, ``n_heads`` does not divide ``d_model`` and no ``head_dim`` is
+            given, ``n_kv_heads`` does not divide ``n_heads``, a head has an odd dimension (RoPE rotates pairs), or the
+            context is longer than ``max_context_length``.
     """
 
     name: str
@@ -46,21 +47,22 @@ class ModelConfig:
     n_heads: int
     vocab_size: int = 10_000
     context_length: int = 512
-    """Longest sequence, in tokens, that the rotary tables cover."""
+    """The longest sequence, in tokens, that the rotary tables cover."""
     n_kv_heads: int | None = None
-    """Key/value heads of grouped-query attention; None means one per query head."""
+    """The number of key/value heads of grouped-query attention; None means one per query head."""
     head_dim: int | None = None
-    """Dimension of one attention head; None means ``d_model / n_heads``."""
+    """The dimension of one attention head; None means ``d_model / n_heads``."""
     qkv_bias: bool = False
+    """Whether the projections of queries, keys and values have biases (Qwen2.5); no other layer ever has one."""
     qk_norm: bool = False
-    """Each head of queries and keys passes an RMSNorm of its own before it is rotated (Qwen3; Henry et al. 2020)."""
+    """Whether heads of queries and keys pass an RMSNorm before they are rotated (Qwen3; Henry et al. 2020)."""
     tie_embeddings: bool = False
-    """The output head reuses the token embedding matrix."""
+    """Whether the output head reuses the token embedding matrix."""
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-5
     max_context_length: int | None = None
-    """Context that published weights were trained for; None where there are none, and any length may be asked for."""
+    """The context, in tokens, that published weights were trained for; None allows any length."""
 
     def __post_init__(self) -> None:
         sizes = ("d_model", "d_ff", "n_layers", "n_heads", "vocab_size", "context_length")
@@ -108,7 +110,7 @@ class ModelConfig:
 
     @property
     def n_block_parameters(self) -> int:
-        """Parameters of one Transformer block: four attention projections, three SwiGLU matrices, norms, biases."""
+        """The number of parameters of one block: four attention projections, three SwiGLU matrices, norms, biases."""
         attention = self.d_model * (self.d_qkv + self.d_query)
         biases = self.d_qkv if self.qkv_bias else 0
         norms = 2 * self.d_model + (2 * self.d_head if self.qk_norm else 0)
@@ -116,12 +118,12 @@ class ModelConfig:
 
     @property
     def n_parameters(self) -> int:
-        """All trainable parameters, a tied embedding counted once."""
+        """The number of all trainable parameters; a tied embedding counts once."""
         embeddings = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
         return embeddings + self.n_layers * self.n_block_parameters + self.d_model
 
     def at_context(self, context_length: int) -> "ModelConfig":
-        """The same model with rotary tables for ``context_length`` tokens.
+        """Return the same model with rotary tables for ``context_length`` tokens.
 
         Raises:
             ValueError: the length is not positive, or beyond what the published weights were trained for.
@@ -173,10 +175,10 @@ SIZE_ALIASES = {"xl-2026": "2.7b"}
 
 
 def resolve_size(name: str) -> ModelConfig:
-    """The configuration of a named size or alias, whatever the case of its letters.
+    """Return the configuration of a named size or alias; upper and lower case are the same.
 
     Raises:
-        ValueError: no such size; the message lists the nearest names, and all of them.
+        ValueError: there is no such size; the message names the nearest names and all known ones.
     """
     key = SIZE_ALIASES.get(name.lower(), name.lower())
     if key in MODEL_SIZES:
@@ -190,8 +192,9 @@ def resolve_size(name: str) -> ModelConfig:
 class Precision:
     """How numbers are stored and multiplied: the ``--dtype`` option as a value.
 
-    ``parameter_bytes`` holds for parameters, gradients, optimizer state and (under autocast) the residual stream;
-    ``matmul_bytes`` for what enters a matrix product; ``matmul_dtype`` names the hardware peak that bounds it.
+    ``parameter_bytes`` are the bytes of an element of parameters, gradients, optimizer state and (under autocast) the
+    residual stream, ``matmul_bytes`` those of a matmul's operands. ``matmul_dtype`` names the hardware peak that bounds
+    matmuls.
     """
 
     name: str
@@ -199,7 +202,7 @@ class Precision:
     matmul_bytes: int
     matmul_dtype: str
     softmax_bytes: int
-    """Bytes of a probability that softmax returns: CUDA's autocast widens them to fp32."""
+    """The bytes of a probability that softmax returns; CUDA's autocast widens probabilities to fp32."""
 
     @property
     def autocast(self) -> bool:
@@ -207,7 +210,7 @@ class Precision:
         return self.matmul_bytes < self.parameter_bytes
 
     def on(self, device_type: str) -> "Precision":
-        """This precision as it is on ``cuda`` or ``cpu``: the CPU's autocast leaves softmax in the narrow dtype."""
+        """Return this precision on ``cuda`` or ``cpu``: the CPU's autocast leaves softmax in the narrow dtype."""
         return replace(self, softmax_bytes=self.matmul_bytes) if device_type == "cpu" else self
 
 
@@ -226,37 +229,37 @@ PRECISIONS: dict[str, Precision] = {
 class Recipe:
     """How the four matmuls of a block multiply: as its tensors are stored, or quantized to eight-bit floats.
 
-    A quantized tensor is multiplied by the largest scale that fits its largest magnitude into the format (current
-    scaling), rounded to nearest even, and saturates. Embedding, head, attention, norms and residuals stay as they are.
+    A tensor is quantized with the largest scale that fits its largest magnitude into the format (current scaling);
+    numbers are rounded to nearest even and saturate. Embedding, head, attention, norms and residuals are not quantized.
     """
 
     matmul: str = "same"
-    """The dtype of activations and weights: same, as they are stored, or e4m3, with three bits of mantissa."""
+    """The dtype of activations and weights in matmuls: same, as stored, or e4m3, with three bits of mantissa."""
     gradient: str = "e4m3"
     """The dtype of activation gradients in quantized matmuls: e4m3, or e5m2, with more range and less precision."""
     scaling: str = "tensor"
-    """The numbers that share a scale: tensor, all; row, those of one sum of a product; or block, 128 of those, and of
-    weights 128 x 128."""
+    """Which numbers share a scale: all of a tensor (tensor), a row along the summed dimension (row), or 128 numbers of
+    such a row, and 128 x 128 of weights (block)."""
     skip_first: int = 0
-    """Blocks at the input that are not quantized."""
+    """The number of blocks at the input that are not quantized."""
     skip_last: int = 0
-    """Blocks at the output that are not quantized."""
+    """The number of blocks at the output that are not quantized."""
     fast_accumulation: bool = True
-    """Whether forward's products add up in the tensor cores' own registers, whose 14 bits lose less than e4m3 has
-    lost, and are 4 to 7 % faster on an H200. Backward's, whose sums over all tokens are longest, add up in fp32. So do
-    torchao's recipes by tensor and by row; llm.q's sums are all in fp32, and so are all by block."""
+    """Whether forward's matmuls accumulate in the tensor cores' registers, which is 4 to 7 % faster on an H200. 14
+    bits lose less than rounding to e4m3 has lost. Backward's matmuls accumulate in fp32, because sums over all tokens
+    are longest. torchao's recipes by tensor and by row do the same; llm.q and scales by block always use fp32."""
 
     @property
     def quantized(self) -> bool:
         return self.matmul != "same"
 
     def quantizes(self, block: int, n_blocks: int) -> bool:
-        """Whether the products of this block are quantized."""
+        """Whether the matmuls of this block, counted from 0, are quantized."""
         return self.quantized and self.skip_first <= block < n_blocks - self.skip_last
 
     @property
     def n_skipped(self) -> int:
-        """Blocks whose products are as stored, of a model whose others are quantized."""
+        """The number of blocks that are not quantized in a model whose others are; 0 if none is."""
         return self.skip_first + self.skip_last if self.quantized else 0
 
     def __str__(self) -> str:
@@ -281,30 +284,30 @@ ATTENTIONS = (
     "sdpa-efficient",
     "flex",
 )
-"""Implementations of attention; ``attention/dispatch.py`` says what each is, and what it cannot serve."""
+"""The implementations of attention; ``attention/dispatch.py`` says what each is, and what it cannot serve."""
 
 WRITTEN_OUT_ATTENTIONS = ("reference", "flash", "hopper")
-"""Those that a block calls whose backward is written out."""
+"""The implementations that a block with a hand-written backward can call."""
 
 KERNELS = ("reference", "fused")
-"""Operations between matrix products: plain PyTorch, or one Triton kernel each and, on Hopper, one for products of
-forward where it is faster."""
+"""How operations between matmuls run: in plain PyTorch, or each in one Triton kernel. On Hopper, fused also has a
+kernel for forward's matmuls at shapes where it is faster."""
 
 OPTIMIZERS = ("reference", "torch-fused", "fused")
-"""AdamW written out, torch's fused kernel, or ours, which rounds bf16 stochastically."""
+"""AdamW in plain PyTorch, torch's fused kernel, or this suite's, which rounds bf16 stochastically."""
 
 MODES = ("forward", "backward", "step")
 """forward: without gradients; backward: forward and backward; step: forward, backward and optimizer."""
 
 
 def phase_of(part: str) -> str:
-    """The phase to which a part of a step belongs: ``forward 2``, of the second micro-batch, is part of ``forward``."""
+    """Return the phase of a part of a step: ``forward`` for ``forward 2``, that of the second micro-batch."""
     return part.partition(" ")[0]
 
 
 def did_you_mean(
     given: str, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6, show: Callable[[str], str] = str
 ) -> str:
-    """A question that names what is nearest to an unknown name, with a space behind it; "" if nothing is near."""
+    """Return a question that names the known names nearest to ``given``, with a space behind it; "" if none is near."""
     near = difflib.get_close_matches(given, list(known), n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(map(show, near))}? " if near else ""

@@ -1,4 +1,4 @@
-"""Train a language model: data, steps, evaluations, checkpoints, a log, a picture, and weights that Hugging Face loads.
+"""Train a language model, evaluate and save it, draw the run, and export weights that Hugging Face loads.
 
     uv run scripts/train.py                              # on a CPU the size tiny, on Python's standard library
     uv run scripts/train.py --size qwen2.5-0.5b --data data/web --out runs/web --total-batch-tokens 524288
@@ -8,9 +8,10 @@
     torchrun --nproc-per-node 8 scripts/train.py --zero 1 --out runs/eight
     uv run scripts/train.py --size llama3-8b --context-length 8192 --device-gib 24 --host-gib 75   # one GPU, streamed
 
-The same command again resumes from the newest checkpoint of --out. Ctrl-C and SIGTERM finish the step, save and exit,
-with codes 130 and 0; a second Ctrl-C exits at once. --config FILE.toml sets options; those on the command line override
-them. --print-config prints such a file, --print-memory the predicted memory of device and host; neither trains.
+Without --data the text is Python's standard library. The same command again resumes from the newest checkpoint in
+--out. After Ctrl-C or SIGTERM the command finishes the step, saves and exits, with code 130 or 0; a second Ctrl-C ends
+it at once. --config FILE.toml sets options, and those on the command line override them. --print-config prints such a
+file, and --print-memory the predicted memory on device and host; neither trains.
 """
 
 import argparse

@@ -1,4 +1,10 @@
-"""Implementations of attention, with one signature."""
+"""Several implementations of attention behind one signature, and the oracle with which tests compare them.
+
+    o = attention(q, k, v, causal=True, impl="flash")     # q (batch, heads, seq, d_head) -> o of the same shape
+
+``dispatch.py`` lists the implementations and what each needs. ``FlashAttention`` needs Triton, so it is imported when
+it is first used; ``TiledFlashAttention`` is the same algorithm in plain PyTorch.
+"""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,9 +1,9 @@
-"""One signature for every attention: the caller names an implementation, and gets it or a reason why not.
+"""One signature for every attention: the caller names an implementation, and gets its result or the reason why not.
 
     o = attention(q, k, v, causal=True, impl="flash")
     reason = unsupported_reason("sdpa-cudnn", q, k, v, causal=True)     # None, or one sentence
 
-    reference            the model's own: every score in memory                 any device and dtype
+    reference            the model's own, all scores in memory                  any device and dtype
     reference-compiled   the same through torch.compile
     tiled                FlashAttention-2 in plain PyTorch, tile by tile         any device and dtype
     flash                FlashAttention-2 in Triton                              CUDA
@@ -13,8 +13,11 @@
     sdpa-efficient       torch's memory-efficient kernel                         CUDA
     flex                 FlexAttention, compiled                                 CUDA
 
-Nothing here falls back: an implementation that cannot serve a request raises, and never hands it to another. What
-torch's kernels accept is asked of torch, since the rules change with its version.
+No implementation falls back to another: one that cannot serve a request raises. For its own kernels torch is asked what
+they accept, because the rules change with its version.
+
+flash and tiled are FlashAttention-2: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
+Partitioning", ICLR 2024.
 """
 
 import functools
@@ -37,35 +40,35 @@ from cs336_systems.costs.kept import check_known
 from cs336_systems.model.ops import attention as materialised_attention
 
 Serve = Callable[[Tensor, Tensor, Tensor, bool, float | None], Tensor]
-"""(q, k, v, causal, scale) -> o, of inputs that the implementation does not refuse."""
+"""A function (q, k, v, causal, scale) -> o, which is called only with inputs that ``Refuse`` did not refuse."""
 
 Refuse = Callable[[Tensor, Tensor, Tensor, bool, AttentionShape], str | None]
-"""(q, k, v, causal, shape) -> why it cannot serve these valid inputs, in one sentence, or None if it can."""
+"""A function (q, k, v, causal, shape) -> one sentence that says why these valid inputs cannot be served, or None."""
 
 
 class Implementation(NamedTuple):
-    """One way to compute attention, and all that is to be known of it."""
+    """One way to compute attention: the function that computes it, and the one that says what it cannot serve."""
 
     serve: Serve
     refuse: Refuse
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, impl: str, scale: float | None = None) -> Tensor:
-    """softmax(scale q k^T) v by the named implementation.
+    """Compute softmax(scale q k^T) v with the named implementation; gradients flow to q, k and v.
 
     Args:
-        q: (batch[, heads], n_queries, d_head).
-        k, v: (batch[, kv_heads], n_keys, d_head); kv_heads divides heads.
-        causal: query i sees the keys j <= i + n_keys - n_queries.
+        q: (batch[, heads], n_queries, d_head), of a floating-point dtype.
+        k, v: (batch[, kv_heads], n_keys, d_head), of the dtype of ``q``; kv_heads divides heads.
+        causal: whether query i sees only the keys j <= i + n_keys - n_queries.
         impl: one of ``config.ATTENTIONS``.
-        scale: 1 / sqrt(d_head) by default.
+        scale: the factor of the scores; None means 1 / sqrt(d_head).
 
     Returns:
-        The shape and dtype of ``q``.
+        A tensor of the shape and dtype of ``q``.
 
     Raises:
         ValueError: the inputs do not fit together, there is no such implementation, or it cannot serve this request;
-            the message says why. Nothing has been launched then.
+            the message says why. No kernel has been launched then.
     """
     if reason := unsupported_reason(impl, q, k, v, causal=causal, scale=scale):
         raise ValueError(f"attention {impl!r} cannot serve this request: {reason}")
@@ -73,7 +76,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, impl: str, scale
 
 
 def attention_op(impl: str) -> Callable[..., Tensor]:
-    """``impl`` as a ``ModelOps`` takes it, (q, k, v, *, causal) -> o; ask ``unsupported_reason`` first, once.
+    """Return ``impl`` as the function (q, k, v, *, causal) -> o that ``ModelOps`` takes.
+
+    The function checks nothing, so ask ``unsupported_reason`` once before.
 
     Raises:
         ValueError: there is no such implementation.
@@ -85,7 +90,7 @@ def attention_op(impl: str) -> Callable[..., Tensor]:
 def unsupported_reason(
     impl: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None
 ) -> str | None:
-    """Why ``impl`` cannot serve these inputs, in one sentence, or None if it can.
+    """Say in one sentence why ``impl`` cannot serve these inputs of ``attention``; None if it can.
 
     Raises:
         ValueError: there is no such implementation, or no implementation could take these inputs.

@@ -4,8 +4,9 @@
     after backward    NaiveDDP               FlatDDP
     during backward   OverlappedDDP          BucketedDDP(module, bucket_size_mb)
 
-Each collective has a latency, so fewer cost less; what starts during backward runs beside it. All four average, as
-torch's DDP does: with equal shares of a batch and a mean loss the result is the gradient of the whole batch.
+Each collective has a latency, so fewer cost less; one that starts during backward runs beside it. All four average, as
+torch's DDP does: if ranks have equal shares of a batch and the loss is a mean, the result is the gradient of the whole
+batch.
 
     model = BucketedDDP(model, bucket_size_mb=25)      # weights and buffers become rank 0's
     loss_function(model(x), y).backward()              # afterwards .grad is the average: clip now
@@ -15,24 +16,26 @@ torch's DDP does: with equal shares of a batch and a mean loss the result is the
     with model.no_sync():                              # accumulate: gradients stay local, nothing is sent
         loss_function(model(x), y).backward()
 
-**Synchronisation ends with backward**: the call returns when every gradient is the average for whatever the current
-stream does next. Backwards may follow one another: averaging is linear. ``finish_gradient_synchronization`` is for what
-no backward ends: gradients that were accumulated in ``no_sync``, a rank that had no backward while others had one, a
-backward that failed. After a backward it returns at once, and may be called at every step.
+**Synchronisation ends with backward**: when it has returned, everything that the current stream does next sees averaged
+gradients. Backwards may follow one another, because averaging is linear. ``finish_gradient_synchronization`` is needed
+where no backward synchronises: after gradients were accumulated in ``no_sync``, on a rank that had no backward while
+others had one, and after a backward that failed. After any other backward it returns at once, so it may be called at
+every step.
 
-**Every rank issues the same collectives in the same order**, whatever its data makes it do: one per trainable parameter
-(naive, overlapped), one per dtype and device (flat), one per bucket (bucketed). Buckets start in the reverse order of
-construction, each when its last gradient is ready and all before it have started, the rest when backward has ended.
+**Every rank issues the same collectives in the same order**, whichever parameters its data uses: one per trainable
+parameter (naive, overlapped), one per dtype and device (flat) or one per bucket (bucketed). Buckets hold parameters in
+the reverse order of their construction. A bucket starts when its last gradient is ready and all buckets before it have
+started; those that are left start when backward has ended.
 
-**Parameters without a gradient.** A rank that does not use a parameter contributes zeros. One that no rank uses keeps
-``grad`` None, and the optimizer skips it as in one process. To tell the two apart, ranks exchange a byte per parameter
-each step; the host waits for the answer only where something was unused.
+**Parameters without a gradient.** A rank that does not use a parameter contributes zeros. A parameter that no rank uses
+keeps ``grad`` None, and the optimizer skips it as in one process. To tell the two cases apart, ranks exchange a byte
+per parameter each step; the host waits for the answer only if a parameter was unused.
 
-**Limits.** Ranks run equally many backwards outside ``no_sync``. After one that failed, every rank calls
-``finish_gradient_synchronization`` (the next forward raises otherwise). Parameters must not be unfrozen, added or
-replaced later (raises). Gradients must be dense, without double backward (raises). Reentrant checkpointing ends a
-backward of its own with each segment: right, but everything may be sent once per segment. Buffers are each rank's own
-after a module is wrapped. It cannot be copied or pickled.
+**Limits.** Ranks must run equally many backwards outside ``no_sync``. After a backward that failed, every rank must
+call ``finish_gradient_synchronization``, or the next forward raises. An error is also raised if parameters are
+unfrozen, added or replaced after wrapping, if a gradient is not dense, and on double backward. Reentrant checkpointing
+runs a backward of its own for each segment: gradients are right, but all of them may be sent once per segment. After
+wrapping, each rank has buffers of its own. A wrapped module cannot be copied or pickled.
 
 Method: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -104,17 +107,18 @@ class _ReadyHook:
 
 
 class DDP(NotCopied, nn.Module):
-    """The four rungs share this class, and choose ``capacity_bytes`` and ``during_backward``.
+    """Wraps a module so that backward averages its gradients over the ranks; the base class of the four forms.
 
     Args:
         module: any module, whole on every rank and on its device, of the same structure everywhere; it stays reachable
-            as ``.module``, and the names in ``state_dict`` start with it.
-        capacity_bytes: most that a bucket holds, unless one gradient is larger; with 0 each has its own.
-        during_backward: whether a bucket starts when its last gradient is ready, or after backward.
-        communication_dtype: in which gradients travel and are added up, their own if None. ``torch.bfloat16`` halves
-            the bytes of fp32 gradients, at its rounding.
-        process_group: whose ranks hold the replicas, and whose rank 0 is meant everywhere here; the default group if
-            None. ``process_group.limited_group`` leaves more multiprocessors to backward.
+            as ``.module``, and names in ``state_dict`` begin with ``module.``.
+        capacity_bytes: the most bytes of gradients that a bucket holds, unless one gradient is larger; with 0 each
+            gradient has a bucket of its own.
+        during_backward: whether a bucket starts as soon as its last gradient is ready; if not, after backward.
+        communication_dtype: the dtype in which gradients are sent and added up; None means their own.
+            ``torch.bfloat16`` halves the bytes of fp32 gradients, but rounds them.
+        process_group: the group whose ranks hold the replicas; its rank 0 is the one named here. None means the default
+            group. ``process_group.limited_group`` leaves more multiprocessors to backward.
 
     Raises:
         RuntimeError: there is no process group.
@@ -195,7 +199,7 @@ class DDP(NotCopied, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward only accumulates, and ``finish_gradient_synchronization`` does nothing."""
+        """Let backward accumulate on this rank alone; ``finish_gradient_synchronization`` does nothing inside."""
         before, self._synchronizing, self._averaged = self._synchronizing, False, None
         try:
             yield
@@ -203,11 +207,11 @@ class DDP(NotCopied, nn.Module):
             self._synchronizing = before
 
     def finish_gradient_synchronization(self) -> None:
-        """Between backward and the optimizer's step, on every rank: make every gradient the average over ranks.
+        """Make every gradient the average over the ranks; every rank calls this between backward and ``step``.
 
-        The first call after a backward has nothing left to do, unless the gradients have been set to None or to zero
-        since: then, and without a backward, this rank's gradients are averaged as they are, and a missing one counts as
-        zeros.
+        After a backward that synchronised, the first call has nothing to do, unless the gradients have been set to None
+        or to zero since. In that case, and without a backward, this rank's gradients are averaged as they are, and a
+        missing one counts as zeros.
 
         Raises:
             RuntimeError: a parameter that was frozen at construction no longer is.
@@ -295,32 +299,32 @@ def _description(module: nn.Module) -> list[str]:
 
 
 class NaiveDDP(DDP):
-    """One collective per gradient, one after the other, once backward has ended. Keyword arguments as for ``DDP``."""
+    """Sends each gradient in a collective of its own after backward; keyword arguments are those of ``DDP``."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, capacity_bytes=0, during_backward=False, **options)
 
 
 class FlatDDP(DDP):
-    """All gradients (of a dtype and device) in one collective, once backward has ended. Keyword arguments as above."""
+    """Sends all gradients in one collective per dtype and device after backward; keywords are those of ``DDP``."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, capacity_bytes=math.inf, during_backward=False, **options)
 
 
 class OverlappedDDP(DDP):
-    """One collective per gradient, started as soon as the gradient is ready. Keyword arguments as above."""
+    """Sends each gradient in a collective of its own as soon as it is ready; keyword arguments are those of ``DDP``."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, capacity_bytes=0, during_backward=True, **options)
 
 
 class BucketedDDP(DDP):
-    """One collective per bucket, started as soon as the bucket's last gradient is ready. Keyword arguments as above.
+    """Sends each bucket of gradients as soon as its last gradient is ready; keyword arguments are those of ``DDP``.
 
     Args:
-        bucket_size_mb: most that a bucket holds, in MiB as for torch's ``bucket_cap_mb``; None for no limit. Small
-            buckets start early and leave little to wait for at the end; large ones use the links better.
+        bucket_size_mb: the most MiB of gradients that a bucket holds, as torch's ``bucket_cap_mb``; None sets no limit.
+            Small buckets start early and leave little to wait for at the end; large ones use the links better.
 
     Raises:
         ValueError: the size is not positive.

@@ -6,24 +6,26 @@
     clip_grad_norm_(model, 1.0)
     optimizer.step()
 
-Every parameter of two or more dimensions is sharded along its first (``fsdp_parameters.py``); units of the module
-gather theirs just ahead of use, in forward and once more in backward (``fsdp_units.py``, ``fsdp_schedule.py``). A step
-sends what an all-reduce of the gradients would and half as much again: two all-gathers and a reduce-scatter.
-Rajbhandari et al. 2020 (ZeRO), section 5; Zhao et al. 2023 (PyTorch FSDP); the layout per parameter and the
-bounded look-ahead are those of ``torch.distributed.fsdp.fully_shard``.
+Every parameter of two or more dimensions is sharded along its first (``fsdp_parameters.py``); others are replicated.
+Units of the module, such as blocks, gather their parameters just before use, in forward and once more in backward
+(``fsdp_units.py``, ``fsdp_schedule.py``). A step has two all-gathers and a reduce-scatter, so it sends one and a half
+times as much as an all-reduce of the gradients. Sources: Rajbhandari et al. 2020 (ZeRO), section 5; Zhao et al. 2023
+(PyTorch FSDP). As in ``torch.distributed.fsdp.fully_shard``, each parameter is sharded by itself and few units are
+gathered ahead.
 
 Precision: shards, their gradients and the optimizer keep the dtype that the module was built in, fp32 as a rule. With
-``compute_dtype`` the module runs as if it had been cast to it, inputs included, but for buffers; weights are cast
-before they travel. Gradients are widened before they travel: the sum over ranks of bf16 gradients would round at every
-addition.
+``compute_dtype`` the module's weights and inputs, but not its buffers, are cast to that dtype; weights are cast before
+they are sent. Gradients are cast back to the shards' dtype before they are sent, because a sum of bf16 gradients over
+the ranks would round at every addition.
 
-Gradients are averages over the ranks, as if each rank's loss were the mean over an equal part of the global batch. They
-are averaged as backward returns. A backward that an error has ended leaves in ``grad`` whatever had come there, as
-without FSDP: after ``zero_grad`` the next step is right, if all ranks had the error. Gradients of shards know that they
-are parts (``fsdp_gradients.py``): their norms and ``torch.amp.GradScaler`` are refused.
+Gradients are averages over the ranks, as if each rank's loss were the mean over an equal part of the global batch; they
+are averaged when backward returns. After a backward that failed on all ranks, call ``zero_grad``, and the next step is
+right. Norms of a shard's gradient and ``torch.amp.GradScaler`` are refused, because a shard's gradient is only a part
+(``fsdp_gradients.py``).
 
 ``save_checkpoint`` and ``load_checkpoint`` save and load shards; ``gather_full_params`` returns whole tensors. State
-dicts are refused, as ``torch.distributed.checkpoint`` would take this rank's rows, and moments of them, for the whole.
+dicts are refused, because ``torch.distributed.checkpoint`` would take this rank's rows, and their moments, for whole
+tensors.
 """
 
 from collections.abc import Iterator
@@ -44,21 +46,24 @@ from cs336_systems.distributed.wrapped import Members, NotCopied, check_shapes_a
 
 
 class FSDP(NotCopied, nn.Module):
-    """A module of any kind with its parameters sharded over the ranks of a process group.
+    """Wraps any module and shards its parameters over the ranks of a process group.
 
     Args:
-        module: whole, on this rank's device, or on ``meta``. Its parameters are replaced; rank 0's values count.
-        compute_dtype: the module runs and weights are communicated in it; None for the parameters' own.
-        prefetch: units whose weights are gathered ahead of the one that runs; 0 gathers when a unit is called.
-        peer_copies: each rank copies the rows of the others from their memory (``peer_memory.py``), where collectives
-            would gather them; on one host. The values are the same. Collectives still gather what is cast, and units
-            that are called outside a forward of this module.
-        units: says of a module whether its parameters are to be gathered together, as those of a block; None divides
-            the module by default (see ``fsdp_units.py``).
-        quantized: says of a unit how its matrices travel in eight bits (``fsdp_quantized.py``), or None: as stored.
-        device: where a module from ``meta`` goes; by default this rank's GPU under NCCL, else the CPU. Its parts'
-            ``reset_parameters`` give it values: with equal seeds those of the model that a single process would build.
-        process_group: the default group if None.
+        module: the whole module, on this rank's device or on ``meta``. Shards of rank 0's parameters replace its own.
+        compute_dtype: the dtype in which the module runs and weights are sent; None means the parameters' own.
+        prefetch: the number of units whose weights are gathered ahead of the one that runs; with 0 a unit's weights are
+            gathered when it is called.
+        peer_copies: whether each rank copies the other ranks' rows from their memory (``peer_memory.py``) instead of
+            gathering them in collectives; all ranks must be on one host. The values are the same. Collectives still
+            gather weights that are cast, and units that are called outside a forward of this module.
+        units: a function that says whether a submodule is a unit, whose parameters are gathered together; None divides
+            the module as ``fsdp_units.py`` says.
+        quantized: a function that says how a unit's matrices are sent in eight bits (``fsdp_quantized.py``), or None if
+            they are sent as stored.
+        device: the device to which a module on ``meta`` moves; by default this rank's GPU under NCCL, else the CPU. The
+            ``reset_parameters`` of its parts give it values; with the same seed they are those of a model built in one
+            process.
+        process_group: the group whose ranks hold the shards; None means the default group.
 
     Raises:
         ValueError: the module has no parameters, is lazy, lies on several devices, is under FSDP already in part, or
@@ -139,10 +144,10 @@ class FSDP(NotCopied, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate whole gradients on this rank and communicate none.
+        """Let backward accumulate whole gradients on this rank and send none.
 
-        The next backward outside, or ``finish_gradient_synchronization``, averages the sum. To give it up instead, as
-        after an error, call ``zero_grad`` of this module: an optimizer's does not know of it.
+        The next backward outside, or ``finish_gradient_synchronization``, averages the sum. To drop the sum instead, as
+        after an error, call ``zero_grad`` of this module; that of an optimizer does not reach it.
         """
         before = self._order.gradients.synchronize
         self._order.gradients.synchronize = False
@@ -152,7 +157,7 @@ class FSDP(NotCopied, nn.Module):
             self._order.gradients.synchronize = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as any module does, and give up what backward passes inside ``no_sync`` have accumulated."""
+        """Clear gradients as any module does, and drop what backward passes inside ``no_sync`` have accumulated."""
         if not inside_backward():
             self._order.forget_failed_backward()  # whose units have their parameters unsharded
             self._order.gradients.drop()
@@ -161,16 +166,15 @@ class FSDP(NotCopied, nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Average what backward passes inside ``no_sync`` have accumulated, if none outside has done so.
 
-        Any other backward returns when every parameter's ``grad`` is the average over the ranks, for whatever the
-        current stream does next: this changes nothing then.
+        After any other backward every ``grad`` is the average over the ranks already, and this changes nothing.
         """
         self._order.finish()
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Every parameter whole, in the shards' dtype, under its names in the wrapped module; a collective.
+        """Return every whole parameter, in the shards' dtype, by its name in the wrapped module; a collective call.
 
-        The tensors are the caller's. Names that share a parameter share its tensor.
+        The tensors are new and belong to the caller. Names that share a parameter share its tensor.
         """
         wholes: dict[str, Tensor] = {}
         for group in self.groups:
@@ -209,10 +213,10 @@ def _device(module: nn.Module, device: torch.device | str | None, process_group:
 
 @torch.no_grad()
 def clip_grad_norm_(fsdp: FSDP, max_norm: float) -> Tensor:
-    """Scale all gradients so that their joint L2 norm is at most ``max_norm``; one all-reduce of one number.
+    """Scale all gradients so that their joint L2 norm is at most ``max_norm``, with one all-reduce of one number.
 
-    After backward. Every rank scales by the same factor, max_norm / (norm + 1e-6) if that is below one, as
-    ``torch.nn.utils.clip_grad_norm_`` does. Returns the norm before clipping, a scalar on the device.
+    Every rank calls this after backward and scales by the same factor, max_norm / (norm + 1e-6) if that is below one,
+    as ``torch.nn.utils.clip_grad_norm_`` does. Returns the norm before clipping, a scalar on the device.
 
     Raises:
         ValueError: ``max_norm`` is not positive.

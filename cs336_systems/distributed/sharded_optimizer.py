@@ -13,24 +13,27 @@ With P bytes of parameters and W ranks on a ring, and AdamW's two moments:
     "reduce-scatter"    each rank's own: no DDP     2 (W-1)/W P                P + P/W + 2 P/W, and two buckets
     "shard"             each rank's own: no DDP     2 (W-1)/W P                the same
 
-The default is the CS336 handout's: whole tensors have owners, balanced by bytes, who broadcast what they updated. The
-other two are ZeRO (Rajbhandari et al. 2020, section 5.1): each rank receives the mean of only those gradients that it
-needs, updates its slices, and all ranks gather the parameters. ``shards.py`` has the layouts, ``scattered.py`` what
-happens to gradients, ``costs/sharding.py`` the arithmetic, of the busiest link in each collective.
+The default is the CS336 handout's: each whole tensor has an owner, balanced by bytes, which broadcasts the tensor after
+its update. The other two are ZeRO (Rajbhandari et al. 2020, section 5.1): each rank receives the mean of only those
+gradients that it needs and updates its slices, then all ranks gather the parameters. ``shards.py`` lays out the shards,
+``scattered.py`` reduces gradients, and ``costs/sharding.py`` has the arithmetic for the busiest link in each
+collective.
 
-Under ``no_sync()``, ``"reduce-scatter"``, ZeRO stage 1, adds up whole gradients and sends them once, with the last
-backward. ``"shard"``, stage 2, never holds more than two buckets of whole gradients: each backward sends, and the means
-add up in the shard. With one backward a step they are the same bits. In both ``.grad`` is None after a backward that
-has sent, and ``step`` uses the gradients up; to give them up without a step, call the optimizer's ``zero_grad``.
+With several backwards per step, ``"reduce-scatter"`` (ZeRO stage 1) adds up whole gradients under ``no_sync()`` and
+sends them once, with the last backward. ``"shard"`` (stage 2) never holds more than two buckets of whole gradients:
+each backward sends, and the means add up in the shard. With one backward per step both give the same bits. In both,
+``.grad`` is None after a backward that has sent, and ``step`` consumes the gradients; to drop them without a step, call
+the optimizer's ``zero_grad``.
 
-The optimizer class updates each parameter by itself (no LBFGS), and element by element for all but the default (SGD,
-Adam, AdamW; not Adafactor, Muon or LAMB). One that draws random numbers per element has a method ``locate(tensor,
-number, offset)`` and is told of which parameter, and from which element on. ``step`` runs it once per bucket, so that
-sending one overlaps with updating the next. It returns when all parameters are there or, after ``send_under_forward``,
-while later layers' parameters are still on their way.
+The optimizer class must update each parameter by itself (LBFGS does not). In the two ZeRO forms it must also update
+each element by itself, as SGD, Adam and AdamW do, and Adafactor, Muon and LAMB do not. If it draws random numbers per
+element, it needs a method ``locate(tensor, number, offset)``, which is told the number of the parameter that ``tensor``
+is a slice of and the slice's first element. ``step`` runs the optimizer once per bucket, so that sending one bucket
+overlaps with updating the next. It returns when all parameters have arrived or, after ``send_under_forward``, while
+those of later layers are still on their way.
 
-Limits: parameters must be dense, be on their device before, and begin equal on all ranks (DDP sees to that; without it,
-seed alike or broadcast). Outside ``no_sync`` ranks run equally many backwards, or none.
+Limits: parameters must be dense, already on their device, and equal on all ranks at the start (DDP ensures this;
+without it, use the same seed or broadcast). Outside ``no_sync`` all ranks must run equally many backwards, or none.
 """
 
 import math
@@ -63,18 +66,19 @@ REDUCE_SCATTER, SHARD = "reduce-scatter", "shard"
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """``optimizer_cls(params, **kwargs)``, with the state of each rank's share only.
+    """Works as ``optimizer_cls(params, **kwargs)`` does, but keeps the state of this rank's share only.
 
-    ``param_groups`` are the whole model's, and what schedulers write there is what the step uses. ``state`` is this
-    rank's: its keys are what it updates, parameters or, unless in the default form, one-dimensional slices of them.
+    ``param_groups`` hold the whole model's parameters, and the step uses what schedulers write there. ``state`` is this
+    rank's: its keys are the tensors that this rank updates, which are parameters in the default form and
+    one-dimensional slices of them in the others.
 
     Args:
-        params: as for every ``torch.optim.Optimizer``; the same on every rank, in the same order.
-        optimizer_cls: such as ``torch.optim.AdamW``.
+        params: parameters or groups, as for every ``torch.optim.Optimizer``; the same on every rank, in the same order.
+        optimizer_cls: the class of the optimizer, such as ``torch.optim.AdamW``.
         reduce_gradients: None if the gradients are averaged over the ranks before ``step``; ``"reduce-scatter"`` or
             ``"shard"`` if that is left to this class.
-        bucket_size_mb: most MiB of parameters that one collective sends, unless one is larger.
-        kwargs: for ``optimizer_cls``.
+        bucket_size_mb: the most MiB of parameters that one collective sends, unless one parameter is larger.
+        kwargs: further arguments of ``optimizer_cls``.
 
     Raises:
         ValueError: there are no parameters, a parameter is sparse, lazy or sharded by FSDP, an argument is not as
@@ -121,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._lay_out(self.param_groups, self._agreed(self.param_groups))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, such as layers that are no longer frozen; called with the same on every rank.
+        """Add a group of parameters, such as layers that are no longer frozen; every rank adds the same ones.
 
         Raises:
             ValueError: a parameter is sparse, sharded by FSDP, or in a group already; ranks were given different ones.
@@ -241,10 +245,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def send_under_forward(self, modules: Iterable[nn.Module]) -> None:
         """Let ``step`` return while parameters of these modules are on their way; a collective.
 
-        The first modules' are sent first, and the others while these compute: a module's next forward waits for its
-        own. State dicts, ``save_checkpoint``, ``load_checkpoint`` and the next ``step`` wait, too. **Whoever else reads
-        or writes the parameters calls ``wait`` before**, such as who copies the model. Parameters in none of the
-        modules are there when ``step`` returns.
+        Parameters of the first modules are sent first, and the others while these compute; each module's next forward
+        waits for its own. The modules' state dicts, ``save_checkpoint``, ``load_checkpoint`` and the next ``step``
+        wait, too. **All other code that reads or writes the parameters must call ``wait`` before**, such as code that
+        copies the model. ``step`` itself waits for parameters that belong to none of the modules.
 
         Args:
             modules: in the order in which forward calls them, which is that of all ranks; parts of them are not called
@@ -266,7 +270,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._plan_sending()
 
     def wait(self) -> None:
-        """Wait until all parameters are there, for whatever the current stream does next."""
+        """Make the current stream wait until all parameters have arrived."""
         if self._arrivals is not None:
             self._arrivals.wait()
 

@@ -38,7 +38,7 @@ class RunOptions:
     """Where there is no GPU defaults shrink, so that a bare command ends in under a minute."""
 
     device: Literal["cpu", "cuda"] = "cuda"
-    """Where to run; several ranks use NCCL on cuda and gloo on cpu."""
+    """Device on which to run; several ranks use NCCL on cuda and gloo on cpu."""
     seed: int = 0
     """Seed of parameters and data."""
     out: Path | None = None
@@ -46,7 +46,7 @@ class RunOptions:
     format: Format = "auto"
     """Format of tables: auto draws them on a terminal and writes Markdown elsewhere."""
     timeout: float = 900.0
-    """Seconds after which a cell, or a collective in it, is given up."""
+    """Seconds after which a cell, or a collective in it, is stopped and reported as timeout."""
 
     @classmethod
     def default(cls, device: str) -> Self:
@@ -61,7 +61,7 @@ class TrainingRun(RunOptions):
     CPU_DEFAULTS: ClassVar = {"size": ("tiny",), "context_length": (128,), "batch_size": (1,)}
     repeat: int = option(
         1,
-        "Times that the whole grid is run, every second one in reverse order, so that cells are interleaved.",
+        "How often the whole grid is run, every second time in reverse order, so that cells are interleaved.",
         sign="positive",
     )
 
@@ -72,8 +72,8 @@ class RankedRun(TrainingRun):
 
     later_warmup: int | None = option(
         None,
-        "--warmup for every --repeat after the first; under torchrun it can be less, as kernels are loaded and links "
-        "made by then. By default the same.",
+        "Warm-up steps in every repeat after the first. Under torchrun fewer suffice, because kernels are loaded and "
+        "links are made by then. By default as --warmup.",
         sign="not negative",
     )
 
@@ -95,8 +95,8 @@ class RankedCase(TimedCase):
     optimizer: str = like(TrainingCase, "optimizer", asked=("torch-fused",))
     world_size: int = option(
         1,
-        "Numbers of ranks on this machine, each measured by itself; by default all GPUs, or two ranks on a CPU. Under "
-        "torchrun it is torchrun's number.",
+        "Numbers of ranks on this machine, each measured separately. By default one rank per GPU, or two on a CPU; "
+        "under torchrun as many as it has started.",
         asked=None,
     )
 

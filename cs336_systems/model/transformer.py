@@ -1,7 +1,7 @@
 """The reference Transformer language model: pre-norm blocks of causal self-attention and SwiGLU.
 
-One class for the handout's sizes and for Llama-3, Qwen2.5 and Qwen3 (grouped-query heads, QKV biases, norms of queries
-and keys, tied embeddings and RoPE variants are fields of ``ModelConfig``). Parameter names are the CS336 handout's. The
+One class serves the handout's sizes, Llama 3, Qwen2.5 and Qwen3: grouped-query heads, QKV biases, norms of queries and
+keys, tied embeddings and RoPE variants are fields of ``ModelConfig``. Parameter names are the CS336 handout's. The
 model imports no kernel and knows nothing of how it is measured, compiled or distributed.
 
     model = TransformerLM(MODEL_SIZES["small"], device="cuda", dtype=torch.bfloat16)
@@ -25,7 +25,7 @@ from cs336_systems.model.ops import REFERENCE_OPS, ModelOps
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head (or grouped-query) causal self-attention with rotary positions: (B, S, d_model) -> same."""
+    """Computes multi-head or grouped-query causal self-attention with rotary positions: (B, S, d_model) -> same."""
 
     def __init__(self, config: ModelConfig, ops: ModelOps, **placement: Unpack[Placement]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class CausalSelfAttention(nn.Module):
             self.k_norm = RMSNorm(config.d_head, config.rms_norm_eps, ops, **placement)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, S, E) and keys (B, K, S, E), rotated to their positions, and values (B, K, S, E)."""
+        """Return rotated queries (B, heads, S, d_head) and keys (B, kv_heads, S, d_head), and values as the keys."""
         q, k, v = (
             rearrange(projection(x), "b s (h e) -> b h s e", e=self.d_head)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -58,7 +58,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then + feed-forward(norm(x)): (B, S, d_model) -> same; cos, sin (S, d_head / 2)."""
+    """Adds attention(norm(x)) to x, then ffn(norm(x)): (B, S, d_model) -> same; cos and sin are (S, d_head / 2)."""
 
     def __init__(self, config: ModelConfig, ops: ModelOps = REFERENCE_OPS, **placement: Unpack[Placement]) -> None:
         super().__init__()
@@ -73,13 +73,14 @@ class TransformerBlock(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Token ids (batch, seq), int64 -> logits (batch, seq, vocab_size) in the parameters' dtype.
+    """Maps int64 token ids (batch, seq) to logits (batch, seq, vocab_size) in the parameters' dtype.
 
-    Given targets (batch, seq) as well, -> their mean loss in nats, a scalar; -100 does not count. A training step that
-    computes it here need not hold all logits, and inside whatever wraps the model.
+    With int64 targets (batch, seq) it returns their mean loss in nats instead, a scalar; targets of -100 do not count.
+    A loss that is computed here is inside whatever wraps the model, and ``ops`` may compute it in chunks, without
+    holding all logits.
 
     Raises:
-        ValueError: in ``forward``, a sequence beyond ``config.context_length``.
+        ValueError: ``forward`` was given a sequence that is longer than ``config.context_length``.
     """
 
     def __init__(self, config: ModelConfig, ops: ModelOps = REFERENCE_OPS, **placement: Unpack[Placement]) -> None:
@@ -100,14 +101,14 @@ class TransformerLM(nn.Module):
             self.lm_head.weight = self.token_embeddings.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TransformerLM":
-        """``nn.Module._apply``, which ``to`` and ``to_empty`` call: leaving meta, it makes two of a tied parameter."""
+        """Tie the embeddings again, because ``nn.Module._apply`` makes two of a tied parameter that leaves ``meta``."""
         super()._apply(fn, recurse)
         self._tie_embeddings()
         return self
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill every parameter and buffer, as after ``to_empty``; draws from torch's global generator.
+        """Draw every parameter from torch's global generator and fill the buffers, as after ``to_empty``.
 
         A tied embedding is drawn twice and keeps the head's scale, the smaller: unit variance would make huge logits.
         """

@@ -28,7 +28,10 @@ class TrainerCase(TrainingCase):
     dtype: str = like(TrainingCase, "dtype", asked="bf16", values=("fp32", "tf32", "bf16", "autocast-bf16"))
     attention: str = like(TrainingCase, "attention", asked="flash")
     compile: str = like(
-        TrainingCase, "compile", values=("off", "on"), help="With --keep autograd, torch.compile of each block."
+        TrainingCase,
+        "compile",
+        values=("off", "on"),
+        help="With --keep autograd, on compiles each block by torch.compile.",
     )
     checkpoint: str = "none"
     optimizer: str = like(
@@ -36,36 +39,37 @@ class TrainerCase(TrainingCase):
         "optimizer",
         asked="fused",
         values=("torch-fused", "fused"),
-        help="AdamW: torch-fused, torch's fused kernel; fused, this suite's, with stochastic rounding of bf16, on CUDA "
-        "devices.",
+        help="AdamW: torch-fused is torch's fused kernel; fused is this suite's kernel, which rounds bf16 "
+        "stochastically and needs a CUDA device.",
     )
     cuda_graph: str = like(
         TrainingCase,
         "cuda_graph",
-        help="on: capture the step (with --optimizer torch-fused all but the optimizer) and replay it as a CUDA graph, "
-        "on one rank.",
+        help="on captures the step (with --optimizer torch-fused all but the optimizer) as a CUDA graph and replays "
+        "it; needs --device cuda and one rank.",
     )
     kernels: str = like(TrainingCase, "kernels", asked="fused")
     offload: str = "none"
     moments: str = option(
         "same",
-        "Dtype of AdamW's moments; one that is not the parameters' needs --optimizer fused.",
+        "Dtype of AdamW's moments: same as the parameters; another dtype needs --optimizer fused.",
         values=("same", "fp32", "bf16"),
     )
     z_loss: float = option(
         0.0,
-        "Coefficient of the squared log-sum-exp of the logits, added to the training loss; not with --keep autograd.",
+        "Coefficient of the squared log-sum-exp of the logits, which is added to the training loss; not with --keep "
+        "autograd.",
         sign="not negative",
     )
     deterministic: bool = option(
         False,
-        "The same bits in every run, and under all memory limits that give the same chunks in a round. Only the "
-        "backward of --attention hopper changes: it takes longer.",
+        "Make runs have the same bits, also under all memory limits that put the same chunks into a round. Only the "
+        "backward of --attention hopper changes, and it takes longer.",
     )
     zero: int = option(
         0,
-        "What is sharded among ranks: 0 nothing (DDP), 1 the optimizer's state, 2 also gradients, 3 also parameters "
-        "(FSDP). On one rank, 0 whatever is asked for.",
+        "What is sharded among ranks: 0, nothing (DDP); 1, the optimizer's state; 2, also gradients; 3, also "
+        "parameters (FSDP). One rank shards nothing, whatever is given.",
         values=(0, 1, 2, 3),
     )
     gather_by: GatherBy = like(
@@ -94,7 +98,7 @@ class TrainerCase(TrainingCase):
 
 @dataclass(frozen=True)
 class RunFields:
-    """A training run, apart from its step."""
+    """The options of a training run that do not describe its step."""
 
     CPU_DEFAULTS: ClassVar[dict[str, Any]] = {
         **{"size": "tiny", "context_length": 128, "batch_size": 8, "steps": 800},
@@ -111,17 +115,19 @@ class RunFields:
     data: Path | None = None
     """Folder written by tokenize_data.py; by default Python's standard library, tokenized if necessary."""
     out: Path = Path("runs/first")
-    """Folder of the run: log, checkpoints, export. A folder with checkpoints is resumed from the newest."""
+    """Folder of the run, for log, checkpoints and export. A run with checkpoints resumes from the newest."""
     device: Literal["cpu", "cuda"] = "cuda"
-    """Where to run; under torchrun each rank has its own GPU."""
-    total_batch_tokens: int | None = option(None, "Tokens per step over all ranks; sets --accumulate.", sign="positive")
+    """Device on which to run; under torchrun each rank has its own GPU."""
+    total_batch_tokens: int | None = option(
+        None, "Tokens per step over all ranks, from which --accumulate follows.", sign="positive"
+    )
     steps: int | None = option(
-        None, "Steps of the whole run, earlier commands included; by default one epoch.", sign="positive"
+        None, "Steps of the whole run, including those of earlier commands; by default one epoch.", sign="positive"
     )
     epochs: float | None = option(None, "Length of the run in epochs, instead of --steps.", sign="positive")
     learning_rate: float = option(6e-4, "Highest learning rate.", sign="not negative", aliases=("--lr",))
     schedule: ScheduleKind = "cosine"
-    """Learning rate after the warm-up; wsd: constant, then a decay over --cooldown-steps."""
+    """Course of the learning rate after the warm-up; wsd is constant and then decays over --cooldown-steps."""
     warmup_steps: int | None = option(
         None, "Steps over which the learning rate rises; by default a tenth of all, at most 100.", sign="not negative"
     )
@@ -133,42 +139,44 @@ class RunFields:
     """Betas of AdamW."""
     eps: float = option(1e-8, "Epsilon of AdamW.", sign="positive")
     weight_decay: float = option(0.1, "Weight decay of matrices; norms and biases have none.", sign="not negative")
-    clip: float | None = option(1.0, "Gradients are clipped to this global norm; None: no clipping.", sign="positive")
+    clip: float | None = option(1.0, "Global norm to which gradients are clipped; None clips nothing.", sign="positive")
     offload: tuple[Literal["m", "v", "master", "gradients", "residual"], ...] = ()
-    """What is kept in host memory, as in --offload m v: AdamW's moments m and v, master weights, gradients (with
-    --optimizer fused), residual: inputs of blocks (not with --keep autograd)."""
+    """What is kept in host memory, as in --offload m v: m and v (AdamW's moments), master (FP32 master weights) and
+    gradients, which need --optimizer fused; residual (inputs of blocks), which does not go with --keep autograd."""
     device_gib: float | None = option(
         None,
-        "With --host-gib: stream layers, so that all memory of the process on the device stays below this limit. A "
-        "plan decides what is kept where and what is recomputed. On a CPU only the step's own buffers count.",
+        "Limit in GiB on all device memory of the process; needs --host-gib. Layers are streamed, and a plan decides "
+        "what is kept where and what is recomputed. On a CPU only the step's own buffers count.",
         sign="positive",
     )
-    host_gib: float | None = option(None, "With --device-gib: the limit on host memory.", sign="positive")
+    host_gib: float | None = option(
+        None, "Limit in GiB on the process's host memory; needs --device-gib.", sign="positive"
+    )
     chunk: int | None = option(
         None,
-        "Under these limits, tokens that a layer processes at a time: whole sequences or an equal part of one. "
-        "By default the fastest, or a micro-batch if a step is too short for that.",
+        "Tokens that a layer processes at a time under memory limits: whole sequences, or an equal part of one. By "
+        "default the number that is predicted to be fastest, or a micro-batch if a step is too short for that.",
         sign="positive",
     )
     evaluate_every: int | None = option(
         250,
-        "Steps between evaluations on held-out tokens; the run also ends with one. None: no evaluation.",
+        "Steps between evaluations on held-out tokens; the run also ends with one. None evaluates never.",
         sign="positive",
     )
     evaluation_sequences: int | None = option(
-        512, "Number of held-out sequences per evaluation; None: all.", sign="positive"
+        512, "Number of held-out sequences per evaluation; None takes all.", sign="positive"
     )
     save_every: int | None = option(
         1000,
         "Steps between checkpoints; the run also ends with one, whatever ends it. A checkpoint waits until "
-        "the one before is written. None: no checkpoints.",
+        "the one before is written. None saves no checkpoints.",
         sign="positive",
     )
     keep_last: int = option(2, "How many of the newest checkpoints are kept.", sign="positive")
     keep_every: int | None = option(
         None, "Also keep every checkpoint whose step is a multiple of this.", sign="positive"
     )
-    log_every: int = option(1, "The console shows every Nth step; the log has all.", sign="positive")
+    log_every: int = option(1, "The console shows every Nth step (N is this number); the log has all.", sign="positive")
     tensorboard: bool = False
     """Also write TensorBoard events into --out; needs the extra tensorboard."""
     wandb: str | None = None
@@ -177,8 +185,8 @@ class RunFields:
     """Export a Hugging Face folder into --out at the end."""
     walltime: float | None = option(
         None,
-        "Seconds after which the command saves and ends; run it again to resume. None: no limit. On a CPU the command "
-        "without any option ends after 70 s.",
+        "Seconds after which the command saves and ends; run it again to resume. None sets no limit. On a CPU the "
+        "command without any option ends after 70 s.",
         sign="positive",
     )
     seed: int = option(0, "Seed of parameters, data order and stochastic rounding.", sign="not negative")

@@ -1,10 +1,10 @@
-"""One training step, as three phases that can be run, timed or profiled one by one; of micro-batches, part by part.
+"""One training step in phases (forward, backward, optimizer) that can be run, timed or profiled one by one.
 
-``TrainStep`` owns the order of work (forward and loss under autocast, backward, synchronising gradients with other
-ranks, optimizer and clearing of gradients) and nothing of how it is measured.
+``TrainStep`` fixes the order of work: forward and loss under autocast, backward, synchronising gradients with other
+ranks, optimizer, clearing of gradients. It knows nothing of how it is measured.
 
-The loss of N micro-batches is the mean over all of their tokens. Each has as many as any other, so that is the mean of
-their losses, and each backward adds the gradient of its loss over N to what is there, in place. With several ranks the
+With N micro-batches the loss is the mean over all of their tokens. All micro-batches have equally many tokens, so this
+is the mean of their losses, and each backward adds the gradient of its own loss divided by N. With several ranks the
 gradients stay on their rank until the last backward, which averages their sum over the ranks.
 
     step = assemble(TrainingCase(size="small"))
@@ -30,10 +30,12 @@ Phase = Callable[[], None]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log-likelihood, in nats: logits (..., vocab), int64 targets (...) -> scalar, at least fp32.
+    """Return the mean negative log-likelihood in nats, a scalar in fp32 or wider.
 
-    The log-sum-exp subtracts the row's maximum before it exponentiates, so that no logit, however large, overflows;
-    half precision logits are widened to fp32 first, at the price of one fp32 copy, which ``costs/memory.py`` counts.
+    Logits are (..., vocab), targets int64 of shape (...).
+
+    The log-sum-exp subtracts each row's maximum before it exponentiates, so that no finite logit overflows. Half
+    precision logits are first copied to fp32; ``costs/memory.py`` counts that copy.
 
     Raises:
         ValueError: the leading shapes of logits and targets differ.
@@ -48,10 +50,10 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def micro_batches(n: int, token_ids: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(batch, seq) ids and targets as ``n`` pairs of equally many sequences each, in their order; views.
+    """Divide ids and targets (batch, seq) into ``n`` pairs (batch / n, seq) of views, in their order.
 
     Raises:
-        ValueError: they cannot be dealt out equally.
+        ValueError: ``n`` does not divide the batch.
     """
     if token_ids.shape[0] % n:
         raise ValueError(f"{token_ids.shape[0]} sequences do not make {n} micro-batches of equally many")
@@ -60,7 +62,7 @@ def micro_batches(n: int, token_ids: Tensor, targets: Tensor) -> list[tuple[Tens
 
 @contextmanager
 def local_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep wrapper and optimizer from sending gradients to other ranks in forward and backward inside."""
+    """Keep the wrapper and the optimizer from sending gradients to other ranks while the context is open."""
     with ExitStack() as stack:
         for owner in (model, optimizer):
             no_sync = getattr(owner, "no_sync", None)
@@ -73,20 +75,20 @@ def local_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> Itera
 
 
 class TrainStep:
-    """Forward, backward and optimizer step of one model on one device.
+    """Runs forward, backward and optimizer step of one model on one device.
 
     Args:
-        model: token ids (batch, seq) -> logits (batch, seq, vocab); without ``loss_function``, token ids and targets
-            -> scalar.
-        optimizer: over the model's parameters.
-        precision: autocast and TF32 follow from it; the parameters already have its dtype.
-        loss_function: (logits, targets) -> scalar, a mean over tokens; None if the model computes its loss.
-        accumulate: micro-batches per optimizer step, into which a batch is dealt out.
-        guard: steps the optimizer, if that is to clip, or to pass over gradients that are not finite.
-        update: steps the optimizer under backward.
+        model: maps int64 token ids (batch, seq) to logits (batch, seq, vocab); without ``loss_function``, token ids and
+            targets to a scalar loss.
+        optimizer: the optimizer of the model's parameters.
+        precision: decides about autocast and TF32; the parameters already have its dtype.
+        loss_function: maps logits and targets to a scalar, the mean over tokens; None if the model computes its loss.
+        accumulate: the number of micro-batches into which the batch of an optimizer step is divided.
+        guard: if given, clips the gradients and steps the optimizer, unless they are not finite.
+        update: if given, updates parameters during backward.
 
     Raises:
-        ValueError: ``accumulate`` is not positive, or a guard and an update under backward meet.
+        ValueError: ``accumulate`` is not positive, or both ``guard`` and ``update`` are given.
     """
 
     def __init__(
@@ -112,29 +114,29 @@ class TrainStep:
         """Loss of the last batch, detached, on the device; while it runs, the sum over its micro-batches so far."""
 
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """One whole step on (batch, seq) ids; returns the loss before the update, a detached scalar on the device."""
+        """Run one step on ids and targets (batch, seq); returns the loss before the update, a detached scalar."""
         for phase in self.phases("step", token_ids, targets).values():
             phase()
         assert self.loss is not None
         return self.loss
 
     def loss_of(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """The loss of one batch, with its graph; precision and autocast are those that are on outside."""
+        """Return the loss of one batch with its autograd graph, under the caller's autocast and precision."""
         if self.loss_function is None:
             loss: Tensor = self.model(token_ids, targets)
             return loss
         return self.loss_function(self.model(token_ids), targets)
 
     def phases(self, mode: str, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
-        """The phases of one step on this batch, in the order in which they must run.
+        """Return the phases of one step on this batch by name, in the order in which they must run.
 
-        ``forward``: model and loss without gradients. ``backward``: forward with gradients, then backward, after which
-        the gradients are dropped. ``step``: forward, backward, optimizer; clearing the gradients belongs to the last.
-        Forward and backward of further micro-batches follow the first ones: ``forward 2``, ``backward 2``, and so on.
+        Mode ``forward`` runs model and loss without gradients. Mode ``backward`` runs forward with gradients and
+        backward, which then drops the gradients. Mode ``step`` runs forward, backward and optimizer; the last also
+        clears the gradients. Further micro-batches add the phases ``forward 2``, ``backward 2``, and so on.
 
         Raises:
-            ValueError: no such mode, or the batch cannot be dealt out to micro-batches; or the mode ends with a
-                backward that would update parameters.
+            ValueError: there is no such mode, the batch cannot be divided into equal micro-batches, or the mode is
+                ``backward`` although backward would update parameters.
         """
         if mode == "backward" and self.update is not None:
             raise ValueError("mode backward takes no optimizer steps, but this step's are taken under backward")
@@ -148,7 +150,7 @@ class TrainStep:
         return phases
 
     def _passes(self, mode: str, part: int, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
-        """Forward of the micro-batch with this number, from 1, and backward unless the mode does without."""
+        """Return forward, and backward if the mode has it, of the micro-batch with this number, counted from 1."""
         graph_loss: list[Tensor] = []
         last = part == self.accumulate
 
