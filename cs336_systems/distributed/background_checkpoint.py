@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs336_systems.distributed.checkpoint import Collected, check_kept, collect, group_of, write
+from cs336_systems.distributed.checkpoint import Collected, check_kept, collect, write
 from cs336_systems.distributed.stretches import Stretch
 from cs336_systems.kernels.host_memory import Slab, aligned, host_slab
 
@@ -53,9 +53,6 @@ class BackgroundSaver:
 
     Leaving its context waits for the save that is under way, unless a ``KeyboardInterrupt`` does; what is then left
     half-written is not mistaken for a checkpoint.
-
-    Raises:
-        ValueError: ``keep_last`` or ``keep_every`` is not positive, or FSDP divides the model among some ranks only.
     """
 
     def __init__(
@@ -71,15 +68,11 @@ class BackgroundSaver:
         self._folder, self._model, self._optimizer = Path(folder), model, optimizer
         self._kept = keep_last, keep_every
         self._device = next(model.parameters()).device
-        self._group = group_of(model)
-        if (size := self._group.size()) != (all_ranks := dist.get_world_size()):
-            raise ValueError(f"a model of {size} of {all_ranks} ranks cannot be saved meanwhile, one of all ranks can")
         self._own_group = dist.new_group(backend="gloo")
         self._slab: Slab | None = None
         self._short: str | None = None
         self._thread: threading.Thread | None = None
-        self._saves = False
-        """Whether the thread writes a checkpoint, rather than allocating host memory."""
+        self._saves = False  # whether the thread writes a checkpoint, rather than allocating host memory
         self._finished: list[Saved] = []
 
     def reserve(self, budget_bytes: int) -> str | None:
@@ -87,7 +80,7 @@ class BackgroundSaver:
 
         Returns why saves will wait for the disk, if this rank's copies take more than the budget.
         """
-        n_bytes = _n_bytes(collect(self._model, self._optimizer, 0, None, self._group))
+        n_bytes = _n_bytes(collect(self._model, self._optimizer, 0, None))
         if n_bytes > budget_bytes:
             self._short = f"{n_bytes:,} bytes of copies do not fit the {budget_bytes:,} of host memory that are free"
             return self._short
@@ -100,7 +93,7 @@ class BackgroundSaver:
         began, saves = time.perf_counter(), self._saves
         self._join()
         waited, self._saves = time.perf_counter() - began if saves else 0.0, True
-        collected = collect(self._model, self._optimizer, step, extra, self._group)
+        collected = collect(self._model, self._optimizer, step, extra)
         copied = self._copied(collected)
         stall = time.perf_counter() - began
 

@@ -5,13 +5,10 @@ q | k | v, say, which a module multiplies as one matrix without a copy. Nothing 
 parameters looks at where they lie and keeps neighbours together. A tensor on ``meta`` has a storage too.
 
 A collective has a latency besides its bytes, so small tensors are sent in groups. ``partition`` makes the groups;
-``Bucket.gather`` brings the gradients of one group into one piece of memory and leaves every ``.grad`` a view of it:
-the average need not be copied back. That takes one multi-tensor copy per bucket, which reads and writes it once, and
-none for a bucket of one gradient, unless its memory is shared.
-
-The ``.grad`` views own that memory, the bucket does not: clearing the gradients frees it. Why not shared memory:
-autograd may hand a parameter a view of a gradient that the rest of backward still reads (of ``x + p.view_as(x)``, say;
-it is not marked as a view), and what travels is overwritten.
+``Bucket.gather`` brings the gradients of one group into one piece of memory, by one multi-tensor copy, and leaves every
+``.grad`` a view of it: the average need not be copied back, and clearing the gradients frees it. One gradient stays
+where it is unless its memory is shared: autograd may hand a parameter a view of a gradient that the rest of backward
+still reads (of ``x + p.view_as(x)``, say; it is not marked as a view), and what travels is overwritten.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,8 +23,7 @@ T = TypeVar("T", bound=Tensor)
 
 MIB = 1024**2
 
-_BROADCAST_BYTES = 250 * MIB
-"""Most that one broadcast packs into a temporary copy, unless a single tensor is larger."""
+_BROADCAST_BYTES = 250 * MIB  # most that one broadcast packs into a temporary copy, unless a single tensor is larger
 
 
 def partition(tensors: Iterable[T], capacity_bytes: float) -> list[list[T]]:
@@ -94,10 +90,9 @@ def _current_stream(tensor: Tensor) -> tuple[int, int, int]:
 class Bucket:
     """Parameters of one dtype and device whose gradients travel together, each in its parameter's memory format.
 
-    It also counts: ``waiting_for`` is how many of them have no gradient yet in the current backward.
+    ``waiting_for`` is how many of them have no gradient yet in the current backward.
 
     Args:
-        names: of parameters, for errors.
         offsets: where each gradient begins in what travels, in elements; without gaps if None.
         numel: elements that travel; those of all gradients if None.
     """
@@ -202,10 +197,7 @@ class Bucket:
 def neighbours(tensors: Iterable[T], alike: Callable[[T], object] = lambda tensor: None) -> list[list[T]]:
     """Sort the tensors into runs: neighbours in the order of their memory, and every other tensor by itself.
 
-    Runs are ordered by whichever of their tensors was given first.
-
-    Args:
-        alike: what must be equal within a run.
+    Runs are ordered by whichever of their tensors was given first; within one, tensors are ``alike``.
     """
     tensors = list(tensors)
     sharing: dict[int, list[T]] = {}

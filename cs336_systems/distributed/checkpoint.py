@@ -6,8 +6,8 @@
     weights = load_whole_model(stored, dict(model.named_parameters()))
 
 Each rank writes the stretches of tensors that it holds (``stretches.py``). What is replicated, as without FSDP, is
-written once, by the ranks in equal parts; of a ``ShardedOptimizer``'s state every rank writes and reads its share. The
-names are the same in each case, so a run may resume under another wrapper or on another number of ranks. On the disk:
+written once, by the ranks in equal parts; of a ``ShardedOptimizer``'s state every rank writes and reads its share. So a
+run may resume under another wrapper or on another number of ranks. On the disk:
 
     step-00000200/  rank-0.safetensors, rank-1.safetensors  each rank's stretches
                     tensors.json                            where each tensor's stretches are
@@ -18,6 +18,7 @@ are checked whenever a folder is looked at, and digests, of which every rank rea
 """
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,6 @@ from torch import Tensor, nn
 from cs336_systems.distributed import checkpoint_folder
 from cs336_systems.distributed.checkpoint_folder import StoredCheckpoint, Tell
 from cs336_systems.distributed.checkpoint_state import BUFFER, MODEL, OPTIMIZER, NamedState, check_json
-from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import on_every_rank, on_rank_0
 from cs336_systems.distributed.shards import wait_for_parameters
 from cs336_systems.distributed.stretches import (
@@ -66,14 +66,13 @@ def save_checkpoint(
         extra: what else is to be read back, as JSON can hold it; the first rank's counts.
 
     Raises:
-        ValueError: ``step`` is negative, ``keep_last`` or ``keep_every`` is not positive; the optimizer holds other
-            parameters, or a state of a sharded parameter that is neither shaped like its shard nor a single number; a
-            module has extra state; JSON cannot hold a setting; or a tensor's dtype is none of safetensors'.
+        ValueError: a number is out of range; the optimizer holds other parameters, or a state of a sharded parameter
+            that is neither shaped like its shard nor a single number; a module has extra state; JSON cannot hold a
+            setting; or a tensor's dtype is none of safetensors'.
         OSError: a rank cannot write; the checkpoints that were there are untouched.
     """
     check_kept(step, keep_last, keep_every)
-    group = group_of(model)
-    return write(Path(folder), collect(model, optimizer, step, extra, group), group, keep_last, keep_every)
+    return write(Path(folder), collect(model, optimizer, step, extra), None, keep_last, keep_every)
 
 
 class Collected(NamedTuple):
@@ -88,11 +87,10 @@ def collect(
     optimizer: torch.optim.Optimizer | None,
     step: int,
     extra: Mapping[str, Any] | None,
-    group: dist.ProcessGroup,
 ) -> Collected:
     """Collect what this rank is to write, with its part of what all have; a collective, which raises ValueError."""
     wait_for_parameters(model)
-    view, rank = NamedState(model), group.rank()
+    view, rank = NamedState(model), dist.get_rank()
     marker: dict[str, Any] = {"step": step, "saved_at": 0, "optimizer": None, "scalars": {}, "extra": dict(extra or {})}
 
     stretches: dict[str, Stretch] = {}
@@ -108,9 +106,9 @@ def collect(
         whole = {name: stretch.values.nbytes for name, stretch in stretches.items() if stretch.is_whole}
         return whole, marker["scalars"]
 
-    of_ranks = on_every_rank(collect_own, group)
+    of_ranks = on_every_rank(collect_own)
     marker["scalars"] = {entry: value for _, scalars in of_ranks for entry, value in scalars.items()}
-    loads = [0] * group.size()
+    loads = [0] * len(of_ranks)
     for name, n_bytes in {name: n for whole, _ in of_ranks for name, n in whole.items()}.items():
         writer = min((i for i, (whole, _) in enumerate(of_ranks) if name in whole), key=lambda i: loads[i])
         loads[writer] += n_bytes
@@ -119,14 +117,13 @@ def collect(
     return Collected(stretches, marker)
 
 
-def write(root: Path, collected: Collected, group: dist.ProcessGroup, keep_last: int, keep_every: int | None) -> Path:
-    """Write files, marker and name, then remove what is to go; a collective on this group alone.
-
-    If that fails, which raises as ``save_checkpoint``, what was written is removed: it may be what fills the disk.
-    """
+def write(
+    root: Path, collected: Collected, group: dist.ProcessGroup | None, keep_last: int, keep_every: int | None
+) -> Path:
+    """Write files, marker and name, or remove what was written, which may be what fills the disk; a collective."""
     marker = dict(collected.marker)
     temporary, marker["saved_at"] = on_rank_0(lambda: checkpoint_folder.begin(root, marker["step"]), group)
-    path = temporary / f"rank-{group.rank()}.safetensors"
+    path = temporary / f"rank-{dist.get_rank(group)}.safetensors"
     try:
         files = on_every_rank(lambda: write_stretches(path, collected.stretches), group)
 
@@ -137,7 +134,7 @@ def write(root: Path, collected: Collected, group: dist.ProcessGroup, keep_last:
 
         final = on_rank_0(publish, group)
     except Exception:
-        if group.rank() == 0 and temporary.exists():  # all ranks know by now that they have failed
+        if dist.get_rank(group) == 0 and temporary.exists():  # all ranks know by now that they have failed
             checkpoint_folder.discard(temporary)
         raise
     on_rank_0(lambda: checkpoint_folder.retire(root, final, keep_last, keep_every), group)
@@ -157,7 +154,7 @@ def resume_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,
-    tell: Tell = checkpoint_folder.warn,
+    tell: Tell = warnings.warn,
 ) -> StoredCheckpoint | None:
     """Read the checkpoint of ``folder`` that was written last into the model and the optimizer; a collective.
 
@@ -167,17 +164,15 @@ def resume_checkpoint(
     Raises:
         ValueError: it is of another model or optimizer, or its files are malformed, or the folder holds checkpoints of
             which none is whole; nothing was changed.
-        OSError: a rank cannot read.
     """
-    group = group_of(model)
 
     def damage(one: StoredCheckpoint) -> str | None:
-        own = sorted(one.files)[group.rank() :: group.size()]  # every rank reads some
-        return next(filter(None, on_every_rank(lambda: checkpoint_folder.find_damage(one, own), group)), None)
+        own = sorted(one.files)[dist.get_rank() :: dist.get_world_size()]  # every rank reads some
+        return next(filter(None, on_every_rank(lambda: checkpoint_folder.find_damage(one, own))), None)
 
-    complete, unreadable = on_rank_0(lambda: checkpoint_folder.survey(Path(folder)), group)
+    complete, unreadable = on_rank_0(lambda: checkpoint_folder.survey(Path(folder)))
     found = checkpoint_folder.newest_sound(Path(folder), complete, unreadable, damage)
-    if group.rank() == 0:
+    if dist.get_rank() == 0:
         checkpoint_folder.tell_of(unreadable, tell)
     if found is None:
         return None
@@ -194,7 +189,7 @@ def resume_checkpoint(
         for name, stretch in wanted.items():
             fill(stretch, stored[name])
 
-    on_every_rank(read, group)
+    on_every_rank(read)
     if optimizer is not None:
         view.restore_optimizer(optimizer, found.marker, wanted)
     return found
@@ -214,11 +209,7 @@ def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 def find_checkpoint(path: Path) -> tuple[StoredCheckpoint, dict[Path, str]]:
     """The checkpoint ``path``, or the newest sound one of that folder, and why each of the others was passed over.
 
-    One process reads all files for their digests; there need be no process group.
-
-    Raises:
-        ValueError: there is none, or none that is whole.
-        OSError: the folder or the checkpoint cannot be read.
+    One process reads all files for their digests. It is a ValueError if there is none, or none that is whole.
     """
     unreadable: dict[Path, str] = {}
     if checkpoint_folder.is_checkpoint(path):
@@ -239,11 +230,7 @@ def find_checkpoint(path: Path) -> tuple[StoredCheckpoint, dict[Path, str]]:
 def load_whole_model(stored: StoredCheckpoint, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The whole parameters of a checkpoint, on the CPU in the dtypes in which they were saved; in one process.
 
-    Args:
-        parameters: of the model, by name; only their shapes count, so they may be on the meta device.
-
-    Raises:
-        ValueError: it is a checkpoint of another model, or its files are malformed.
+    Of the model's ``parameters`` only names and shapes count. Those of another model are a ValueError.
     """
     there = {name: tensor for name, tensor in _tensors_of(stored).items() if name.startswith(MODEL)}
     expected = {
@@ -260,11 +247,6 @@ def check_kept(step: int, keep_last: int, keep_every: int | None) -> None:
         raise ValueError(f"step must not be negative and keep_last be positive, got {step} and {keep_last}")
     if keep_every is not None and keep_every < 1:
         raise ValueError(f"keep_every must be positive, got {keep_every}")
-
-
-def group_of(model: nn.Module) -> dist.ProcessGroup:
-    """The ranks that save together."""
-    return model.process_group if isinstance(model, FSDP) else dist.distributed_c10d._get_default_group()
 
 
 def _check_tensors(path: Path, expected: Mapping[str, Stretch], stored: Mapping[str, StoredTensor]) -> None:

@@ -24,8 +24,7 @@ from cs336_systems.distributed.stretches import StoredTensor, Stretch
 MODEL, BUFFER, OPTIMIZER = "model/", "buffer/", "optimizer/"
 """In a checkpoint, names of parameters, of buffers and of optimizer state begin with these."""
 
-_TORCH = "torch.optim."
-"""The modules of torch's optimizers begin with this."""
+_TORCH = "torch.optim."  # the modules of torch's optimizers begin with this
 
 _ONLY_HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of torch's optimizers that do not change what a step computes."""
@@ -121,16 +120,14 @@ class NamedState:
     ) -> dict[str, Stretch]:
         """The state that the checkpoint holds, or this rank's share of it, in memory that is to be filled.
 
-        The memory is the optimizer's own memory if it has its state ``in_place``, and host memory otherwise.
+        It is the optimizer's own memory if that has its state ``in_place``, and host memory otherwise.
 
         Raises:
             ValueError: the checkpoint has no optimizer, one over other parameters, or one of another kind.
         """
         ours, theirs = self._groups(optimizer), [group["params"] for group in settings["optimizer"] or []]
-        if ours != theirs:
-            sizes = [len(group) for group in theirs], [len(group) for group in ours]
-            difference: str | None = f"its groups have {sizes[0]} parameters, here are {sizes[1]}, or names differ"
-        else:
+        difference: str | None = f"its groups have {list(map(len, theirs))} parameters, here are others"
+        if ours == theirs:
             difference = _another_kind(optimizer, settings)
         if difference:
             raise ValueError(f"{path} is a checkpoint of another optimizer: {difference}")

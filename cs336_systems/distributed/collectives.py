@@ -11,10 +11,8 @@ Total bytes are those of nccl-tests; what the links carry is ``busbw_factor`` ti
 
 ``Exchange`` is one collective with its tensors. They hold small integers in a pattern of a period that no power of two
 divides and that is another one on every rank, so that a chunk which is missing, doubled, shifted or from the wrong rank
-shows; sums stay exact in bf16 up to 21 ranks. A wrong element is one that differs at all.
-
-Backends: NCCL has all five. So has gloo in torch 2.11, in fp32, bf16 and fp16, on CPU tensors; its ``reduce_scatter``
-takes as long as an ``all_reduce`` or longer (two ranks, 10 MB: 14.1 against 9.5 ms), where a ring would take half.
+shows; sums stay exact in bf16 up to 21 ranks. In torch 2.11 gloo's ``reduce_scatter`` takes as long as an
+``all_reduce`` or longer (two ranks, 10 MB: 14.1 against 9.5 ms), where a ring would take half.
 
     exchange = Exchange("all_gather", 1_000_000, torch.float32, rank)
     exchange.reset()
@@ -35,16 +33,11 @@ _EXACT_INTEGERS = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2*
 
 
 class Exchange:
-    """One collective of a given size on this rank's device.
-
-    Args:
-        collective: one of ``costs.communication.COLLECTIVES``.
-        n_elements: of total bytes, see the top of this file; the world size divides it.
-        dtype: floating point.
+    """One collective of ``n_elements`` of total bytes, see the top of this file, on this rank's device.
 
     Raises:
-        ValueError: no such collective, an ``n_elements`` that does not divide, or a world whose sums are beyond the
-            integers that ``dtype`` holds exactly.
+        ValueError: no such collective, an ``n_elements`` that the world size does not divide, or a world whose sums are
+            beyond the integers that ``dtype`` holds exactly.
     """
 
     def __init__(self, collective: str, n_elements: int, dtype: torch.dtype, rank: Rank) -> None:
@@ -60,7 +53,7 @@ class Exchange:
         n_sent = self.part if collective == "all_gather" else n_elements
         self._pattern = _pattern(0, n_sent, rank.rank, rank.device).to(dtype)
         self.sent = torch.empty_like(self._pattern)
-        n_received = {"reduce_scatter": self.part}.get(collective, n_elements)
+        n_received = self.part if collective == "reduce_scatter" else n_elements
         in_place = collective in ("all_reduce", "broadcast")
         self.received = self.sent if in_place else torch.empty(n_received, dtype=dtype, device=rank.device)
 

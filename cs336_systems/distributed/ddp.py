@@ -87,19 +87,17 @@ class _Average:
 class _Progress:
     """How far a backward and its collectives have come; a module's own attributes would be slow to set."""
 
-    ready: set[int] = field(default_factory=set)
-    """The positions of parameters whose gradients it has made."""
+    ready: set[int] = field(default_factory=set)  # the positions of parameters whose gradients it has made
     under_way: list[_Average] = field(default_factory=list)
-    n_started: int = 0
-    """How many buckets are under way or averaged."""
+    n_started: int = 0  # how many buckets are under way or averaged
 
 
+@dataclass
 class _ReadyHook:
     """Tells the wrapper of a gradient without keeping it alive: Python cannot collect cycles through tensors' hooks."""
 
-    def __init__(self, wrapper: "DDP", position: int) -> None:
-        self.wrapper = weakref.ref(wrapper)
-        self.position = position
+    wrapper: "weakref.ref[DDP]"
+    position: int
 
     def __call__(self, parameter: Tensor) -> None:
         if (wrapper := self.wrapper()) is not None:
@@ -179,15 +177,10 @@ class DDP(NotCopied, nn.Module):
         bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._bucket_of = [bucket_of[parameter] for parameter in self._trainable]
         for position, parameter in enumerate(self._trainable):
-            parameter.register_post_accumulate_grad_hook(_ReadyHook(self, position))
+            parameter.register_post_accumulate_grad_hook(_ReadyHook(weakref.ref(self), position))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward.
-
-        Raises:
-            RuntimeError: the last backward failed, and ``finish_gradient_synchronization`` has not been called since;
-                a parameter was added or replaced after wrapping.
-        """
+        """The module's own forward; RuntimeError after a failed backward, or where a parameter has been added."""
         if self._synchronizing and torch.is_grad_enabled():
             self._members.check()
             if self._progress.ready and not inside_backward():

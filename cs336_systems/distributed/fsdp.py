@@ -40,13 +40,13 @@ from torch.utils._pytree import tree_map
 from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup
 from cs336_systems.distributed.fsdp_schedule import GatherOrder, inside_backward
 from cs336_systems.distributed.fsdp_units import Predicate, ShardedUnits, Travels, is_unit
-from cs336_systems.distributed.peer_memory import why_not_mapped
+from cs336_systems.distributed.peer_memory import Turns, why_not_mapped
 from cs336_systems.distributed.process_group import check_same_across_ranks
 from cs336_systems.distributed.wrapped import Members, NotCopied, check_shapes_are_known
 
 
 class FSDP(NotCopied, nn.Module):
-    """Wraps any module and shards its parameters over the ranks of a process group.
+    """Wraps any module and shards its parameters over the ranks of the default process group.
 
     Args:
         module: the whole module, on this rank's device or on ``meta``. Shards of rank 0's parameters replace its own.
@@ -63,7 +63,6 @@ class FSDP(NotCopied, nn.Module):
         device: the device to which a module on ``meta`` moves; by default this rank's GPU under NCCL, else the CPU. The
             ``reset_parameters`` of its parts give it values; with the same seed they are those of a model built in one
             process.
-        process_group: the group whose ranks hold the shards; None means the default group.
 
     Raises:
         ValueError: the module has no parameters, is lazy, lies on several devices, is under FSDP already in part, or
@@ -81,7 +80,6 @@ class FSDP(NotCopied, nn.Module):
         units: Predicate | None = None,
         quantized: Travels | None = None,
         device: torch.device | str | None = None,
-        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         if prefetch < 0:
@@ -99,21 +97,14 @@ class FSDP(NotCopied, nn.Module):
         for name, p in module.named_parameters():
             if p._backward_hooks or p._post_accumulate_grad_hooks:
                 raise ValueError(f"{name} has gradient hooks, which sharding would lose: register them after it")
-        self.process_group: dist.ProcessGroup = process_group or dist.distributed_c10d._get_default_group()
+        self.process_group: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
         check_same_across_ranks(described, "the model's parameters", self.process_group)
         self.compute_dtype = compute_dtype
         self.device = _device(module, device, self.process_group)
         if peer_copies and (reason := why_not_mapped(self.device, self.process_group)):
             raise ValueError(f"peer_copies need ranks that map each other's memory, but {reason}")
-        sharded = ShardedUnits(
-            module,
-            predicate=units,
-            quantized=quantized,
-            compute_dtype=compute_dtype,
-            peer_copies=peer_copies,
-            device=self.device,
-            process_group=self.process_group,
-        )
+        turns = Turns(self.device, self.process_group, taken=peer_copies)
+        sharded = ShardedUnits(module, turns, predicate=units, quantized=quantized, compute_dtype=compute_dtype)
         self.module = module
         self.units = sharded.units
         self.groups: list[ShardedGroup] = sharded.groups

@@ -1,15 +1,13 @@
 """Gradients under FSDP: from a rank's backward to averages over the ranks, which know that they are parts.
 
 Each group is reduced as soon as backward needs it no more, beside what is left of backward (``Reduction``). Parameters
-of fewer than two dimensions are not split: their ``sharded_param`` is whole on every rank, and ``unsharded_param`` is a
-copy of it in ``compute_dtype``, or itself if there is nothing to cast. Their gradients travel in the last message of a
-step, which also counts the ranks that have a gradient of each parameter, of the sharded ones too. Without
-synchronization whole gradients are kept instead, in the shards' dtype.
+of fewer than two dimensions are whole on every rank, and ``unsharded_param`` is a copy in ``compute_dtype``, or
+``sharded_param`` itself. Their gradients travel in the last message of a step, which also counts the ranks that have a
+gradient of each parameter. Without synchronization whole gradients are kept instead, in the shards' dtype.
 
-Code outside reads ``.grad`` as if it were whole. Most of that is right for rows as well, and stays untouched: an
-optimizer's arithmetic, elementwise clipping, clearing. Norms and the search for infinities of ``torch.amp.GradScaler``
-are not: ``ShardGradient`` refuses them below autograd. Every other operation runs on the rows themselves and returns
-plain tensors, ``detach()`` among them.
+Code outside reads ``.grad`` as if it were whole, which is right for an optimizer's arithmetic, elementwise clipping and
+clearing. Norms and the search for infinities of ``torch.amp.GradScaler`` are not: ``ShardGradient`` refuses them below
+autograd. Every other operation runs on the rows and returns plain tensors, ``detach()`` among them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -68,10 +66,8 @@ class ReplicatedParameters:
     """Parameters that every rank holds whole; their gradients are averaged in one all-reduce.
 
     Args:
-        names: all names of each parameter.
-        parameters: equal on every rank; they stay in use.
+        names: all names of each parameter; these are equal on every rank and stay in use.
         compute_dtype: the module sees floating-point parameters in it; None for their own.
-        turns: of the ranks that hold them.
     """
 
     def __init__(
@@ -122,10 +118,8 @@ class ReplicatedParameters:
     def all_reduce(self, sharded: Sequence[ManagedParameter]) -> Tensor:
         """Average the gradients, and count the ranks that have one of each parameter, in the same collective.
 
-        A rank without a gradient of a parameter contributes zeros; if no rank has one, none is made.
-
-        Returns:
-            For each of ``sharded``, a number that is zero if no rank has contributed to its gradient; on the device.
+        A rank without a gradient of a parameter contributes zeros; if no rank has one, none is made. Returns the counts
+        of ``sharded``, on the device.
         """
         trainable = [parameter for parameter in self.parameters if parameter.sharded_param.requires_grad]
         dtype = torch.float32
@@ -180,10 +174,7 @@ def take_gradients(parameters: Sequence[ShardedParameter]) -> list[Tensor | None
 
 
 class Reduction:
-    """A reduce-scatter: gradients are taken at once and sent by ``start``.
-
-    ``finish`` waits for it and leaves the gradients of the shards where they belong.
-    """
+    """A reduce-scatter: gradients are taken at once, sent by ``start``, and added to the shards' by ``finish``."""
 
     def __init__(self, group: ShardedGroup) -> None:
         self.parameters, dtype = group.trainable, group.dtype
@@ -250,16 +241,12 @@ class Gradients:
     def __init__(self, groups: list[ShardedGroup], replicated: ReplicatedParameters) -> None:
         self.groups = groups
         self.replicated = replicated
-        self.synchronize = True
-        """Whether backward reduces gradients or accumulates them."""
-        self.unfinished = False
-        """Whether a backward has left some that are not averaged; the same on every rank."""
+        self.synchronize = True  # whether backward reduces gradients or accumulates them
+        self.unfinished = False  # whether a backward has left some that are not averaged; the same on every rank
         self._accumulated: dict[ShardedGroup, None] = {}
         """Groups with gradients of backward passes that were not synchronized."""
-        self._reduction: Reduction | None = None
-        """The reduction that is under way."""
-        self._missing: list[ShardedParameter] = []
-        """Parameters whose gradient is zeros unless another rank has one."""
+        self._reduction: Reduction | None = None  # the reduction that is under way
+        self._missing: list[ShardedParameter] = []  # parameters whose gradient is zeros unless another rank has one
 
     def take(self, group: ShardedGroup) -> None:
         """Take the group's gradients for a reduction, or keep them, whole, if this pass is not to be synchronized."""

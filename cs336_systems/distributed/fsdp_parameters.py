@@ -2,9 +2,8 @@
 
 A parameter of two or more dimensions is split along the first one as ``torch.chunk`` would: rank r holds rows
 [r c, (r + 1) c) with c = ceil(rows / world_size), so the last ranks may hold fewer rows, or none. Two objects stand for
-it, named as in torch's ``fully_shard``: ``sharded_param``, the rows in the module's own dtype, which the optimizer
-sees, and ``unsharded_param``, the whole in ``compute_dtype``, which the module sees while it runs. Parameters of fewer
-dimensions are replicated (``fsdp_gradients.py``).
+it: ``sharded_param``, the rows in the module's own dtype, which the optimizer sees, and ``unsharded_param``, the whole
+in ``compute_dtype``, which the module sees while it runs. Parameters of fewer dimensions are replicated.
 
 Parameters that are used together form a ``ShardedGroup`` and travel in one collective. Only dtype changes copy: shards
 into ``compute_dtype`` before they are gathered, gradients into the shards' dtype before they are reduced. What a module
@@ -25,18 +24,13 @@ from torch.utils.hooks import RemovableHandle
 from cs336_systems.distributed.buckets import alias, neighbours
 from cs336_systems.distributed.peer_memory import Copies, PackedGather, PeerMemory, Turns, all_gather
 
-_ALIGNMENT = 64
-"""Elements to which slots are rounded: 128 bytes of bf16, more than vectorised loads and NCCL ask for."""
+_ALIGNMENT = 64  # elements to which slots are rounded: 128 bytes of bf16, more than vectorised loads and NCCL ask for
 
 Hook = Callable[[Any], None]
 
 
 class GradientHooks(OrderedDict[int, Hook]):
-    """A parameter's ``register_post_accumulate_grad_hook`` under FSDP: hooks run on the average, not on a rank's part.
-
-    autograd would never run those of a shard, which is in no graph, and would run those of a parameter that every rank
-    holds whole before its gradient is averaged.
-    """
+    """A parameter's ``register_post_accumulate_grad_hook``, whose hooks run on the average, not on a rank's part."""
 
     def __call__(self, hook: Hook) -> RemovableHandle:
         handle = RemovableHandle(self)
@@ -56,10 +50,8 @@ class ManagedParameter:
     names: tuple[str, ...]
     sharded_param: nn.Parameter
     """The optimizer sees this: the rank's rows, or all of them if the parameter is replicated."""
-    unsharded_param: nn.Parameter
-    """The module sees this while it runs."""
-    shape: torch.Size
-    """The shape of the whole parameter."""
+    unsharded_param: nn.Parameter  # the module sees this while it runs
+    shape: torch.Size  # the shape of the whole parameter
     first_element: int = field(default=0, kw_only=True)
     """The position in the whole parameter of the first element of ``sharded_param``."""
     has_gradient: bool = field(default=False, kw_only=True)
@@ -82,12 +74,9 @@ class ManagedParameter:
 class ShardedParameter(ManagedParameter):
     """A parameter that is split over the ranks."""
 
-    padded_numel: int
-    """The number of elements of a shard, padded so that all ranks' are equal, as collectives need it."""
-    memory: Tensor
-    """Collectives read the shard here."""
-    accumulated: Tensor | None = None
-    """The whole gradient of backward passes under ``no_sync``, in the shard's dtype."""
+    padded_numel: int  # the number of elements of a shard, padded so that all ranks' are equal, as collectives need it
+    memory: Tensor  # collectives read the shard here
+    accumulated: Tensor | None = None  # the whole gradient of backward passes under ``no_sync``, in the shard's dtype
 
 
 class GroupState(Enum):
@@ -105,12 +94,10 @@ class ShardedGroup:
         names: all names of each parameter.
         parameters: whole, and equal on every rank; the group copies this rank's rows and holds on to no more.
         compute_dtype: of the unsharded parameters; None keeps the parameters' own.
-        turns: of the ranks that share them; if turns are taken, ranks copy each other's rows, but for those that are
-            cast.
+        turns: if they are taken, ranks copy each other's rows, but for those that are cast.
     """
 
-    _travels_as_stored = True
-    """Whether rows travel as the shards hold them, unless they are cast."""
+    _travels_as_stored = True  # whether rows travel as the shards hold them, unless they are cast
 
     def __init__(
         self,
@@ -137,8 +124,7 @@ class ShardedGroup:
         n_unsharded, unsharded_starts = _unsharded_offsets(parameters, [size * world_size for size in sizes])
         self._slots = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
         self._memory: PeerMemory | None = None
-        self._copies: Copies | None = None
-        """They bring the rows of all ranks, if rows are copied."""
+        self._copies: Copies | None = None  # they bring the rows of all ranks, if rows are copied
         if self._travels_as_stored and self.compute_dtype == dtype:
             self._sharded = self._read_by_all(n_sharded, dtype)
         else:
@@ -146,8 +132,7 @@ class ShardedGroup:
         self._unsharded = torch.empty(n_unsharded, dtype=self.compute_dtype, device=self.device)
         self._gather_inputs = [self._sharded[slot] for slot in self._slots]
         self._gather_outputs: list[Tensor] = []
-        self._own_outputs: list[Tensor] = []
-        """The parts of ``_gather_outputs`` where this rank's rows arrive."""
+        self._own_outputs: list[Tensor] = []  # the parts of ``_gather_outputs`` where this rank's rows arrive
         self.parameters: list[ShardedParameter] = []
         for i, whole in enumerate(parameters):
             first = n_rows[i] * process_group.rank()
@@ -262,10 +247,7 @@ class ShardedGroup:
 
 
 def _unsharded_offsets(parameters: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, list[int]]:
-    """Like ``_offsets``, but neighbours among the parameters, whose slots have these sizes, stay neighbours.
-
-    They do where rows divide evenly: ranks gather the padding of the others too, over whatever follows without a gap.
-    """
+    """Like ``_offsets``, but neighbours stay neighbours where their rows divide evenly, so without padding."""
     number_of = {parameter: i for i, parameter in enumerate(parameters)}
     runs: list[list[int]] = []
     for run in neighbours(parameters):

@@ -4,16 +4,12 @@
 
 A unit that loads all its matrices quantized, with one scale each, for nothing but matmuls, has no use for them in
 bf16. So each rank quantizes its rows, by the largest magnitudes of whole matrices, on which the ranks agree first, and
-bytes are gathered. Rounding goes element by element, so the bits are those of the whole, quantized. The transposed copy
-is made of the bytes that arrived, when it is first asked for.
+bytes are gathered. The bits are those of the whole, quantized. The transposed copy is made of the bytes that arrived.
 
 Rows of all units are quantized together, as a forward or a backward begins, by a few launches and one collective
-(``QuantizedRows``), and only where some rank's have changed, so that micro-batches share the bytes, forward and
-backward as well. A change is seen by the shards' versions; code that writes shards must raise them
-(``torch.autograd.graph.increment_version``).
-
-The unsharded parameters have no memory then, only shape and dtype, and autograd hangs their gradients on them.
-``deliver`` tells the unit where the bytes are.
+(``QuantizedRows``), and only where some rank's have changed, so that micro-batches share the bytes. A change is seen by
+the shards' versions; code that writes shards must raise them (``torch.autograd.graph.increment_version``). The
+unsharded parameters have shape and dtype alone, on which autograd hangs their gradients.
 
 Limits: ranks divide the rows of every parameter evenly, into shards of multiples of 16 elements; others travel as
 stored.
@@ -79,19 +75,13 @@ class QuantizedTravel:
 
 
 class QuantizedRows:
-    """This rank's rows of all groups that travel quantized.
-
-    Args:
-        turns: of the ranks that share the groups.
-    """
+    """This rank's rows of all groups that travel quantized; the ranks that share them take ``turns``."""
 
     def __init__(self, turns: Turns) -> None:
         self.groups: list[QuantizedGroup] = []
         self._turns = turns
-        self._quantizers: list[PartsQuantizer] = []
-        """One for all groups that are quantized in the same way."""
-        self._made_of: list[int] = []
-        """Versions of the shards that the bytes were made of."""
+        self._quantizers: list[PartsQuantizer] = []  # one for all groups that are quantized in the same way
+        self._made_of: list[int] = []  # versions of the shards that the bytes were made of
 
     @property
     def stale(self) -> bool:
@@ -131,12 +121,7 @@ class QuantizedRows:
 
 
 class QuantizedGroup(ShardedGroup):
-    """A group of the parameters of one unit, all of which travel quantized; arguments as ``ShardedGroup``.
-
-    Args:
-        travel: how.
-        rows: all such groups of a module.
-    """
+    """A group of the parameters of one unit, all of which travel quantized; ``rows`` are all such of a module."""
 
     _travels_as_stored = False
 
@@ -162,8 +147,7 @@ class QuantizedGroup(ShardedGroup):
         self._plan_copies(self._byte_outputs)
         self._unsharded.untyped_storage().resize_(0)
         self._inverse_scales = torch.zeros(len(self._parts), _SCALE_STRIDE, device=self.device)[:, 0].unbind()
-        self._kept = [kept[slot] for slot in self._slots]
-        """This rank's rows in bytes."""
+        self._kept = [kept[slot] for slot in self._slots]  # this rank's rows in bytes
         self._transposed: dict[str, Tensor] = {}
         rows.groups.append(self)
         travel.deliver(self.matrix)

@@ -1,6 +1,6 @@
 """When FSDP gathers, frees and reduces: the order in which a module's units run, and what follows from it.
 
-Forward and backward are one list of runs (``fsdp_runs.py``), walked to its end and back:
+Forward and backward are one list of runs (``fsdp_units.py``), walked to its end and back:
 
     forward   run i    gather its groups (unless they were gathered ahead), start the gathers of the next ``prefetch``
                        runs, wait for its own, run, free
@@ -10,15 +10,12 @@ Forward and backward are one list of runs (``fsdp_runs.py``), walked to its end 
 
 Backward walks the list whole. A run that this rank's gradient passes by is gathered and reduced in its place all the
 same, as other ranks may compute with it. A group that several runs use stays between the first and the last of them, in
-either direction: a tied embedding is gathered once.
-
-Each backward ends with its gradients averaged, as the call of ``backward`` returns. One that an error has ended leaves
-nothing behind but what the parameters' ``grad`` hold by then.
+either direction: a tied embedding is gathered once. Each backward ends with its gradients averaged, as the call of
+``backward`` returns; one that an error has ended leaves behind what the parameters' ``grad`` hold by then.
 
 Limits: no gradients of gradients, and no backward inside a backward, as reentrant checkpoints have. When a checkpointed
 segment of several units runs again, units that backward's look-ahead has not reached are gathered for it, one by one,
-and again for their backward. It must do so on every rank, after the same units: where a model has such segments, the
-losses of all ranks must use the same outputs.
+and again for their backward: where a model has such segments, the losses of all ranks must use the same outputs.
 """
 
 import weakref
@@ -36,11 +33,10 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_systems.distributed.fsdp_gradients import Gradients
 from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup, ShardedParameter
-from cs336_systems.distributed.fsdp_runs import Agreement, Backward, Forward, Run
-from cs336_systems.distributed.fsdp_units import Elsewhere, ShardedUnits, Unit
+from cs336_systems.distributed.fsdp_units import Backward, Elsewhere, Forward, Run, ShardedUnits, Unit
+from cs336_systems.distributed.presence import Agreement
 
-_NO_TASK = -1
-"""Autograd's number of the running backward where none runs on this thread."""
+_NO_TASK = -1  # autograd's number of the running backward where none runs on this thread
 
 
 def inside_backward() -> bool:
@@ -59,12 +55,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 class GatherOrder:
-    """Runs units with their parameters unsharded, and leaves averaged gradients on the shards.
-
-    Args:
-        sharded: units, whose parameters have been sharded.
-        prefetch: how many runs ahead groups are gathered.
-    """
+    """Runs units with their parameters unsharded, gathered ``prefetch`` ahead, and leaves averages on the shards."""
 
     def __init__(self, sharded: ShardedUnits, prefetch: int) -> None:
         self.groups = sharded.groups
@@ -72,11 +63,9 @@ class GatherOrder:
         self.prefetch = prefetch
         self._turns, self._quantized_rows = sharded.turns, sharded.quantized_rows
         self._agreement = Agreement(sharded.turns.group)
-        self._complete = Forward()
-        """The last forward that came to its end: the next one is expected to be like it."""
+        self._complete = Forward()  # the last forward that came to its end: the next one is expected to be like it
         self._forward = Forward()
-        self._n_to_come = 0
-        """The number of forwards since the last backward that a backward may come to."""
+        self._n_to_come = 0  # the number of forwards since the last backward that a backward may come to
         self._backward: Backward | None = None
         self._running: Unit | None = None
         self.gradients = Gradients(sharded.groups, sharded.replicated)
@@ -150,7 +139,8 @@ class GatherOrder:
                 self._agree(f"calls {unit.name}", gathers=True)
                 forward.as_expected = False
                 self._free_idle()  # of an older value perhaps
-            ahead = forward.begin(unit, self.prefetch)
+            forward.units.append(unit)
+            ahead = forward.expected[len(forward.units) :][: self.prefetch] if forward.as_expected else []
         position, started = len(forward.units) - 1, len(forward.runs)
         for each in (unit, *ahead):
             for group in each.groups:
@@ -188,12 +178,7 @@ class GatherOrder:
         """Make sure that all ranks are about to do the same, unless it is to call the unit that is expected.
 
         Others may follow the last forward until its end, and wait for this rank in every gather: it takes part in them.
-
-        Args:
-            gathers: it will gather; rows that travel quantized are made anew, by all ranks, where some have changed.
-
-        Raises:
-            RuntimeError: they are not.
+        If it then ``gathers``, rows that travel quantized are made anew, by all ranks, where some have changed.
         """
         forward = self._forward
         if left := forward.left():

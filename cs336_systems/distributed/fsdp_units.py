@@ -2,23 +2,26 @@
 
 A *unit* is a module that has its parameters unsharded while it runs, and sharded around it. By default that is every
 outermost module that holds a matrix itself (``Linear``, ``Embedding``, ``MultiheadAttention`` with all that is inside),
-and every outermost one that has been compiled (``block.compile()``). A predicate names larger units, such as a model's
-blocks; whatever it leaves over is divided by default. No unit lies in another.
+and every outermost one that has been compiled. A predicate names larger units, such as a model's blocks; whatever it
+leaves over is divided by default. No unit lies in another.
 
 A *group* is a set of parameters that the same units use, in one dtype; it travels in one collective. A parameter that
-several units share, as a tied embedding is, is a group of its own: it exists once and its gradient is reduced once.
+several units share, as a tied embedding is, is a group of its own.
+
+Forward and backward follow an order that calls of units alone decide (``Forward``), never which tensors are alive or
+which parameters received a gradient: ranks may differ in those, and their collectives must not.
 
 Limits: a module whose weights its parent reads without calling it must lie in a unit with that parent (name the
 parent in the predicate; otherwise the read raises); ranks must run the same units in the same order.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -65,8 +68,7 @@ class ParameterSlot:
     module: nn.Module
     attribute: str
     parameter: ManagedParameter
-    users: int = 0
-    """The number of units that need it at this moment."""
+    users: int = 0  # the number of units that need it at this moment
 
     def __post_init__(self) -> None:
         self.resting: Tensor = self.parameter.sharded_param
@@ -100,8 +102,7 @@ Travels = Callable[[nn.Module], QuantizedTravel | None]
 class Unit:
     """A module that has its parameters unsharded while it runs."""
 
-    name: str
-    """The module's name in the wrapped module, which itself goes by the name of its class."""
+    name: str  # the module's name in the wrapped module, which itself goes by the name of its class
     module: nn.Module
     groups: list[ShardedGroup] = field(default_factory=list)
     param_slots: list[ParameterSlot] = field(default_factory=list)
@@ -126,6 +127,74 @@ class Unit:
         self.module._fsdp_call = functools.partial(run, self)  # type: ignore[assignment]
         module_class: Any = type(self.module)
         self.module.__class__ = _unit_class(module_class)
+
+
+class Forward:
+    """The units that a forward has run, beside those of the previous one, which it is expected to run.
+
+    The first expects nothing, and so gathers nothing ahead. Calls of units between the end of a forward and its
+    backward, as by a loss in chunks, are the forward's as well.
+    """
+
+    def __init__(self, previous: "Forward | None" = None) -> None:
+        self.units: list[Unit] = []  # the units that it has run, in the order in which they began
+        self.runs: list[Run] = []  # the runs that backward comes back to, in the order in which they ended
+        self.serial = 0  # the number of this forward among those since the last backward that a backward may come to
+        self.n_inside: int | None = None  # the number of units that it ran before its end
+        self._expected_inside = previous.n_inside if previous else 0
+        self.expected: list[Unit] = previous.units if previous else []
+        self.as_expected = bool(self.expected)
+        self._last_use = {group: i for i, unit in enumerate(self.expected) for group in unit.groups}
+        self._first_run: dict[ShardedGroup, int] = {}
+
+    def left(self) -> list[Unit]:
+        """Units that are expected before the forward ends, or after that before anything else begins."""
+        until = len(self.expected) if self.n_inside is not None else self._expected_inside
+        return self.expected[len(self.units) : until] if self.as_expected else []
+
+    def keeps(self, group: ShardedGroup, position: int) -> bool:
+        """Whether the group is used again so soon after the unit at the position that it stays."""
+        if not self.as_expected:
+            return False
+        # Backward starts at the last run, so once that has begun nothing is freed.
+        last_has_begun = len(self.units) == len(self.expected)
+        return self._last_use[group] > position or (last_has_begun and bool(self.runs))
+
+    def add_run(self, unit: Unit, started: int) -> "Run":
+        """Note a call to which backward will come back."""
+        run = Run(self, unit, started, len(self.runs))
+        self.runs.append(run)
+        for group in unit.groups:
+            self._first_run.setdefault(group, run.number)
+        return run
+
+    def uses(self, group: ShardedGroup, number: int) -> bool:
+        """Whether the group is used by one of the runs up to the number."""
+        return group in self._first_run and self._first_run[group] <= number
+
+
+@dataclass(eq=False)
+class Run:
+    """One call of a unit in a forward that backward will come back to."""
+
+    forward: Forward
+    unit: Unit
+    started: int
+    """The number of runs that had ended when this one began: less than ``number`` where it holds vectors alone."""
+    number: int  # the number of runs that had ended before this one did
+
+
+@dataclass
+class Backward:
+    """One backward pass; ``lives`` is empty once autograd has given it up."""
+
+    lives: "weakref.ref[Any]"
+    walks: dict[Forward, int] = field(default_factory=dict)
+    """The number of the run that it has come to, in each forward."""
+    open: list[Run] = field(default_factory=list)
+    """The runs that it is inside of, whose recomputation needs their parameters."""
+    producing: dict[ShardedGroup, None] = field(default_factory=dict)
+    """The groups whose gradients it is making, in the order in which it came to them."""
 
 
 class _CalledByRunner(NotCopied):
@@ -177,33 +246,27 @@ def _find_slots(
 
 
 class ShardedUnits:
-    """A module's units and groups; making them replaces its parameters by their shards.
+    """A module's units and groups; making them replaces its parameters by their shards, of rank 0's values.
 
     That goes group by group, in the order of ``module.modules()``. Parameters on ``meta`` are made module by module
-    just before (``_materialise``), so that only groups that are not complete yet are whole. Rank 0's values are
-    everyone's: every parameter and buffer is broadcast first.
-
-    Raises:
-        ValueError: a parameter is on another device, or a module on ``meta`` cannot be initialised.
+    just before (``_materialise``), so that only groups that are not complete yet are whole. A parameter on another
+    device, or a module on ``meta`` that cannot be initialised, is a ValueError.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        turns: Turns,
         *,
         predicate: Predicate | None,
         quantized: Travels | None,
         compute_dtype: torch.dtype | None,
-        peer_copies: bool,
-        device: torch.device,
-        process_group: dist.ProcessGroup,
     ) -> None:
+        device, process_group = turns.device, turns.group
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if parameter.device not in (device, torch.device("meta")):
-                raise ValueError(
-                    f"parameter {name} is on {parameter.device}, not on {device} where it is to be sharded"
-                )
+                raise ValueError(f"parameter {name} is on {parameter.device}, and is to be sharded on {device}")
             names.setdefault(parameter, []).append(name)
         found: _Found = {}
         _find_slots(module, None, predicate, compute_dtype is not None, found)
@@ -218,9 +281,8 @@ class ShardedUnits:
                 members.setdefault((parameter.dtype, frozenset(own)), []).append(parameter)
         waiting_for = {key: {holder for p in group for holder, _ in places[p]} for key, group in members.items()}
 
-        self.turns = Turns(device, process_group, taken=peer_copies)
-        self.quantized_rows = QuantizedRows(self.turns)
-        """The rows of the groups that travel quantized."""
+        self.turns = turns
+        self.quantized_rows = QuantizedRows(self.turns)  # the rows of the groups that travel quantized
         run_of = {parameter: run for run in neighbours(names) for parameter in run}
         made: dict[nn.Parameter, nn.Parameter] = {}
         managed: dict[nn.Parameter, ManagedParameter] = {}
@@ -234,12 +296,8 @@ class ShardedUnits:
             kind: Any = ShardedGroup
             if travel is not None and travel.serves(wholes, process_group.size()):
                 kind = functools.partial(QuantizedGroup, travel, self.quantized_rows)
-            group = kind(
-                [tuple(names[parameter]) for parameter in originals],
-                wholes,
-                compute_dtype=compute_dtype,
-                turns=self.turns,
-            )
+            own_names = [tuple(names[parameter]) for parameter in originals]
+            group = kind(own_names, wholes, compute_dtype=compute_dtype, turns=self.turns)
             for parameter, sharded in zip(originals, group.parameters, strict=True):
                 managed[parameter], group_of[parameter] = sharded, group
                 for holder, attribute in places[parameter]:
@@ -255,12 +313,8 @@ class ShardedUnits:
         vectors = [parameter for parameter in places if parameter.dim() <= 1]
         wholes = [made[parameter] for parameter in vectors]
         broadcast_from_rank_0([*wholes, *module.buffers()], process_group)
-        self.replicated = ReplicatedParameters(
-            [tuple(names[parameter]) for parameter in vectors],
-            wholes,
-            compute_dtype=compute_dtype,
-            turns=self.turns,
-        )
+        names_of_vectors = [tuple(names[parameter]) for parameter in vectors]
+        self.replicated = ReplicatedParameters(names_of_vectors, wholes, compute_dtype=compute_dtype, turns=self.turns)
         managed |= dict(zip(vectors, self.replicated.parameters, strict=True))
         for owner in module.modules():
             if isinstance(owner, nn.RNNBase):  # on a GPU it would move weights new to it into cuDNN's own buffer
@@ -280,8 +334,7 @@ class ShardedUnits:
                 unit.param_slots.append(slot)
                 if parameter in group_of and group_of[parameter] not in unit.groups:
                     unit.groups.append(group_of[parameter])
-        self.units = list(units.values())
-        """The units that have something to gather or to cast."""
+        self.units = list(units.values())  # the units that have something to gather or to cast
         self.groups = list(dict.fromkeys(group_of.values()))
 
 
@@ -293,9 +346,8 @@ def _materialise(
 ) -> None:
     """Give the module's own parameters and buffers storage, and values if they were on ``meta``.
 
-    Neighbours are given theirs together, whichever module they belong to. Modules are visited in the order in which a
-    constructor that calls ``reset_parameters`` of each would, so with equal seeds the values are those of the whole
-    model on one device.
+    Neighbours are given theirs together, whichever module they belong to. Modules come in the order of a constructor
+    that calls ``reset_parameters`` of each, so with equal seeds the values are those of the whole model on one device.
     """
     was_meta = False
     for attribute, parameter in owner._parameters.items():

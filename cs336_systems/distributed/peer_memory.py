@@ -1,9 +1,8 @@
 """How rows of all ranks come together: in a collective, or by copies from memory that the ranks of a host have mapped.
 
-A collective is a kernel. It takes multiprocessors from what runs beside it, and holds them while it waits for ranks
-that come later. Where ranks map each other's memory, a rank fetches the rows of the others by its copy engines. What
-ranks have to agree on is only when rows are read and when they are written (``Turns``). Either way is under way once it
-is begun, and ``wait`` makes the current stream (on a CPU: the caller) wait for it.
+A collective is a kernel, which takes multiprocessors from what runs beside it. Where ranks map each other's memory, a
+rank fetches the rows of the others by its copy engines, and ranks agree on when rows are read and when they are written
+(``Turns``). ``wait`` makes the current stream (on a CPU: the caller) wait for either.
 
 On GPUs memory is mapped by torch's symmetric memory (over NVLink, or PCIe where GPUs reach each other), whose
 ``_low_contention_all_gather`` copies likewise. On CPUs it is a file in memory that all ranks have open.
@@ -22,8 +21,7 @@ from torch import Tensor
 
 from cs336_systems.distributed.process_group import on_every_rank
 
-_mapped: "Counter[torch.device]" = Counter()
-"""Bytes that this process has mapped for others, by GPU."""
+_mapped: "Counter[torch.device]" = Counter()  # bytes that this process has mapped for others, by GPU
 
 
 def mapped_bytes(device: torch.device) -> int:
@@ -42,9 +40,8 @@ def why_not_mapped(device: torch.device, process_group: dist.ProcessGroup) -> st
             return None if hasattr(os, "memfd_create") else "files in memory are Linux's"
         if len(set(places)) < len(places):
             return f"several ranks see their GPU as number {device.index}"
-        for _, other in places:
-            reached = other < torch.cuda.device_count() and torch.cuda.can_device_access_peer(device.index, other)
-            if other != device.index and not reached:
+        for other in {number for _, number in places} - {device.index}:
+            if other >= torch.cuda.device_count() or not torch.cuda.can_device_access_peer(device.index, other):
                 return f"GPU {device.index} cannot read the memory of GPU {other}"
         return None
 
@@ -96,11 +93,9 @@ def _map_files(size: int, dtype: torch.dtype, device: torch.device, process_grou
 
 
 class Turns:
-    """The stream of gathers, and when ranks read what they have mapped of each other and when they write their own.
+    """The stream of gathers, and when the ranks of a group read each other's rows and when they write their own.
 
     Args:
-        device: of the memory.
-        group: of the ranks, all of which take part in both.
         taken: whether ranks copy rows; where they only use collectives, nothing is awaited or sent here.
     """
 
@@ -176,9 +171,8 @@ def all_gather(
 ) -> "dist.Work | PackedGather":
     """Start to gather each of the flat ``inputs`` into the one of ``outputs``, in one collective for all of them.
 
-    On CPUs the message is packed here. gloo would do the same in its coalesced all-gather, but that one corrupts the
-    heap (torch 2.11): gloo's two workers note which operation they have finished in one ``std::string`` without a lock,
-    and "ALLGATHER_COALESCED", unlike the names of the other collectives used here, is too long to be stored in place.
+    On CPUs the message is packed here: gloo's own coalesced all-gather corrupts the heap (torch 2.11), as its two
+    workers note the operation that they have finished in one ``std::string``, without a lock, which that name outgrows.
     """
     if dist.get_backend(process_group) != "gloo":
         return process_group.allgather_into_tensor_coalesced(outputs, inputs)

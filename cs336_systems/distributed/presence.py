@@ -1,11 +1,16 @@
-"""Which ranks are there: each says so every second and says why it leaves, so that who waits for it need not time out.
+"""Which ranks are there, and whether all are about to do the same.
+
+Each says every second that it is there, and why it leaves, so that who waits for it need not time out.
 
     presence = presence_of_this_rank()          # begins to say it
     with presence.waiting(store, {1: "a key"}): # what rank 1 is to set; if it has left, this sets it to "has left: ..."
         store.get("a key")
     leave("ValueError: ...")
 
-Ranks talk through the default group's store, over a connection of their own.
+An all-gather of one expert's weights on rank 0 and of another's on rank 1 hangs, aborts, or mixes the two. Ranks under
+FSDP therefore tell each other where a forward and a backward begin and end, and which units they call if these are not
+the ones of the last forward (``Agreement``). They talk through the store, from host to host: no device waits, and no
+collective is added. One comparison takes about 0.2 ms of the host (2 ranks of one machine); a step has three.
 """
 
 import atexit
@@ -33,8 +38,7 @@ class Presence:
         self._rank = dist.get_rank()
         self._left = threading.Event()
         self._awaited: tuple[Any, Mapping[int, str]] | None = None
-        self._heard: dict[int, tuple[bytes, float]] = {}
-        """The last word of a rank, and since when it has been that."""
+        self._heard: dict[int, tuple[bytes, float]] = {}  # the last word of a rank, and since when it has been that
         threading.Thread(target=self._live, name="presence", daemon=True).start()
         atexit.register(self.leave, "its process has ended")
 
@@ -96,3 +100,46 @@ def leave(cause: str) -> None:
     for presence in _present.values():
         presence.leave(cause)
     _present.clear()
+
+
+class Agreement:
+    """Compares what ranks say, one sentence each, in turns."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._rank, self._world_size = process_group.rank(), process_group.size()
+        self._alone = self._world_size == 1 or dist.get_backend(process_group) == "fake"
+        if not self._alone:
+            self._ranks, self._presence = dist.get_process_group_ranks(process_group), presence_of_this_rank()
+            self._store: Any = process_group.get_group_store()
+            self._second_store: Any = self._store.clone()  # type: ignore[attr-defined]
+            self._name = f"FSDP {self._store.add(f'FSDP of rank {self._rank}', 1)}"  # wrapped in one order everywhere
+        self._n = 0
+
+    def check(self, what: str, flag: bool = False) -> bool:
+        """Wait for what the other ranks are about to do, as the end of a sentence that begins with the rank's number.
+
+        Returns whether the flag is up on any rank.
+
+        Raises:
+            RuntimeError: they are about to do something else; on every rank, and before any has done it.
+            DistError: a rank has left.
+        """
+        if self._alone:
+            return flag
+        keys = [f"{self._name}/{self._n}/{rank}" for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], f"{what}\n{flag}")
+        with self._presence.waiting(self._second_store, dict(zip(self._ranks, keys, strict=True))):
+            values = [value.decode().rsplit("\n", 1) for value in self._store.multi_get(keys)]
+        said, flags = zip(*values, strict=True)
+        if self._n:  # whoever has come to this turn has read the last one
+            self._store.delete_key(f"{self._name}/{self._n - 1}/{self._rank}")
+        self._n += 1
+        other = next((rank for rank, theirs in enumerate(said) if theirs != said[0]), None)
+        if gone := [f"rank {rank} {word}" for rank, word in zip(self._ranks, said, strict=True) if HAS_LEFT in word]:
+            raise dist.DistError(gone[0])
+        if other is not None:
+            raise RuntimeError(
+                f"ranks under FSDP must run the same units in the same order, an expert without tokens as well, and "
+                f"backward together: rank 0 {said[0]}, where rank {other} {said[other]}"
+            )
+        return "True" in flags

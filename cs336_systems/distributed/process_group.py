@@ -6,10 +6,9 @@ a group of one. ``rank_variables`` describes ranks that a process of this machin
     with joined("cuda") as rank:                       # torchrun --nproc-per-node 8 script.py, or python script.py
         dist.all_reduce(torch.ones(1, device=rank.device))
 
-Failures. The first rank that fails is the one worth reading about; its peers fail a moment later because it is gone.
-``joined`` therefore holds an error of the latter kind back for ``PEER_LOST_HOLD_S``, so that launchers (the harness;
-torchrun, whose records resolve whole seconds) see the cause first and end the rest. A rank that fails closes or aborts
-its group on the way out and never waits for peers.
+The first rank that fails is the one worth reading about; its peers fail a moment later because it is gone. ``joined``
+holds an error of the latter kind back for ``PEER_LOST_HOLD_S``, so that launchers see the cause first and end the rest.
+A rank that fails closes or aborts its group on the way out and never waits for peers.
 """
 
 import itertools
@@ -47,8 +46,7 @@ class Rank:
     """This process in the default group, which is initialised."""
 
     rank: int
-    local_rank: int
-    """The number among the ranks of this node, which is the index of its GPU."""
+    local_rank: int  # the number among the ranks of this node, which is the index of its GPU
     world_size: int
     device: torch.device
     backend: str
@@ -78,10 +76,7 @@ def per_rank(total: int, world_size: int, what: str = "global batch size") -> in
 def check_same_across_ranks(value: Any, what: str, group: dist.ProcessGroup | None = None) -> None:
     """Raise ValueError on every rank of the group unless all hold an equal ``value``; a collective.
 
-    Args:
-        value: small and picklable, such as a list of shapes; for a sequence the error names the first difference.
-        what: its name in the error, a plural.
-        group: the default group if None.
+    The value is picklable; of a sequence the error names the first difference. ``what`` is its name, a plural.
     """
     if dist.get_backend(group) == "fake":  # whose other ranks do not exist
         return
@@ -139,10 +134,9 @@ def check_device(device: str, ranks_here: int) -> None:
 def joined(device: str = "cpu", *, timeout_s: float = 600.0) -> Iterator[Rank]:
     """Be a rank of the default process group: NCCL on ``cuda``, gloo on ``cpu``; leave it whatever happens.
 
-    A process may join again after it has left, if all ranks do.
+    A process may join again after it has left, if all ranks do. A GPU is the one of index LOCAL_RANK.
 
     Args:
-        device: ``cpu`` or ``cuda``; a GPU is the one of index LOCAL_RANK and becomes the current device.
         timeout_s: how long a collective, and joining, may wait for the other ranks.
 
     Raises:
@@ -171,10 +165,7 @@ def joined(device: str = "cpu", *, timeout_s: float = 600.0) -> Iterator[Rank]:
 
 @contextmanager
 def alone(rank: Rank) -> Iterator[Rank]:
-    """Leave the group and be the only rank of another one, on the same device; then join the others again.
-
-    All ranks of the group do so or none, as often as they like. A rank whose body raises tells those that come back,
-    and nobody joins again.
+    """Leave the group and be the only rank of another one, on the same device, as all ranks do; then join again.
 
     Raises:
         torch.distributed.DistError: another rank's body has raised, or it did not come back within the group's timeout.
@@ -206,8 +197,7 @@ def limited_group(rank: Rank, max_ctas: int) -> dist.ProcessGroup:
     """Make another group of all ranks, whose NCCL kernels have at most ``max_ctas`` thread blocks each.
 
     A thread block takes a multiprocessor from what runs beside it; with fewer, collectives alone may be slower. Making
-    the group is a collective; it is made once for a number, and left with the default one. Source: ``maxCTAs`` of
-    ``ncclConfig_t`` in NCCL's documentation, which the variable NCCL_MAX_CTAS sets for all groups.
+    the group, once for a number, is a collective. Source: ``maxCTAs`` of ``ncclConfig_t`` in NCCL's documentation.
 
     Raises:
         ValueError: the number is not positive, or the backend is not NCCL.
@@ -224,10 +214,7 @@ def limited_group(rank: Rank, max_ctas: int) -> dist.ProcessGroup:
 
 
 def _store_of(rank: Rank) -> dist.Store:
-    """The store in which the ranks of this group meet; without a launcher it is this process's alone.
-
-    The launcher's store outlives a restart of all ranks (``torchrun --max-restarts``), so the keys name the restart.
-    """
+    """The store in which the ranks of this group meet; the launcher's outlives a restart, which its keys name."""
     if not launched():
         return dist.HashStore()
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -1,9 +1,8 @@
 """ZeRO underneath ``ShardedOptimizer``: gradients reduce-scattered under backward, bucket by bucket, and freed.
 
 When the last gradient of a bucket arrives, its gradients are gathered in one flat tensor and reduce-scattered, and
-``.grad`` is None again. The flat tensor lives until the next bucket is complete, by when its reduction has had the time
-of a bucket to end. What stays is the mean over the ranks, of this rank's shard, in which the backwards of a step add
-up. Each backward reduces every bucket once, in the order of the buckets, whatever a rank's data makes it use.
+``.grad`` is None again. The flat tensor lives until the next bucket is complete. What stays is the mean over the ranks,
+of this rank's shard, in which the backwards of a step add up. Each backward reduces every bucket once, in their order.
 """
 
 import weakref
@@ -25,10 +24,8 @@ class _BucketGradients:
     def __init__(self, bucket: ParameterBucket, names: Mapping[Tensor, str]) -> None:
         self.bucket = bucket
         self.whole = Bucket(bucket.parameters, names, bucket.offsets, bucket.flat.numel())
-        self.mean: Tensor | None = None
-        """The sum of the means of the backwards so far, flat; None if there was none."""
-        self._under_way: tuple[dist.Work, Tensor, Tensor] | None = None
-        """A reduction, what it reads and what it writes."""
+        self.mean: Tensor | None = None  # the sum of the means of the backwards so far, flat; None if there was none
+        self._under_way: tuple[dist.Work, Tensor, Tensor] | None = None  # a reduction, what it reads and what it writes
 
     def reduce(self) -> set[Tensor]:
         """Start the reduce-scatter; returns the parameters that had a gradient: an absent one counts as zero."""
@@ -75,16 +72,12 @@ class GradientScatter:
     """
 
     def __init__(self) -> None:
-        self.enabled = True
-        """Whether backward reduces gradients, or leaves them whole."""
+        self.enabled = True  # whether backward reduces gradients, or leaves them whole
         self._in_order: list[_BucketGradients] = []
         self._of: dict[Tensor, _BucketGradients] = {}
-        self._n_reduced = 0
-        """Buckets that were reduced since this backward, or this step, began."""
-        self._backward: int | None = None
-        """Autograd's number of the backward that is making gradients."""
-        self._used: set[Tensor] = set()
-        """Parameters that this rank had a gradient of in this step."""
+        self._n_reduced = 0  # buckets that were reduced since this backward, or this step, began
+        self._backward: int | None = None  # autograd's number of the backward that is making gradients
+        self._used: set[Tensor] = set()  # parameters that this rank had a gradient of in this step
         self._unused: set[Tensor] | None = None
         """Parameters that no rank had a gradient of; None where ranks have reduced since they last exchanged that."""
 
@@ -109,24 +102,23 @@ class GradientScatter:
                 each.whole.reset()
             Variable._execution_engine.queue_callback(_weakly(self._end_backward, task))
         own.whole.gradient_is_ready()
-        while self._n_reduced < len(self._in_order) and not self._in_order[self._n_reduced].whole.waiting_for:
-            self._reduce_next()
+        self._reduce_next()
 
     def _end_backward(self, task: int) -> None:
         if task == self._backward:
-            self._reduce_the_rest()
+            self._reduce_next(all_=True)
             self._backward = None
 
-    def _reduce_the_rest(self) -> None:
-        while self._n_reduced < len(self._in_order):
-            self._reduce_next()
-
-    def _reduce_next(self) -> None:
-        self._used |= self._in_order[self._n_reduced].reduce()
-        self._unused = None
-        if self._n_reduced:
-            self._in_order[self._n_reduced - 1].finish()
-        self._n_reduced += 1
+    def _reduce_next(self, all_: bool = False) -> None:
+        """Reduce what is complete in the order of the buckets, or all that is left."""
+        for own in self._in_order[self._n_reduced :]:
+            if own.whole.waiting_for and not all_:
+                return
+            self._used |= own.reduce()
+            self._unused = None
+            if self._n_reduced:
+                self._in_order[self._n_reduced - 1].finish()
+            self._n_reduced += 1
 
     def reduce_the_rest(self) -> list[dist.Work]:
         """Start what backward has not: on a rank without a backward, and gradients that were left whole.
@@ -136,7 +128,7 @@ class GradientScatter:
         """
         if self._n_reduced == len(self._in_order) and any(parameter.grad is not None for parameter in self._of):
             self._n_reduced = 0
-        self._reduce_the_rest()
+        self._reduce_next(all_=True)
         trained = [parameter for parameter in self._of if parameter.requires_grad]
         if self._unused is not None or not trained:
             return []

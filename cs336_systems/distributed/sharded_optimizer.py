@@ -83,7 +83,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: there are no parameters, a parameter is sparse, lazy or sharded by FSDP, an argument is not as
             above, or ranks were given different parameters (on every rank).
-        TypeError: as ``optimizer_cls`` and ``torch.optim.Optimizer`` raise it.
     """
 
     def __init__(
@@ -111,8 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._kwargs = kwargs
         self.local: torch.optim.Optimizer | None = None
         """The optimizer of this rank's share; its param_groups correspond to these one by one."""
-        self._buckets: list[ParameterBucket] = []
-        """None in a world of one rank, which updates everything where it lies."""
+        self._buckets: list[ParameterBucket] = []  # none in a world of one rank, which updates everything where it lies
         self.pieces: dict[Tensor, Piece] = {}
         """The piece of each parameter that this rank updates; parameters of which it updates nothing are missing."""
         self._names: dict[Tensor, str] = {}
@@ -129,7 +127,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: a parameter is sparse, sharded by FSDP, or in a group already; ranks were given different ones.
-            TypeError: it is no group of tensors.
         """
         super().add_param_group(param_group)
         added = self.param_groups[-1:]
@@ -152,9 +149,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _agreed(self, groups: Sequence[dict[str, Any]]) -> Runs:
         """How to lay out the parameters of new groups, which is the same on every rank."""
-        runs = runs_of(_parameters_of(groups))
+        parameters = list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
+        runs = runs_of(parameters)
         if self.world_size > 1:
-            numbered = {parameter: i for i, parameter in enumerate(_parameters_of(groups))}
+            numbered = {parameter: i for i, parameter in enumerate(parameters)}
             run_of = {parameter: [numbered[each] for each in run] for run in runs for parameter in run}
             how = f"{self.optimizer_cls.__name__} {self.reduce_gradients} {self.bucket_size_mb}"
             described = [
@@ -251,8 +249,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         copies the model. ``step`` itself waits for parameters that belong to none of the modules.
 
         Args:
-            modules: in the order in which forward calls them, which is that of all ranks; parts of them are not called
-                otherwise. They replace those of an earlier call.
+            modules: in the order in which forward calls them on all ranks; parts of them are not called otherwise.
 
         Raises:
             ValueError: a module is compiled, or ranks were given different ones.
@@ -279,12 +276,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._sending = (self._arrivals or Arrivals()).in_order(self._buckets)
 
     def reduced_gradients(self) -> list[Tensor]:
-        """The gradients of this rank's share, averaged over the ranks, as ``step`` will take them; a collective.
+        """The averaged gradients of this rank's share, as ``step`` will take them after backward; a collective.
 
-        After backward, unless in the default form: shares do not overlap, and together are the whole gradient.
-
-        Raises:
-            ValueError: this is the default form, in which every rank has whole gradients; else as ``step``.
+        Shares do not overlap, and together are the whole gradient. In the default form, where every rank has whole
+        gradients, it is a ValueError.
         """
         if self._scatter is None:
             raise ValueError("this optimizer leaves gradients whole on every rank: take them from the parameters")
@@ -330,10 +325,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward accumulate whole gradients without reducing them, if only this class would do so.
-
-        In the form ``"shard"``, which has no room for whole gradients, each backward reduces all the same.
-        """
+        """Let backward accumulate whole gradients without reducing them, but for ``"shard"``, which has no room."""
         if self._scatter is None or self.reduce_gradients == SHARD:
             yield
             return
@@ -365,11 +357,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise RuntimeError("a ShardedOptimizer holds this rank's share of the state: save it by save_checkpoint")
 
     state_dict = load_state_dict = __reduce_ex__ = _refuse  # type: ignore[assignment]
-
-
-def _parameters_of(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
-    """The parameters of all the groups, each once."""
-    return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,13 @@
 """Who updates which parameters, and how the results travel: flat buckets, with one owner or cut into equal shards.
 
 Parameters move into flat tensors once, at construction (``param.data`` becomes a view), so that a collective sends many
-of them without copying any. A *bucket* is one flat tensor, whose parameters are updated and sent together: while its
-collective runs, the next one is updated. There are two kinds:
+of them without copying any. A *bucket* is one flat tensor, whose parameters are updated and sent together:
 
     owned       Each parameter has one owner, and a bucket holds parameters of one owner, who broadcasts them.
     scattered   A bucket is cut into equal shards, one per rank, wherever the cut falls; all ranks gather the shards.
 
 Parameters are laid out in runs (``buckets.py``): those that are multiplied as one matrix stay one, whose rows one
-bucket holds, in the owned kind for one owner. Every rank must lay out the same runs in the same order: the collectives
-follow from it.
+bucket holds, in the owned kind for one owner. Every rank must lay out the same runs in the same order.
 
 Parameters may be on their way while training continues (``Arrivals``): each module waits for its own as its forward
 begins, and ``wait_for_parameters(model)`` waits before anyone else reads them.
@@ -58,8 +56,7 @@ class ParameterBucket:
         first = self.parameters[0]
         itemsize = first.element_size()
         self.flat = torch.zeros(plan.n_bytes // itemsize, dtype=first.dtype, device=first.device)
-        self.offsets: list[int] = []
-        """Where each parameter begins, in elements."""
+        self.offsets: list[int] = []  # where each parameter begins, in elements
         self._views: dict[Tensor, Tensor] = {}
         for run, offset in zip(runs, plan.offsets, strict=True):
             begin = offset // itemsize
@@ -70,8 +67,7 @@ class ParameterBucket:
                 self._views[parameter] = in_memory_order(rows[start:], parameter)
         for parameter, view in self._views.items():
             parameter.data = view.copy_(parameter.detach())
-        self.own: dict[Tensor, Piece] = {}
-        """By parameter, the one piece of it that this rank updates, if any."""
+        self.own: dict[Tensor, Piece] = {}  # by parameter, the one piece of it that this rank updates, if any
         if owner is not None:
             self.own = {parameter: Piece(0, parameter) for parameter in self.parameters if owner == rank}
             return
@@ -122,11 +118,6 @@ def runs_of(parameters: Sequence[Tensor]) -> Runs:
     return neighbours(parameters, alike=lambda parameter: parameter.requires_grad)
 
 
-def scattered_buckets(runs: Iterable[Sequence[Tensor]], rank: int, world_size: int, size: int) -> list[ParameterBucket]:
-    """Buckets of at most ``size`` bytes that are cut into shards, as ``_buckets`` lays them out."""
-    return _buckets(runs, size, rank, world_size, None)
-
-
 def owned_buckets(runs: Runs, rank: int, world_size: int, size: int, loads: list[int]) -> list[ParameterBucket]:
     """Buckets of at most ``size`` bytes with owners, balanced by bytes: trainable runs first, others have no state.
 
@@ -145,16 +136,17 @@ def owned_buckets(runs: Runs, rank: int, world_size: int, size: int, loads: list
             loads[owner] += _n_bytes(run) * trainable
     for run in runs:
         owned[owner_of[run[0]]].append(run)
-    by_owner = [_buckets(own, size, rank, world_size, owner) for owner, own in enumerate(owned)]
+    by_owner = [scattered_buckets(own, rank, world_size, size, owner) for owner, own in enumerate(owned)]
     return [bucket for turn in zip_longest(*by_owner) for bucket in turn if bucket is not None]
 
 
-def _buckets(
-    runs: Iterable[Sequence[Tensor]], size: int, rank: int, world_size: int, owner: int | None
+def scattered_buckets(
+    runs: Iterable[Sequence[Tensor]], rank: int, world_size: int, size: int, owner: int | None = None
 ) -> list[ParameterBucket]:
-    """Buckets over runs in order; dtypes, devices, and what is frozen now, have buckets of their own.
+    """Buckets of at most ``size`` bytes that are cut into shards, unless one rank is the owner of all.
 
-    They are in the order of their last runs, so those whose parameters become ready early come early.
+    Dtypes, devices, and what is frozen now, have buckets of their own. They are in the order of their last runs, so
+    those whose parameters become ready early come early.
     """
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[int, Sequence[Tensor]]]] = {}
     for position, run in enumerate(runs):
@@ -177,10 +169,10 @@ def _n_bytes(run: Sequence[Tensor]) -> int:
 class Arrivals:
     """Watches modules: their forwards, and whoever reads or writes their state dicts, wait for their parameters.
 
-    It does not keep the modules alive. A copy watches nothing: what a module was copied from is what arrives.
+    It does not keep the modules alive, and a copy watches nothing.
 
     Args:
-        modules: that read parameters, in the order in which forward calls them; a parameter may be in several.
+        modules: in the order in which forward calls them; a parameter may be in several.
 
     Raises:
         ValueError: a module is compiled, and would have the waiting compiled with it.

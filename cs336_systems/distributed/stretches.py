@@ -8,17 +8,13 @@
 Every rank writes one safetensors file, in which a tensor is the rank's stretch of it, flat. ``tensors.json`` says where
 each tensor's stretches are: ``{"model/w": {"shape": [4, 6], "dtype": "F32", "stretches": [["rank-0.safetensors", 0,
 12], ...]}}``, with file, first element and number of elements. Reading intersects these intervals with the one that is
-wanted, so the ranks that read may divide tensors otherwise than those that wrote. Elements are counted in row-major
-order; where a rank's share is consecutive in another order of the dimensions, as the slices that a ``ShardedOptimizer``
-makes of a transposed weight are, ``"order"`` lists the dimensions, outermost first.
+wanted. Elements are counted in row-major order; where a rank's share is consecutive in another order of the dimensions,
+as slices of a transposed weight are, ``"order"`` lists the dimensions, outermost first. Files are written a tensor at a
+time, so that host memory holds one tensor besides what is saved.
 
-Checkpoints of layout 2, whose files ``torch.distributed.checkpoint`` wrote, are read without running what they hold
-(``read_old_index``). Where tensors are is in ``.metadata``, a pickle, which builds plain records of a few known names
-and nothing else. A tensor is boxes (offsets and sizes in the whole), each of them an archive of ``torch.save`` within a
-``.distcp`` file, read with ``weights_only=True``. Every rank reads whole tensors, one at a time, and takes its stretch.
-
-Files are written a tensor at a time, so that host memory holds one tensor besides what is saved; safetensors' own
-function would hold all of them.
+Checkpoints of layout 2, whose files ``torch.distributed.checkpoint`` wrote, are read without running what they hold:
+where tensors are is in ``.metadata``, a pickle, which builds plain records of a few known names and nothing else. A
+tensor is boxes (offsets and sizes in the whole), each of them an archive of ``torch.save`` within a ``.distcp`` file.
 """
 
 import io
@@ -53,16 +49,12 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """Consecutive elements of a whole tensor, in memory that is written from or read into.
+    """Consecutive elements of a whole tensor of this shape, in memory that is written from or read into.
 
     Attributes:
-        shape: of the whole tensor.
         start: the first element's position in the whole tensor, its dimensions permuted to ``order`` and flattened.
-        values: the elements, flattened in row-major order.
+        values: the elements, flattened in row-major order, in a plain tensor.
         order: dimensions, outermost first; empty for their own order.
-
-    Raises:
-        ValueError: the values are more than a plain tensor, as a ``DTensor`` is.
     """
 
     shape: tuple[int, ...]
@@ -104,12 +96,7 @@ class StoredTensor:
     order: tuple[int, ...] = ()
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` on the CPU, (stop - start,).
-
-        Raises:
-            ValueError: a file is too short, or is not what the description says.
-            OSError: a file cannot be read.
-        """
+        """Elements ``start`` to ``stop`` on the CPU; ValueError where a file is not as described, or OSError."""
         elements = torch.empty(stop - start, dtype=self.dtype, device="cpu")
         for first, n, read in self.pieces:
             begin, end = max(start, first), min(stop, first + n)
@@ -152,12 +139,7 @@ class WrittenFile:
 
 @torch.no_grad()
 def write_stretches(path: Path, stretches: Mapping[str, Stretch]) -> WrittenFile:
-    """Write a safetensors file that is on the disk when this returns.
-
-    Raises:
-        ValueError: safetensors has no name for a dtype.
-        OSError: it cannot be written.
-    """
+    """Write a safetensors file that is on the disk when this returns; ValueError for dtypes it has not, or OSError."""
     header, entries, end = {}, {}, 0
     for name, stretch in sorted(stretches.items(), key=lambda item: -item[1].values.itemsize):  # so all are aligned
         if (dtype := _NAMES.get(stretch.values.dtype)) is None:
@@ -186,9 +168,7 @@ def write_index(folder: Path, files: Sequence[WrittenFile]) -> WrittenFile:
 def read_index(folder: Path, files: Collection[str]) -> dict[str, StoredTensor]:
     """The tensors of a folder, by name; only these of its files are opened.
 
-    Raises:
-        ValueError: ``tensors.json`` or a safetensors header is malformed, or they contradict each other.
-        OSError: a file cannot be read.
+    It is a ValueError if ``tensors.json`` or a safetensors header is malformed, or they contradict each other.
     """
     try:
         index = json.loads((folder / INDEX).read_text())

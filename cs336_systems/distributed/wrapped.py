@@ -1,8 +1,7 @@
 """What wrappers ask of the parameters of a module: that their shapes are known, that none joins later, no copies.
 
-A parameter that is added, or comes with a layer that replaces another, would be trained by each rank alone. Torch tells
-of every registration in any module, which are counted from the first wrapper on; only when the count has changed does a
-forward look at the module's parameters, so that a step without changes pays for the comparison of two numbers.
+A parameter that is added would be trained by each rank alone. Torch tells of every registration in any module, which
+are counted from the first wrapper on: a step without changes pays for the comparison of two numbers.
 """
 
 import functools

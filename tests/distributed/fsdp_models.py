@@ -163,15 +163,3 @@ def full_gradients(fsdp):
             gradient = torch.cat(parts)[: parameter.shape[0]]
         found |= dict.fromkeys(parameter.names, gradient)
     return found
-
-
-def same_on_all_ranks(tensors):
-    """Whether these named tensors have the same bits everywhere."""
-    equal = True
-    for tensor in tensors.values():
-        other = tensor.clone()
-        dist.broadcast(other, 0)
-        equal &= torch.equal(other, tensor)
-    verdict = torch.tensor(int(equal))
-    dist.all_reduce(verdict, dist.ReduceOp.MIN)
-    return bool(verdict)

@@ -1,6 +1,5 @@
 """The DDP ladder: what is sent in a step, and what is refused; ``test_parity.py`` compares what it trains."""
 
-import functools
 import math
 
 import pytest
@@ -8,20 +7,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from cs336_systems.distributed.buckets import MIB
-from cs336_systems.distributed.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.distributed.ddp import BucketedDDP, NaiveDDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.traffic import MATMUL, Traffic
 
 from .checks import on_gpus, on_ranks, run
-from .toys import Toy
-
-LADDER = {
-    "naive": NaiveDDP,
-    "flat": FlatDDP,
-    "overlapped": OverlappedDDP,
-    "bucketed": functools.partial(BucketedDDP, bucket_size_mb=300 / MIB),
-}
+from .toys import LADDER, Toy
 
 
 def what_is_sent(rank: Rank):

@@ -7,14 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs336_systems.distributed.buckets import MIB
 from cs336_systems.distributed.ddp import BucketedDDP
 from cs336_systems.distributed.process_group import Rank, alone, limited_group
-from cs336_systems.harness.traffic import Traffic
 
 from .checks import on_each, on_gpus, on_ranks
-from .replicas import RUNGS, averaged, backward, gradients
-from .toys import Toy
+from .toys import RUNGS, Toy, averaged, backward, gradients
 
 
 def pairs_average_apart(rank: Rank):
@@ -40,15 +37,6 @@ def pairs_average_apart(rank: Rank):
             model.zero_grad()
 
 
-def models_are_a_pairs_own(rank: Rank):
-    pair = rank.rank // 2
-    group, width = [dist.new_group([0, 1]), dist.new_group([2, 3])][pair], 3 + 2 * pair
-    model = BucketedDDP(nn.Linear(width, width), bucket_size_mb=4 * width * width / MIB, process_group=group)
-    with Traffic() as traffic:
-        backward(model, torch.randn(2, width))
-    assert [event.n_bytes for event in traffic.sent] == [4 * width, 4 * width * width, 2]
-
-
 def what_is_refused(rank: Rank):
     """A rank that is not in the group, and thread blocks, which are NCCL's."""
     group = dist.new_group([0])
@@ -62,7 +50,7 @@ def what_is_refused(rank: Rank):
             limited_group(rank, limit)
 
 
-test_some_of_the_ranks = on_each(4, (pairs_average_apart, models_are_a_pairs_own))
+test_some_of_the_ranks = on_each(4, (pairs_average_apart,))
 test_refusals = on_each(2, (what_is_refused,))
 
 

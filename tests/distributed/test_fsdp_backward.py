@@ -45,28 +45,12 @@ class Layer(nn.Module):
         return x + torch.tanh(self.gate(x) @ self.gate.weight) * self.scale
 
 
-class Model(nn.Module):
-    """Ids -> scores by some layers between an embedding and a head, which are one weight."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 7)
-        self.layers = nn.ModuleList(layers)
-        self.head = nn.Linear(7, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-class Decoder(Model):
+class Decoder(Blocks):
     """Checkpointed inside its layers, around segments of them, or not."""
 
     def __init__(self, inside=None, around=None, length=1):
-        super().__init__(Layer(inside) for _ in range(4))
+        super().__init__(n_blocks=0)
+        self.layers = nn.ModuleList(Layer(inside) for _ in range(4))
         self.around, self.length = around, length
 
     def forward(self, ids):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.distributed import FSDP
-from cs336_systems.distributed.peer_memory import Copies, PeerMemory, why_not_mapped
+from cs336_systems.distributed.peer_memory import Copies, why_not_mapped
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.traffic import Traffic
 
@@ -18,17 +18,6 @@ from .fsdp_models import sharded
 
 LATE = 100_000_000
 """Cycles of a GPU, some 50 ms: longer than the other rank takes for all that it does meanwhile."""
-
-
-def ranks_see_what_each_has_written(rank: Rank) -> None:
-    memory = PeerMemory(6, torch.int32, rank.device, torch.distributed.group.WORLD).of_rank
-    assert [tensor.tolist() for tensor in memory] == [[0] * 6] * rank.world_size
-    torch.distributed.barrier()
-    memory[rank.rank].copy_(torch.arange(6) + 10 * rank.rank)
-    if rank.device.type == "cuda":
-        torch.cuda.synchronize()
-    torch.distributed.barrier()
-    assert [tensor[1].item() for tensor in memory] == [1 + 10 * each for each in range(rank.world_size)]
 
 
 def layers(rank: Rank) -> tuple[nn.Module, FSDP, Tensor]:
@@ -147,7 +136,6 @@ def rows_are_read_after_the_last_rank_has_written_them(rank: Rank) -> None:
 
 
 OWN = [
-    ranks_see_what_each_has_written,
     all_that_is_sent_is_predicted,
     units_called_outside_a_forward_are_gathered_in_collectives,
     ranks_are_told_that_one_has_failed_in_a_forward,

@@ -123,15 +123,10 @@ def test_variables_that_make_no_sense_are_an_error(described, changes, message):
 
 
 def test_devices_that_are_not_there_are_refused(monkeypatch):
-    for nccl, gpus, device, message in (
-        (True, 2, "cuda", "3 ranks .* torch finds 2"),
-        (True, 0, "cuda", "torch finds none here"),
-        (False, 0, "cuda", "this build of torch has none"),
-        (True, 2, "tpu", "'tpu'"),
-    ):
-        monkeypatch.setattr(dist, "is_nccl_available", lambda nccl=nccl: nccl)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpus=gpus: gpus > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device, message in (("cuda", "3 ranks .* torch finds 2"), ("tpu", "'tpu'")):
         with pytest.raises(ValueError, match=message):
             check_device(device, 3)
     check_device("cuda", 2)

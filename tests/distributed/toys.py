@@ -1,7 +1,22 @@
 """Small modules that hold what distributed wrappers stumble over. All outputs are smooth, so that parity is sharp."""
 
+import functools
+
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from cs336_systems.distributed.buckets import MIB
+from cs336_systems.distributed.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+
+LADDER = {
+    "naive": NaiveDDP,
+    "flat": FlatDDP,
+    "overlapped": OverlappedDDP,
+    "bucketed": functools.partial(BucketedDDP, bucket_size_mb=300 / MIB),
+}
+RUNGS = (LADDER["naive"], LADDER["bucketed"])
+"""Gradients that travel alone after backward, and together during it: what else rungs do, they do alike."""
 
 
 class Toy(nn.Module):
@@ -39,15 +54,30 @@ class Branches(nn.Module):
         return x + sum((self.branches[i](x) for i in used), torch.zeros(()))
 
 
-class Mixed(nn.Module):
-    """Layers of three dtypes in turn: (batch, 4) fp32 -> (batch, 4) fp64."""
+def gradients(model):
+    return [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
 
-    def __init__(self):
-        super().__init__()
-        dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.bfloat16, torch.float64)
-        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=dtype) for dtype in dtypes)
 
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x.to(layer.weight.dtype)))
-        return x
+def averaged(tensor, group=None):
+    """The mean of a tensor over the ranks of a group."""
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(tensor, group=group)
+    return tensor / dist.get_world_size(group)
+
+
+def average_of(module, loss):
+    """The gradients of each rank's loss, averaged over the ranks, without hooks."""
+    params = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [averaged(gradient) for gradient in torch.autograd.grad(loss, params)]
+
+
+def backward(model, *inputs):
+    model(*inputs).square().sum().backward()
+
+
+def same_on_all_ranks(tensors):
+    """Whether the tensors hold the same bits everywhere."""
+    flat = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
+    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, flat)
+    return all(torch.equal(other, flat) for other in everyone)
