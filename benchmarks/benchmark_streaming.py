@@ -5,10 +5,10 @@
     uv run benchmarks/benchmark_streaming.py --size llama3-8b --device-gib 24 --host-gib 75 --out results/
     uv run benchmarks/benchmark_streaming.py --size llama3-8b --peers compiled fsdp2-offload --out results/
 
-With ``--gpu`` a device of ``hardware.py`` is simulated, on any machine; without it the step runs here, and its times
-are shown with those of the simulation. Weights and tokens are random. Every cell has a process of its own. If no plan
-fits the limits, the row names the memory that is short. A step of an 8B model takes half a minute or more unless
-``--tokens-per-step`` is set. ``--explain`` says why a plan is as it is and what another GiB would bring.
+With ``--gpu`` the command simulates a device of ``hardware.py`` on any machine; without it the step runs here, and its
+times are shown beside the simulated ones. Weights and tokens are random. Every cell has a process of its own. If no
+plan fits the limits, the row names the memory that is short. Without ``--tokens-per-step`` a step of an 8B model takes
+half a minute or more. ``--explain`` says why a plan is as it is and what another GiB would bring.
 """
 
 from cs336_systems.experiments.driver import command

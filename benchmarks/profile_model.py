@@ -6,8 +6,8 @@
 
 nsys and kineto (torch.profiler) give the same tables; memory watches the allocator and lists what a block keeps for
 backward. Each cell, one mode of one workload, runs in a process of its own: plain and annotated steps in turns, so that
-the cost of annotation is known, then the recorded ones. Raw files go to --raw; CSVs and pictures per workload go to
---out, or also to --raw. A run uses one profiler, as two would contend for the device.
+the cost of annotation is known, then the recorded ones. Raw files go to the folder --raw; CSVs and pictures go to that
+of --out, or to --raw without it. A run uses one profiler, because two would contend for the device.
 """
 
 from cs336_systems.experiments.driver import command

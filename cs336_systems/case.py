@@ -247,6 +247,7 @@ class TrainingCase:
 
     @property
     def compiled(self) -> bool:
+        """Whether torch.compile compiles blocks or the whole model."""
         return self.compile in COMPILED
 
     @property
@@ -300,7 +301,7 @@ class TrainingCase:
 
     @property
     def shape_words(self) -> str:
-        """Model, batch, context and dtype."""
+        """The model, batch, context and dtype in a few words."""
         return f"{self.config.name} batch {self.batch_size} context {self.context_length} {self.dtype}"
 
     @property

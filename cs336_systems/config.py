@@ -85,27 +85,27 @@ class ModelConfig:
 
     @property
     def d_head(self) -> int:
-        """Dimension of one attention head."""
+        """The dimension of one attention head."""
         return self.d_model // self.n_heads if self.head_dim is None else self.head_dim
 
     @property
     def kv_heads(self) -> int:
-        """Number of key/value heads."""
+        """The number of key/value heads."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
     @property
     def d_query(self) -> int:
-        """Width of the query projection, and of attention's output."""
+        """The width of the query projection, and of attention's output."""
         return self.n_heads * self.d_head
 
     @property
     def d_kv(self) -> int:
-        """Width of the key (and of the value) projection."""
+        """The width of the key projection, and of the value projection."""
         return self.kv_heads * self.d_head
 
     @property
     def d_qkv(self) -> int:
-        """Width of query, key and value beside each other."""
+        """The width of queries, keys and values together."""
         return self.d_query + 2 * self.d_kv
 
     @property
@@ -251,6 +251,7 @@ class Recipe:
 
     @property
     def quantized(self) -> bool:
+        """Whether any matmul is quantized."""
         return self.matmul != "same"
 
     def quantizes(self, block: int, n_blocks: int) -> bool:

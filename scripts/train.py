@@ -8,10 +8,11 @@
     torchrun --nproc-per-node 8 scripts/train.py --zero 1 --out runs/eight
     uv run scripts/train.py --size llama3-8b --context-length 8192 --device-gib 24 --host-gib 75   # one GPU, streamed
 
-Without --data the text is Python's standard library. The same command again resumes from the newest checkpoint in
---out. After Ctrl-C or SIGTERM the command finishes the step, saves and exits, with code 130 or 0; a second Ctrl-C ends
-it at once. --config FILE.toml sets options, and those on the command line override them. --print-config prints such a
-file, and --print-memory the predicted memory on device and host; neither trains.
+The text is Python's standard library unless --data names another. The same command again resumes from the newest
+checkpoint in --out. After Ctrl-C or SIGTERM the command finishes the step, saves and exits, with code 130 or 0; a
+second Ctrl-C ends it at once. A file for --config FILE.toml sets options, which those on the command line override;
+the command prints such a file with --print-config. With --print-memory it prints the predicted memory on device and
+host. In both cases it trains nothing.
 """
 
 import argparse

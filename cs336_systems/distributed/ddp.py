@@ -180,7 +180,7 @@ class DDP(NotCopied, nn.Module):
             parameter.register_post_accumulate_grad_hook(_ReadyHook(weakref.ref(self), position))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward; RuntimeError after a failed backward, or where a parameter has been added."""
+        """Run the module's forward; raises RuntimeError after a failed backward or if a parameter has been added."""
         if self._synchronizing and torch.is_grad_enabled():
             self._members.check()
             if self._progress.ready and not inside_backward():

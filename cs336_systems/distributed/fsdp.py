@@ -123,7 +123,7 @@ class FSDP(NotCopied, nn.Module):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, by ``compute_dtype``; RuntimeError if a parameter was added or replaced since."""
+        """Run the module's forward in ``compute_dtype``; raises RuntimeError if a parameter was added or replaced."""
         self._members.check()
         if self.compute_dtype is not None:
             args, kwargs = tree_map(self._cast, (args, kwargs))

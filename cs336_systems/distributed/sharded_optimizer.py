@@ -241,7 +241,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def send_under_forward(self, modules: Iterable[nn.Module]) -> None:
-        """Let ``step`` return while parameters of these modules are on their way; a collective.
+        """Let ``step`` return while parameters of these modules are still being sent; a collective call.
 
         Parameters of the first modules are sent first, and the others while these compute; each module's next forward
         waits for its own. The modules' state dicts, ``save_checkpoint``, ``load_checkpoint`` and the next ``step``
@@ -276,10 +276,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._sending = (self._arrivals or Arrivals()).in_order(self._buckets)
 
     def reduced_gradients(self) -> list[Tensor]:
-        """The averaged gradients of this rank's share, as ``step`` will take them after backward; a collective.
+        """Return the averaged gradients of this rank's share, after backward; a collective call.
 
-        Shares do not overlap, and together are the whole gradient. In the default form, where every rank has whole
-        gradients, it is a ValueError.
+        Shares do not overlap, and together they are the whole gradient.
+
+        Raises:
+            ValueError: this is the default form, in which every rank has whole gradients.
         """
         if self._scatter is None:
             raise ValueError("this optimizer leaves gradients whole on every rank: take them from the parameters")
@@ -318,14 +320,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group["params"] = params
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters, on this rank; what has been reduced is given up in any case."""
+        """Clear the gradients of all parameters on this rank, and drop those that have been reduced already."""
         super().zero_grad(set_to_none)
         if self._scatter is not None:
             self._scatter.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward accumulate whole gradients without reducing them, but for ``"shard"``, which has no room."""
+        """Let backward accumulate whole gradients without reducing them; in the form ``"shard"`` it reduces."""
         if self._scatter is None or self.reduce_gradients == SHARD:
             yield
             return
@@ -336,7 +338,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._scatter.enabled = before
 
     def load_shares(self, states: Mapping[Tensor, dict[str, Any]], param_groups: list[dict[str, Any]]) -> None:
-        """Take options in the format of ``torch.optim``, and this rank's states by ``Piece.tensor``, or ValueError."""
+        """Load options in the format of ``torch.optim`` and this rank's states by ``Piece.tensor``.
+
+        Raises:
+            ValueError: the options belong to other parameters.
+        """
         super().load_state_dict({"param_groups": param_groups, "state": {}})
         assert self.local is not None
         packed = self.local.state_dict()

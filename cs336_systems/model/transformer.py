@@ -118,6 +118,7 @@ class TransformerLM(nn.Module):
                 reset()
 
     def forward(self, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return logits, or the loss if targets are given; the class docstring has shapes and errors."""
         cos, sin = self.rotary(token_ids.shape[-1])
         x = self.ops.stack(list(self.layers.children()), self.token_embeddings(token_ids), cos, sin)
         return self.lm_head(self.ln_final(x), targets)

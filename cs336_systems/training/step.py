@@ -198,5 +198,5 @@ class TrainStep:
         self._weights_changed()
 
     def _weights_changed(self) -> None:
-        """Raise the weights' versions, by which what was made of them is known to be old."""
+        """Raise the version counters of the weights, so that what was computed from them is known to be stale."""
         torch.autograd.graph.increment_version(self._parameters)
