@@ -32,8 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Parse, add up and print; returns the exit code."""
     options = tyro.cli(Options, args=arguments, description=__doc__)
     from cs336_systems.experiments.precision import sums  # torch and pandas come with it
-    from cs336_systems.report.show import show
-    from cs336_systems.report.tables import Table
+    from cs336_systems.report.tables import Table, show
 
     try:
         frame = sums(options.terms, options.term)

@@ -124,7 +124,7 @@ def _print_memory(options: TrainOptions) -> None:
     from cs336_systems.pretraining.dataset import Dataset
     from cs336_systems.pretraining.preparation import config_of, predicted_segments
     from cs336_systems.report.run_console import memory_table
-    from cs336_systems.report.show import show
+    from cs336_systems.report.tables import show
     from cs336_systems.streaming.explain import explanation
 
     config = config_of(options, None if options.data is None else Dataset.open(options.data))

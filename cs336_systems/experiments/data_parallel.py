@@ -184,8 +184,7 @@ def measure(cell: DataParallelCell, rank: Rank, *, effort: Effort = EFFORT) -> l
         FloatingPointError: the loss is not finite.
     """
     from cs336_systems.harness.clock import WHOLE, PhaseTimes, time_phases_of_ranks
-    from cs336_systems.harness.fit import check_fit
-    from cs336_systems.harness.memory import PeakMeter
+    from cs336_systems.harness.memory import PeakMeter, check_fit
     from cs336_systems.harness.record import Metric
     from cs336_systems.profiling.communication import communication_metrics, record_phases_of_ranks
     from cs336_systems.profiling.traces import kineto

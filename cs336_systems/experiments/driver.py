@@ -93,8 +93,7 @@ def presented(
         from cs336_systems.harness.record import read_rows
         from cs336_systems.harness.sweep import outcome_rows
         from cs336_systems.report.figures import save
-        from cs336_systems.report.show import show
-        from cs336_systems.report.tables import Table
+        from cs336_systems.report.tables import Table, show
 
         rows, budget = outcome_rows(outcomes), getattr(options, "memory_budget_gib", None)
         peaks, notes = rows.loc[rows["metric"] == "peak_memory", "median"], {}

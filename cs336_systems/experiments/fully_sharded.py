@@ -288,7 +288,7 @@ def breakdown_tables(rows: pd.DataFrame) -> str:
 def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
     """Shows the table, and where the time of recorded steps goes."""
     from cs336_systems.harness.sweep import outcome_rows
-    from cs336_systems.report.show import show
+    from cs336_systems.report.tables import show
 
     with_earlier_rows(FULLY_SHARDED.of)(outcomes, options, csv)
     for line in recorded_lines(outcome_rows(outcomes)):

@@ -35,8 +35,7 @@ from cs336_systems.experiments.ranked import (
     time_metrics,
 )
 from cs336_systems.harness.clock import WHOLE, PhaseTimes, synchronize, time_phases_of_ranks
-from cs336_systems.harness.fit import check_fit, is_predictable, predicted_states
-from cs336_systems.harness.memory import PeakMeter
+from cs336_systems.harness.memory import PeakMeter, check_fit, is_predictable, predicted_states
 from cs336_systems.harness.provenance import sampled_state
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.traffic import Event, Traffic
@@ -141,7 +140,7 @@ def measure(cell: FullyShardedCell, rank: Rank, *, effort: Effort = EFFORT) -> l
 def _states_and_traffic(prepared: PreparedStep, rank: Rank) -> list[Metric]:
     """Bytes held on the fullest rank and sent by one, each beside its prediction."""
     cell: FullyShardedCell = prepared.cell
-    predicted = predicted_states(cell, 1 if cell.fsdp == DDP else cell.world_size)
+    predicted = sum(predicted_states(cell, 1 if cell.fsdp == DDP else cell.world_size).values())
     own, sent = _held_and_sent(prepared)
     held = {name: largest(size, rank) for name, size in own.items()}
     state = sum(held.values())

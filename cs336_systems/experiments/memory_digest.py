@@ -25,7 +25,7 @@ from cs336_systems.case import TrainingCase
 from cs336_systems.config import ModelConfig
 from cs336_systems.experiments.profile import file_stem
 from cs336_systems.hardware import GIB
-from cs336_systems.harness.fit import is_predictable, predicted_bytes
+from cs336_systems.harness.memory import is_predictable, predicted_bytes
 from cs336_systems.harness.record import Metric
 from cs336_systems.model import ModelOps, TransformerBlock
 from cs336_systems.profiling.memory_history import CATEGORIES, OTHER, Allocation, MemoryHistory, Moment

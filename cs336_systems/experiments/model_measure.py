@@ -12,8 +12,7 @@ from cs336_systems.experiments.measured import check_loss, in_gib, phase_metrics
 from cs336_systems.experiments.model import CeilingCell, ModelCell
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.clock import WHOLE, measure_ceilings, time_phases
-from cs336_systems.harness.fit import check_fit, is_predictable
-from cs336_systems.harness.memory import PeakMeter
+from cs336_systems.harness.memory import PeakMeter, check_fit, is_predictable
 from cs336_systems.harness.record import Metric
 from cs336_systems.training import assemble, random_batch
 

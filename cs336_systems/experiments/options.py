@@ -200,8 +200,8 @@ def within_budget(
         return list(cells)
     if not 0 < budget_gib < math.inf:
         raise ValueError(f"--memory-budget-gib must be positive and finite, got {budget_gib:g}")
-    from cs336_systems.harness.fit import is_predictable, predicted_peak
     from cs336_systems.harness.isolation import reports
+    from cs336_systems.harness.memory import is_predictable, predicted_peak
     from cs336_systems.training.activation_checkpointing import unsupported_reason
 
     def peak(case: Any, **how: Any) -> Any:

@@ -25,7 +25,7 @@ Answer = tuple[list["Table"], dict[str, Any]]
 
 def run(question: Any) -> int:
     """Print the answer and last of all one JSON object; returns the code."""
-    from cs336_systems.report.show import show
+    from cs336_systems.report.tables import show
 
     name = type(question).__name__.lower()
     try:

@@ -138,7 +138,7 @@ def measure_profile(cell: ProfileCell, *, raw: Path, out: Path | None) -> list[M
         Unsupported: the device or the attention cannot run the case.
         TraceError: the recording failed or holds no kernels though the cell ran on a GPU.
     """
-    from cs336_systems.harness.fit import check_fit, is_predictable
+    from cs336_systems.harness.memory import check_fit, is_predictable
 
     if cell.profiler == MEMORY:
         from cs336_systems.experiments.memory_digest import write_memory_digest
@@ -172,8 +172,7 @@ def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> int:
 
     from cs336_systems.experiments.profile_digest import class_table, limits_table, phase_table, write_digest
     from cs336_systems.profiling.traces.tables import TraceError
-    from cs336_systems.report.show import show
-    from cs336_systems.report.tables import Table, digits
+    from cs336_systems.report.tables import Table, digits, show
 
     done = [outcome for outcome in outcomes if outcome.status == "ok"]
     for name, group in itertools.groupby(done, key=lambda outcome: outcome.cell.name):

@@ -14,8 +14,7 @@ from cs336_systems.experiments.measured import in_gib
 from cs336_systems.experiments.ranked import EFFORT, Effort, check_losses, time_metrics
 from cs336_systems.experiments.sharded_optimizer import ShardingCell
 from cs336_systems.harness.clock import time_phases_of_ranks
-from cs336_systems.harness.fit import check_fit
-from cs336_systems.harness.memory import allocated_bytes
+from cs336_systems.harness.memory import allocated_bytes, check_fit
 from cs336_systems.harness.record import Metric
 from cs336_systems.training import TrainStep, random_batch
 from cs336_systems.training.assemble import build_model, finish

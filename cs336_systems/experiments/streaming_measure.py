@@ -31,7 +31,7 @@ from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.capped import caps_within, hardware_of
 from cs336_systems.report.figures import save
-from cs336_systems.report.streaming_timeline import streaming_figure, timeline_rows
+from cs336_systems.report.timeline import streaming_figure, timeline_rows
 from cs336_systems.streaming.choose import LEAST_CHUNK, Caps, CapsTooSmallError, ChosenPlan, choose
 from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence

@@ -1,4 +1,9 @@
-"""Memory that a run takes and that a machine has: the measured counterpart of ``costs/memory.py``.
+"""Memory that a step will take, that it took, and that a machine has.
+
+The peak is predicted (``training/dry_run.py``) for one micro-batch of eager reference blocks and attention, for any
+number of hand-written blocks with fused kernels, quantized by tensor or not, with everything whole on every rank, and
+for the latter as our FSDP shards them; for any other case the states alone are a lower bound. Capturing a step as a
+CUDA graph changes nothing: it allocates what the step does, in the same order.
 
 On a GPU the peak is the caching allocator's high-water mark of allocated bytes. On a CPU it is the growth of the
 process's resident set, which includes what libraries take, and is that of a cell only in a process that has measured
@@ -8,17 +13,29 @@ no other. What is free is asked of the driver, or of the kernel and the control 
 import resource
 import sys
 from contextlib import suppress
+from functools import lru_cache
+from math import prod
 from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 
-from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES
+from cs336_systems.case import TrainingCase
+from cs336_systems.costs.fsdp import is_sharded, model_units, state_bytes
+from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PeakMemory
+from cs336_systems.costs.offload import offloaded, state_bytes_per_parameter
 from cs336_systems.distributed.peer_memory import mapped_bytes
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.hardware import GIB
+from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.kernels.host_memory import free_host_bytes
+from cs336_systems.training.dry_run import dry_run
 
 _OLDER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
 """Torch's default before Hopper."""
+
+_dry_run = lru_cache(dry_run)
 
 
 def cublas_workspace_bytes(device: torch.device) -> int:
@@ -82,3 +99,68 @@ class PeakMeter:
             return None
         unit = 1 if sys.platform == "darwin" else 1024
         return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - self.baseline)
+
+
+def is_predictable(case: TrainingCase) -> bool:
+    """Whether a dry run predicts the peak of this case, and does not only bound it from below."""
+    whole = case.parallel.wrapper not in ("fsdp", "fsdp2") and case.parallel.optimizer_state == "replicated"
+    plain = case.offload == case.master == "none"
+    if case.written_out:
+        sharded = case.parallel.wrapper == "fsdp" and case.parallel.compute_dtype == "same" and case.accumulate == 1
+        by_tensor = not case.recipe.quantized or case.recipe.scaling == "tensor"
+        return case.kernels != "reference" and by_tensor and (whole or sharded)
+    return plain and whole and case.accumulate == 1 and not case.compiled and case.attention == "reference"
+
+
+def predicted_bytes(case: TrainingCase, mode: str = "step", *, world_size: int = 1) -> int:
+    """Predicted peak of one rank in a mode of ``config.MODES``; a lower bound unless ``is_predictable``."""
+    if is_predictable(case):
+        return predicted_peak(case, mode, world_size=world_size).n_bytes
+    states = predicted_states(case, world_size)
+    counted = {"forward": ("weights",), "backward": ("weights", "gradients"), "step": tuple(states)}[mode]
+    return sum(states[name] for name in counted)
+
+
+def predicted_peak(case: TrainingCase, mode: str = "step", *, world_size: int = 1) -> PeakMemory:
+    """Predicted peak of one rank, of a case that ``is_predictable``."""
+    workspace = cublas_workspace_bytes(torch.device(case.device))
+    return _dry_run(case, mode, world_size=world_size, workspace_bytes=workspace)
+
+
+def predicted_states(case: TrainingCase, world_size: int) -> dict[str, int]:
+    """Bytes of weights, gradients and each of the optimizer's states on the device of the fullest rank.
+
+    Gradients are those that a step ends with: an optimizer that steps under backward leaves what is replicated.
+    """
+    units, width, away, how = model_units(case.config), case.precision.parameter_bytes, offloaded(case), case.parallel
+    n_weights = n_gradients = n_states = case.config.n_parameters
+    if how.wrapper in ("fsdp", "fsdp2"):
+        n_weights = n_gradients = n_states = state_bytes(units, world_size, 1).parameters
+    if how.optimizer_state != "replicated":
+        n_states //= world_size
+    if how.optimizer_state == "scattered-gradients" or (how.optimizer_state == "scattered" and case.accumulate == 1):
+        n_gradients //= world_size
+    if how.update != "after-backward":
+        n_gradients = sum(prod(shape) for unit in units for shape in unit if not is_sharded(shape))
+    found = {"weights": width * n_weights, "gradients": 0 if "gradients" in away else width * n_gradients}
+    per_parameter = state_bytes_per_parameter(case)
+    return found | {name: n_states * n_bytes for name, n_bytes in per_parameter.items() if name not in away}
+
+
+def check_fit(case: TrainingCase, mode: str = "step", rank: Rank | None = None, *, force: bool = False) -> int:
+    """Predicted peak in bytes (see ``predicted_bytes``), if it fits beside those of this machine's other ranks.
+
+    A collective if there is a ``rank``: nobody builds a model before all have looked.
+
+    Raises:
+        PredictedOutOfMemory: it exceeds what is free, and ``force`` is not set; the message holds both figures.
+    """
+    predicted = predicted_bytes(case, mode, world_size=rank.world_size if rank else 1)
+    ranks_here = rank.world_size if rank and rank.device.type == "cpu" else 1
+    needed, free = predicted * ranks_here, free_bytes(rank.device if rank else torch.device(case.device))
+    if rank is not None:
+        dist.barrier()
+    if needed > free and not force:
+        least = "" if is_predictable(case) else "at least "
+        raise PredictedOutOfMemory(f"needs {least}{needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
+    return predicted

@@ -24,7 +24,7 @@ from cs336_systems.distributed.checkpoint import find_checkpoint, load_whole_mod
 from cs336_systems.distributed.checkpoint_folder import is_checkpoint
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights, read_json
-from cs336_systems.pretraining.publishing import flush
+from cs336_systems.pretraining.dataset import flush
 from cs336_systems.pretraining.tokenizer import TOKENIZER, JsonTokenizer, copy_tokenizer, load_tokenizer
 
 RUN = "run.json"

@@ -26,7 +26,7 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import check_names, config_to_hf, read_json, save_hf_weights
 from cs336_systems.pretraining.checkpoint import ModelOfRun, SavedModel
-from cs336_systems.pretraining.publishing import published
+from cs336_systems.pretraining.dataset import published
 from cs336_systems.pretraining.tokenizer import JsonTokenizer, copy_tokenizer
 
 MANIFEST = "export.json"

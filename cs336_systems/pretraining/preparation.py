@@ -12,16 +12,14 @@ from typing import Any
 import torch
 
 from cs336_systems.config import ModelConfig, resolve_size
-from cs336_systems.costs.fsdp import model_units, state_bytes
-from cs336_systems.costs.memory import parameter_bytes
 from cs336_systems.costs.offload import host_bytes, offloaded, state_bytes_per_parameter
 from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.declared import flag
 from cs336_systems.distributed.process_group import Rank, on_every_rank, on_rank_0
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.hardware import find_hardware
-from cs336_systems.harness.fit import check_fit, gradient_shards, is_predictable, predicted_peak
 from cs336_systems.harness.isolation import PredictedOutOfMemory
+from cs336_systems.harness.memory import check_fit, is_predictable, predicted_peak, predicted_states
 from cs336_systems.harness.provenance import device_state, host_name, memory_used_bytes, versions
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
@@ -29,9 +27,8 @@ from cs336_systems.pretraining.checkpoint import ModelOfRun, write_run_json
 from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.dataset import Dataset
 from cs336_systems.pretraining.loader import Loader, Sequences, fingerprint
-from cs336_systems.pretraining.options import TrainerCase, TrainOptions
+from cs336_systems.pretraining.options import LearningRate, TrainerCase, TrainOptions
 from cs336_systems.pretraining.run_records import Data, Device, GpuState, Light, Memory, Message, Model, Record
-from cs336_systems.pretraining.schedules import LearningRate
 from cs336_systems.pretraining.tokenizer import TOKENIZER, load_tokenizer
 from cs336_systems.pretraining.tokenizing import TokenizeOptions, default_folder, tokenize
 from cs336_systems.training.assemble import build_model, finish
@@ -241,23 +238,16 @@ def predicted_segments(case: TrainerCase, total: int | None) -> dict[str, int]:
 
     Segments are the memory in use at the step's peak: weights (masters too, if they are the parameters), gradients, m,
     v and masters of AdamW, activations, head and loss; ``in all`` is their sum. Memory of the host comes last. There
-    are states alone where the peak is not predicted (``harness.fit.is_predictable``).
+    are states alone where the peak is not predicted (``harness.memory.is_predictable``).
 
     Args:
         total: memory of the device; None if it has none of its own, and no segment is free.
     """
-    width, away = case.precision.parameter_bytes, offloaded(case)
-    states = {name: n_bytes for name, n_bytes in state_bytes_per_parameter(case).items() if name not in away}
     on_host = {f"{name} on the host": n_bytes for name, n_bytes in host_bytes(case, case.world_size).items()}
     if not is_predictable(case):
-        held = parameter_bytes(case.config, case.precision)
-        if case.parallel.wrapper == "fsdp":
-            held = state_bytes(model_units(case.config), case.world_size, width).parameters
-        gradients = 0 if "gradients" in away else held // gradient_shards(case, case.world_size)
-        divided = case.parallel.optimizer_state in ("scattered", "scattered-gradients")
-        of_state = held // case.world_size if divided else held
-        shares = {name: of_state * n_bytes // width for name, n_bytes in states.items()}
-        return {"weights": held, "gradients": gradients, **shares, **on_host}
+        return predicted_states(case, case.world_size) | on_host
+    states, away = state_bytes_per_parameter(case), offloaded(case)
+    states = {name: n_bytes for name, n_bytes in states.items() if name not in away}
     parts = dict(predicted_peak(case, world_size=case.world_size).parts)
     of_states, loss = parts.pop("optimizer state", 0), parts.pop("loss", 0)
     shares = {name: of_states * n_bytes // sum(states.values()) for name, n_bytes in states.items()}

@@ -8,15 +8,14 @@
     path.write_text(tokenizer.json())                       # for tokenizers.Tokenizer.from_file, to decode samples
 
 Byte-level BPE (Radford et al. 2019) merges bytes within words, so every text can be written and read back. Text that
-spells a special token is text, never that token. Truncation and padding in a ``tokenizer.json`` are not obeyed. Every
-tokenizer can be sent to other processes; its ids are below ``vocab_size``, and ``eos_id`` ends each document.
+spells a special token is text, never that token. Truncation and padding in a ``tokenizer.json`` are not obeyed. Ids are
+below ``vocab_size``, and ``eos_id`` ends each document.
 """
 
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,9 +111,6 @@ class JsonTokenizer:
 
     def json(self) -> str:
         return self._definition.to_str()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return JsonTokenizer, (self.json(), self.eos_token)
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer

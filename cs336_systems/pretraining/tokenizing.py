@@ -1,4 +1,4 @@
-"""Text to a folder of token files, over all cores: the same bytes whatever their number, all of them or nothing.
+"""Text to a folder of token files: all of them or nothing.
 
     dataset = tokenize(TokenizeOptions(input=(Path("web.jsonl"),), tokenizer="Qwen2.5-0.5B"))
 
@@ -8,37 +8,31 @@
       tokenizer.json             the tokenizer that made them, and what transformers reads with it, if it is there
       dataset.json               files, documents, bytes of text and tokens of each split; vocabulary, end of text
 
-Processes encode batches of documents, and results come in the order of the documents. A document is held out for
-evaluation by the hash of its text alone: the same documents on every machine and in every order, and equal documents
-stay together. The folder appears when it is complete (``publishing.py``).
+The tokenizers library encodes a batch of documents on all cores. A document is held out for evaluation by the hash of
+its text alone: the same documents on every machine and in every order, and equal documents stay together. The folder
+appears when it is complete.
 """
 
 import hashlib
-import os
 import sys
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cs336_systems.pretraining.corpus import SUFFIXES, Corpus, Document
-from cs336_systems.pretraining.dataset import MANIFEST, Dataset, TokenWriter, describe
-from cs336_systems.pretraining.publishing import published
+from cs336_systems.pretraining.dataset import MANIFEST, Dataset, TokenWriter, describe, published
 from cs336_systems.pretraining.tokenizer import ByteTokenizer, Tokenizer, copy_tokenizer, load_tokenizer, train_bpe
-from cs336_systems.processes import Died, FreshProcess, start_server
 
 _SAMPLE_CHARACTERS = 16_000_000
 """Characters of the first training documents on which a BPE is trained: more change few of its merges."""
 _BATCH_CHARACTERS = 2**19
-"""Characters of text that a process encodes at once: so many that handing them over costs little."""
+"""Characters of text that are encoded at once: enough for all cores."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +57,6 @@ class TokenizeOptions:
     evaluation_fraction: float = 0.05
     """Share of the documents that is held out, chosen by the hash of their text: the same on every machine, and equal
     documents stay together."""
-    processes: int | None = None
-    """Number of processes, by default one per core; it does not change the files."""
     out: Path | None = None
     """New folder; by default data/CORPUS-TOKENIZER."""
     replace: bool = False
@@ -79,8 +71,6 @@ class TokenizeOptions:
         if self.tokenizer in ("bpe", "bytes") and self.eos_token is not None:
             fault = f"is for a tokenizer.json, and --tokenizer is {self.tokenizer}"
             raise ValueError(f"--eos-token {self.eos_token} {fault}")
-        if self.processes is not None and self.processes < 1:
-            raise ValueError(f"--processes must be positive, got {self.processes}")
 
 
 def tokenize(options: TokenizeOptions) -> Dataset:
@@ -89,7 +79,6 @@ def tokenize(options: TokenizeOptions) -> Dataset:
     Raises:
         ValueError: the options, the text or the tokenizer are not as they must be, or the folder is there already.
         OSError: something cannot be read or written.
-        RuntimeError: a process that encodes was killed.
     """
     options.check()
     corpus = Corpus.find(options.input, suffixes=options.suffix, field=options.field, separator=options.separator)
@@ -153,31 +142,26 @@ def _sample(options: TokenizeOptions, corpus: Corpus) -> Iterator[str]:
             left -= len(document.text)
 
 
-class _Encoded(NamedTuple):
-    """Documents of one split: their tokens one after the other, their number, and the bytes of their text."""
-
-    tokens: NDArray[np.uint32]
-    documents: int
-    n_bytes: int
-
-
 def _write(
     folder: Path, options: TokenizeOptions, corpus: Corpus, tokenizer: Tokenizer, progress: Progress
 ) -> dict[str, dict[str, Any]]:
     """Fill the folder with token files; returns the manifest's splits, those that have any document."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    fraction, n_processes = options.evaluation_fraction, options.processes or cores or 1
+    fraction = options.evaluation_fraction
     (task,) = progress.task_ids
     progress.update(task, description="tokenizing")
     sizes = {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
     said = {name: {"documents": 0, "bytes": 0} for name in ("train", "evaluation")}
     with ExitStack() as stack:
         writers = {name: stack.enter_context(TokenWriter(folder, name, **sizes)) for name in said}
-        for batch, encoded in _encode_all(corpus.documents(), tokenizer, fraction, n_processes):
-            for (name, writer), part in zip(writers.items(), encoded, strict=True):
-                writer.append(part.tokens)
-                said[name]["documents"] += part.documents
-                said[name]["bytes"] += part.n_bytes
+        for batch in _batches(corpus.documents()):
+            tokens: dict[str, list[np.ndarray]] = {name: [] for name in said}
+            for document, ids in zip(batch, tokenizer.encode([document.text for document in batch]), strict=True):
+                name = "evaluation" if is_held_out(document.text, fraction) else "train"
+                tokens[name].append(ids)
+                said[name]["documents"] += 1
+                said[name]["bytes"] += len(document.text.encode())
+            for name, writer in writers.items():
+                writer.append(np.concatenate([np.zeros(0, np.uint32), *tokens[name]]))
             n_tokens = f"{sum(writer.n_tokens for writer in writers.values()):,} tokens"
             progress.update(task, advance=sum(document.file_bytes for document in batch), tokens=n_tokens)
     n_documents = sum(split["documents"] for split in said.values())
@@ -195,37 +179,6 @@ def _write(
     }
 
 
-def _encode_all(
-    documents: Iterable[Document], tokenizer: Tokenizer, fraction: float, n_processes: int
-) -> Iterator[tuple[list[Document], tuple[_Encoded, _Encoded]]]:
-    """Batches of documents in their order, each encoded; a process has one batch at a time.
-
-    Raises:
-        RuntimeError: a process was killed.
-    """
-    if n_processes == 1:
-        for batch in _batches(documents):
-            yield batch, _encode([document.text for document in batch], tokenizer, fraction)
-        return
-    start_server(__name__)
-    busy: deque[tuple[FreshProcess, list[Document]]] = deque()
-    with ExitStack() as processes:
-        for batch in _batches(documents):
-            finished = None
-            if len(busy) == n_processes:
-                process, earlier = busy.popleft()
-                finished = earlier, _receive(process)
-            else:
-                process = FreshProcess(_serve, tokenizer, fraction)
-                processes.callback(process.end)
-            process.connection.send([document.text for document in batch])
-            busy.append((process, batch))
-            if finished is not None:
-                yield finished
-        for process, batch in busy:
-            yield batch, _receive(process)
-
-
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     size = 0
@@ -237,38 +190,3 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _receive(process: FreshProcess) -> tuple[_Encoded, _Encoded]:
-    try:
-        answer = process.receive()
-    except Died as death:
-        raise RuntimeError(f"a process that encodes text {death}") from None
-    if isinstance(answer, ValueError):
-        raise answer
-    return answer
-
-
-def _serve(connection: Connection, tokenizer: Tokenizer, fraction: float) -> None:
-    """Run in a process: encode the texts that come, until the other side hangs up."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have processes of their own
-    with suppress(EOFError, OSError):  # the latter where the other side went in the middle of a message
-        while True:
-            texts = connection.recv()
-            try:
-                answer: Any = _encode(texts, tokenizer, fraction)
-            except ValueError as error:
-                answer = error
-            connection.send(answer)
-
-
-def _encode(texts: Sequence[str], tokenizer: Tokenizer, fraction: float) -> tuple[_Encoded, _Encoded]:
-    """The documents for training, and those for evaluation."""
-    held_out, ids = [is_held_out(text, fraction) for text in texts], tokenizer.encode(texts)
-
-    def split(evaluation: bool) -> _Encoded:
-        own = [number for number, held in enumerate(held_out) if held == evaluation]
-        tokens = np.concatenate([np.zeros(0, np.uint32), *(ids[number] for number in own)])
-        return _Encoded(tokens, len(own), sum(len(texts[number].encode()) for number in own))
-
-    return split(False), split(True)

@@ -43,7 +43,7 @@ from cs336_systems.pretraining.deferred import Deferred, Done
 from cs336_systems.pretraining.loader import evaluate
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import PreparedRun, introduction, predicted_segments, prepare, read_gpu_state
-from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, Sink, read_run
+from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, Sink, TensorBoard, WeightsAndBiases, read_run
 from cs336_systems.pretraining.run_records import (
     Data,
     End,
@@ -54,7 +54,6 @@ from cs336_systems.pretraining.run_records import (
     Session,
     changed_options,
 )
-from cs336_systems.pretraining.trackers import trackers_of
 
 REASONS = ("walltime", "terminated", "interrupted")
 """Reasons to end a run early: its time limit, SIGTERM, Ctrl-C."""
@@ -197,7 +196,9 @@ def _open_log(prepared: PreparedRun, first_step: int, sinks: Sequence[Sink]) -> 
         run = read_run(path) if path.exists() else None
         before = run.last(Session) if run and first_step else None
         data = run.last(Data) if run and first_step else None
-        trackers = list(trackers_of(options, first_step))
+        trackers: list[Sink] = [TensorBoard(options.out, first_step)] if options.tensorboard else []
+        if options.wandb is not None:
+            trackers.append(WeightsAndBiases(options.out, options.wandb, resume=first_step > 0))
         log = RunLog(LogFile(path), *sinks, *trackers)
         try:
             log.write(asked)

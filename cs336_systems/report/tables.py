@@ -7,15 +7,18 @@ one line: where there is no room, columns are left out in the order of their ran
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.cells import cell_len, set_cell_size
 
 from cs336_systems.case import Parallel, TrainingCase
 from cs336_systems.declared import plain_values
+from cs336_systems.report.command_line import Format
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +37,7 @@ _FIGURE = re.compile(r"[-+~<]?\d[\d,.]*(e[-+]?\d+)?( ?\(.*\)|–[\d,.]+)?( [A-Za
 
 _BLANK = ("", "–")
 _GAP = 2
-WIDEST = 60
+_WIDEST = 60
 """Characters to which a column of plain text is padded."""
 _LEAST_WORDS = 24
 """Characters to which a terminal may cut a column of words, such as the message of a failure."""
@@ -174,3 +177,15 @@ def digits(value: float) -> str:
     """Three significant digits, without an exponent."""
     exponent = int(f"{value:.2e}".partition("e")[2])
     return f"{value:,.{max(0, 2 - exponent)}f}"
+
+
+def show(table: Table, form: Format) -> None:
+    """Print a table; ``auto`` fits it to a terminal and writes Markdown elsewhere."""
+    if form == "auto" and sys.stdout.isatty():
+        from rich.console import Console
+
+        console = Console()
+        console.print(table.rich(console.width))
+    else:
+        print({"latex": table.latex, "csv": table.csv}.get(form, partial(table.markdown, _WIDEST))())
+    print()

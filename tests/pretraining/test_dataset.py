@@ -95,7 +95,7 @@ def test_damaged_datasets_are_refused(tmp_path, monkeypatch):
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"document {number}")
     folder = tmp_path / "out"
-    dataset = tokenize(TokenizeOptions(input=(tmp_path,), tokenizer="bytes", processes=1, out=folder))
+    dataset = tokenize(TokenizeOptions(input=(tmp_path,), tokenizer="bytes", out=folder))
     assert (dataset.vocab_size, dataset.eos_id, dataset.train.vocab_size) == (257, 256, 257)
     assert len(dataset.train.files) == 5
     file, tokenizer, manifest_file = (folder / name for name in ("train-00000.bin", "tokenizer.json", "dataset.json"))

@@ -128,7 +128,7 @@ def test_a_tokenizer_with_a_template_goes_from_data_to_the_export_as_transformer
     ).save_pretrained(tmp_path / "original")
     original = AutoTokenizer.from_pretrained(tmp_path / "original")
     (tmp_path / "a.txt").write_text(TEXT)
-    how = {"tokenizer": str(tmp_path / "original"), "evaluation_fraction": 0.0, "processes": 1}
+    how = {"tokenizer": str(tmp_path / "original"), "evaluation_fraction": 0.0}
     data = tokenize(TokenizeOptions(input=(tmp_path / "a.txt",), out=tmp_path / "data", **how))
     assert data.train is not None
     assert data.train.files[0].tokens.tolist() == [*original(TEXT)["input_ids"], end]

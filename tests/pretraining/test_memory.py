@@ -20,7 +20,7 @@ QWEN = replace(resolve_size("qwen2.5-0.5b"), n_layers=2)
 
 @pytest.fixture(autouse=True)
 def workspace(monkeypatch):
-    monkeypatch.setattr("cs336_systems.harness.fit.cublas_workspace_bytes", lambda device: 2**25)
+    monkeypatch.setattr("cs336_systems.harness.memory.cublas_workspace_bytes", lambda device: 2**25)
 
 
 def case_of(world_size: int = 1, **changes):

@@ -1,7 +1,6 @@
 """Tokenizers: every text comes back, through the tokenizer.json that is kept; special tokens in text stay text."""
 
 import json
-import pickle
 import random
 import time
 from pathlib import Path
@@ -58,9 +57,9 @@ def test_characters_are_not_shown_by_halves():
     assert [stream.push(byte) for byte in "a🙂é".encode()] == ["a", "", "", "", "🙂", "", "é"]
 
 
-def test_training_is_deterministic_and_another_process_gets_the_same():
-    assert train_bpe(TEXTS, 300).json() == pickle.loads(pickle.dumps(BPE)).json() == BPE.json()
-    assert BPE.eos_id == pickle.loads(pickle.dumps(BPE)).eos_id == 0
+def test_training_is_deterministic():
+    assert train_bpe(TEXTS, 300).json() == BPE.json()
+    assert BPE.eos_id == 0
     assert 257 < BPE.vocab_size <= 300
     assert train_bpe([], 300).vocab_size == 257
     with pytest.raises(ValueError, match="257, got 256"):

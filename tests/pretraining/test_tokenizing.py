@@ -1,12 +1,10 @@
-"""Datasets: the same bytes from any number of processes, every document in one split, all of them or nothing."""
+"""Datasets: the same bytes in batches of any size, every document in one split, all of them or nothing."""
 
 import filecmp
 import json
 import os
-import signal
 
 import numpy as np
-import psutil
 import pytest
 import tokenizers
 
@@ -26,7 +24,7 @@ def lines(tmp_path):
 
 
 def make(lines, name, **options):
-    given = {"tokenizer": "bytes", "processes": 1, "evaluation_fraction": 0.2} | options
+    given = {"tokenizer": "bytes", "evaluation_fraction": 0.2} | options
     return tokenize(TokenizeOptions(input=(lines,), out=lines.parent / name, **given))
 
 
@@ -37,14 +35,14 @@ def tokens(stream):
 
 
 @pytest.mark.parametrize("tokenizer", [{}, {"tokenizer": "bpe", "vocab_size": 300}])
-def test_processes_write_what_one_process_writes(lines, monkeypatch, tokenizer):
+def test_batches_of_any_size_give_the_same_files(lines, monkeypatch, tokenizer):
     monkeypatch.setattr(dataset, "FILE_TOKENS", 1000)
-    serial = make(lines, "serial", **tokenizer)
+    whole = make(lines, "whole", **tokenizer)
     monkeypatch.setattr(tokenizing, "_BATCH_CHARACTERS", 100)
-    parallel = make(lines, "parallel", processes=2, **tokenizer)
-    names = sorted(path.name for path in serial.folder.iterdir())
-    assert names == sorted(path.name for path in parallel.folder.iterdir())
-    assert filecmp.cmpfiles(serial.folder, parallel.folder, names, shallow=False) == (names, [], [])
+    parts = make(lines, "parts", **tokenizer)
+    names = sorted(path.name for path in whole.folder.iterdir())
+    assert names == sorted(path.name for path in parts.folder.iterdir())
+    assert filecmp.cmpfiles(whole.folder, parts.folder, names, shallow=False) == (names, [], [])
     assert sum(name.startswith("train") for name in names) > 2
 
 
@@ -97,28 +95,12 @@ def test_an_earlier_dataset_is_replaced_only_when_asked_and_only_by_a_whole_one(
     assert sorted(path.name for path in lines.parent.iterdir()) == ["lines.jsonl", "mine", "out"]
 
 
-def test_a_killed_process_is_said_and_nothing_is_written(lines, monkeypatch):
-    monkeypatch.setattr(tokenizing, "_BATCH_CHARACTERS", 100)
-    receive = tokenizing._receive
-
-    def kill(process):
-        psutil.Process(process._process.pid).send_signal(signal.SIGKILL)
-        process._process.join()
-        for _ in range(2):  # one answer may be in the pipe already
-            receive(process)
-
-    monkeypatch.setattr(tokenizing, "_receive", kill)
-    with pytest.raises(RuntimeError, match="SIGKILL"):
-        make(lines, "out", processes=2)
-    assert [path.name for path in lines.parent.iterdir()] == ["lines.jsonl"]
-
-
 def test_a_tokenizer_without_an_id_for_some_text_is_refused(lines, tmp_path):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"document": 0, END_OF_TEXT: 1}, unk_token="<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "words.json"))
     with pytest.raises(ValueError, match=r"cannot encode .*Missing"):
-        make(lines, "out", tokenizer=str(tmp_path / "words.json"), processes=2)
+        make(lines, "out", tokenizer=str(tmp_path / "words.json"))
 
 
 def test_what_cannot_be_divided_is_said(tmp_path):

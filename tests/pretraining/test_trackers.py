@@ -5,9 +5,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from cs336_systems.pretraining.run_log import RunLog
+from cs336_systems.pretraining.run_log import RunLog, TensorBoard, WeightsAndBiases
 from cs336_systems.pretraining.run_records import Evaluation, GpuState, LoggedStep
-from cs336_systems.pretraining.trackers import TensorBoard, WeightsAndBiases
 from tests.pretraining.runs import opening
 
 RECORDS = [

@@ -155,7 +155,7 @@ def test_a_full_disk_at_the_end_costs_no_figure_and_damaged_checkpoints_are_said
 def test_runs_that_fail(main, tmp_path, monkeypatch):
     """Memory is compared before anything is built where it can be known; else the device says that it is short."""
     with monkeypatch.context() as patched:
-        patched.setattr("cs336_systems.harness.fit.free_bytes", lambda device: 2**20)
+        patched.setattr("cs336_systems.harness.memory.free_bytes", lambda device: 2**20)
         code, out, err = main(*QUICK, "--steps", "2")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("train: a step of tiny needs 0.0 GiB, 0.0 GiB are free")

@@ -8,7 +8,7 @@ import pytest
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.streaming import Rates
 from cs336_systems.report.figures import save
-from cs336_systems.report.streaming_timeline import streaming_figure, timeline_rows
+from cs336_systems.report.timeline import streaming_figure, timeline_rows
 from cs336_systems.streaming.choose import Caps, ChosenPlan, choose
 
 MIB = 1024**2
