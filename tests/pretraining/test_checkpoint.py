@@ -109,8 +109,8 @@ def test_damage_is_named_and_the_one_before_read(run):
 def test_a_checkpoint_of_another_model(run):
     for change, fault in (
         ({"vocab_size": 300}, r"\(264, 32\).* \(300, 32\)"),
-        ({"n_layers": 3}, ".*layers.2.attn.k_proj.weight"),
-        ({"tie_embeddings": True}, "holds .*lm_head.weight"),
+        ({"n_layers": 3}, "layers.2.attn.k_proj.weight"),
+        ({"tie_embeddings": True}, "lm_head.weight"),
     ):
         (run / "run.json").unlink()
         write_run(run, replace(LLAMA, **change))
