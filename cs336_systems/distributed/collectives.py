@@ -20,6 +20,8 @@ shows; sums stay exact in bf16 up to 21 ranks. In torch 2.11 gloo's ``reduce_sca
     assert exchange.wrong_elements() == 0
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -102,7 +104,4 @@ def _pattern(start: int, length: int, rank: int, device: torch.device) -> Tensor
 
 
 def _sum_of_patterns(start: int, length: int, world_size: int, device: torch.device) -> Tensor:
-    total = _pattern(start, length, 0, device)
-    for rank in range(1, world_size):
-        total += _pattern(start, length, rank, device)
-    return total
+    return functools.reduce(Tensor.add_, (_pattern(start, length, rank, device) for rank in range(world_size)))

@@ -111,11 +111,8 @@ class QuantizedRows:
             alike.setdefault((travel.make_quantizer, travel.dtype, group.dtype, group.compute_dtype), []).append(group)
         quantizers = []
         for (make, dtype, _, rounded_to), own in alike.items():
-            parts: list[Part] = []
-            n_matrices = 0
-            for group in own:
-                parts += group.parts(n_matrices)
-                n_matrices += len(group.travel.matrices)
+            matrices = [(group, name) for group in own for name in group.travel.matrices]
+            parts = [part for number, (group, name) in enumerate(matrices) for part in group.parts(name, number)]
             quantizers.append(make(parts, dtype, rounded_to))
         return quantizers
 
@@ -146,19 +143,17 @@ class QuantizedGroup(ShardedGroup):
         kept = self._read_by_all(self._sharded.numel(), torch.uint8)
         self._plan_copies(self._byte_outputs)
         self._unsharded.untyped_storage().resize_(0)
-        self._inverse_scales = torch.zeros(len(self._parts), _SCALE_STRIDE, device=self.device)[:, 0].unbind()
+        scales = torch.zeros(len(self._parts), _SCALE_STRIDE, device=self.device)[:, 0].unbind()
+        self._inverse_scales = dict(zip(self._parts, scales, strict=True))
         self._kept = [kept[slot] for slot in self._slots]  # this rank's rows in bytes
         self._transposed: dict[str, Tensor] = {}
         rows.groups.append(self)
         travel.deliver(self.matrix)
 
-    def parts(self, first_matrix: int) -> list[Part]:
-        """This rank's rows; the group's matrices are numbered from ``first_matrix`` on."""
-        return [
-            (self.parameters[i].memory, self._kept[i], number, self._inverse_scales[number - first_matrix])
-            for number, numbers in enumerate(self._parts.values(), first_matrix)
-            for i in numbers
-        ]
+    def parts(self, name: str, number: int) -> list[Part]:
+        """This rank's rows of a matrix, which has this number among those of all groups."""
+        scale = self._inverse_scales[name]
+        return [(self.parameters[i].memory, self._kept[i], number, scale) for i in self._parts[name]]
 
     def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
         """Flat tensors in which the bytes of each parameter arrive, and those of this rank's rows."""
@@ -172,7 +167,7 @@ class QuantizedGroup(ShardedGroup):
     def matrix(self, name: str, transposed: bool) -> tuple[Tensor, Tensor]:
         """Return (values, inverse scale) of a gathered matrix by its name."""
         assert self.state is GroupState.UNSHARDED, f"{name} is read before it has arrived"
-        scale = self._inverse_scales[list(self._parts).index(name)]
+        scale = self._inverse_scales[name]
         own = [self.parameters[i] for i in self._parts[name]]
         first, width = self._byte_outputs[self._parts[name][0]], own[0].shape[1]
         n_rows = sum(parameter.shape[0] for parameter in own)

@@ -336,7 +336,7 @@ test_on_two_ranks = on_each(2, CHECKS)
 
 
 def test_without_a_process_group_it_is_the_optimizer_itself():
-    for form in FORMS:
+    for form in TWO_FORMS:
         model, expected = Toy(), Toy()
         optimizer = sharded(model, form)
         train(model, optimizer, range(3), 1, 0)
