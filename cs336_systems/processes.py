@@ -1,6 +1,6 @@
 """Fresh processes: forked from a server that has imported the libraries and touched no device, and isolated from there.
 
-    start_server("cs336_systems.experiments.model_measure")   # optional: it imports while this process does too
+    start_server("cs336_systems.training")   # optional: it imports while this process does too
     process = FreshProcess(body, argument)                     # body(connection, argument), a module-level function
     process.connection.send(...)
     process.receive(deadline)                                  # what the body has sent; how it died, if it did

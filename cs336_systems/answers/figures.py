@@ -26,7 +26,7 @@ from cs336_systems.experiments.fp8 import time_figure
 from cs336_systems.experiments.kernels import shares_figure
 from cs336_systems.experiments.launch_overhead import time_figure as launch_figure
 from cs336_systems.experiments.matmul_data import speed_figure
-from cs336_systems.experiments.model_figures import frontier_figure, step_figure
+from cs336_systems.experiments.model import frontier_figure, step_figure
 from cs336_systems.experiments.parallelism import pipelines_figure
 from cs336_systems.experiments.roofline_knee import time_figure as chains_figure
 from cs336_systems.experiments.streaming import heatmap_figure

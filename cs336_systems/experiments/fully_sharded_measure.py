@@ -22,7 +22,6 @@ from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.fully_sharded import DDP, OURS, FullyShardedCell
-from cs336_systems.experiments.measured import in_gib
 from cs336_systems.experiments.ranked import (
     EFFORT,
     MIB,
@@ -34,7 +33,7 @@ from cs336_systems.experiments.ranked import (
     sent_metric,
     time_metrics,
 )
-from cs336_systems.harness.clock import WHOLE, PhaseTimes, synchronize, time_phases_of_ranks
+from cs336_systems.harness.clock import WHOLE, PhaseTimes, in_gib, synchronize, time_phases_of_ranks
 from cs336_systems.harness.memory import PeakMeter, check_fit, is_predictable, predicted_states
 from cs336_systems.harness.provenance import sampled_state
 from cs336_systems.harness.record import Metric

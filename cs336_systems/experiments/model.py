@@ -1,13 +1,15 @@
 """What does a training step of a model cost on this machine? Forward, backward and optimizer, prediction and limits.
 
 Parameters, tokens and targets are random. The ceilings of the machine (a matmul, a copy) are measured first, in the
-same run; then each cell, one step in one mode (``model_measure.py``), whose peak memory is predicted: a cell that
-cannot fit is reported, not run.
+same run; then each cell, one step in one mode, whose peak memory is predicted: a cell that cannot fit is reported, not
+run. Which operations a rate counts, and of which limit it is a share, stands in its unit; ``costs/flops.py`` has the
+conventions.
 """
 
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,14 +17,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cs336_systems.case import RECIPE, TrainingCase
 from cs336_systems.config import MODES
+from cs336_systems.costs.flops import hardware_flops, model_flops
+from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.declared import flag, like, names_in, option, options_in, options_of
 from cs336_systems.experiments.driver import Experiment, Stage, presented
 from cs336_systems.experiments.options import Compile, TimedCase, TrainingRun, in_turns, training_cells, within_budget
+from cs336_systems.hardware import find_hardware
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
+    from cs336_systems.harness.record import Metric
     from cs336_systems.harness.sweep import Outcome
     from cs336_systems.report.tables import Table
 
@@ -123,12 +130,83 @@ def ceiling_cells(options: Any) -> list[CeilingCell]:
 
 def stages(options: Any, cells: Sequence[ModelCell], outcomes: list[Outcome]) -> Iterator[Stage]:
     """The ceilings of every dtype; then the cells, which stand beside them."""
-    from cs336_systems.experiments import model_measure
-
-    yield Stage(ceiling_cells(options), model_measure.measure_ceiling)
+    yield Stage(ceiling_cells(options), measure_ceiling)
     found = {outcome.cell.dtype: outcome.median("matmul_ceiling") for outcome in outcomes}
     ceilings = {dtype: tflops for dtype, tflops in found.items() if tflops is not None}
-    yield Stage(cells, functools.partial(model_measure.measure_model, ceilings=ceilings, force=options.force))
+    yield Stage(cells, functools.partial(measure_model, ceilings=ceilings, force=options.force))
+
+
+def measure_ceiling(cell: CeilingCell) -> list[Metric]:
+    """The machine's matmul and copy ceilings in the cell's dtype."""
+    import torch
+
+    from cs336_systems.harness.clock import measure_ceilings
+
+    return measure_ceilings(cell.precision, torch.device(cell.device))
+
+
+def measure_model(cell: ModelCell, *, ceilings: dict[str, float], force: bool) -> list[Metric]:
+    """Time the phases of one cell's step and put them beside prediction and limit.
+
+    Raises:
+        PredictedOutOfMemory: the predicted peak is more than what is free, and ``force`` is not set.
+        Unsupported: the device or the attention cannot run the case.
+        FloatingPointError: the loss is not finite.
+    """
+    import torch
+
+    from cs336_systems.harness.clock import WHOLE, check_loss, in_gib, phase_metrics, time_phases
+    from cs336_systems.harness.memory import PeakMeter, check_fit, is_predictable
+    from cs336_systems.training import assemble, random_batch
+
+    predicted = check_fit(cell, cell.mode, force=force)
+    device = torch.device(cell.device)
+    meter = PeakMeter(device)
+    step = assemble(cell)
+    phases = step.phases(cell.mode, *random_batch(cell))
+    times = time_phases(phases, device=device, warmup=cell.warmup, steps=cell.steps)
+    check_loss(step.loss)
+    peaks = {"peak_memory": meter.peak_bytes(), "predicted_peak_memory": predicted if is_predictable(cell) else None}
+    known = {name: n_bytes for name, n_bytes in peaks.items() if n_bytes is not None}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return phase_metrics(times) + in_gib(**known) + rates(cell, times.samples_ms[WHOLE], name, ceilings)
+
+
+def rates(cell: ModelCell, steps_ms: list[float], device_name: str, ceilings: dict[str, float]) -> list[Metric]:
+    """Tokens/s, model TFLOP/s, shares of the device's peaks and of the ceiling that was measured in the same run.
+
+    Args:
+        device_name: as the driver calls it; shares of the peak are left out for a device that has none on record.
+        ceilings: the measured ``matmul_ceiling`` in TFLOP/s by dtype.
+    """
+    from cs336_systems.harness.clock import rate, step_rates
+
+    whole, hardware = "forward" if cell.mode == "forward" else "step", find_hardware(device_name)
+    flops = cell.accumulate * model_flops(*cell.work, whole)
+    dtype = cell.precision.matmul_dtype
+    peak = hardware.peak(dtype) if hardware else None
+    metrics = step_rates(cell.tokens_per_step, flops, peak, steps_ms)
+    if peak:
+        palm = cell.accumulate * model_flops(*cell.work, whole, "palm")
+        how = {"attention": cell.attention_kind, "checkpoint": cell.checkpoint, "keep": cell.keep}
+        executed = cell.accumulate * hardware_flops(*cell.work, cell.mode, compiled=cell.compiled, **how)  # type: ignore[arg-type]
+        metrics.append(rate("mfu_palm", "% of datasheet peak, full attention", 100 * palm / peak, steps_ms))
+        metrics.append(rate("hfu", "% of datasheet peak, executed", 100 * executed / peak, steps_ms))
+    light = speed_of_light(
+        cell.config,
+        cell.context_length,
+        hardware,
+        block_dtype="fp8" if cell.recipe.quantized else dtype,
+        dtype=dtype,
+        n_stored_blocks=cell.recipe.n_skipped,
+    )
+    if light.seconds_per_token is not None and whole == "step":
+        least = 100 * light.seconds_per_token * cell.tokens_per_step
+        metrics.append(rate("light", "% of speed of light", least, steps_ms))
+    if cell.dtype in ceilings:
+        share = 100 * flops / (ceilings[cell.dtype] * 1e12)
+        metrics.append(rate("matmul_ceiling_share", "% of measured matmul, causal", share, steps_ms))
+    return metrics
 
 
 SETTINGS = (
@@ -180,9 +258,96 @@ def step_table(rows: pd.DataFrame) -> Table:
     return STEPS.of(rows[rows["variant"] != CEILING])
 
 
+_SHARES = {
+    "mfu": "MFU: % of the dtype's datasheet peak\n(model FLOPs, causal)",
+    "matmul_ceiling_share": "% of the measured matmul ceiling\n(model FLOPs, causal)",
+}
+_MOST_PANELS = 3
+_NAMED = ["gpu", *(name for name in SETTINGS if name not in ("device", "warmup", "steps"))]
+"""Settings that titles and legends name."""
+
+
+def _measured(rows: pd.DataFrame) -> pd.DataFrame:
+    """The newest run of each cell in the largest mode."""
+    from cs336_systems.harness.runs import newest
+
+    rows = rows[rows["variant"] != CEILING]
+    rows = rows[rows["mode"] == max(rows["mode"].unique(), key=MODES.index)] if len(rows) else rows
+    return newest(rows, ["gpu", *SETTINGS])
+
+
+def step_figure(rows: pd.DataFrame) -> Figure | None:
+    """Time of the whole pass (left) and share of the limit (right) against context length, or against model size if
+    only one length was measured.
+
+    Of rows in several modes the largest is drawn. Colour is the model, or the setting where the sizes are the axis;
+    markers and dashes are the settings that differ.
+    """
+    from cs336_systems.report.figures import lines
+    from cs336_systems.report.tables import settings_split
+
+    rows = _measured(rows)
+    rows = rows[rows["status"] == "ok"]
+    if rows.empty:
+        return None
+    x = "context_length" if rows["context_length"].nunique() > 1 else "size"
+    caption, varying = settings_split(rows, _NAMED, ())
+    differing = [name for name in varying if name not in (x, "size")]
+    rows = rows.assign(how=rows[differing].astype(str).agg(", ".join, axis=1) if differing else rows["dtype"])
+    share = next((metric for metric in _SHARES if (rows["metric"] == metric).any()), "")
+    rows = rows[rows["metric"].isin(("step", share))]
+    looks: dict[str, str] = {"colour": "how", "log": "y"}
+    if x == "context_length":
+        rows, looks = rows.sort_values(x, kind="stable"), {"colour": "size", "style": "how", "log": "xy"}
+    figure, axes = lines(rows, x=x, panel="metric", spread=True, width=4.4, height=3.6, **looks)  # type: ignore[arg-type]
+    axes["step"].set_ylabel("time of the whole pass, ms\n(median, bar p10 to p90)")
+    if share:
+        axes[share].set_yscale("linear")
+        axes[share].set_ylim(bottom=0)
+        axes[share].set_ylabel(_SHARES[share])
+    figure.supxlabel("context length, tokens" if x == "context_length" else "model size", fontsize=10)
+    figure.suptitle(caption, fontsize=9)
+    return figure
+
+
+def frontier_figure(rows: pd.DataFrame) -> Figure | None:
+    """Peak GiB against ms of the whole pass, a named point for every policy of checkpointing that ran; an open marker
+    is the predicted peak.
+
+    A panel for each of the three models and settings with the most policies, in the largest mode.
+    """
+    from cs336_systems.report.figures import OKABE_ITO, panels
+    from cs336_systems.report.tables import settings_split
+
+    rows = _measured(rows)
+    settings = [name for name in _NAMED if name != "checkpoint"]
+    groups = []
+    for _, group in rows[rows["metric"] != ""].groupby(settings, sort=False, dropna=False):
+        table = group.pivot_table(index="checkpoint", columns="metric", values="median", sort=False)
+        points = table.reindex(columns=["step", "peak_memory", "predicted_peak_memory"])
+        groups.append((group, points.dropna(subset=["step", "peak_memory"])))
+    groups = sorted((pair for pair in groups if len(pair[1]) > 1), key=lambda pair: -len(pair[1]))[:_MOST_PANELS]
+    if not groups:
+        return None
+    figure, shown = panels(len(groups), _MOST_PANELS, 6, 4.4)
+    for axes, (group, points) in zip(shown, groups, strict=True):
+        axes.plot(points["step"], points["peak_memory"], "o", color=OKABE_ITO[0], label="measured")
+        axes.plot(points["step"], points["predicted_peak_memory"], "o", color="grey", mfc="white", label="predicted")
+        for i, (policy, point) in enumerate(points.sort_values("step").iterrows()):
+            place: dict[str, Any] = {"xytext": (-7, -3), "ha": "right"} if i % 2 else {"xytext": (7, -3)}
+            at = point["step"], point["peak_memory"]
+            axes.annotate(str(policy), at, textcoords="offset points", fontsize=8, **place)
+        axes.set_ylim(0, 1.08 * points[["peak_memory", "predicted_peak_memory"]].max().max())
+        axes.margins(x=0.2)
+        axes.set_xlabel("time of the whole pass, ms (median)")
+        axes.set_ylabel("peak memory, GiB")
+        axes.set_title(textwrap.fill(settings_split(group, settings, ())[0], 80), fontsize=8)
+    shown[0].legend(frameon=False, fontsize=9)
+    return figure
+
+
 def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
     """The table, the comparison if it is asked for, and the figures of all rows of the file."""
-    from cs336_systems.experiments.model_figures import frontier_figure, step_figure
     from cs336_systems.harness.record import read_rows
     from cs336_systems.report.compare import compare
 
@@ -201,7 +366,7 @@ def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
 def _preloaded(options: Any) -> list[str]:
     """The bare command does without dynamo, whose import takes seconds."""
     dynamo = "torch-fused" in options.optimizer or options.compile != ("off",)
-    return ["cs336_systems.experiments.model_measure", *(["torch._dynamo"] if dynamo else [])]
+    return ["cs336_systems.training", *(["torch._dynamo"] if dynamo else [])]
 
 
 EXPERIMENT = Experiment(

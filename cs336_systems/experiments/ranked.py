@@ -178,8 +178,7 @@ def check_losses(step: TrainStep, rank: Rank) -> None:
 
 def time_metrics(times: PhaseTimes, cell: RankedCase) -> list[Metric]:
     """Each phase, the warm-up, and the rate of all ranks' tokens."""
-    from cs336_systems.experiments.measured import phase_metrics, rate
-    from cs336_systems.harness.clock import WHOLE
+    from cs336_systems.harness.clock import WHOLE, phase_metrics, rate
 
     tokens = cell.world_size * cell.tokens_per_step
     return [*phase_metrics(times), rate("tokens_per_s", "1/s, all ranks", tokens, times.samples_ms[WHOLE])]
@@ -187,7 +186,7 @@ def time_metrics(times: PhaseTimes, cell: RankedCase) -> list[Metric]:
 
 def peak_metrics(meter: PeakMeter, rank: Rank) -> list[Metric]:
     """GiB of the fullest rank at its peak, and those that were asked for, where the device says so."""
-    from cs336_systems.experiments.measured import in_gib
+    from cs336_systems.harness.clock import in_gib
 
     found = {"peak_memory": meter.peak_bytes(), "peak_requested": meter.requested_bytes()}
     known = {name: largest(n_bytes, rank) for name, n_bytes in found.items() if n_bytes is not None}

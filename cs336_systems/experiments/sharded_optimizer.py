@@ -15,21 +15,26 @@ holds the most optimizer state, so that they add up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from cs336_systems.case import RECIPE, Parallel, TrainingCase
-from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
+from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB, link_bytes_per_step, state_bytes_by_rank
 from cs336_systems.declared import like, option, options_of
-from cs336_systems.experiments.driver import Experiment, Stage, presented
+from cs336_systems.experiments.driver import Experiment, presented
 from cs336_systems.experiments.options import RankedCase, RankedRun, training_cells
-from cs336_systems.experiments.ranked import with_effort
+from cs336_systems.experiments.ranked import EFFORT, Effort, check_losses, time_metrics, with_effort
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 if TYPE_CHECKING:
-    from cs336_systems.harness.sweep import Outcome
+    import torch
+    from torch import Tensor, nn
+
+    from cs336_systems.distributed.process_group import Rank
+    from cs336_systems.harness.record import Metric
+    from cs336_systems.training import TrainStep
 
 Sharding = Literal["replicated", "owned", "scattered", "torch-zero"]
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
@@ -85,11 +90,121 @@ make_cells = partial(training_cells, ShardingCell)
 """The grid, the ways to hold the state innermost."""
 
 
-def stages(options: Any, cells: Sequence[ShardingCell], outcomes: list[Outcome]) -> list[Stage]:
-    """All cells by one measurement."""
-    from cs336_systems.experiments.sharded_optimizer_measure import measure
+def measure(cell: ShardingCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
+    """Build one model and its optimizer, read the memory of its second step, then time its steps.
 
-    return list(with_effort(measure)(options, cells, outcomes))
+    Raises:
+        PredictedOutOfMemory: the case would not fit.
+        FloatingPointError: the loss is not finite on every rank.
+    """
+    from cs336_systems.distributed.process_group import on_every_rank
+    from cs336_systems.harness.clock import in_gib, time_phases_of_ranks
+    from cs336_systems.harness.memory import allocated_bytes, check_fit
+    from cs336_systems.training import random_batch
+    from cs336_systems.training.assemble import build_model, finish
+
+    check_fit(cell, rank=rank)
+    baseline = allocated_bytes(rank.device)
+    _restart_peak(rank.device)
+    model = build_model(cell, rank)
+    readings = _held("initialised", model, rank.device, baseline)
+    step = finish(model, cell, rank)
+    phases = step.phases("step", *random_batch(cell, rank))
+    for phase in phases.values():
+        phase()
+    readings |= _memory_of_a_step(step, phases, rank.device, baseline)
+    times = time_phases_of_ranks(phases, rank, warmup=effort.warmup(cell), steps=cell.steps)
+    check_losses(step, rank)
+    fullest = max(on_every_rank(lambda: readings), key=lambda of_rank: of_rank["after_step_optimizer_state"])
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    form = "owned" if cell.sharding == "torch-zero" else cell.sharding  # torch's ZeRO deals tensors out as owned does
+    bucket_bytes = int(cell.bucket_size_mb * 1024**2)
+    moments = max(state_bytes_by_rank(form, sizes, rank.world_size, per_parameter=2, bucket_bytes=bucket_bytes))
+    predicted = in_gib(
+        predicted_parameters=sum(sizes),
+        predicted_gradients=moments // 2 if form == "scattered" else sum(sizes),  # reduced, a rank's shard is left
+        predicted_optimizer_state=moments,
+        predicted_link_traffic=link_bytes_per_step(form, sum(sizes), rank.world_size),
+    )
+    return [*time_metrics(times, cell), *in_gib(**fullest), *predicted]
+
+
+def _memory_of_a_step(
+    step: TrainStep, phases: dict[str, Callable[[], None]], device: torch.device, baseline: int
+) -> dict[str, float]:
+    """Bytes after forward, before the update and after it, and the peaks before the update and of it."""
+    import torch
+
+    from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+    from cs336_systems.harness.memory import allocated_bytes
+
+    model, optimizer = step.model, step.optimizer
+    local: Any = getattr(optimizer, "optim", optimizer)  # torch's ZeRO keeps its state in an optimizer of its own
+    state = [value for each in local.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
+
+    before = allocated_bytes(device)
+    _restart_peak(device)
+    forward, *others, update = phases.values()
+    forward()
+    added = allocated_bytes(device) - before
+    readings = _held("after_forward", model, device, baseline, state, activations=added)
+    for phase in others:
+        phase()
+    reduced: list[Tensor] = []
+    if (
+        isinstance(optimizer, ShardedOptimizer)
+        and optimizer.reduce_gradients
+        and torch.distributed.get_world_size() > 1
+    ):
+        reduced = optimizer.reduced_gradients()
+    readings |= _held("before_step", model, device, baseline, state, reduced)
+    del reduced  # the step frees them
+    _restart_peak(device)
+    handle = optimizer.register_step_post_hook(
+        lambda *_: readings.update(_held("after_step", model, device, baseline, state))
+    )
+    update()
+    handle.remove()
+    return readings
+
+
+def _restart_peak(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _held(
+    moment: str,
+    model: nn.Module,
+    device: torch.device,
+    baseline: int,
+    state: Sequence[Tensor] = (),
+    reduced: Sequence[Tensor] = (),
+    activations: int = 0,
+) -> dict[str, float]:
+    """Bytes by moment and category on this rank; activations are counted where forward has just ended.
+
+    Args:
+        baseline: bytes that were allocated before the model was built.
+        reduced: gradients that the optimizer holds, this rank's shard, and no parameter.
+    """
+    import torch
+
+    from cs336_systems.harness.memory import allocated_bytes
+
+    parameters = list(model.parameters())
+    gradients = [*reduced, *(p.grad for p in parameters if p.grad is not None)]
+    held: dict[str, Sequence[Tensor]]
+    held = {"parameters": parameters, "gradients": gradients, "optimizer_state": state}
+    sums = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in held.items()}
+    if device.type == "cuda":
+        allocated = allocated_bytes(device) - baseline
+        other = allocated - activations - sum(sums.values())
+        peak = torch.cuda.max_memory_allocated(device) - baseline
+        sums |= {"activations": activations, "other": other, "allocated": allocated, "peak": peak}
+    return {f"{moment}_{category}": n_bytes for category, n_bytes in sums.items()}
 
 
 _SETTINGS = (
@@ -152,7 +267,7 @@ EXPERIMENT = Experiment(
     "benchmark_sharded_optimizer",
     ShardingCell,
     make_cells,
-    stages,
+    with_effort(measure),
     presented(lambda rows: (TIMES.of(rows), MEMORY.of(rows))),
     (
         *("forward", "backward", "optimizer", "step"),

@@ -23,10 +23,9 @@ from cs336_systems.case import Parallel, TrainingCase, Unsupported
 from cs336_systems.costs.flops import model_flops
 from cs336_systems.costs.streaming import LaneTimes, Rates
 from cs336_systems.distributed.process_group import joined
-from cs336_systems.experiments.measured import check_loss, in_gib, phase_metrics, rate, step_rates
 from cs336_systems.experiments.streaming import CPU_PLANS_FOR, StreamingCell
 from cs336_systems.hardware import GIB, Hardware, find_hardware, hardware_named
-from cs336_systems.harness.clock import WHOLE, time_phases
+from cs336_systems.harness.clock import WHOLE, check_loss, in_gib, phase_metrics, rate, step_rates, time_phases
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.capped import caps_within, hardware_of

@@ -22,9 +22,9 @@ from cs336_systems.config import resolve_size
 from cs336_systems.distributed.process_group import Rank, alone, on_every_rank, on_rank_0
 from cs336_systems.experiments.block_measure import with_float8
 from cs336_systems.experiments.fp8 import RECIPES
-from cs336_systems.experiments.measured import in_gib
 from cs336_systems.experiments.ranked import largest
 from cs336_systems.experiments.training import TORCHAO, TrainingRunCell
+from cs336_systems.harness.clock import in_gib
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.dataset import Dataset, write_random_tokens

@@ -17,8 +17,9 @@ allow, and an unknown device has no datasheet at all. ``measure_ceilings`` times
 the same clock, on random data (zeros draw less power and run faster).
 """
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 from cs336_systems.config import Precision, phase_of
 from cs336_systems.distributed.process_group import Rank, check_same_across_ranks
+from cs336_systems.hardware import GIB
 from cs336_systems.harness.record import Metric
 from cs336_systems.training.precision import matmul_dtype, matmul_precision
 
@@ -205,3 +207,35 @@ def measure_copy(device: torch.device) -> list[float]:
     target = torch.empty_like(source)
     copy_ms = time_kernel(lambda: target.copy_(source), device=device, **_CEILING_COUNTS[device.type])
     return [2 * source.nbytes / ms / 1e6 for ms in copy_ms]
+
+
+def check_loss(loss: torch.Tensor | None) -> None:
+    """Raise FloatingPointError unless a step has left a finite loss."""
+    assert loss is not None
+    if not math.isfinite(value := loss.item()):
+        raise FloatingPointError(f"loss is {value}")
+
+
+def phase_metrics(times: PhaseTimes) -> list[Metric]:
+    """The milliseconds of each phase, and of whole steps of the warm-up if there were any."""
+    metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
+    return metrics + ([Metric("warmup_step", "ms", times.warmup_ms)] if times.warmup_ms else [])
+
+
+def rate(name: str, unit: str, amount: float, samples_ms: Sequence[float]) -> Metric:
+    """The amount per second of each sample."""
+    return Metric(name, unit, [amount / (ms / 1e3) for ms in samples_ms], derived=True)
+
+
+def step_rates(tokens: int, flops: float, peak: float | None, samples_ms: Sequence[float]) -> list[Metric]:
+    """Tokens per second, model TFLOP/s, and their share of the device's peak (FLOP/s) where that is known."""
+    metrics = [
+        rate("tokens_per_s", "1/s", tokens, samples_ms),
+        rate("model_tflops", "TFLOP/s", flops / 1e12, samples_ms),
+    ]
+    return metrics + ([rate("mfu", "% of datasheet peak, causal", 100 * flops / peak, samples_ms)] if peak else [])
+
+
+def in_gib(**n_bytes: float) -> list[Metric]:
+    """Bytes as metrics in GiB."""
+    return [Metric(name, "GiB", [value / GIB]) for name, value in n_bytes.items()]

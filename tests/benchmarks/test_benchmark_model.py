@@ -18,7 +18,7 @@ from tests.harness.cells import fake_ceiling, fake_large_model, fake_model
 
 ALWAYS_KNOWN = ("host", "python", "torch", "triton", "commit", "dirty", "argv", "seed", "timestamp")
 
-MEASURED = "cs336_systems.experiments.model_measure"
+MEASURED = "cs336_systems.experiments.model"
 
 
 @pytest.fixture

@@ -4,9 +4,15 @@ import pytest
 
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.flops import forward_flops, hardware_flops, model_flops
-from cs336_systems.experiments.model import ModelCell, Options, make_cells, step_table
-from cs336_systems.experiments.model_figures import frontier_figure, step_figure
-from cs336_systems.experiments.model_measure import rates
+from cs336_systems.experiments.model import (
+    ModelCell,
+    Options,
+    frontier_figure,
+    make_cells,
+    rates,
+    step_figure,
+    step_table,
+)
 from cs336_systems.hardware import hardware_named
 from cs336_systems.harness.runs import RATES
 from tests.report.rows import ceiling, make_cell, make_frame, ms, rate

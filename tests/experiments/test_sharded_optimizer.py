@@ -6,8 +6,7 @@ import pandas as pd
 import pytest
 
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.experiments.sharded_optimizer import MEMORY, SHARDINGS, TIMES
-from cs336_systems.experiments.sharded_optimizer_measure import measure
+from cs336_systems.experiments.sharded_optimizer import MEMORY, SHARDINGS, TIMES, measure
 from cs336_systems.harness.record import Metric, parse_samples
 from tests.benchmarks.commands import cells_of
 from tests.distributed.checks import on_ranks

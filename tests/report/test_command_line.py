@@ -64,6 +64,6 @@ def test_the_process_server_imports_while_a_command_does(monkeypatch):
     monkeypatch.setattr(driver, "start_server", lambda *modules: done.append(modules))
     monkeypatch.setattr(driver.Experiment, "run", lambda experiment, options: done.append(options.mode) or 0)
     assert driver.command(EXPERIMENT, "")(["--device", "cpu", "--mode", "forward"]) == 0
-    assert done == [("cs336_systems.experiments.model_measure",), ("forward",)]
+    assert done == [("cs336_systems.training",), ("forward",)]
     assert driver.command(EXPERIMENT, "")(["--device", "cpu", "--compile"]) == 0
     assert "torch._dynamo" in done[2]
