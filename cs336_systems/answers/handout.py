@@ -9,8 +9,8 @@ import torch
 
 from cs336_systems.answers.committed import NotMeasured
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
-from cs336_systems.costs.activations import SavedTensor, block_saved_tensors, total_bytes
 from cs336_systems.costs.attention import AttentionWork, attention_stages
+from cs336_systems.costs.memory import SavedTensor, block_saved_tensors, total_bytes
 from cs336_systems.experiments import precision
 from cs336_systems.report.tables import Table, digits
 

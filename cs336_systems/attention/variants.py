@@ -1,9 +1,8 @@
-"""Attention variants as values: masks and score modifications for FlexAttention (Dong et al. 2024), with oracles.
+"""Attention variants as values: masks and score modifications for FlexAttention (Dong et al. 2024), and their oracle.
 
 A ``Variant`` holds two small functions for ``torch.nn.attention.flex_attention``, which compiles them into its kernel:
-``mask_mod`` says whether a query sees a key, ``score_mod`` changes a score. Beside each stands the same rule as a
-formula on whole tensors that does not call the mod; ``dense_mask``, ``dense_scores`` and ``dense_attention`` use only
-those, so that a mistake in either shows.
+``mask_mod`` says whether a query sees a key, ``score_mod`` changes a score. Both are elementwise in their indices, so
+``dense_mask``, ``dense_scores`` and ``dense_attention`` evaluate them on all scores at once, without FlexAttention.
 
 Variants combine: ``a & b`` sees what both see and applies a's score modification, then b's. So
 ``document(ids) & causal()`` packs sequences, and ``causal() & softcap(50.0)`` is Gemma 2.
@@ -24,16 +23,15 @@ memory. ``dense_attention`` gives every gradient everywhere, and holds all score
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
 
-from cs336_systems.attention.oracle import attend, causal_mask, scaled_scores
+from cs336_systems.attention.oracle import attend, scaled_scores
 from cs336_systems.attention.shapes import AttentionShape, validate
 
 BLOCK_SIZE = 128
@@ -47,12 +45,6 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(score, batch, head, query position, key position) -> score."""
-
-MaskFormula = Callable[[AttentionShape, torch.device], Tensor]
-"""A function to the whole mask, broadcastable to (batch, heads, n_queries, n_keys)."""
-
-ScoreFormula = Callable[[Tensor], Tensor]
-"""All scores (batch, heads, n_queries, n_keys) -> the same, modified."""
 
 _ONE_STAGE = {"num_stages": 1}
 """A table read for every score is loaded ahead like keys and values: three stages of it need 240 KiB of shared memory,
@@ -78,8 +70,6 @@ class Variant:
     """None: every key is seen."""
     score_mod: ScoreMod | None = None
     """None: scores stay as they are."""
-    mask_formula: MaskFormula | None = None
-    score_formula: ScoreFormula | None = None
     operands: tuple[Operand, ...] = ()
     mask_per_batch: bool = False
     """Whether the mask differs within a batch; never between heads."""
@@ -92,8 +82,6 @@ class Variant:
             name=f"{self.name} & {other.name}",
             mask_mod=_merge(self.mask_mod, other.mask_mod, and_masks),
             score_mod=_merge(self.score_mod, other.score_mod, _chain_mods),
-            mask_formula=_merge(self.mask_formula, other.mask_formula, lambda a, b: lambda *of: a(*of) & b(*of)),
-            score_formula=_merge(self.score_formula, other.score_formula, lambda a, b: lambda scores: b(a(scores))),
             operands=self.operands + other.operands,
             mask_per_batch=self.mask_per_batch or other.mask_per_batch,
             kernel_options=self.kernel_options | other.kernel_options,
@@ -107,7 +95,7 @@ def full() -> Variant:
 
 def causal() -> Variant:
     """A query sees the keys up to its own position."""
-    return Variant("causal", mask_mod=lambda b, h, q, k: k <= q, mask_formula=causal_mask)
+    return Variant("causal", mask_mod=lambda b, h, q, k: k <= q)
 
 
 def sliding_window(window: int) -> Variant:
@@ -119,25 +107,14 @@ def sliding_window(window: int) -> Variant:
     if window < 1:
         raise ValueError(f"a sliding window must hold at least the query itself: {window}")
 
-    def formula(shape: AttentionShape, device: torch.device) -> Tensor:
-        return causal_mask(shape, device).triu(shape.offset - window + 1)
-
-    return Variant(f"window {window}", mask_mod=lambda b, h, q, k: (k <= q) & (q - k < window), mask_formula=formula)
+    return Variant(f"window {window}", mask_mod=lambda b, h, q, k: (k <= q) & (q - k < window))
 
 
 def document(ids: Tensor) -> Variant:
     """A query sees the keys of its own document, for packed sequences; ids (batch, n_keys), any integers."""
-
-    def formula(shape: AttentionShape, device: torch.device) -> Tensor:
-        _, consecutive = ids.unique(return_inverse=True)
-        members = F.one_hot(consecutive).double()
-        same = (members @ members.mT > 0)[:, None]
-        return F.pad(same, (0, 0, -shape.offset, 0))  # crops the rows without a query, or adds rows that see nothing
-
     return Variant(
         "document",
         mask_mod=lambda b, h, q, k: (q >= 0) & (ids[b, q.clamp(min=0)] == ids[b, k]),
-        mask_formula=formula,
         operands=(Operand("document ids", ids, lambda shape: (shape.batch, shape.n_keys)),),
         mask_per_batch=True,
     )
@@ -145,17 +122,9 @@ def document(ids: Tensor) -> Variant:
 
 def prefix_lm(lengths: Tensor) -> Variant:
     """Every query sees the first ``lengths[batch]`` keys, and beyond them it is causal (Raffel et al. 2020, fig. 4)."""
-
-    def formula(shape: AttentionShape, device: torch.device) -> Tensor:
-        masks = causal_mask(shape, device).repeat(shape.batch, 1, 1, 1)
-        for mask, length in zip(masks, lengths.tolist(), strict=True):
-            mask[..., :length] = True
-        return masks
-
     return Variant(
         "prefix-LM",
         mask_mod=lambda b, h, q, k: (k <= q) | (k < lengths[b]),
-        mask_formula=formula,
         operands=(Operand("prefix lengths", lengths, lambda shape: (shape.batch,)),),
         mask_per_batch=True,
     )
@@ -174,14 +143,9 @@ def alibi_slopes(heads: int) -> Tensor:
 
 def alibi(slopes: Tensor) -> Variant:
     """Score - slope[head] |query - key| (Press et al. 2022); slopes (heads,). No mask: combine with ``causal()``."""
-
-    def formula(scores: Tensor) -> Tensor:
-        return scores - slopes[:, None, None] * _distances(scores).abs()
-
     return Variant(
         "ALiBi",
         score_mod=lambda score, b, h, q, k: score - slopes[h] * (q - k).abs(),
-        score_formula=formula,
         operands=(Operand("ALiBi slopes", slopes, lambda shape: (shape.heads,)),),
     )
 
@@ -198,15 +162,9 @@ def relative_bias(table: Tensor) -> Variant:
         raise ValueError(f"a table of relative biases must be (heads, 2 max_distance + 1): {tuple(table.shape)}")
     max_distance = table.shape[1] // 2
 
-    def formula(scores: Tensor) -> Tensor:
-        buckets = torch.arange(-max_distance, max_distance + 1, device=scores.device)
-        nearest = (buckets + _distances(scores)[..., None]).abs().argmin(dim=-1)
-        return scores + torch.einsum("qkd,hd->hqk", F.one_hot(nearest, len(buckets)).to(table.dtype), table)
-
     return Variant(
         f"relative bias {max_distance}",
         score_mod=lambda score, b, h, q, k: score + table[h, (k - q).clamp(-max_distance, max_distance) + max_distance],
-        score_formula=formula,
         operands=(Operand("the relative biases", table, lambda shape: (shape.heads, 2 * max_distance + 1)),),
         kernel_options=_ONE_STAGE,
     )
@@ -221,12 +179,7 @@ def softcap(cap: float) -> Variant:
     if not (math.isfinite(cap) and cap > 0):
         raise ValueError(f"a soft cap must be finite and positive: {cap}")
 
-    def formula(scores: Tensor) -> Tensor:
-        return cap * (2.0 * torch.sigmoid(2.0 * scores / cap) - 1.0)
-
-    return Variant(
-        f"softcap {cap:g}", score_mod=lambda score, b, h, q, k: cap * torch.tanh(score / cap), score_formula=formula
-    )
+    return Variant(f"softcap {cap:g}", score_mod=lambda score, b, h, q, k: cap * torch.tanh(score / cap))
 
 
 def make_block_mask(variant: Variant, shape: AttentionShape, device: torch.device | str = "cpu") -> BlockMask | None:
@@ -298,17 +251,17 @@ def variant_attention(
 
 
 def dense_mask(variant: Variant, shape: AttentionShape, device: torch.device | str = "cpu") -> Tensor:
-    """(batch, heads, n_queries, n_keys), True where a query sees a key, from the variant's own formula."""
+    """(batch, heads, n_queries, n_keys), True where a query sees a key, from the variant's ``mask_mod``."""
     device = torch.device(device)
     _check(variant, shape, device)
-    if variant.mask_formula is None:
+    if variant.mask_mod is None:
         return torch.ones(shape.scores, dtype=torch.bool, device=device)
-    return variant.mask_formula(shape, device).expand(shape.scores)
+    return variant.mask_mod(*_positions(shape.scores, device)).expand(shape.scores)
 
 
 def dense_scores(variant: Variant, scores: Tensor) -> Tensor:
     """Scaled scores (batch, heads, n_queries, n_keys) as the variant modifies them, before its mask."""
-    return scores if variant.score_formula is None else variant.score_formula(scores)
+    return scores if variant.score_mod is None else variant.score_mod(scores, *_positions(scores.shape, scores.device))
 
 
 def dense_attention(
@@ -353,8 +306,11 @@ def _chain_mods(first: ScoreMod, second: ScoreMod) -> ScoreMod:
     return lambda score, b, h, q, k: second(first(score, b, h, q, k), b, h, q, k)
 
 
-def _distances(scores: Tensor) -> Tensor:
-    """(n_queries, n_keys) position of the query minus that of the key."""
-    n_queries, n_keys = scores.shape[-2:]
-    positions = torch.arange(n_keys, device=scores.device)
-    return torch.arange(n_keys - n_queries, n_keys, device=scores.device)[:, None] - positions
+def _positions(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+    """What mods receive for scores of these sizes: batch, head, query position and key position, broadcastable."""
+    ranges = [
+        torch.arange(size, device=device).view([-1 if i == axis else 1 for i in range(4)])
+        for axis, size in enumerate(sizes)
+    ]
+    ranges[2] += sizes[3] - sizes[2]
+    return ranges

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from math import prod
 
 from cs336_systems.config import ModelConfig, Precision, Recipe, did_you_mean
-from cs336_systems.costs.activations import WIDE, SavedTensor, total_bytes
+from cs336_systems.costs.memory import WIDE, SavedTensor, total_bytes
 from cs336_systems.hardware import Hardware
 
 STORED = Recipe()

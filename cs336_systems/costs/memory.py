@@ -1,16 +1,22 @@
-"""Bytes that a training step needs as arithmetic: its states, the allocator's blocks, and the parts of a peak.
+"""Bytes of a training step as arithmetic: states, a reference block's activations, allocator's blocks, a peak's parts.
 
 The peak itself is found by running the step on tensors without storage (``training/dry_run.py``). On CUDA,
 ``torch.cuda.max_memory_allocated`` counts blocks, not tensors, so the caching allocator's rounding and cuBLAS's
-workspaces, which are here, are part of that prediction. Sizes are in bytes.
+workspaces, which are here, are part of that prediction. ``block_saved_tensors`` names every tensor that autograd keeps
+for one reference block with materialised attention; their sum is what ``saved_tensors_hooks`` counts. Low-precision
+copies of matrices, which autocast makes and autograd keeps, come on top. Sizes are in bytes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from cs336_systems.config import ModelConfig, Precision
-from cs336_systems.costs.activations import WIDE
 
 MIB = 1024**2
+
+WIDE = 4
+"""Norms, log-sum-exp and their saved inputs are at least fp32, whatever the parameters' dtype."""
 
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
 """Bytes that torch allocates per cuBLAS handle on Hopper and Blackwell (8.1 MiB before); each thread has a handle, and
@@ -65,3 +71,76 @@ class PeakMemory:
     moments: dict[str, int]
     parts: dict[str, int]
     """Bytes at the largest moment by ``PARTS``, those that it has; they add up to it."""
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor that autograd keeps from forward to backward."""
+
+    name: str
+    kept_by: str
+    shape: tuple[int, ...]
+    bytes_per_element: int
+
+    @property
+    def n_bytes(self) -> int:
+        return prod(self.shape) * self.bytes_per_element
+
+
+def total_bytes(tensors: Iterable[SavedTensor]) -> int:
+    return sum(tensor.n_bytes for tensor in tensors)
+
+
+def _norm_saved(name: str, rows: int, width: int, element_bytes: int) -> list[SavedTensor]:
+    """RMSNorm keeps its (widened) input, the inverse RMS, and the normalised input that its gain multiplies.
+
+    Args:
+        element_bytes: bytes of an element of the input.
+    """
+    return [
+        SavedTensor(f"{name} input", "square, multiply", (rows, width), WIDE),
+        SavedTensor(f"{name} inverse rms", "rsqrt, multiply", (rows, 1), WIDE),
+        SavedTensor(f"{name} normalised", "multiply by gain", (rows, width), element_bytes),
+    ]
+
+
+def _linear_inputs(name: str, readers: list[str], tokens: int, width: int, precision: Precision) -> list[SavedTensor]:
+    """One tensor shared by its readers; under autocast each reader makes and keeps a cast of its own."""
+    if precision.autocast:
+        return [
+            SavedTensor(f"{name}, cast for {reader}", reader, (tokens, width), precision.matmul_bytes)
+            for reader in readers
+        ]
+    return [SavedTensor(name, ", ".join(readers), (tokens, width), precision.matmul_bytes)]
+
+
+def block_saved_tensors(config: ModelConfig, batch_size: int, seq_len: int, precision: Precision) -> list[SavedTensor]:
+    """Every activation that one Transformer block keeps for backward (parameters and their casts excluded)."""
+    tokens, d_model, narrow = batch_size * seq_len, config.d_model, precision.matmul_bytes
+    heads = (batch_size, config.n_heads, seq_len, config.d_head)
+    scores = (batch_size, config.n_heads, seq_len, seq_len)
+    kept = [
+        *_norm_saved("ln1", tokens, d_model, precision.parameter_bytes),
+        *_linear_inputs("ln1 output", ["q_proj", "k_proj", "v_proj"], tokens, d_model, precision),
+        SavedTensor("q, rotated and scaled", "q k^T", heads, narrow),
+        SavedTensor("k, rotated", "q k^T", heads, narrow),
+        SavedTensor("v", "probabilities v", heads, narrow),
+        SavedTensor("causal mask", "masked_fill", (seq_len, seq_len), 1),
+        SavedTensor("probabilities", "softmax", scores, precision.softmax_bytes),
+        SavedTensor("attention output", "output_proj", (tokens, config.d_query), narrow),
+    ]
+    if config.qk_norm:
+        kept += _norm_saved("q_norm", tokens * config.n_heads, config.d_head, narrow)
+        kept += _norm_saved("k_norm", tokens * config.kv_heads, config.d_head, narrow)
+    if precision.softmax_bytes != narrow:
+        kept.append(SavedTensor("probabilities, cast", "probabilities v", scores, narrow))
+    inner = (tokens, config.d_ff)
+    return [
+        *kept,
+        *_norm_saved("ln2", tokens, d_model, precision.parameter_bytes),
+        *_linear_inputs("ln2 output", ["w1", "w3"], tokens, d_model, precision),
+        SavedTensor("gate", "silu", inner, narrow),
+        SavedTensor("silu(gate)", "multiply", inner, narrow),
+        SavedTensor("up", "multiply", inner, narrow),
+        SavedTensor("silu(gate) * up", "w2", inner, narrow),
+    ]

@@ -12,8 +12,8 @@ with m and v on the host. Gradients on the host have passed their tests there (`
 """
 
 from cs336_systems.case import TrainingCase
-from cs336_systems.costs.activations import WIDE
 from cs336_systems.costs.kept import check_known
+from cs336_systems.costs.memory import WIDE
 
 STATES = {"m": "exp_avg", "v": "exp_avg_sq", "master": "master"}
 """Names of offloaded states, each with the optimizer's key for it."""

@@ -30,11 +30,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
-from cs336_systems.costs.activations import WIDE
 from cs336_systems.costs.flops import forward_flops, model_flops
 from cs336_systems.costs.kept import LEVELS as ALL_LEVELS
 from cs336_systems.costs.kept import kept_tensors, recomputed, recomputed_flops
-from cs336_systems.costs.memory import rotary_bytes
+from cs336_systems.costs.memory import WIDE, rotary_bytes
 from cs336_systems.hardware import Hardware
 
 LEVELS = ALL_LEVELS[:3]

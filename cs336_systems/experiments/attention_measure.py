@@ -200,7 +200,7 @@ def _dense_form(variant: variants.Variant, shape: AttentionShape, q: Tensor) -> 
         Unsupported: the variant changes scores by more than a sum.
     """
     seen = variants.dense_mask(variant, shape, q.device)[:, :1]
-    if variant.score_formula is None:
+    if variant.score_mod is None:
         return (seen if variant.mask_per_batch else seen[:1]).contiguous()
     zeros = torch.zeros(1, shape.heads, shape.n_queries, shape.n_keys, device=q.device)
     added = variants.dense_scores(variant, zeros)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
-from cs336_systems.costs.activations import block_saved_tensors, total_bytes
+from cs336_systems.costs.memory import block_saved_tensors, total_bytes
 from cs336_systems.model import REFERENCE_OPS
 from cs336_systems.profiling.residuals import (
     ACTIVATION,
