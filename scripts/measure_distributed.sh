@@ -160,18 +160,18 @@ for part in "$@"; do
         leaderboard-four)
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --peer-checkpoint keep-attention
           launch 4
-          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --memory-budget-gib 130 "${short[@]}"
+          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --keep 1xall+all-swiglu "${short[@]}"
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" "${short[@]}"
           launch 4 ;;
         leaderboard-attempts)
-          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --memory-budget-gib 134 ;;
+          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --keep 18xall-swiglu+products ;;
         leaderboard-policy)
           out="$folder/leaderboard-turns"
           ranks benchmark_fsdp "${step[@]}" --fsdp torch --compile --attention sdpa-cudnn --checkpoint first-16 ;;
         leaderboard-losses)
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --context-length 1024 --losses 20 "${short[@]}" ;;
         leaderboard-masters)
-          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --master-weights fp32 --memory-budget-gib 133 "${short[@]}" ;;
+          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --master-weights fp32 --keep 10xproducts+products-residual "${short[@]}" ;;
         leaderboard-gathers)
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --gather-by collectives copies ;;
         leaderboard-fp8)

@@ -40,10 +40,10 @@ from cs336_systems.costs.kept import check_known
 from cs336_systems.model.ops import attention as materialised_attention
 
 Serve = Callable[[Tensor, Tensor, Tensor, bool, float | None], Tensor]
-"""A function (q, k, v, causal, scale) -> o, which is called only with inputs that ``Refuse`` did not refuse."""
+"""A function (q, k, v, causal, scale) -> o of 4-D inputs that ``Refuse`` did not refuse."""
 
 Refuse = Callable[[Tensor, Tensor, Tensor, bool, AttentionShape], str | None]
-"""A function (q, k, v, causal, shape) -> one sentence that says why these valid inputs cannot be served, or None."""
+"""A function (q, k, v, causal, shape) -> one sentence that says why valid 4-D inputs cannot be served, or None."""
 
 
 class Implementation(NamedTuple):
@@ -72,11 +72,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, impl: str, scale
     """
     if reason := unsupported_reason(impl, q, k, v, causal=causal, scale=scale):
         raise ValueError(f"attention {impl!r} cannot serve this request: {reason}")
-    return _named(impl).serve(q, k, v, causal, scale)
+    o = _named(impl).serve(*_four_d(q, k, v), causal, scale)
+    return o if q.ndim == 4 else o.squeeze(1)
 
 
 def attention_op(impl: str) -> Callable[..., Tensor]:
-    """Return ``impl`` as the function (q, k, v, *, causal) -> o that ``ModelOps`` takes.
+    """Return ``impl`` as the function (q, k, v, *, causal) -> o that ``ModelOps`` takes, of inputs with heads.
 
     The function checks nothing, so ask ``unsupported_reason`` once before.
 
@@ -96,7 +97,8 @@ def unsupported_reason(
         ValueError: there is no such implementation, or no implementation could take these inputs.
     """
     refuse = _named(impl).refuse
-    return refuse(q, k, v, causal, validate(q, k, v, scale=scale))
+    shape = validate(q, k, v, scale=scale)
+    return refuse(*_four_d(q, k, v), causal, shape)
 
 
 def _named(impl: str) -> Implementation:
@@ -104,9 +106,9 @@ def _named(impl: str) -> Implementation:
     return _IMPLEMENTATIONS[impl]
 
 
-def _four_d(x: Tensor) -> Tensor:
+def _four_d(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Add a head dimension of one where there is none."""
-    return x if x.ndim == 4 else x.unsqueeze(1)
+    return (q, k, v) if q.ndim == 4 else (q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1))
 
 
 def _off_cuda(impl: str, q: Tensor) -> str | None:
@@ -122,8 +124,7 @@ def _empty_batch(shape: AttentionShape) -> str | None:
 def _reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
     if scale is not None:
         q = q * (scale * q.shape[-1] ** 0.5)
-    o = materialised_attention(_four_d(q), _four_d(k), _four_d(v), causal=causal)
-    return o if q.ndim == 4 else o.squeeze(1)
+    return materialised_attention(q, k, v, causal=causal)
 
 
 @functools.cache
@@ -171,12 +172,9 @@ def _sdpa(backend: SDPBackend, accepts: Callable[..., bool]) -> Implementation:
     """One of torch's kernels, which torch is asked about by ``accepts``."""
 
     def serve(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-        grouped = q.ndim == 4 and q.shape[1] != k.shape[1]
+        grouped = q.shape[1] != k.shape[1]
         with sdpa_kernel(backend):
-            o = F.scaled_dot_product_attention(
-                _four_d(q), _four_d(k), _four_d(v), is_causal=causal, scale=scale, enable_gqa=grouped
-            )
-        return o if q.ndim == 4 else o.squeeze(1)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
 
     def refuse(q: Tensor, k: Tensor, v: Tensor, causal: bool, shape: AttentionShape) -> str | None:
         if backend == SDPBackend.CUDNN_ATTENTION and (reason := _empty_batch(shape)):
@@ -190,7 +188,7 @@ def _sdpa(backend: SDPBackend, accepts: Callable[..., bool]) -> Implementation:
             on_any_device = backend == SDPBackend.FLASH_ATTENTION
             return None if on_any_device else f"it needs a CUDA device, the inputs are on {q.device.type}"
         grouped = shape.heads != shape.kv_heads
-        params = torch.backends.cuda.SDPAParams(_four_d(q), _four_d(k), _four_d(v), None, 0.0, causal, grouped)
+        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, grouped)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             if accepts(params, True):

@@ -106,7 +106,6 @@ def sliding_window(window: int) -> Variant:
     """
     if window < 1:
         raise ValueError(f"a sliding window must hold at least the query itself: {window}")
-
     return Variant(f"window {window}", mask_mod=lambda b, h, q, k: (k <= q) & (q - k < window))
 
 
@@ -161,7 +160,6 @@ def relative_bias(table: Tensor) -> Variant:
     if table.ndim != 2 or table.shape[1] % 2 == 0:
         raise ValueError(f"a table of relative biases must be (heads, 2 max_distance + 1): {tuple(table.shape)}")
     max_distance = table.shape[1] // 2
-
     return Variant(
         f"relative bias {max_distance}",
         score_mod=lambda score, b, h, q, k: score + table[h, (k - q).clamp(-max_distance, max_distance) + max_distance],
@@ -178,7 +176,6 @@ def softcap(cap: float) -> Variant:
     """
     if not (math.isfinite(cap) and cap > 0):
         raise ValueError(f"a soft cap must be finite and positive: {cap}")
-
     return Variant(f"softcap {cap:g}", score_mod=lambda score, b, h, q, k: cap * torch.tanh(score / cap))
 
 
@@ -219,7 +216,7 @@ def variant_attention(
     scale: float | None = None,
     block_mask: BlockMask | None = None,
 ) -> Tensor:
-    """FlexAttention of one variant; shapes as in ``shapes.validate``, o like q. A query that sees no key gives 0.
+    """FlexAttention of one variant; 4-D shapes as in ``shapes.validate``, o like q. A query that sees no key gives 0.
 
     It is compiled but on a CPU, where that takes half a minute.
 
@@ -238,16 +235,13 @@ def variant_attention(
             f"FlexAttention has no backward on a CPU for {variant.name!r}: "
             "call it under torch.no_grad(), on another device, or use dense_attention"
         )
-    if not shape.four_d:
-        q, k, v = q[:, None], k[:, None], v[:, None]
     if block_mask is None:
         block_mask = make_block_mask(variant, shape, q.device)
     mod, offset = variant.score_mod, shape.offset
     score_mod = (lambda score, b, h, q, k: mod(score, b, h, q + offset, k)) if mod and offset else mod
     with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
         options = variant.kernel_options or None
-        o = _flex(compiled)(q, k, v, score_mod, block_mask, scale, enable_gqa=True, kernel_options=options)
-    return o if shape.four_d else o[:, 0]
+        return _flex(compiled)(q, k, v, score_mod, block_mask, scale, enable_gqa=True, kernel_options=options)
 
 
 def dense_mask(variant: Variant, shape: AttentionShape, device: torch.device | str = "cpu") -> Tensor:
@@ -269,9 +263,6 @@ def dense_attention(
 ) -> tuple[Tensor, Tensor]:
     """The oracle: (o, lse) as ``oracle_attention`` returns them, with every score in memory and every gradient."""
     shape = validate(q, k, v, scale=scale)
-    if not shape.four_d:
-        o, lse = dense_attention(q[:, None], k[:, None], v[:, None], variant, scale=scale)
-        return o[:, 0], lse[:, 0]
     scores = dense_scores(variant, scaled_scores(q, k, shape, scale))
     return attend(scores, dense_mask(variant, shape, q.device), v, shape)
 
@@ -287,6 +278,8 @@ def _flex(compiled: bool) -> Any:
 
 
 def _check(variant: Variant, shape: AttentionShape, device: torch.device) -> None:
+    if not shape.four_d:
+        raise ValueError(f"{variant.name!r} takes (batch, heads, sequence, d_head), got inputs without heads")
     for operand in variant.operands:
         found, wanted, where = tuple(operand.tensor.shape), operand.wanted_shape(shape), operand.tensor.device
         if found != wanted:

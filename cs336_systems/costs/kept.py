@@ -31,15 +31,13 @@ from dataclasses import dataclass
 from math import prod
 
 from cs336_systems.config import ModelConfig, Precision, Recipe, did_you_mean
-from cs336_systems.costs.memory import WIDE, SavedTensor, total_bytes
+from cs336_systems.costs.memory import WIDE
 from cs336_systems.hardware import Hardware
 
 STORED = Recipe()
 """The recipe of matmuls on tensors as they are stored."""
 SCALED_BLOCK = 128
 """Numbers that share a scale by block."""
-SLOPES_BLOCK = (8, 256)
-"""Tokens and columns of SwiGLU's result that share a steepest slope (``kernels/swiglu.py``)."""
 
 LEVELS = ("input", "attention", "products", "all")
 
@@ -84,17 +82,6 @@ KEPT = (
 """The rows in the order of their levels."""
 OPERANDS = tuple(row.name for row in KEPT if row.operand)
 """Names of the rows that nothing but matmuls loads."""
-
-RECOMPUTED_WORDS = {
-    "normed1": "first norm",
-    "qkv": "q, k, v",
-    "attended": "attention",
-    "residual": "output projection",
-    "normed2": "second norm",
-    "gate_up": "gate and up",
-    "product": "SwiGLU",
-}
-"""The operation that recomputes each tensor which is not kept, in the order of forward."""
 
 
 def kept_names(keep: str, *, quantized: bool = False) -> tuple[str, ...]:
@@ -178,21 +165,13 @@ def recomputed_flops(config: ModelConfig, batch_size: int, seq_len: int, keep: s
     return products + (attention if "attended" not in names else 0)
 
 
-def kept_tensors(
-    config: ModelConfig,
-    batch_size: int,
-    seq_len: int,
-    precision: Precision,
-    keep: str,
-    recipe: Recipe = STORED,
-    *,
-    fused: bool = False,
-) -> list[SavedTensor]:
-    """The tensors that one block keeps, with shapes and bytes.
+def kept_sizes(
+    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, keep: str, recipe: Recipe = STORED
+) -> dict[str, int]:
+    """Bytes of each tensor that one block keeps, by name.
 
     Args:
         recipe: of its matmuls; ``STORED`` for a block that a recipe skips.
-        fused: whether its kernels are fused: with a scale for each tensor, these keep SwiGLU's slopes.
 
     Raises:
         ValueError: no such level or switch, or a precision with autocast, in which these blocks do not run.
@@ -201,37 +180,29 @@ def kept_tensors(
         raise ValueError(f"blocks with a hand-written backward run in one dtype: {precision.name} is not served")
     sizes = _sizes(config, batch_size, seq_len)
     names, narrow = kept_names(keep), precision.parameter_bytes
-    found = []
-    if recipe.scaling == "tensor" and recipe.quantized:
-        found.append(SavedTensor("absmax", "input", (4,), WIDE))
-        if fused:
-            blocks = tuple(-(-sizes[letter] // n) for letter, n in zip("RF", SLOPES_BLOCK, strict=True))
-            found.append(SavedTensor("slopes", "input", blocks, WIDE))
+    found = {"absmax": 4 * WIDE} if recipe.scaling == "tensor" and recipe.quantized else {}
     for row in (row for row in KEPT if row.name in names):
-        shape = tuple(sizes[letter] for letter in row.shape)
-        if not (row.operand and recipe.quantized):
-            n_bytes = max(narrow, WIDE) if row.statistic else narrow
-            found.append(SavedTensor(row.name, row.level, shape, n_bytes))
-            continue
-        tokens, width = shape
-        scale = {"tensor": (), "row": (width, 1), "block": (width, -(-tokens // SCALED_BLOCK))}[recipe.scaling]
-        found.append(SavedTensor(row.name, row.level, (width, tokens), 1))
-        found.append(SavedTensor(f"{row.name}_scale", row.level, scale, WIDE))
+        shape = [sizes[letter] for letter in row.shape]
+        if row.operand and recipe.quantized:
+            tokens, width = shape
+            scales = {"tensor": 1, "row": width, "block": width * -(-tokens // SCALED_BLOCK)}[recipe.scaling]
+            found |= {row.name: tokens * width, f"{row.name}_scale": scales * WIDE}
+        else:
+            found[row.name] = prod(shape) * (max(narrow, WIDE) if row.statistic else narrow)
     return found
 
 
 def bytes_kept(
     config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, keep: str, recipe: Recipe = STORED
 ) -> int:
-    """Bytes that one block keeps; arguments and errors as of ``kept_tensors``."""
-    return total_bytes(kept_tensors(config, batch_size, seq_len, precision, keep, recipe))
+    """Bytes that one block keeps; arguments and errors as of ``kept_sizes``."""
+    return sum(kept_sizes(config, batch_size, seq_len, precision, keep, recipe).values())
 
 
 @dataclass(frozen=True)
 class Recomputed:
     """The part of one block's forward that its backward recomputes."""
 
-    names: tuple[str, ...]
     flops: int
     """FLOPs of matmuls and attention, causal."""
     traffic_bytes: int
@@ -254,16 +225,15 @@ def recomputed(config: ModelConfig, batch_size: int, seq_len: int, precision: Pr
         ValueError: no such level or switch.
     """
     kept = kept_names(keep)
-    names = tuple(name for name in RECOMPUTED_WORDS if name not in kept)
     tokens, width = batch_size * seq_len, precision.parameter_bytes
     stream = tokens * config.d_model * width
     traffic = {
         "normed1": 2 * stream,
         "qkv": 2 * tokens * (config.d_query + config.d_kv) * width,  # rotated in place
         "residual": 4 * stream,  # and its norm
-        "normed2": 0 if "residual" in names else 2 * stream,
+        "normed2": 2 * stream if "residual" in kept else 0,
         "product": tokens * config.d_ff * width,  # written in the pass of SwiGLU's backward
     }
     attention = 2 * tokens * seq_len * config.d_query
     flops = recomputed_flops(config, batch_size, seq_len, keep, attention)
-    return Recomputed(names, flops, sum(traffic.get(name, 0) for name in names))
+    return Recomputed(flops, sum(n_bytes for name, n_bytes in traffic.items() if name not in kept))

@@ -32,7 +32,7 @@ from typing import NamedTuple
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
 from cs336_systems.costs.flops import forward_flops, model_flops
 from cs336_systems.costs.kept import LEVELS as ALL_LEVELS
-from cs336_systems.costs.kept import kept_tensors, recomputed, recomputed_flops
+from cs336_systems.costs.kept import kept_sizes, recomputed, recomputed_flops
 from cs336_systems.costs.memory import WIDE, rotary_bytes
 from cs336_systems.hardware import Hardware
 
@@ -159,7 +159,7 @@ class StreamedWork:
     def _item_bytes(self) -> dict[str, int]:
         config, width = self.config, self.precision.parameter_bytes
         context = self.chunk * 2 * config.d_kv
-        of = {tensor.name: tensor.n_bytes for tensor in kept_tensors(config, *self.batch, self.precision, "products")}
+        of = kept_sizes(config, *self.batch, self.precision, "products")
         apart = context * width if self.is_long else 0
         return {
             "weights": self.layer_bytes,

@@ -25,7 +25,7 @@ from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.speed_of_light import least_ms
 from cs336_systems.declared import flag, like, option, options_of
 from cs336_systems.experiments.driver import Experiment, Stage
-from cs336_systems.experiments.options import RankedCase, RankedRun, in_turns, training_cells, within_budget
+from cs336_systems.experiments.options import RankedCase, RankedRun, in_turns, training_cells
 from cs336_systems.experiments.ranked import (
     SCALING,
     SENT,
@@ -131,9 +131,6 @@ class Asked(RankedRun):
     peer_checkpoint: tuple[str, ...] = ()
     """Also measure torch's FSDP2 at its fastest (compiled, cuDNN's attention, torch's fused AdamW) beside every cell,
     with these --checkpoint policies."""
-    memory_budget_gib: float | None = None
-    """Choose what our hand-written blocks keep: what recomputes least among all whose predicted peak fits; the first
-    blocks may keep more than the rest."""
     trace: Path | None = None
     """Folder for a recording (torch.profiler) and a picture of rank 0 per cell, in the first repeat."""
     recorded: tuple[Implementation, ...] = ()
@@ -152,10 +149,10 @@ _PEER: dict[str, Any] = {
 
 
 def make_cells(options: Any) -> list[FullyShardedCell]:
-    """The grid; under a memory budget with what blocks are to keep, which is told on stderr.
+    """The grid, in turns with its peers.
 
     Raises:
-        ValueError: a value that no cell can have, or a budget that nothing fits.
+        ValueError: a value that no cell can have.
     """
     asked = {name: getattr(options, name) for name in _OF_OURS}
     for name, values in asked.items():
@@ -166,14 +163,8 @@ def make_cells(options: Any) -> list[FullyShardedCell]:
     ways = [dict(zip(asked, values, strict=True)) for values in itertools.product(*asked.values())]
     sides = [{"fsdp": name, **way} for name in options.fsdp for way in (ways if name == OURS else [_OF_OURS])]
     cells = training_cells(FullyShardedCell, options, inner=sides)
-    if options.memory_budget_gib is not None and (
-        options.keep is not None or not any(cell.written_out for cell in cells)
-    ):
-        raise ValueError("--memory-budget-gib chooses what blocks of --kernels fused keep, without --keep")
     policies = [canonical_policy(policy) for policy in options.peer_checkpoint]
-    turns = in_turns(cells, lambda cell: [replace(cell, **_PEER, checkpoint=policy) for policy in policies])
-    ours = (lambda cell: "step", lambda cell: cell.fsdp == OURS and cell.written_out)
-    return within_budget(turns, options.memory_budget_gib, *ours, mixed=True)
+    return in_turns(cells, lambda cell: [replace(cell, **_PEER, checkpoint=policy) for policy in policies])
 
 
 def stages(options: Any, cells: Sequence[FullyShardedCell], outcomes: list[Outcome]) -> list[Stage]:

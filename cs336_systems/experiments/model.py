@@ -9,6 +9,8 @@ conventions.
 from __future__ import annotations
 
 import functools
+import math
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +19,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cs336_systems.case import RECIPE, TrainingCase
 from cs336_systems.config import MODES
+from cs336_systems.costs.checkpointing import KEEP_MATMULS
 from cs336_systems.costs.flops import hardware_flops, model_flops
 from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.declared import flag, like, names_in, option, options_in, options_of
 from cs336_systems.experiments.driver import Experiment, Stage, presented
-from cs336_systems.experiments.options import Compile, TimedCase, TrainingRun, in_turns, training_cells, within_budget
-from cs336_systems.hardware import find_hardware
+from cs336_systems.experiments.options import Compile, TimedCase, TrainingRun, in_turns, training_cells
+from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:
@@ -116,7 +119,43 @@ def make_cells(options: Any) -> list[ModelCell]:
         return [replace(cell, **_PEER, compile=how) for how in options.peer_compile]
 
     turns = in_turns(training_cells(ModelCell, options), peers)
-    return within_budget(turns, options.memory_budget_gib, lambda cell: cell.mode, lambda cell: True)
+    return turns if options.memory_budget_gib is None else _within_budget(turns, options.memory_budget_gib)
+
+
+def _within_budget(cells: Sequence[ModelCell], budget_gib: float) -> list[ModelCell]:
+    """The cells as they recompute least within the budget; what was chosen for them is said on stderr.
+
+    Raises:
+        ValueError: the budget is no size, or nothing fits it.
+    """
+    if not 0 < budget_gib < math.inf:
+        raise ValueError(f"--memory-budget-gib must be positive and finite, got {budget_gib:g}")
+    from cs336_systems.costs.planner import cheapest_keep, cheapest_policy
+    from cs336_systems.harness.memory import is_predictable, predicted_peak
+    from cs336_systems.training.activation_checkpointing import unsupported_reason
+
+    def chosen(cell: ModelCell) -> tuple[ModelCell, str]:
+        def peak(case: Any) -> Any:
+            """The predicted peak, of autograd with eager reference attention, which other attentions stay below."""
+            eager = {} if case.written_out else {"attention": "reference", "compile": "off"}
+            return predicted_peak(replace(case, **eager), mode=cell.mode)
+
+        if cell.written_out:
+            found = cheapest_keep(cell, cell.mode, int(budget_gib * GIB), peak)
+            return replace(cell, keep=found.choice), f"keep {found}"
+        selective = unsupported_reason(KEEP_MATMULS, cell.attention) is None
+        found = cheapest_policy(cell, cell.mode, int(budget_gib * GIB), peak, selective=selective)
+        limit = "" if is_predictable(cell) else " (the peak of eager reference attention: this should need less)"
+        return replace(cell, checkpoint=found.choice), f"{found}{limit}"
+
+    fitted, notes = [], []
+    for cell in cells:
+        fitting, found = chosen(cell)
+        fitted.append(fitting)
+        what = str(cell).replace(f" keep {cell.keep}", "", 1)
+        notes.append(f"{what} within {budget_gib:g} GiB, least recomputation: {found}")
+    print(*dict.fromkeys(notes), sep="\n", file=sys.stderr)
+    return fitted
 
 
 def ceiling_cells(options: Any) -> list[CeilingCell]:

@@ -9,7 +9,6 @@ import functools
 import itertools
 import math
 import operator
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,11 +16,9 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from cs336_systems.case import RECIPE, UNCAPTURED_STEPS, TrainingCase, kept_as
 from cs336_systems.config import resolve_size
-from cs336_systems.costs.checkpointing import KEEP_MATMULS, canonical_policy
+from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import default_keep
-from cs336_systems.costs.planner import cheapest_keep, cheapest_policy
 from cs336_systems.declared import flag, like, names_in, option, option_name, options_in
-from cs336_systems.hardware import GIB
 from cs336_systems.refusals import command_refusal
 from cs336_systems.report.command_line import Format
 
@@ -176,58 +173,6 @@ def in_turns(cells: Sequence[Cell], peers: Callable[[Cell], Iterable[Cell]]) -> 
         beside = list(dict.fromkeys(peer for cell in turn for peer in peers(cell)))
         turns += [*turn, *beside] if repeat % 2 == 0 else [*reversed(beside), *turn]
     return turns
-
-
-def within_budget(
-    cells: Sequence[Cell],
-    budget_gib: float | None,
-    mode: Callable[[Cell], str],
-    chosen: Callable[[Cell], bool],
-    *,
-    mixed: bool = False,
-) -> list[Cell]:
-    """The cells as they recompute least within ``--memory-budget-gib``; what was chosen for them is said on stderr.
-
-    Args:
-        mode: the mode in which a cell runs.
-        chosen: whether what a cell keeps is to be chosen.
-        mixed: whether blocks with a hand-written backward may differ in what they keep.
-
-    Raises:
-        ValueError: the budget is no size, or nothing fits it.
-    """
-    if budget_gib is None:
-        return list(cells)
-    if not 0 < budget_gib < math.inf:
-        raise ValueError(f"--memory-budget-gib must be positive and finite, got {budget_gib:g}")
-    from cs336_systems.harness.isolation import reports
-    from cs336_systems.harness.memory import is_predictable, predicted_peak
-    from cs336_systems.training.activation_checkpointing import unsupported_reason
-
-    def peak(case: Any, **how: Any) -> Any:
-        """The predicted peak, of autograd with eager reference attention, which other attentions stay below."""
-        eager = {} if case.written_out else {"attention": "reference", "compile": "off"}
-        return predicted_peak(replace(case, **eager), **how)
-
-    budget, fitted, notes = int(budget_gib * GIB), list(cells), list[str]()
-    for i, cell in enumerate(cells):
-        if not chosen(cell):
-            continue
-        how = {"mode": mode(cell)} | ({"world_size": cell.world_size} if isinstance(cell, RankedCase) else {})
-        peak_of = functools.partial(peak, **how)
-        if cell.written_out:
-            found = cheapest_keep(cell, mode(cell), budget, peak_of, mixed=mixed)
-            fitted[i] = replace(cell, keep=found.choice)
-        else:
-            selective = unsupported_reason(KEEP_MATMULS, cell.attention) is None
-            found = cheapest_policy(cell, mode(cell), budget, peak_of, selective=selective)
-            fitted[i] = replace(cell, checkpoint=found.choice)
-        what = str(cell).replace(f" keep {cell.keep}", "", 1)
-        limit = "" if is_predictable(cell) else " (the peak of eager reference attention: this should need less)"
-        notes.append(f"{what} within {budget_gib:g} GiB, least recomputation: {found}{limit}")
-    if reports():
-        print(*dict.fromkeys(notes), sep="\n", file=sys.stderr)
-    return fitted
 
 
 def _recipes(options: Any) -> list[dict[str, Any]]:

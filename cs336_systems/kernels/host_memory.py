@@ -165,7 +165,9 @@ def host_slab(n_bytes: int, device: torch.device) -> Slab:
         return Slab(imagined_on_host(n_bytes))
     free = allowed_host_bytes()
     if n_bytes > free:
-        raise RuntimeError(f"a host slab of {_gib(n_bytes)} GiB is asked for, and {_gib(free)} GiB are free here")
+        raise RuntimeError(
+            f"a host slab of {n_bytes / GIB:.2f} GiB is asked for, and {free / GIB:.2f} GiB are free here"
+        )
     if n_bytes == 0:
         return Slab(torch.empty(0, dtype=torch.uint8))
     pages = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -186,12 +188,8 @@ def _pin(pages: mmap.mmap, address: int, n_bytes: int, device: torch.device) -> 
         error = cudart.cudaHostRegister(address, n_bytes, 0)
     if int(error):
         why = cudart.cudaGetErrorString(error)
-        raise RuntimeError(f"a host slab of {_gib(n_bytes)} GiB cannot be pinned: {why}")
+        raise RuntimeError(f"a host slab of {n_bytes / GIB:.2f} GiB cannot be pinned: {why}")
     weakref.finalize(pages, cudart.cudaHostUnregister, address).atexit = False
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / GIB:.2f}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,26 +199,14 @@ class Coming:
     tensors: list[Tensor]
     done: torch.cuda.Event | None
     """None if the values are there already."""
+    hosts: Sequence[Tensor] = ()
+    """Where they go, if that is to the host."""
 
     def wait(self) -> list[Tensor]:
         """Let the device's current stream wait for the values; the host does not wait."""
         if self.done is not None:
             torch.cuda.current_stream(self.tensors[0].device).wait_event(self.done)
         return self.tensors
-
-
-@dataclass(frozen=True, eq=False)
-class _Leaving(Coming):
-    """Tensors on the device whose values are on their way to the host."""
-
-    hosts: list[Tensor]
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def goes_to(self, hosts: Sequence[Tensor]) -> bool:
-        return list(map(id, hosts)) == list(map(id, self.hosts))
 
 
 class HostLink:
@@ -233,12 +219,12 @@ class HostLink:
     def __init__(self, device: torch.device, in_flight_bytes: int = 0) -> None:
         self.device, self.in_flight_bytes = device, in_flight_bytes
         self._inward, self._outward = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
-        self._leaving: deque[_Leaving] = deque()
+        self._leaving: deque[Coming] = deque()
 
     def fetch(self, hosts: Sequence[Tensor]) -> Coming:
         """Start copies to the device, or return the source of a send to these very tensors that is still under way."""
         for leaving in reversed(self._leaving):  # the newest, if several went to the same place
-            if leaving.goes_to(hosts):
+            if list(map(id, leaving.hosts)) == list(map(id, hosts)):
                 self._leaving.remove(leaving)
                 return leaving
         tensors = [torch.empty_like(host, device=self.device) for host in hosts]
@@ -247,9 +233,10 @@ class HostLink:
     def send(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
         """Start copying the tensors' present values to the host; nobody may change the tensors after that."""
         done = self._copy(self._outward, hosts, tensors)
-        self._leaving.append(_Leaving(list(tensors), done, list(hosts)))
-        while len(self._leaving) > 1 and sum(one.n_bytes for one in list(self._leaving)[:-1]) > self.in_flight_bytes:
-            self._leaving.popleft().wait()
+        self._leaving.append(Coming(list(tensors), done, list(hosts)))
+        before = sum(tensor.nbytes for one in list(self._leaving)[:-1] for tensor in one.tensors)
+        while before > self.in_flight_bytes:
+            before -= sum(tensor.nbytes for tensor in self._leaving.popleft().wait())
 
     def release(self) -> None:
         """Let the device wait for everything that was sent, and drop the tensors that were kept alive for it."""

@@ -61,52 +61,42 @@ def schedule_times(plan: Plan, schedule: Schedule, rates: Rates) -> LaneTimes:
 
 
 def _timed_as(operation: Operation) -> str:
-    fixed = operation.kind is Kind.OPTIMIZER and operation.layer < 0
-    return "fixed optimizer" if fixed else str(operation.kind)
+    return "fixed optimizer" if operation.kind is Kind.OPTIMIZER and operation.layer < 0 else str(operation.kind)
 
 
-class _Clock:
-    """Keeps track of what has ended before each operation, and finds what it must wait for besides."""
+class _Waits:
+    """Finds what each operation must wait for, by what has ended before it and who uses its slots and places."""
 
     def __init__(self) -> None:
-        self.known: list[tuple[int, ...]] = []
+        self._known: list[tuple[int, ...]] = []
         """The last operation of each lane that has ended when an operation has, by operation, then lane."""
-        self.lanes: list[int] = []
+        self._lanes: list[int] = []
         self._last: list[int] = [-1] * len(LANES)
+        self._writer: dict[Slot | Place, int] = {}
+        """The operation that wrote last."""
+        self._readers: dict[Slot | Place, list[int]] = defaultdict(list)
+        """The operations that have read since."""
 
-    def add(self, lane: str, needed: set[int]) -> tuple[int, ...]:
-        """Adds the next operation of a lane, which needs those to have ended; returns what it has to wait for."""
-        own, index = LANES.index(lane), len(self.known)
-        known = list(self.known[self._last[own]]) if self._last[own] >= 0 else [-1] * len(LANES)
+    def add(self, lane: str, reads: Sequence[Slot | Place], writes: Sequence[Slot | Place]) -> tuple[int, ...]:
+        """Adds the next operation of a lane; returns the operations that it has to wait for."""
+        needed = {self._writer[where] for where in (*reads, *writes) if where in self._writer}
+        needed.update(*(self._readers[where] for where in writes))
+        own, index = LANES.index(lane), len(self._known)
+        known = list(self._known[self._last[own]]) if self._last[own] >= 0 else [-1] * len(LANES)
         waits = []
         for j in sorted(needed, reverse=True):  # the latest first: it may imply the others
-            if known[self.lanes[j]] < j:
+            if known[self._lanes[j]] < j:
                 waits.append(j)
-                known = [max(pair) for pair in zip(known, self.known[j], strict=True)]
-        known[own] = index
-        self.known.append(tuple(known))
-        self.lanes.append(own)
-        self._last[own] = index
-        return tuple(sorted(waits))
-
-
-class _Conflicts:
-    """Keeps track of which operation wrote last and which have read since, by slot or place."""
-
-    def __init__(self) -> None:
-        self._writer: dict[Slot | Place, int] = {}
-        self._readers: dict[Slot | Place, list[int]] = defaultdict(list)
-
-    def needs(self, reads: Sequence[Slot | Place], writes: Sequence[Slot | Place]) -> set[int]:
-        found = {self._writer[where] for where in (*reads, *writes) if where in self._writer}
-        return found.union(*(self._readers[where] for where in writes))
-
-    def used(self, index: int, reads: Sequence[Slot | Place], writes: Sequence[Slot | Place]) -> None:
+                known = [max(pair) for pair in zip(known, self._known[j], strict=True)]
+        known[own] = self._last[own] = index
+        self._known.append(tuple(known))
+        self._lanes.append(own)
         for where in writes:
             self._writer[where], self._readers[where] = index, []
         for where in reads:
             if where not in writes:
                 self._readers[where].append(index)
+        return tuple(sorted(waits))
 
 
 @dataclass(frozen=True)
@@ -126,7 +116,7 @@ class _Builder:
         self.plan, self.tasks = plan, tasks
         self.stays, self.sizes = find_stays(plan, tasks)
         self.operations: list[Operation] = []
-        self.clock, self.conflicts = _Clock(), _Conflicts()
+        self.waits = _Waits()
         self.place_counts: dict[str, int] = defaultdict(int)
         self.free_places: dict[str, deque[Place]] = defaultdict(deque)
         """Places of each region in the order in which they were left."""
@@ -179,7 +169,7 @@ class _Builder:
             last: dict[Item, int] = {}
             written: dict[Item, int] = {}
             for t, use in stay.uses:
-                first.setdefault(use.item, (t, use.creates))
+                first.setdefault(use.item, (t, not use.reads))
                 last[use.item] = t
                 if use.writes:
                     written[use.item] = t
@@ -214,42 +204,32 @@ class _Builder:
             if t >= 0:
                 self._compute(self.tasks[t], self.held_at | where[t])
                 for copy in evictions.get(t, ()):
-                    self._evict(copy)
+                    self._copy(copy, Kind.EVICT)
             for copy in sorted(fetches.get(t, ()), key=lambda copy: copy.need):
-                self._fetch(copy)
+                self._copy(copy, Kind.FETCH)
 
     def _compute(self, task: Task, slots: Mapping[Item, Slot]) -> None:
         reads = tuple(Held(use.item, slots[use.item]) for use in task.uses if use.reads)
         writes = tuple(Held(use.item, slots[use.item]) for use in task.uses if use.writes)
         at = task.layer, task.round, task.chunk
-        waits = self._waits(Lane.COMPUTE, [held.slot for held in reads], [held.slot for held in writes])
+        waits = self.waits.add(Lane.COMPUTE, [held.slot for held in reads], [held.slot for held in writes])
         operation = Operation(task.kind, *at, reads, writes, waits, level=task.level, accumulate=task.accumulate)
         self.operations.append(operation)
 
-    def _evict(self, copy: _Copy) -> None:
-        item, place = copy.item, self.places.get(copy.item) or self._take_place(copy.item)
+    def _copy(self, copy: _Copy, kind: Kind) -> None:
+        """Places a copy, a fetch or an evict."""
+        item, out = copy.item, kind is Kind.EVICT
+        place = self.places.get(item) or self._take_place(item)
         held, n_bytes = (Held(item, copy.slot),), self.plan.work.item_bytes(item.what)
-        waits = self._waits(Lane.OUT, [copy.slot], [place])
+        waits = self.waits.add(Lane.OUT, [copy.slot], [place]) if out else self.waits.add(Lane.IN, [place], [copy.slot])
+        reads, writes = (held, ()) if out else ((), held)
         at = item.layer, item.round, item.chunk
-        self.operations.append(Operation(Kind.EVICT, *at, held, (), waits, place, n_bytes))
-
-    def _fetch(self, copy: _Copy) -> None:
-        item, place = copy.item, self.places[copy.item]
-        held, n_bytes = (Held(item, copy.slot),), self.plan.work.item_bytes(item.what)
-        waits = self._waits(Lane.IN, [place], [copy.slot])
-        at = item.layer, item.round, item.chunk
-        self.operations.append(Operation(Kind.FETCH, *at, (), held, waits, place, n_bytes))
+        self.operations.append(Operation(kind, *at, reads, writes, waits, place, n_bytes))
+        if out:
+            return
         self.fetches_left[item] -= 1
         if not self.fetches_left[item] and not is_state(self.plan, item):
             self.free_places[place.region].append(self.places.pop(item))
-
-    def _waits(self, lane: Lane, reads: Sequence[Slot | Place], writes: Sequence[Slot | Place]) -> tuple[int, ...]:
-        """Indices of the operations that the next one waits for."""
-        found = self.clock.add(lane, self.conflicts.needs(reads, writes))
-        self.conflicts.used(len(self.operations), reads, writes)
-        return found
-
-    # the host
 
     def _home(self, item: Item) -> Place:
         """A new place for an item."""

@@ -11,7 +11,6 @@ optimizer adds stays below 2 % of it, unless its tokens are given.
 import gc
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain, product
@@ -269,8 +268,13 @@ class _Search:
     def rate(self, plan: Plan) -> float:
         """Simulated tokens per second; 0 if the plan does not fit."""
         if plan not in self.tried:
-            with _without_collector():
+            collects = gc.isenabled()
+            gc.disable()  # looking for cycles among the small objects of a schedule takes half of the time to build it
+            try:
                 self.tried[plan] = self._simulate(plan)
+            finally:
+                if collects:
+                    gc.enable()
         return self.tried[plan]
 
     def _simulate(self, plan: Plan) -> float:
@@ -342,20 +346,6 @@ def _gib(n_bytes: float) -> str:
     """GiB, rounded up to a tenth, or to two digits of what is smaller."""
     step = 10.0 ** min(-1, math.floor(math.log10(n_bytes / GIB)) - 1)
     return f"{math.ceil(round(n_bytes / GIB / step, 6)) * step:.10g}"
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Keeps Python from looking for cycles among the thousands of small objects of a schedule, which has none: that
-    takes half of the time to build it.
-    """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _ranked(rated: Iterable[tuple[Plan, float]]) -> list[Plan]:

@@ -124,8 +124,8 @@ class Memory:
         self.rings, self.regions = schedule.rings, schedule.regions
         self.device_slab = device_slab(sum(aligned(ring.n_bytes) for ring in self.rings.values()), device)
         self.host_slab = host_slab(sum(aligned(region.n_bytes) for region in self.regions.values()), device)
-        self._rings = {name: _piece(self.device_slab, ring.n_bytes) for name, ring in self.rings.items()}
-        self._regions = {name: _piece(self.host_slab, region.n_bytes) for name, region in self.regions.items()}
+        self._rings = {name: self.device_slab.take((ring.n_bytes,), torch.uint8) for name, ring in self.rings.items()}
+        self._regions = {name: self.host_slab.take((of.n_bytes,), torch.uint8) for name, of in self.regions.items()}
         self.tensors, self.run_of = cache(self._tensors), cache(self._run_of)
         self.slot_bytes, self.place_bytes = cache(self._slot_bytes), cache(self._place_bytes)
 
@@ -158,10 +158,6 @@ class Memory:
         if n_bytes > size:
             raise ValueError(f"{what} has {n_bytes} bytes, {where} {size}")
         return memory[where.index * size : where.index * size + n_bytes]
-
-
-def _piece(slab: Slab, n_bytes: int) -> Tensor:
-    return slab.take((n_bytes,), torch.uint8)
 
 
 class Fixed:

@@ -32,16 +32,11 @@ GROUPED = ("context", "dcontext")
 
 @dataclass(frozen=True)
 class Use:
-    """How an operation uses an item."""
+    """How an operation uses an item; one that does not read it needs nothing of what it held before."""
 
     item: Item
     reads: bool
     writes: bool
-
-    @property
-    def creates(self) -> bool:
-        """Whether nothing is needed of what the item held before."""
-        return not self.reads
 
 
 @dataclass(frozen=True)
@@ -335,13 +330,11 @@ class _Sweep:
             live.pop(victim).returns = True
 
     def _needed_again(self, unit: Unit, i: int) -> bool:
-        """Whether a later use reads what lies there."""
-        return i < len(self.uses[unit]) and not self._is_new(unit, i)
-
-    def _is_new(self, unit: Unit, i: int) -> bool:
-        """Whether a use writes the unit anew, a sequence with its first chunk."""
+        """Whether a later use reads what lies there, instead of writing it anew, a sequence with its first chunk."""
+        if i == len(self.uses[unit]):
+            return False
         use = self.uses[unit][i][1]
-        return use.creates and use.item == unit.item
+        return use.reads or use.item != unit.item
 
     def _stays(self, unit: Unit, i: int) -> bool:
         """Whether a unit may not leave: x on its way to the next layer, and gradients of activations."""

@@ -66,7 +66,9 @@ def checkpointed_stack(policy: str, stack: Stack, *, compiled: bool = False) -> 
         return _selective_stack(policy, stack, compiled)
     if compiled:
         raise ValueError(f"checkpoint policy {policy!r} runs compiled blocks and is not compiled itself")
-    return stack if policy == "none" else functools.partial(_run_policy, policy, stack)
+    if policy == "none":
+        return stack
+    return lambda blocks, *how: _run_plan(make_plan(policy, len(blocks)), stack, blocks, *how)
 
 
 def unsupported_reason(policy: str, attention: str) -> str | None:
@@ -81,10 +83,6 @@ def unsupported_reason(policy: str, attention: str) -> str | None:
         f"{policy} keeps results of operators, and those of attention {attention!r} are hidden or many; it can be had "
         f"with {', '.join(_WITH_VISIBLE_PRODUCTS)}"
     )
-
-
-def _run_policy(policy: str, stack: Stack, blocks: Sequence[Block], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _run_plan(make_plan(policy, len(blocks)), stack, blocks, x, cos, sin)
 
 
 def _run_plan(plan: Segments, stack: Stack, blocks: Sequence[Block], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -136,16 +134,10 @@ class _Keep:
 
     def __call__(self, _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         name = op.name()
-        keep = name in FUSED_ATTENTION or (name in _PRODUCTS and (self.matmuls or self._with_values(name)))
-        if name == "aten::_softmax":
-            self.after_softmax = True
+        with_values = self.after_softmax and name == "aten::bmm"
+        self.after_softmax = name == "aten::_softmax" or (self.after_softmax and not with_values)
+        keep = name in FUSED_ATTENTION or with_values or (self.matmuls and name in _PRODUCTS)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def _with_values(self, name: str) -> bool:
-        found = self.after_softmax and name == "aten::bmm"
-        if found:
-            self.after_softmax = False
-        return found
 
 
 def _keep_matmuls_contexts() -> tuple[Any, Any]:

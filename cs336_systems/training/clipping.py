@@ -52,7 +52,13 @@ class GradientGuard:
         Args:
             loss: this rank's, one element on the device; if it is given on one rank, it is on all.
         """
-        _scaled_step(optimizer, *self.scale(*self._norm_and_loss(model, optimizer, loss)))
+        scale, skipped = self.scale(*self._norm_and_loss(model, optimizer, loss))
+        inner = optimizer.local if isinstance(optimizer, ShardedOptimizer) else optimizer
+        if isinstance(inner, torch.optim.AdamW):  # which torch's own GradScaler tells so
+            inner.grad_scale, inner.found_inf = scale.reciprocal(), skipped  # type: ignore[attr-defined]
+            optimizer.step()
+        else:
+            optimizer.step(grad_scale=scale)  # type: ignore[call-overload]
 
     def scale(self, norm: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Note norm and loss; returns (factor for the gradients, NaN to pass over them; 1 if that is so, else 0).
@@ -114,13 +120,3 @@ def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list
     if not isinstance(optimizer, ShardedOptimizer) or optimizer.world_size == 1:
         return None, whole
     return (None, whole) if optimizer.reduce_gradients is None else (optimizer.reduced_gradients(), [])
-
-
-def _scaled_step(optimizer: torch.optim.Optimizer, scale: Tensor, skipped: Tensor) -> None:
-    """Step with gradients times ``scale``, or not at all where ``skipped`` is 1."""
-    inner = optimizer.local if isinstance(optimizer, ShardedOptimizer) else optimizer
-    if isinstance(inner, torch.optim.AdamW):  # which torch's own GradScaler tells so
-        inner.grad_scale, inner.found_inf = scale.reciprocal(), skipped  # type: ignore[attr-defined]
-        optimizer.step()
-    else:
-        optimizer.step(grad_scale=scale)  # type: ignore[call-overload]

@@ -92,26 +92,10 @@ def test_every_budget_gets_what_takes_least_time_and_fits_in_few_predictions():
     for part in range(6):
         budget, asked = SMALLEST + (LARGEST - SMALLEST) * part // 5, Asked(predict)
         found = cheapest_keep(LLAMA, "step", budget, asked)
-        assert found.seconds == pytest.approx(EVERY[found.choice][0])
         assert found.peak_bytes == EVERY[found.choice][1] <= budget
-        assert all(peak > budget for seconds, peak in EVERY.values() if seconds < found.seconds * 0.999)
+        assert all(peak > budget for seconds, peak in EVERY.values() if seconds < EVERY[found.choice][0] * 0.999)
         assert asked.times <= 8
-    assert found.choice == "all" and not found.recomputes
-    with pytest.raises(ValueError, match=f"40 GiB for llama3-8b.* {SMALLEST / GIB:.4g} GiB, with keep input"):
+    assert (found.choice, found.extra_flops) == ("all", 0)
+    with pytest.raises(ValueError, match=f"40 GiB for llama3-8b.* {SMALLEST / GIB:.4g} GiB, with input"):
         cheapest_keep(LLAMA, "step", 40 * GIB, predict)
-    assert cheapest_keep(LLAMA, "forward", 200 * GIB, predict).recomputes == ()
-
-
-def test_mixes_keep_more_in_as_many_blocks_as_fit():
-    for part in range(1, 6, 2):
-        budget = SMALLEST + (LARGEST - SMALLEST) * part // 5 - 1
-        alike = cheapest_keep(LLAMA, "step", budget, predict)
-        mixed = cheapest_keep(LLAMA, "step", budget, predict, mixed=True)
-        assert mixed.peak_bytes <= budget
-        more, less = mixed.choice.split("+")
-        number, more = more.split("x", 1)
-        one_more = f"{int(number) + 1}x{more}+{less}" if int(number) < 31 else more
-        assert predict(replace(LLAMA, keep=one_more)).n_bytes > budget, "one block more does not fit"
-        seconds = (int(number) * EVERY[more][0] + (32 - int(number)) * EVERY[less][0]) / 32
-        assert mixed.seconds == pytest.approx(seconds) and seconds < alike.seconds
-    assert cheapest_keep(LLAMA, "step", LARGEST, predict, mixed=True).choice == "all"
+    assert cheapest_keep(LLAMA, "forward", 200 * GIB, predict).extra_flops == 0

@@ -15,7 +15,6 @@ from cs336_systems.experiments.options import (
     check_options,
     small_defaults_note,
     training_cells,
-    within_budget,
 )
 from cs336_systems.report.command_line import parse
 
@@ -134,15 +133,6 @@ def test_the_grid_varies_what_a_question_compares_fastest_and_repeats_it_whole_a
     grid = [(w, d, n) for w in (2, 1) for d in ("fp32", "bf16") for n in (1, 2)]
     assert kinds == [(0, *kind) for kind in grid] + [(1, *kind) for kind in reversed(grid)]
     assert {cell.compile for cell in cells} == {"on"}
-
-
-def test_a_budget_is_for_cells_that_are_to_be_chosen_for_and_is_a_size():
-    cells = training_cells(BucketCell, ONE_RANK)
-    assert within_budget(cells, None, lambda cell: "step", lambda cell: True) == cells
-    assert within_budget(cells, 1.0, lambda cell: "step", lambda cell: False) == cells
-    for budget in (0.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"--memory-budget-gib .*{budget:g}"):
-            within_budget(cells, budget, lambda cell: "step", lambda cell: True)
 
 
 def test_the_note_names_what_stands_at_the_smaller_default():
