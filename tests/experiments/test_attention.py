@@ -18,7 +18,6 @@ from cs336_systems.experiments.attention import (
     Options,
     comparison_table,
     make_cells,
-    scaling_figure,
     time_over,
 )
 from cs336_systems.experiments.attention_measure import make_variant, measure_attention
@@ -46,14 +45,6 @@ def test_every_grid_has_the_cells_of_its_shapes():
     assert {(cell.batch_size, cell.d_head) for cell in pytorch} == {(8, d) for d in (16, 32, 64, 128)}
     assert {cell.mask for cell in variants} == set(VARIANTS)
     assert {(cell.d_head, cell.length) for cell in cells_of("attention")} == {(64, 256), (64, 1024)}
-
-
-def test_implementations_are_interleaved_at_each_shape_and_a_dtype_shares_a_process():
-    arguments = ("--grid", "flash", "--dtype", "fp32", "bf16", "--repeat", "2", "--impl", "tiled", "reference")
-    cells = cells_of("attention", *arguments)
-    turns = [(0, "tiled"), (0, "reference"), (1, "reference"), (1, "tiled")]
-    wanted = [(dtype, n, *turn) for dtype in ("bf16", "fp32") for n in (256, 1024) for turn in turns]
-    assert [(cell.dtype, cell.length, cell.repeat, cell.impl) for cell in cells] == wanted
 
 
 def test_bad_values_are_named():
@@ -152,20 +143,3 @@ def test_repeats_are_pooled_and_compared_with_their_neighbours():
     assert list(comparison_table(pd.concat([rows, again])).frame["peer / flash"]) == ["1.25"] * 3
     with pytest.raises(KeyError, match="other"):
         time_over(rows, "forward", "other", "flash")
-
-
-def test_a_figure_of_one_shape_and_of_what_memory_ended():
-    ran = [r for i in range(9) for n in (128, 4096) for r in rows_of(f"impl {i}", n, kept=n * n / 1e9, length=n)]
-    older = [r for n in (128, 4096) for r in rows_of("impl 0", 7.0, kept=7.0, length=n)]
-    ended = [row("impl 0", "", None, status="oom", length=8192)]
-    figure = scaling_figure(pd.DataFrame(older + ran + ended))
-    times, memory = figure.axes
-    assert "no memory for impl 0 from 8,192" in figure.get_supxlabel()
-    assert [label.get_text() for label in figure.legends[0].get_texts()] == [f"impl {i}" for i in range(9)]
-    drawn = [bars[0] for bars in times.containers]
-    assert all((list(line.get_xdata()), list(line.get_ydata())) == ([128, 4096], [384, 12288]) for line in drawn)
-    assert len({(line.get_color(), line.get_marker()) for line in drawn}) == len(ATTENTIONS)
-    assert list(memory.containers[0][0].get_ydata()) == pytest.approx([n * n / 1e9 for n in (128, 4096)])
-    with pytest.raises(ValueError, match="takes one shape"):
-        scaling_figure(pd.DataFrame(ran + rows_of("flash", 1.0, d_head=128)))
-    assert scaling_figure(pd.DataFrame(ended)) is None

@@ -208,12 +208,6 @@ def test_ways_that_differ_in_all_are_compared_by_their_fastest():
     assert column("/ FSDP2", *twins)[0][:5] == "0.713", "the one of the same settings, not the fastest"
 
 
-def test_ranks_scale_against_one_of_the_same_implementation():
-    rates = (("ours", 390.0, 4), ("torch", 380.0, 4), ("ours", 100.0, 1))
-    rows = [made_up(fsdp, (rate,), "tokens_per_s", world_size=n, steps=10 // n) for fsdp, rate, n in rates]
-    assert column("scaling %", *rows) == ["97.5", "–", "100.0"]
-
-
 PARTS = {"forward_products": 800.0, "forward_attention": 500.0, "backward_products": 1250.0, "backward_idle": 2.0}
 
 

@@ -2,7 +2,6 @@
 
 import sys
 
-import pandas as pd
 import pytest
 import torch
 
@@ -10,9 +9,7 @@ from cs336_systems.case import Unsupported
 from cs336_systems.experiments.kernel_measure import _outputs, errors, measure_kernel
 from cs336_systems.experiments.kernel_subjects import PEERS as PEERS_KERNELS
 from cs336_systems.experiments.kernel_subjects import SUBJECTS
-from cs336_systems.experiments.kernels import KERNELS, PEERS, KernelCell, Options, make_cells, shares_figure
-from cs336_systems.harness.record import Metric, parse_samples
-from tests.report.rows import make_cell
+from cs336_systems.experiments.kernels import KERNELS, PEERS, KernelCell, Options, make_cells
 
 CPU = torch.device("cpu")
 
@@ -42,11 +39,6 @@ def test_torchs_and_ours_in_fp8_compute_every_formula(kernel):
     for function in functions:
         for metric in errors(subject, function, gradients):
             assert metric.samples[0] < (0.04 if "quantize" in kernel else 1e-6), metric
-
-
-def test_every_peer_that_is_named_has_a_function():
-    assert {how: tuple(kernels) for how, kernels in PEERS_KERNELS.items()} == PEERS
-    assert set(SUBJECTS) == set(KERNELS)
 
 
 def test_what_cannot_be_measured_is_unsupported(monkeypatch):
@@ -79,37 +71,6 @@ def test_bandwidth_is_of_the_bytes_that_must_move(monkeypatch):
         assert found[f"{name}_bandwidth"] == pytest.approx([1e-6 * n_bytes / ms for ms in found[name]])
         assert found[f"{name}_copy_share"] == pytest.approx([2 * rate for rate in found[f"{name}_bandwidth"]])
     assert {name for name in found if name.startswith("error")} == {"error_out", "error_grad_x", "error_grad_weight"}
-
-
-def shares(kernel, how, width, *shares, rows=16_384):
-    metrics = [
-        Metric(f"{name}_copy_share", "% of copy", [share])
-        for name, share in zip(("forward", "backward"), shares, strict=False)
-    ]
-    gpu = {"gpu": "NVIDIA H200", "device": "cuda", "dtype": "bf16"}
-    return make_cell(*metrics, kernel=kernel, how=how, width=width, rows=rows, **gpu)
-
-
-def test_a_panel_for_each_kernel_and_pass_and_a_line_for_each_way():
-    cells = [
-        shares("rms_norm", "ours", 4096, 93, 85),
-        shares("rms_norm", "ours", 896, 60, 50),
-        shares("rms_norm", "liger", 4096, 87, 40),
-        shares("adamw", "ours", 4096, 94),
-        shares("rms_norm", "ours", 4096, 95, 86, rows=4096),
-        shares("linear_cross_entropy", "ours", 4096, 1),
-    ]
-    figure = shares_figure(parse_samples(pd.DataFrame([row for rows in cells for row in rows])))
-    found = {
-        axes.get_title(): [list(zip(*bars[0].get_data(), strict=True)) for bars in axes.containers]
-        for axes in figure.axes
-        if axes.get_visible()
-    }
-    assert found == {
-        "rms_norm\nforward": [[(0, 60), (1, 93)], [(1, 87)]],
-        "rms_norm\nbackward": [[(0, 50), (1, 85)], [(1, 40)]],
-        "adamw\nforward": [[(0, 94)]],
-    }
 
 
 @pytest.mark.gpu

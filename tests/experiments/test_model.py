@@ -92,19 +92,6 @@ def drawn(*cells):
     return *lines, [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_a_line_for_each_size_and_dtype_against_context_and_for_each_way_against_size():
-    sizes, dtypes, contexts = ("small", "medium"), ("fp32", "autocast-bf16"), [128, 256, 512]
-    grid = [(size, dtype, context) for size in sizes for dtype in dtypes for context in contexts]
-    cells = [measured(c / 10, context_length=c, size=size, dtype=dtype) for size, dtype, c in grid]
-    times, shares, legend = drawn(*cells, make_cell(status="oom", message="no room", context_length=1024))
-    assert times == [(contexts, [12.8, 25.6, 51.2])] * 4
-    assert shares == [(contexts, [40.0] * 3)] * 4
-    assert legend == [*sizes, *dtypes]
-    ways = ("off", "on", "whole-model")
-    times, _, legend = drawn(*(measured(10.0, size=size, compile=how) for size in sizes for how in ways))
-    assert [line[0] for line in times] == [[0, 1]] * 3 and legend == list(ways)
-
-
 def test_the_largest_mode_is_drawn_and_the_newest_row_of_each_cell():
     times, shares, _ = drawn(
         measured(1.0, mode="forward", context_length=128),
@@ -141,8 +128,3 @@ def test_every_policy_is_a_named_point():
     assert {(120.0, 80.0), (110.0, 60.0), (180.0, 29.0)} <= points, "none is the median of repeats"
     assert (135.0, pytest.approx(55.0)) in list(predicted)
     assert len(other.texts) == 2
-
-
-def test_without_several_policies_of_one_model_nothing_is_drawn():
-    assert frontier_figure(make_frame(ceiling())) is None
-    assert frontier_figure(make_frame(kept("full", 1.0, 1.0), kept("none", 1.0, 1.0, size="xl"))) is None

@@ -6,14 +6,13 @@ from typing import Any, ClassVar
 import pytest
 
 from cs336_systems.case import Parallel, TrainingCase
-from cs336_systems.declared import like, option, options_in, options_of, plain_values
+from cs336_systems.declared import like, option, options_in, options_of
 from cs336_systems.experiments.options import (
     RankedCase,
     RankedRun,
     TimedCase,
     TrainingRun,
     check_options,
-    small_defaults_note,
     training_cells,
 )
 from cs336_systems.report.command_line import parse
@@ -80,12 +79,6 @@ def test_a_command_line_follows_from_the_fields():
     }
 
 
-def test_a_caption_leaves_out_plain_values_but_for_what_is_always_shown():
-    plain = plain_values(BucketCell)
-    assert {"kernels": "reference", "accumulate": "1", "colour": "red"}.items() <= plain.items()
-    assert not {"dtype", "attention", "bucket_size_mb", "device", "seed", "repeat"} & set(plain)
-
-
 def test_every_option_of_a_case_reaches_its_cells():
     """A value for each that is not plain comes back from the grid of one cell."""
     other = {"size": "tiny", "batch_size": 3, "context_length": 64, "dtype": "bf16", "attention": "hopper"}
@@ -133,10 +126,3 @@ def test_the_grid_varies_what_a_question_compares_fastest_and_repeats_it_whole_a
     grid = [(w, d, n) for w in (2, 1) for d in ("fp32", "bf16") for n in (1, 2)]
     assert kinds == [(0, *kind) for kind in grid] + [(1, *kind) for kind in reversed(grid)]
     assert {cell.compile for cell in cells} == {"on"}
-
-
-def test_the_note_names_what_stands_at_the_smaller_default():
-    note = small_defaults_note(replace(Options.default("cpu"), steps=5))
-    assert note == "On a CPU the defaults shrink: --batch-size 2 8."
-    assert small_defaults_note(replace(Options.default("cpu"), batch_size=(1,), steps=5)) == ""
-    assert small_defaults_note(replace(Options.default("cuda"), device="cuda")) == ""

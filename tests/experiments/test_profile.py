@@ -108,14 +108,3 @@ def test_without_cuda_the_block_is_accounted_for(tmp_path, changes):
 
 
 # ---- pictures
-
-
-def test_a_step_is_drawn_with_its_phases_peak_and_categories(watched):
-    figure, peak = memory_digest.timeline_figure(watched.history), watched.history.peak()
-    notes = [text.get_text() for text in figure.axes[0].texts]
-    assert [note.split("\n")[0] for note in notes[:3]] == ["forward", "backward", "optimizer"]
-    assert notes[3] == f"peak {peak.n_bytes / MIB:.2f} MiB"
-    shown = dict(entry.get_text().split("\n") for entry in figure.legends[0].get_texts())
-    assert list(shown) == ["temporaries", "activations", "gradients", "optimizer state", "parameters", "other"]
-    assert shown["activations"].startswith(f"{peak.by_category['activations'] / MIB:.2f} MiB (")
-    assert max(patch.get_data().values.max() for patch in figure.axes[0].patches) * MIB == pytest.approx(peak.n_bytes)

@@ -1,18 +1,14 @@
 """The benchmark of steps under caps: its grid, what it refuses, a simulation, and a tiny model that really runs."""
 
 import json
-import math
 import re
-import sys
 from dataclasses import replace
-from functools import partial
 
-import pandas as pd
 import pytest
 import torch
 
 from cs336_systems.case import Unsupported
-from cs336_systems.experiments.streaming import Options, heatmaps, make_cells
+from cs336_systems.experiments.streaming import Options, make_cells
 from cs336_systems.experiments.streaming_measure import case_of, measure, measure_peer
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.record import read_rows
@@ -69,23 +65,6 @@ def test_bad_values_are_named(arguments, value):
         cells_of("streaming", *arguments)
 
 
-def test_a_plan_is_explained_and_a_next_gib_is_that_of_a_plan_within_it(capsys, monkeypatch):
-    module = sys.modules[measure.__module__]
-    monkeypatch.setattr(module, "choose", partial(module.choose, effort=2_000))
-    small, large = cells_of("streaming", "--gpu", "h200", "--size", "llama3-1b", "--device-gib", "6", "7",
-                            "--host-gib", "24", "--tokens-per-step", "65536", "--chunk", "8192")  # fmt: skip
-    rates = [
-        {metric.name: metric for metric in measure(cell, explain=cell is small)}["simulated_tokens_per_s"]
-        for cell in (small, large)
-    ]
-    gain = rates[1].samples[0] / rates[0].samples[0] - 1
-    brings = f"{100 * gain:.1f} % more tokens per second" if gain > 0.0005 else "nothing"
-    title, *sentences = capsys.readouterr().out.strip().splitlines()
-    assert title == "llama3-1b 8,192 within 6 / 24 GiB:"
-    assert sentences[-2] == f"  One more GiB of device memory would bring {brings}."
-    assert any(re.search(r"it is bound by \w+", sentence) for sentence in sentences)
-
-
 def test_a_large_model_is_not_run_on_a_cpu():
     (cell,) = cells_of("streaming", "--size", "llama3-1b", "--device-gib", "16")
     with pytest.raises(Unsupported, match="--gpu h200"):
@@ -129,17 +108,3 @@ def test_a_tiny_model_runs_under_caps_on_a_cpu(tmp_path, capsys):
         *(f"benchmark_streaming_timeline_tiny_64_{gib}_0.001.png" for gib in ("0.001", "0.002")),
         "benchmark_streaming_tiny_64.png",
     ]
-
-
-def test_heatmaps_of_measured_cells_stand_apart_from_simulated_ones():
-    shared = {"gpu": "H", "device": "cuda", "size": "s", "context_length": 8, "chunk": 0, "tokens_per_step": 0}
-    shared |= {"status": "ok", "argv": "", "commit": "", "host": "", "timestamp": "2026-01-01T00:00:00"}
-    measured = [shared | {"simulated_device": "", "device_gib": gib, "host_gib": 9, "median": gib} for gib in (1, 2)]
-    rows = [cell | {"metric": "tokens_per_s"} for cell in measured]
-    simulated = shared | {"simulated_device": "H200", "device_gib": 1, "host_gib": 9, "median": 1}
-    rows += [simulated | {"metric": "simulated_tokens_per_s"}]
-    assert [name for name, _ in heatmaps(pd.DataFrame(rows))] == ["s_8", "s_8_H200"]
-    failed = measured[0] | {"host_gib": 4, "status": "predicted-oom", "metric": "", "median": math.nan}
-    ((_, figure),) = heatmaps(pd.DataFrame([*rows[:2], failed]))
-    texts = {text.get_text(): text.get_color() for text in figure.axes[0].texts}
-    assert texts == {"1": "white", "2": "black", "none": "black"}
