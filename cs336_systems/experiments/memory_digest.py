@@ -28,9 +28,16 @@ from cs336_systems.hardware import GIB
 from cs336_systems.harness.memory import is_predictable, predicted_bytes
 from cs336_systems.harness.record import Metric
 from cs336_systems.model import ModelOps, TransformerBlock
-from cs336_systems.profiling.memory_history import CATEGORIES, OTHER, Allocation, MemoryHistory, Moment
-from cs336_systems.profiling.memory_profile import MemoryProfile, profile_memory
-from cs336_systems.profiling.residuals import Residuals, block_residuals
+from cs336_systems.profiling.memory import (
+    CATEGORIES,
+    OTHER,
+    Allocation,
+    MemoryHistory,
+    MemoryProfile,
+    Moment,
+    profile_memory,
+)
+from cs336_systems.profiling.residuals import ACTIVATION, GRADIENT, block_residuals
 from cs336_systems.report.figures import save
 from cs336_systems.training import check_supported
 from cs336_systems.training.assemble import case_ops
@@ -57,7 +64,7 @@ def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path) -> 
     profile = profile_memory(case, mode, raw / f"{name}.pickle") if device.type == "cuda" else None
     gc.collect()
     block = account_block(case)
-    frames, metrics = {"residuals": residual_frame(block)}, list[Metric]()
+    frames, metrics = {"residuals": block}, list[Metric]()
     if profile is not None:
         where = torch.cuda.get_device_name(device)
         save(timeline_figure(profile.history, f"{case}, mode {mode}, on {where}"), out / f"{name}.png")
@@ -65,12 +72,17 @@ def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path) -> 
         metrics += peak_metrics(profile)
     for kind, frame in frames.items():
         frame.to_csv(out / f"{name}-{kind}.csv", index=False, float_format="%.6g")
-    metrics.append(Metric("eager_block_activations_mib", "MiB", [block.activation_mib]))
-    return [*metrics, Metric("block_gradients_mib", "MiB", [block.gradient_mib])]
+    mib = block.groupby("kind")["mib"].sum()
+    for name, kind in (("eager_block_activations_mib", ACTIVATION), ("block_gradients_mib", GRADIENT)):
+        metrics.append(Metric(name, "MiB", [float(mib[kind])]))
+    return metrics
 
 
-def account_block(case: TrainingCase) -> Residuals:
-    """The tensors that one block keeps at the case's batch and context, without checkpointing between blocks."""
+def account_block(case: TrainingCase) -> pd.DataFrame:
+    """The tensors that one block keeps, and its gradients, at the case's batch and context.
+
+    There is no checkpointing between blocks.
+    """
     arguments = (*case.work, case.precision, torch.device(case.device))
     account = partial(block_residuals, *arguments, ops=case_ops(case))
     return account(make=partial(_written_out_block, case)) if case.written_out else account()
@@ -115,12 +127,6 @@ def allocation_frame(history: MemoryHistory) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns).sort_values("mib", ascending=False, kind="stable")
 
 
-def residual_frame(block: Residuals) -> pd.DataFrame:
-    """Every tensor that the block keeps, and every gradient."""
-    gradients = block.gradients.rename(columns={"parameter": "module"}).assign(kind="gradient")
-    return pd.concat([block.tensors, gradients])[block.tensors.columns]
-
-
 def unit_of(peak: Moment) -> tuple[str, int]:
     """The unit in which a peak is shown, and its bytes."""
     return next((found for found in _UNITS.items() if peak.n_bytes >= found[1] / 10), ("KiB", 1024))
@@ -130,8 +136,8 @@ def timeline_figure(history: MemoryHistory, title: str = "") -> Figure:
     """Bytes alive after every event, stacked by category; the legend tells them at the peak.
 
     The x axis counts allocations and frees, as PyTorch's viewer does: the host makes them ahead of the device, so that
-    on a clock a phase is a burst and a wait. Phases are named above with their time under watch. Single allocations are
-    shown by pytorch.org/memory_viz, which reads the snapshot.
+    on a clock a phase is a burst and a wait. Phases are named above. Single allocations are shown by
+    pytorch.org/memory_viz, which reads the snapshot.
     """
     live, peak = history.live_bytes(), history.peak()
     unit, scale = unit_of(peak)
@@ -158,7 +164,7 @@ def timeline_figure(history: MemoryHistory, title: str = "") -> Figure:
     for phase in history.phases:
         axes.axvline(phase.start, color="black", linewidth=0.8, linestyle=":")
         upright = 90 if phase.end - phase.start < _NARROW * history.n_events else 0
-        place, label = ((phase.start + phase.end) / 2, 0.985), f"{phase.name}\n{phase.ms:,.0f} ms"
+        place, label = ((phase.start + phase.end) / 2, 0.985), phase.name
         above = axes.get_xaxis_transform()
         axes.text(*place, label, transform=above, ha="center", va="top", rotation=upright, fontsize=9)
     at, left = (peak.event + 0.5, peak.n_bytes / scale), peak.event > history.n_events / 2

@@ -85,7 +85,7 @@ class PeakMeter:
         """The most bytes that were asked for on a GPU: the peak without what the allocator rounds up; None on a CPU.
 
         By default a block that is free already is handed out whole if less than 1 MiB of it would be left over, so that
-        the peaks of programs that need the same memory may differ; ``profiling/memory_profile.py`` tells by how much.
+        the peaks of programs that need the same memory may differ; ``profiling/memory.py`` tells by how much.
         """
         if self.device.type != "cuda":
             return None

@@ -9,13 +9,12 @@ import pytest
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.experiments import memory_digest, profile_digest
-from cs336_systems.profiling.memory_history import reconstruct
-from cs336_systems.profiling.memory_profile import MemoryProfile
+from cs336_systems.profiling.memory import MemoryProfile
 from cs336_systems.profiling.traces.queries import times
 from cs336_systems.report.tables import digits
 from cs336_systems.training import TrainingCase
 from tests.experiments.profiles import golden_profile
-from tests.profiling.snapshots import simulated_snapshot
+from tests.profiling.snapshots import simulated_history
 
 CASE = TrainingCase.of(MODEL_SIZES["tiny"], batch_size=2)
 ROUNDING = 12_288
@@ -30,9 +29,8 @@ def profile():
 @pytest.fixture(scope="module")
 def watched():
     """A training step watched on the CPU."""
-    history = reconstruct(simulated_snapshot(CASE, "step"))
-    peak = history.peak().n_bytes + ROUNDING
-    return MemoryProfile(CASE, "step", history, peak, peak, Path("raw/x.pickle"))
+    history = simulated_history(CASE, "step")
+    return MemoryProfile(CASE, "step", history, history.peak().n_bytes + ROUNDING)
 
 
 def test_phases_stand_beside_the_clock(profile):

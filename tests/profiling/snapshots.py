@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,46 +12,42 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.profiling import memory_profile
-from cs336_systems.profiling.memory_history import MARK, Snapshot
+from cs336_systems.profiling import memory
+from cs336_systems.profiling.memory import MARK, Label, MemoryHistory, reconstruct
 from cs336_systems.training import TrainingCase, assemble, random_batch
 
-US_PER_EVENT = 1000
 TORCH = str(Path(torch.__file__).parent)
 
 
 class EventLog:
-    """A snapshot under construction, in the form of torch's allocator; one event takes one millisecond."""
+    """A snapshot under construction, in the form of torch's allocator."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self.living: dict[int, int] = {}
-        self.metadata = ""
 
     def exists(self, address: int, size: int) -> None:
         """A block from before the log."""
         self.living[address] = size
 
-    def alloc(self, address: int, size: int, frames: tuple[str, ...] = ()) -> None:
+    def alloc(self, address: int, size: int, frames: tuple[str, ...] = (), metadata: str = "") -> None:
         self.living[address] = size
-        self._event("alloc", address, size, frames=[place(frame) for frame in frames], user_metadata=self.metadata)
+        self.event("alloc", address, size, frames=[place(frame) for frame in frames], user_metadata=metadata)
 
     def free(self, address: int) -> None:
         size = self.living.pop(address)
-        self._event("free_requested", address, size)
-        self._event("free_completed", address, size)
+        self.event("free_requested", address, size)
+        self.event("free_completed", address, size)
 
     def phase(self, name: str) -> None:
-        before, self.metadata = self.metadata, MARK + name
-        self.alloc(1, 1)
-        self.metadata = before
+        self.alloc(1, 1, metadata=MARK + name)
         self.free(1)
 
-    def _event(self, action: str, address: int, size: int, **more: Any) -> None:
-        time_us = US_PER_EVENT * len(self.events)
-        self.events.append({"action": action, "addr": address, "size": size, "stream": 0, "time_us": time_us, **more})
+    def event(self, action: str, address: int, size: int, **more: Any) -> None:
+        self.events.append({"action": action, "addr": address, "size": size, "stream": 0, **more})
 
-    def snapshot(self, labels: list[list[Any]] | None = None) -> Snapshot:
+    def history(self, labels: Sequence[Label] = ()) -> MemoryHistory:
+        """The replay of this log."""
         segments = [
             {
                 "address": address,
@@ -60,7 +57,7 @@ class EventLog:
             }
             for address, size in self.living.items()
         ]
-        return {"segments": segments, "device_traces": [list(self.events)], "labels": labels or []}
+        return reconstruct({"segments": segments, "device_traces": [self.events]}, labels)
 
 
 def place(text: str) -> dict[str, Any]:
@@ -101,31 +98,19 @@ def own_frames() -> tuple[str, ...]:
     return tuple(frames)
 
 
-def simulated_snapshot(case: TrainingCase, mode: str) -> Snapshot:
-    """What ``profile_memory`` would record of the second pass of ``mode``, one block for each storage.
-
-    Under a fake tensor mode the model may be as large as it likes.
-    """
+def simulated_history(case: TrainingCase, mode: str) -> MemoryHistory:
+    """What ``profile_memory`` would find of the second pass of ``mode``, one block for each storage."""
     log = EventLog()
-
-    def annotate(text: str) -> None:
-        log.metadata = text
-
-    patches = {"storage_address": address_of, "annotate": annotate}
-    with WatchedStorages(log), patch.multiple(memory_profile, **patches):
+    with WatchedStorages(log), patch.object(memory, "storage_address", address_of):
         step = assemble(case)
         ids, targets = random_batch(case)
         phases = step.phases(mode, ids, targets)
         for phase in phases.values():
             phase()
         log.events.clear()
-        gradients: list = []
-        with memory_profile.labelled_gradients(step, gradients), memory_profile.named_nodes(step) as name_nodes:
+        gradients: list[Label] = []
+        with memory.labelled_gradients(step, gradients):
             for name, phase in phases.items():
-                annotate("")
                 log.phase(name)
-                if name == "backward":
-                    name_nodes()
                 phase()
-        labels = [*memory_profile.state_labels(step, ids=ids, targets=targets), *gradients]
-        return log.snapshot([[label.address, label.category, label.name] for label in labels])
+        return log.history([*memory.state_labels(step, ids=ids, targets=targets), *gradients])
