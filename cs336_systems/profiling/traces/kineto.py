@@ -157,7 +157,7 @@ def _cpu_operations(events: list[dict[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(OP_COLUMNS))
 
 
-@dataclass(eq=False)
+@dataclass
 class _Operator:
     """One operator and the time that its direct children take, in nanoseconds."""
 
@@ -165,8 +165,6 @@ class _Operator:
     start: int
     end: int
     children_ns: int = 0
-    parent: "_Operator | None" = None
-    kept: bool = False
 
 
 def _working(operators: list[_Operator]) -> list[_Operator]:
@@ -177,14 +175,11 @@ def _working(operators: list[_Operator]) -> list[_Operator]:
         while stack and stack[-1].end <= operator.start:
             stack.pop()
         if stack:
-            operator.parent = stack[-1]
-            operator.parent.children_ns += operator.end - operator.start
+            stack[-1].children_ns += operator.end - operator.start
         stack.append(operator)
-    outermost = []
+    outermost: list[_Operator] = []
     for operator in operators:
-        if operator.parent is not None and operator.parent.kept:
-            operator.kept = True
-        elif 2 * operator.children_ns < operator.end - operator.start:
-            operator.kept = True
+        inside = outermost and operator.start < outermost[-1].end
+        if not inside and 2 * operator.children_ns < operator.end - operator.start:
             outermost.append(operator)
     return outermost
