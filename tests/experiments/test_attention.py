@@ -1,4 +1,4 @@
-"""Attention's benchmark: its grids, a cell on the CPU, variants in dense form, tables and the figure."""
+"""Attention's benchmark: its refusals, a cell on the CPU, variants in dense form, and tables."""
 
 import numpy as np
 import pandas as pd
@@ -9,15 +9,12 @@ import torch.nn.functional as F
 from cs336_systems.attention.shapes import validate
 from cs336_systems.attention.variants import dense_attention
 from cs336_systems.case import Unsupported
-from cs336_systems.config import ATTENTIONS
 from cs336_systems.experiments import attention_measure
 from cs336_systems.experiments.attention import (
     ATTENTION,
     VARIANTS,
     AttentionCell,
-    Options,
     comparison_table,
-    make_cells,
     time_over,
 )
 from cs336_systems.experiments.attention_measure import make_variant, measure_attention
@@ -34,17 +31,6 @@ def cell(**values) -> AttentionCell:
 
 def measured(**values):
     return {metric.name: metric.samples for metric in measure_attention(cell(**values))}
-
-
-def test_every_grid_has_the_cells_of_its_shapes():
-    flash, pytorch, variants = (
-        make_cells(Options(device="cuda", grid=(grid,))) for grid in ("flash", "pytorch", "variants")
-    )
-    assert len(flash) == len(ATTENTIONS) * 2 * 4 * 10
-    assert {cell.length for cell in flash} == {2**power for power in range(7, 17)}
-    assert {(cell.batch_size, cell.d_head) for cell in pytorch} == {(8, d) for d in (16, 32, 64, 128)}
-    assert {cell.mask for cell in variants} == set(VARIANTS)
-    assert {(cell.d_head, cell.length) for cell in cells_of("attention")} == {(64, 256), (64, 1024)}
 
 
 def test_bad_values_are_named():

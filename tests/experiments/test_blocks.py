@@ -1,4 +1,4 @@
-"""Blocks' benchmark: its grid, refusals, ways on the CPU, its figure, and what a GPU keeps beside the prediction."""
+"""Blocks' benchmark: its refusals, ways on the CPU, and what a GPU keeps beside the prediction."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""``benchmark_collectives``: two real ranks, its grid, and table and figure of times that a known link has made."""
+"""``benchmark_collectives``: two real ranks, its grid, and the table of times that a known link has made."""
 
 import json
 

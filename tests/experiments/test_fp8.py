@@ -1,4 +1,4 @@
-"""``benchmark_fp8``: its grid, ways on a CPU, where matmuls are emulated, its figure, and torchao's layers."""
+"""``benchmark_fp8``: its refusals, ways on a CPU, where matmuls are emulated, and torchao's layers."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""``benchmark_fsdp``: its grid, its table and breakdown from made-up rows, and cells measured on two gloo ranks."""
+"""``benchmark_fsdp``: its grid, its table from made-up rows, and cells measured on two gloo ranks."""
 
 from dataclasses import asdict, replace
 
@@ -8,9 +8,7 @@ import pytest
 from cs336_systems.experiments.fully_sharded import (
     FULLY_SHARDED,
     Options,
-    breakdown_table,
     make_cells,
-    recorded_lines,
 )
 from cs336_systems.experiments.fully_sharded_measure import measure
 from cs336_systems.experiments.ranked import Effort
@@ -206,29 +204,3 @@ def test_ways_that_differ_in_all_are_compared_by_their_fastest():
     assert [cell[:5] for cell in column("/ FSDP2", *rows)] == ["0.870", "0.850", "–", "–"]
     twins = made_up("ours", (43, 44)), made_up("torch", (60, 62)), made_up("torch", (50, 50), checkpoint="full")
     assert column("/ FSDP2", *twins)[0][:5] == "0.713", "the one of the same settings, not the fastest"
-
-
-PARTS = {"forward_products": 800.0, "forward_attention": 500.0, "backward_products": 1250.0, "backward_idle": 2.0}
-
-
-def recorded(**settings) -> pd.DataFrame:
-    plain = {"gpu": "NVIDIA H200", "size": "leaderboard-8b", "batch_size": 1, "context_length": 32_768, "dtype": "bf16"}
-    plain |= {"fsdp": "ours", "world_size": 2, "keep": "products", "repeat": 0, "status": "ok", "message": ""}
-    metrics = [Metric("step", "ms", [4300.0]), *(Metric(name, "ms", [ms, ms + 2]) for name, ms in PARTS.items())]
-    return parse_samples(pd.DataFrame([plain | settings | metric.statistics() for metric in metrics]))
-
-
-def test_every_part_of_a_recorded_step_stands_beside_its_bound():
-    (line,) = recorded_lines(recorded())
-    frame = breakdown_table(line).frame.set_index("kind")
-    assert list(frame.index) == ["products", "attention", "elementwise", "optimizer", "communication", "idle", "all"]
-    assert frame.loc["products", ["forward ms", "forward least"]].tolist() == ["801.0", "579.4"]
-    assert frame.loc["products", "above least"] == "561.0"  # 801 + 1,251 less 579.4 and 911.5, unrounded
-    assert frame.loc["all", "step ms"] == f"{sum(PARTS.values()) + 4:,.1f}"
-    assert frame.loc["optimizer", "optimizer least"] == "11.8"
-    for unknown in ({"gpu": ""}, {"keep": "autograd"}, {"dtype": "bf16-compute"}):
-        (line,) = recorded_lines(recorded(**unknown))
-        frame = breakdown_table(line).frame.set_index("kind")
-        assert frame.loc["products", ["forward ms", "forward least", "above least"]].tolist() == ["801.0", "–", "–"]
-    unrecorded = recorded()[recorded()["metric"] == "step"]
-    assert recorded_lines(unrecorded) == []

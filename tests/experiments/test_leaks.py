@@ -65,8 +65,6 @@ def test_kinds_are_interleaved_and_compared_within_a_repeat():
     found = matmul_data.SPEEDS.of(rows).frame.set_index("data")
     assert found["ratio to normal"].to_dict() == {"zeros": "1.150 (1.100–1.200)", "normal": "1.000", "ones": "1.000"}
     assert set(found["W"]) == {"690"} and "MHz" not in found
-    (axes,) = matmul_data.speed_figure(rows).axes
-    assert [bar.get_width() for bar in axes.patches] == [5.0, 7.5, 8.75]
 
 
 def test_the_knee_is_where_the_highest_rates_of_fused_chains_meet():
@@ -88,7 +86,6 @@ def test_the_knee_is_where_the_highest_rates_of_fused_chains_meet():
     assert "at 40 multiply-adds" in table.caption and "a copy at 40." in table.caption
     times = table.frame.set_index(["how", "multiply-adds"])["x the first"]
     assert (times["compiled", 128], times["eager", 16]) == ("3.20", "32.00")
-    assert roofline_knee.time_figure(rows[rows["how"] == roofline_knee.EAGER]) is None
 
 
 def test_a_graph_is_compared_with_launching_one_by_one():
@@ -98,9 +95,6 @@ def test_a_graph_is_compared_with_launching_one_by_one():
         measured.append((cell, {"eager": 6.0, "issue": 5.0, "compiled": 7.0, "graph": size / 1024}))
     rows = rows_of(*measured)
     assert launch_overhead.TIMES.of(rows).frame["eager / graph"].tolist() == ["96.00", "1.50"]
-    lines = {bars.get_label(): bars[0] for bars in launch_overhead.time_figure(rows).axes[0].containers}
-    assert list(lines["matmul, graph"].get_xdata()) == [8, 2**15], "KiB of a bf16 matrix"
-    assert list(lines["matmul, graph"].get_ydata()) == [0.0625, 4.0]
 
 
 def test_time_is_sorted_into_families():
@@ -126,10 +120,6 @@ def test_shares_of_flops_and_time_are_bars_of_100():
         measured.append((cell, found))
     rows = rows_of(*measured)
     assert flops_against_time.SHARES.of(rows).frame["matmul: % of time"].tolist() == ["20.0", "50.0"]
-    (axes,) = flops_against_time.shares_figure(rows).axes
-    widths = [[bar.get_width() for bar in bars] for bars in axes.containers]
-    assert widths[0] == pytest.approx([96, 20, 50]) and widths[1] == pytest.approx([1, 20, 12.5])
-    assert [bar.get_x() + bar.get_width() for bar in axes.containers[-1]] == pytest.approx([100] * 3)
 
 
 def test_a_cpu_measures_each():

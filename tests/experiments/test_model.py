@@ -1,4 +1,4 @@
-"""``benchmark_model``: its rates by hand, the peers beside its cells, and its figures from made-up rows."""
+"""``benchmark_model``: its rates by hand, the peers beside its cells, and its figure from made-up rows."""
 
 import pytest
 
@@ -10,7 +10,6 @@ from cs336_systems.experiments.model import (
     frontier_figure,
     make_cells,
     rates,
-    step_figure,
     step_table,
 )
 from cs336_systems.hardware import hardware_named
@@ -77,33 +76,7 @@ def test_the_ratio_is_of_one_turn_and_told_of_written_out_blocks():
     assert "/ compiled" not in step_table(make_frame(cells[1])).frame
 
 
-# ---- figures
-
-
-def measured(milliseconds: float, share: str = "mfu", **settings):
-    step = ms("step", 0.9 * milliseconds, milliseconds, 1.1 * milliseconds)
-    return make_cell(step, rate(share, 40.0), **settings)
-
-
-def drawn(*cells):
-    """The points of each line by axes (time, share), and the legend."""
-    figure = step_figure(make_frame(*cells))
-    lines = [[tuple(map(list, bars[0].get_data())) for bars in axes.containers] for axes in figure.axes]
-    return *lines, [text.get_text() for text in figure.legends[0].get_texts()]
-
-
-def test_the_largest_mode_is_drawn_and_the_newest_row_of_each_cell():
-    times, shares, _ = drawn(
-        measured(1.0, mode="forward", context_length=128),
-        measured(2.0, context_length=256),
-        measured(3.0, context_length=128),
-        measured(5.0, context_length=256),
-        *(measured(6.0, context_length=512), ceiling()),
-        make_cell(status="oom", message="no room", context_length=512, argv="a later command"),
-    )
-    assert times == [([128, 256], [3.0, 5.0])]
-    assert shares == [([128, 256], [40.0, 40.0])]
-    assert step_figure(make_frame(ceiling(), make_cell(status="oom", message="no room"))) is None
+# ---- the figure
 
 
 def kept(policy: str, step_ms: float, peak_gib: float, **settings) -> list:

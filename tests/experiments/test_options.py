@@ -1,4 +1,4 @@
-"""What follows from a declared step: options, a grid of cells, captions; and faults told before anything runs."""
+"""What follows from a declared step: options, a grid of cells; and faults told before anything runs."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

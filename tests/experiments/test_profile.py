@@ -1,4 +1,4 @@
-"""What is written about a profile: tables and files of the golden trace, of a memory profile, and its pictures."""
+"""What is written about a profile: tables and files of the golden trace and of a memory profile."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +10,6 @@ from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.experiments import memory_digest, profile_digest
 from cs336_systems.profiling.memory import MemoryProfile
-from cs336_systems.profiling.traces.queries import times
-from cs336_systems.report.tables import digits
 from cs336_systems.training import TrainingCase
 from tests.experiments.profiles import golden_profile
 from tests.profiling.snapshots import simulated_history
@@ -31,15 +29,6 @@ def watched():
     """A training step watched on the CPU."""
     history = simulated_history(CASE, "step")
     return MemoryProfile(CASE, "step", history, history.peak().n_bytes + ROUNDING)
-
-
-def test_phases_stand_beside_the_clock(profile):
-    frame = profile_digest.phase_table(profile).frame.set_index("phase")
-    assert list(frame.index) == ["forward", "backward", "optimizer", "step"]
-    assert frame["harness ms"].tolist() == ["5.50", "9.50", "0.500", "15.5"]
-    found = times(profile.trace, profile.trace.instances("backward", inside="step"))
-    assert frame.loc["backward", "GPU busy ms"] == digits(found.unioned_ms)
-    assert frame.loc["backward", "operations"] == "204"
 
 
 def test_classes_of_kernels_add_up(profile):

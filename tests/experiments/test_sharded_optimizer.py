@@ -1,4 +1,4 @@
-"""The sharded optimizer's benchmark: its grid, what it refuses, and tables of a real, tiny measurement."""
+"""The sharded optimizer's benchmark: bytes of a real, tiny measurement are those predicted."""
 
 from dataclasses import asdict
 

@@ -1,4 +1,4 @@
-"""The benchmark of steps under caps: its grid, what it refuses, a simulation, and a tiny model that really runs."""
+"""The benchmark of steps under caps: its grid, what it refuses, and a tiny model that really runs."""
 
 import json
 import re

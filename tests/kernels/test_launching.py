@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from cs336_systems.kernels.launching import ceil_div, next_power_of_2
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336_systems.kernels.quantize import quantize, transpose_bytes
 from cs336_systems.kernels.rms_norm import rms_norm
@@ -84,8 +83,3 @@ def test_a_gpu_is_needed_where_kernels_are_compiled(monkeypatch: pytest.MonkeyPa
         (lambda: transpose_bytes(x.to(torch.float8_e4m3fn)), said),
         (lambda: linear_cross_entropy(x, x, torch.zeros(16, dtype=torch.int64), fused=True), said),
     )
-
-
-def test_host_arithmetic() -> None:
-    assert [ceil_div(n, 64) for n in (1, 64, 65)] == [1, 1, 2]
-    assert [next_power_of_2(n) for n in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]

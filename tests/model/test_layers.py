@@ -88,9 +88,3 @@ def test_rotary_tables_moved_to_a_dtype_equal_those_made_in_it(target):
     assert moved.cos.dtype == made.cos.dtype == torch.promote_types(target, torch.float32)
     assert torch.equal(moved.cos, made.cos) and torch.equal(moved.sin, made.sin)
     assert not moved.state_dict()
-
-
-def test_rotary_tables_on_meta_change_dtype_without_storage():
-    tables = RotaryEmbedding(CONFIG, device="meta").to(torch.bfloat16)
-    assert tables.cos.is_meta
-    assert tables.cos.dtype == torch.float32

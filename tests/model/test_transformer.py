@@ -121,12 +121,3 @@ def test_logits_have_the_dtype_of_the_parameters(dtype):
     assert logits.dtype == dtype
     logits.float().square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
-
-
-def test_a_model_moved_to_bf16_is_the_rounded_model_with_exact_rotary_tables():
-    moved, made = seeded_model().to(torch.bfloat16), seeded_model()
-    with torch.no_grad():
-        for parameter, original in zip(moved.parameters(), made.parameters(), strict=True):
-            assert torch.equal(parameter, original.to(torch.bfloat16))
-    assert torch.equal(moved.rotary.cos, made.rotary.cos)
-    assert torch.equal(moved.rotary.sin, made.rotary.sin)

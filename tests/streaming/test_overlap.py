@@ -1,7 +1,5 @@
 """What a schedule is for: simulated on an H200, kernels seldom wait, and interleaved rounds use the link both ways."""
 
-import pytest
-
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.streaming import LaneTimes, Rates, StreamedWork
 from cs336_systems.hardware import find_hardware
@@ -16,9 +14,9 @@ CHUNKS = 3
 PAIRS = CHUNKS * WORK.config.n_layers
 
 
-def times(order: Order, products: int = 5) -> tuple[Plan, LaneTimes]:
-    """Everything kept, through so many slots; 20 of 32 layers have resident weights."""
-    slots = {"weights": 4, "gradients": 2, "input": 9, "attention": 5, "products": products}
+def times(order: Order) -> tuple[Plan, LaneTimes]:
+    """Everything kept; 20 of 32 layers have resident weights."""
+    slots = {"weights": 4, "gradients": 2, "input": 9, "attention": 5, "products": 5}
     plan = Plan(WORK, CHUNKS, 6, order, Keep(PAIRS, PAIRS), weights=20)
     plan = with_slots(plan, slots)
     return plan, schedule_times(plan, build(plan), Rates.of(H200))
@@ -29,9 +27,3 @@ def test_interleaved_rounds_use_both_directions_at_once() -> None:
     assert together.span < 0.93 * apart.span
     assert min(together.busy["in"], together.busy["out"]) > 0.55 * together.span
     assert together.waited_for["out"] < 0.05 * together.span
-
-
-@pytest.mark.parametrize("products", [4, 6])
-def test_more_slots_are_not_slower(products: int) -> None:
-    """Wherever copies in stand that wait for copies out, they must not hold up those behind them."""
-    assert times("interleaved", products + 1)[1].span <= 1.005 * times("interleaved", products)[1].span

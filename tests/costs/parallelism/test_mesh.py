@@ -94,14 +94,6 @@ def test_the_books_example():
     assert not compute_bound(optimal_split(layer, 63 * least, 64, network))
 
 
-def test_states_of_xxl():
-    assert XXL.n_parameters == 126 * 2 * 16_384 * 53_248 == 219_848_638_464
-    assert XXL.state_bytes == 3_517_578_215_424
-    assert math.ceil(XXL.state_bytes / 80e9) == 44
-    assert math.ceil(XXL.state_bytes / (80 * 2**30)) == 41
-    assert XXL.activation_bytes_per_token == 126 * (2 * 16_384 + 2 * 53_248) == 17_547_264
-
-
 @pytest.mark.parametrize(("tokens", "expected"), [(0, 38), (396, 39)])
 def test_the_least_degree_fits_a_tpu_v5p_and_one_less_does_not(tokens, expected):
     degree = XXL.least_devices(95e9, tokens)
