@@ -2,7 +2,7 @@
 
 saved = Saved(kept_names("products"))
 y = forward(x, weights, saved, ...)
-saved.tensors                          # those of costs.kept.kept_tensors
+saved.tensors                          # those of costs.kept.kept_sizes
 """
 
 from collections.abc import Iterable, Mapping
