@@ -85,7 +85,7 @@ class Data(Record):
 class Memory(Record):
     """One device's bytes by segment, such as weights, gradients, m, v, activations, head and loss, in all, free.
 
-    It is written once predicted, and a second time when two steps have been measured.
+    It is written once, predicted; runs before 27 November 2026 wrote it a second time with what they had measured.
     """
 
     kind = "memory"

@@ -38,7 +38,8 @@ def trained(plan: Plan, schedule: Schedule, attention: str, n: int = 5) -> dict[
     step.reset_parameters()
     shape, generator = (2, plan.n_sequences, plan.work.context_length), torch.Generator().manual_seed(1)
     losses = [step(*torch.randint(1000, shape, generator=generator)) for _ in range(n)]
-    return {"losses": torch.stack(losses).cpu(), **step.model().state_dict()}
+    weights = {name: weight.to("cpu", copy=True) for name, weight in step.model().state_dict().items()}
+    return {"losses": torch.stack(losses).cpu(), **weights}
 
 
 @pytest.mark.parametrize("attention", ["flash", "hopper"])
