@@ -59,6 +59,7 @@ def imports(path: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_up_the_ladder_only(path: Path) -> None:
     if path == PACKAGE / "__init__.py":
@@ -143,6 +144,7 @@ def test_readme_shows_the_two_commands() -> None:
     assert "run --locked pytest" in (ROOT / ".ci" / "run").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [ROOT / "README.md", *(ROOT / "docs").glob("*.md")], ids=lambda page: page.name)
 def test_shown_commands_parse(page: Path, load_script, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []

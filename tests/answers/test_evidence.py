@@ -174,6 +174,7 @@ def test_newer_rows_are_appended_adopting_again_changes_nothing_and_older_ones_a
         assert medians(profiles) == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_be_committed_keep_everything_back(run, profiles):
     write(run / "fine" / "benchmark_model.csv", 1.0)
     for values, reason in (

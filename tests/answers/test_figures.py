@@ -46,6 +46,7 @@ def test_the_grid_is_drawn_from_its_rows(tmp_path, saved):
         found["h200_checkpointing.png"].write(tmp_path / "x.png")
 
 
+@pytest.mark.slow
 def test_what_has_rows_or_needs_none_is_drawn_and_says_from_what(tmp_path, monkeypatch):
     cell = make_cell(ms("step", 10.0), ms("mfu", 50.0), size="small", gpu="NVIDIA H200")
     committed = write(tmp_path, "grid", "benchmark_model.csv", cell)

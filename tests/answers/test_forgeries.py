@@ -134,6 +134,7 @@ def test_everything_that_is_committed_proves_itself():
     assert evidence.problems(ROOT / "profiles", history(ROOT), pages) == []
 
 
+@pytest.mark.slow
 def test_what_is_sealed_again_but_contradicts_itself_other_rows_or_the_history(checked, copy):
     known = history(ROOT) is not None
     assert (said := checked({})) == "" or said.startswith("commits are not checked")
@@ -169,6 +170,7 @@ def test_what_is_sealed_again_but_contradicts_itself_other_rows_or_the_history(c
     assert "was changed since" not in said
 
 
+@pytest.mark.slow
 def test_what_is_changed_without_a_seal_is_named(checked):
     said = checked(
         {
@@ -188,6 +190,7 @@ def test_what_is_changed_without_a_seal_is_named(checked):
     assert f"stale: {PAGE}, line " in said and f"stale: {OVERVIEW}, line " in said
 
 
+@pytest.mark.slow
 def test_numbers_typed_into_a_template_and_results_given_as_settings(checked):
     quote = '{{ nsys("annotated_step", "small", 512, "step") }}'
     before = read_templates()[OVERVIEW]
@@ -205,6 +208,7 @@ def test_numbers_typed_into_a_template_and_results_given_as_settings(checked):
     assert given("1, 10 and 100 MB") and given("24 / 75 GiB") and given("24 / 75")
 
 
+@pytest.mark.slow
 def test_a_table_beside_a_page_that_was_edited_or_that_no_page_links(checked, copy, monkeypatch):
     page, table = "profiles/page.md", "profiles/tables/small.csv"
     template = '# T\n\n{{ csv("small", step_table(rows("grid", size="small", dtype="fp32"))) }}\n'

@@ -145,7 +145,7 @@ def test_without_one_rank_there_is_nothing_to_say():
 
 
 def test_what_others_say_has_a_source_and_a_date():
-    assert llmq_rates()["qwen2.5-1.5b"] == pytest.approx(59_100) and outside("class record").endswith(" s")
+    assert llmq_rates()["qwen2.5-1.5b"] == pytest.approx(59_200) and outside("class record").endswith(" s")
     assert (outside_table().frame[["source", "date"]] != "").all(axis=None)
     with pytest.raises(LookupError, match="'guess'"):
         outside("guess")

@@ -33,6 +33,7 @@ def assert_equal_in_fp64(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=5e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, database=None, derandomize=True)
 @given(
     batch=st.integers(1, 2),

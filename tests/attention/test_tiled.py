@@ -44,6 +44,7 @@ def assert_all_equal_in_fp64(actual: Sequence[Tensor], expected: list[Tensor], a
         torch.testing.assert_close(ours, theirs, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, database=None, derandomize=True)
 @given(
     batch=st.integers(1, 2),

@@ -74,6 +74,7 @@ def inputs(shape: AttentionShape, dtype: torch.dtype = torch.float64, device: st
     return [x.to(device, dtype) for x in made]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 @pytest.mark.parametrize("shape", [SHAPE, FEW_KEYS], ids=["square", "few keys"])
 def test_output_matches_the_dense_oracle(variant, shape):

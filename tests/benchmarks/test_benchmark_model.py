@@ -110,6 +110,7 @@ def test_a_full_disk_is_said_once_and_what_was_measured_is_shown(faked, command,
     assert list(read_rows(tmp_path / "benchmark_model.csv")["variant"]) == ["ceiling"] * 2 + ["eager"] * 3
 
 
+@pytest.mark.slow
 def test_bad_values(refused, tmp_path, monkeypatch):
     faults = {
         "--size smal": "'smal'.*did you mean small",
@@ -133,6 +134,7 @@ def test_bad_values(refused, tmp_path, monkeypatch):
     assert re.search("--device cuda.*--device cpu", refused("--device", "cuda"))
 
 
+@pytest.mark.slow
 def test_a_file_from_before_checkpointing_can_be_compared_with_but_not_continued(refused, faked, command, tmp_path):
     columns = [column for column in sweep.cell_columns(ModelCell) if column != "checkpoint"]
     file = RowFile(tmp_path / "benchmark_model.csv", columns)
@@ -147,6 +149,7 @@ def test_a_file_from_before_checkpointing_can_be_compared_with_but_not_continued
     assert re.search(r"\| tiny +\| step +\| +1.500 +\| +2.000 ", out), out
 
 
+@pytest.mark.slow
 def test_a_budget_picks_the_policy_of_every_cell_and_says_so(faked, command, tmp_path, monkeypatch):
     monkeypatch.setattr(f"{MEASURED}.measure_model", fake_large_model)
     options = ("--size", "tiny", "--batch-size", 64, "--context-length", 64, 128, "--mode", "step")
@@ -158,6 +161,7 @@ def test_a_budget_picks_the_policy_of_every_cell_and_says_so(faked, command, tmp
     assert len([line for line in err.splitlines() if "within 0.12 GiB, least recomputation" in line]) == 2
 
 
+@pytest.mark.slow
 def test_a_budget_chooses_what_hand_written_blocks_keep():
     line = "--size tiny --mode step --matmul-dtype e4m3 --memory-budget-gib 9"
     assert [cell.keep for cell in cells_of("model", *line.split())] == ["all"]

@@ -72,6 +72,7 @@ def test_bad_values(refused, monkeypatch, tmp_path):
     assert "developer.nvidia.com/nsight-systems" in refused("--device", "cuda", "--profiler", "nsys")
 
 
+@pytest.mark.slow
 def test_a_cell_recorded_by_nsys(monkeypatch, tmp_path):
     """Stands in for nsys: a program that prints no times is an error, one whose export is there is read."""
     (cell,) = (replace(cell, profiler="nsys") for cell in cells_for("--mode step --context-length 16"))
@@ -90,6 +91,7 @@ def test_a_cell_recorded_by_nsys(monkeypatch, tmp_path):
     assert workload_of(cell, recorded=True).warmup == cell.warmup
 
 
+@pytest.mark.slow
 def test_the_cells_that_succeeded_get_their_digest(command, monkeypatch, tmp_path):
     def sweep_here(name, cells, measure, **_):
         for cell in cells:

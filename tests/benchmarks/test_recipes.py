@@ -74,6 +74,7 @@ def test_an_unknown_part_is_named_and_the_head_names_the_others(recipe, tmp_path
         assert sorted(named) == sorted(parts(recipe))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_command_measures_a_cell_twice(recipe, tmp_path):
     for part in SOME.get(recipe) or parts(recipe):

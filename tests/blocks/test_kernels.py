@@ -37,6 +37,7 @@ CPU = pytest.param(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIG, QK_NORM], ids=lambda config: config.name)
 @pytest.mark.parametrize("device", [CUDA, CPU])
 def test_kernels_fit(device, config):
@@ -83,6 +84,7 @@ def test_hopper_sums_in_one_order_if_it_is_asked_to(deterministic):
     assert asked.found[-1] is deterministic
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [CUDA, CPU])
 def test_a_model_of_kernels_fits(device):
     """Loss and gradients of a whole model, its final norm, head and tied embedding included, as the reference's."""

@@ -52,6 +52,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     return torch.nn.functional.cosine_similarity(a.double().cpu().flatten(), b.double().cpu().flatten(), 0).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [CUDA, CPU])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_block_of_kernels_is_that_of_the_reference(device, recipe):
@@ -78,6 +79,7 @@ def test_a_block_of_kernels_is_that_of_the_reference(device, recipe):
         assert cosine(results[0][name], value) >= (0.9 if name == "attn.k_proj.bias" else least), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [CUDA, CPU])
 @pytest.mark.parametrize(("recipe", "keep"), [("e5m2", "products")])
 def test_what_is_quantized_where_it_is_made_has_the_same_bits(device, recipe, keep):

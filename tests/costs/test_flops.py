@@ -71,6 +71,7 @@ def test_components_by_hand():
     assert parts.head == 2 * 32 * 24 * 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", ["full", "every-2", "every-9", "first-1", "recursive", "keep-matmuls", "keep-attention"]
 )

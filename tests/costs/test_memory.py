@@ -25,6 +25,7 @@ from cs336_systems.training import TrainingCase, assemble
 from cs336_systems.training.precision import autocast, parameter_dtype
 
 
+@pytest.mark.slow
 def test_parameter_sizes_are_the_models():
     for config in MODEL_SIZES.values():
         units = [[prod(shape) for shape in unit] for unit in model_units(config)]

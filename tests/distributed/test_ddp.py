@@ -72,6 +72,7 @@ def test_number_kind_and_bytes_of_collectives(world_size, device):
             assert counted == len(gradients) + 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_in_backward_ends_the_others():
     peer, failed = run(fails_in_backward, 2)
     assert "OverflowError: no gradient for you" in failed.failure

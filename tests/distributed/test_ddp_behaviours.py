@@ -262,6 +262,7 @@ def on_both_rungs(rank: Rank, check):
         check(wrap, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), on_gpus(2)])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_every_behaviour(check, world_size, device):

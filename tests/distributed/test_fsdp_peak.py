@@ -76,6 +76,7 @@ def peak_bytes(wrapper, config, compute_dtype):
         return live.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "compute_dtype"), [(FEW_TOKENS, "bf16"), (MANY_LOGITS, "same")], ids=["few tokens", "many logits"]
 )

@@ -224,6 +224,7 @@ def outcomes(ranks):
     return on_ranks(train_cells, world_size, CELLS_OF[ranks], device=device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "wrapper", "step"),
     [pytest.param(ranks, *cell, marks=MARKS.get(ranks, ())) for ranks, cells in CELLS_OF.items() for cell in cells],

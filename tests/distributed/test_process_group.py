@@ -38,6 +38,7 @@ def described(monkeypatch):
     return describe
 
 
+@pytest.mark.slow
 def test_spawned_ranks_are_one_group_and_may_be_alone_for_a_while():
     cpu = torch.device("cpu")
     messages = [
@@ -95,6 +96,7 @@ def test_a_port_in_use_is_named(described):
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(described):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -86,6 +86,7 @@ def test_a_fit_needs_several_sizes_and_says_what_it_cannot_tell():
     assert alone.frame.iloc[0]["time / ring"] == "–", "nothing to fit"
 
 
+@pytest.mark.slow
 def test_the_table_has_a_line_per_cell(rows):
     table = collectives_table(rows)
     assert "2 ranks: 5.00 µs per message, 300 GB/s; 4 ranks: 5.00 µs per message, 300 GB/s" in table.caption

@@ -57,6 +57,7 @@ def column(name, *outcomes):
     return DATA_PARALLEL.of(outcome_rows(outcomes)).frame[name].tolist()
 
 
+@pytest.mark.slow
 def test_ranks_scale_against_one_rank_of_the_same_rung_host_and_commit():
     one, two = cells_of("data_parallel", "--ddp", "bucketed", "--world-size", "1", "2")
     few, failed = replace(two, max_ctas=8), replace(two, ddp="naive", bucket_size_mb=None)

@@ -80,6 +80,7 @@ def test_equal_allocations_are_one_line_and_blocks_a_star(watched):
     assert largest["source"].endswith(" attention") and str(Path.cwd()) not in largest["source"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"dtype": "autocast-bf16"}, {"keep": "all-norm"}])
 def test_without_cuda_the_block_is_accounted_for(tmp_path, changes):
     case = replace(CASE, **changes)

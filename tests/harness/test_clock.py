@@ -76,6 +76,7 @@ def test_bad_counts_are_refused_before_anything_runs(warmup, count):
     assert not ran
 
 
+@pytest.mark.slow
 def test_ceilings_are_work_over_time(monkeypatch):
     """FLOPs are those that torch counts; a copy reads and writes 256 MiB."""
     counted = []

@@ -134,6 +134,7 @@ def test_a_kill_is_oom_if_the_kernel_counted_one(monkeypatch):
     assert sweep("SIGKILL")[0].status == "oom"
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_a_timeout_kills_all_ranks_and_all_that_they_started(tmp_path):
     [outcome] = sweep(RankedCell("sleep on rank 1", str(tmp_path)), timeout_s=3.0)

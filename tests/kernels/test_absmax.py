@@ -87,6 +87,7 @@ def writers(n_rows: int, d: int, device: str, dtype: torch.dtype) -> dict[str, t
 NAMES = list(writers(1, 1, "cpu", torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "n_rows", "d"), [*((name, 33, 300) for name in NAMES), (NAMES[2], 2, MAX_BLOCK_D + 3)]
 )

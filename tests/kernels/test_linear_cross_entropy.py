@@ -85,6 +85,7 @@ def check_all(
         check(name, *of)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     ("shape", "chunk", "z_loss"),

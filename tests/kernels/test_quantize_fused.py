@@ -73,6 +73,7 @@ def check_swiglu(dz: Tensor, gate_up: Tensor, fp8: torch.dtype = E4M3, z_fp8: to
             check_same(found_z, reference.quantize(z, z_absmax, z_fp8, rows=False, transposed=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "dtype", "fp8"), AWKWARD, ids=str)
 @pytest.mark.parametrize("device", ON_CPU_AND_GPU)
 @pytest.mark.usefixtures("poisoned")
@@ -116,6 +117,7 @@ def test_nan_and_infinity_are_seen(device: str, dtype: torch.dtype, value: float
                 check_norm(**changed, fp8=E4M3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # the interpreter's
 @pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
 def test_blocks_are_passed_over_only_where_their_slopes_exclude_them(device: str, dtype: torch.dtype) -> None:

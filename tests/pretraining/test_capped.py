@@ -60,6 +60,7 @@ def said_by(run) -> str:
     return "\n".join(one.text for one in read_run(run.out / LOG).all(Message))
 
 
+@pytest.mark.slow
 def test_steps_are_to_the_bit_those_without_caps(folder, alone, tmp_path):
     """Of pieces of a sequence."""
     changes = {"context_length": 32, "batch_size": 2, "chunk": 16}
@@ -95,6 +96,7 @@ def interrupted(whole, out, step):
     return replace(whole, out=out, save_every=5)
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_is_the_run_that_was_not_interrupted(whole, alone, tmp_path):
     """Under other caps, too."""
     outcome = train(replace(interrupted(whole, tmp_path / "run", 4), **ROOMY), alone)
@@ -103,6 +105,7 @@ def test_a_run_that_resumes_is_the_run_that_was_not_interrupted(whole, alone, tm
     assert_equal_weights(tmp_path / "run", whole.out)
 
 
+@pytest.mark.slow
 def test_memory_that_is_planned_adds_up_to_the_caps_and_holds(whole, folder, alone, tmp_path):
     """Copies of a checkpoint are planned for where the cap has room."""
     roomy = asked(folder, tmp_path / "run", save_every=5, export=False, **ROOMY)
@@ -123,6 +126,7 @@ def test_memory_that_is_planned_adds_up_to_the_caps_and_holds(whole, folder, alo
             assert used > 0 or one is roomy
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_ends_the_run(whole, alone, tmp_path):
     one = replace(whole, out=tmp_path / "run", keep_last=20, **EXPLODING)
     with pytest.raises(NonFiniteStep, match=r"step 1: .*, norm (nan|inf)"):

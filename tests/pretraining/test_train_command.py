@@ -86,6 +86,7 @@ def main(load_script, monkeypatch, tmp_path, capfd):
 QUICK = ("--data", "data", "--out", "run", "--context-length", "16", "--warmup-steps", "0")
 
 
+@pytest.mark.slow
 def test_memory_is_printed_without_training(main, tmp_path):
     offload = ["m", "v", "residual"]
     options = ["--device", "cuda", "--size", "qwen2.5-14b", "--keep", "input", "--offload", *offload, "--print-memory"]
@@ -127,6 +128,7 @@ def test_bad_input_is_one_sentence_and_code_2(main, tmp_path, monkeypatch):
         assert (code, out, err.count("\n")) == (2, "", n_lines)
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_the_end_costs_no_figure_and_damaged_checkpoints_are_said_and_left(main, tmp_path, monkeypatch):
     """The command says what it could not write; an earlier picture stays."""
 
@@ -152,6 +154,7 @@ def test_a_full_disk_at_the_end_costs_no_figure_and_damaged_checkpoints_are_said
     assert [marker.read_text() for marker in markers] == ["{"] * 2
 
 
+@pytest.mark.slow
 def test_runs_that_fail(main, tmp_path, monkeypatch):
     """Memory is compared before anything is built where it can be known; else the device says that it is short."""
     with monkeypatch.context() as patched:
@@ -173,6 +176,7 @@ def test_runs_that_fail(main, tmp_path, monkeypatch):
     assert err.startswith("train: CUDA out of memory; earlier checkpoints are kept")
 
 
+@pytest.mark.slow
 def test_under_caps_it_trains_exports_and_samples(main, load_script, tmp_path, capfd):
     caps = [*QUICK, "--device-gib", "0.5", "--host-gib", "2", "--steps", "2"]
     code, out, err = main(*caps, "--print-memory")
@@ -190,6 +194,7 @@ def test_under_caps_it_trains_exports_and_samples(main, load_script, tmp_path, c
     assert (code, out, err.count("\n")) == (2, "", 1) and "--zero 1" in err
 
 
+@pytest.mark.slow
 def test_only_the_command_without_any_option_has_a_time_limit_and_what_ended_a_run_is_said(
     main, load_script, monkeypatch
 ):

@@ -64,6 +64,7 @@ def assert_equal_weights(one, other):
         assert torch.equal(tensor, other[name]), name
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_says_so(whole):
     run = read_run(whole / "run" / LOG)
     losses = [loss for loss, _ in losses_and_norms(whole / "run")]
@@ -81,6 +82,7 @@ def test_a_run_learns_and_says_so(whole):
     assert (whole / "run" / "run.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_is_the_run_that_was_not_interrupted_and_keeps_some_checkpoints(whole, alone, tmp_path):
     shutil.copytree(whole / "run", tmp_path / "run")
     for later in range(5, 11):
@@ -96,6 +98,7 @@ def test_a_run_that_resumes_is_the_run_that_was_not_interrupted_and_keeps_some_c
     assert stay == [f"step-{step:08d}" for step in (4, 8, 9, 10)]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_which_the_log_says(whole, alone, tmp_path, recwarn):
     shutil.copytree(whole / "run", tmp_path / "run")
     for later in (9, 10):
@@ -122,6 +125,7 @@ def test_a_run_that_is_done_is_left_and_one_that_resumes_has_its_own_hyperparame
     assert all((group["betas"], group["eps"]) == ((0.5, 0.6), 1e-3) for group in (matrices, others))
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_with_other_steps_says_what_that_changes(whole, alone, tmp_path):
     """As on another number of ranks: 249 sequences, of which 8 steps take 8 and 2 steps take 6."""
     shutil.copytree(whole / "run", tmp_path / "run")
@@ -134,6 +138,7 @@ def test_a_run_that_resumes_with_other_steps_says_what_that_changes(whole, alone
     assert f"{(8 * 8 + 2 * 6) / 249:.2f} epochs" in said.text and "--total-batch-tokens 128 --batch-size 2" in said.text
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_ends_the_run_and_names_the_tensor(whole, alone, tmp_path):
     """Meanwhile the collector leaves older objects alone, until the run ends."""
 
@@ -153,6 +158,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_names_the_tensor(whole, alon
     assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step-00000001"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_end_makes_the_step_that_is_queued_next_and_no_more(whole, alone, tmp_path, monkeypatch):
     """Told while it queues its fourth step; that this one had to be the last is known when the fifth is queued."""
     queue, asked = TrainStep.__call__, count()
@@ -169,6 +175,7 @@ def test_a_run_that_is_told_to_end_makes_the_step_that_is_queued_next_and_no_mor
     assert any("--zero 1 shards nothing" in text for text in said)
 
 
+@pytest.mark.slow
 def test_a_loss_alone_that_is_not_finite_is_noticed_before_the_model_changes(whole, alone, tmp_path, monkeypatch):
     loss_of, n_calls = TrainStep.loss_of, count()
 
@@ -185,6 +192,7 @@ def test_a_loss_alone_that_is_not_finite_is_noticed_before_the_model_changes(who
     assert all(torch.equal(parameters[name], tensor) for name, tensor in saved.weights.items())
 
 
+@pytest.mark.slow
 def test_weights_of_hugging_face_are_trained_further_on_tokens_that_they_know(whole, alone, tmp_path):
     source = load_weights(whole / "run")
     export(tmp_path / "hf", source.weights, source.model)
@@ -202,6 +210,7 @@ def test_weights_of_hugging_face_are_trained_further_on_tokens_that_they_know(wh
     assert train(replace(asked, out=tmp_path / "other"), alone).steps == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "evaluation"])
 def test_what_was_learned_before_a_broken_token_is_saved(whole, alone, split, tmp_path):
     data = shutil.copytree(whole / "data", tmp_path / "data")
@@ -223,6 +232,7 @@ def test_what_was_learned_before_a_broken_token_is_saved(whole, alone, split, tm
     assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
 
 
+@pytest.mark.slow
 def test_a_z_loss_is_learned_and_not_evaluated(whole, alone, tmp_path):
     asked = options(tmp_path, data=whole / "data", keep="all", steps=1, warmup_steps=0, learning_rate=0.0)
     for z_loss in (0.0, 0.5):
@@ -234,6 +244,7 @@ def test_a_z_loss_is_learned_and_not_evaluated(whole, alone, tmp_path):
     assert with_it.last(Evaluation).loss == without.last(Evaluation).loss
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_a_checkpoint_and_no_step(whole, alone, tmp_path, monkeypatch):
     write, failing = background_checkpoint.write, [5]
 
@@ -269,6 +280,7 @@ def test_where_the_log_cannot_go_on_nor_does_the_run(whole, alone, tmp_path, mon
     assert load_weights(tmp_path / "run").step == 10
 
 
+@pytest.mark.slow
 def test_what_cannot_go_on_is_said_and_nothing_lost(whole, alone, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (whole / "run").rglob("*")}
     for changes, value in (
@@ -292,6 +304,7 @@ def test_what_cannot_go_on_is_said_and_nothing_lost(whole, alone, tmp_path):
     assert (tmp_path / "run" / LOG).read_text() == "Once upon a time."
 
 
+@pytest.mark.slow
 def test_a_run_in_fp8_resumes_to_the_bit(whole, alone, tmp_path):
     fp8 = {"data": whole / "data", "matmul_dtype": "e4m3", "gradient_dtype": "e5m2", "fp8_skip_first": 1}
     train(options(tmp_path, **fp8, out=tmp_path / "whole", accumulate=2), alone)

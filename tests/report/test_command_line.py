@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from cs336_systems.experiments import driver
 from cs336_systems.experiments.model import EXPERIMENT
 
@@ -43,6 +45,7 @@ def test_what_comes_after_the_output_still_happens(tmp_path):
         assert (tmp_path / str(i)).read_text() == "kept\n"
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_heavy():
     """torch, pandas and matplotlib take seconds; whoever asks for help or mistypes a flag does not wait for them."""
     code = (

@@ -24,6 +24,7 @@ def run(load_script, tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_runs_become_a_picture_also_while_one_is_being_written(run, tmp_path):
     for name in ("a", "b"):
         write(tmp_path / name / "log.jsonl", *opening(60), *training(60, stop=20, end=None))

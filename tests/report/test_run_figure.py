@@ -77,6 +77,7 @@ def test_runs_without_a_gpu_have_no_panels_of_one(run):
     assert labels == sorted(LABELS[name] for name in ("loss", "norm", "rate", "tokens/s"))
 
 
+@pytest.mark.slow
 def test_a_run_that_has_not_begun_says_what_is_missing(run, tmp_path):
     (tmp_path / "empty.jsonl").touch()
     for one in (run(*opening(10)), read_run(tmp_path / "empty.jsonl")):

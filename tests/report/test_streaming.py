@@ -21,6 +21,7 @@ def choice() -> ChosenPlan:
     return choose(config, 64, Caps(2 * MIB, 3 * MIB, 0, 0), rates, least_chunk=32, tokens_per_step=384, effort=1)
 
 
+@pytest.mark.slow
 def test_picture(choice: ChosenPlan, tmp_path: Path) -> None:
     timeline_rows(choice.schedule.operations, choice.times).to_csv(tmp_path / "lanes.csv", index=False)
     figure = streaming_figure(pd.read_csv(tmp_path / "lanes.csv"), "three lanes")

@@ -29,6 +29,7 @@ def small(device: float, host: float, length: int = 64, **options) -> ChosenPlan
     return choose(SMALL, length, Caps(int(device * MIB), int(host * MIB), 0, 0), SLOW, **HOW | options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [64, 128])
 def test_a_choice_fits_and_runs(length: int) -> None:
     choice = small(2.5, 3, length)
@@ -38,6 +39,7 @@ def test_a_choice_fits_and_runs(length: int) -> None:
     assert 0 < choice.model_flops_per_s <= choice.hardware_flops_per_s
 
 
+@pytest.mark.slow
 def test_with_all_the_memory_nothing_is_copied_or_recomputed_and_the_shortest_rounds_are_chosen() -> None:
     """Where nothing streams all rounds take the same time, but for the last bits of their sums, which no plan shall
     depend on."""
@@ -55,6 +57,7 @@ def test_with_all_the_memory_nothing_is_copied_or_recomputed_and_the_shortest_ro
         assert kinds.isdisjoint({"fetch", "evict", "recompute"})
 
 
+@pytest.mark.slow
 def test_more_memory_is_not_slower() -> None:
     speeds = [[small(device, host).tokens_per_s for host in (2.5, 5)] for device in (2.3, 4)]
     for line in (*speeds, *zip(*speeds, strict=True)):
@@ -70,6 +73,7 @@ def test_page_tables_of_the_host_take_their_share_of_the_device() -> None:
     assert choice.fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "host", "short"), [(0.3, 64, ["device"]), (2.5, 0.1, ["host"]), (0.3, 0.1, ["device", "host"])]
 )
@@ -98,6 +102,7 @@ def test_it_says_why() -> None:
     assert [line.endswith("would bring nothing.") for line in next_gib(choice, lambda caps: choice)] == [True] * 2
 
 
+@pytest.mark.slow
 def test_on_long_sequences_x_of_some_layers_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where attention's outputs and x of all layers do not fit, and to run attention again would take longer."""
 

@@ -63,6 +63,7 @@ def test_what_is_kept_changes_no_bit(dtype):
         assert all(torch.equal(got[name], value) for name, value in expected.items()), keep
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 def test_the_kernels_attend_over_chunks(monkeypatch):
     """Triton's, interpreted in fp32: as near to fp64 as the reference is, and the same bits whatever is kept."""

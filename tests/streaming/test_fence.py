@@ -11,6 +11,7 @@ from cs336_systems.streaming.fence import GIB, Fence, check_cpu_caps
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_the_resident_set_is_measured_and_compared():
     used = Fence(CPU, GIB, 2**50).check()
     assert used.device == used.context == 0
@@ -19,6 +20,7 @@ def test_the_resident_set_is_measured_and_compared():
         Fence(CPU, GIB, GIB // 100).check()
 
 
+@pytest.mark.slow
 def test_what_a_run_before_has_given_back_does_not_count():
     n_bytes = 2**29
     slab = torch.ones(n_bytes, dtype=torch.uint8)

@@ -1,5 +1,7 @@
 """What a schedule is for: simulated on an H200, kernels seldom wait, and interleaved rounds use the link both ways."""
 
+import pytest
+
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.streaming import LaneTimes, Rates, StreamedWork
 from cs336_systems.hardware import find_hardware
@@ -22,6 +24,7 @@ def times(order: Order) -> tuple[Plan, LaneTimes]:
     return plan, schedule_times(plan, build(plan), Rates.of(H200))
 
 
+@pytest.mark.slow
 def test_interleaved_rounds_use_both_directions_at_once() -> None:
     (_, apart), (_, together) = times("sequential"), times("interleaved")
     assert together.span < 0.93 * apart.span

@@ -30,6 +30,7 @@ def whole_state(step: StreamedStep) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, 10])
 def test_resumed_under_other_caps(tmp_path, seed):
     plan, _ = random_plan(seed)

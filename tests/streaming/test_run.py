@@ -166,6 +166,7 @@ def test_rounds_of_chunks_are_the_whole_batch(length, config):
         assert (got - parameter.grad).abs().max() <= 500 * torch.finfo(torch.float64).eps * size, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "dtype", "config"), [(4, "bf16", QK_NORM), (32, "fp32", TIED), (32, "fp32", QK_NORM)]
 )
@@ -177,6 +178,7 @@ def test_order_and_what_is_kept_change_no_bit(length, dtype, config):
             assert not differing(trained(step_of(replace(plan, order=order, keep=keep)), 2), expected), (order, keep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_every_plan_gives_the_same_bits(seed):
     """Copies begin as early and end as late as the schedule lets them, and a rehearsal before leaves no trace."""
@@ -209,6 +211,7 @@ def test_a_dependency_that_is_dropped_shows(seed):
         assert any(differing(trained(step_of(plan, lame, link), 2), expected) for link in links), (i, at, j)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_an_evaluation_has_the_losses_of_a_step_and_leaves_no_trace(seed):
     plan, schedule = random_plan(seed)

@@ -77,6 +77,7 @@ def test_quantized_weights_are_those_of_the_step(monkeypatch):
     assert same_bits(captured, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["torch-fused", "fused"])
 def test_a_learning_rate_may_change_and_a_state_be_loaded(monkeypatch, optimizer):
     """Ours stays captured whatever the schedule does, and is captured again with other states."""

@@ -63,6 +63,7 @@ def step_of(step, mode: str, *batch) -> None:
         phase()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "mode"),
     [
@@ -99,6 +100,7 @@ def test_gradients_meet_as_the_allocator_sees_them(tied, precision):
 # ---- arithmetic
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "context_length", "precision", "mode", "measured_gib"),
     [
@@ -151,6 +153,7 @@ def test_states_take_their_bytes_on_the_device_or_none():
     assert states(master="fp32", offload="master-m") == pytest.approx(2 * n, rel=0.06)
 
 
+@pytest.mark.slow
 def test_gradients_and_inputs_on_the_host_leave_the_device():
     config = replace(SMALL, n_layers=6)
     whole = dry_run(fused(config, keep="input", accumulate=2), "backward")
@@ -164,6 +167,7 @@ def test_gradients_and_inputs_on_the_host_leave_the_device():
     assert left.parts.get("gradients", 0) + left.parts.get("temporaries", 0) < 3 * GIB < 2 * fewer.n_parameters
 
 
+@pytest.mark.slow
 def test_half_of_the_states_on_each_of_two_ranks():
     """What is whole for a while is at most two units' weights."""
     config, recipe = replace(SMALL, n_layers=5), {"matmul_dtype": "e4m3"}

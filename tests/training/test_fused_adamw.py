@@ -80,6 +80,7 @@ def test_ten_steps_in_fp32_are_as_exact_as_the_reference() -> None:
     assert found <= 2 * reference + torch.finfo(FP32).eps * flat(exact).abs().max()
 
 
+@pytest.mark.slow
 def test_a_saved_state_resumes_with_the_same_bits() -> None:
     state_dtype = FP32
     whole = parameters(BF16)

@@ -26,6 +26,7 @@ def states_of(optimizer, params):
     return [tensor.cpu() for parameter in params for tensor in optimizer.state[parameter].values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
@@ -52,6 +53,7 @@ def test_steps_are_the_same_bits(dtype, options):
         assert tensor.device.type == ("cpu" if name in options["offload"] else DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "masters"), [((), True), (STATES, False)])
 def test_a_state_saved_with_offload_resumes_without_and_the_other_way_round(first, masters):
     whole = parameters(BF16)

@@ -99,6 +99,7 @@ def alone(config: ModelConfig) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     return torch.stack(losses), start, whole(step.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", range(len(RUNS)), ids=[f"{k}-{w.wrapper}-{w.optimizer_state}-{n}" for _, k, w, n in RUNS]
 )

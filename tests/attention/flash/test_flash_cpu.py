@@ -26,6 +26,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cs336_systems.attention.flash.backward.tile_for", lambda *key: Tile(16, 32, 4, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "causal", "scale"),
     [
@@ -63,6 +64,7 @@ def test_strides_and_one_head_without_its_dimension() -> None:
         assert torch.equal(a[:, 0], c)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned")
 def test_gradients_are_written_into_slices() -> None:
     how = {"kv_heads": 2, "seq_len": 19, "d_head": 20}
@@ -70,6 +72,7 @@ def test_gradients_are_written_into_slices() -> None:
     check_slices(forward_op, allocating, backward_into_op, "cpu", torch.float32, **how)
 
 
+@pytest.mark.slow
 def test_gradients_whose_columns_lie_apart_are_copied() -> None:
     q, k, v, do = make("cpu", batch=2, heads=2, n_queries=20)
     o, lse = forward_op(q, k, v, True, 0.25)

@@ -9,6 +9,7 @@ H100 = DEVICES["h100"]
 FOUR_MILLION = ModelAndBatch(LLAMA3_70B.n_parameters, 2**22, 8192)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("batch", [2**13, 2**20, 2**22])
 def test_the_crossing_is_where_a_search_finds_it(name, batch):
