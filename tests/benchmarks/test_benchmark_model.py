@@ -40,6 +40,7 @@ def refused(capsys, monkeypatch):
     return lambda *arguments: refusal("benchmark_model", capsys, monkeypatch, *arguments)
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_a_row_and_not_run(monkeypatch, command, tmp_path):
     monkeypatch.setattr(f"{MEASURED}.measure_ceiling", fake_ceiling)
     options = ("--size", "tiny", "--mode", "step", "--context-length", 128, "--batch-size", 2**20)

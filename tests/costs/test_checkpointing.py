@@ -38,6 +38,7 @@ def test_plans_by_hand(policy, plan, again):
     assert recomputed_blocks(plan) == again
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, database=None, derandomize=True)
 @given(POLICIES, st.integers(1, 50))
 def test_every_plan_runs_all_blocks_in_order(policy, n_layers):

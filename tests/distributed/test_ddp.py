@@ -40,6 +40,7 @@ def what_is_sent(rank: Rank):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), on_gpus(2)])
 def test_number_kind_and_bytes_of_collectives(world_size, device):
     sizes = {"enter": 48 + 8, "tied": 64, "scale": 1, "leave": 24 + 3}

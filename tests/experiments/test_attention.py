@@ -43,6 +43,7 @@ def test_bad_values_are_named():
             cells_of("attention", *arguments.split())
 
 
+@pytest.mark.slow
 def test_a_cpu_measures_attention_with_and_without_heads():
     for values in ({"impl": "reference"}, {"impl": "sdpa-flash", "heads": 0, "causal": True}):
         metrics = measured(mask="", length=100, **values)
@@ -115,6 +116,7 @@ def rows_of(impl, ms, *, kept=0.25, **values):
     return [row(impl, name, value, **values) for name, value in metrics.items()]
 
 
+@pytest.mark.slow
 def test_repeats_are_pooled_and_compared_with_their_neighbours():
     times = {"flash": (1.0, 2.0, 9.0), "peer": (3.0, 4.0, 9.0)}
     rows = pd.DataFrame([r for impl in times for i, ms in enumerate(times[impl]) for r in rows_of(impl, ms, repeat=i)])

@@ -23,6 +23,7 @@ def test_bad_values_are_named():
             cells_of("blocks", *arguments.split())
 
 
+@pytest.mark.slow
 def test_all_ways_have_the_same_weights_data_and_flops():
     shared = bench(TINY.subject)
     assert bench(replace(TINY, how="eager", repeat=3).subject) is shared

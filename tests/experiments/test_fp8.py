@@ -21,6 +21,7 @@ def test_what_cannot_be_asked_is_told():
             make_cells(replace(TINY, **fault))
 
 
+@pytest.mark.slow
 def test_gradients_of_quantized_blocks_point_where_exact_ones_do():
     for cell in make_cells(replace(TINY, how=("stored", "e4m3"))):
         found = {metric.name: metric.samples for metric in measure_fp8(cell)}
@@ -31,6 +32,7 @@ def test_gradients_of_quantized_blocks_point_where_exact_ones_do():
             assert 0.98 <= found["least_cosine"][0] < 0.999999
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_linear_layers_are_replaced_in_place_and_products_quantized(recipe):
     pytest.importorskip("torchao.float8")

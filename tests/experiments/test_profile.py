@@ -42,6 +42,7 @@ def test_classes_of_kernels_add_up(profile):
     assert (classes.filter(like="%").astype(float).sum(axis=1) - 100).abs().max() < 0.5
 
 
+@pytest.mark.slow
 def test_the_files_of_a_trace_and_what_limits_its_step(profile, tmp_path, drawn):
     profile_digest.write_digest([profile], "case", "NVIDIA H200", tmp_path / "new")
     written = sorted(path.name for path in (tmp_path / "new").iterdir())

@@ -101,6 +101,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.slow
 def test_failed_cells_are_one_row_without_a_metric(monkeypatch, capsys):
     monkeypatch.setattr(processes, "_oom_kills", lambda: 5)
     outcomes = sweep(*FAILURES, "allocator", "NaN")
@@ -143,6 +144,7 @@ def test_a_timeout_kills_all_ranks_and_all_that_they_started(tmp_path):
     assert all(is_gone(pid) for pid in wait_for_pids(tmp_path, 0))
 
 
+@pytest.mark.slow
 def test_every_cell_has_a_process_of_its_own_unless_it_shares_one():
     calls.append("in the parent")
     first, second = sweep("process", "process")

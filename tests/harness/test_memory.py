@@ -27,6 +27,7 @@ def run(*whats, share=None):
     return list(run_sweep("b", cells, measure, row_file=None, timeout_s=60, share=share))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel cannot reset the high-water mark"
 )

@@ -133,6 +133,7 @@ def test_to_nearest_where_rounding_is_not_stochastic() -> None:
     assert (update.parameter == 1).all()
 
 
+@pytest.mark.slow
 def test_a_representable_value_is_never_moved() -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(BF16).to(DEVICE)
     if DEVICE == "cpu":  # a third is quicker, and Triton's interpreter reads denormals wrongly
@@ -147,6 +148,7 @@ def test_a_representable_value_is_never_moved() -> None:
     assert not update.exp_avg_sq.any()
 
 
+@pytest.mark.slow
 def test_runs_repeat_to_the_bit_and_differ_by_seed_number_and_step() -> None:
     first = make(3000, (BF16, BF16, BF16))
     original, table = copy(first), UpdateTable()

@@ -147,6 +147,7 @@ def test_no_more_logits_exist_than_those_of_a_chunk() -> None:
         assert largest.n_elements == n_tokens * 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @EITHER
 def test_autograd_scales_by_the_arriving_gradient(reduction: str, fused: bool) -> None:

@@ -134,6 +134,7 @@ def test_strides_and_empty_tensors(device: str, dtype: torch.dtype) -> None:
         assert (q.shape, q_t.shape) == (shape, shape[::-1])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=6, derandomize=True)
 @given(n_rows=st.integers(0, 20), width=st.integers(0, 20), seed=st.integers(0, 3))
 @pytest.mark.parametrize("device", ON_CPU_AND_GPU)

@@ -99,6 +99,7 @@ def test_rows_that_are_too_long_are_walked_over_and_strides_do_not_matter(monkey
     check_swiglu(dz.t().contiguous().t(), torch.cat([gate_up, gate_up], dim=1)[:, :32])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [NAN, -INFINITY])
 @pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")  # the interpreter's

@@ -134,6 +134,7 @@ def test_a_step_that_is_not_finite_ends_the_run(whole, alone, tmp_path):
     assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step-00000001"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_refused_before_anything_is_written(whole, alone, tmp_path, monkeypatch):
     out = tmp_path / "run"
     for name in ("device_gib", "host_gib"):  # the smallest caps are the smallest

@@ -112,6 +112,7 @@ def test_a_damaged_checkpoint_is_passed_over_which_the_log_says(whole, alone, tm
     assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_is_left_and_one_that_resumes_has_its_own_hyperparameters(whole, alone):
     before = losses_and_norms(whole / "run")
     outcome = train(options(whole), alone)

@@ -56,6 +56,7 @@ def test_steps_in_bf16_with_masters_are_the_same_bits(offload, monkeypatch):
     assert all(map(torch.equal, steps(config, offload=offload, **fields), steps(config, **fields)))
 
 
+@pytest.mark.slow
 def test_gradients_of_several_backwards_add_up_on_the_host_and_so_does_their_norm():
     torch.manual_seed(0)
     plain = torch.nn.Sequential(*(torch.nn.Linear(30, 30, device=DEVICE) for _ in range(4)))

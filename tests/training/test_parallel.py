@@ -115,6 +115,7 @@ def test_two_ranks_train_what_one_process_trains(trained, number):
         assert apart < of_movement * moved, f"{apart:.2e} apart after moving {moved:.2e}"
 
 
+@pytest.mark.slow
 def test_gradients_of_two_micro_batches_are_sent_once(trained):
     for number in range(0, 2 * len(WAYS), 2):
         assert trained[0][number][2] == trained[0][number + 1][2] != []
