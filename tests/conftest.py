@@ -1,6 +1,6 @@
 """How the suite is spread over workers, fixtures that several folders share, and Triton's interpreter where needed.
 
-``pytest`` starts a worker more than cores; named tests, ``-s`` and ``--pdb`` run in this process. A file stays in one
+``pytest`` starts one worker per core; named tests, ``-s`` and ``--pdb`` run in this process. A file stays in one
 worker, as its tests may share a fixture that takes long. A test marked ``timing`` runs while no other worker runs any.
 """
 
@@ -46,12 +46,9 @@ forkserver.set_forkserver_preload = preload_for_all_tests
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One worker more than cores, at most eight, as each holds torch; none for named tests and for a terminal.
-
-    Tests wait for the processes that they start: with a worker per core much of two cores was idle.
-    """
+    """One worker per core, at most eight, as each holds torch; none for tests that are named or talk to a terminal."""
     named = any("::" in argument for argument in config.args)
-    return 0 if named or config.option.capture == "no" else min(8, (os.cpu_count() or 1) + 1)
+    return 0 if named or config.option.capture == "no" else min(8, os.cpu_count() or 1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
