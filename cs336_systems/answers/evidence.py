@@ -276,7 +276,7 @@ def _holds_rows(path: Path) -> bool:
 
 
 def _move(source: Path, target: Path, machine: str, kind: Callable[[Path, Path, str], Move]) -> Move:
-    """What ``kind`` makes of a file; its ValueError is a refusal."""
+    """The move that ``kind`` makes of a file; its ValueError becomes a refusal."""
     try:
         return kind(source, target, machine)
     except ValueError as error:

@@ -300,7 +300,7 @@ def _chain_mods(first: ScoreMod, second: ScoreMod) -> ScoreMod:
 
 
 def _positions(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """What mods receive for scores of these sizes: batch, head, query position and key position, broadcastable."""
+    """Batch, head, query position and key position, broadcastable, as mods receive them for scores of these sizes."""
     ranges = [
         torch.arange(size, device=device).view([-1 if i == axis else 1 for i in range(4)])
         for axis, size in enumerate(sizes)

@@ -221,7 +221,7 @@ def collectives_figure(rows: pd.DataFrame) -> Figure | None:
     if (hardware := find_hardware(first["gpu"])) and hardware.link_bytes_per_s:
         height = hardware.link_bytes_per_s / 1e9
         axes["busbw"].axhline(height, color="0.3", linewidth=1)
-        axes["busbw"].annotate("link, datasheet", (0.02, height), ("axes fraction", "data"), va="bottom")
+        axes["busbw"].annotate("link, datasheet", (0.02, height), xycoords=("axes fraction", "data"), va="bottom")
     axes["busbw"].set_ylim(bottom=0)
     where = first["gpu"] or first["host"]
     figure.suptitle(f"Collectives on {where}: {first['variant']}, {rows['dtype'].iloc[0]}", fontsize=11)

@@ -72,7 +72,7 @@ def source_version() -> tuple[str, bool]:
 
 @functools.cache
 def host_name() -> str:
-    """The CPU's model, six digits of the boot's number, which tell equal hosts apart, and this process's cores."""
+    """The CPU's model, six digits of a hash of the boot id, which tell equal hosts apart, and this process's cores."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -157,7 +157,7 @@ def empty_pair(like: Tensor, dtype: torch.dtype, rows: bool = True, transposed: 
 
 
 def format_of(dtype: torch.dtype) -> dict[str, Any]:
-    """What kernels are told of a format."""
+    """A kernel's constants for an fp8 dtype: Triton's name of it and its largest value."""
     return {"DTYPE": FORMATS[dtype], "LARGEST": LARGEST[dtype]}
 
 

@@ -27,8 +27,9 @@ from cs336_systems.pretraining.checkpoint import ModelOfRun, write_run_json
 from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.dataset import Dataset
 from cs336_systems.pretraining.loader import Loader, Sequences, fingerprint
-from cs336_systems.pretraining.options import LearningRate, TrainerCase, TrainOptions
+from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.pretraining.run_records import Data, Device, GpuState, Light, Memory, Message, Model, Record
+from cs336_systems.pretraining.schedules import LearningRate
 from cs336_systems.pretraining.tokenizer import TOKENIZER, load_tokenizer
 from cs336_systems.pretraining.tokenizing import TokenizeOptions, default_folder, tokenize
 from cs336_systems.training.assemble import build_model, finish
@@ -129,7 +130,7 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
 
 
 def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
-    """What a log says before the first step: device, model, data, memory and speed of light."""
+    """Yields the records that a log has before the first step: device, model, data, memory and speed of light."""
     options, config, dataset, step = prepared.options, prepared.config, prepared.dataset, prepared.step
     yield (device := describe_device(rank))
     if options.zero and rank.world_size == 1:

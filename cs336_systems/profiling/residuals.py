@@ -76,7 +76,7 @@ def block_residuals(
     ops: ModelOps = REFERENCE_OPS,
     make: Callable[..., TransformerBlock] = TransformerBlock,
 ) -> pd.DataFrame:
-    """What one block of the model keeps on random input that requires a gradient, and its gradients after backward.
+    """Lists the tensors that a block keeps for backward on random input, and its gradients after backward.
 
     One row per storage with the columns ``kind, name, kept_by, shape, dtype, mib``, the largest first within a kind.
 

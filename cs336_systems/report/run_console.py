@@ -39,7 +39,7 @@ from cs336_systems.pretraining.run_records import (
 from cs336_systems.report.tables import Table
 
 _VERSIONS = ("torch", "driver", "commit")
-"""What a line about the device says of its ``harness.provenance.versions``."""
+"""Keys of ``harness.provenance.versions`` that the line about the device shows."""
 
 
 class RunConsole:

@@ -41,7 +41,7 @@ def floors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: flo
     """
     eps, eps_fp32 = torch.finfo(q.dtype).eps, torch.finfo(torch.float32).eps
     if q.is_cuda and q.dtype == torch.float32:
-        eps = eps_fp32 = 6 * eps_fp32  # products of numbers split in two TF32 numbers: see ``floors``
+        eps = eps_fp32 = 6 * eps_fp32  # as the docstring derives
     group = q.shape[1] // k.shape[1]
     q, k, v, do = (x.detach().double() for x in (q, k, v, do))
     k_each, v_each = (x.repeat_interleave(group, dim=1) for x in (k, v))

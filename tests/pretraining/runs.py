@@ -5,7 +5,6 @@ import random
 from collections.abc import Iterator
 
 from cs336_systems.costs.speed_of_light import SpeedOfLight
-from cs336_systems.pretraining.options import LearningRate
 from cs336_systems.pretraining.run_log import LogFile, RunLog
 from cs336_systems.pretraining.run_records import (
     Data,
@@ -20,6 +19,7 @@ from cs336_systems.pretraining.run_records import (
     Record,
     Session,
 )
+from cs336_systems.pretraining.schedules import LearningRate
 
 TOKENS = 524_288
 GIB = 2**30

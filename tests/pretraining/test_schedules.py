@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cs336_systems.pretraining.options import LearningRate, ScheduleKind
+from cs336_systems.pretraining.schedules import LearningRate, ScheduleKind
 
 PEAK = 3e-4
 KINDS = get_args(ScheduleKind)

@@ -4,9 +4,9 @@ Tiles stand in a small committed table, so that nothing is tuned while a user wa
 
 Keyed by kernel, head-dim bucket and element size. Half-precision entries up to head dim 128 were timed on an H200
 (bf16, causal, length 16,384); profiles/results/h200/attention-tiles has every candidate, and percent are against the
-entry. fp32 entries up to head dim 128 were timed on an H200, too, causal, 16 heads, length 4,096, with three TF32
-products for one of fp32. The others were chosen by compiling for sm_90 (Triton 3.6, causal; "N registers, M blocks"
-means per thread, and blocks of one SM). What decides:
+entry. fp32 entries up to head dim 128 were timed on an H200, too (causal, 16 heads, length 4,096, three TF32 products
+for one of fp32), by a search whose rows are not committed. The others were chosen by compiling for sm_90 (Triton 3.6,
+causal; "N registers, M blocks" means per thread, and blocks of one SM). What decides:
 
 * no spills, as a rule;
 * wgmma, which needs 64 rows per group of four warps; below that Triton falls back to the slower mma instructions;
@@ -98,11 +98,11 @@ def _has_short_rows(x_BHSD: Tensor) -> bool:
 def input_precision(d_head: int) -> str:
     """How ``tl.dot`` multiplies fp32; half-precision products do not look at it.
 
-    By default a number is split in two TF32 numbers and a product is the sum of three products on the tensor cores,
-    which is as exact as an IEEE product up to the order of sums: at head dim 64 and length 1,024 the relative errors of
-    o, dq, dk and dv against fp64 were 3.2, 6.7, 7.0 and 5.5e-7, those of torch's eager fp32 3.3, 3.8, 7.5 and 7.6e-7,
-    and the three kernels took a fifth of the time of IEEE products, which run as scalar multiply-adds. Beyond head dim
-    128 the splits do not fit an SM's memory, and products are IEEE. One TF32 product only where torch was told so.
+    By default a number is split in two TF32 numbers and a product is the sum of three products on the tensor cores. At
+    head dim 64 and length 16,384 the relative errors of o, dq and dk against fp64 are 3.6, 5.6 and 6.8e-7, those of
+    eager fp32 4.7, 5.3 and 15.5e-7, and forward and backward take 5.1 ms instead of the 25.6 of IEEE products
+    (profiles/results/h200/attention-flash-fp32). Beyond head dim 128 products are IEEE, as no tile of a short search
+    ran there. One TF32 product only where torch was told so.
     """
     if torch.get_float32_matmul_precision() != "highest":
         return "tf32"

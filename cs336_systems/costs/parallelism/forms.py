@@ -56,7 +56,7 @@ COLLECTIVES: dict[Form, dict[Pass, tuple[str, ...]]] = {
     "fsdp": {"forward": ("all_gather",), "backward": ("all_gather", "reduce_scatter")},
     "tensor-parallel": {"forward": ("all_reduce",), "backward": ("all_reduce",)},
 }
-"""Of the weights or their gradients, but in tensor parallelism of activations."""
+"""Collectives of each pass: of weights or their gradients, and of activations in tensor parallelism."""
 
 
 @dataclass(frozen=True)
