@@ -32,6 +32,7 @@ def hidden_shares(rank, measure, cells, folder):
     ]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
 def test_communication_lies_under_backward(world_size, device, tmp_path):
     found = on_ranks(hidden_shares, world_size, measure, CELLS, tmp_path, device=device)[0]

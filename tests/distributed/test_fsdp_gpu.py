@@ -36,6 +36,7 @@ def test_arithmetic_is_that_of_one_process(world_size, device):
         on_ranks(check, world_size, device=device)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
 def test_communication_lies_under_compute(world_size, device, tmp_path):
     shares = on_ranks(hidden_shares, world_size, measure, [CELL], tmp_path, device=device)[0]

@@ -92,6 +92,7 @@ def test_what_cannot_be_measured_is_told_apart(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timing
 def test_do_bench_agrees_with_the_harness_on_a_gpu():
     values = {"device": "cuda", "dtype": "bf16", "d_head": 64, "length": 8192, "mask": "", "causal": True}
     harness, do_bench = (

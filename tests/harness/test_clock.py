@@ -110,6 +110,7 @@ def test_time_kernel_agrees_with_tritons_clock():
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.timing
 def test_phases_hold_the_device_time_of_what_they_launched():
     a, b = (torch.randn(4096, 4096, device=GPU).bfloat16() for _ in range(2))
 

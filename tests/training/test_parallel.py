@@ -91,7 +91,8 @@ def trained() -> list[list[Trained]]:
 def alone(config: ModelConfig) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Losses of one process that sees both ranks' batches, and the reference's weights before and after three steps."""
     case = TrainingCase.of(config, batch_size=2, seed=3)
-    batches = [random_batch(case, Rank(number, number, 2, torch.device("cpu"), "gloo")) for number in range(2)]
+    with torch.device("meta"):  # a default device, as users may set, is not the batch's
+        batches = [random_batch(case, Rank(number, number, 2, torch.device("cpu"), "gloo")) for number in range(2)]
     assert not torch.equal(batches[0][0], batches[1][0]), "ranks have batches of their own"
     step = assemble(case)
     start = [parameter.detach().clone() for parameter in step.model.parameters()]
