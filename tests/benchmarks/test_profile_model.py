@@ -18,7 +18,7 @@ from cs336_systems.profiling.recording import ROUNDS
 from cs336_systems.profiling.traces import kineto, nsys
 from cs336_systems.profiling.traces.kernels import MATMUL, kernel_class
 from cs336_systems.profiling.traces.tables import TraceError
-from tests.benchmarks.commands import SWEEP, cells_of, refusal, run, run_in_a_process
+from tests.benchmarks.commands import SWEEP, cells_of, refusal, run
 
 FIXTURES = Path(__file__).parents[1] / "profiling" / "traces" / "fixtures"
 
@@ -137,9 +137,8 @@ def test_backward_is_attributed_on_a_gpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_bare_run_on_a_cpu_ends_in_files_and_rows(tmp_path):
-    options = ("--profiler", "kineto", "--raw", tmp_path / "raw", "--out", tmp_path / "out")
-    code, out, err = run_in_a_process("profile_model", *options)
+def test_a_bare_run_on_a_cpu_ends_in_files_and_rows(command, tmp_path):
+    code, out, err = command("--profiler", "kineto", "--raw", tmp_path / "raw", "--out", tmp_path / "out")
     assert code == 0, err
     assert [cell["status"] for cell in json.loads(out.splitlines()[-1])["cells"]] == ["ok", "ok"]
     name = "tiny-b1-c128-fp32-kineto"

@@ -1,47 +1,29 @@
-"""scripts/run_benchmarks.py: several benchmarks in one launch, each with rows of its own."""
+"""scripts/run_benchmarks.py: several benchmarks in one launch, each as it runs alone."""
 
-import os
-import subprocess
 import sys
+from dataclasses import asdict
 
-import pytest
-
-from cs336_systems.harness.record import read_rows
+from cs336_systems.harness.sweep import Outcome
 from scripts import run_benchmarks
-from tests.benchmarks.commands import ROOT
-
-TINY = "--device cpu --size tiny --context-length 16 --batch-size 1 --warmup 0 --steps 1"
+from tests.benchmarks.commands import SWEEP
 
 
-def run_by_torchrun(*arguments: str, ranks: int) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run(
-        [sys.executable, *launcher, "scripts/run_benchmarks.py", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+def test_every_command_runs_under_its_own_name_though_one_before_it_failed(monkeypatch, capsys):
+    ran = []
 
+    def sweep_here(name, cells, measure, **_):
+        ran.append((name, sys.argv[1:]))
+        for cell in cells:
+            yield Outcome(cell, "unsupported", "not here", rows=[asdict(cell) | {"gpu": "", "host": "here"}])
 
-@pytest.mark.slow
-def test_every_command_writes_its_rows_though_one_before_it_failed(tmp_path):
-    """What an earlier sweep has left in the launcher's store is not what a rank says of the next one."""
-    commands = [
-        f"benchmark_ddp {TINY} --ddp naive --attention hopper --out {tmp_path}/failed",
-        f"benchmark_ddp {TINY} --ddp 5",
-        f"benchmark_ddp {TINY} --ddp naive --out {tmp_path}/ddp",
-    ]
-    done = run_by_torchrun(*" + ".join(commands).split(), ranks=2)
-    rows = {path.parent.name: read_rows(path) for path in tmp_path.glob("*/*.csv")}
-    found = {name: (set(own["status"]), set(own["argv"].str.split().str[0])) for name, own in rows.items()}
-    assert found == {
-        "failed": ({"unsupported"}, {"benchmark_ddp.py"}),
-        "ddp": ({"ok"}, {"benchmark_ddp.py"}),
-    }, done.stderr
-    assert done.returncode == 1
+    monkeypatch.setattr(SWEEP, sweep_here)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    common = ["--device", "cpu", "--size", "tiny"]
+    naive, fsdp = [*common, "--ddp", "naive"], [*common, "--fsdp", "ours"]
+    commands = ["benchmark_ddp", *naive, "+", "benchmark_ddp", "--ddp", "5", "+", "benchmark_fsdp", *fsdp]
+    assert run_benchmarks.main(commands) == 1, "the first code that is not 0"
+    assert ran == [("benchmark_ddp", naive), ("benchmark_fsdp", fsdp)]
+    assert "--ddp" in capsys.readouterr().err
 
 
 def test_what_is_no_benchmark_is_named(capsys):

@@ -9,6 +9,8 @@ import pytest
 
 from cs336_systems.experiments.data_parallel import DataParallelCell, measure
 from cs336_systems.experiments.ranked import Effort
+from cs336_systems.profiling.communication import communication_metrics
+from cs336_systems.profiling.traces import kineto
 
 from .checks import on_gpus, on_ranks
 
@@ -22,14 +24,16 @@ CELLS = [
 
 
 def hidden_shares(rank, measure, cells, folder):
-    """Of each cell the percentage of communication that ran beside other kernels, the median of the recorded steps
-    (rank 0 alone knows)."""
-    return [
-        {metric.name: median(metric.samples) for metric in measure(cell, rank, effort=Effort(trace=folder))}.get(
-            "hidden_share"
-        )
-        for cell in cells
-    ]
+    """Of each cell the percentage of communication that ran beside other kernels, the median of the recorded steps;
+    rank 0 alone records, others return nothing.
+    """
+    for cell in cells:
+        measure(cell, rank, effort=Effort(trace=folder))
+    if rank.rank:
+        return []
+    recordings = [kineto.read(folder / f"{cell.name}.json.gz") for cell in cells]
+    found = [{metric.name: metric.samples for metric in communication_metrics(trace)} for trace in recordings]
+    return [median(metrics["hidden_share"]) for metrics in found]
 
 
 @pytest.mark.timing

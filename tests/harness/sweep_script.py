@@ -1,8 +1,10 @@
 """A sweep for tests that press Ctrl-C, kill it or launch it: ``python -m`` this, FOLDER, CELL ..., each named as below.
 
-``what`` alone is a cell of one process, ``what@2`` one of two ranks. It prints a line before the sweep begins.
+``what`` alone is a cell of one process, ``what@2`` one of two ranks; after ``+`` another sweep begins. It prints a line
+before the first one.
 """
 
+import itertools
 import json
 import signal
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 from cs336_systems.harness.isolation import reports
 from cs336_systems.harness.record import RowFile
 from cs336_systems.harness.sweep import cell_columns, run_sweep
+from cs336_systems.processes import start_server
 from cs336_systems.report.command_line import INTERRUPTED, exit_with
 from tests.harness.cells import Cell, RankedCell, measure
 
@@ -22,12 +25,17 @@ def make_cell(name: str, folder: str) -> Cell:
 
 def main() -> int:
     """Sweep into the folder named on the command line; prints how the cells ended and returns 130 after Ctrl-C."""
+    start_server("tests.harness.cells")  # without the compiler, whose import takes seconds
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has SIGINT ignored
     folder, *names = sys.argv[1:]
-    csv, cells = Path(folder, "rows.csv"), [make_cell(name, folder) for name in names]
-    row_file = RowFile(csv, cell_columns(type(cells[0]))) if reports() else None
+    sweeps = [
+        [make_cell(name, folder) for name in own] for plus, own in itertools.groupby(names, "+".__eq__) if not plus
+    ]
+    row_file = RowFile(Path(folder, "rows.csv"), cell_columns(type(sweeps[0][0]))) if reports() else None
     print("begins", flush=True)
-    outcomes = list(run_sweep("script", cells, measure, row_file=row_file, timeout_s=110))
+    outcomes = [
+        outcome for cells in sweeps for outcome in run_sweep("script", cells, measure, row_file=row_file, timeout_s=110)
+    ]
     print(json.dumps([outcome.status for outcome in outcomes]))
     return INTERRUPTED if outcomes and outcomes[-1].status == "interrupted" else 0
 

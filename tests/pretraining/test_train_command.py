@@ -40,8 +40,7 @@ def wait_for_steps(process, log, n):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_interrupted_and_resumed(tmp_path):
-    write_dataset(tmp_path / "data")
+def test_a_run_that_is_interrupted_and_resumed(main, tmp_path):
     process = start(tmp_path, "--out", "run", "--steps", "100000", "--save-every", "100000", "--evaluate-every", "None")
     wait_for_steps(process, tmp_path / "run" / LOG, 5)
     process.send_signal(signal.SIGINT)
@@ -52,9 +51,8 @@ def test_a_run_that_is_interrupted_and_resumed(tmp_path):
     assert (line["reason"], line["resumed_at"], "exported" in line) == ("interrupted", 0, False)
     assert made >= 5 and complete_checkpoints(tmp_path / "run")[-1].name == f"step-{made:08d}"
     assert read_run(tmp_path / "run" / LOG).last(End).step == made
-    process = start(tmp_path, "--out", "run", "--steps", str(made + 3))
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
+    code, out, err = main(*SMALL, "--out", "run", "--steps", str(made + 3))
+    assert (code, err) == (0, "")
     line = json.loads(out.splitlines()[-1])
     assert (line["reason"], line["steps"], line["resumed_at"]) == ("done", made + 3, made)
     assert line["evaluation_loss"] < 6
