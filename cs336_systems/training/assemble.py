@@ -142,7 +142,7 @@ def random_batch(case: TrainingCase, rank: Rank | None = None) -> tuple[Tensor, 
     """
     generator = torch.Generator().manual_seed(case.seed * 1009 + (rank.rank if rank else 0) + 1)
     shape = (2, case.accumulate * case.batch_size, case.context_length)
-    ids = torch.randint(case.config.vocab_size, shape, generator=generator, device="cpu")  # whatever the default is
+    ids = torch.randint(case.config.vocab_size, shape, generator=generator, device="cpu")  # not the default device
     token_ids, targets = ids.to(rank.device if rank else case.device)
     return token_ids, targets
 

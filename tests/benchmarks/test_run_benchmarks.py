@@ -1,29 +1,28 @@
-"""scripts/run_benchmarks.py: several benchmarks in one launch, each as it runs alone."""
+"""scripts/run_benchmarks.py: several benchmarks in one launch, each with rows of its own."""
 
 import sys
-from dataclasses import asdict
 
-from cs336_systems.harness.sweep import Outcome
+import pytest
+
+from cs336_systems.harness.record import read_rows
 from scripts import run_benchmarks
-from tests.benchmarks.commands import SWEEP
+
+TINY = "--device cpu --size tiny --context-length 16 --batch-size 1 --warmup 0 --steps 1"
 
 
-def test_every_command_runs_under_its_own_name_though_one_before_it_failed(monkeypatch, capsys):
-    ran = []
-
-    def sweep_here(name, cells, measure, **_):
-        ran.append((name, sys.argv[1:]))
-        for cell in cells:
-            yield Outcome(cell, "unsupported", "not here", rows=[asdict(cell) | {"gpu": "", "host": "here"}])
-
-    monkeypatch.setattr(SWEEP, sweep_here)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    common = ["--device", "cpu", "--size", "tiny"]
-    naive, fsdp = [*common, "--ddp", "naive"], [*common, "--fsdp", "ours"]
-    commands = ["benchmark_ddp", *naive, "+", "benchmark_ddp", "--ddp", "5", "+", "benchmark_fsdp", *fsdp]
-    assert run_benchmarks.main(commands) == 1, "the first code that is not 0"
-    assert ran == [("benchmark_ddp", naive), ("benchmark_fsdp", fsdp)]
-    assert "--ddp" in capsys.readouterr().err
+@pytest.mark.slow
+def test_every_command_writes_its_rows_though_one_before_it_failed(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["run_benchmarks.py"])
+    commands = [
+        f"benchmark_ddp {TINY} --ddp naive --attention hopper --out {tmp_path}/failed",
+        f"benchmark_ddp {TINY} --ddp 5",
+        f"benchmark_ddp {TINY} --ddp naive --out {tmp_path}/ddp",
+    ]
+    assert run_benchmarks.main(" + ".join(commands).split()) == 1
+    rows = {path.parent.name: read_rows(path) for path in tmp_path.glob("*/*.csv")}
+    found = {name: (set(own["status"]), set(own["argv"].str.split().str[0])) for name, own in rows.items()}
+    argv = {"benchmark_ddp.py"}
+    assert found == {"failed": ({"unsupported"}, argv), "ddp": ({"ok"}, argv)}
 
 
 def test_what_is_no_benchmark_is_named(capsys):

@@ -24,14 +24,16 @@ CELLS = [
 
 
 def hidden_shares(rank, measure, cells, folder):
-    """Of each cell the percentage of communication that ran beside other kernels, the median of the recorded steps;
-    rank 0 alone records, others return nothing.
+    """The percentage of each cell's communication that ran beside other kernels, the median of its recorded steps.
+
+    Rank 0 alone records; the list of any other is empty.
     """
+    effort = Effort(trace=folder)
     for cell in cells:
-        measure(cell, rank, effort=Effort(trace=folder))
+        measure(cell, rank, effort=effort)
     if rank.rank:
         return []
-    recordings = [kineto.read(folder / f"{cell.name}.json.gz") for cell in cells]
+    recordings = [kineto.read(effort.recording(cell)) for cell in cells]
     found = [{metric.name: metric.samples for metric in communication_metrics(trace)} for trace in recordings]
     return [median(metrics["hidden_share"]) for metrics in found]
 

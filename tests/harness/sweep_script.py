@@ -1,10 +1,9 @@
-"""A sweep for tests that press Ctrl-C, kill it or launch it: ``python -m`` this, FOLDER, CELL ..., each named as below.
+"""Sweeps for tests that press Ctrl-C, kill or launch them: ``python -m`` this, FOLDER, CELL ..., each named as below.
 
-``what`` alone is a cell of one process, ``what@2`` one of two ranks; after ``+`` another sweep begins. It prints a line
-before the first one.
+``what`` alone is a cell of one process, ``what@2`` one of two ranks. The first cell is a sweep of its own, the others
+are a second one in the same process. It prints a line before they begin.
 """
 
-import itertools
 import json
 import signal
 import sys
@@ -24,18 +23,16 @@ def make_cell(name: str, folder: str) -> Cell:
 
 
 def main() -> int:
-    """Sweep into the folder named on the command line; prints how the cells ended and returns 130 after Ctrl-C."""
+    """Sweep twice into the folder named on the command line; prints how the cells ended, returns 130 after Ctrl-C."""
     start_server("tests.harness.cells")  # without the compiler, whose import takes seconds
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has SIGINT ignored
     folder, *names = sys.argv[1:]
-    sweeps = [
-        [make_cell(name, folder) for name in own] for plus, own in itertools.groupby(names, "+".__eq__) if not plus
-    ]
-    row_file = RowFile(Path(folder, "rows.csv"), cell_columns(type(sweeps[0][0]))) if reports() else None
+    csv, cells = Path(folder, "rows.csv"), [make_cell(name, folder) for name in names]
+    row_file = RowFile(csv, cell_columns(type(cells[0]))) if reports() else None
     print("begins", flush=True)
-    outcomes = [
-        outcome for cells in sweeps for outcome in run_sweep("script", cells, measure, row_file=row_file, timeout_s=110)
-    ]
+    outcomes = []
+    for part in (cells[:1], cells[1:]):
+        outcomes += run_sweep("script", part, measure, row_file=row_file, timeout_s=110)
     print(json.dumps([outcome.status for outcome in outcomes]))
     return INTERRUPTED if outcomes and outcomes[-1].status == "interrupted" else 0
 

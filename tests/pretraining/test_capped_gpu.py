@@ -33,7 +33,7 @@ def test_a_run_within_little_is_the_one_with_room(tmp_path, device_to_itself):
         # More, for what the first run of the process loads and compiles; less than holds everything.
         caps = {"device_gib": float(said[1]) + 0.3, "host_gib": float(said[2]) + 4}
         tight = replace(roomy, out=tmp_path / "tight", **caps)
-        for run in (tight, roomy):  # the allocator of the process keeps what the latter has used
+        for run in (tight, roomy):  # roomy last: the allocator may keep its memory, which NVML would count
             train(run, rank)
         shutil.copytree(tight.out, tmp_path / "resumed")
         shutil.rmtree(tmp_path / "resumed" / "step-00000006")
