@@ -19,7 +19,7 @@ from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoin
 from cs336_systems.distributed.fsdp_gradients import Reduction
 from cs336_systems.model import TransformerBlock, TransformerLM
 
-from ..distributed.checks import on_each
+from ..distributed.checks import checks_of, on_each
 from .cases import HANDOUT, QWEN
 
 TIED = replace(QWEN, tie_embeddings=True)
@@ -109,7 +109,7 @@ WAYS: tuple[tuple[Callable, Callable, dict[str, object], set[tuple[int, ...]]], 
 """Wrapper, optimizer, what is special in the model, and the matrices that are then joined by a copy."""
 
 
-def steps_are_those_of_one_process_without_copies(rank):
+def check_steps_are_those_of_one_process_without_copies(rank):
     for wrap, make, how, copies in WAYS:
         model = wrap(model_of(**how))
         optimizer = make(model)
@@ -119,7 +119,7 @@ def steps_are_those_of_one_process_without_copies(rank):
         assert same(model, alone(**how))
 
 
-def nor_are_there_copies_from_meta_or_in_a_compute_dtype(rank):
+def check_nor_are_there_copies_from_meta_or_in_a_compute_dtype(rank):
     for device, dtype in (("meta", None), ("cpu", torch.bfloat16), ("meta", torch.bfloat16)):
         model = fsdp_of(model_of(device=device), dtype)
         with copies_counted() as joined:
@@ -128,7 +128,7 @@ def nor_are_there_copies_from_meta_or_in_a_compute_dtype(rank):
         assert dtype is not None or same(model, alone())
 
 
-def merged_gradients_travel_as_they_are(rank):
+def check_merged_gradients_travel_as_they_are(rank):
     """Under FSDP the slices of what backward wrote are what is reduced: no copy in between."""
     model = fsdp_of(model_of())
     sent: list[list[Tensor]] = []
@@ -148,7 +148,7 @@ def merged_gradients_travel_as_they_are(rank):
     assert [sorted(map(len, runs)) for runs in sent] == [*[[1, 1, 2, 3]] * TIED.n_layers, [1]]
 
 
-def checkpoints_are_those_of_the_reference_model(rank):
+def check_checkpoints_are_those_of_the_reference_model(rank):
     """Neither names nor rows in files tell how parameters lay in memory."""
     model = fsdp_of(model_of())
     optimizer = adamw(model)
@@ -166,7 +166,7 @@ def checkpoints_are_those_of_the_reference_model(rank):
         assert torch.equal(optimizer.state[ours]["exp_avg"], other.state[theirs]["exp_avg"])
 
 
-def ranks_must_agree_on_what_lies_together(rank):
+def check_ranks_must_agree_on_what_lies_together(rank):
     model = model_of()
     if rank.rank == 1:
         parameter = model.layers[0].ffn.w3.weight
@@ -176,17 +176,9 @@ def ranks_must_agree_on_what_lies_together(rank):
         sharded(model, None)
 
 
-def blocks_must_be_units_of_fsdp(rank):
+def check_blocks_must_be_units_of_fsdp(rank):
     with pytest.raises(RuntimeError, match="is read outside of its own module's call"):
         FSDP(model_of())(IDS)
 
 
-CHECKS = (
-    blocks_must_be_units_of_fsdp,
-    steps_are_those_of_one_process_without_copies,
-    nor_are_there_copies_from_meta_or_in_a_compute_dtype,
-    merged_gradients_travel_as_they_are,
-    checkpoints_are_those_of_the_reference_model,
-    ranks_must_agree_on_what_lies_together,
-)
-test_two_ranks = pytest.mark.slow(on_each(2, CHECKS))
+test_two_ranks = pytest.mark.slow(on_each(2, checks_of(globals())))

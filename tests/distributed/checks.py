@@ -1,8 +1,8 @@
 """Ranks that are started once for many tests: each check is run by all of them, in a process group of its own.
 
-    test_on_two_ranks = on_each(2, CHECKS)          # a test for each of these functions of the rank
-    results = on_ranks(worker, 2, *arguments)       # what worker(rank, *arguments) returns on each
-    results = spawn(worker, 2, *arguments)          # the same, of ranks that nobody has used before
+    test_on_two_ranks = on_each(2, checks_of(globals()))   # a test for each function check_... of the rank
+    results = on_ranks(worker, 2, *arguments)              # what worker(rank, *arguments) returns on each
+    results = spawn(worker, 2, *arguments)                 # the same, of ranks that nobody has used before
 
 The ranks of a world size stay until this process ends, whichever file asks for them.
 """
@@ -160,10 +160,21 @@ def on_ranks(function, world_size: int, *arguments, **where: str) -> list[Any]:
     return [one.returned for one in ended]
 
 
+def checks_of(module: dict[str, Any]):
+    """The functions named ``check_...`` that a test module, given as its ``globals()``, defines itself."""
+    return [
+        value for name, value in module.items() if name.startswith("check_") and value.__module__ == module["__name__"]
+    ]
+
+
+def name_of(check) -> str:
+    return check.__name__.removeprefix("check_")
+
+
 def on_each(world_size: int, checks, **where: str):
     """A test that is parametrized by checks, each of which the ranks run."""
 
-    @pytest.mark.parametrize("check", checks, ids=lambda check: check.__name__)
+    @pytest.mark.parametrize("check", checks, ids=name_of)
     def test(check):
         on_ranks(check, world_size, **where)
 

@@ -18,11 +18,11 @@ from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.traffic import Traffic
 
-from .checks import on_gpus, on_ranks
+from .checks import checks_of, name_of, on_gpus, on_ranks
 from .toys import RUNGS, Branches, Toy, average_of, averaged, backward, gradients, same_on_all_ranks
 
 
-def frozen_parameters_stay_and_must_not_thaw(wrap, rank):
+def check_frozen_parameters_stay_and_must_not_thaw(wrap, rank):
     model = wrap(Toy())
     backward(model, torch.randn(2, 6))
     assert all(parameter.grad is None for parameter in model.module.frozen.parameters())
@@ -31,7 +31,7 @@ def frozen_parameters_stay_and_must_not_thaw(wrap, rank):
         backward(model, torch.randn(2, 6))
 
 
-def gradients_may_travel_in_bf16(wrap, rank):
+def check_gradients_may_travel_in_bf16(wrap, rank):
     module = Toy()
     model = wrap(module, communication_dtype=torch.bfloat16)
     x = torch.randn(3, 6)
@@ -46,7 +46,7 @@ def gradients_may_travel_in_bf16(wrap, rank):
     torch.testing.assert_close(gradients(model), exact, rtol=3 * 2**-8, atol=1e-2)
 
 
-def what_cannot_work_is_an_error_on_all_ranks(wrap, rank):
+def check_what_cannot_work_is_an_error_on_all_ranks(wrap, rank):
     other = rank.rank == 1
     for module, options in (
         (nn.Linear(2, 3 + other), {}),
@@ -78,7 +78,7 @@ def what_cannot_work_is_an_error_on_all_ranks(wrap, rank):
         model(torch.ones(1, 4)).square().sum().backward(create_graph=True)
 
 
-def accumulated_gradients_may_be_finished_without_another_backward(wrap, rank):
+def check_accumulated_gradients_may_be_finished_without_another_backward(wrap, rank):
     """Also where the body of ``no_sync`` raises."""
     model, x = wrap(Toy()), torch.randn(3, 6)
     expected = average_of(model.module, model.module(x).square().sum())
@@ -91,7 +91,7 @@ def accumulated_gradients_may_be_finished_without_another_backward(wrap, rank):
     torch.testing.assert_close(gradients(model), expected)
 
 
-def a_rank_that_runs_out_of_batches_finishes_instead(wrap, rank):
+def check_a_rank_that_runs_out_of_batches_finishes_instead(wrap, rank):
     model = wrap(Branches())
     x, used = torch.ones(1, 4), [0, 1, 2]
     params = list(model.parameters())
@@ -109,7 +109,7 @@ def a_rank_that_runs_out_of_batches_finishes_instead(wrap, rank):
         model.zero_grad()
 
 
-def clearing_in_place_begins_a_step_too(wrap, rank):
+def check_clearing_in_place_begins_a_step_too(wrap, rank):
     model = wrap(nn.Linear(1, 1, bias=False))
     for scale, has_batch, clipped, expected in (
         (1.0, (True, True), False, 1.0),
@@ -130,7 +130,7 @@ def clearing_in_place_begins_a_step_too(wrap, rank):
         assert (0.0 if gradient is None else gradient.item()) == expected
 
 
-def a_second_backward_adds_its_average(wrap, rank):
+def check_a_second_backward_adds_its_average(wrap, rank):
     model = wrap(Toy())
     x, y = (torch.randn(3, 6) for _ in range(2))
     parts = [average_of(model.module, model.module(t).square().sum()) for t in (x, y)]
@@ -148,7 +148,7 @@ def a_second_backward_adds_its_average(wrap, rank):
     torch.testing.assert_close(gradients(model), [2 * gradient for gradient in parts[0]])
 
 
-def a_backward_that_fails_is_finished_before_the_next_forward(wrap, rank):
+def check_a_backward_that_fails_is_finished_before_the_next_forward(wrap, rank):
     model, x = wrap(Toy()), torch.randn(2, 6)
     expected = average_of(model.module, model.module(x).square().sum())
     backward(model, x)
@@ -177,7 +177,7 @@ def a_backward_that_fails_is_finished_before_the_next_forward(wrap, rank):
     torch.testing.assert_close(gradients(model), expected)
 
 
-def segments_may_be_checkpointed(wrap, rank):
+def check_segments_may_be_checkpointed(wrap, rank):
     for reentrant in (False, True):
         module = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
@@ -194,7 +194,7 @@ def segments_may_be_checkpointed(wrap, rank):
         torch.testing.assert_close(gradients(model), expected)
 
 
-def a_wrapper_that_is_dropped_leaves_the_module_free(wrap, rank):
+def check_a_wrapper_that_is_dropped_leaves_the_module_free(wrap, rank):
     module = Toy()
     for _ in range(2):
         model = wrap(module)
@@ -210,7 +210,7 @@ def a_wrapper_that_is_dropped_leaves_the_module_free(wrap, rank):
     assert memory.expired()
 
 
-def parameters_that_join_later_are_noticed(wrap, rank):
+def check_parameters_that_join_later_are_noticed(wrap, rank):
     for change, name in (
         (lambda module: module[0].append(nn.Linear(4, 4)), "0.1.weight"),
         (lambda module: setattr(module[1], "bias", nn.Parameter(torch.zeros(2))), "1.bias"),
@@ -223,7 +223,7 @@ def parameters_that_join_later_are_noticed(wrap, rank):
             model(torch.ones(1, 4))
 
 
-def backward_may_run_on_another_stream(wrap, rank):
+def check_backward_may_run_on_another_stream(wrap, rank):
     if rank.device.type != "cuda":
         return
     module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
@@ -240,22 +240,6 @@ def backward_may_run_on_another_stream(wrap, rank):
         model.zero_grad()
 
 
-CHECKS = (
-    frozen_parameters_stay_and_must_not_thaw,
-    gradients_may_travel_in_bf16,
-    what_cannot_work_is_an_error_on_all_ranks,
-    accumulated_gradients_may_be_finished_without_another_backward,
-    a_rank_that_runs_out_of_batches_finishes_instead,
-    clearing_in_place_begins_a_step_too,
-    a_second_backward_adds_its_average,
-    a_backward_that_fails_is_finished_before_the_next_forward,
-    segments_may_be_checkpointed,
-    a_wrapper_that_is_dropped_leaves_the_module_free,
-    parameters_that_join_later_are_noticed,
-    backward_may_run_on_another_stream,
-)
-
-
 def on_both_rungs(rank: Rank, check):
     for wrap in RUNGS:
         torch.manual_seed(rank.rank)
@@ -264,7 +248,7 @@ def on_both_rungs(rank: Rank, check):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), on_gpus(2)])
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", checks_of(globals()), ids=name_of)
 def test_every_behaviour(check, world_size, device):
     on_ranks(on_both_rungs, world_size, check, device=device)
 

@@ -14,7 +14,7 @@ from .checks import on_each, on_gpus, on_ranks
 from .toys import RUNGS, Toy, averaged, backward, gradients
 
 
-def pairs_average_apart(rank: Rank):
+def check_pairs_average_apart(rank: Rank):
     """Ranks 0 and 2 hold one replica, 1 and 3 another; the second pair trains once more, while the first does not."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group, first = groups[rank.rank % 2], rank.rank % 2
@@ -37,7 +37,7 @@ def pairs_average_apart(rank: Rank):
             model.zero_grad()
 
 
-def what_is_refused(rank: Rank):
+def check_what_is_refused(rank: Rank):
     """A rank that is not in the group, and thread blocks, which are NCCL's."""
     group = dist.new_group([0])
     if rank.rank == 0:
@@ -50,8 +50,8 @@ def what_is_refused(rank: Rank):
             limited_group(rank, limit)
 
 
-test_some_of_the_ranks = on_each(4, (pairs_average_apart,))
-test_refusals = on_each(2, (what_is_refused,))
+test_some_of_the_ranks = on_each(4, (check_pairs_average_apart,))
+test_refusals = on_each(2, (check_what_is_refused,))
 
 
 def few_thread_blocks(rank: Rank, folder):

@@ -14,7 +14,7 @@ from cs336_systems.distributed.fsdp import FSDP, clip_grad_norm_
 from cs336_systems.harness.traffic import Traffic
 from cs336_systems.model import TransformerLM
 
-from .checks import on_each
+from .checks import checks_of, on_each
 from .fsdp_models import (
     CLOSE,
     Block,
@@ -37,7 +37,7 @@ def square_loss(output, targets):
     return (output - targets[..., None]).square().mean()
 
 
-def every_kind_of_parameter_is_trained(rank):
+def check_every_kind_of_parameter_is_trained(rank):
     """Calls differ in what they use; the optimizer sees shards."""
     for make, loss, used, options in (
         (Menagerie, square_loss, ((True,), (False,), (True,)), {}),
@@ -61,7 +61,7 @@ def every_kind_of_parameter_is_trained(rank):
         assert same_on_all_ranks(full.values())
 
 
-def passes_come_in_unusual_orders(rank):
+def check_passes_come_in_unusual_orders(rank):
     """Backward twice through one graph; two forwards before two backwards; an abandoned forward; evaluation between."""
     reference, fsdp = sharded(Blocks)
     first, second = batches(2)
@@ -85,7 +85,7 @@ def passes_come_in_unusual_orders(rank):
     assert not whole_groups(fsdp)
 
 
-def a_unit_is_called_after_forward(rank):
+def check_a_unit_is_called_after_forward(rank):
     """Code that computes the loss in chunks, outside of the model, does so."""
     reference, fsdp = sharded(lambda: Blocks(tied=False))
     (ids,) = batches(1)
@@ -95,7 +95,7 @@ def a_unit_is_called_after_forward(rank):
         check_gradients(fsdp, reference)
 
 
-def a_forward_changes_course(rank):
+def check_a_forward_changes_course(rank):
     """Blocks come in another order than the last time: look-ahead guesses wrong, and results do not notice."""
     reference, fsdp = sharded(Blocks)
     (ids,) = batches(1)
@@ -117,7 +117,7 @@ class Moving(nn.Linear):
         return super().forward(x)
 
 
-def errors_inside_a_forward_leave_shards_in_place(rank):
+def check_errors_inside_a_forward_leave_shards_in_place(rank):
     fsdp = FSDP(Blocks())
     (ids,) = batches(1)
     with pytest.raises(IndexError):
@@ -128,7 +128,7 @@ def errors_inside_a_forward_leave_shards_in_place(rank):
         FSDP(nn.ModuleDict({"inner": Moving(4, 4)})).module["inner"](torch.ones(2, 4))
 
 
-def clipping_sends_one_number(rank):
+def check_clipping_sends_one_number(rank):
     fsdp = FSDP(Menagerie())
     (ids,) = batches(1)
     square_loss(fsdp(ids), ids).backward()
@@ -139,13 +139,13 @@ def clipping_sends_one_number(rank):
         clip_grad_norm_(fsdp, 0.0)
 
 
-def ranks_start_from_rank_0(rank):
+def check_ranks_start_from_rank_0(rank):
     torch.manual_seed(rank.rank)
     fsdp = FSDP(Menagerie())
     assert same_on_all_ranks([*fsdp.gather_full_params().values(), *fsdp.buffers()])
 
 
-def a_model_from_meta_is_never_whole(rank):
+def check_a_model_from_meta_is_never_whole(rank):
     """It equals the seeded model of one process, and no more of it is there at once than a block and the embedding."""
     torch.manual_seed(5)
     reference = TransformerLM(MODEL_SIZES["tiny"], device="cpu")
@@ -172,7 +172,7 @@ def a_model_from_meta_is_never_whole(rank):
         FSDP(Pair().to("meta"), device="cpu")
 
 
-def bad_arguments_are_refused(rank):
+def check_bad_arguments_are_refused(rank):
     for arguments, options, message in (
         ((nn.Linear(2, 2),), {"prefetch": -1}, "-1"),
         ((nn.Linear(2, 2), torch.int8), {}, "torch.int8"),
@@ -200,19 +200,10 @@ def bad_arguments_are_refused(rank):
 
 
 CHECKS = [
-    every_kind_of_parameter_is_trained,
-    passes_come_in_unusual_orders,
-    a_unit_is_called_after_forward,
-    a_forward_changes_course,
-    clipping_sends_one_number,
+    check_every_kind_of_parameter_is_trained,
+    check_passes_come_in_unusual_orders,
+    check_a_unit_is_called_after_forward,
+    check_a_forward_changes_course,
+    check_clipping_sends_one_number,
 ]
-test_on_two_ranks = on_each(
-    2,
-    [
-        *CHECKS,
-        errors_inside_a_forward_leave_shards_in_place,
-        ranks_start_from_rank_0,
-        a_model_from_meta_is_never_whole,
-        bad_arguments_are_refused,
-    ],
-)
+test_on_two_ranks = on_each(2, checks_of(globals()))

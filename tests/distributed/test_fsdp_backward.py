@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.harness.traffic import Traffic
 
-from .checks import on_each
+from .checks import checks_of, on_each
 from .fsdp_models import (
     CLOSE,
     Block,
@@ -61,7 +61,7 @@ class Decoder(Blocks):
         return self.head(x)
 
 
-def recomputation_inside_units_finds_their_parameters_whole(rank):
+def check_recomputation_inside_units_finds_their_parameters_whole(rank):
     """It happens inside layers, around them, or both; layers are units, with units inside them or without."""
     (ids,) = batches(1)
     how = {"use_reentrant": False}
@@ -78,7 +78,7 @@ def recomputation_inside_units_finds_their_parameters_whole(rank):
         both(reference, fsdp, rank, ids)
 
 
-def a_step_needs_no_call_to_finish(rank):
+def check_a_step_needs_no_call_to_finish(rank):
     """That holds after one backward, after several, and after some that were not to be synchronized."""
     reference, fsdp = sharded(Blocks, units=by_blocks)
     for synchronized in ((True,), (True, True), (True, False, False, True)):
@@ -94,7 +94,7 @@ def a_step_needs_no_call_to_finish(rank):
         check_gradients(fsdp, reference)
 
 
-def accumulated_gradients_are_finished_without_another_backward(rank):
+def check_accumulated_gradients_are_finished_without_another_backward(rank):
     """Nothing trained need be sharded for that."""
     for make in (
         lambda: nn.LayerNorm(7),
@@ -142,7 +142,7 @@ class Fragile(Blocks):
         return self.head(x)
 
 
-def a_failed_backward_leaves_nothing_to_the_next_step(rank):
+def check_a_failed_backward_leaves_nothing_to_the_next_step(rank):
     """It fails anywhere, also while a reduction is under way, and whatever had been accumulated."""
     ids, more = batches(2)
     for fails_after in (0, 1, 3):
@@ -171,7 +171,7 @@ class Tied(Blocks):
         return nn.functional.linear(self.blocks[0](x), self.embedding.weight)
 
 
-def weights_that_are_read_outside_their_modules_are_refused(rank):
+def check_weights_that_are_read_outside_their_modules_are_refused(rank):
     (ids,) = batches(1)
     rows = own_rows(ids, rank)
     for units in (None, by_blocks):
@@ -190,7 +190,7 @@ def weights_that_are_read_outside_their_modules_are_refused(rank):
         torch.testing.assert_close(fsdp(x), layer(x), **CLOSE)
 
 
-def gradients_of_gradients_are_refused(rank):
+def check_gradients_of_gradients_are_refused(rank):
     _, fsdp = sharded(Blocks)
     rows = own_rows(batches(1)[0], rank)
     with pytest.raises(RuntimeError, match="create_graph"):
@@ -198,11 +198,4 @@ def gradients_of_gradients_are_refused(rank):
     loss_of(fsdp(rows), rows).backward()
 
 
-CHECKS = [
-    recomputation_inside_units_finds_their_parameters_whole,
-    a_step_needs_no_call_to_finish,
-    accumulated_gradients_are_finished_without_another_backward,
-    a_failed_backward_leaves_nothing_to_the_next_step,
-    weights_that_are_read_outside_their_modules_are_refused,
-]
-test_on_two_ranks = pytest.mark.slow(on_each(2, [*CHECKS, gradients_of_gradients_are_refused]))
+test_on_two_ranks = pytest.mark.slow(on_each(2, checks_of(globals())))

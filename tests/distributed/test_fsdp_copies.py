@@ -145,10 +145,10 @@ OWN = [
 ]
 ON_CPUS = [
     *OWN,
-    test_fsdp.every_kind_of_parameter_is_trained,
-    test_fsdp.a_forward_changes_course,
-    test_fsdp_backward.a_step_needs_no_call_to_finish,
-    test_fsdp_backward.a_failed_backward_leaves_nothing_to_the_next_step,
+    test_fsdp.check_every_kind_of_parameter_is_trained,
+    test_fsdp.check_a_forward_changes_course,
+    test_fsdp_backward.check_a_step_needs_no_call_to_finish,
+    test_fsdp_backward.check_a_failed_backward_leaves_nothing_to_the_next_step,
     *test_fsdp_ranks.CHECKS,
     test_fsdp_quantized.the_steps_are_those_of_one_rank,
     test_fsdp_quantized.rows_are_quantized_once_until_some_rank_changes_its_own,

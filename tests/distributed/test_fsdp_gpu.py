@@ -9,19 +9,19 @@ from cs336_systems.experiments.fully_sharded import FullyShardedCell
 from cs336_systems.experiments.fully_sharded_measure import measure
 
 from . import test_fsdp, test_fsdp_backward
-from .checks import on_gpus, on_ranks
+from .checks import checks_of, on_gpus, on_ranks
 from .test_ddp_gpu import COMMON, hidden_shares
 from .test_fsdp_ranks import CHECKS as OF_TWO
 from .test_fsdp_use import (
-    hooks_see_averages,
-    methods_of_the_module_inside_use_the_latest_values,
+    check_hooks_see_averages,
+    check_methods_of_the_module_inside_use_the_latest_values,
 )
 
 CHECKS = [
     *test_fsdp.CHECKS,
-    *test_fsdp_backward.CHECKS,
-    methods_of_the_module_inside_use_the_latest_values,
-    hooks_see_averages,
+    *checks_of(vars(test_fsdp_backward)),
+    check_methods_of_the_module_inside_use_the_latest_values,
+    check_hooks_see_averages,
 ]
 
 CELL = FullyShardedCell(

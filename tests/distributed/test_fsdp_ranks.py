@@ -9,7 +9,7 @@ from torch import nn
 
 from cs336_systems.distributed import presence
 
-from .checks import on_each, spawn
+from .checks import checks_of, on_each, spawn
 from .fsdp_models import Block, Blocks, batches, both, by_blocks, check_gradients, loss_of, own_rows, sharded, zero_grad
 
 
@@ -26,7 +26,7 @@ class Outputs(nn.Module):
         return [x, *(head(x) for head in self.heads)]
 
 
-def check_passes(reference, fsdp, rank, loss_on, n_passes=2):
+def assert_passes_agree(reference, fsdp, rank, loss_on, n_passes=2):
     """Gradients are those of both ranks' mean loss, also in a second pass, which expects what the first one did.
 
     Args:
@@ -39,7 +39,7 @@ def check_passes(reference, fsdp, rank, loss_on, n_passes=2):
         check_gradients(fsdp, reference)
 
 
-def ranks_may_leave_different_outputs_out_of_the_loss(rank):
+def check_ranks_may_leave_different_outputs_out_of_the_loss(rank):
     """Whatever the gradient passes by on a rank: heads in the middle, first and last ones, and all blocks with them."""
     reference, fsdp = sharded(Outputs, units=by_blocks)
     (ids,) = batches(1)
@@ -50,10 +50,10 @@ def ranks_may_leave_different_outputs_out_of_the_loss(rank):
             outputs = model(rows)
             return sum(loss_of(outputs[i], rows) for i in used[number])
 
-        check_passes(reference, fsdp, rank, loss_on)
+        assert_passes_agree(reference, fsdp, rank, loss_on)
 
 
-def ranks_may_leave_different_outputs_of_several_forwards_out(rank):
+def check_ranks_may_leave_different_outputs_of_several_forwards_out(rank):
     """A forward that backward has come to is walked to its end before the next; one that a rank leaves out is told."""
     reference, fsdp = sharded(Outputs, units=by_blocks)
     batch = batches(3)
@@ -64,7 +64,7 @@ def ranks_may_leave_different_outputs_of_several_forwards_out(rank):
         return sum(loss_of(outputs[i][j], own[i]) for i, j in used[number])
 
     for used in ((((0, 1), (1, 0)), ((0, 0), (1, 3))), (((0, 2), (1, 1), (2, 0)), ((2, 3), (1, 0), (0, 3)))):
-        check_passes(reference, fsdp, rank, lambda model, number, used=used: loss_on(model, number, used), 1)
+        assert_passes_agree(reference, fsdp, rank, lambda model, number, used=used: loss_on(model, number, used), 1)
     for used, said in (
         ((((0, 1),), ((1, 1),)), "where rank 1 comes to the backward of its forward 2 of 3"),
         ((((0, 1), (1, 1)), ((1, 1),)), "where rank 1 ends a backward"),
@@ -91,7 +91,7 @@ class Experts(nn.Module):
         return self.head(self.last(x))
 
 
-def ranks_that_run_different_units_are_told(rank):
+def check_ranks_that_run_different_units_are_told(rank):
     """All of them are, in the first forward and in later ones; if ranks change course alike, results are right."""
     (ids,) = batches(1)
     for earlier in ((), ((0, 1), (0, 1), (2, 1), (0, 1))):
@@ -105,7 +105,7 @@ def ranks_that_run_different_units_are_told(rank):
                 fsdp(own_rows(ids, rank), used[rank.rank])
 
 
-def ranks_that_do_different_things_are_told(rank):
+def check_ranks_that_do_different_things_are_told(rank):
     (ids,) = batches(1)
     _, fsdp = sharded(Blocks, units=by_blocks)
     loss_of(fsdp(ids), ids).backward()
@@ -132,7 +132,7 @@ def ranks_that_do_different_things_are_told(rank):
             fsdp(ids)
 
 
-def a_rank_that_falls_silent_is_named(rank):
+def check_a_rank_that_falls_silent_is_named(rank):
     """As one whose node has gone."""
     _, fsdp = sharded(lambda: nn.Linear(4, 4))
     if rank.rank == 1:
@@ -162,15 +162,5 @@ def test_a_rank_that_leaves_is_named_at_once():
     assert seconds < 10
 
 
-CHECKS = [ranks_may_leave_different_outputs_out_of_the_loss, ranks_that_run_different_units_are_told]
-test_on_two_ranks = pytest.mark.slow(
-    on_each(
-        2,
-        [
-            *CHECKS,
-            ranks_may_leave_different_outputs_of_several_forwards_out,
-            ranks_that_do_different_things_are_told,
-            a_rank_that_falls_silent_is_named,
-        ],
-    )
-)
+CHECKS = [check_ranks_may_leave_different_outputs_out_of_the_loss, check_ranks_that_run_different_units_are_told]
+test_on_two_ranks = pytest.mark.slow(on_each(2, checks_of(globals())))

@@ -16,7 +16,7 @@ from cs336_systems.distributed import FSDP
 from cs336_systems.harness.traffic import MATMUL, Traffic
 from cs336_systems.model import TransformerLM
 
-from .checks import on_each
+from .checks import checks_of, on_each
 from .fsdp_models import (
     Blocks,
     batches,
@@ -38,7 +38,7 @@ KINDS = {
 }
 
 
-def collectives_of_the_model_are_those_predicted(rank):
+def check_collectives_of_the_model_are_those_predicted(rank):
     """Number, kind and bytes of steps after the first, whose last unit is gathered twice, and of a forward alone."""
     config = MODEL_SIZES["tiny"]
     units, ids = model_units(config), own_rows(batches(1, 256)[0], rank)
@@ -77,7 +77,7 @@ def collectives_of_the_model_are_those_predicted(rank):
         assert {event.kind for event in whole.sent} == {KINDS["all-gather"]}
 
 
-def reductions_are_issued_while_backward_goes_on(rank):
+def check_reductions_are_issued_while_backward_goes_on(rank):
     fsdp = FSDP(Blocks(), units=by_blocks)
     for _ in range(2):
         (ids,) = batches(1)
@@ -97,7 +97,7 @@ def reductions_are_issued_while_backward_goes_on(rank):
     assert products_before_gathers == [0, 2, 6, 10]  # each before the products of the unit that comes first
 
 
-def weights_are_whole_around_their_use_only(rank):
+def check_weights_are_whole_around_their_use_only(rank):
     """At every call and every gradient, the running unit and at most ``prefetch`` more; outside, 0 bytes."""
     for prefetch in (0, 1, 2):
         fsdp = FSDP(Blocks(tied=False), units=by_blocks, prefetch=prefetch)
@@ -126,7 +126,7 @@ def weights_are_whole_around_their_use_only(rank):
         assert not any(group.has_gradients for group in fsdp.groups)
 
 
-def autograd_keeps_no_whole_weight_between_forward_and_backward(rank):
+def check_autograd_keeps_no_whole_weight_between_forward_and_backward(rank):
     """Storages of what backward has saved, that are as large as a weight, have no bytes; nothing is leaked after."""
     fsdp = FSDP(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4))))
     for _ in range(2):
@@ -143,7 +143,7 @@ def autograd_keeps_no_whole_weight_between_forward_and_backward(rank):
     assert ref() is None
 
 
-def recomputed_blocks_give_the_same_gradients(rank):
+def check_recomputed_blocks_give_the_same_gradients(rank):
     (ids,) = batches(1)
     for length in (1, 2, 4):
         make = functools.partial(Decoder, around={"use_reentrant": False}, length=length)
@@ -161,7 +161,7 @@ def recomputed_blocks_give_the_same_gradients(rank):
             check_gradients(fsdp, reference)
 
 
-def compiled_blocks_are_compiled_once(rank):
+def check_compiled_blocks_are_compiled_once(rank):
     torch._dynamo.reset()
     reference, graphs = Blocks(tied=False).double(), []
     module = copy.deepcopy(reference)
@@ -180,12 +180,4 @@ def compiled_blocks_are_compiled_once(rank):
     assert (len(graphs), len(fsdp.units)) == (1, 6)
 
 
-CHECKS = [
-    collectives_of_the_model_are_those_predicted,
-    reductions_are_issued_while_backward_goes_on,
-    weights_are_whole_around_their_use_only,
-    autograd_keeps_no_whole_weight_between_forward_and_backward,
-    recomputed_blocks_give_the_same_gradients,
-    compiled_blocks_are_compiled_once,
-]
-test_on_two_ranks = pytest.mark.slow(on_each(2, CHECKS))
+test_on_two_ranks = pytest.mark.slow(on_each(2, checks_of(globals())))

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from cs336_systems.distributed.fsdp import FSDP
 
-from .checks import on_each
+from .checks import checks_of, on_each
 from .fsdp_models import Blocks, Menagerie, full_gradients
 
 
@@ -27,7 +27,7 @@ def backward(fsdp, ids, *arguments):
     fsdp(ids, *arguments).float().square().mean().backward()
 
 
-def norms_of_one_ranks_rows_are_refused(rank):
+def check_norms_of_one_ranks_rows_are_refused(rank):
     fsdp = FSDP(Blocks())
     backward(fsdp, rows_of(rank))
     before = full_gradients(fsdp)
@@ -45,7 +45,7 @@ def norms_of_one_ranks_rows_are_refused(rank):
     torch.testing.assert_close(full_gradients(fsdp), before, rtol=0, atol=0)
 
 
-def gradients_are_tensors_in_every_other_respect(rank):
+def check_gradients_are_tensors_in_every_other_respect(rank):
     fsdp = FSDP(nn.Linear(6, 4, bias=False))
     backward(fsdp, torch.rand(2, 6))
     parameter = fsdp.module.weight
@@ -76,7 +76,7 @@ class Encoder(nn.Module):
         return self.encode(ids) * self.scale
 
 
-def methods_of_the_module_inside_use_the_latest_values(rank):
+def check_methods_of_the_module_inside_use_the_latest_values(rank):
     torch.manual_seed(0)
     fsdp, ids = FSDP(Encoder(), torch.bfloat16), rows_of(rank)
     optimizer = torch.optim.SGD(fsdp.parameters(), lr=1.0)
@@ -93,7 +93,7 @@ def methods_of_the_module_inside_use_the_latest_values(rank):
         optimizer.zero_grad()
 
 
-def what_would_take_rows_for_the_whole_is_refused(rank):
+def check_what_would_take_rows_for_the_whole_is_refused(rank):
     """State dicts, of the module inside and through torch's checkpoints, and shards in other memory."""
     fsdp = FSDP(Blocks())
     optimizer = torch.optim.AdamW(fsdp.parameters())
@@ -113,7 +113,7 @@ def what_would_take_rows_for_the_whole_is_refused(rank):
             attempt()
 
 
-def hooks_see_averages(rank):
+def check_hooks_see_averages(rank):
     """On every parameter that some rank has a gradient of, whether or not it has memory or a use on this one."""
     for make, compute_dtype, here in ((Menagerie, None, (rank.rank == 0,)), (Blocks, torch.bfloat16, ())):
         torch.manual_seed(0)
@@ -143,7 +143,7 @@ def hooks_see_averages(rank):
         FSDP(hooked)
 
 
-def copies_are_refused(rank):
+def check_copies_are_refused(rank):
     fsdp = FSDP(Blocks())
     for copied in (fsdp, fsdp.module):
         for take in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
@@ -151,13 +151,13 @@ def copies_are_refused(rank):
                 take(copied)
 
 
-def sparse_gradients_are_refused(rank):
+def check_sparse_gradients_are_refused(rank):
     fsdp = FSDP(nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 4)))
     with pytest.raises(RuntimeError, match="0.weight has a sparse gradient"):
         backward(fsdp, rows_of(rank))
 
 
-def whole_matrices_go_without_pythons_collector(rank):
+def check_whole_matrices_go_without_pythons_collector(rank):
     model = Blocks()
     whole = [weakref.ref(parameter) for parameter in model.parameters() if parameter.dim() > 1]
     gc.collect()
@@ -171,15 +171,4 @@ def whole_matrices_go_without_pythons_collector(rank):
         gc.enable()
 
 
-CHECKS = [
-    whole_matrices_go_without_pythons_collector,
-    norms_of_one_ranks_rows_are_refused,
-    gradients_are_tensors_in_every_other_respect,
-    methods_of_the_module_inside_use_the_latest_values,
-    what_would_take_rows_for_the_whole_is_refused,
-    hooks_see_averages,
-    copies_are_refused,
-    sparse_gradients_are_refused,
-]
-
-test_on_two_ranks = on_each(2, CHECKS)
+test_on_two_ranks = on_each(2, checks_of(globals()))

@@ -23,7 +23,7 @@ from cs336_systems.model.layers import Embedding, Linear
 from cs336_systems.model.ops import REFERENCE_OPS
 
 from .. import adapters
-from .checks import on_each
+from .checks import checks_of, on_each
 from .toys import same_on_all_ranks
 
 N_EXAMPLES = 20
@@ -53,7 +53,7 @@ def net(*widths: int, tied: bool) -> nn.Sequential:
     return model
 
 
-def data_parallel_training_is_that_of_one_process(rank: Rank):
+def check_data_parallel_training_is_that_of_one_process(rank: Rank):
     for (wrap, before_batch, after_backward), tied in itertools.product(DDP_HOOKS, (True, False)):
         torch.manual_seed(rank.rank)
         alone = net(10, 50, 10, 50, 5, tied=tied)
@@ -78,7 +78,7 @@ def data_parallel_training_is_that_of_one_process(rank: Rank):
         assert same_on_all_ranks(model.module.state_dict().values())
 
 
-def ten_steps_are_those_of_the_unsharded_optimizer(rank: Rank) -> None:
+def check_ten_steps_are_those_of_the_unsharded_optimizer(rank: Rank) -> None:
     hyperparameters = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
     for tied in (True, False):
         torch.manual_seed(42)
@@ -119,7 +119,7 @@ def words():
     return model
 
 
-def fully_sharded_training_is_that_of_one_process(rank: Rank):
+def check_fully_sharded_training_is_that_of_one_process(rank: Rank):
     def loss_of(scores, labels):
         return nn.functional.cross_entropy(scores[:, -1].float(), labels)
 
@@ -152,11 +152,4 @@ def fully_sharded_training_is_that_of_one_process(rank: Rank):
                 assert torch.allclose(parameter, full[name], atol=absolute, rtol=1e-4), (compute_dtype, name)
 
 
-test_what_the_public_suites_ask = on_each(
-    2,
-    (
-        data_parallel_training_is_that_of_one_process,
-        ten_steps_are_those_of_the_unsharded_optimizer,
-        fully_sharded_training_is_that_of_one_process,
-    ),
-)
+test_what_the_public_suites_ask = on_each(2, checks_of(globals()))

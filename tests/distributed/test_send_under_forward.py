@@ -18,7 +18,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.harness.traffic import Traffic
 
-from .checks import on_each
+from .checks import checks_of, on_each
 from .late import late_updates
 from .sharding_models import Toy, flat, train
 from .test_sharded_optimizer import SCATTERED, TWO_FORMS, sharded
@@ -61,7 +61,7 @@ def stepped(rank: Rank, form: str | None) -> tuple[nn.Sequential, ShardedOptimiz
     return model, optimizer, flat(expected)
 
 
-def numbers_are_those_of_a_step_that_waits(rank: Rank) -> None:
+def check_numbers_are_those_of_a_step_that_waits(rank: Rank) -> None:
     """Also of parameters that are shared, or in none of the modules."""
     for form in TWO_FORMS:
         model, expected = Toy(), Toy()
@@ -74,7 +74,7 @@ def numbers_are_those_of_a_step_that_waits(rank: Rank) -> None:
         assert torch.equal(flat(model), flat(expected)), form
 
 
-def first_layers_are_sent_first(rank: Rank) -> None:
+def check_first_layers_are_sent_first(rank: Rank) -> None:
     for order in (range(4), (2, 0, 3, 1)):
         model = layers()
         optimizer = each(SCATTERED, model)
@@ -86,7 +86,7 @@ def first_layers_are_sent_first(rank: Rank) -> None:
         assert gathered == [max(256, 16 * WIDTHS[i]) for i in order]  # 128 bytes for each rank at the least
 
 
-def each_layer_waits_for_its_own(rank: Rank) -> None:
+def check_each_layer_waits_for_its_own(rank: Rank) -> None:
     for form in TWO_FORMS:
         model, _optimizer, expected = stepped(rank, form)
         x = torch.ones(1, 4)
@@ -101,7 +101,7 @@ def each_layer_waits_for_its_own(rank: Rank) -> None:
         assert torch.equal(flat(model), expected)
 
 
-def whoever_else_reads_waits(rank: Rank) -> None:
+def check_whoever_else_reads_waits(rank: Rank) -> None:
     """Who calls ``wait``, state dicts of the model, checkpoints, and who writes."""
     for form in TWO_FORMS:
         with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +129,7 @@ def whoever_else_reads_waits(rank: Rank) -> None:
         assert torch.equal(flat(model), flat(layers()))
 
 
-def what_goes_leaves_nothing_behind(rank: Rank) -> None:
+def check_what_goes_leaves_nothing_behind(rank: Rank) -> None:
     """An optimizer no hooks, and the parameters updated. Without Python's collector."""
     model, optimizer, expected = stepped(rank, SCATTERED)
     gone = weakref.ref(optimizer)
@@ -144,7 +144,7 @@ def what_goes_leaves_nothing_behind(rank: Rank) -> None:
         gc.enable()
 
 
-def modules_that_differ_or_are_compiled_are_refused(rank: Rank) -> None:
+def check_modules_that_differ_or_are_compiled_are_refused(rank: Rank) -> None:
     model = layers()
     optimizer = each(SCATTERED, model)
     with pytest.raises(ValueError, match="differ across ranks"):
@@ -154,12 +154,4 @@ def modules_that_differ_or_are_compiled_are_refused(rank: Rank) -> None:
         optimizer.send_under_forward(model)
 
 
-CHECKS = (
-    numbers_are_those_of_a_step_that_waits,
-    first_layers_are_sent_first,
-    each_layer_waits_for_its_own,
-    whoever_else_reads_waits,
-    what_goes_leaves_nothing_behind,
-    modules_that_differ_or_are_compiled_are_refused,
-)
-test_on_two_ranks = on_each(2, CHECKS)
+test_on_two_ranks = on_each(2, checks_of(globals()))

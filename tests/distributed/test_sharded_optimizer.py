@@ -21,7 +21,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.harness.traffic import MATMUL, Traffic
 
-from .checks import on_each
+from .checks import checks_of, on_each
 from .sharding_models import FORMS, OPTIMIZERS, TINY_BUCKETS, Toy, flat, loss_of, train
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
@@ -53,7 +53,7 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> int:
     )
 
 
-def collectives_of_a_step(rank: Rank) -> None:
+def check_collectives_of_a_step(rank: Rank) -> None:
     """16 matrices, two to a bucket: every byte is sent as stated, none besides but a byte a parameter."""
     for form in FORMS:
         model = matrices(16)
@@ -75,7 +75,7 @@ def collectives_of_a_step(rank: Rank) -> None:
         assert counted.get_total_counts() == len(sent)
 
 
-def whole_gradients_are_freed_and_backwards_add_up(rank: Rank) -> None:
+def check_whole_gradients_are_freed_and_backwards_add_up(rank: Rank) -> None:
     """Two of 8 buckets are whole at most, then none; two backwards are their sum, whatever a rank used in them."""
     model = matrices(8)
     other = copy.deepcopy(model)
@@ -117,7 +117,7 @@ def whole_gradients_are_freed_and_backwards_add_up(rank: Rank) -> None:
     assert torch.equal(*everyone)
 
 
-def any_way_of_clearing(rank: Rank) -> None:
+def check_any_way_of_clearing(rank: Rank) -> None:
     """Gradients are used up by a step, so that it need not be told of any."""
     ends = []
     for clear in (True, False):
@@ -138,7 +138,7 @@ def any_way_of_clearing(rank: Rank) -> None:
     assert torch.equal(flat(model), ends[0])
 
 
-def state_is_a_share(rank: Rank) -> None:
+def check_state_is_a_share(rank: Rank) -> None:
     """As predicted, to the byte, and balanced to 3 % of the mean where tensors allow."""
     for form, predicted_form in zip(TWO_FORMS, ("owned", "scattered"), strict=True):
         for name, per_parameter in (("sgd", 1), ("ours", 2)):
@@ -156,7 +156,7 @@ def state_is_a_share(rank: Rank) -> None:
                 assert max(by_rank) <= 1.03 * sum(by_rank) / rank.world_size
 
 
-def groups_and_schedulers(rank: Rank) -> None:
+def check_groups_and_schedulers(rank: Rank) -> None:
     """Options of groups, groups added later, and rates that a scheduler writes, all act."""
     results = []
     for form in ("alone", *TWO_FORMS):
@@ -200,7 +200,7 @@ class CountingAverage(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad, alpha=group["lr"] / (group["k"] + group["steps"].item()))
 
 
-def counters_in_groups_count_steps(rank: Rank) -> None:
+def check_counters_in_groups_count_steps(rank: Rank) -> None:
     """Also on a rank that owns nothing, and nothing in the last bucket; keywords and closures reach the optimizer."""
     for form in TWO_FORMS:
         for make in (Toy, lambda: nn.Linear(6, 6, bias=False)):
@@ -223,7 +223,7 @@ def counters_in_groups_count_steps(rank: Rank) -> None:
         assert calls
 
 
-def a_backward_on_some_ranks(rank: Rank) -> None:
+def check_a_backward_on_some_ranks(rank: Rank) -> None:
     """Ranks send the same, whoever has had one; what has no gradient anywhere is skipped, weight decay and all."""
     model, reference = Toy(), Toy()
     optimizer, alone = sharded(model, SCATTERED), torch.optim.AdamW(reference.parameters(), **ADAMW)
@@ -242,7 +242,7 @@ def a_backward_on_some_ranks(rank: Rank) -> None:
         assert torch.equal(flat(model), flat(reference)), step
 
 
-def later_freezing_and_moving(rank: Rank) -> None:
+def check_later_freezing_and_moving(rank: Rank) -> None:
     for form in TWO_FORMS:
         model, expected = Toy(), Toy()
         optimizer = sharded(model, form)
@@ -260,7 +260,7 @@ def later_freezing_and_moving(rank: Rank) -> None:
                 use()
 
 
-def a_replaced_optimizer_stays_silent(rank: Rank) -> None:
+def check_a_replaced_optimizer_stays_silent(rank: Rank) -> None:
     """One that others still refer to while a second has taken its parameters: only the second reduces gradients."""
     model = nn.Linear(8, 8, bias=False)
     first = sharded(model, SCATTERED)
@@ -273,7 +273,7 @@ def a_replaced_optimizer_stays_silent(rank: Rank) -> None:
         first.step()
 
 
-def saved_layers_are_small(rank: Rank) -> None:
+def check_saved_layers_are_small(rank: Rank) -> None:
     """A layer that is saved by itself takes its own bytes, not those of the bucket that it shares with others."""
     for form in TWO_FORMS:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(300, 300), nn.Linear(0, 4))
@@ -281,7 +281,7 @@ def saved_layers_are_small(rank: Rank) -> None:
         assert {p.untyped_storage().nbytes() for p in model[0].parameters()} == {64, 16}
 
 
-def constructor_errors(rank: Rank) -> None:
+def check_constructor_errors(rank: Rank) -> None:
     weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
     sparse, shapes = torch.eye(3).to_sparse().requires_grad_(), [nn.Parameter(torch.ones(3 + rank.rank))]
     for params, cls, options, value in (
@@ -309,7 +309,7 @@ def constructor_errors(rank: Rank) -> None:
             attempt(optimizer)
 
 
-def sparse_gradients_are_named(rank: Rank) -> None:
+def check_sparse_gradients_are_named(rank: Rank) -> None:
     for form in TWO_FORMS:
         model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
         optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.SGD, reduce_gradients=form)
@@ -318,21 +318,7 @@ def sparse_gradients_are_named(rank: Rank) -> None:
             optimizer.step()
 
 
-CHECKS = (
-    collectives_of_a_step,
-    whole_gradients_are_freed_and_backwards_add_up,
-    any_way_of_clearing,
-    state_is_a_share,
-    groups_and_schedulers,
-    counters_in_groups_count_steps,
-    a_backward_on_some_ranks,
-    later_freezing_and_moving,
-    a_replaced_optimizer_stays_silent,
-    saved_layers_are_small,
-    constructor_errors,
-    sparse_gradients_are_named,
-)
-test_on_two_ranks = on_each(2, CHECKS)
+test_on_two_ranks = on_each(2, checks_of(globals()))
 
 
 def test_without_a_process_group_it_is_the_optimizer_itself():

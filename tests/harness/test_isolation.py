@@ -46,10 +46,6 @@ def wait_for_pids(folder, within_s):
     return json.loads((folder / "pids.json").read_text())
 
 
-def descendants(process):
-    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-
-
 def is_known(row):
     """Whether every provenance column that always applies is filled."""
     return all(str(row[column]) not in ("", "nan", "{}") for column in ALWAYS_KNOWN)
@@ -65,25 +61,6 @@ def sweep(*cells, folder=None, timeout_s=60.0, share=None):
         assert all((row["status"], row["message"]) == (outcome.status, outcome.message) for row in outcome.rows)
         assert all(is_known(row) for row in outcome.rows)
     return outcomes
-
-
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory):
-    """(process, folder) of two scripts whose third cell takes too long; both start at once, as imports take seconds."""
-    folders = [tmp_path_factory.mktemp(name) for name in ("interrupted", "killed")]
-    started = [(start_script(folder), folder) for folder in folders]
-    try:
-        yield started
-    finally:
-        for process, _ in started:
-            process.kill()
-            process.communicate()
-
-
-def start_script(folder):
-    command = [sys.executable, *SCRIPT, str(folder), "ok", "sleep", "ok"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -173,33 +150,34 @@ def test_rows_are_on_disk_before_the_next_cell_starts_and_a_failure_stops_nothin
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(scripts):
-    process, folder = scripts[0]
-    pids = wait_for_pids(folder, 200)
-    started = descendants(process)
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == 130, err
+def test_interrupted_and_killed_sweeps_keep_what_is_done_and_leave_no_process(tmp_path):
+    """Both start at once, as imports take seconds."""
+    folders = [tmp_path / "interrupted", tmp_path / "killed"]
+    how = {"cwd": ROOT, "start_new_session": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, *SCRIPT]
+    interrupted, killed = scripts = [
+        subprocess.Popen([*command, str(folder), "ok", "sleep", "ok"], **how) for folder in folders
+    ]
+    try:
+        noted = {pid for folder in folders for pid in wait_for_pids(folder, 200)}
+        started = [child.pid for script in scripts for child in psutil.Process(script.pid).children(recursive=True)]
+        os.killpg(interrupted.pid, signal.SIGINT)
+        killed.kill()
+        out, err = interrupted.communicate(timeout=100)
+        assert noted < set(started)
+        assert all(is_gone(pid) for pid in started)
+    finally:
+        for script in scripts:
+            script.kill()
+            script.communicate()
+    assert interrupted.returncode == 130, err
     assert "Traceback" not in err
     assert json.loads(out.splitlines()[-1]) == ["ok", "interrupted"]
-    rows = read_rows(folder / "rows.csv")
+    rows, before_the_kill = (read_rows(folder / "rows.csv") for folder in folders)
     assert list(rows["what"]) == ["ok", "ok", "sleep"]
     assert list(rows["status"]) == ["ok", "ok", "interrupted"]
     assert all(is_known(row) for _, row in rows.iterrows())
-    assert set(pids) < set(started)
-    assert all(is_gone(pid) for pid in started)
-
-
-@pytest.mark.slow
-def test_a_cell_dies_with_a_sweep_that_is_killed(scripts):
-    process, folder = scripts[1]
-    pids = wait_for_pids(folder, 200)
-    started = descendants(process)
-    process.kill()
-    process.wait()
-    assert set(pids) < set(started)
-    assert all(is_gone(pid) for pid in started)
-    assert list(read_rows(folder / "rows.csv")["status"]) == ["ok", "ok"]
+    assert list(before_the_kill["status"]) == ["ok", "ok"]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.training import assemble, random_batch
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.step import TrainStep
-from tests.distributed.checks import on_each
+from tests.distributed.checks import checks_of, on_each
 from tests.kernels.interpreter import interpret_without_gpu
 
 CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", d_model=32, d_ff=64, vocab_size=97, context_length=16)
@@ -47,14 +47,14 @@ def trained(case: Sharded, rank: Rank) -> tuple[list[float], list[Tensor]]:
     return losses, list(step.model.gather_full_params().values())
 
 
-def same_bits_as_after_backward(rank: Rank) -> None:
+def check_same_bits_as_after_backward(rank: Rank) -> None:
     for case in CASES:
         after, under = (trained(replace(case, update=update), rank) for update in ("after-backward", "under-backward"))
         assert after[0] == under[0], case
         assert all(map(torch.equal, after[1], under[1])), case
 
 
-def shards_are_the_wholes_bits(rank: Rank) -> None:
+def check_shards_are_the_wholes_bits(rank: Rank) -> None:
     """Ranks that see the same batch average to its gradient, exactly: five bf16 steps are those of one process."""
     interpret_without_gpu()
     from cs336_systems.kernels import adamw
@@ -68,7 +68,7 @@ def shards_are_the_wholes_bits(rank: Rank) -> None:
     assert all(map(torch.equal, alone.model.parameters(), ours.model.gather_full_params().values()))
 
 
-def shards_are_updated_while_backward_runs(rank: Rank) -> None:
+def check_shards_are_updated_while_backward_runs(rank: Rank) -> None:
     step = assemble(Sharded.of(CONFIG, update="under-backward"), rank)
     stepped, most = [], 0
     inner = step.optimizer.step
@@ -96,7 +96,7 @@ def step_case() -> Sharded:
     return Sharded.of(CONFIG)
 
 
-def a_second_gradient_is_refused_on_every_rank(rank: Rank) -> None:
+def check_a_second_gradient_is_refused_on_every_rank(rank: Rank) -> None:
     step = assemble(Sharded.of(CONFIG, update="under-backward"), rank)
     batch = random_batch(step_case(), rank)
     step.loss_of(*batch).backward()
@@ -104,7 +104,7 @@ def a_second_gradient_is_refused_on_every_rank(rank: Rank) -> None:
         step.loss_of(*batch).backward()
 
 
-def what_needs_all_gradients_is_refused(rank: Rank) -> None:
+def check_what_needs_all_gradients_is_refused(rank: Rank) -> None:
     with pytest.raises(Unsupported, match="update under-backward works on the shards of wrapper fsdp, got bucketed"):
         assemble(Sharded.of(CONFIG, how="bucketed", update="under-backward"), rank)
     step = assemble(Sharded.of(CONFIG, update="under-backward"), rank)
@@ -113,14 +113,7 @@ def what_needs_all_gradients_is_refused(rank: Rank) -> None:
     assert list(step.phases("forward", *random_batch(step_case(), rank))) == ["forward"]
 
 
-CHECKS = (
-    same_bits_as_after_backward,
-    shards_are_the_wholes_bits,
-    shards_are_updated_while_backward_runs,
-    a_second_gradient_is_refused_on_every_rank,
-    what_needs_all_gradients_is_refused,
-)
-test_on_two_ranks = pytest.mark.slow(on_each(2, CHECKS, world=__name__))
+test_on_two_ranks = pytest.mark.slow(on_each(2, checks_of(globals()), world=__name__))
 
 
 def test_clipping_needs_all_gradients_first() -> None:
