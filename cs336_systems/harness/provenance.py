@@ -156,10 +156,14 @@ def device_state(device: "torch.device") -> dict[str, Any]:
 
 
 def memory_used_bytes(device: "torch.device") -> int:
-    """Bytes of a GPU that all its processes and the driver use: torch does not see contexts and libraries."""
+    """Bytes of a GPU that all its processes use, with contexts and libraries, which torch does not see.
+
+    What the driver has reserved for itself is not among them: ``torch.cuda.mem_get_info`` has it in neither number.
+    """
     import pynvml
 
-    return int(pynvml.nvmlDeviceGetMemoryInfo(_nvml_handle(device.index or 0)).used)
+    handle = _nvml_handle(device.index or 0)
+    return int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used)
 
 
 def timestamp() -> str:
