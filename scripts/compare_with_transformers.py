@@ -18,10 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tyro
-
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.report.command_line import complain, exit_with, n_gpus
+from cs336_systems.report.command_line import cli, complain, exit_with, n_gpus
 
 if TYPE_CHECKING:
     from cs336_systems.distributed.process_group import Rank
@@ -40,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     if device == "cuda":
         defaults = replace(defaults, size="qwen-100m")
     try:
-        options = tyro.cli(TrainOptions, args=arguments, default=defaults, description=__doc__).settled()
+        options = cli(TrainOptions, arguments, __doc__, default=defaults).settled()
         options.check()
         return _compare(options)
     except (ValueError, OSError) as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tyro
 
-from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with
+from cs336_systems.report.command_line import INTERRUPTED, cli, complain, exit_with
 
 NAME = "export"
 
@@ -33,7 +33,7 @@ class ExportOptions:
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, export, say what came of it; returns the exit code."""
-    options = tyro.cli(ExportOptions, args=arguments, description=__doc__)
+    options = cli(ExportOptions, arguments, __doc__)
     try:
         return _export(options)
     except (ValueError, OSError) as error:

@@ -9,9 +9,7 @@ Terms and accumulator are fp32, fp16 or bf16; the terms are added in order.
 import json
 from dataclasses import dataclass
 
-import tyro
-
-from cs336_systems.report.command_line import Format, complain, exit_with
+from cs336_systems.report.command_line import Format, cli, complain, exit_with
 
 NAME = "mixed_precision_accumulation"
 
@@ -30,7 +28,7 @@ class Options:
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, add up and print; returns the exit code."""
-    options = tyro.cli(Options, args=arguments, description=__doc__)
+    options = cli(Options, arguments, __doc__)
     from cs336_systems.experiments.precision import sums  # torch and pandas come with it
     from cs336_systems.report.tables import Table, show
 

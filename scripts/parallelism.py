@@ -16,13 +16,13 @@ from typing import Annotated, Any, Union
 import tyro
 
 from cs336_systems.experiments.parallelism import QUESTIONS, run
-from cs336_systems.report.command_line import exit_with
+from cs336_systems.report.command_line import cli, exit_with
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Answer the question that the subcommand names; returns the exit code."""
     kinds: Any = Union[tuple(Annotated[q, tyro.conf.subcommand(q.__name__.lower())] for q in QUESTIONS)]  # noqa: UP007
-    return run(tyro.cli(kinds, args=arguments, description=__doc__))
+    return run(cli(kinds, arguments, __doc__))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Literal
 
 import tyro
 
-from cs336_systems.report.command_line import complain, exit_with
+from cs336_systems.report.command_line import cli, complain, exit_with
 
 NAME = "plot_run"
 
@@ -33,7 +33,7 @@ class PlotOptions:
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, read, draw; returns the exit code."""
-    options = tyro.cli(PlotOptions, args=arguments, description=__doc__)
+    options = cli(PlotOptions, arguments, __doc__)
     from cs336_systems.report.figures import save  # matplotlib and pandas come with it
     from cs336_systems.report.run_figure import read_runs, run_figure
 

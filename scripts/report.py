@@ -1,9 +1,9 @@
 """Render README.md, writeup.md and the pages in profiles/ from their templates and the committed rows.
 
-uv run scripts/report.py                          # rewrite documents that are stale, draw the figures
-uv run scripts/report.py --check                  # write nothing; list what is stale, unknown or unproven, exit code 1
-uv run scripts/report.py --adopt results/run7     # move a run's rows and digests into profiles/ first
-uv run scripts/report.py --seal                   # list outside.csv and gpu_tests.csv as they are now, then render
+    uv run scripts/report.py                      # rewrite documents that are stale, draw the figures
+    uv run scripts/report.py --check              # write nothing; list what is stale, unknown or unproven, exit code 1
+    uv run scripts/report.py --adopt results/run7 # move a run's rows and digests into profiles/ first
+    uv run scripts/report.py --seal               # list outside.csv and gpu_tests.csv as they are now, then render
 
 Templates are in cs336_systems/answers/pages; cs336_systems/answers/rendering.py describes how they quote numbers and
 tables, and which numbers their text may hold. Rows must match the statistics of their samples and name a commit of the
@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
+from cs336_systems.report.command_line import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,7 +36,7 @@ class Options:
 
 def main(arguments: list[str] | None = None) -> int:
     """Adopt if asked to; then render, or compare."""
-    options = tyro.cli(Options, args=arguments)
+    options = cli(Options, arguments, __doc__)
     if (options.adopt or options.seal) and options.check:
         print("report: --check writes nothing, so it cannot go with --adopt or --seal", file=sys.stderr)
         return 2

@@ -14,7 +14,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from cs336_systems.report.command_line import complain, exit_with
+from cs336_systems.report.command_line import complain, exit_with, for_terminal
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SEPARATOR = "+"
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the commands one after another."""
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] in (["--help"], ["-h"]):
-        print(__doc__)
+        print(for_terminal(__doc__))
         return 0
     try:
         found = commands(given)

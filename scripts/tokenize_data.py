@@ -12,17 +12,15 @@ import json
 import sys
 import time
 
-import tyro
-
 from cs336_systems.pretraining.tokenizing import TokenizeOptions, tokenize
-from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with
+from cs336_systems.report.command_line import INTERRUPTED, cli, complain, exit_with
 
 NAME = "tokenize_data"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, tokenize, say what came of it; returns the exit code."""
-    options = tyro.cli(TokenizeOptions, args=arguments, description=__doc__)
+    options = cli(TokenizeOptions, arguments, __doc__)
     started = time.perf_counter()
     try:
         dataset = tokenize(options)

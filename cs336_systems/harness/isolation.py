@@ -145,7 +145,7 @@ def isolated(
                 report |= {"status": "interrupted", "message": "Ctrl-C"}
             if launcher is not None and report["status"] != "interrupted":
                 launcher.agree(report)
-            in_doubt = report["status"] in ("timeout", "error", "interrupted")
+            in_doubt = report["status"] in ("timeout", "error", "interrupted", "oom")  # the last may keep its memory
             in_doubt |= report["status"] != "ok" and hasattr(cell, "world_size")  # ranks have left their group
             if in_doubt or not team.may_measure(following, cell, share):
                 team.end(grace_s=0.0 if in_doubt else EXIT_GRACE_S)

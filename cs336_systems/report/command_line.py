@@ -11,9 +11,13 @@ Exit codes: 0 done, 1 nothing was measured or something failed, 2 bad input, 130
 """
 
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, Protocol, Self, TextIO, TypeVar
+from dataclasses import replace
+from types import NoneType
+from typing import Any, Literal, NoReturn, Protocol, Self, TextIO, TypeVar, get_args
 
 import tyro
 
@@ -53,10 +57,42 @@ def n_gpus() -> int:
 def parse(kind: type[Options], arguments: list[str] | None, description: str | None) -> Options:
     """Options from the command line, with the defaults of the device that they name, else of the one found here."""
     found = "cuda" if n_gpus() else "cpu"
-    options = tyro.cli(kind, args=arguments, default=kind.default(found), description=description)
+    options = cli(kind, arguments, description, default=kind.default(found))
     if options.device == found:
         return options
-    return tyro.cli(kind, args=arguments, default=kind.default(options.device), description=description)
+    return cli(kind, arguments, description, default=kind.default(options.device))
+
+
+def cli(kind: Any, arguments: list[str] | None, description: str | None, **settings: Any) -> Any:
+    """``tyro.cli``, whose ``--help`` wraps the description to the terminal and shows the type ``X | None`` as X."""
+    registry = tyro.constructors.ConstructorRegistry()
+    inside = False
+
+    @registry.primitive_rule
+    def without_none(asked: Any) -> Any:
+        nonlocal inside
+        if inside or NoneType not in get_args(asked.type):
+            return None  # tyro's own rules serve it
+        inside = True
+        spec = registry.get_primitive_spec(asked)
+        inside = False
+        if isinstance(spec, tyro.constructors.PrimitiveConstructorSpec):
+            spec = replace(spec, metavar=spec.metavar.removeprefix("{None}|"))
+        return spec
+
+    with registry:
+        return tyro.cli(kind, args=arguments, description=for_terminal(description or ""), **settings)
+
+
+def for_terminal(text: str) -> str:
+    """A module's docstring in plain text, its paragraphs wrapped; those that are indented, commands, stay."""
+    width = shutil.get_terminal_size().columns
+    paragraphs = text.replace("``", "").strip().split("\n\n")
+    # tyro joins lines unless they begin with a blank.
+    return "\n\n".join(
+        each if each.startswith("    ") else textwrap.fill(each, width, initial_indent=" ", subsequent_indent=" ")
+        for each in paragraphs
+    )
 
 
 def complain(command: str, fault: Exception | str) -> int:

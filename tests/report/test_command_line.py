@@ -60,6 +60,8 @@ def test_help_imports_nothing_heavy():
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout.count("--help") >= len(COMMANDS)
+    assert "``" not in found.stdout and "{None}" not in found.stdout
+    assert all(len(line) <= 80 or line.startswith(("    ", "usage")) for line in found.stdout.splitlines())
 
 
 def test_the_process_server_imports_while_a_command_does(monkeypatch):
