@@ -1,0 +1,65 @@
+"""The ranks of a step in three named dimensions: data, context and tensor.
+
+    mesh = Mesh.over(rank, context=2, tensor=2)          # 8 ranks: data 2 x context 2 x tensor 2
+    BucketedDDP(model, process_group=mesh.replicas)      # the ranks that hold the same weights
+
+Ranks along ``data`` have sequences of their own. Those along ``context`` share each sequence: every rank holds some of
+its tokens. Those along ``tensor`` share every matrix: each holds some of its rows or columns. Neighbours in the default
+group are neighbours along ``tensor``, which sends most, so that it stays inside a host.
+
+Ranks that differ in data and context alone hold the same weights, and average their gradients: they are the group of
+every wrapper and every sharded optimizer.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from cs336_systems.distributed.process_group import Rank
+
+DIMENSIONS = ("data", "context", "tensor")
+
+
+def mesh_shape(world_size: int, context: int, tensor: int) -> tuple[int, int, int]:
+    """(data, context, tensor), whose product is the number of ranks.
+
+    Raises:
+        ValueError: a dimension is not positive, or the ranks cannot be divided so.
+    """
+    if context < 1 or tensor < 1 or world_size % (context * tensor):
+        raise ValueError(f"{world_size} ranks cannot be divided into context {context} x tensor {tensor}")
+    return world_size // (context * tensor), context, tensor
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The dimensions of the default group, and this rank's place in each."""
+
+    rank: Rank
+    devices: DeviceMesh
+    """With the names of ``DIMENSIONS``."""
+
+    @classmethod
+    def over(cls, rank: Rank, *, context: int = 1, tensor: int = 1) -> "Mesh":
+        """Divide the default group; a collective. Raises as ``mesh_shape``."""
+        shape = mesh_shape(rank.world_size, context, tensor)
+        return cls(rank, init_device_mesh(rank.device.type, shape, mesh_dim_names=DIMENSIONS))
+
+    def size(self, dimension: str) -> int:
+        """The number of ranks along a dimension."""
+        return self.devices.shape[DIMENSIONS.index(dimension)]
+
+    def place(self, dimension: str) -> int:
+        """This rank's number along a dimension."""
+        return self.devices.get_local_rank(dimension)
+
+    def group(self, dimension: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one along a dimension alone; None if there are no others."""
+        return self.devices.get_group(dimension) if self.size(dimension) > 1 else None
+
+    @cached_property
+    def replicas(self) -> dist.ProcessGroup:
+        """The ranks that hold the same weights as this one: those along data and context."""
+        return self.devices["data", "context"]._flatten("replicas").get_group()
