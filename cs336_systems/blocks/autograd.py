@@ -33,6 +33,7 @@ from cs336_systems.costs.kept import keep_of_blocks, kept_names
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336_systems.model import ModelOps, TransformerBlock, TransformerLM
 from cs336_systems.model.layers import Placement
+from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,9 @@ def head_ops(kernels: str, ops: ModelOps, z_loss: float = 0.0) -> ModelOps:
     """
     fused = kernels == "fused"
 
-    def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def loss(x: Tensor, weight: Tensor, targets: Tensor, ranks: TensorRanks = ALONE) -> Tensor:
         z = z_loss if torch.is_grad_enabled() else 0.0
-        return linear_cross_entropy(x, weight, targets, z_loss=z, fused=fused)
+        return linear_cross_entropy(x, weight, targets, z_loss=z, fused=fused, ranks=ranks)
 
     if not fused:
         return replace(ops, linear_cross_entropy=loss)

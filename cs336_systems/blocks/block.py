@@ -35,6 +35,9 @@ from cs336_systems.blocks.weights import BlockGradients, BlockWeights
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import KEPT, OPERANDS
 
+NORMED = ("normed1", "normed2")
+"""What each rank computes for its own rows, and products read for all."""
+
 
 @dataclass(frozen=True)
 class _Stages:
@@ -52,7 +55,9 @@ class _Stages:
 
     def place(self, name: str, like: Tensor, width: int) -> Tensor:
         """Memory for a result of a product: the caller's, or new."""
-        return self.places[name] if name in self.places else like.new_empty(like.shape[0], width)
+        if name in self.places:
+            return self.places[name]
+        return like.new_empty(like.shape[0] * self.products.ranks.n_ranks, width)
 
     def rows_of(self, name: str) -> Any:
         return self.products.read_weight(name, getattr(self.weights, name), rows=True).rows
@@ -61,8 +66,9 @@ class _Stages:
         return self.products.read_weight(name, getattr(self.weights, name), columns=True).columns
 
     def read(self, name: str, x: Any, *, rows: bool = True, columns: bool = True) -> Operand:
-        """An activation, by its name among ``Saved``'s, as products read it."""
-        return self.products.read(name, x, self.maxima, rows=rows, columns=columns)
+        """An activation, by its name among ``Saved``'s, as products read it: norms with the rows of all ranks."""
+        operand = self.products.read(name, x, self.maxima, rows=rows, columns=columns)
+        return self.products.gather(operand) if name in NORMED else operand
 
     def norm1(self, x_RD: Tensor, rstd_R: Tensor | None = None) -> tuple[Any, Tensor]:
         """The norm of x, to be read, and its statistic, which may be known."""
@@ -148,10 +154,11 @@ class _Stages:
 
     def add(self, x_RD: Tensor, attended_RD: Tensor) -> tuple[Tensor, Any, Tensor]:
         """The residual stream after attention, its norm, to be read, and the norm's statistic."""
-        branch = torch.empty_like(x_RD)
+        branch = x_RD.new_empty(attended_RD.shape[0], x_RD.shape[1])
         attended = self.read("attended", attended_RD, columns=False)
         self.products.forward_(self.ops, branch, attended.rows, self.rows_of("output"))
         del attended
+        branch = self.products.ranks.scatter(branch)
         how = self.weights.ln2, self.config.rms_norm_eps, self.maxima.raised("normed2")
         return self.products.add_norm(self.ops, x_RD, branch, *how)
 
@@ -355,7 +362,7 @@ def backward(
     recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 
     gate_up, with_product = recalled.take("gate_up"), "product" not in recalled.operands
-    dy_read = products.read_gradient("dy", dy, maxima, columns=grads.down is not None)
+    dy_read = products.gather(products.read_gradient("dy", dy, maxima, columns=grads.down is not None))
     dproduct = products.backward(ops, dy_read.rows, stages.columns_of("down"))
     asked = {"with_product": with_product, "columns": grads.gate_up is not None}
     again, dgate_up = products.swiglu_backward_(ops, dproduct, gate_up, stages.maxima, maxima, **asked)
@@ -365,21 +372,21 @@ def backward(
     recalled.forget("product")
     residual = recalled["residual"]  # before its norm, which it brings with it if it has to be computed again
     write.product(grads.gate_up, dgate_up, recalled.operand("normed2"))
-    dnormed2 = products.backward(ops, dgate_up.rows, stages.columns_of("gate_up"))
+    dnormed2 = products.ranks.scatter(products.backward(ops, dgate_up.rows, stages.columns_of("gate_up")))
     del dgate_up
     recalled.forget("normed2")
     how = weights.ln2, recalled["rstd2"], dy
     dresidual, dgain = ops.rms_norm_backward(dnormed2, residual, *how, **maxima.raised("dresidual"))
-    write.vector(grads.ln2, dgain)
+    dgains = {"ln2": dgain}
     del dnormed2, residual, how
     recalled.forget("residual")
 
-    dy_read = products.read_gradient("dresidual", dresidual, maxima, columns=grads.output is not None)
+    dy_read = products.gather(products.read_gradient("dresidual", dresidual, maxima, columns=grads.output is not None))
     write.product(grads.output, dy_read, stages.read("attended", recalled["attended"], rows=False))
     dattended = products.backward(ops, dy_read.rows, stages.columns_of("output"))
     del dy_read
     projected = recalled.projected()
-    dqkv = dy.new_empty(dy.shape[0], config.d_qkv)
+    dqkv = dattended.new_empty(dattended.shape[0], config.d_qkv)
     ops.attention_backward(
         stages.heads(dattended),
         *stages.attended_heads(*projected),
@@ -390,9 +397,7 @@ def backward(
     del dattended
     recalled.forget("attended", "lse")
     if config.qk_norm:
-        dq_gain, dk_gain = stages.norm_rotate_backward_(dqkv, projected)
-        write.vector(grads.q_norm, dq_gain)
-        write.vector(grads.k_norm, dk_gain)
+        dgains["q_norm"], dgains["k_norm"] = stages.norm_rotate_backward_(dqkv, projected)
     del projected
     recalled.forget("qkv", *APART)
     if not config.qk_norm:
@@ -402,12 +407,13 @@ def backward(
     dy_read = products.read_gradient("dqkv", dqkv, maxima, columns=grads.qkv is not None)
     del dqkv
     write.product(grads.qkv, dy_read, recalled.operand("normed1"))
-    dnormed1 = products.backward(ops, dy_read.rows, stages.columns_of("qkv"))
+    dnormed1 = products.ranks.scatter(products.backward(ops, dy_read.rows, stages.columns_of("qkv")))
     del dy_read
     recalled.forget("normed1")
     how = weights.ln1, recalled["rstd1"], dresidual
-    dx, dgain = ops.rms_norm_backward(dnormed1, recalled["x"], *how, **maxima.raised("dx"))
-    write.vector(grads.ln1, dgain)
+    dx, dgains["ln1"] = ops.rms_norm_backward(dnormed1, recalled["x"], *how, **maxima.raised("dx"))
+    for name, value in zip(dgains, products.ranks.total(list(dgains.values())), strict=True):
+        write.vector(getattr(grads, name), value)
     dx_BSD = dx.view_as(dy_BSD)
     maxima.hand_on(dx_BSD)
     return dx_BSD

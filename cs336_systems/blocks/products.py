@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.blocks.ops import BlockOps
+from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,23 @@ class Maxima:
 
 
 class Products:
-    """Products of matrices as they are stored. Quantized ones override everything, and read other operands."""
+    """Products of matrices as they are stored. Quantized ones override everything, and read other operands.
+
+    Args:
+        ranks: those that share the block's matrices.
+    """
 
     quantized = False
     """Whether operands are kept as ``costs/kept.py`` says of quantized blocks."""
+
+    ranks: TensorRanks = ALONE
+
+    def __init__(self, ranks: TensorRanks = ALONE) -> None:
+        self.ranks = ranks
+
+    def gather(self, operand: Operand) -> Operand:
+        """An operand with the rows of all ranks, of one with this rank's."""
+        return operand if self.ranks.n_ranks == 1 else Operand(*[self.ranks.gather(operand.rows)] * 2)
 
     def maxima(self, x: Tensor, kept: Mapping[str, Tensor] | None = None) -> Maxima:
         """The magnitudes of activations: to be found in forward, on the device of x, or those that forward kept."""
@@ -107,8 +121,13 @@ class Products:
             torch.addmm(bias, x, weight.T, out=out)
 
     def add_forward_(self, ops: BlockOps, out: Tensor, base: Tensor, x: Any, weight: Any) -> None:
-        """base + x W^T of rows; ``out`` may be ``base``."""
-        ops.add_product_(out, base, x, weight)
+        """base + x W^T of rows, added up over the ranks; ``out`` may be ``base``."""
+        if self.ranks.n_ranks == 1:
+            ops.add_product_(out, base, x, weight)
+            return
+        partial = x.new_empty(x.shape[0], out.shape[1])
+        ops.product_(partial, x, weight)
+        torch.add(base, self.ranks.scatter(partial), out=out)
 
     def swiglu_forward_(self, ops: BlockOps, gate_up: Tensor, x: Any, weight: Any, maxima: Maxima) -> Tensor:
         """SwiGLU of gate | up = x W^T, of rows, which is written besides."""

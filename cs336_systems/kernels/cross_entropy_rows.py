@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.kernels.launching import ceil_div, launch, next_power_of_2
-from cs336_systems.kernels.linear_cross_entropy import IGNORED
+from cs336_systems.kernels.linear_cross_entropy import IGNORED, agree_, own_places
+from cs336_systems.model.tensor_ranks import TensorRanks
 
 LONG_ROW = 2**15
 """A row of so many words or more gets 32 warps instead of 8, and a multiprocessor for itself: then few long rows are in
@@ -37,11 +38,12 @@ LOADS = 4
 @triton.jit
 def cross_entropy_rows_kernel(
     logits, targets, scale, losses, lses, stride, n_words, ignore_index, z_loss,
-    BLOCK: tl.constexpr, VECTOR: tl.constexpr, GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr, GRADIENT: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
     """Program i: losses[i] and lses[i] of row i of logits, and its gradient times scale[0] in its place.
 
-    Rows begin at multiples of ``stride``; between ``n_words`` and ``stride`` they are -inf.
+    Rows begin at multiples of ``stride``; between ``n_words`` and ``stride`` they are -inf. With KNOWN, losses and
+    lses are there already, of a vocabulary of which the row has a part, and targets may be outside of it.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0)
@@ -54,24 +56,28 @@ def cross_entropy_rows_kernel(
     # Maxima are of logits times log2(e): an exponential is then one multiply-add and one exp2. A vector lies in one
     # thread, which keeps its own maximum and sum: threads meet once per row, not once per block.
     words = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    maxima = tl.full((BLOCK // VECTOR,), -3.4e38, tl.float32)  # finite: -inf - -inf would be NaN
-    sums = tl.zeros((BLOCK // VECTOR,), tl.float32)
     n_blocks = tl.cdiv(stride, BLOCK)
-    for i in range(0, n_blocks):
-        columns = i * BLOCK + words
-        x = tl.load(row_logits + columns, mask=columns < stride, other=-float("inf")).to(tl.float32)
-        larger = tl.maximum(maxima, tl.max(x, axis=1) * LOG2_E)
-        sums = sums * tl.exp2(maxima - larger) + tl.sum(tl.exp2(x * LOG2_E - larger[:, None]), axis=1)
-        maxima = larger
-    maximum = tl.max(maxima, axis=0)
-    total = tl.sum(sums * tl.exp2(maxima - maximum), axis=0)
-    lse = (maximum + tl.log2(total)) / LOG2_E
-    tl.store(lses + row, lse)
-    tl.store(losses + row, tl.where(counts, lse - target_logit + z_loss * lse * lse, 0.0))
+    if KNOWN:
+        lse = tl.load(lses + row)
+        maximum, total = lse * LOG2_E, 1.0
+    else:
+        maxima = tl.full((BLOCK // VECTOR,), -3.4e38, tl.float32)  # finite: -inf - -inf would be NaN
+        sums = tl.zeros((BLOCK // VECTOR,), tl.float32)
+        for i in range(0, n_blocks):
+            columns = i * BLOCK + words
+            x = tl.load(row_logits + columns, mask=columns < stride, other=-float("inf")).to(tl.float32)
+            larger = tl.maximum(maxima, tl.max(x, axis=1) * LOG2_E)
+            sums = sums * tl.exp2(maxima - larger) + tl.sum(tl.exp2(x * LOG2_E - larger[:, None]), axis=1)
+            maxima = larger
+        maximum = tl.max(maxima, axis=0)
+        total = tl.sum(sums * tl.exp2(maxima - maximum), axis=0)
+        lse = (maximum + tl.log2(total)) / LOG2_E
+        tl.store(lses + row, lse)
+        tl.store(losses + row, tl.where(counts, lse - target_logit + z_loss * lse * lse, 0.0))
 
     if GRADIENT:
         tl.debug_barrier()  # every thread has read the target's logit, over which one of them will write
-        one = tl.where(exists, tl.load(scale), float("nan"))
+        one = tl.load(scale) if KNOWN else tl.where(exists, tl.load(scale), float("nan"))
         factor = tl.where(counts, one * (1.0 + 2.0 * z_loss * lse) / total, 0.0)
         for i in range(0, n_blocks):
             columns = (n_blocks - 1 - i) * BLOCK + words
@@ -91,8 +97,13 @@ def launch_rows(
     scale: Tensor,
     z_loss: float,
     gradient: bool,
+    known: bool = False,
 ) -> None:
-    """Fill fp32 losses and lse of a chunk; with ``gradient``, logits become their gradient times ``scale`` (1,)."""
+    """Fill fp32 losses and lse of a chunk; with ``gradient``, logits become their gradient times ``scale`` (1,).
+
+    Args:
+        known: losses and lse are there already; targets may be ``linear_cross_entropy.ELSEWHERE``.
+    """
     stride, n_words = logits_CV.stride(0), logits_CV.shape[1]
     vector = 16 // logits_CV.itemsize
     n_warps = 32 if n_words >= LONG_ROW else 8
@@ -104,9 +115,30 @@ def launch_rows(
         BLOCK=block,
         VECTOR=vector,
         GRADIENT=gradient,
+        KNOWN=known,
         num_warps=n_warps,
         maxnreg=LONG_ROW_REGISTERS if n_words >= LONG_ROW else None,
     )
+
+
+def launch_rows_of_ranks(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    losses_C: Tensor,
+    lse_C: Tensor,
+    *,
+    scale: Tensor,
+    z_loss: float,
+    gradient: bool,
+    ranks: TensorRanks,
+) -> None:
+    """``launch_rows`` for this rank's words of a vocabulary that ranks share; targets are among all words."""
+    places, chunk = own_places(targets_C, logits_CV.shape[1], ranks), (losses_C, lse_C)
+    launch_rows(logits_CV, places, *chunk, scale=scale, z_loss=0.0, gradient=False)
+    target_logits = (lse_C - losses_C).where(places >= 0, 0.0)
+    agree_(*chunk, lse_C, target_logits, places != IGNORED, z_loss, ranks)
+    if gradient:
+        launch_rows(logits_CV, places, *chunk, scale=scale, z_loss=z_loss, gradient=True, known=True)
 
 
 @triton.jit

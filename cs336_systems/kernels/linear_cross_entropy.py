@@ -35,8 +35,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
+
 IGNORED = -100
 """The target that does not count, as everywhere in torch."""
+ELSEWHERE = -1
+"""The target that is not among this rank's words."""
 CHUNK_BYTES = 5 * 2**27
 """The most bytes of a chunk's logits: 0.625 GiB, 2,048 tokens of 151,936 words in bf16. At 32,768 x 4096 an H200 takes
 183.3, 185.4 and 185.0 ms in chunks of 2,048, 4,096 and 8,192 (LOG.md)."""
@@ -53,6 +57,31 @@ def default_chunk(n_tokens: int, n_words: int, itemsize: int) -> int:
     return max(1, -(-equal // CHUNK_MULTIPLE)) * CHUNK_MULTIPLE
 
 
+def own_places(targets_C: Tensor, n_words: int, ranks: TensorRanks) -> Tensor:
+    """Targets among this rank's words, which are ``n_words`` of the vocabulary; ``ELSEWHERE`` if another rank's."""
+    if ranks.n_ranks == 1:
+        return targets_C
+    places = targets_C - ranks.rank * n_words
+    elsewhere = (targets_C != IGNORED) & ((places < 0) | (places >= n_words))
+    return places.where(targets_C != IGNORED, IGNORED).masked_fill(elsewhere, ELSEWHERE)
+
+
+def agree_(
+    losses_C: Tensor,
+    lse_C: Tensor,
+    own_lse_C: Tensor,
+    own_target_logits_C: Tensor,
+    counts_C: Tensor,
+    z_loss: float,
+    ranks: TensorRanks,
+) -> None:
+    """Fill losses and lse over the whole vocabulary, of each rank's lse and the logits of targets among its words."""
+    own = torch.stack((own_lse_C, own_target_logits_C), dim=1)
+    lse_RC, target_logits_RC = ranks.gather(own).view(ranks.n_ranks, -1, 2).unbind(-1)
+    lse_C.copy_(torch.logsumexp(lse_RC, dim=0))
+    losses_C.copy_((lse_C - target_logits_RC.sum(0) + z_loss * lse_C.square()).where(counts_C, 0.0))
+
+
 def plain_rows(
     logits_CV: Tensor,
     targets_C: Tensor,
@@ -62,15 +91,21 @@ def plain_rows(
     denominator: Tensor,
     z_loss: float,
     gradient: bool,
+    ranks: TensorRanks = ALONE,
 ) -> None:
-    """Fill losses and lse of a chunk; with ``gradient``, logits become their gradient over the denominator."""
-    counts, x = targets_C != IGNORED, logits_CV.to(lse_C.dtype)
-    places = targets_C.where(counts, 0)[:, None]
-    lse_C.copy_(torch.logsumexp(x, dim=-1))
-    losses_C.copy_((lse_C - x.gather(1, places).squeeze(1) + z_loss * lse_C.square()).where(counts, 0.0))
+    """Fill losses and lse of a chunk; with ``gradient``, logits become their gradient over the denominator.
+
+    Args:
+        ranks: those that share the vocabulary, of which the logits are this rank's words.
+    """
+    places, x = own_places(targets_C, logits_CV.shape[1], ranks), logits_CV.to(lse_C.dtype)
+    counts, here = places != IGNORED, places >= 0
+    places = places.where(here, 0)[:, None]
+    target_logits = x.gather(1, places).squeeze(1).where(here, 0.0)
+    agree_(losses_C, lse_C, torch.logsumexp(x, dim=-1), target_logits, counts, z_loss, ranks)
     if gradient:
         dlogits = torch.exp(x - lse_C[:, None]) * (1 + 2 * z_loss * lse_C)[:, None]
-        dlogits.scatter_add_(1, places, torch.full_like(places, -1, dtype=dlogits.dtype))
+        dlogits.scatter_add_(1, places, -here[:, None].to(dlogits.dtype))
         logits_CV.copy_((dlogits / denominator).where(counts[:, None], 0.0))
 
 
@@ -85,39 +120,50 @@ def _in_chunks(
     z_loss: float,
     chunk: int | None,
     fused: bool,
+    ranks: TensorRanks = ALONE,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, lse (T,)), at least fp32; dx, if it is asked for, is written, and grad_weight written or added to."""
-    n_tokens, n_words = len(x_TD), len(weight_VD)
+    """(loss, lse (T,)), at least fp32; dx, if it is asked for, is written, and grad_weight written or added to.
+
+    Of several ranks each has rows of x, words of the vocabulary and all targets; a chunk has rows of all ranks.
+    """
+    n_tokens, n_words, n_ranks = len(x_TD), len(weight_VD), ranks.n_ranks
     asked: dict[str, Any] = {"z_loss": z_loss, "gradient": dx_TD is not None or grad_weight is not None}
+    if n_ranks > 1:
+        asked["ranks"] = ranks
     if fused:
-        from cs336_systems.kernels.cross_entropy_rows import launch_rows  # brings Triton along
+        from cs336_systems.kernels.cross_entropy_rows import launch_rows, launch_rows_of_ranks  # brings Triton along
         from cs336_systems.kernels.products import product_
 
         scale = denominator.to(torch.float32).reciprocal()
-        rows: Callable[..., None] = partial(launch_rows, scale=scale, **asked)
+        rows: Callable[..., None] = partial(launch_rows if n_ranks == 1 else launch_rows_of_ranks, scale=scale, **asked)
         # Whatever the vocabulary, rows begin at multiples of 16 elements: fast kernels of products and ours need that.
-        width, chunk = -(-n_words // 16) * 16, chunk or default_chunk(n_tokens, n_words, x_TD.itemsize)
+        width, chunk = -(-n_words // 16) * 16, chunk or default_chunk(n_tokens * n_ranks, n_words, x_TD.itemsize)
     else:
         rows = partial(plain_rows, denominator=denominator, **asked)
         width, chunk = n_words, chunk or PLAIN_CHUNK
     wide = torch.promote_types(x_TD.dtype, torch.float32)
-    losses = torch.empty(n_tokens, dtype=wide, device=x_TD.device)
+    losses = torch.empty(n_tokens * n_ranks, dtype=wide, device=x_TD.device)
     lse = torch.empty_like(losses)
-    buffer = torch.empty(min(chunk, n_tokens), width, dtype=x_TD.dtype, device=x_TD.device)
+    own_chunk = max(1, min(chunk // n_ranks, n_tokens))
+    buffer = torch.empty(own_chunk * n_ranks, width, dtype=x_TD.dtype, device=x_TD.device)
     if grad_weight is not None and not (n_tokens or accumulate):
         grad_weight.zero_()
-    for start in range(0, n_tokens, chunk):
-        part = slice(start, start + chunk)
-        x = x_TD[part]
+    for start in range(0, n_tokens, own_chunk):
+        part = slice(start, start + own_chunk)
+        x = ranks.gather(x_TD[part])
+        rows_of_all = slice(start * n_ranks, start * n_ranks + len(x))
+        targets = targets_T.view(n_ranks, n_tokens)[:, part].flatten()
         logits = buffer[: len(x), :n_words]
         if fused:
             buffer[:, n_words:].fill_(-torch.inf)
             product_(logits, x, weight_VD)
         else:
             torch.mm(x, weight_VD.T, out=logits)
-        rows(logits, targets_T[part], losses[part], lse[part])
-        if dx_TD is not None:
+        rows(logits, targets, losses[rows_of_all], lse[rows_of_all])
+        if dx_TD is not None and n_ranks == 1:
             torch.mm(logits, weight_VD, out=dx_TD[part])
+        elif dx_TD is not None:
+            dx_TD[part] = ranks.scatter(torch.mm(logits, weight_VD))
         if grad_weight is not None and (accumulate or start):
             grad_weight.addmm_(logits.t(), x)
         elif grad_weight is not None:
@@ -205,6 +251,7 @@ def linear_cross_entropy(
     reduction: Literal["mean", "sum"] = "mean",
     chunk: int | None = None,
     fused: bool,
+    ranks: TensorRanks = ALONE,
 ) -> Tensor:
     """Cross entropy of ``x @ weight.T``, in nats: x (..., D), weight (V, D), int64 targets (...) -> (), at least fp32.
 
@@ -214,32 +261,38 @@ def linear_cross_entropy(
         z_loss: adds z_loss * logsumexp(logits)^2 to each target's loss.
         chunk: tokens whose logits exist at a time; chosen if None.
         fused: whether by Triton kernels.
+        ranks: those that share weight, of which this one has equally many words, and x, of which it has rows; targets
+            are of all rows, in the order of ranks.
 
     Raises:
         ValueError: as ``linear_cross_entropy_forward_backward``, or an unknown reduction.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be mean or sum, got {reduction!r}")
-    if x.dim() < 1 or x.shape[:-1] != targets.shape:
+    if x.dim() < 1 or (
+        x.shape[:-1] != targets.shape if ranks.n_ranks == 1 else x[..., 0].numel() * ranks.n_ranks != targets.numel()
+    ):
         raise ValueError(f"targets {tuple(targets.shape)} do not match x {tuple(x.shape)} without its last dimension")
-    x_TD, targets_T = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1).contiguous()
-    _check(x_TD, weight, targets_T, chunk, fused)
+    x_TD, targets_T = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
+    _check(x_TD, weight, targets_T, chunk, fused, ranks)
     recorded = torch.is_grad_enabled()
     with torch.no_grad():
         dx = torch.empty_like(x_TD) if recorded and x.requires_grad else None
         dweight = torch.empty_like(weight) if recorded and weight.requires_grad else None
         denominator = (targets_T != IGNORED).sum() if reduction == "mean" else torch.ones((), device=x.device)
-        loss, _ = _in_chunks(x_TD, weight, targets_T, denominator, dx, dweight, False, z_loss, chunk, fused)
+        loss, _ = _in_chunks(x_TD, weight, targets_T, denominator, dx, dweight, False, z_loss, chunk, fused, ranks)
     found: Tensor = _Known.apply(x_TD, weight, fused, (loss, dx, dweight))
     return found
 
 
-def _check(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: int | None, fused: bool) -> None:
+def _check(
+    x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: int | None, fused: bool, ranks: TensorRanks = ALONE
+) -> None:
     if weight_VD.dim() != 2 or x_TD.dim() != 2 or x_TD.shape[1] != weight_VD.shape[1] or not len(weight_VD):
         raise ValueError(f"weight {tuple(weight_VD.shape)} is not (words, d) for x {tuple(x_TD.shape)}")
-    if targets_T.shape != x_TD.shape[:1] or targets_T.dtype != torch.int64:
-        got = f"{targets_T.dtype} {tuple(targets_T.shape)}"
-        raise ValueError(f"targets must be int64 {tuple(x_TD.shape[:1])}, got {got}")
+    n_rows, n_words = len(x_TD) * ranks.n_ranks, len(weight_VD) * ranks.n_ranks
+    if targets_T.shape != (n_rows,) or targets_T.dtype != torch.int64:
+        raise ValueError(f"targets must be int64 ({n_rows},), got {targets_T.dtype} {tuple(targets_T.shape)}")
     if fused:
         from cs336_systems.kernels.cross_entropy_rows import cross_entropy_rows_kernel
         from cs336_systems.kernels.launching import check_alike, check_runnable
@@ -253,6 +306,6 @@ def _check(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: int | None
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk must be positive, got {chunk}")
     if targets_T.is_cpu:
-        wrong = targets_T[((targets_T < 0) | (targets_T >= len(weight_VD))) & (targets_T != IGNORED)]
+        wrong = targets_T[((targets_T < 0) | (targets_T >= n_words)) & (targets_T != IGNORED)]
         if len(wrong):
-            raise ValueError(f"target {wrong[0].item()} is neither in [0, {len(weight_VD)}) nor {IGNORED}, ignored")
+            raise ValueError(f"target {wrong[0].item()} is neither in [0, {n_words}) nor {IGNORED}, ignored")

@@ -50,4 +50,4 @@ def test_no_activation_is_copied(keep: str) -> None:
         assert copied.sizes == []
         with Copied() as copied:
             backward(dy, weights, saved, grads, *how, consume=True)
-        assert copied.sizes == [CONFIG.d_model, CONFIG.d_model + 2 * CONFIG.d_kv, CONFIG.d_model]  # gains and biases
+        assert copied.sizes == [CONFIG.d_model + 2 * CONFIG.d_kv, CONFIG.d_model, CONFIG.d_model]  # biases, gains

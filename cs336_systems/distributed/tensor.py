@@ -1,0 +1,166 @@
+"""Tensor and sequence parallelism: a rank's part of every matrix, and the collectives between the parts.
+
+    part = part_config(config, 2)                     # half of the heads, of the feed-forward width, of the words
+    ranks = GroupRanks(mesh.group("tensor"))
+    model = TransformerLM(part, tensor_ops(ops, ranks), device="meta")
+    write_out(model, block_ops, keep, Products(ranks))
+    fill_from_whole(model, config, ranks)             # ``reset_parameters`` gives this rank's part of the whole model
+
+q | k | v and gate | up are divided by their outputs, output and down by their inputs (Shoeybi et al. 2019, section 3),
+embedding and head by words. Norms are whole on every rank, but see only its rows of the residual stream (Korthikanti et
+al. 2022, section 4.2.2), so their gradients are added up over the ranks. A block sends in forward and in backward two
+gathers and two reduce-scatters of its rows. Numbers are those of one process but for the order of sums.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.config import ModelConfig
+from cs336_systems.model import ModelOps, TransformerLM
+from cs336_systems.model.tensor_ranks import TensorRanks
+
+DIVIDED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "w1", "w3", "token_embeddings", "lm_head"), 0),
+    **dict.fromkeys(("output_proj", "w2"), 1),
+}
+"""The dimension along which a module's parameters are divided; modules that are not here are whole on every rank."""
+
+
+class GroupRanks(TensorRanks):
+    """The ranks of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.n_ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+
+    def gather(self, x: Tensor) -> Tensor:
+        whole = x.new_empty(x.shape[0] * self.n_ranks, *x.shape[1:])
+        dist.all_gather_into_tensor(whole, x.contiguous(), group=self.group)
+        return whole
+
+    def scatter(self, x: Tensor) -> Tensor:
+        own = x.new_empty(x.shape[0] // self.n_ranks, *x.shape[1:])
+        dist.reduce_scatter_tensor(own, x.contiguous(), group=self.group)
+        return own
+
+    def total(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        together = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(together, group=self.group)
+        return [
+            part.view_as(tensor)
+            for part, tensor in zip(together.split([t.numel() for t in tensors]), tensors, strict=True)
+        ]
+
+
+def tensor_dim(name: str) -> int | None:
+    """The dimension along which tensor ranks divide the parameter of this name, None if each has it whole."""
+    return DIVIDED.get(name.split(".")[-2])
+
+
+def part_config(config: ModelConfig, n_ranks: int) -> ModelConfig:
+    """The shape of what each of ``n_ranks`` ranks holds of a model.
+
+    Raises:
+        ValueError: heads, key/value heads, feed-forward width or vocabulary cannot be divided.
+    """
+    sizes = {
+        "heads": config.n_heads,
+        "key/value heads": config.kv_heads,
+        "d_ff": config.d_ff,
+        "words": config.vocab_size,
+    }
+    if odd := [f"{size} {name}" for name, size in sizes.items() if size % n_ranks]:
+        raise ValueError(f"{', '.join(odd)} of {config.name} cannot be divided over {n_ranks} tensor ranks")
+    return replace(
+        config,
+        n_heads=config.n_heads // n_ranks,
+        n_kv_heads=config.kv_heads // n_ranks,
+        head_dim=config.d_head,
+        d_ff=config.d_ff // n_ranks,
+        vocab_size=config.vocab_size // n_ranks,
+    )
+
+
+def fill_from_whole(model: TransformerLM, config: ModelConfig, ranks: TensorRanks) -> None:
+    """Let every ``reset_parameters`` of a rank's part give it its part of what the whole model would draw.
+
+    Each module is whole, one after the other, for as long as it is drawn.
+    """
+    with torch.device("meta"):
+        whole = TransformerLM(config)
+    for name, module in model.named_modules():
+        if (dim := DIVIDED.get(name.rpartition(".")[2])) is not None:
+            module.reset_parameters = partial(_draw, module, whole.get_submodule(name), dim, ranks)
+
+
+@torch.no_grad()
+def _draw(part: nn.Module, whole: nn.Module, dim: int, ranks: TensorRanks) -> None:
+    like = next(part.parameters())
+    whole.to(like.dtype).to_empty(device=like.device)
+    whole.reset_parameters()  # type: ignore[operator]
+    for own, drawn in zip(part.parameters(recurse=False), whole.parameters(recurse=False), strict=True):
+        own.copy_(drawn.chunk(ranks.n_ranks, dim)[ranks.rank])
+    whole.to("meta")
+
+
+class _Embedding(torch.autograd.Function):
+    """``apply(token_ids, weight, ranks)``: this rank's rows (1, R/t, D) of the embeddings of ids (...)."""
+
+    @staticmethod
+    def forward(ctx: Any, token_ids: Tensor, weight: Tensor, ranks: TensorRanks) -> Tensor:
+        places = token_ids.flatten() - ranks.rank * len(weight)
+        here = (places >= 0) & (places < len(weight))
+        places = places.where(here, 0)
+        ctx.save_for_backward(places, here)
+        ctx.ranks, ctx.n_words = ranks, len(weight)
+        return ranks.scatter(torch.where(here[:, None], weight[places], 0.0))[None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor, None]:
+        places, here = ctx.saved_tensors
+        rows = ctx.ranks.gather(dx[0])
+        dweight = rows.new_zeros(ctx.n_words, rows.shape[1])
+        return None, dweight.index_add_(0, places, torch.where(here[:, None], rows, 0.0)), None
+
+
+class _OfAllRows(torch.autograd.Function):
+    """``apply(gain, ranks)`` is the gain, whose gradient is added up over the ranks, as each has rows of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, gain: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return gain.view_as(gain)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dgain: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.total([dgain])[0], None
+
+
+def tensor_ops(ops: ModelOps, ranks: TensorRanks) -> ModelOps:
+    """The operations outside of blocks for a rank's part of a model; its loss takes the targets of all rows.
+
+    ``ops.linear_cross_entropy`` must take ``ranks=``, as that of ``blocks.head_ops`` does. Without targets the model
+    raises ValueError: no rank has whole logits.
+    """
+
+    def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+        if token_ids.numel() % ranks.n_ranks:
+            raise ValueError(f"{token_ids.numel()} tokens cannot be divided over {ranks.n_ranks} tensor ranks")
+        return _Embedding.apply(token_ids, weight, ranks)
+
+    def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        return ops.rms_norm(x, _OfAllRows.apply(gain, ranks), eps)
+
+    def linear(*_: Any) -> NoReturn:
+        raise ValueError(f"each of {ranks.n_ranks} tensor ranks has logits of its own words alone: give targets")
+
+    loss = partial(ops.linear_cross_entropy, ranks=ranks)
+    return replace(ops, embedding=embedding, linear=linear, rms_norm=rms_norm, linear_cross_entropy=loss)

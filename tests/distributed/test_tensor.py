@@ -1,0 +1,142 @@
+"""Tensor and sequence parallelism against one process: losses, every gradient, what is sent, what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cs336_systems.blocks import REFERENCE, head_ops, write_out
+from cs336_systems.blocks.products import STORED, Products
+from cs336_systems.config import ModelConfig
+from cs336_systems.costs.kept import LEVELS
+from cs336_systems.distributed.mesh import Mesh
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.tensor import GroupRanks, fill_from_whole, part_config, tensor_dim, tensor_ops
+from cs336_systems.harness.traffic import Traffic
+from cs336_systems.kernels.cross_entropy_rows import launch_rows_of_ranks
+from cs336_systems.kernels.linear_cross_entropy import plain_rows
+from cs336_systems.model import REFERENCE_OPS, TransformerLM
+
+from ..kernels.interpreter import interpret_without_gpu
+from .checks import checks_of, on_each
+
+LLAMA = ModelConfig("tiny-llama", 32, 48, 2, 4, vocab_size=80, context_length=12, n_kv_heads=2)
+CONFIGS = (
+    LLAMA,
+    replace(LLAMA, name="tiny-qwen2", qkv_bias=True, tie_embeddings=True),
+    replace(LLAMA, name="tiny-qwen3", qk_norm=True, head_dim=16),
+)
+
+
+def build(config, ranks=None, keep="products", dtype=torch.float64):
+    torch.manual_seed(0)
+    ops = head_ops("reference", REFERENCE_OPS)
+    if ranks is None:
+        model = TransformerLM(config, ops, dtype=dtype)
+    else:
+        model = TransformerLM(part_config(config, ranks.n_ranks), tensor_ops(ops, ranks), device="meta", dtype=dtype)
+        fill_from_whole(model, config, ranks)
+        model.to_empty(device="cpu").reset_parameters()
+    write_out(model, REFERENCE, keep, STORED if ranks is None else Products(ranks))
+    return model
+
+
+def batch(config):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(config.vocab_size, (2, 3, config.context_length), generator=generator)
+    targets = ids[1].clone()
+    targets[0, 3:7] = -100
+    return ids[0][:2], targets[:2]
+
+
+def own_part(whole, name, ranks):
+    dim = tensor_dim(name)
+    return whole if dim is None else whole.chunk(ranks.n_ranks, dim)[ranks.rank]
+
+
+def check_losses_and_gradients_are_those_of_one_process(rank: Rank):
+    ranks = GroupRanks(Mesh.over(rank, tensor=2).group("tensor"))
+    for config in CONFIGS:
+        whole, part = build(config), build(config, ranks)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (whole, part)]
+        for step in range(10):
+            losses = [model(*batch(config)) for model in (whole, part)]
+            torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+            for loss in losses:
+                loss.backward()
+            for (name, own), other in zip(part.named_parameters(), whole.parameters(), strict=True):
+                torch.testing.assert_close(
+                    own.grad,
+                    own_part(other.grad, name, ranks),
+                    rtol=1e-9,
+                    atol=1e-12,
+                    msg=lambda m, n=f"{config.name} {name} {step}": n + m,
+                )
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def check_every_level_gives_the_same_bits(rank: Rank):
+    ranks, found = GroupRanks(Mesh.over(rank, tensor=2).group("tensor")), []
+    for keep in LEVELS:
+        model = build(CONFIGS[2], ranks, keep, torch.float32)
+        model(*batch(LLAMA)).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def check_rows_are_sent_twice_a_half_and_pass(rank: Rank):
+    """Two gathers and two reduce-scatters of a block in forward and as many in backward, and one sum of its gains."""
+    mesh = Mesh.over(rank, tensor=2)
+    ranks, n_bytes = GroupRanks(mesh.group("tensor")), 2 * LLAMA.context_length * LLAMA.d_model * 4
+    model = build(LLAMA, ranks, "all", torch.float32)
+    with Traffic() as forward:
+        loss = model(*batch(LLAMA))
+    with Traffic() as backward:
+        loss.backward()
+    gathered, scattered = ("_allgather_base", n_bytes), ("_reduce_scatter_base", n_bytes // 2)
+    block, gains = [gathered, scattered] * 2, ("allreduce", 2 * LLAMA.d_model * 4)
+    agreed = ("_allgather_base", 2 * 2 * LLAMA.context_length * 2 * 4)
+    sent = [[(event.kind, event.n_bytes) for event in log.sent] for log in (forward, backward)]
+    assert sent[0] == [scattered, *block * 2, gathered, agreed, scattered]
+    assert sent[1] == [("allreduce", LLAMA.d_model * 4), *[*block, gains] * 2, gathered]
+
+
+def check_rows_of_logits_by_the_kernel_are_those_of_plain_torch(rank: Rank):
+    interpret_without_gpu()
+    ranks, n_words = GroupRanks(Mesh.over(rank, tensor=2).group("tensor")), 37
+    targets = torch.tensor([0, 36, 37, 73, -100, 40])
+    whole = torch.randn(6, 2 * n_words, generator=torch.Generator().manual_seed(3))
+    count, how = torch.tensor(5.0), {"z_loss": 0.1, "gradient": True}
+    expected, results = whole.clone(), torch.empty(3, 2, 6)
+    plain_rows(expected, targets, *results[0], denominator=count, **how)
+    plain = whole.chunk(2, 1)[rank.rank].clone()
+    plain_rows(plain, targets, *results[1], denominator=count, ranks=ranks, **how)
+    padded = torch.full((6, 48), -torch.inf)
+    own = padded[:, :n_words].copy_(whole.chunk(2, 1)[rank.rank])
+    launch_rows_of_ranks(own, targets, *results[2], scale=1 / count[None], ranks=ranks, **how)
+    for gradient, found in ((plain, results[1]), (own, results[2])):
+        torch.testing.assert_close(found, results[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, expected.chunk(2, 1)[rank.rank], rtol=1e-5, atol=1e-6)
+
+
+def check_what_is_refused(rank: Rank):
+    ranks = GroupRanks(Mesh.over(rank, tensor=2).group("tensor"))
+    model = build(LLAMA, ranks)
+    ids, targets = batch(LLAMA)
+    for arguments, value in (((ids[:1, :3], targets[:1, :3]), "3 tokens"), ((ids,), "give targets")):
+        with pytest.raises(ValueError, match=value):
+            model(*arguments)
+    for sizes, value in (
+        ({"n_kv_heads": 1}, "1 key/value heads"),
+        ({"vocab_size": 81}, "81 words"),
+        ({"d_ff": 49}, "49"),
+    ):
+        with pytest.raises(ValueError, match=value):
+            part_config(replace(LLAMA, **sizes), 2)
+    with pytest.raises(ValueError, match="2 ranks cannot be divided into context 1 x tensor 3"):
+        Mesh.over(rank, tensor=3)
+
+
+test_on_two_ranks = on_each(2, checks_of(globals()))
