@@ -83,6 +83,30 @@ class Parallel:
     )
     on_host: bool = False
     """Whether torch's FSDP2 keeps shards, their gradients and the optimizer's state in host memory."""
+    tensor: int = option(
+        1,
+        "Ranks that share every matrix and the rows of the residual stream: tensor and sequence parallelism.",
+        sign="positive",
+        shown=True,
+    )
+    context: int = option(
+        1,
+        "Ranks that share every sequence, each with some of its tokens: context parallelism.",
+        sign="positive",
+        shown=True,
+    )
+    context_order: str = option(
+        "zigzag",
+        "Which tokens a context rank holds, and how keys and values reach it: ring, in parts one after the other; "
+        "zigzag, an early and a late part, so that all compute as much; gathered, the same, with all keys at once.",
+        values=("zigzag", "ring", "gathered"),
+        shown=True,
+    )
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """The ranks that share a batch, along context and tensor; the others along data have batches of their own."""
+        return self.context * self.tensor
 
 
 _POLICIES = {"input": "full", "recursive": "recursive", "matmuls": "keep-matmuls", "attention": "keep-attention"}

@@ -35,6 +35,7 @@ from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import NONE, STORED, Maxima, Operand, Products
 from cs336_systems.config import Recipe
 from cs336_systems.costs.kept import SCALED_BLOCK
+from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
 ACTIVATIONS = ("normed1", "attended", "normed2", "product")
 GRADIENTS = ("dy", "dgate_up", "dresidual", "dqkv")
@@ -283,14 +284,15 @@ def _of_each_row(scale: Tensor | None, values: Tensor | None) -> Tensor | None:
     return scale.t().repeat_interleave(SCALED_BLOCK, dim=1)[:, : len(values)].contiguous().t()
 
 
-def block_products(kernels: str, recipe: Recipe, *, remember: bool = False) -> Products:
+def block_products(kernels: str, recipe: Recipe, *, remember: bool = False, ranks: TensorRanks = ALONE) -> Products:
     """The products of a recipe, quantized by plain functions or kernels, as a name in ``config.KERNELS`` says.
 
     Args:
         remember: keep weights quantized until they change.
+        ranks: those that share the matrices, which are not quantized then.
     """
     if not recipe.quantized:
-        return STORED
+        return STORED if ranks.n_ranks == 1 else Products(ranks)
     if kernels == "reference":
         return QuantizedProducts(recipe, Quantizers(), remember)
     from cs336_systems.blocks.fused import QUANTIZERS  # brings Triton along, which not every machine has

@@ -31,9 +31,13 @@ from cs336_systems.blocks import block_ops, block_products, head_ops, write_out
 from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.costs.offload import STATES, offloaded
+from cs336_systems.distributed.context import context_ops, local_tokens, rotate_local
 from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.tensor import GroupRanks, fill_from_whole, part_config, tensor_ops
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
+from cs336_systems.model.tensor_ranks import ALONE
 from cs336_systems.refusals import refusal
 from cs336_systems.training.activation_checkpointing import checkpointed_stack
 from cs336_systems.training.activation_checkpointing import unsupported_reason as checkpointing_reason
@@ -61,24 +65,55 @@ def assemble(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps = RE
     return finish(build_model(case, rank, ops=ops), case, rank)
 
 
+def mesh_of(case: TrainingCase, rank: Rank | None) -> Mesh | None:
+    """The ranks in the dimensions that the case asks for, None for a process without others; a collective.
+
+    Raises:
+        ValueError: their number cannot be divided so, or there are none.
+    """
+    parallel = case.parallel
+    if rank is None and parallel.ranks_per_batch == 1:
+        return None
+    if rank is None:
+        raise ValueError(
+            f"context {parallel.context} x tensor {parallel.tensor} needs ranks, this process has joined none"
+        )
+    return Mesh.over(rank, context=parallel.context, tensor=parallel.tensor)
+
+
 def build_model(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps = REFERENCE_OPS) -> TransformerLM:
     """Steps 1 to 3 but for the loss: the model of this rank before it is wrapped; raises as ``assemble``."""
     device = rank.device if rank else torch.device(case.device)
     check_supported(case, device)
-    return build_unchecked(case, device, ops)
+    return build_unchecked(case, device, mesh_of(case, rank), ops)
 
 
-def build_unchecked(case: TrainingCase, device: torch.device, ops: ModelOps = REFERENCE_OPS) -> TransformerLM:
+def build_unchecked(
+    case: TrainingCase, device: torch.device, mesh: Mesh | None = None, ops: ModelOps = REFERENCE_OPS
+) -> TransformerLM:
     """``build_model`` for a device that is known to serve the case, or where nothing will be computed."""
-    ops = case_ops(case, ops)
+    ops, config = case_ops(case, ops), case.config
+    tensor, context = (mesh and mesh.group(name) for name in ("tensor", "context"))
+    ranks = GroupRanks(tensor) if tensor else ALONE
+    if tensor:
+        ops, config = tensor_ops(ops, ranks), part_config(config, ranks.n_ranks)
     torch.manual_seed(case.seed)
-    place = torch.device("meta") if case.parallel.wrapper == "fsdp" else device
-    model = TransformerLM(case.config, ops, device=place, dtype=parameter_dtype(case.precision))
+    sharded = case.parallel.wrapper == "fsdp"
+    place = torch.device("meta") if sharded or tensor else device
+    model = TransformerLM(config, ops, device=place, dtype=parameter_dtype(case.precision))
+    if context:
+        rotate_local(model, context, case.parallel.context_order)
+    if tensor:
+        fill_from_whole(model, case.config, ranks)
+    if tensor and not sharded:
+        model.to_empty(device=device).reset_parameters()
     if case.written_out:
         remember = case.parallel.wrapper not in ("fsdp", "fsdp2")  # which fill the same parameters again and again
-        products = block_products(case.kernels, case.recipe, remember=remember)
+        products = block_products(case.kernels, case.recipe, remember=remember, ranks=ranks)
         away = "residual" in offloaded(case)
         of_blocks = block_ops(case.kernels, case.attention, deterministic=case.deterministic)
+        if context:
+            of_blocks = context_ops(of_blocks, context, case.parallel.context_order)
         write_out(model, of_blocks, case.keep, products, inputs_on_host=away)
     if case.compile == "whole-model":
         model.compile(fullgraph=True, dynamic=False)
@@ -136,14 +171,15 @@ def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
 
 
 def random_batch(case: TrainingCase, rank: Rank | None = None) -> tuple[Tensor, Tensor]:
-    """Token ids and targets of a step, int64 on the device; from the case's seed, each rank its own.
+    """Token ids and targets of a step, int64 on the device; from the case's seed, each rank along data its own.
 
-    Each is (accumulate * batch, context).
+    Each is (accumulate * batch, context / context ranks); a context rank has its own tokens of each sequence.
     """
-    generator = torch.Generator().manual_seed(case.seed * 1009 + (rank.rank if rank else 0) + 1)
+    mesh = mesh_of(case, rank)
+    generator = torch.Generator().manual_seed(case.seed * 1009 + (mesh.place("data") if mesh else 0) + 1)
     shape = (2, case.accumulate * case.batch_size, case.context_length)
     ids = torch.randint(case.config.vocab_size, shape, generator=generator, device="cpu")  # not the default device
-    token_ids, targets = ids.to(rank.device if rank else case.device)
+    token_ids, targets = local_tokens(ids, mesh, case.parallel.context_order).to(rank.device if rank else case.device)
     return token_ids, targets
 
 

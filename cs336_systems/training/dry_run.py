@@ -34,7 +34,7 @@ from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PARTS, PeakMemory
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.kernels.allocating import FUNCTIONS, only_allocating
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
-from cs336_systems.training.assemble import build_unchecked, finish
+from cs336_systems.training.assemble import build_unchecked, finish, mesh_of
 from cs336_systems.training.precision import matmul_dtype
 from cs336_systems.training.step import TrainStep
 
@@ -309,7 +309,9 @@ def dry_run(
         moments: dict[str, Any] = (
             {"state_dtype": {2: torch.bfloat16, 4: torch.float32}[case.moment_bytes]} if of_their_own else {}
         )
-        model = build_unchecked(eager, META, casts.ops if case.precision.autocast else REFERENCE_OPS)
+        model = build_unchecked(
+            eager, META, mesh_of(eager, rank), casts.ops if case.precision.autocast else REFERENCE_OPS
+        )
         step = finish(model, eager, rank, **moments)
         live.label("tables and workspaces", step.model.buffers())
         _note_moments(step, live)
