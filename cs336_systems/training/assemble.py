@@ -66,18 +66,17 @@ def assemble(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps = RE
 
 
 def mesh_of(case: TrainingCase, rank: Rank | None) -> Mesh | None:
-    """The ranks in the dimensions that the case asks for, None for a process without others; a collective.
+    """The ranks in the dimensions that the case asks for, None if each has a batch of its own; a collective.
 
     Raises:
         ValueError: their number cannot be divided so, or there are none.
     """
     parallel = case.parallel
-    if rank is None and parallel.ranks_per_batch == 1:
+    if parallel.ranks_per_batch == 1:
         return None
     if rank is None:
-        raise ValueError(
-            f"context {parallel.context} x tensor {parallel.tensor} needs ranks, this process has joined none"
-        )
+        asked = f"context {parallel.context} x tensor {parallel.tensor}"
+        raise ValueError(f"{asked} needs a process group, this process has joined none")
     return Mesh.over(rank, context=parallel.context, tensor=parallel.tensor)
 
 
@@ -176,7 +175,9 @@ def random_batch(case: TrainingCase, rank: Rank | None = None) -> tuple[Tensor, 
     Each is (accumulate * batch, context / context ranks); a context rank has its own tokens of each sequence.
     """
     mesh = mesh_of(case, rank)
-    generator = torch.Generator().manual_seed(case.seed * 1009 + (mesh.place("data") if mesh else 0) + 1)
+    generator = torch.Generator().manual_seed(
+        case.seed * 1009 + (mesh.place("data") if mesh else rank.rank if rank else 0) + 1
+    )
     shape = (2, case.accumulate * case.batch_size, case.context_length)
     ids = torch.randint(case.config.vocab_size, shape, generator=generator, device="cpu")  # not the default device
     token_ids, targets = local_tokens(ids, mesh, case.parallel.context_order).to(rank.device if rank else case.device)

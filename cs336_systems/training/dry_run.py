@@ -297,10 +297,11 @@ def dry_run(
     optimizer = "fused" if case.optimizer == "torch-fused" else case.optimizer
     eager = replace(case, device="meta", dtype=dtype, accumulate=accumulate, optimizer=optimizer)
     eager = replace(eager, compile="off", cuda_graph="off")
-    if not (sharded := case.parallel.wrapper in ("fsdp", "fsdp2") or case.parallel.optimizer_state != "replicated"):
+    shared = case.parallel.wrapper in ("fsdp", "fsdp2") or case.parallel.optimizer_state != "replicated"
+    if not (shared := shared or case.parallel.ranks_per_batch > 1):
         eager = _unwrapped(eager)
     with ExitStack() as stack:
-        rank = stack.enter_context(_first_of(world_size)) if sharded else None
+        rank = stack.enter_context(_first_of(world_size)) if shared else None
         stack.enter_context(only_allocating(live.leave_out))
         casts = _Autocast(matmul_dtype(case.precision), wide_softmax=on_cuda)
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", lambda *given: live.resize(*given)))
@@ -309,9 +310,8 @@ def dry_run(
         moments: dict[str, Any] = (
             {"state_dtype": {2: torch.bfloat16, 4: torch.float32}[case.moment_bytes]} if of_their_own else {}
         )
-        model = build_unchecked(
-            eager, META, mesh_of(eager, rank), casts.ops if case.precision.autocast else REFERENCE_OPS
-        )
+        ops = casts.ops if case.precision.autocast else REFERENCE_OPS
+        model = build_unchecked(eager, META, mesh_of(eager, rank), ops)
         step = finish(model, eager, rank, **moments)
         live.label("tables and workspaces", step.model.buffers())
         _note_moments(step, live)
