@@ -83,6 +83,17 @@ class ModelConfig:
                 f"context length {self.context_length} is beyond the {self.max_context_length} tokens of {self.name}"
             )
 
+    def part(self, n_ranks: int) -> "ModelConfig":
+        """The shape of what each of ``n_ranks`` tensor ranks holds: of heads, feed-forward width and words its share.
+
+        Raises:
+            ValueError: one of them cannot be divided.
+        """
+        sizes = {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads, "d_ff": self.d_ff, "vocab_size": self.vocab_size}
+        if odd := [f"{name} {size}" for name, size in sizes.items() if size % n_ranks]:
+            raise ValueError(f"tensor {n_ranks} does not divide {', '.join(odd)} of {self.name}")
+        return replace(self, **{name: size // n_ranks for name, size in sizes.items()}, head_dim=self.d_head)
+
     @property
     def d_head(self) -> int:
         """The dimension of one attention head."""

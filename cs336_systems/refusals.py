@@ -26,7 +26,7 @@ def refusal(case: TrainingCase) -> str | None:
     for refused, sentence in REFUSALS:
         if refused(case):
             return sentence.format(case=case, parallel=case.parallel, attentions=", ".join(_attentions(case)))
-    return _fp8_sizes(case)
+    return _fp8_sizes(case) or _mesh_sizes(case)
 
 
 def command_refusal(case: TrainingCase) -> str | None:
@@ -164,6 +164,15 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         "{parallel.wrapper} to work at; compile on does",
     ),
     (
+        lambda case: case.parallel.ranks_per_batch > 1 and not case.written_out,
+        "tensor {parallel.tensor}, context {parallel.context} with keep autograd: ranks share blocks with a hand-written "
+        "backward, " + ", ".join(LEVELS),
+    ),
+    (
+        lambda case: case.parallel.tensor > 1 and _quantized(case),
+        "matmul_dtype {case.matmul_dtype} with tensor {parallel.tensor}: rows that ranks gather are not quantized yet",
+    ),
+    (
         lambda case: _updates_early(case) and case.parallel.wrapper != "fsdp",
         "update {parallel.update} works on the shards of wrapper fsdp, got {parallel.wrapper}",
     ),
@@ -180,3 +189,19 @@ def _fp8_sizes(case: TrainingCase) -> str | None:
     if not (_quantized(case) and odd):
         return None
     return f"matmul_dtype {case.matmul_dtype}: matmuls in fp8 take sizes that 16 divides, not {', '.join(odd)}"
+
+
+def _mesh_sizes(case: TrainingCase) -> str | None:
+    """Why ranks cannot share the case's model and batch in equal parts, if they cannot."""
+    parallel, length = case.parallel, case.context_length
+    n_parts = parallel.context * (1 if parallel.context_order == "ring" or parallel.context == 1 else 2)
+    if length % n_parts:
+        how = f"context {parallel.context} in order {parallel.context_order}"
+        return f"{how} needs sequences of {n_parts} equal parts, got {length} tokens"
+    if (n_rows := case.batch_size * length // parallel.context) % parallel.tensor:
+        return f"tensor {parallel.tensor} does not divide the {n_rows} tokens of a micro-batch"
+    try:
+        case.config.part(parallel.tensor)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism: a rank's part of every matrix, and the collectives between the parts.
 
-    part = part_config(config, 2)                     # half of the heads, of the feed-forward width, of the words
+    part = config.part(2)                             # half of the heads, of the feed-forward width, of the words
     ranks = GroupRanks(mesh.group("tensor"))
     model = TransformerLM(part, tensor_ops(ops, ranks), device="meta")
     write_out(model, block_ops, keep, Products(ranks))
@@ -61,30 +61,6 @@ class GroupRanks(TensorRanks):
 def tensor_dim(name: str) -> int | None:
     """The dimension along which tensor ranks divide the parameter of this name, None if each has it whole."""
     return DIVIDED.get(name.split(".")[-2])
-
-
-def part_config(config: ModelConfig, n_ranks: int) -> ModelConfig:
-    """The shape of what each of ``n_ranks`` ranks holds of a model.
-
-    Raises:
-        ValueError: heads, key/value heads, feed-forward width or vocabulary cannot be divided.
-    """
-    sizes = {
-        "heads": config.n_heads,
-        "key/value heads": config.kv_heads,
-        "d_ff": config.d_ff,
-        "words": config.vocab_size,
-    }
-    if odd := [f"{size} {name}" for name, size in sizes.items() if size % n_ranks]:
-        raise ValueError(f"{', '.join(odd)} of {config.name} cannot be divided over {n_ranks} tensor ranks")
-    return replace(
-        config,
-        n_heads=config.n_heads // n_ranks,
-        n_kv_heads=config.kv_heads // n_ranks,
-        head_dim=config.d_head,
-        d_ff=config.d_ff // n_ranks,
-        vocab_size=config.vocab_size // n_ranks,
-    )
 
 
 def fill_from_whole(model: TransformerLM, config: ModelConfig, ranks: TensorRanks) -> None:

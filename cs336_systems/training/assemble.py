@@ -35,7 +35,7 @@ from cs336_systems.distributed.context import context_ops, local_tokens, rotate_
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.tensor import GroupRanks, fill_from_whole, part_config, tensor_ops
+from cs336_systems.distributed.tensor import GroupRanks, fill_from_whole, tensor_ops
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.model.tensor_ranks import ALONE
 from cs336_systems.refusals import refusal
@@ -95,7 +95,7 @@ def build_unchecked(
     tensor, context = (mesh and mesh.group(name) for name in ("tensor", "context"))
     ranks = GroupRanks(tensor) if tensor else ALONE
     if tensor:
-        ops, config = tensor_ops(ops, ranks), part_config(config, ranks.n_ranks)
+        ops, config = tensor_ops(ops, ranks), config.part(ranks.n_ranks)
     torch.manual_seed(case.seed)
     sharded = case.parallel.wrapper == "fsdp"
     place = torch.device("meta") if sharded or tensor else device

@@ -11,7 +11,7 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import LEVELS
 from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.tensor import GroupRanks, fill_from_whole, part_config, tensor_dim, tensor_ops
+from cs336_systems.distributed.tensor import GroupRanks, fill_from_whole, tensor_dim, tensor_ops
 from cs336_systems.harness.traffic import Traffic
 from cs336_systems.kernels.cross_entropy_rows import launch_rows_of_ranks
 from cs336_systems.kernels.linear_cross_entropy import plain_rows
@@ -34,7 +34,7 @@ def build(config, ranks=None, keep="products", dtype=torch.float64):
     if ranks is None:
         model = TransformerLM(config, ops, dtype=dtype)
     else:
-        model = TransformerLM(part_config(config, ranks.n_ranks), tensor_ops(ops, ranks), device="meta", dtype=dtype)
+        model = TransformerLM(config.part(ranks.n_ranks), tensor_ops(ops, ranks), device="meta", dtype=dtype)
         fill_from_whole(model, config, ranks)
         model.to_empty(device="cpu").reset_parameters()
     write_out(model, REFERENCE, keep, STORED if ranks is None else Products(ranks))
@@ -129,12 +129,12 @@ def check_what_is_refused(rank: Rank):
         with pytest.raises(ValueError, match=value):
             model(*arguments)
     for sizes, value in (
-        ({"n_kv_heads": 1}, "1 key/value heads"),
-        ({"vocab_size": 81}, "81 words"),
-        ({"d_ff": 49}, "49"),
+        ({"n_kv_heads": 1}, "n_kv_heads 1"),
+        ({"vocab_size": 81}, "vocab_size 81"),
+        ({"d_ff": 49}, "d_ff 49"),
     ):
         with pytest.raises(ValueError, match=value):
-            part_config(replace(LLAMA, **sizes), 2)
+            replace(LLAMA, **sizes).part(2)
     with pytest.raises(ValueError, match="2 ranks cannot be divided into context 1 x tensor 3"):
         Mesh.over(rank, tensor=3)
 
