@@ -165,8 +165,8 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
     ),
     (
         lambda case: case.parallel.ranks_per_batch > 1 and not case.written_out,
-        "tensor {parallel.tensor}, context {parallel.context} with keep autograd: ranks share blocks with a hand-written "
-        "backward, " + ", ".join(LEVELS),
+        "tensor {parallel.tensor}, context {parallel.context} with keep autograd: ranks share blocks with a "
+        "hand-written backward, " + ", ".join(LEVELS),
     ),
     (
         lambda case: case.parallel.tensor > 1 and _quantized(case),
