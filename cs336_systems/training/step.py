@@ -3,8 +3,8 @@
 ``TrainStep`` fixes the order of work: forward and loss under autocast, backward, synchronising gradients with other
 ranks, optimizer, clearing of gradients. It knows nothing of how it is measured.
 
-With N micro-batches the loss is the mean over all of their tokens. All micro-batches have equally many tokens, so this
-is the mean of their losses, and each backward adds the gradient of its own loss divided by N. With several ranks the
+With N micro-batches the loss is the mean over all of their targets, of which those of ``IGNORED`` do not count: each
+backward adds the gradient of its own loss times its share of the targets, 1/N where all count. With several ranks the
 gradients stay on their rank until the last backward, which averages their sum over the ranks.
 
     step = assemble(TrainingCase(size="small"))
@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.config import MODES, Precision
 from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.kernels.linear_cross_entropy import IGNORED
 from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.precision import autocast, matmul_precision
@@ -85,6 +87,8 @@ class TrainStep:
         loss_function: maps logits and targets to a scalar, the mean over tokens; None if the model computes its loss.
         accumulate: the number of micro-batches into which the batch of an optimizer step is divided.
         guard: if given, clips the gradients and steps the optimizer, unless they are not finite.
+        counted_over: ranks whose gradients are averaged, over which targets are counted, one number in each step: then
+            every target of all ranks weighs the same. Without it each rank's batch does.
         update: if given, updates parameters during backward.
 
     Raises:
@@ -100,6 +104,7 @@ class TrainStep:
         accumulate: int = 1,
         guard: GradientGuard | None = None,
         update: BackwardUpdate | None = None,
+        counted_over: dist.ProcessGroup | None = None,
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate must be positive, got {accumulate}")
@@ -107,7 +112,7 @@ class TrainStep:
             raise ValueError("clipping needs all gradients before the first update, which comes under backward")
         self.model, self.optimizer, self.precision = model, optimizer, precision
         self.loss_function, self.accumulate = loss_function, accumulate
-        self.guard, self.update = guard, update
+        self.guard, self.update, self.counted_over = guard, update, counted_over
         self._parameters = tuple(model.parameters())
         self.device = self._parameters[0].device
         self.loss: Tensor | None = None
@@ -143,13 +148,38 @@ class TrainStep:
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
         phases: dict[str, Phase] = {}
+        share = self._shares(targets)
         for part, micro_batch in enumerate(micro_batches(self.accumulate, token_ids, targets), start=1):
-            phases |= self._passes(mode, part, *micro_batch)
+            phases |= self._passes(mode, part, *micro_batch, share)
         if mode == "step":
             phases["optimizer"] = self._update
         return phases
 
-    def _passes(self, mode: str, part: int, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
+    def _shares(self, targets: Tensor) -> Callable[[int, Tensor], Tensor]:
+        """Return the function from a micro-batch's number and mean loss to its share of the mean over all targets.
+
+        Targets of ``IGNORED`` do not count. The first micro-batch counts them, where there are others.
+        """
+        if self.accumulate == 1 and self.counted_over is None:
+            return lambda part, loss: loss
+        counts: list[Tensor] = []
+        divisors: list[Tensor] = []
+
+        def share(part: int, loss: Tensor) -> Tensor:
+            if part == 1:
+                counts[:] = [(each != IGNORED).sum() for each in targets.chunk(self.accumulate)]
+                total = torch.stack(counts).sum()
+                if self.counted_over is not None:
+                    dist.all_reduce(total, group=self.counted_over)
+                    total = total / dist.get_world_size(self.counted_over)
+                divisors[:] = [(total.double() / count).to(loss.dtype) for count in counts]
+            return torch.where(counts[part - 1] > 0, loss, 0.0) / divisors[part - 1]  # the mean of none is NaN
+
+        return share
+
+    def _passes(
+        self, mode: str, part: int, token_ids: Tensor, targets: Tensor, share: Callable[[int, Tensor], Tensor]
+    ) -> dict[str, Phase]:
         """Return forward, and backward if the mode has it, of the micro-batch with this number, counted from 1."""
         graph_loss: list[Tensor] = []
         last = part == self.accumulate
@@ -158,9 +188,7 @@ class TrainStep:
             alone = nullcontext() if last else local_gradients(self.model, self.optimizer)
             grad = torch.set_grad_enabled(mode != "forward")
             with grad, alone, matmul_precision(self.precision), autocast(self.precision, self.device):
-                loss = self.loss_of(token_ids, targets)
-            if self.accumulate > 1:
-                loss = loss / self.accumulate
+                loss = share(part, self.loss_of(token_ids, targets))
             self.loss = loss.detach() if part == 1 or self.loss is None else self.loss + loss.detach()
             if mode != "forward":
                 graph_loss.append(loss)

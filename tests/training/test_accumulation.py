@@ -3,10 +3,16 @@
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from cs336_systems.case import Parallel
 from cs336_systems.config import MODEL_SIZES, phase_of
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.kernels.linear_cross_entropy import IGNORED
 from cs336_systems.training import TrainingCase, TrainStep, assemble, random_batch
+from tests.distributed.checks import checks_of, on_each
 
 CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", d_model=32, d_ff=64, vocab_size=97, context_length=16)
 WHOLE = TrainingCase.of(CONFIG, batch_size=12)
@@ -42,6 +48,31 @@ def test_gradients_and_loss_are_those_of_the_whole_batch(n, tied, keep):
     assert error(added, exact) <= budget
     assert parts.loss is not None and not parts.loss.requires_grad
     assert abs(parts.loss.item() - oracle.loss.item()) <= 2 * abs(whole.loss.item() - oracle.loss.item()) + n * 2**-22
+
+
+def ignoring(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Targets that do not count: all of the first sequences, some of the fifth."""
+    ids, targets = batch[0], batch[1].clone()
+    targets[:3], targets[4, 5:] = IGNORED, IGNORED
+    return ids, targets
+
+
+def check_every_target_weighs_the_same(rank: Rank) -> None:
+    for how, n in ((Parallel(), 1), (Parallel("bucketed"), 2)):
+        batch, whole = ignoring(random_batch(WHOLE)), assemble(replace(WHOLE, keep="products"))
+        parts = assemble(
+            type("Shared", (TrainingCase,), {"parallel": how}).of(CONFIG, batch_size=2, keep="products"), rank
+        )
+        parts.accumulate = 6 // n
+        parts.counted_over = None if n == 1 else dist.group.WORLD
+        own = batch if n == 1 else tuple(each.chunk(2)[rank.rank] for each in batch)
+        torch.testing.assert_close(passes(parts, own), passes(whole, batch), rtol=1e-4, atol=1e-7)
+        mean = parts.loss.clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / 2, whole.loss)
+
+
+test_on_two_ranks = on_each(2, checks_of(globals()))
 
 
 def test_gradients_add_up_where_the_first_backward_put_them():
