@@ -101,7 +101,7 @@ def _test_run_problems(profiles: Path, commits: Set[str] | None) -> list[str]:
     if commits is None or not path.exists():
         return []
     found = []
-    for line, said in enumerate(pd.read_csv(path)["commit"], start=2):
+    for line, said in enumerate(pd.read_csv(path, dtype=str)["commit"], start=2):
         unknown = [name for name in _ABBREVIATED.findall(said) if not any(each.startswith(name) for each in commits)]
         found += [f"{TEST_RUNS}, line {line}: commit {name} is not in the history" for name in unknown]
     return found
