@@ -17,6 +17,8 @@ from pathlib import Path
 
 from cs336_systems.report.command_line import cli
 
+from cs336_systems.report.command_line import exit_with
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -51,4 +53,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("report", main)
