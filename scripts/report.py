@@ -15,9 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from cs336_systems.report.command_line import cli
-
-from cs336_systems.report.command_line import exit_with
+from cs336_systems.report.command_line import cli, exit_with
 
 ROOT = Path(__file__).resolve().parents[1]
 
