@@ -111,7 +111,7 @@ class FreshProcess:
 def _oom_kills() -> int:
     """Processes that the kernel's out-of-memory killer has taken since boot; 0 where the kernel does not say."""
     with suppress(OSError, StopIteration):
-        lines = Path("/proc/vmstat").read_text().splitlines()
+        lines = Path("/proc/vmstat").read_text(encoding="utf-8").splitlines()
         return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
     return 0
 
@@ -122,7 +122,7 @@ def _run(connection: Any, body: Callable[..., None], args: tuple[Any, ...]) -> N
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with suppress(OSError):  # if memory runs out, this process goes and its parent stays
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     body(connection, *args)
 
 

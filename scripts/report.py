@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from cs336_systems.report.command_line import cli
+from cs336_systems.report.command_line import cli, exit_with
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,4 +51,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("report", main)

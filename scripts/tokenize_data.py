@@ -5,7 +5,8 @@
     uv run scripts/tokenize_data.py --input web.jsonl --field content --tokenizer Qwen2.5-0.5B/
     uv run scripts/tokenize_data.py --input TinyStories-train.txt --separator '<|endoftext|>'
 
-The hash of its text decides whether a document is held out for evaluation. The folder appears only when it is complete.
+The hash of its text decides whether a document is held out for evaluation; of a single document the last part is. The
+folder appears only when it is complete.
 """
 
 import json

@@ -78,6 +78,16 @@ def test_costs_are_pure_arithmetic(path: Path) -> None:
     assert not [module for module in imports(path) if module.split(".")[0] in ("torch", "numpy", "pandas", "triton")]
 
 
+def test_files_of_text_are_utf_8_whatever_the_locale() -> None:
+    at_fault = []
+    for path in SOURCES:
+        for call in (node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.Call)):
+            of_text = re.fullmatch(r"(?!os\.|[A-Z]\w*\.).+\.(read_text|write_text|open)", ast.unparse(call.func))
+            if of_text and not re.search(r"encoding=|'[rwax]b", ast.unparse(call)):
+                at_fault.append(f"{path}:{call.lineno}")
+    assert at_fault == []
+
+
 @pytest.mark.slow
 def test_importing_touches_nothing() -> None:
     code = """

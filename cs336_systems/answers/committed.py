@@ -209,7 +209,7 @@ class Committed:
 
     def gpu_tests(self, newest: int = 0) -> list[dict[str, str]]:
         """Runs of the tests that need a GPU, the newest ones or all: date, commit, tests and outcome."""
-        with (self._profiles / TEST_RUNS).open(newline="") as file:
+        with (self._profiles / TEST_RUNS).open(newline="", encoding="utf-8") as file:
             return list(csv.DictReader(file))[-newest:]
 
     def _file(self, part: str, machine: str) -> Path:

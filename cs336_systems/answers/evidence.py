@@ -61,7 +61,7 @@ def history(root: Path) -> frozenset[str] | None:
 
     def git(*arguments: str) -> list[str]:
         command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        return os.fsdecode(subprocess.run(command, capture_output=True, check=True).stdout).splitlines()
 
     try:
         top, shallow = git("rev-parse", "--show-toplevel", "--is-shallow-repository")
@@ -101,7 +101,7 @@ def _test_run_problems(profiles: Path, commits: Set[str] | None) -> list[str]:
     if commits is None or not path.exists():
         return []
     found = []
-    for line, said in enumerate(pd.read_csv(path)["commit"], start=2):
+    for line, said in enumerate(pd.read_csv(path, dtype=str)["commit"], start=2):
         unknown = [name for name in _ABBREVIATED.findall(said) if not any(each.startswith(name) for each in commits)]
         found += [f"{TEST_RUNS}, line {line}: commit {name} is not in the history" for name in unknown]
     return found
@@ -168,7 +168,7 @@ def seal(profiles: Path, paths: Iterable[Path]) -> None:
         sums.pop(name, None)
         if path.exists():
             sums[name] = _sum(path)
-    (profiles / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+    (profiles / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)), encoding="utf-8")
 
 
 def broken_seals(profiles: Path, rendered: Collection[str] = ()) -> list[str]:
@@ -192,7 +192,7 @@ def broken_seals(profiles: Path, rendered: Collection[str] = ()) -> list[str]:
 
 def _listed(profiles: Path) -> dict[str, str]:
     path = profiles / SUMS
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 

@@ -83,6 +83,8 @@ def _text_of_rows(rows: pd.DataFrame) -> str:
     defaults = NOT_RECORDED | DEFAULTS | EARLIER["prefetch"] | EARLIER["host_gib"] | EARLIER["total_batch_tokens"]
     unsaid = [name for name, default in defaults.items() if name in rows and (rows[name] == default).all()]
     own = rows.drop(columns=unsaid)
+    if "cuda" in own:  # a number when committed pictures were drawn
+        own["cuda"] = pd.to_numeric(own["cuda"], errors="coerce")
     return own[sorted(own.columns.astype(str))].to_csv(index=False, float_format="%.9g")
 
 

@@ -145,7 +145,10 @@ def _percent(value: Any, places: int = 0) -> Any:
 
 def read_templates() -> dict[str, str]:
     """Every template, by the path of its document in the repository."""
-    return {path.relative_to(PAGES).with_suffix("").as_posix(): path.read_text() for path in PAGES.rglob("*.jinja")}
+    return {
+        path.relative_to(PAGES).with_suffix("").as_posix(): path.read_text(encoding="utf-8")
+        for path in PAGES.rglob("*.jinja")
+    }
 
 
 def documents(templates: Mapping[str, str]) -> list[str]:

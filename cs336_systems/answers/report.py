@@ -49,12 +49,12 @@ def render(root: Path, *, check: bool) -> int:
     stale = []
     for name, text in {**rendered, **pages.files}.items():
         path = root / name
-        there = path.read_text() if path.exists() else ""
+        there = path.read_text(encoding="utf-8") if path.exists() else ""
         if there != text:
             stale.append(f"{name}, {stale_line(there, text)}")
             if not check:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text)
+                path.write_text(text, encoding="utf-8")
     unlinked = {path.relative_to(root).as_posix() for path in (root / TABLES).glob("*")} - pages.files.keys()
     problems += [f"{name}: no page links it" for name in sorted(unlinked)]
     missing = [] if check else draw(committed, root / "profiles")

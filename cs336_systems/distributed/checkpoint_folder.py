@@ -63,7 +63,7 @@ class StoredCheckpoint:
 def read(path: Path, step: int | None = None) -> StoredCheckpoint:
     """One checkpoint, or of this step alone, digests unchecked; ValueError if it is not complete, or OSError."""
     try:
-        marker = json.loads((path / MARKER).read_text())
+        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"it has no {MARKER}") from None
     except ValueError:

@@ -171,7 +171,7 @@ def read_index(folder: Path, files: Collection[str]) -> dict[str, StoredTensor]:
     It is a ValueError if ``tensors.json`` or a safetensors header is malformed, or they contradict each other.
     """
     try:
-        index = json.loads((folder / INDEX).read_text())
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         named = {stretch[0] for entry in index.values() for stretch in entry["stretches"]}
         if foreign := named.difference(files):
             raise ValueError(f"it names {min(foreign)}, which is no file of the checkpoint")

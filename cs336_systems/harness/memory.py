@@ -78,7 +78,7 @@ class PeakMeter:
             torch.cuda.reset_peak_memory_stats(device)
         else:
             with suppress(OSError):  # resets the kernel's high-water mark, where it can
-                Path("/proc/self/clear_refs").write_text("5")
+                Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
             self.baseline = psutil.Process().memory_info().rss
 
     def requested_bytes(self) -> int | None:

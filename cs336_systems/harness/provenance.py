@@ -60,7 +60,7 @@ def source_version() -> tuple[str, bool]:
 
     def git(*arguments: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=20
+            ["git", "-C", str(root), *arguments], capture_output=True, errors="replace", check=True, timeout=20
         ).stdout.strip()
 
     try:
@@ -74,12 +74,12 @@ def source_version() -> tuple[str, bool]:
 def host_name() -> str:
     """The CPU's model, six digits of a hash of the boot id, which tell equal hosts apart, and this process's cores."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
+    lines = cpuinfo.read_text(errors="replace", encoding="utf-8").splitlines() if cpuinfo.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     model = models[0] if models else platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     boot = Path("/proc/sys/kernel/random/boot_id")
-    number = boot.read_text() if boot.exists() else platform.node()
+    number = boot.read_text(encoding="utf-8") if boot.exists() else platform.node()
     return f"{model}, {hashlib.sha256(number.encode()).hexdigest()[:6]}, {cores} cores"
 
 

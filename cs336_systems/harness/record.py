@@ -37,14 +37,8 @@ _PROVENANCE = (
 )
 
 _NUMBERS = ("median", "mean", "std", "p10", "p90", "n")
-_TEXT = (
-    *("benchmark", "variant", "status", "message", "metric", "unit", "samples", "gpu", "driver", "host"),
-    *("python", "torch", "triton", "nccl", "commit", "argv", "timestamp", "state_before", "state_after"),
-)
-"""Columns that are text even where all of it looks like numbers, as a commit 1e10000 does.
-
-``cuda`` is read as a number: fingerprints of committed pictures are of rows that were read so.
-"""
+_TEXT = {*_LEADING, *_RESULT, *_PROVENANCE} - {*_NUMBERS, "schema_version", "gpu_count", "dirty", "seed"}
+"""Columns that are text even where all of it looks like numbers, as a commit 1e10000 and CUDA 13.0 do."""
 
 DEFAULTS: dict[str, Any] = asdict(TrainingCase())
 """Settings of rows that were measured before a training case could say them."""

@@ -75,7 +75,7 @@ def control_group_headroom(
     container's own group.
     """
     try:
-        lines = membership.read_text().splitlines()
+        lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     headrooms = []
@@ -100,8 +100,11 @@ def _headroom_of(folder: Path, limit_file: str, usage_file: str, prefix: str) ->
     Page cache does not count as used, however recently it was read, as the kernel gives it back.
     """
     try:
-        limit, usage = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        limit, usage = (
+            (folder / limit_file).read_text(encoding="utf-8").strip(),
+            int((folder / usage_file).read_text(encoding="utf-8")),
+        )
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
         cache = sum(int(stat.get(f"{prefix}{of}_file", 0)) for of in ("active", "inactive"))
         return None if limit in _UNLIMITED else int(limit) - usage + cache
     except (OSError, ValueError):

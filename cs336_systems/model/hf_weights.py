@@ -207,7 +207,7 @@ def save_hf_weights(
     if len(shards) > 1:
         n_bytes = sum(tensor.nbytes for shard in shards for tensor in shard.values())
         index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
+        (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 _FIELDS = {

@@ -92,7 +92,7 @@ def write_run_json(folder: Path, model: ModelOfRun) -> ModelOfRun:
     copy_tokenizer(model.tokenizer, folder)
     unfinished = folder / f".{RUN}.tmp"
     content = {"layout": LAYOUT, "model": asdict(model.config), "eos_id": model.eos_id}
-    unfinished.write_text(json.dumps(content, indent=1))
+    unfinished.write_text(json.dumps(content, indent=1), encoding="utf-8")
     flush(unfinished)
     unfinished.replace(folder / RUN)
     return read_run_json(folder)
@@ -108,7 +108,7 @@ def read_run_json(folder: Path) -> ModelOfRun:
         fault = f"is no folder of a run: it has no {RUN}" if folder.exists() else "does not exist"
         raise ValueError(f"{folder} {fault}")
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
         layout, fields = content["layout"], content["model"]
         if layout == LAYOUT:
             scaling = fields["rope_scaling"]

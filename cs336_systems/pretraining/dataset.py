@@ -184,7 +184,7 @@ class Dataset:
         if not path.exists():
             raise ValueError(f"{folder} is no folder of scripts/tokenize_data.py: it has no {MANIFEST}")
         try:
-            manifest = json.loads(path.read_text())
+            manifest = json.loads(path.read_text(encoding="utf-8"))
             if (layout := manifest["layout"]) == LAYOUT:
                 _check(manifest)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -236,7 +236,7 @@ def describe(
     """
     manifest = {"layout": LAYOUT, "corpus": corpus, "files": n_files, "tokenizer": tokenizer, "splits": splits}
     (folder / TOKENIZER).write_text(tokenizer_json, encoding="utf-8")
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager

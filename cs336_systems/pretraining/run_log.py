@@ -189,12 +189,12 @@ class WeightsAndBiases:
             raise ValueError("drawing with Weights & Biases needs its client: uv sync --extra wandb") from None
         folder.mkdir(parents=True, exist_ok=True)
         known = folder / WANDB_ID
-        run_id = known.read_text().strip() if resume and known.exists() else uuid.uuid4().hex
+        run_id = known.read_text(encoding="utf-8").strip() if resume and known.exists() else uuid.uuid4().hex
         try:
             self._run = wandb.init(project=project, name=folder.name, dir=str(folder), id=run_id, resume="allow")
         except wandb.Error as error:
             raise ValueError(f"Weights & Biases: {error}") from None
-        known.write_text(run_id + "\n")
+        known.write_text(run_id + "\n", encoding="utf-8")
         self._run.define_metric("*", step_metric="step")  # a later record may be of an earlier step
 
     def write(self, record: Record) -> None:

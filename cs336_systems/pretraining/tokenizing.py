@@ -9,8 +9,8 @@
       dataset.json               files, documents, bytes of text and tokens of each split; vocabulary, end of text
 
 The tokenizers library encodes a batch of documents on all cores. A document is held out for evaluation by the hash of
-its text alone: the same documents on every machine and in every order, and equal documents stay together. The folder
-appears when it is complete.
+its text alone: the same documents on every machine and in every order, and equal documents stay together. Of a single
+document the last part is held out. The folder appears when it is complete.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from cs336_systems.pretraining.corpus import SUFFIXES, Corpus, Document
 from cs336_systems.pretraining.dataset import MANIFEST, Dataset, TokenWriter, describe, published
-from cs336_systems.pretraining.tokenizer import ByteTokenizer, Tokenizer, copy_tokenizer, load_tokenizer, train_bpe
+from cs336_systems.pretraining.tokenizer import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    Tokenizer,
+    copy_tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 
 _SAMPLE_CHARACTERS = 16_000_000
 """Characters of the first training documents on which a BPE is trained: more change few of its merges."""
@@ -56,7 +64,7 @@ class TokenizeOptions:
     <|endoftext|>."""
     evaluation_fraction: float = 0.05
     """Share of the documents that is held out, chosen by the hash of their text: the same on every machine, and equal
-    documents stay together."""
+    documents stay together. Of a single document the last part is."""
     out: Path | None = None
     """New folder; by default data/CORPUS-TOKENIZER."""
     replace: bool = False
@@ -93,6 +101,9 @@ def tokenize(options: TokenizeOptions) -> Dataset:
         others = ", ".join(f"{number:,} {suffix}" for suffix, number in corpus.skipped[:10])
         n_skipped = sum(number for _, number in corpus.skipped)
         print(f"{n_skipped:,} files are passed over for their suffix: {others}", file=sys.stderr)
+    if _is_cut(options, corpus):
+        share = f"the last {100 * options.evaluation_fraction:g}% of it is held out for evaluation"
+        print(f"{corpus.description} is one document, {share}; --separator says where documents end", file=sys.stderr)
     shown = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
     with shown as progress:
         progress.add_task(f"tokenizer {options.tokenizer}", total=corpus.n_bytes, tokens="")
@@ -120,6 +131,28 @@ def is_held_out(text: str, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
+def _is_cut(options: TokenizeOptions, corpus: Corpus) -> bool:
+    """Whether the text is a single document for training and evaluation; ValueError if it looks like several."""
+    documents = list(islice(corpus.documents(), 2))
+    if len(documents) != 1 or not 0 < options.evaluation_fraction < 1:
+        return False
+    if options.separator is None and END_OF_TEXT in documents[0].text:
+        raise ValueError(f"{corpus.description} has {END_OF_TEXT} in it: --separator '{END_OF_TEXT}' divides it there")
+    return True
+
+
+def _divided(options: TokenizeOptions, corpus: Corpus) -> Iterator[tuple[Document, bool]]:
+    """Each document, or each of the two parts of a single one, and whether it is held out."""
+    fraction = options.evaluation_fraction
+    if _is_cut(options, corpus):
+        ((text, n_bytes),) = corpus.documents()
+        n_train = int(len(text) * (1 - fraction))
+        parts = (Document(text[:n_train], n_bytes), False), (Document(text[n_train:], 0), True)
+        yield from ((part, held_out) for part, held_out in parts if part.text)
+    else:
+        yield from ((document, is_held_out(document.text, fraction)) for document in corpus.documents())
+
+
 def _make_tokenizer(options: TokenizeOptions, corpus: Corpus) -> Tokenizer:
     if options.tokenizer == "bytes":
         return ByteTokenizer()
@@ -134,10 +167,10 @@ def _make_tokenizer(options: TokenizeOptions, corpus: Corpus) -> Tokenizer:
 def _sample(options: TokenizeOptions, corpus: Corpus) -> Iterator[str]:
     """The first documents for training, as many as the BPE is to be trained on."""
     left = _SAMPLE_CHARACTERS
-    for document in corpus.documents():
+    for document, held_out in _divided(options, corpus):
         if left <= 0:
             return
-        if not is_held_out(document.text, options.evaluation_fraction):
+        if not held_out:
             yield document.text
             left -= len(document.text)
 
@@ -153,17 +186,18 @@ def _write(
     said = {name: {"documents": 0, "bytes": 0} for name in ("train", "evaluation")}
     with ExitStack() as stack:
         writers = {name: stack.enter_context(TokenWriter(folder, name, **sizes)) for name in said}
-        for batch in _batches(corpus.documents()):
+        for batch in _batches(_divided(options, corpus)):
             tokens: dict[str, list[np.ndarray]] = {name: [] for name in said}
-            for document, ids in zip(batch, tokenizer.encode([document.text for document in batch]), strict=True):
-                name = "evaluation" if is_held_out(document.text, fraction) else "train"
+            encoded = tokenizer.encode([document.text for document, _ in batch])
+            for (document, held_out), ids in zip(batch, encoded, strict=True):
+                name = "evaluation" if held_out else "train"
                 tokens[name].append(ids)
                 said[name]["documents"] += 1
                 said[name]["bytes"] += len(document.text.encode())
             for name, writer in writers.items():
                 writer.append(np.concatenate([np.zeros(0, np.uint32), *tokens[name]]))
             n_tokens = f"{sum(writer.n_tokens for writer in writers.values()):,} tokens"
-            progress.update(task, advance=sum(document.file_bytes for document in batch), tokens=n_tokens)
+            progress.update(task, advance=sum(document.file_bytes for document, _ in batch), tokens=n_tokens)
     n_documents = sum(split["documents"] for split in said.values())
     if not n_documents:
         raise ValueError(f"there is no text in {corpus.description}")
@@ -179,11 +213,11 @@ def _write(
     }
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
+def _batches(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[Document, bool]]]:
+    batch: list[tuple[Document, bool]] = []
     size = 0
-    for document in documents:
-        batch.append(document)
+    for document, held_out in documents:
+        batch.append((document, held_out))
         size += len(document.text)
         if size >= _BATCH_CHARACTERS:
             yield batch

@@ -77,6 +77,8 @@ def test_problems_are_named_by_file_and_line(tmp_path):
         assert name in found
     assert "gpu_tests.csv, line 2" not in found
     assert "gpu_tests.csv, line 3: commit abcdef0 is not in the history" in found
+    (tmp_path / "gpu_tests.csv").write_text("date,commit,tests,outcome\nd,1e10000,t,o\n")
+    assert "commit 1e10000 is not in the history" in " ".join(problems(tmp_path, {COMMIT}))
 
 
 def test_history_is_that_of_a_whole_checkout_alone(tmp_path):

@@ -89,6 +89,13 @@ def test_round_trip(path):
     assert list(rows["gpu"]) == ["", "", ""] and list(rows["message"]) == ["", "", "no room"]
 
 
+def test_names_that_look_like_numbers_are_read_as_they_were_written(path):
+    numbers = {"schema_version", "median", "mean", "std", "p10", "p90", "n", "samples", "gpu_count", "dirty", "seed"}
+    names = dict.fromkeys(set(schema_columns(())) - numbers, "12.80") | {"commit": "1e10000"}
+    write(path).append([make_row(**names)])
+    assert read_rows(path).loc[0, list(names)].to_dict() == names
+
+
 def test_an_existing_file_is_continued_and_messages_survive(path, row_file):
     first = path.read_bytes()
     messages = ['a, "b", c', "two\nlines", "dos\r\nlines", "a\rreturn", "NA", "nan", "größer – µs", " padded ", "1e3"]

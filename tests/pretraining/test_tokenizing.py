@@ -60,6 +60,17 @@ def test_every_document_is_in_the_split_of_its_hash_in_order(lines):
         assert (one.train is not None, one.evaluation is not None) == (train, evaluation)
 
 
+def test_the_last_part_of_a_lone_document_is_held_out_also_from_the_bpe(tmp_path, capsys):
+    (tmp_path / "one.txt").write_text("é " * 400 + "zq" * 100, encoding="utf-8")
+    made = make(tmp_path / "one.txt", "out", tokenizer="bpe", vocab_size=300)
+    definition = tokenizers.Tokenizer.from_file(str(made.tokenizer))
+    parts = [definition.decode(tokens(stream)) for stream in (made.train, made.evaluation)]
+    assert parts == ["é " * 400, "zq" * 100]
+    assert "zq" not in definition.get_vocab()
+    assert capsys.readouterr().err.count("\n") == 1
+    assert make(tmp_path / "one.txt", "all", evaluation_fraction=0.0).evaluation is None
+
+
 def test_the_bpe_does_not_learn_from_what_is_held_out(lines, monkeypatch):
     """A word of the evaluation documents alone makes no merge, and the sample ends where it should."""
     with lines.open("a") as file:
@@ -104,11 +115,12 @@ def test_a_tokenizer_without_an_id_for_some_text_is_refused(lines, tmp_path):
 
 
 def test_what_cannot_be_divided_is_said(tmp_path):
-    for name, text, fault in (("one.txt", "one document", "none of 1 .* 0.2"), ("empty.txt", "", "no text in .*empty")):
+    stories = ("two.txt", f"one{END_OF_TEXT}two", "two.txt .*--separator")
+    for name, text, fault in (("one.txt", "1", "none of 1 .* 0.2"), ("empty.txt", "", "no text in .*empty"), stories):
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=fault):
             make(tmp_path / name, "out")
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_folders_are_named_by_corpus_and_tokenizer(tmp_path, monkeypatch):

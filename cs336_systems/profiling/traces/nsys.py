@@ -84,7 +84,7 @@ def record(program: Sequence[str], report: Path) -> str:
     exporting = [nsys, "export", "--type=sqlite", "--force-overwrite=true", f"--output={exported}", str(written)]
     printed = []
     for command in (recording, exporting):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, errors="replace", check=False)
         printed.append(done.stdout)
         if done.returncode:
             tail = " | ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:])
