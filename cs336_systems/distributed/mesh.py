@@ -17,7 +17,7 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.process_group import Rank, divisions
 
 DIMENSIONS = ("data", "context", "tensor")
 
@@ -45,12 +45,12 @@ class Mesh:
     def over(cls, rank: Rank, *, context: int = 1, tensor: int = 1) -> "Mesh":
         """Divide the default group, once for each division; a collective. Raises as ``mesh_shape``."""
         shape = mesh_shape(rank.world_size, context, tensor)
-        default = dist.distributed_c10d._get_default_group()
-        found = _meshes.get(shape)
-        if found is None or found[0] is not default:
+        key = dist.distributed_c10d._get_default_group(), shape
+        if key not in divisions:
             kind = "cuda" if rank.device.type == "cuda" else "cpu"
-            found = _meshes[shape] = default, cls(rank, init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS))
-        return found[1]
+            divisions[key] = cls(rank, init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS))
+        found: Mesh = divisions[key]
+        return found
 
     def size(self, dimension: str) -> int:
         """The number of ranks along a dimension."""
@@ -68,7 +68,3 @@ class Mesh:
     def replicas(self) -> dist.ProcessGroup:
         """The ranks that hold the same weights as this one: those along data and context."""
         return self.devices["data", "context"]._flatten("replicas").get_group()
-
-
-_meshes: dict[tuple[int, int, int], tuple[dist.ProcessGroup, Mesh]] = {}
-"""The divisions of a default group, with that group; groups made for a division go with the default one."""

@@ -191,6 +191,8 @@ def alone(rank: Rank) -> Iterator[Rank]:
 
 _limited: dict[int, dist.ProcessGroup] = {}
 """The groups of ``limited_group`` by their most thread blocks; they are left with the default group that made them."""
+divisions: dict[tuple[dist.ProcessGroup, tuple[int, ...]], Any] = {}
+"""The meshes of ``mesh.py`` by default group and shape; their groups, too, are left with that group."""
 
 
 def limited_group(rank: Rank, max_ctas: int) -> dist.ProcessGroup:
@@ -298,6 +300,7 @@ def _leave(rank: Rank, failed: bool) -> None:
     if not dist.is_initialized():
         return
     _limited.clear()
+    divisions.clear()
     leave("it has left the process group")
     if failed and rank.backend == "nccl":
         with suppress(Exception):

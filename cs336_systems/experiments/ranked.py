@@ -180,7 +180,7 @@ def time_metrics(times: PhaseTimes, cell: RankedCase) -> list[Metric]:
     """Each phase, the warm-up, and the rate of all ranks' tokens."""
     from cs336_systems.harness.clock import WHOLE, phase_metrics, rate
 
-    tokens = cell.world_size * cell.tokens_per_step
+    tokens = cell.world_size // cell.parallel.ranks_per_batch * cell.tokens_per_step
     return [*phase_metrics(times), rate("tokens_per_s", "1/s, all ranks", tokens, times.samples_ms[WHOLE])]
 
 

@@ -1,0 +1,155 @@
+"""What do ranks gain that share a batch? One training step over a mesh of data, context and tensor ranks.
+
+A cell is one division of the ranks. Those that differ in data alone have batches of their own, so that their tokens add
+up; those along context and tensor share one. ``share of one`` compares tokens/s per rank with those of one rank alone on
+the same batch: it is 100 % where sharing costs nothing, and what is missing is communication, smaller matrices, and
+work that every rank does.
+
+    waited      only collectives run, in the recorded steps (``--trace``): what nothing hides
+
+When all is measured, every parameter must be the same bits on the ranks that hold it alike, or the cell fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cs336_systems.case import RECIPE, Parallel, TrainingCase
+from cs336_systems.declared import like, option, options_of
+from cs336_systems.experiments.driver import Experiment
+from cs336_systems.experiments.options import RankedCase, RankedRun, training_cells
+from cs336_systems.experiments.ranked import (
+    EFFORT,
+    Effort,
+    PreparedStep,
+    check_losses,
+    largest,
+    peak_metrics,
+    recording_name,
+    scaling,
+    time_metrics,
+    with_earlier_rows,
+    with_effort,
+)
+from cs336_systems.report.results import MAIN, Column, ResultTable
+
+if TYPE_CHECKING:
+    from cs336_systems.distributed.process_group import Rank
+    from cs336_systems.harness.record import Metric
+
+DATA = {"ddp": "bucketed", "fsdp": "fsdp"}
+"""What wraps the model over ranks with the same weights."""
+
+
+@dataclass(frozen=True)
+class MeshCell(RankedCase):
+    """One division of the ranks; the fields are columns, the batch is that of the ranks that share it."""
+
+    dtype: str = like(TrainingCase, "dtype", values=("fp32", "tf32", "bf16"))
+    keep: str = like(TrainingCase, "keep", asked=("products",))
+    tensor: int = like(Parallel, "tensor", asked=(1, 2))
+    context: int = like(Parallel, "context", asked=(1, 2))
+    context_order: str = like(Parallel, "context_order")
+    weights: str = option(
+        "ddp",
+        "How ranks along data and context hold the weights they share: ddp, whole with averaged gradients; fsdp, in "
+        "shards.",
+        values=tuple(DATA),
+        shown=True,
+    )
+
+    @property
+    def variant(self) -> str:
+        return "-".join(self._words)
+
+    @property
+    def parallel(self) -> Parallel:
+        alone = self.world_size == self.tensor
+        return Parallel(
+            "none" if alone else DATA[self.weights],
+            tensor=self.tensor,
+            context=self.context,
+            context_order=self.context_order,
+        )
+
+    @property
+    def name(self) -> str:
+        """The stem of its files' names."""
+        return recording_name(self, *self._words)
+
+    @property
+    def _words(self) -> list[str]:
+        """The dimensions that have several ranks."""
+        n_data = self.world_size // self.parallel.ranks_per_batch
+        sizes = {self.weights: n_data, self.context_order: self.context, "tensor": self.tensor}
+        return [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["alone"]
+
+    def __str__(self) -> str:
+        return f"{' '.join(self._words)} on {self.world_size} ranks: {super().__str__()}"
+
+
+@dataclass(frozen=True)
+class Asked(RankedRun):
+    """What do ranks gain that share a batch?"""
+
+    trace: Path | None = None
+    """Folder for recordings (torch.profiler) and a picture of rank 0 per cell, in the first repeat."""
+
+
+Options: Any = options_of(MeshCell, Asked, cpu=RankedRun.CPU_DEFAULTS | {"batch_size": (2,), "warmup": 1, "steps": 4})
+
+
+def make_cells(options: Any) -> list[MeshCell]:
+    """The grid of the divisions that the numbers of ranks have.
+
+    Raises:
+        ValueError: a value that no cell can have, or no division fits.
+    """
+    asked = [(tensor, context) for tensor in options.tensor for context in options.context]
+    ranks = options.world_size
+    fitting = [{"tensor": t, "context": c} for t, c in asked if any(n % (t * c) == 0 for n in ranks)]
+    cells = [
+        cell
+        for cell in training_cells(MeshCell, options, inner=fitting or [{"tensor": 1, "context": 1}])
+        if cell.world_size % cell.parallel.ranks_per_batch == 0
+    ]
+    if not cells or not fitting:
+        divisions = ", ".join(f"tensor {tensor} x context {context}" for tensor, context in asked)
+        raise ValueError(f"--world-size {' '.join(map(str, ranks))} cannot be divided into {divisions}")
+    return cells
+
+
+def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
+    """Everything about one cell; the recording is of rank 0.
+
+    Raises:
+        PredictedOutOfMemory: the step would not fit beside those of this machine's other ranks.
+        RuntimeError: ranks that hold the same weights ended with different ones.
+        FloatingPointError: the loss is not finite.
+    """
+    from cs336_systems.harness.clock import time_phases_of_ranks
+    from cs336_systems.harness.memory import PeakMeter, check_fit
+    from cs336_systems.harness.record import Metric
+    from cs336_systems.profiling.communication import communication_metrics, record_phases_of_ranks
+    from cs336_systems.profiling.traces import kineto
+
+    check_fit(cell, rank=rank)
+    meter, prepared = PeakMeter(rank.device), PreparedStep(cell, rank)
+    phases = prepared.phases()
+    times = time_phases_of_ranks(phases, rank, steps=cell.steps, warmup=effort.warmup(cell))
+    metrics = time_metrics(times, cell) + peak_metrics(meter, rank)
+    if cell.repeat == 0:
+        sent = prepared.sent()
+        metrics += [
+            Metric("collectives", "per step", [len(sent)]),
+            Metric("sent_bytes", "MiB per step, as messages", [sum(event.n_bytes for event in sent) / 2**20]),
+        ]
+    check_losses(prepared.step, rank)
+    _check_alike(prepared, rank)
+    if (path := effort.recording(cell)) is not None:
+        record_phases_of_ranks(phases, prepared.step.model, rank, path if rank.rank == 0 else None)
+        if rank.rank == 0:
+            metrics += communication_metrics(kineto.read(path))
+    return metrics
