@@ -33,8 +33,7 @@ from cs336_systems.experiments.ranked import (
     SENT,
     Effort,
     PreparedStep,
-    check_losses,
-    largest,
+    check_replicas,
     peak_metrics,
     recording_name,
     scaling,
@@ -155,21 +154,6 @@ def reunite(prepared: PreparedStep) -> None:
     states = chain.from_iterable(state.values() for state in prepared.step.optimizer.state.values())
     tensors = [each for each in states if isinstance(each, torch.Tensor) and each.device == prepared.rank.device]
     broadcast_from_rank_0(chain(prepared.step.model.parameters(), tensors))
-
-
-def check_replicas(prepared: PreparedStep) -> None:
-    """Raise on every rank unless all parameters are the same bits everywhere and all losses are finite."""
-    import torch
-
-    differing = 0
-    for parameter in prepared.step.model.parameters():
-        bits = parameter.detach().reshape(-1).view(torch.uint8)
-        of_rank_0 = bits.clone()
-        torch.distributed.broadcast(of_rank_0, src=0)
-        differing += not torch.equal(bits, of_rank_0)
-    if found := int(largest(differing, prepared.rank)):
-        raise RuntimeError(f"{found} parameters are not the same bits on all ranks after training")
-    check_losses(prepared.step, prepared.rank)
 
 
 def measure(cell: DataParallelCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:

@@ -1,11 +1,9 @@
 """What do ranks gain that share a batch? One training step over a mesh of data, context and tensor ranks.
 
-A cell is one division of the ranks. Those that differ in data alone have batches of their own, so that their tokens add
-up; those along context and tensor share one. ``share of one`` compares tokens/s per rank with those of one rank alone on
-the same batch: it is 100 % where sharing costs nothing, and what is missing is communication, smaller matrices, and
-work that every rank does.
-
-    waited      only collectives run, in the recorded steps (``--trace``): what nothing hides
+A cell is one division of the ranks. Those that differ in data alone have batches of their own, so that their tokens
+add up; those along context and tensor share one. Scaling compares tokens/s per rank with those of one rank alone on the
+same batch: it is 100 % where sharing costs nothing, and what is missing is communication, smaller matrices, and work
+that every rank does. Recorded steps (``--trace``) say how long nothing but communication runs.
 
 When all is measured, every parameter must be the same bits on the ranks that hold it alike, or the cell fails.
 """
@@ -22,10 +20,11 @@ from cs336_systems.experiments.driver import Experiment
 from cs336_systems.experiments.options import RankedCase, RankedRun, training_cells
 from cs336_systems.experiments.ranked import (
     EFFORT,
+    MIB,
+    SCALING,
     Effort,
     PreparedStep,
-    check_losses,
-    largest,
+    check_replicas,
     peak_metrics,
     recording_name,
     scaling,
@@ -129,27 +128,62 @@ def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metr
         RuntimeError: ranks that hold the same weights ended with different ones.
         FloatingPointError: the loss is not finite.
     """
-    from cs336_systems.harness.clock import time_phases_of_ranks
+    from cs336_systems.harness.clock import in_gib, time_phases_of_ranks
     from cs336_systems.harness.memory import PeakMeter, check_fit
     from cs336_systems.harness.record import Metric
     from cs336_systems.profiling.communication import communication_metrics, record_phases_of_ranks
     from cs336_systems.profiling.traces import kineto
 
-    check_fit(cell, rank=rank)
+    predicted = check_fit(cell, rank=rank)
     meter, prepared = PeakMeter(rank.device), PreparedStep(cell, rank)
     phases = prepared.phases()
     times = time_phases_of_ranks(phases, rank, steps=cell.steps, warmup=effort.warmup(cell))
-    metrics = time_metrics(times, cell) + peak_metrics(meter, rank)
+    metrics = time_metrics(times, cell) + peak_metrics(meter, rank) + in_gib(predicted_peak=predicted)
     if cell.repeat == 0:
         sent = prepared.sent()
         metrics += [
             Metric("collectives", "per step", [len(sent)]),
-            Metric("sent_bytes", "MiB per step, as messages", [sum(event.n_bytes for event in sent) / 2**20]),
+            Metric("messages", "MiB per step", [sum(event.n_bytes for event in sent) / MIB]),
         ]
-    check_losses(prepared.step, rank)
-    _check_alike(prepared, rank)
+    check_replicas(prepared)
     if (path := effort.recording(cell)) is not None:
         record_phases_of_ranks(phases, prepared.step.model, rank, path if rank.rank == 0 else None)
         if rank.rank == 0:
             metrics += communication_metrics(kineto.read(path))
     return metrics
+
+
+MESH = ResultTable(
+    settings=(
+        *("gpu", "device", "size", "dtype", "attention", "compile", "checkpoint", "optimizer", "batch_size"),
+        *("accumulate", "kernels", "keep", *RECIPE, "context_length", "warmup", "steps", "weights", "context_order"),
+        *("world_size", "tensor", "context"),
+    ),
+    always=("size", "world_size", "tensor", "context"),
+    labels={"batch_size": "batch", "world_size": "ranks", "context_order": "order"},
+    columns=(
+        Column("step ms", "step", spread=True, rank=MAIN),
+        Column("forward ms", "forward", rank=3),
+        Column("backward ms", "backward", rank=3),
+        Column("optimizer ms", "optimizer", rank=3),
+        Column("tokens/s", "tokens_per_s", ",.0f"),
+        Column("scaling %", lambda line: scaling(line, tensor=1, context=1), ".1f", optional=True, note=SCALING),
+        Column("hidden %", "hidden_share", ".1f", rank=2, optional=True, note="communication beside other kernels"),
+        Column("waited ms", "waited", ".2f", rank=2, optional=True, note="only communication runs"),
+        Column("collectives", "collectives", ".0f", rank=3),
+        Column("messages MiB", "messages", rank=3, note="outputs of gathers and reduce-scatters, what is passed on"),
+        Column("peak GiB", "peak_memory"),
+        Column("predicted GiB", "predicted_peak", rank=2, note="the peak"),
+    ),
+)
+"""One line per cell: times, throughput and scaling from one rank, communication, memory."""
+
+EXPERIMENT = Experiment(
+    "benchmark_parallelism",
+    MeshCell,
+    make_cells,
+    with_effort(measure),
+    with_earlier_rows(MESH.of),
+    ("step", "tokens_per_s", "waited", "peak_memory", "predicted_peak"),
+    options=Options,
+)

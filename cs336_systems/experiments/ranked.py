@@ -176,6 +176,28 @@ def check_losses(step: TrainStep, rank: Rank) -> None:
         raise FloatingPointError("the loss is not finite on every rank")
 
 
+def check_replicas(prepared: PreparedStep) -> None:
+    """Raise on every rank unless parameters are the same bits on all ranks that hold them alike, and losses finite."""
+    import torch
+    import torch.distributed as dist
+
+    from cs336_systems.distributed.fsdp import FSDP
+    from cs336_systems.distributed.tensor import tensor_dim
+    from cs336_systems.training.assemble import mesh_of
+
+    model, mesh, differing = prepared.step.model, mesh_of(prepared.cell, prepared.rank), 0
+    whole = model.gather_full_params() if isinstance(model, FSDP) else dict(model.named_parameters())
+    for name, parameter in whole.items():
+        group = mesh.replicas if mesh is not None and tensor_dim(name) is not None else None
+        bits = parameter.detach().reshape(-1).view(torch.uint8)
+        of_the_first = bits.clone()
+        dist.broadcast(of_the_first, group_src=0, group=group)
+        differing += not torch.equal(bits, of_the_first)
+    if found := int(largest(differing, prepared.rank)):
+        raise RuntimeError(f"{found} parameters are not the same bits on all ranks after training")
+    check_losses(prepared.step, prepared.rank)
+
+
 def time_metrics(times: PhaseTimes, cell: RankedCase) -> list[Metric]:
     """Each phase, the warm-up, and the rate of all ranks' tokens."""
     from cs336_systems.harness.clock import WHOLE, phase_metrics, rate
