@@ -1,0 +1,265 @@
+"""Context parallelism: attention over sequences that ranks share, each holding some of their tokens.
+
+    ring       rank r of n has the r-th of n parts; later ranks see more keys, so they work longer
+    zigzag     rank r has the parts r and 2n - 1 - r of 2n: every rank computes as much
+    gathered   parts as in zigzag; keys and values of all ranks are gathered first, their gradients are scattered
+
+In ``ring`` and ``zigzag`` (Liu et al. 2023, "Ring Attention with Blockwise Transformers"; the order after Zhu's
+ring-flash-attention) a rank attends to its own keys while those of another arrive, and merges what it finds by
+log-sum-exp. Only keys that some query sees are sent, once, from the rank that has them: all GPUs of a host are linked
+alike. Backward sends keys and values once more, and their gradients back. Key/value heads travel as they are, however
+many query heads share them.
+
+    ops = context_ops(block_ops("fused", "hopper"), mesh.group("context"), "zigzag")
+    ids, targets = local_tokens(torch.stack((ids, targets)), mesh, "zigzag")
+    rotate_local(model, mesh.group("context"), "zigzag")          # angles of these tokens' positions
+
+A rank's output is that of the whole sequence at its tokens, but for rounding: partial outputs have the dtype of the
+inputs and are merged in fp32, and gradients are added up in fp32.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336_systems.blocks import BlockOps
+from cs336_systems.distributed.mesh import Mesh
+from cs336_systems.model import TransformerLM
+
+ORDERS = ("zigzag", "ring", "gathered")
+
+
+def positions(length: int, rank: int, n_ranks: int, order: str) -> Tensor:
+    """The positions in a sequence of the tokens that a rank holds, ascending: int64 (length / n_ranks,), on the CPU.
+
+    Raises:
+        ValueError: the length cannot be divided.
+    """
+    n_parts = n_ranks if order == "ring" else 2 * n_ranks
+    if length % n_parts:
+        raise ValueError(f"context {n_ranks} in order {order} needs {n_parts} equal parts, got {length} tokens")
+    parts = torch.arange(length, device="cpu").view(n_parts, -1)
+    return parts[rank] if order == "ring" else parts[[rank, 2 * n_ranks - 1 - rank]].flatten()
+
+
+def local_tokens(tokens: Tensor, mesh: Mesh | None, order: str) -> Tensor:
+    """The tokens of this rank along context, (..., S / n), of those of whole sequences, (..., S)."""
+    if mesh is None or mesh.size("context") == 1:
+        return tokens
+    own = positions(tokens.shape[-1], mesh.place("context"), mesh.size("context"), order)
+    return tokens[..., own.to(tokens.device)]
+
+
+class LocalRotary(nn.Module):
+    """The angles of this rank's tokens: a ``RotaryEmbedding`` asked for fewer positions, which are not the first."""
+
+    def __init__(self, whole: nn.Module, group: dist.ProcessGroup, order: str) -> None:
+        super().__init__()
+        self.whole, self.order = whole, order
+        self.rank, self.n_ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def forward(self, n_positions: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of this rank's positions in a sequence of n times ``n_positions``; raises as ``positions``."""
+        cos, sin = self.whole(n_positions * self.n_ranks)
+        own = positions(n_positions * self.n_ranks, self.rank, self.n_ranks, self.order).to(cos.device)
+        return cos[own], sin[own]
+
+
+def rotate_local(model: TransformerLM, group: dist.ProcessGroup, order: str) -> None:
+    """Let a model rotate queries and keys by the positions of this rank's tokens."""
+    model.rotary = LocalRotary(model.rotary, group, order)  # type: ignore[assignment]
+
+
+def context_ops(ops: BlockOps, group: dist.ProcessGroup, order: str) -> BlockOps:
+    """Operations of blocks whose attention is over the tokens of all ranks of a group."""
+    attention = (Gathered if order == "gathered" else Exchanged)(ops, group, order)
+    return replace(ops, attention_forward=attention.forward, attention_backward=attention.backward)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The queries of one rank that see keys of another, and these keys: all of them, or causally."""
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+
+
+def meeting(rank: int, other: int, length: int, order: str) -> Meeting | None:
+    """How queries of ``rank`` meet keys of ``other``, each of ``length`` tokens; None if no query sees a key."""
+    everything, half = slice(0, length), length // 2
+    if rank == other:
+        return Meeting(everything, everything, causal=True)
+    if order == "ring":
+        return Meeting(everything, everything) if other < rank else None
+    if other < rank:  # its first part lies before both of ours, its second after both
+        return Meeting(everything, slice(0, half))
+    return Meeting(slice(half, length), everything)  # both of its parts lie between ours
+
+
+Received = Callable[[], Tensor | None]
+"""Waits, and returns what has arrived."""
+
+
+class Exchanged:
+    """Causal attention of one rank's tokens over whole sequences, whose keys and values ranks send each other."""
+
+    def __init__(self, ops: BlockOps, group: dist.ProcessGroup, order: str) -> None:
+        self._ops, self._group, self._order = ops, group, order
+        self._rank, self._n_ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def forward(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
+        """(o, lse (B, H, S)), as ``attention_forward`` of ``blocks/ops.py``."""
+        own, length = torch.stack((k_BKSE, v_BKSE)), q_BHSE.shape[2]
+        arriving = self._send_keys(own, 1)
+        o, lse = self._ops.attention_forward(q_BHSE, k_BKSE, v_BKSE)
+        o, merged = o.to(lse.dtype), lse
+        for step in range(1, self._n_ranks):
+            keys_values, arriving = arriving(), self._send_keys(own, step + 1)
+            met = meeting(self._rank, (self._rank - step) % self._n_ranks, length, self._order)
+            if met is not None and keys_values is not None:
+                part = self._ops.attention_forward(q_BHSE[:, :, met.queries], *keys_values, causal=met.causal)
+                merge_(o[:, :, met.queries], merged[:, :, met.queries], *part)
+        return o.to(q_BHSE.dtype), merged
+
+    def backward(
+        self,
+        do_BHSE: Tensor,
+        q_BHSE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSE: Tensor,
+        o_BHSE: Tensor,
+        lse_BHS: Tensor,
+        gradients: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Write (dq, dk, dv) of this rank's tokens, as ``attention_backward`` of ``blocks/ops.py``."""
+        own, length = torch.stack((k_BKSE, v_BKSE)), q_BHSE.shape[2]
+        arriving = self._send_keys(own, 1)
+        self._ops.attention_backward(do_BHSE, q_BHSE, k_BKSE, v_BKSE, o_BHSE, lse_BHS, gradients)
+        dq, *dkv = (gradient.to(lse_BHS.dtype) for gradient in gradients)
+        returning: tuple[slice | None, Received] = None, lambda: None
+        for step in range(1, self._n_ranks):
+            keys_values, arriving = arriving(), self._send_keys(own, step + 1)
+            met = meeting(self._rank, (self._rank - step) % self._n_ranks, length, self._order)
+            found = None
+            if met is not None and keys_values is not None:
+                of_queries = (each[:, :, met.queries] for each in (do_BHSE, q_BHSE, o_BHSE, lse_BHS))
+                do, q, o, lse = of_queries
+                found = torch.empty_like(keys_values)
+                part_dq = torch.empty_like(q)
+                into = part_dq, *found
+                self._ops.attention_backward(do, q, *keys_values, o, lse.contiguous(), into, causal=met.causal)
+                dq[:, :, met.queries] += part_dq
+            self._add(dkv, returning)
+            returning = self._return_gradients(found, own, step)
+        self._add(dkv, returning)
+        for gradient, total in zip(gradients, (dq, *dkv), strict=True):
+            gradient.copy_(total)
+
+    @staticmethod
+    def _add(dkv: list[Tensor], returning: tuple[slice | None, Received]) -> None:
+        keys, received = returning
+        parts = received()
+        if parts is not None:
+            for total, part in zip(dkv, parts, strict=True):
+                total[:, :, keys] += part
+
+    def _send_keys(self, own: Tensor, step: int) -> Received:
+        """Send what the rank ``step`` after this one needs of own keys and values, and receive from the one before."""
+        if step >= self._n_ranks:
+            return lambda: None
+        to, source, length = (self._rank + step) % self._n_ranks, (self._rank - step) % self._n_ranks, own.shape[3]
+        needed, wanted = meeting(to, self._rank, length, self._order), meeting(self._rank, source, length, self._order)
+        sent = own[:, :, :, needed.keys].contiguous() if needed else None
+        received = own.new_empty(own[:, :, :, wanted.keys].shape) if wanted else None
+        return self._swap(sent, to, received, source)
+
+    def _return_gradients(self, found: Tensor | None, own: Tensor, step: int) -> tuple[slice | None, Received]:
+        """Send gradients back to the rank ``step`` before this one: (keys of those that come back to us, the wait)."""
+        to, source = (self._rank - step) % self._n_ranks, (self._rank + step) % self._n_ranks
+        coming = meeting(source, self._rank, own.shape[3], self._order)
+        received = own.new_empty(own[:, :, :, coming.keys].shape) if coming else None
+        return coming.keys if coming else None, self._swap(found, to, received, source)
+
+    def _swap(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Received:
+        operations = []
+        if sent is not None:
+            operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=to))
+        if received is not None:
+            operations.append(dist.P2POp(dist.irecv, received, group=self._group, group_peer=source))
+        works = dist.batch_isend_irecv(operations) if operations else []
+
+        def wait() -> Tensor | None:
+            nonlocal sent
+            for work in works:
+                work.wait()
+            sent = None  # held until it has left
+            return received
+
+        return wait
+
+
+class Gathered:
+    """Causal attention of one rank's tokens over whole sequences, whose keys and values are gathered first."""
+
+    def __init__(self, ops: BlockOps, group: dist.ProcessGroup, order: str) -> None:
+        self._ops, self._group = ops, group
+        self._rank, self._n_ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def _gather(self, k: Tensor, v: Tensor) -> Tensor:
+        """Keys and values of whole sequences, (2, B, K, n S, E)."""
+        own = torch.stack((k, v)).movedim(3, 0).contiguous()  # (S, 2, B, K, E)
+        of_all = own.new_empty(self._n_ranks * own.shape[0], *own.shape[1:])
+        dist.all_gather_into_tensor(of_all, own, group=self._group)
+        halves = of_all.view(self._n_ranks, 2, -1, *own.shape[1:])
+        return torch.cat((halves[:, 0], halves[:, 1].flip(0))).flatten(0, 1).movedim(0, 3)
+
+    def _parts(self, length: int) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
+        """Both parts of this rank's queries, and the keys that they see."""
+        half = length // 2
+        first, second = (self._rank + 1) * half, (2 * self._n_ranks - self._rank) * half
+        return (slice(0, half), slice(0, first)), (slice(half, length), slice(0, second))
+
+    def forward(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
+        """(o, lse (B, H, S)), as ``attention_forward`` of ``blocks/ops.py``."""
+        keys_values, found = self._gather(k_BKSE, v_BKSE), []
+        for queries, keys in self._parts(q_BHSE.shape[2]):
+            found.append(self._ops.attention_forward(q_BHSE[:, :, queries], *keys_values[:, :, :, keys]))
+        o, lse = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
+        return o, lse
+
+    def backward(
+        self,
+        do_BHSE: Tensor,
+        q_BHSE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSE: Tensor,
+        o_BHSE: Tensor,
+        lse_BHS: Tensor,
+        gradients: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Write (dq, dk, dv) of this rank's tokens, as ``attention_backward`` of ``blocks/ops.py``."""
+        keys_values = self._gather(k_BKSE, v_BKSE)
+        total = torch.zeros_like(keys_values, dtype=lse_BHS.dtype)
+        for queries, keys in self._parts(q_BHSE.shape[2]):
+            do, q, o, lse = (each[:, :, queries] for each in (do_BHSE, q_BHSE, o_BHSE, lse_BHS))
+            part = torch.empty_like(keys_values[:, :, :, keys])
+            into = gradients[0][:, :, queries], *part
+            self._ops.attention_backward(do, q, *keys_values[:, :, :, keys], o, lse.contiguous(), into)
+            total[:, :, :, keys] += part
+        by_part = total.to(k_BKSE.dtype).movedim(3, 0).unflatten(0, (2 * self._n_ranks, -1))
+        by_rank = torch.stack((by_part[: self._n_ranks], by_part[self._n_ranks :].flip(0)), dim=1)
+        own = by_rank.new_empty(q_BHSE.shape[2], *by_rank.shape[3:])
+        dist.reduce_scatter_tensor(own, by_rank.flatten(0, 2), group=self._group)
+        for gradient, found in zip(gradients[1:], own.movedim(0, 3), strict=True):
+            gradient.copy_(found)
+
+
+def merge_(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor) -> None:
+    """Let o and lse, of softmax over some keys, become those over these and others, whose output and lse are given."""
+    both = torch.logaddexp(lse, part_lse)
+    o.mul_(torch.exp(lse - both)[..., None]).add_(part_o * torch.exp(part_lse - both)[..., None])
+    lse.copy_(both)
