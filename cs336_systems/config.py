@@ -14,6 +14,7 @@ import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,12 @@ class ModelConfig:
         Raises:
             ValueError: one of them cannot be divided.
         """
-        sizes = {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads, "d_ff": self.d_ff, "vocab_size": self.vocab_size}
+        sizes: dict[str, Any] = {
+            "n_heads": self.n_heads,
+            "n_kv_heads": self.kv_heads,
+            "d_ff": self.d_ff,
+            "vocab_size": self.vocab_size,
+        }
         if odd := [f"{name} {size}" for name, size in sizes.items() if size % n_ranks]:
             raise ValueError(f"tensor {n_ranks} does not divide {', '.join(odd)} of {self.name}")
         return replace(self, **{name: size // n_ranks for name, size in sizes.items()}, head_dim=self.d_head)

@@ -63,6 +63,7 @@ class FSDP(NotCopied, nn.Module):
         device: the device to which a module on ``meta`` moves; by default this rank's GPU under NCCL, else the CPU. The
             ``reset_parameters`` of its parts give it values; with the same seed they are those of a model built in one
             process.
+        process_group: the ranks that share the module; None for the default group.
 
     Raises:
         ValueError: the module has no parameters, is lazy, lies on several devices, is under FSDP already in part, or
@@ -80,6 +81,7 @@ class FSDP(NotCopied, nn.Module):
         units: Predicate | None = None,
         quantized: Travels | None = None,
         device: torch.device | str | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         if prefetch < 0:
@@ -97,7 +99,7 @@ class FSDP(NotCopied, nn.Module):
         for name, p in module.named_parameters():
             if p._backward_hooks or p._post_accumulate_grad_hooks:
                 raise ValueError(f"{name} has gradient hooks, which sharding would lose: register them after it")
-        self.process_group: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+        self.process_group = process_group or dist.distributed_c10d._get_default_group()
         check_same_across_ranks(described, "the model's parameters", self.process_group)
         self.compute_dtype = compute_dtype
         self.device = _device(module, device, self.process_group)

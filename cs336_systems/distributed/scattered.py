@@ -36,7 +36,8 @@ class _BucketGradients:
             for parameter in self.bucket.parameters:
                 parameter.grad = None
             shard = torch.empty_like(self.bucket.shard_of(flat))
-            self._under_way = (dist.reduce_scatter_tensor(shard, flat, async_op=True), flat, shard)
+            work = dist.reduce_scatter_tensor(shard, flat, group=self.bucket.member.group, async_op=True)
+            self._under_way = work, flat, shard
         return present
 
     def finish(self) -> None:
@@ -44,7 +45,7 @@ class _BucketGradients:
         if self._under_way is not None:
             work, _, shard = self._under_way
             work.wait()
-            shard.div_(dist.get_world_size())
+            shard.div_(self.bucket.member.world_size)
             self.mean = shard if self.mean is None else self.mean.add_(shard)
             self._under_way = None
 
@@ -71,7 +72,8 @@ class GradientScatter:
     Its hooks do not keep it alive: when the optimizer goes, they do nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
         self.enabled = True  # whether backward reduces gradients, or leaves them whole
         self._in_order: list[_BucketGradients] = []
         self._of: dict[Tensor, _BucketGradients] = {}
@@ -132,7 +134,9 @@ class GradientScatter:
         trained = [parameter for parameter in self._of if parameter.requires_grad]
         if self._unused is not None or not trained:
             return []
-        used, exchange = used_on_any_rank([parameter in self._used for parameter in trained], trained[0].device)
+        used, exchange = used_on_any_rank(
+            [parameter in self._used for parameter in trained], trained[0].device, self._group
+        )
         used_anywhere = {parameter for parameter, is_used in zip(trained, used, strict=True) if is_used}
         self._unused = self._of.keys() - self._used - used_anywhere
         return [exchange]

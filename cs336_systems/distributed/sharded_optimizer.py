@@ -53,6 +53,7 @@ from cs336_systems.distributed.process_group import check_same_across_ranks
 from cs336_systems.distributed.scattered import GradientScatter
 from cs336_systems.distributed.shards import (
     Arrivals,
+    Member,
     ParameterBucket,
     Piece,
     Runs,
@@ -78,6 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         reduce_gradients: None if the gradients are averaged over the ranks before ``step``; ``"reduce-scatter"`` or
             ``"shard"`` if that is left to this class.
         bucket_size_mb: the most MiB of parameters that one collective sends, unless one parameter is larger.
+        process_group: the ranks that have the same parameters and share the state; None for the default group.
         kwargs: further arguments of ``optimizer_cls``.
 
     Raises:
@@ -92,6 +94,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         reduce_gradients: str | None = None,
         bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB,
+        process_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> None:
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
@@ -104,9 +107,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.optimizer_cls = optimizer_cls
         self.reduce_gradients = reduce_gradients
         self.bucket_size_mb = bucket_size_mb
-        distributed = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if distributed else 0
-        self.world_size = dist.get_world_size() if distributed else 1
+        self.member = Member.of(process_group)
+        self.world_size = self.member.world_size
         self._kwargs = kwargs
         self.local: torch.optim.Optimizer | None = None
         """The optimizer of this rank's share; its param_groups correspond to these one by one."""
@@ -118,7 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._loads = [0] * self.world_size
         self._arrivals: Arrivals | None = None
         self._sending: list[tuple[ParameterBucket, list[nn.Module]]] = []
-        self._scatter = GradientScatter() if reduce_gradients is not None and self.world_size > 1 else None
+        self._scatter = GradientScatter(process_group) if reduce_gradients is not None and self.world_size > 1 else None
         super().__init__(params, optimizer_cls([{"params": []}], **kwargs).defaults)
         self._lay_out(self.param_groups, self._agreed(self.param_groups))
 
@@ -161,7 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for i, group in enumerate(groups)
                 for p in group["params"]
             ]
-            check_same_across_ranks(described, "parameters to shard")
+            check_same_across_ranks(described, "parameters to shard", self.member.group)
         return runs
 
     def _lay_out(self, groups: Sequence[dict[str, Any]], runs: Runs) -> None:
@@ -170,7 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for i, group in enumerate(groups, start=first):
             numbered = [f"parameter {j} of group {i}" for j in range(len(group["params"]))]
             self._names |= zip(group["params"], group.get("param_names", numbered), strict=True)
-        where = self.rank, self.world_size, int(self.bucket_size_mb * 1024**2)
+        where = self.member, int(self.bucket_size_mb * 1024**2)
         if self.world_size == 1:
             self.pieces |= {parameter: Piece(0, parameter) for run in runs for parameter in run}
         elif self._scatter is None:
@@ -258,7 +260,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         number_of = {parameter: number for number, parameter in enumerate(self._names)}
         of_modules = [sorted(number_of.get(parameter, -1) for parameter in own.parameters()) for own in listed]
         if self.world_size > 1:
-            check_same_across_ranks(of_modules, "parameters of modules to send under")
+            check_same_across_ranks(of_modules, "parameters of modules to send under", self.member.group)
         arrivals = Arrivals(listed)
         if self._arrivals is not None:
             self._arrivals.close()

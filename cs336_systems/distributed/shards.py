@@ -16,7 +16,7 @@ begins, and ``wait_for_parameters(model)`` waits before anyone else reads them.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,19 +40,31 @@ class Piece:
     tensor: Tensor
 
 
+class Member(NamedTuple):
+    """This rank's number among those of a group; None stands for the default group, or for one rank without one."""
+
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> "Member":
+        """This rank in a group, or alone where no group was joined."""
+        joined = dist.is_available() and dist.is_initialized()
+        return cls(dist.get_rank(group), dist.get_world_size(group), group) if joined else cls(0, 1)
+
+
 class ParameterBucket:
     """Parameters of one dtype and device as views of one flat tensor, in which each run begins where ``plan`` says.
 
     Args:
-        rank: this one, of ``world_size``.
+        member: this rank among those that share the bucket.
         owner: the rank that updates all of them; None to cut the bucket into shards.
     """
 
-    def __init__(
-        self, runs: Sequence[Sequence[Tensor]], plan: BucketPlan, rank: int, world_size: int, owner: int | None
-    ) -> None:
+    def __init__(self, runs: Sequence[Sequence[Tensor]], plan: BucketPlan, member: Member, owner: int | None) -> None:
         self.parameters = [parameter for run in runs for parameter in run]
-        self._owner, self._rank, self._world_size = owner, rank, world_size
+        self._owner, self.member = owner, member
         first = self.parameters[0]
         itemsize = first.element_size()
         self.flat = torch.zeros(plan.n_bytes // itemsize, dtype=first.dtype, device=first.device)
@@ -69,18 +81,19 @@ class ParameterBucket:
             parameter.data = view.copy_(parameter.detach())
         self.own: dict[Tensor, Piece] = {}  # by parameter, the one piece of it that this rank updates, if any
         if owner is not None:
-            self.own = {parameter: Piece(0, parameter) for parameter in self.parameters if owner == rank}
+            self.own = {parameter: Piece(0, parameter) for parameter in self.parameters if owner == member.rank}
             return
         sizes = [parameter.numel() for parameter in self.parameters]
-        cut = BucketPlan(tuple(range(len(sizes))), tuple(self.offsets), self.flat.numel()).pieces(sizes, world_size)
+        plan = BucketPlan(tuple(range(len(sizes))), tuple(self.offsets), self.flat.numel())
+        cut = plan.pieces(sizes, member.world_size)
         for parameter, begin, spans in zip(self.parameters, self.offsets, cut, strict=True):
             for updated_by, start, stop in spans:
-                if updated_by == rank:
+                if updated_by == member.rank:
                     self.own[parameter] = Piece(start, self.flat[begin + start : begin + stop])
 
     def shard_of(self, flat: Tensor) -> Tensor:
         """This rank's shard of a tensor that is as long as the bucket."""
-        return flat.chunk(self._world_size)[self._rank]
+        return flat.chunk(self.member.world_size)[self.member.rank]
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether one of the parameters is a view of the bucket, not moved by another optimizer or by hand."""
@@ -104,8 +117,9 @@ class ParameterBucket:
         if not self.trainable:
             return []
         if self._owner is not None:
-            return [dist.broadcast(self.flat, src=self._owner, async_op=True)]
-        return [dist.all_gather_into_tensor(self.flat, self.shard_of(self.flat), async_op=True)]
+            return [dist.broadcast(self.flat, group_src=self._owner, group=self.member.group, async_op=True)]
+        shard = self.shard_of(self.flat)
+        return [dist.all_gather_into_tensor(self.flat, shard, self.member.group, async_op=True)]
 
 
 def in_memory_order(flat: Tensor, like: Tensor) -> Tensor:
@@ -118,7 +132,7 @@ def runs_of(parameters: Sequence[Tensor]) -> Runs:
     return neighbours(parameters, alike=lambda parameter: parameter.requires_grad)
 
 
-def owned_buckets(runs: Runs, rank: int, world_size: int, size: int, loads: list[int]) -> list[ParameterBucket]:
+def owned_buckets(runs: Runs, member: Member, size: int, loads: list[int]) -> list[ParameterBucket]:
     """Buckets of at most ``size`` bytes with owners, balanced by bytes: trainable runs first, others have no state.
 
     Owners take turns in the list, so that all of them update at the same time.
@@ -126,22 +140,22 @@ def owned_buckets(runs: Runs, rank: int, world_size: int, size: int, loads: list
     Args:
         loads: bytes of trainable parameters that each rank has already; what is added here is added there.
     """
-    owned: list[Runs] = [[] for _ in range(world_size)]
+    owned: list[Runs] = [[] for _ in range(member.world_size)]
     owner_of: dict[Tensor, int] = {}
     for trainable in (True, False):
         chosen = [run for run in runs if run[0].requires_grad is trainable]
-        owners = greedy_partition([_n_bytes(run) for run in chosen], world_size, loads if trainable else ())
+        owners = greedy_partition([_n_bytes(run) for run in chosen], member.world_size, loads if trainable else ())
         for run, owner in zip(chosen, owners, strict=True):
             owner_of[run[0]] = owner
             loads[owner] += _n_bytes(run) * trainable
     for run in runs:
         owned[owner_of[run[0]]].append(run)
-    by_owner = [scattered_buckets(own, rank, world_size, size, owner) for owner, own in enumerate(owned)]
+    by_owner = [scattered_buckets(own, member, size, owner) for owner, own in enumerate(owned)]
     return [bucket for turn in zip_longest(*by_owner) for bucket in turn if bucket is not None]
 
 
 def scattered_buckets(
-    runs: Iterable[Sequence[Tensor]], rank: int, world_size: int, size: int, owner: int | None = None
+    runs: Iterable[Sequence[Tensor]], member: Member, size: int, owner: int | None = None
 ) -> list[ParameterBucket]:
     """Buckets of at most ``size`` bytes that are cut into shards, unless one rank is the owner of all.
 
@@ -152,14 +166,14 @@ def scattered_buckets(
     for position, run in enumerate(runs):
         kind = (run[0].dtype, run[0].device, run[0].requires_grad)
         kinds.setdefault(kind, []).append((position, run))
-    shards = world_size if owner is None else 1
+    shards = member.world_size if owner is None else 1
     planned = [
         ([members[i] for i in plan.members], plan)
         for members in kinds.values()
         for plan in plan_buckets([_n_bytes(run) for _, run in members], size, shards)
     ]
     planned.sort(key=lambda entry: entry[0][-1][0])
-    return [ParameterBucket([run for _, run in members], plan, rank, world_size, owner) for members, plan in planned]
+    return [ParameterBucket([run for _, run in members], plan, member, owner) for members, plan in planned]
 
 
 def _n_bytes(run: Sequence[Tensor]) -> int:

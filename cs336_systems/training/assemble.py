@@ -133,30 +133,35 @@ def finish(
     """Steps 4 and 5: wrap the model, make its optimizer and its step; raises as ``assemble``.
 
     Args:
-        guard: clips, and passes over gradients that are not finite.
+        guard: clips, by the norm of the whole model, and passes over gradients that are not finite.
         hyperparameters: for ``make_parallel_optimizer``.
     """
     loss_function = None if case.written_out else cross_entropy
     if case.compiled:
         loss_function = torch.compile(cross_entropy, fullgraph=True, dynamic=False)
-    wrapped = wrap(model, case.parallel, rank)
+    mesh = mesh_of(case, rank)
+    group = mesh.replicas if mesh else None
+    if guard is not None:
+        guard.mesh = mesh
+    wrapped = wrap(model, case.parallel, rank, group)
     away = offloaded(case)
     if case.optimizer == "fused":
         hyperparameters |= {
             "master": case.master != "none",
             "offload": [STATES[name] for name in STATES if name in away],
         }
-    optimizer = make_parallel_optimizer(case.optimizer, wrapped, case.parallel, **hyperparameters)
+    optimizer = make_parallel_optimizer(case.optimizer, wrapped, case.parallel, group=group, **hyperparameters)
     if "gradients" in away:
         from cs336_systems.training.host_states import HostGradients  # brings Triton along
 
         optimizer.host_gradients = HostGradients(wrapped.parameters())  # type: ignore[attr-defined]
+    counted = group if group is not None and group.size() > 1 else None
     kind = CapturedStep if case.cuda_graph == "on" else TrainStep
     update = None
     if case.parallel.update == "under-backward":
         assert isinstance(wrapped, FSDP)
         update = BackwardUpdate(wrapped, optimizer)
-    return kind(wrapped, optimizer, case.precision, loss_function, case.accumulate, guard, update)
+    return kind(wrapped, optimizer, case.precision, loss_function, case.accumulate, guard, update, counted)
 
 
 def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:

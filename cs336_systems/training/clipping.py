@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.tensor import tensor_dim
 
 
 class GradientGuard:
@@ -29,15 +31,17 @@ class GradientGuard:
 
     Args:
         max_norm: of the clipped gradient; infinite for no clipping.
+        mesh: the ranks, where some share a batch; the norm is then that of the whole model, in which a matrix that
+            tensor ranks divide counts once, and so does a gain that all of them hold.
 
     Raises:
         ValueError: ``max_norm`` is not positive.
     """
 
-    def __init__(self, max_norm: float = math.inf) -> None:
+    def __init__(self, max_norm: float = math.inf, mesh: Mesh | None = None) -> None:
         if not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
-        self.max_norm = max_norm
+        self.max_norm, self.mesh = max_norm, mesh
         self.norm: Tensor | None = None
         """The norm of the last step, at one place of memory, so that a CUDA graph can write it."""
         self.loss: Tensor | None = None
@@ -85,15 +89,32 @@ class GradientGuard:
             norm = host_gradients.norm()
         else:
             shares, whole = _gradients(model, optimizer)
-            norm = self.norm_of("whole", whole, device)
+            if self.mesh is not None:
+                return self._norm_on(self.mesh, shares or {}, whole, mean)
+            norm = self.norm_of("whole", list(whole.values()), device)
         group = model.process_group if isinstance(model, FSDP) else None
         n_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         if shares is None and (loss is None or n_ranks == 1):
             return norm, mean
-        squares = torch.zeros_like(norm) if shares is None else self.norm_of("shares", shares, device).square()
+        squares = torch.zeros_like(norm)
+        if shares is not None:
+            squares = self.norm_of("shares", list(shares.values()), device).square()
         shared = torch.stack([squares, mean / n_ranks])
         dist.all_reduce(shared, group=group)
         return norm if shares is None else (shared[0] + norm.square()).sqrt(), shared[1]
+
+    def _norm_on(
+        self, mesh: Mesh, shares: dict[str, Tensor], whole: dict[str, Tensor], mean: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As ``_norm_and_loss``: each element's square over the number of ranks that hold it, added up over all."""
+        n_replicas, squares = mesh.replicas.size(), torch.zeros_like(mean)
+        for kind, gradients, n_held in (("shares", shares, 1), ("whole", whole, n_replicas)):
+            for divided, n_ranks in ((True, n_held), (False, n_held * mesh.size("tensor"))):
+                found = [each for name, each in gradients.items() if (tensor_dim(name) is not None) == divided]
+                squares += self.norm_of(f"{kind} {divided}", found, mean.device).square() / n_ranks
+        shared = torch.stack([squares, mean / mesh.rank.world_size])
+        dist.all_reduce(shared)
+        return shared[0].sqrt(), shared[1]
 
     def norm_of(self, name: str, gradients: list[Tensor], device: torch.device) -> Tensor:
         """L2, of all gradients together, at least fp32, shape (); ``name`` says which of several sets they are."""
@@ -107,16 +128,25 @@ class GradientGuard:
         return grad_norm(gradients, self._tables.setdefault(name, norm_table()))
 
 
-def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor] | None, list[Tensor]]:
-    """(Gradients of which this rank has a share, None if there are none such; those that every rank has whole)."""
+def _gradients(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
+    """(Gradients of which this rank has a share, None if there are none such; those that it has whole), by name."""
     if isinstance(model, FSDP):
-        shards = [p.sharded_param.grad for group in model.groups for p in group.parameters]
-        replicated = [p.sharded_param.grad for p in model.replicated]
-        shares, whole = ([one.detach() for one in each if one is not None] for each in (shards, replicated))
-        return [one for one in shares if one.numel()], whole
-    whole = [p.grad for p in model.parameters() if p.grad is not None]
+        shards = {p.names[0]: p.sharded_param.grad for group in model.groups for p in group.parameters}
+        replicated = {p.names[0]: p.sharded_param.grad for p in model.replicated}
+        shares, whole = (
+            {name: one.detach() for name, one in each.items() if one is not None} for each in (shards, replicated)
+        )
+        return {name: one for name, one in shares.items() if one.numel()}, whole
+    named = dict(model.named_parameters())
+    whole = {name: p.grad for name, p in named.items() if p.grad is not None}
     if (host_gradients := getattr(optimizer, "host_gradients", None)) is not None:
-        whole = host_gradients.tensors()
+        whole = {str(number): one for number, one in enumerate(host_gradients.tensors())}
     if not isinstance(optimizer, ShardedOptimizer) or optimizer.world_size == 1:
         return None, whole
-    return (None, whole) if optimizer.reduce_gradients is None else (optimizer.reduced_gradients(), [])
+    if optimizer.reduce_gradients is None:
+        return None, whole
+    optimizer.reduced_gradients()
+    pieces = {name: optimizer.pieces[p].tensor.grad for name, p in named.items() if p in optimizer.pieces}
+    return {name: one for name, one in pieces.items() if one is not None}, {}

@@ -31,25 +31,26 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
 from cs336_systems.training.optimizer import decay_groups, optimizer_class
 
+Group = dist.ProcessGroup | None
 _DTYPES = {"same": None, "bf16": torch.bfloat16}
 _LADDER = {"naive": NaiveDDP, "flat": FlatDDP, "overlapped": OverlappedDDP, "bucketed": BucketedDDP}
 
 
-def _ddp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
+def _ddp(model: TransformerLM, parallel: Parallel, rank: Rank, group: Group) -> nn.Module:
     """A rung of our ladder."""
     sized = {"bucket_size_mb": parallel.bucket_size_mb} if parallel.wrapper == "bucketed" else {}
-    dtype, group = _DTYPES[parallel.communication_dtype], _group(parallel, rank)
+    dtype, group = _DTYPES[parallel.communication_dtype], group or _limited(parallel, rank)
     return _LADDER[parallel.wrapper](model, communication_dtype=dtype, process_group=group, **sized)
 
 
-def _group(parallel: Parallel, rank: Rank) -> dist.ProcessGroup | None:
-    """The group in which DDP sends; None for the default group."""
+def _limited(parallel: Parallel, rank: Rank) -> Group:
+    """The group of all ranks in which DDP sends; None for the default group."""
     return limited_group(rank, parallel.max_ctas) if parallel.max_ctas else None
 
 
-def _torch_ddp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
+def _torch_ddp(model: TransformerLM, parallel: Parallel, rank: Rank, group: Group) -> nn.Module:
     """Gradients as bucket views, as ours has them; otherwise torch's defaults, such as a first bucket of 1 MiB."""
-    group = _group(parallel, rank)
+    group = group or _limited(parallel, rank)
     replica = nn.parallel.DistributedDataParallel(
         model,
         process_group=group,
@@ -64,7 +65,7 @@ def _torch_ddp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Modul
     return replica
 
 
-def _fsdp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
+def _fsdp(model: TransformerLM, parallel: Parallel, rank: Rank, group: Group) -> nn.Module:
     return FSDP(
         model,
         _DTYPES[parallel.compute_dtype],
@@ -73,6 +74,7 @@ def _fsdp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
         units=lambda module: isinstance(module, TransformerBlock),
         quantized=_travel,
         device=rank.device,
+        process_group=group,
     )
 
 
@@ -91,11 +93,12 @@ def _travel(unit: nn.Module) -> QuantizedTravel | None:
     )
 
 
-def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
+def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank, group: Group) -> nn.Module:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    mesh = init_device_mesh(rank.device.type, (rank.world_size,))
+    kind = rank.device.type
+    mesh = DeviceMesh.from_group(group, kind) if group else init_device_mesh(kind, (rank.world_size,))
     # Block inputs are in the compute dtype already, but for the tables of angles, which ours leaves in fp32 too.
     compute_dtype = _DTYPES[parallel.compute_dtype]
     reduce_dtype = None if compute_dtype is None else torch.float32
@@ -112,7 +115,7 @@ def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
     return model
 
 
-WRAPPERS: dict[str, Callable[[TransformerLM, Parallel, Rank], nn.Module]] = {
+WRAPPERS: dict[str, Callable[[TransformerLM, Parallel, Rank, Group], nn.Module]] = {
     **dict.fromkeys(_LADDER, _ddp),
     "torch-ddp": _torch_ddp,
     "fsdp": _fsdp,
@@ -120,8 +123,11 @@ WRAPPERS: dict[str, Callable[[TransformerLM, Parallel, Rank], nn.Module]] = {
 }
 
 
-def wrap(model: TransformerLM, parallel: Parallel, rank: Rank | None) -> nn.Module:
+def wrap(model: TransformerLM, parallel: Parallel, rank: Rank | None, group: Group = None) -> nn.Module:
     """The model under its wrapper, which is the model itself for ``none``.
+
+    Args:
+        group: the ranks that hold the same weights; None for all.
 
     Raises:
         ValueError: there is no such wrapper, or nobody is there to share the step with.
@@ -132,11 +138,17 @@ def wrap(model: TransformerLM, parallel: Parallel, rank: Rank | None) -> nn.Modu
         raise ValueError(f"unknown wrapper {parallel.wrapper!r}: known are none, {', '.join(WRAPPERS)}")
     if rank is None:
         raise ValueError(f"wrapper {parallel.wrapper!r} needs a process group, this process has joined none")
-    return WRAPPERS[parallel.wrapper](model, parallel, rank)
+    return WRAPPERS[parallel.wrapper](model, parallel, rank, group)
 
 
 def make_parallel_optimizer(
-    name: str, model: nn.Module, parallel: Parallel, *, decay: str = "all", **hyperparameters: Any
+    name: str,
+    model: nn.Module,
+    parallel: Parallel,
+    *,
+    decay: str = "all",
+    group: Group = None,
+    **hyperparameters: Any,
 ) -> torch.optim.Optimizer:
     """The optimizer of a name in ``config.OPTIMIZERS``, with its state where ``parallel`` says.
 
@@ -146,6 +158,7 @@ def make_parallel_optimizer(
 
     Args:
         decay: what ``weight_decay`` is for: all parameters, or ``matrices``, which leaves out norms and biases.
+        group: the ranks that hold the same weights; None for all.
         hyperparameters: of the optimizer.
 
     Raises:
@@ -161,9 +174,9 @@ def make_parallel_optimizer(
     if parallel.optimizer_state == "torch-zero":
         from torch.distributed.optim import ZeroRedundancyOptimizer  # brings TorchScript along, and its warnings
 
-        return ZeroRedundancyOptimizer(params, cls, parameters_as_bucket_view=True, **options)
+        return ZeroRedundancyOptimizer(params, cls, group, parameters_as_bucket_view=True, **options)
     forms = {"owned": None, "scattered": REDUCE_SCATTER, "scattered-gradients": SHARD}
     if parallel.optimizer_state not in forms:
         raise ValueError(f"unknown place of optimizer state {parallel.optimizer_state!r}")
-    form = forms[parallel.optimizer_state]
-    return ShardedOptimizer(params, cls, reduce_gradients=form, bucket_size_mb=parallel.bucket_size_mb, **options)
+    options |= {"bucket_size_mb": parallel.bucket_size_mb, "process_group": group}
+    return ShardedOptimizer(params, cls, reduce_gradients=forms[parallel.optimizer_state], **options)

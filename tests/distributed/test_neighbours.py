@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cs336_systems.distributed.buckets import empty_like_run, neighbours
-from cs336_systems.distributed.shards import owned_buckets, runs_of, scattered_buckets
+from cs336_systems.distributed.shards import Member, owned_buckets, runs_of, scattered_buckets
 
 
 def numbers(tensors) -> list[list[int]]:
@@ -58,7 +58,7 @@ def test_flat_buffers_keep_neighbours(world_size, bucket_bytes):
     assert before == [[0], [1, 3, 4], [5, 2], [6]]
     ends = dict.fromkeys(parameters, 0)
     for rank in range(world_size):
-        for bucket in scattered_buckets(runs_of(parameters), rank, world_size, bucket_bytes):
+        for bucket in scattered_buckets(runs_of(parameters), Member(rank, world_size), bucket_bytes):
             shard = bucket.flat.numel() // world_size
             for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
                 assert parameter.data_ptr() == bucket.flat[offset:].data_ptr()
@@ -77,7 +77,7 @@ def test_neighbours_have_one_owner_and_what_is_frozen_in_part_comes_apart():
     owner = {
         parameter: rank
         for rank in range(3)
-        for bucket in owned_buckets(runs_of(parameters), rank, 3, 10**6, [0, 0, 0])
+        for bucket in owned_buckets(runs_of(parameters), Member(rank, 3), 10**6, [0, 0, 0])
         for parameter in bucket.own
     }
     assert owner[parameters[1]] == owner[parameters[3]] == owner[parameters[4]]

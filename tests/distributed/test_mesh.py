@@ -1,0 +1,160 @@
+"""Training over meshes of data, context and tensor ranks against one process: losses, norms, weights."""
+
+import functools
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cs336_systems.case import Parallel, TrainingCase, Unsupported
+from cs336_systems.config import ModelConfig
+from cs336_systems.distributed.context import local_tokens
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.tensor import tensor_dim
+from cs336_systems.kernels.linear_cross_entropy import IGNORED
+from cs336_systems.training.assemble import assemble, build_model, finish, mesh_of, random_batch
+from cs336_systems.training.clipping import GradientGuard
+
+from .checks import on_ranks
+
+LLAMA = ModelConfig("tiny-llama", 32, 64, 2, 8, vocab_size=96, context_length=16, n_kv_heads=4)
+QWEN2 = replace(LLAMA, name="tiny-qwen2", qkv_bias=True, tie_embeddings=True)
+QWEN3 = replace(LLAMA, name="tiny-qwen3", qk_norm=True, head_dim=8)
+MAX_NORM = 0.7
+"""Below the norms of these gradients, so that clipping acts."""
+
+
+@dataclass(frozen=True)
+class Meshed(TrainingCase):
+    how: Parallel = field(default_factory=Parallel)
+
+    @property
+    def parallel(self) -> Parallel:
+        return self.how
+
+
+WAYS = {"ddp": ("bucketed", "replicated"), "zero-1": ("none", "scattered"), "zero-2": ("none", "scattered-gradients")}
+WAYS |= {"zero-owned": ("bucketed", "owned"), "fsdp": ("fsdp", "replicated")}
+
+
+def run_of(context, tensor, way, config=LLAMA, order="zigzag", accumulate=1):
+    wrapper, state = WAYS[way]
+    how = Parallel(wrapper, state, bucket_size_mb=0.01, tensor=tensor, context=context, context_order=order)
+    return Meshed.of(
+        config, how=how, batch_size=2, accumulate=accumulate, keep="products", optimizer="torch-fused", seed=3
+    )
+
+
+ON_FOUR = [
+    *(run_of(1, 2, way) for way in WAYS),
+    *(run_of(2, 1, way, QWEN2) for way in WAYS),
+    *(run_of(2, 2, "ddp", config, accumulate=2) for config in (LLAMA, QWEN2, QWEN3)),
+    *(run_of(4, 1, "fsdp", QWEN3, order) for order in ("ring", "gathered")),
+    run_of(1, 4, "zero-1", QWEN3),
+    run_of(2, 1, "ddp", LLAMA, "ring"),
+]
+ON_EIGHT = [run_of(2, 2, "fsdp", QWEN3, accumulate=2), run_of(2, 4, "zero-1", QWEN2), run_of(4, 2, "ddp")]
+
+
+def ignoring(batch):
+    """Targets that do not count, spread unevenly over sequences and positions."""
+    ids, targets = batch
+    kept = torch.randint(16, targets.shape, generator=torch.Generator().manual_seed(9)) * 2 > targets.shape[-1] // 4
+    kept[:, : kept.shape[1] // 4] = False
+    return ids, targets.where(kept, IGNORED)
+
+
+def whole_weights(model, mesh):
+    """Every parameter whole, by its name, in the model's order."""
+    module = model.module if hasattr(model, "module") else model
+    named = model.gather_full_params() if isinstance(model, FSDP) else dict(module.named_parameters())
+    whole = {}
+    for name, own in named.items():
+        parts = [torch.empty_like(own) for _ in range(mesh.size("tensor"))]
+        dist.all_gather(parts, own.detach().contiguous(), group=mesh.devices.get_group("tensor"))
+        dim = tensor_dim(name)
+        if dim is None:
+            assert all(torch.equal(part, own) for part in parts), name
+        whole[name] = own.detach().clone() if dim is None else torch.cat(parts, dim)
+    return whole
+
+
+def train(step, guard, batch):
+    losses, norms = [], []
+    for _ in range(3):
+        step(*batch)
+        losses.append(guard.loss.clone())
+        norms.append(guard.norm.clone())
+    return torch.stack(losses), torch.stack(norms)
+
+
+def train_on(rank: Rank, cases):
+    found = []
+    for case in cases:
+        mesh, guard = mesh_of(case, rank), GradientGuard(MAX_NORM)
+        step = finish(build_model(case, rank), case, rank, guard=guard)
+        whole = replace(case, how=Parallel())
+        place = Rank(mesh.place("data"), 0, 1, rank.device, rank.backend)
+        ids, targets = ignoring(random_batch(whole, place))
+        torch.testing.assert_close(own_tokens(ids, mesh, case), random_batch(case, rank)[0])
+        batch = own_tokens(ids, mesh, case), own_tokens(targets, mesh, case)
+        found.append((*train(step, guard, batch), whole_weights(step.model, mesh)))
+    return found
+
+
+def own_tokens(tokens, mesh, case):
+    return local_tokens(tokens, mesh, case.parallel.context_order)
+
+
+@functools.cache
+def alone(config, n_data, accumulate):
+    case = Meshed.of(
+        config, batch_size=2 * n_data, accumulate=accumulate, keep="products", optimizer="torch-fused", seed=3
+    )
+    one = replace(case, batch_size=2)
+    batches = [ignoring(random_batch(one, Rank(n, n, n_data, torch.device("cpu"), "gloo"))) for n in range(n_data)]
+    guard = GradientGuard(MAX_NORM)
+    step = finish(build_model(case), case, guard=guard)
+    batch = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+    return *train(step, guard, batch), {name: p.detach() for name, p in step.model.named_parameters()}
+
+
+def check(world_size, cases):
+    for case, of_ranks in zip(cases, zip(*on_ranks(train_on, world_size, cases), strict=True), strict=True):
+        n_data = world_size // case.parallel.ranks_per_batch
+        losses, norms, weights = alone(case.size, n_data, case.accumulate)
+        assert norms.min() > MAX_NORM
+        for own_losses, own_norms, own_weights in of_ranks:
+            torch.testing.assert_close(own_losses, losses, rtol=2e-6, atol=0)
+            torch.testing.assert_close(own_norms, norms, rtol=1e-5, atol=0)
+            for name, other in weights.items():
+                # The first steps of Adam are signs of gradients, and those near zero go either way.
+                assert ((own_weights[name] - other).abs() > 1e-5).float().mean() < 0.01, (str(case), name)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_what_one_process_trains():
+    check(4, ON_FOUR)
+
+
+@pytest.mark.slow
+def test_eight_ranks_train_what_one_process_trains():
+    check(8, ON_EIGHT)
+
+
+def test_what_ranks_cannot_share_is_refused():
+    case = run_of(2, 2, "ddp")
+    for fields, how, value in (
+        ({"keep": "autograd"}, {}, "keep autograd"),
+        ({"context_length": 18}, {"context": 4}, "8 equal parts, got 18 tokens"),
+        ({}, {"tensor": 8}, "n_kv_heads 4"),
+        ({"batch_size": 1, "context_length": 4}, {"context": 2, "tensor": 4}, "does not divide the 2 tokens"),
+        ({"matmul_dtype": "e4m3", "dtype": "bf16"}, {}, "e4m3 with tensor 2"),
+        ({}, {"context_order": "circle"}, "circle"),
+    ):
+        with pytest.raises((ValueError, Unsupported), match=value):
+            assemble(replace(case, **fields, how=replace(case.how, **how)))
+    with pytest.raises(ValueError, match="context 2 x tensor 2 needs a process group"):
+        assemble(case)
