@@ -4,7 +4,7 @@
     ranks = GroupRanks(mesh.group("tensor"))
     model = TransformerLM(part, tensor_ops(ops, ranks), device="meta")
     write_out(model, block_ops, keep, Products(ranks))
-    fill_from_whole(model, config, ranks)             # ``reset_parameters`` gives this rank's part of the whole model
+    fill_from_whole(model, ranks)                     # ``reset_parameters`` gives this rank's part of the whole model
 
 q | k | v and gate | up are divided by their outputs, output and down by their inputs (Shoeybi et al. 2019, section 3),
 embedding and head by words. Norms are whole on every rank, but see only its rows of the residual stream (Korthikanti et
@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cs336_systems.config import ModelConfig
-from cs336_systems.model import ModelOps, TransformerLM
+from cs336_systems.model import ModelOps
 from cs336_systems.model.tensor_ranks import TensorRanks
 
 DIVIDED = {
@@ -63,26 +62,26 @@ def tensor_dim(name: str) -> int | None:
     return DIVIDED.get(name.split(".")[-2])
 
 
-def fill_from_whole(model: TransformerLM, config: ModelConfig, ranks: TensorRanks) -> None:
+def fill_from_whole(model: nn.Module, ranks: TensorRanks) -> None:
     """Let every ``reset_parameters`` of a rank's part give it its part of what the whole model would draw.
 
-    Each module is whole, one after the other, for as long as it is drawn.
+    Parameters are whole, a module's at a time, for as long as they are drawn.
     """
-    with torch.device("meta"):
-        whole = TransformerLM(config)
     for name, module in model.named_modules():
         if (dim := DIVIDED.get(name.rpartition(".")[2])) is not None:
-            module.reset_parameters = partial(_draw, module, whole.get_submodule(name), dim, ranks)
+            module.reset_parameters = partial(_draw, module, dim, ranks)
 
 
 @torch.no_grad()
-def _draw(part: nn.Module, whole: nn.Module, dim: int, ranks: TensorRanks) -> None:
-    like = next(part.parameters())
-    whole.to(like.dtype).to_empty(device=like.device)
-    whole.reset_parameters()  # type: ignore[operator]
-    for own, drawn in zip(part.parameters(recurse=False), whole.parameters(recurse=False), strict=True):
-        own.copy_(drawn.chunk(ranks.n_ranks, dim)[ranks.rank])
-    whole.to("meta")
+def _draw(module: nn.Module, dim: int, ranks: TensorRanks) -> None:
+    parts = {name: part for name, part in module._parameters.items() if part is not None}
+    for name, part in parts.items():
+        shape = [size * (ranks.n_ranks if d == dim else 1) for d, size in enumerate(part.shape)]
+        module._parameters[name] = nn.Parameter(part.new_empty(shape))
+    type(module).reset_parameters(module)  # type: ignore[attr-defined]
+    for name, part in parts.items():
+        part.copy_(module._parameters[name].chunk(ranks.n_ranks, dim)[ranks.rank])  # type: ignore[union-attr]
+        module._parameters[name] = part
 
 
 class _Embedding(torch.autograd.Function):

@@ -132,8 +132,10 @@ def predicted_states(case: TrainingCase, world_size: int) -> dict[str, int]:
 
     Gradients are those that a step ends with: an optimizer that steps under backward leaves what is replicated.
     """
-    units, width, away, how = model_units(case.config), case.precision.parameter_bytes, offloaded(case), case.parallel
-    n_weights = n_gradients = n_states = case.config.n_parameters
+    how, width, away = case.parallel, case.precision.parameter_bytes, offloaded(case)
+    config, world_size = case.config.part(how.tensor), world_size // how.tensor
+    units = model_units(config)
+    n_weights = n_gradients = n_states = config.n_parameters
     if how.wrapper in ("fsdp", "fsdp2"):
         n_weights = n_gradients = n_states = state_bytes(units, world_size, 1).parameters
     if how.optimizer_state != "replicated":

@@ -103,7 +103,7 @@ def build_unchecked(
     if context:
         rotate_local(model, context, case.parallel.context_order)
     if tensor:
-        fill_from_whole(model, case.config, ranks)
+        fill_from_whole(model, ranks)
     if tensor and not sharded:
         model.to_empty(device=device).reset_parameters()
     if case.written_out:

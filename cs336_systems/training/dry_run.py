@@ -266,8 +266,10 @@ def _first_of(world_size: int) -> Iterator[Rank]:
 
 
 def _unwrapped(case: TrainingCase) -> TrainingCase:
-    """Return the case of one rank that shares nothing. DDP adds no memory: its buckets are the gradients."""
-    kind = type("Unwrapped", (type(case),), {"parallel": Parallel()})
+    """Return the case of a rank that shares at most its batch. DDP adds no memory: its buckets are the gradients."""
+    how = case.parallel
+    shared = Parallel(tensor=how.tensor, context=how.context, context_order=how.context_order)
+    kind = type("Unwrapped", (type(case),), {"parallel": shared})
     unwrapped: TrainingCase = kind(**{each.name: getattr(case, each.name) for each in fields(case)})
     return unwrapped
 
@@ -297,11 +299,11 @@ def dry_run(
     optimizer = "fused" if case.optimizer == "torch-fused" else case.optimizer
     eager = replace(case, device="meta", dtype=dtype, accumulate=accumulate, optimizer=optimizer)
     eager = replace(eager, compile="off", cuda_graph="off")
-    shared = case.parallel.wrapper in ("fsdp", "fsdp2") or case.parallel.optimizer_state != "replicated"
-    if not (shared := shared or case.parallel.ranks_per_batch > 1):
+    sharded = case.parallel.wrapper in ("fsdp", "fsdp2") or case.parallel.optimizer_state != "replicated"
+    if not sharded:
         eager = _unwrapped(eager)
     with ExitStack() as stack:
-        rank = stack.enter_context(_first_of(world_size)) if shared else None
+        rank = stack.enter_context(_first_of(world_size)) if sharded or case.parallel.ranks_per_batch > 1 else None
         stack.enter_context(only_allocating(live.leave_out))
         casts = _Autocast(matmul_dtype(case.precision), wide_softmax=on_cuda)
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", lambda *given: live.resize(*given)))
@@ -315,7 +317,7 @@ def dry_run(
         step = finish(model, eager, rank, **moments)
         live.label("tables and workspaces", step.model.buffers())
         _note_moments(step, live)
-        shape = accumulate * case.batch_size, case.context_length
+        shape = accumulate * case.batch_size, case.context_length // case.parallel.context
         ids, targets = (torch.zeros(shape, dtype=torch.int64, device=META) for _ in range(2))
         live.label("tables and workspaces", [ids, targets])
 

@@ -35,7 +35,7 @@ def build(config, ranks=None, keep="products", dtype=torch.float64):
         model = TransformerLM(config, ops, dtype=dtype)
     else:
         model = TransformerLM(config.part(ranks.n_ranks), tensor_ops(ops, ranks), device="meta", dtype=dtype)
-        fill_from_whole(model, config, ranks)
+        fill_from_whole(model, ranks)
         model.to_empty(device="cpu").reset_parameters()
     write_out(model, REFERENCE, keep, STORED if ranks is None else Products(ranks))
     return model
