@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.case import RECIPE, Parallel, TrainingCase
+from cs336_systems.costs.fsdp import model_units, step_traffic
+from cs336_systems.costs.parallelism.step import context_sent, tensor_sent
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment
 from cs336_systems.experiments.options import RankedCase, RankedRun, training_cells
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
 
 DATA = {"ddp": "bucketed", "fsdp": "fsdp"}
 """What wraps the model over ranks with the same weights."""
+
+
+_COUNT_BYTES = 8
+"""Bytes of the number of targets, which ranks that share a mesh add up."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,25 @@ def make_cells(options: Any) -> list[MeshCell]:
     return cells
 
 
+def predicted_messages(cell: MeshCell, rank: int) -> float | None:
+    """Bytes that a rank sends in a step, by arithmetic; None for shards of several micro-batches."""
+    how, config, itemsize = cell.parallel, cell.config.part(cell.tensor), cell.precision.parameter_bytes
+    n_rows = cell.batch_size * cell.context_length // cell.context
+    place = rank // cell.tensor % cell.context
+    sent = tensor_sent(config, n_rows, cell.keep, cell.tensor, itemsize)
+    sent += context_sent(config, n_rows, cell.keep, cell.context, itemsize, rank=place, order=cell.context_order)
+    n_bytes, n_replicas, units = cell.accumulate * sent.total(), cell.world_size // cell.tensor, model_units(config)
+    if n_replicas == 1:
+        return n_bytes
+    counted = _COUNT_BYTES if how.ranks_per_batch > 1 or cell.accumulate > 1 else 0
+    if how.wrapper == "fsdp":
+        messages = step_traffic(units, n_replicas, compute_bytes=itemsize, gradient_bytes=itemsize).messages
+        scattered = messages["reduce-scatter"] // n_replicas
+        of_data = messages["all-gather"] + scattered + messages["all-reduce"]
+        return n_bytes + of_data + counted if cell.accumulate == 1 else None
+    return n_bytes + config.n_parameters * itemsize + sum(map(len, units)) + counted  # a byte says who has a gradient
+
+
 def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
     """Everything about one cell; the recording is of rank 0.
 
@@ -143,8 +168,10 @@ def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metr
         sent = prepared.sent()
         metrics += [
             Metric("collectives", "per step", [len(sent)]),
-            Metric("messages", "MiB per step", [sum(event.n_bytes for event in sent) / MIB]),
+            Metric("messages", "MiB per step", [sum(each.n_bytes for each in sent if each.kind != "recv") / MIB]),
         ]
+        if (predicted_bytes := predicted_messages(cell, rank.rank)) is not None:
+            metrics.append(Metric("predicted_messages", "MiB per step", [predicted_bytes / MIB]))
     check_replicas(prepared)
     if (path := effort.recording(cell)) is not None:
         record_phases_of_ranks(phases, prepared.step.model, rank, path if rank.rank == 0 else None)
@@ -171,7 +198,8 @@ MESH = ResultTable(
         Column("hidden %", "hidden_share", ".1f", rank=2, optional=True, note="communication beside other kernels"),
         Column("waited ms", "waited", ".2f", rank=2, optional=True, note="only communication runs"),
         Column("collectives", "collectives", ".0f", rank=3),
-        Column("messages MiB", "messages", rank=3, note="outputs of gathers and reduce-scatters, what is passed on"),
+        Column("messages MiB", "messages", note="outputs of gathers and reduce-scatters, what is reduced or sent"),
+        Column("predicted MiB", "predicted_messages", rank=3, note="the messages"),
         Column("peak GiB", "peak_memory"),
         Column("predicted GiB", "predicted_peak", rank=2, note="the peak"),
     ),

@@ -1,6 +1,7 @@
 """Training over meshes of data, context and tensor ranks against one process: losses, norms, weights."""
 
 import functools
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -9,10 +10,13 @@ import torch.distributed as dist
 
 from cs336_systems.case import Parallel, TrainingCase, Unsupported
 from cs336_systems.config import ModelConfig
+from cs336_systems.costs.kept import LEVELS
+from cs336_systems.costs.parallelism.step import GATHER, REDUCE, SCATTER, SEND, context_sent, tensor_sent
 from cs336_systems.distributed.context import local_tokens
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.tensor import tensor_dim
+from cs336_systems.harness.traffic import Traffic
 from cs336_systems.kernels.linear_cross_entropy import IGNORED
 from cs336_systems.training.assemble import assemble, build_model, finish, mesh_of, random_batch
 from cs336_systems.training.clipping import GradientGuard
@@ -158,3 +162,34 @@ def test_what_ranks_cannot_share_is_refused():
             assemble(replace(case, **fields, how=replace(case.how, **how)))
     with pytest.raises(ValueError, match="context 2 x tensor 2 needs a process group"):
         assemble(case)
+
+
+def count(rank: Rank, cases):
+    """Bytes by kind of one step, measured and predicted."""
+    names = {"_allgather_base": GATHER, "_reduce_scatter_base": SCATTER, "allreduce": REDUCE, "send": SEND}
+    found = []
+    for case in cases:
+        step, batch = assemble(case, rank), random_batch(case, rank)
+        with Traffic() as log:
+            step(*batch)
+        sent = Counter()
+        for event in log.sent:
+            if event.kind != "recv":
+                sent[names[event.kind]] += event.n_bytes
+        how, n_rows = case.parallel, batch[0].numel() // case.accumulate
+        asked = case.config.part(how.tensor), n_rows, case.keep
+        predicted = tensor_sent(*asked, how.tensor, 4)
+        predicted += context_sent(*asked, how.context, 4, rank=rank.rank, order=how.context_order)
+        counted = Counter({REDUCE: 8}) if how.context > 1 else Counter()  # the number of targets
+        found.append((sent, Counter({kind: case.accumulate * n for kind, n in predicted.items()}) + counted))
+    return found
+
+
+def test_bytes_are_those_predicted():
+    ways = [{"tensor": 2}, *({"context": 2, "context_order": order} for order in ("zigzag", "ring", "gathered"))]
+    keeps = (*LEVELS, "1xall-swiglu+products-residual")
+    base = replace(run_of(1, 1, "zero-1", QWEN3, accumulate=2), optimizer="reference")
+    cases = [replace(base, keep=keep, how=Parallel(**way)) for way in ways for keep in keeps]
+    for of_rank in on_ranks(count, 2, cases):
+        for case, (sent, predicted) in zip(cases, of_rank, strict=True):
+            assert sent == predicted, case

@@ -1,0 +1,66 @@
+"""The bytes that ranks send each other in a training step over a mesh of data, context and tensor ranks.
+
+Bytes are those of ``harness/traffic.py``: of a gather or a reduce-scatter its output, of an all-reduce what it reduces,
+of a send what is sent. With R rows in a micro-batch of a rank's tokens, D d_model, t tensor ranks, n context ranks and
+e bytes of an element, each block sends in a micro-batch
+
+    tensor    forward   2 gathers of R D e and 2 reduce-scatters of R D e / t
+              backward  the same, a gather for each norm that is not kept, a reduce-scatter if the residual is not
+    context   forward   keys and values, once to each rank whose queries see them, at most 2 R K E e for each
+              backward  the same, and their gradients back
+
+and embedding, head and loss about as much as one block (Korthikanti et al. 2022, section 4.2.2; Liu et al. 2023).
+"""
+
+from collections import Counter
+
+from cs336_systems.config import ModelConfig
+from cs336_systems.costs.kept import keep_of_blocks, kept_names
+
+GATHER, SCATTER, REDUCE, SEND = "all-gather", "reduce-scatter", "all-reduce", "send"
+
+Sent = Counter[str]
+"""Bytes by kind of message."""
+
+
+def tensor_sent(config: ModelConfig, n_rows: int, keep: str, n_ranks: int, itemsize: int) -> Sent:
+    """What a tensor rank sends in a micro-batch of ``n_rows`` tokens, with as much kept as ``keep`` says.
+
+    Statistics of the loss travel in at least fp32.
+    """
+    sent: Sent = Counter()
+    if n_ranks == 1:
+        return sent
+    whole, own = n_rows * config.d_model * itemsize, n_rows // n_ranks * config.d_model * itemsize
+    for level in keep_of_blocks(keep, config.n_layers):
+        kept = kept_names(level)
+        sent[GATHER] += (4 + ("normed1" not in kept) + ("normed2" not in kept)) * whole
+        sent[SCATTER] += (4 + ("residual" not in kept)) * own
+        sent[REDUCE] += (2 * config.d_model + 2 * config.d_head * config.qk_norm) * itemsize
+    sent[GATHER] += 2 * whole + n_ranks * n_rows * 2 * max(4, itemsize)  # embedding, head, and what the loss agrees on
+    sent[SCATTER] += 2 * own
+    sent[REDUCE] += config.d_model * itemsize
+    return sent
+
+
+def context_sent(
+    config: ModelConfig, n_rows: int, keep: str, n_ranks: int, itemsize: int, *, rank: int, order: str
+) -> Sent:
+    """What context rank ``rank`` of ``n_ranks`` sends in a micro-batch of ``n_rows`` tokens of its own.
+
+    Args:
+        config: of what a tensor rank holds, where there are several.
+    """
+    sent: Sent = Counter()
+    if n_ranks == 1:
+        return sent
+    own, later = 2 * n_rows * config.d_kv * itemsize, n_ranks - 1 - rank
+    there, back = {"ring": (later, rank), "zigzag": (later / 2 + rank, rank / 2 + later)}.get(order, (0, 0))
+    for level in keep_of_blocks(keep, config.n_layers):
+        n_passes = 2 if "attended" in kept_names(level) else 3  # forward, backward, and forward once more
+        if order == "gathered":
+            sent[GATHER] += n_passes * n_ranks * own
+            sent[SCATTER] += own
+        else:
+            sent[SEND] += int((n_passes * there + back) * own)
+    return sent
