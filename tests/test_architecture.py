@@ -108,7 +108,7 @@ assert "matplotlib.pyplot" not in sys.modules
 
 def drawn_tree() -> list[Path]:
     """The paths in the drawing of the house."""
-    block = re.search(r"## The house\n\n```\n(.*?)```", ARCHITECTURE.read_text(), re.DOTALL)
+    block = re.search(r"## Folders\n\n```\n(.*?)```", ARCHITECTURE.read_text(), re.DOTALL)
     assert block is not None
     paths, folder = [], Path()
     for line in block[1].splitlines():
