@@ -58,7 +58,8 @@ def _attentions(case: TrainingCase) -> list[str]:
 
 def _shared(case: TrainingCase) -> bool:
     """Whether ranks share the step."""
-    return (case.parallel.wrapper, case.parallel.optimizer_state) != ("none", "replicated")
+    parallel = case.parallel
+    return (parallel.wrapper, parallel.optimizer_state, parallel.ranks_per_batch) != ("none", "replicated", 1)
 
 
 def _quantized(case: TrainingCase) -> bool:
@@ -167,6 +168,11 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         lambda case: case.parallel.ranks_per_batch > 1 and not case.written_out,
         "tensor {parallel.tensor}, context {parallel.context} with keep autograd: ranks share blocks with a "
         "hand-written backward, " + ", ".join(LEVELS),
+    ),
+    (
+        lambda case: case.parallel.ranks_per_batch > 1 and case.parallel.max_ctas > 0,
+        "max_ctas {parallel.max_ctas} is for a group of all ranks, not with tensor {parallel.tensor}, context "
+        "{parallel.context}",
     ),
     (
         lambda case: case.parallel.tensor > 1 and _quantized(case),

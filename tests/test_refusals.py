@@ -30,6 +30,7 @@ class Shared(TrainingCase):
 
 SCATTERED = Shared("cuda", "tiny", 4, 64, optimizer="fused", how=Parallel(optimizer_state="scattered"))
 EARLY = Shared("cuda", "tiny", 4, 64, optimizer="fused", how=Parallel("fsdp", update="under-backward"))
+SHARING = Shared("cuda", "tiny", 4, 64, optimizer="fused", keep="all", how=Parallel("bucketed", tensor=2))
 
 REFUSED = [
     (replace(FP8, kernels="reference", keep="autograd"), "e4m3 with keep autograd"),
@@ -57,6 +58,19 @@ REFUSED = [
     (replace(GRAPH, optimizer="reference"), "cuda_graph on with optimizer reference"),
     (replace(PLAIN, compile="whole-model", checkpoint="full"), "whole-model leaves no boundaries .* checkpoint full"),
     (replace(EARLY, how=Parallel("bucketed", update="under-backward")), "wrapper fsdp, got bucketed"),
+    (replace(EARLY, keep="autograd", how=Parallel(tensor=2)), "tensor 2, context 1 with keep autograd"),
+    (
+        Shared("cuda", "tiny", 4, 64, "bf16", keep="all", matmul_dtype="e4m3", how=Parallel(tensor=2)),
+        "e4m3 with tensor 2",
+    ),
+    (replace(SHARING, how=Parallel(context=2, max_ctas=8)), "max_ctas 8 .* context 2"),
+    (replace(SHARING, cuda_graph="on"), "cuda_graph on is for one rank"),
+    (
+        replace(SHARING, kernels="fused", attention="flash", dtype="bf16", offload="gradients"),
+        "gradients is for one rank",
+    ),
+    (replace(SHARING, how=Parallel(tensor=3)), "tensor 3 does not divide"),
+    (replace(SHARING, how=Parallel(context=3)), "needs sequences of 6 equal parts, got 64 tokens"),
     (replace(FP8, context_length=60), "sizes that 16 divides, not context 60"),
 ]
 
@@ -71,7 +85,7 @@ def test_every_line_of_the_table_refuses_something_with_its_values():
 def test_what_is_next_to_it_is_served():
     on_cpu = {"kernels": "reference", "attention": "reference", "optimizer": "reference", "device": "cpu"}
     for case in (
-        *(PLAIN, FUSED, FP8, GRAPH, SCATTERED, EARLY),
+        *(PLAIN, FUSED, FP8, GRAPH, SCATTERED, EARLY, SHARING),
         replace(FP8, keep="1xall+products", **on_cpu),
         replace(FUSED, master="fp32", offload="master-m-v-gradients-residual"),
         replace(SCATTERED, offload="m-v"),

@@ -49,8 +49,10 @@ class Member(NamedTuple):
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> "Member":
-        """This rank in a group, or alone where no group was joined."""
+        """This rank in a group, or alone where no group was joined; ValueError if it is not among the group's."""
         joined = dist.is_available() and dist.is_initialized()
+        if joined and dist.get_rank(group) < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in the process group whose ranks share the state")
         return cls(dist.get_rank(group), dist.get_world_size(group), group) if joined else cls(0, 1)
 
 
