@@ -95,7 +95,7 @@ def collect(
 
     stretches: dict[str, Stretch] = {}
 
-    def collect_own() -> tuple[dict[str, int], dict[str, Any]]:
+    def collect_own() -> tuple[dict[tuple[str, int, int], int], dict[str, Any]]:
         own = view.model() | ({} if optimizer is None else view.optimizer(optimizer, marker))
         for name, stretch in own.items():
             mine = rank == 0 or not name.startswith(BUFFER)  # rank 0's values of buffers count
@@ -103,18 +103,23 @@ def collect(
                 stretches[name] = stretch
         for settings in (marker["extra"], marker["scalars"], *(marker["optimizer"] or [])):
             check_json(settings)
-        whole = {name: stretch.values.nbytes for name, stretch in stretches.items() if stretch.is_whole}
-        return whole, marker["scalars"]
+        held = {_place(name, stretch): stretch.values.nbytes for name, stretch in stretches.items()}
+        return held, marker["scalars"]
 
     of_ranks = on_every_rank(collect_own)
     marker["scalars"] = {entry: value for _, scalars in of_ranks for entry, value in scalars.items()}
-    loads = [0] * len(of_ranks)
-    for name, n_bytes in {name: n for whole, _ in of_ranks for name, n in whole.items()}.items():
-        writer = min((i for i, (whole, _) in enumerate(of_ranks) if name in whole), key=lambda i: loads[i])
+    loads, own = [0] * len(of_ranks), {_place(name, stretch): name for name, stretch in stretches.items()}
+    for place, n_bytes in {place: n for held, _ in of_ranks for place, n in held.items()}.items():
+        writer = min((i for i, (held, _) in enumerate(of_ranks) if place in held), key=lambda i: loads[i])
         loads[writer] += n_bytes
-        if writer != rank:
-            stretches.pop(name, None)
+        if writer != rank and place in own:
+            del stretches[own[place]]
     return Collected(stretches, marker)
+
+
+def _place(name: str, stretch: Stretch) -> tuple[str, int, int]:
+    """The elements of a stretch, which several ranks may hold and one writes."""
+    return name, stretch.start, stretch.values.numel()
 
 
 def write(

@@ -10,6 +10,8 @@ Names, and shapes of whole tensors, are the same however ranks divide them. Ther
 import json
 import reprlib
 from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.stretches import StoredTensor, Stretch
+from cs336_systems.distributed.tensor import tensor_dim
+from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
 MODEL, BUFFER, OPTIMIZER = "model/", "buffer/", "optimizer/"
 """In a checkpoint, names of parameters, of buffers and of optimizer state begin with these."""
@@ -42,13 +46,15 @@ class NamedState:
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 kind = type(module).__name__
                 raise ValueError(f"{name or 'the model'} is a {kind}, whose extra state checkpoints cannot hold")
+        self._ranks: TensorRanks = getattr(self._module, "tensor_ranks", ALONE)
         if isinstance(model, FSDP):
-            self._shares = {
+            held = {
                 p.names[0]: Stretch(tuple(p.shape), p.first_element, p.sharded_param)
                 for p in model.managed_parameters()
             }
         else:
-            self._shares = {name: Stretch.whole(parameter) for name, parameter in self._module.named_parameters()}
+            held = {name: Stretch.whole(parameter) for name, parameter in self._module.named_parameters()}
+        self._shares = {name: self._of_whole(name, stretch) for name, stretch in held.items()}
         self._name_of = {share.values: name for name, share in self._shares.items()}
 
     def model(self) -> dict[str, Stretch]:
@@ -61,6 +67,16 @@ class NamedState:
             if buffer is not None and name not in module._non_persistent_buffers_set
         }
         return parameters | buffers
+
+    def _of_whole(self, name: str, stretch: Stretch) -> Stretch:
+        """A stretch of what this tensor rank holds of a parameter, as a stretch of the whole parameter."""
+        dim = None if self._ranks.n_ranks == 1 else tensor_dim(name)
+        if dim is None:
+            return stretch
+        n_ranks, size = self._ranks.n_ranks, prod(stretch.shape)
+        shape = tuple(n * (n_ranks if d == dim else 1) for d, n in enumerate(stretch.shape))
+        parts = (dim, n_ranks) if dim else ()  # parts along the first dimension follow each other anyway
+        return replace(stretch, shape=shape, start=stretch.start + self._ranks.rank * size, parts=parts)
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The names of the parameters of each of the optimizer's groups."""
@@ -79,7 +95,8 @@ class NamedState:
         updated = {}
         for parameter, piece in optimizer.pieces.items():
             order = () if piece.tensor.shape == parameter.shape else _memory_order(parameter)
-            updated[self._name_of[parameter]] = Stretch(tuple(parameter.shape), piece.start, piece.tensor, order)
+            name = self._name_of[parameter]
+            updated[name] = self._of_whole(name, Stretch(tuple(parameter.shape), piece.start, piece.tensor, order))
         return updated
 
     def optimizer(self, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> dict[str, Stretch]:

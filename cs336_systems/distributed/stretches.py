@@ -9,7 +9,9 @@ Every rank writes one safetensors file, in which a tensor is the rank's stretch 
 each tensor's stretches are: ``{"model/w": {"shape": [4, 6], "dtype": "F32", "stretches": [["rank-0.safetensors", 0,
 12], ...]}}``, with file, first element and number of elements. Reading intersects these intervals with the one that is
 wanted. Elements are counted in row-major order; where a rank's share is consecutive in another order of the dimensions,
-as slices of a transposed weight are, ``"order"`` lists the dimensions, outermost first. Files are written a tensor at a
+as slices of a transposed weight are, ``"order"`` lists the dimensions, outermost first. Where tensor ranks divide a
+tensor along another dimension than the first, ``"parts": [1, 2]`` says that its two parts along dimension 1 follow each
+other. Files are written a tensor at a
 time, so that host memory holds one tensor besides what is saved.
 
 Checkpoints of layout 2, whose files ``torch.distributed.checkpoint`` wrote, are read without running what they hold:
@@ -55,12 +57,14 @@ class Stretch:
         start: the first element's position in the whole tensor, its dimensions permuted to ``order`` and flattened.
         values: the elements, flattened in row-major order, in a plain tensor.
         order: dimensions, outermost first; empty for their own order.
+        parts: a dimension and a number of equal parts along it, which follow each other; empty for one part.
     """
 
     shape: tuple[int, ...]
     start: int
     values: Tensor
     order: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.values) not in (Tensor, nn.Parameter):
@@ -83,7 +87,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint; shape and order as those of ``Stretch``.
+    """A tensor of a checkpoint; shape, order and parts as those of ``Stretch``.
 
     Attributes:
         pieces: first element, number of elements, and a function that reads those from ``begin`` to ``end`` of these;
@@ -94,6 +98,7 @@ class StoredTensor:
     dtype: torch.dtype
     pieces: Sequence[tuple[int, int, Callable[[int, int], Tensor]]]
     order: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` on the CPU; ValueError where a file is not as described, or OSError."""
@@ -109,14 +114,23 @@ class StoredTensor:
 def fill(stretch: Stretch, stored: StoredTensor) -> None:
     """Read the elements of a stretch from a tensor of the same shape; raises as ``StoredTensor.read``."""
     stop = stretch.start + stretch.values.numel()
-    if stretch.order == stored.order:
+    if (stretch.order, stretch.parts) == (stored.order, stored.parts):
         elements = stored.read(stretch.start, stop)
     else:  # which takes the whole tensor: what is consecutive in one order is scattered in another
-        order = stored.order or tuple(range(len(stored.shape)))
-        whole = stored.read(0, prod(stored.shape)).view([stored.shape[d] for d in order])
-        whole = whole.permute([order.index(d) for d in stretch.order or range(len(order))])
-        elements = whole.reshape(-1)[stretch.start : stop]
+        whole = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        there = stored.read(0, prod(stored.shape))
+        for part in _in_order(whole, stored.order, stored.parts):
+            part.copy_(there[: part.numel()].view(part.shape))
+            there = there[part.numel() :]
+        in_order = [part.reshape(-1) for part in _in_order(whole, stretch.order, stretch.parts)]
+        elements = torch.cat(in_order)[stretch.start : stop]
     stretch.values.copy_(elements.view(stretch.values.shape))
+
+
+def _in_order(whole: Tensor, order: Sequence[int], parts: Sequence[int]) -> list[Tensor]:
+    """Views of the parts of a tensor, with their dimensions in the order in which elements are stored."""
+    divided = whole.chunk(parts[1], parts[0]) if parts else [whole]
+    return [part.permute(*order) if order else part for part in divided]
 
 
 @torch.no_grad()
@@ -146,8 +160,9 @@ def write_stretches(path: Path, stretches: Mapping[str, Stretch]) -> WrittenFile
             raise ValueError(f"{name} is of {stretch.values.dtype}, which safetensors files cannot hold")
         begin, end, n = end, end + stretch.values.nbytes, stretch.values.numel()
         header[name] = {"dtype": dtype, "shape": [n], "data_offsets": [begin, end]}
-        order = {"order": stretch.order} if stretch.order else {}
-        entries[name] = {"shape": stretch.shape, "dtype": dtype, **order, "stretches": [[path.name, stretch.start, n]]}
+        how = {"order": stretch.order, "parts": stretch.parts}
+        how = {key: value for key, value in how.items() if value}
+        entries[name] = {"shape": stretch.shape, "dtype": dtype, **how, "stretches": [[path.name, stretch.start, n]]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     flat = (stretches[name].values.detach().reshape(-1).cpu() for name in header)
@@ -184,6 +199,7 @@ def read_index(folder: Path, files: Collection[str]) -> dict[str, StoredTensor]:
 
 def _stored(folder: Path, name: str, entry: dict[str, Any], opened: dict[str, Any]) -> StoredTensor:
     shape, order, dtype = tuple(entry["shape"]), tuple(entry.get("order", ())), _DTYPES[entry["dtype"]]
+    parts = tuple(entry.get("parts", ()))
     pieces, n_before = [], 0
     for file, first, n in sorted(entry["stretches"], key=lambda stretch: stretch[1:]):
         there = opened[file].get_slice(name)
@@ -193,7 +209,9 @@ def _stored(folder: Path, name: str, entry: dict[str, Any], opened: dict[str, An
         n_before += n
     if n_before != prod(shape) or (order and sorted(order) != list(range(len(shape)))):
         raise ValueError(f"{name} of shape {shape} has {n_before} elements")
-    return StoredTensor(shape, dtype, pieces, order)
+    if parts and not (len(parts) == 2 and 0 <= parts[0] < len(shape) and parts[1] > 0 == shape[parts[0]] % parts[1]):
+        raise ValueError(f"{name} of shape {shape} cannot be in parts {parts}")
+    return StoredTensor(shape, dtype, pieces, order, parts)
 
 
 def _read_elements(path: Path, name: str, begin: int, end: int) -> Tensor:

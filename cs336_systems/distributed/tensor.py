@@ -65,8 +65,9 @@ def tensor_dim(name: str) -> int | None:
 def fill_from_whole(model: nn.Module, ranks: TensorRanks) -> None:
     """Let every ``reset_parameters`` of a rank's part give it its part of what the whole model would draw.
 
-    Parameters are whole, a module's at a time, for as long as they are drawn.
+    Parameters are whole, a module's at a time, for as long as they are drawn. Checkpoints ask ``tensor_ranks``.
     """
+    model.tensor_ranks = ranks  # type: ignore[assignment]
     for name, module in model.named_modules():
         if (dim := DIVIDED.get(name.rpartition(".")[2])) is not None:
             module.reset_parameters = partial(_draw, module, dim, ranks)

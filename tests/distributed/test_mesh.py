@@ -12,6 +12,7 @@ from cs336_systems.case import Parallel, TrainingCase, Unsupported
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import LEVELS
 from cs336_systems.costs.parallelism.step import GATHER, REDUCE, SCATTER, SEND, context_sent, tensor_sent
+from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoint
 from cs336_systems.distributed.context import local_tokens
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
@@ -85,9 +86,9 @@ def whole_weights(model, mesh):
     return whole
 
 
-def train(step, guard, batch):
+def train(step, guard, batch, n_steps=3):
     losses, norms = [], []
-    for _ in range(3):
+    for _ in range(n_steps):
         step(*batch)
         losses.append(guard.loss.clone())
         norms.append(guard.norm.clone())
@@ -108,12 +109,39 @@ def train_on(rank: Rank, cases):
     return found
 
 
+HAND_OVER = [run_of(1, 2, "ddp"), run_of(2, 1, "fsdp"), run_of(1, 2, "zero-2"), run_of(2, 1, "zero-owned")]
+HAND_OVER += [run_of(1, 2, "fsdp"), run_of(2, 1, "zero-1")]
+
+
+def hand_over(rank: Rank, folder, config):
+    """The losses and norms of one step on each mesh, which resumes from the one before."""
+    found = []
+    for number, case in enumerate(replace(case, size=config) for case in HAND_OVER):
+        mesh, guard = mesh_of(case, rank), GradientGuard(MAX_NORM)
+        drawn = build_model(replace(case, seed=3 + number), rank)  # other weights, but for the first mesh
+        step = finish(drawn, case, rank, guard=guard)
+        assert load_checkpoint(folder, step.model, step.optimizer) == (number or None)
+        batch = ignoring(random_batch(replace(case, how=Parallel()), replace(rank, rank=mesh.place("data"))))
+        step(*(own_tokens(each, mesh, case) for each in batch))
+        save_checkpoint(folder, step.model, step.optimizer, number + 1)
+        found.append(torch.stack([guard.loss, guard.norm]))
+    return torch.stack(found, dim=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda config: config.name)
+def test_checkpoints_move_between_meshes(tmp_path, config):
+    losses, norms, _ = alone(config, 2, 1, len(HAND_OVER))
+    for found in on_ranks(hand_over, 4, tmp_path, config):
+        torch.testing.assert_close(found, torch.stack([losses, norms]), rtol=1e-4, atol=0)
+
+
 def own_tokens(tokens, mesh, case):
     return local_tokens(tokens, mesh, case.parallel.context_order)
 
 
 @functools.cache
-def alone(config, n_data, accumulate):
+def alone(config, n_data, accumulate, n_steps=3):
     case = Meshed.of(
         config, batch_size=2 * n_data, accumulate=accumulate, keep="products", optimizer="torch-fused", seed=3
     )
@@ -122,7 +150,7 @@ def alone(config, n_data, accumulate):
     guard = GradientGuard(MAX_NORM)
     step = finish(build_model(case), case, guard=guard)
     batch = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
-    return *train(step, guard, batch), {name: p.detach() for name, p in step.model.named_parameters()}
+    return *train(step, guard, batch, n_steps), {name: p.detach() for name, p in step.model.named_parameters()}
 
 
 def check(world_size, cases):
