@@ -40,6 +40,17 @@ class Unsupported(ValueError):
     """Raised if the device, the build or a library cannot run what was asked for; the message says why."""
 
 
+def mesh_shape(world_size: int, context: int, tensor: int) -> tuple[int, int, int]:
+    """Return the numbers of ranks along data, context and tensor, whose product is the number of ranks.
+
+    Raises:
+        ValueError: a dimension is not positive, or the ranks cannot be divided so.
+    """
+    if context < 1 or tensor < 1 or world_size % (context * tensor):
+        raise ValueError(f"{world_size} ranks cannot be divided into context {context} x tensor {tensor}")
+    return world_size // (context * tensor), context, tensor
+
+
 GatherBy = Literal["collectives", "copies"]
 
 

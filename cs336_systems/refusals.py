@@ -204,8 +204,8 @@ def _mesh_sizes(case: TrainingCase) -> str | None:
     if length % n_parts:
         how = f"context {parallel.context} in order {parallel.context_order}"
         return f"{how} needs sequences of {n_parts} equal parts, got {length} tokens"
-    if (n_rows := case.batch_size * length // parallel.context) % parallel.tensor:
-        return f"tensor {parallel.tensor} does not divide the {n_rows} tokens of a micro-batch"
+    if (own := length // parallel.context) % parallel.tensor:
+        return f"tensor {parallel.tensor} does not divide the {own} tokens of a sequence that a rank holds"
     try:
         case.config.part(parallel.tensor)
     except ValueError as error:

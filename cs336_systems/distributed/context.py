@@ -38,19 +38,27 @@ def positions(length: int, rank: int, n_ranks: int, order: str) -> Tensor:
     Raises:
         ValueError: the length cannot be divided.
     """
+    return _local(torch.arange(length, device="cpu"), 0, rank, n_ranks, order)
+
+
+def _n_parts(length: int, n_ranks: int, order: str) -> int:
     n_parts = n_ranks if order == "ring" else 2 * n_ranks
     if length % n_parts:
         raise ValueError(f"context {n_ranks} in order {order} needs {n_parts} equal parts, got {length} tokens")
-    parts = torch.arange(length, device="cpu").view(n_parts, -1)
-    return parts[rank] if order == "ring" else parts[[rank, 2 * n_ranks - 1 - rank]].flatten()
+    return n_parts
 
 
 def local_tokens(tokens: Tensor, mesh: Mesh | None, order: str) -> Tensor:
     """The tokens of this rank along context, (..., S / n), of those of whole sequences, (..., S)."""
-    if mesh is None or mesh.size("context") == 1:
-        return tokens
-    own = positions(tokens.shape[-1], mesh.place("context"), mesh.size("context"), order)
-    return tokens[..., own.to(tokens.device)]
+    return tokens if mesh is None else _local(tokens, -1, mesh.place("context"), mesh.size("context"), order)
+
+
+def _local(whole: Tensor, dim: int, rank: int, n_ranks: int, order: str) -> Tensor:
+    """What a rank holds of a tensor with all positions along a dimension; raises as ``positions``."""
+    if n_ranks == 1:
+        return whole
+    parts = whole.chunk(_n_parts(whole.shape[dim], n_ranks, order), dim)
+    return parts[rank] if order == "ring" else torch.cat((parts[rank], parts[-1 - rank]), dim)
 
 
 class LocalRotary(nn.Module):
@@ -58,14 +66,12 @@ class LocalRotary(nn.Module):
 
     def __init__(self, whole: nn.Module, group: dist.ProcessGroup, order: str) -> None:
         super().__init__()
-        self.whole, self.order = whole, order
-        self.rank, self.n_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.whole, self.place = whole, (dist.get_rank(group), dist.get_world_size(group), order)
 
     def forward(self, n_positions: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) of this rank's positions in a sequence of n times ``n_positions``; raises as ``positions``."""
-        cos, sin = self.whole(n_positions * self.n_ranks)
-        own = positions(n_positions * self.n_ranks, self.rank, self.n_ranks, self.order).to(cos.device)
-        return cos[own], sin[own]
+        cos, sin = (_local(each, 0, *self.place) for each in self.whole(n_positions * self.place[1]))
+        return cos, sin
 
 
 def rotate_local(model: TransformerLM, group: dist.ProcessGroup, order: str) -> None:

@@ -17,20 +17,10 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from cs336_systems.case import mesh_shape
 from cs336_systems.distributed.process_group import Rank, divisions
 
 DIMENSIONS = ("data", "context", "tensor")
-
-
-def mesh_shape(world_size: int, context: int, tensor: int) -> tuple[int, int, int]:
-    """(data, context, tensor), whose product is the number of ranks.
-
-    Raises:
-        ValueError: a dimension is not positive, or the ranks cannot be divided so.
-    """
-    if context < 1 or tensor < 1 or world_size % (context * tensor):
-        raise ValueError(f"{world_size} ranks cannot be divided into context {context} x tensor {tensor}")
-    return world_size // (context * tensor), context, tensor
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,15 @@ def _draw(module: nn.Module, dim: int, ranks: TensorRanks) -> None:
         module._parameters[name] = part
 
 
+@torch.no_grad()
+def take_parts(model: nn.Module, whole: nn.Module) -> None:
+    """Copy this rank's part of every parameter of a whole model; ``fill_from_whole`` has seen ``model``."""
+    ranks: TensorRanks = model.tensor_ranks  # type: ignore[assignment]
+    for (name, own), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        dim = tensor_dim(name)
+        own.copy_(other if dim is None else other.chunk(ranks.n_ranks, dim)[ranks.rank])
+
+
 class _Embedding(torch.autograd.Function):
     """``apply(token_ids, weight, ranks)``: this rank's rows (1, R/t, D) of the embeddings of ids (...)."""
 

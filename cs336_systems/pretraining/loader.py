@@ -16,7 +16,7 @@ loader unless the disk is slower than it. Cutting takes 11 ms of a core for 524,
 
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self
 
@@ -219,21 +219,32 @@ def evaluation_batches(
 
 @torch.no_grad()
 def evaluate(
-    step: "TrainStep | CappedStep", sequences: Sequences, rank: Rank, batch_size: int, limit: int | None = None
+    step: "TrainStep | CappedStep",
+    sequences: Sequences,
+    rank: Rank,
+    batch_size: int,
+    limit: int | None = None,
+    own: Callable[[Tensor], Tensor] = lambda tokens: tokens,
+    place: tuple[int, int] | None = None,
 ) -> tuple[float, int]:
     """The mean loss of held-out tokens in nats, and the number of tokens; waits for the device; a collective.
+
+    Args:
+        own: this rank's part of the tokens of whole sequences, as large as that of any other.
+        place: this rank's number among those that have batches of their own, and theirs; by default all have.
 
     Raises:
         ValueError: an id is beyond the model's vocabulary.
     """
     total = torch.zeros(2, dtype=torch.float64, device=rank.device)
-    ranks = {"rank": rank.rank, "world_size": rank.world_size}
-    for token_ids, targets, n_sequences in evaluation_batches(sequences, batch_size, limit=limit, **ranks):
+    number, n_data = place or (rank.rank, rank.world_size)
+    batches = evaluation_batches(sequences, batch_size, limit=limit, rank=number, world_size=n_data)
+    for token_ids, targets, n_sequences in batches:
         with matmul_precision(step.precision), autocast(step.precision, rank.device):
-            loss = step.loss_of(token_ids, targets)
+            loss = step.loss_of(own(token_ids), own(targets))
         total[0] += loss * n_sequences
         total[1] += n_sequences
     if rank.world_size > 1:
         dist.all_reduce(total)
     loss_sum, n = total.tolist()
-    return loss_sum / n, round(n) * sequences.context_length
+    return loss_sum / n, round(n * n_data / rank.world_size) * sequences.context_length

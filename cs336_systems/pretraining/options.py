@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from cs336_systems.case import GatherBy, Parallel, TrainingCase, kept_as
+from cs336_systems.case import GatherBy, Parallel, TrainingCase, kept_as, mesh_shape
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.kept import default_keep
 from cs336_systems.declared import flag, like, option, option_name, options_in, options_of
@@ -75,6 +75,9 @@ class TrainerCase(TrainingCase):
     gather_by: GatherBy = like(
         Parallel, "gather_by", help="How --zero 3 gathers weights: in collectives, or by copies within one host."
     )
+    tensor: int = like(Parallel, "tensor")
+    context: int = like(Parallel, "context")
+    context_order: str = like(Parallel, "context_order")
     world_size: int = 1
 
     @property
@@ -84,13 +87,14 @@ class TrainerCase(TrainingCase):
 
     @property
     def parallel(self) -> Parallel:
-        if self.world_size == 1:
-            return Parallel()  # FSDP would copy each weight to gather it from itself
+        mesh: dict[str, Any] = {name: getattr(self, name) for name in ("tensor", "context", "context_order")}
+        if self.world_size <= self.tensor:
+            return Parallel(**mesh)  # FSDP would copy each weight to gather it from itself
         if self.zero == 3:
-            return Parallel("fsdp", gather_by=self.gather_by)
+            return Parallel("fsdp", gather_by=self.gather_by, **mesh)
         if self.zero == 0:
-            return Parallel("bucketed")
-        return Parallel(optimizer_state="scattered" if self.zero == 1 else "scattered-gradients")
+            return Parallel("bucketed", **mesh)
+        return Parallel(optimizer_state="scattered" if self.zero == 1 else "scattered-gradients", **mesh)
 
 
 @dataclass(frozen=True)
@@ -240,7 +244,7 @@ class TrainOptions(_Options):
         if self.capped:
             self._check_caps()
         config = ModelConfig("any", 64, 192, 10_000, 4) if self.init else resolve_size(self.size)
-        if reason := refusal(self.training_case(config, 1)):
+        if reason := refusal(self.training_case(config, self.tensor * self.context)):
             raise ValueError(reason)
 
     @property
@@ -272,6 +276,10 @@ class TrainOptions(_Options):
             return {"keep": "products"}
         return kept_as(self.keep or default_keep(self.kernels, self.matmul_dtype))
 
+    def data_ranks(self, world_size: int) -> int:
+        """The ranks of so many that have batches of their own; ValueError if --tensor and --context do not fit."""
+        return mesh_shape(world_size, self.context, self.tensor)[0]
+
     def micro_batches(self, world_size: int) -> int:
         """Micro-batches per step.
 
@@ -280,7 +288,7 @@ class TrainOptions(_Options):
         """
         if self.total_batch_tokens is None:
             return self.accumulate
-        tokens = self.batch_size * self.context_length * world_size
+        tokens = self.batch_size * self.context_length * self.data_ranks(world_size)
         if self.total_batch_tokens % tokens:
             asked = f"--total-batch-tokens {self.total_batch_tokens:,} is no multiple of {tokens:,}"
             size = f"--batch-size {self.batch_size} of {self.context_length} tokens on {world_size} ranks"
@@ -289,7 +297,7 @@ class TrainOptions(_Options):
 
     def tokens_per_step(self, world_size: int) -> int:  # type: ignore[override]
         """Tokens per step of all ranks."""
-        return self.micro_batches(world_size) * self.batch_size * self.context_length * world_size
+        return self.micro_batches(world_size) * self.batch_size * self.context_length * self.data_ranks(world_size)
 
     def n_steps(self, n_sequences: int, world_size: int) -> int:
         """Steps of the whole run, on data of so many sequences."""

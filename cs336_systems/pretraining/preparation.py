@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.offload import host_bytes, offloaded, state_bytes_per_parameter
 from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.declared import flag
+from cs336_systems.distributed.context import local_tokens
+from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.process_group import Rank, on_every_rank, on_rank_0
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.tensor import take_parts
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.memory import check_fit, is_predictable, predicted_peak, predicted_states
 from cs336_systems.harness.provenance import device_state, host_name, memory_used_bytes, versions
+from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.checkpoint import ModelOfRun, write_run_json
@@ -32,8 +37,10 @@ from cs336_systems.pretraining.run_records import Data, Device, GpuState, Light,
 from cs336_systems.pretraining.schedules import LearningRate
 from cs336_systems.pretraining.tokenizer import TOKENIZER, load_tokenizer
 from cs336_systems.pretraining.tokenizing import TokenizeOptions, default_folder, tokenize
-from cs336_systems.training.assemble import build_model, finish
+from cs336_systems.refusals import refusal
+from cs336_systems.training.assemble import build_model, finish, mesh_of
 from cs336_systems.training.clipping import GradientGuard
+from cs336_systems.training.precision import parameter_dtype
 from cs336_systems.training.step import TrainStep
 
 _MAY_DIFFER = ("data", "walltime", "log_every", "tensorboard", "wandb", "export")
@@ -51,6 +58,8 @@ class PreparedRun:
         evaluation: the held-out sequences; None if there is no evaluation.
         evaluation_batch: sequences at a time, of each rank.
         tokens_per_step: tokens of all ranks.
+        mesh: the ranks, where some share a batch.
+        place: this rank's number among those that have batches of their own, and theirs.
     """
 
     options: TrainOptions
@@ -64,6 +73,12 @@ class PreparedRun:
     case: TrainerCase
     step: TrainStep | CappedStep
     tokens_per_step: int
+    mesh: Mesh | None
+    place: tuple[int, int]
+
+    def own(self, tokens: Tensor) -> Tensor:
+        """This rank's part of the tokens of whole sequences."""
+        return local_tokens(tokens, self.mesh, self.case.context_order)
 
 
 def describe_device(rank: Rank) -> Device:
@@ -113,9 +128,12 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
         evaluation = Sequences(dataset.evaluation, length, config.vocab_size, rank.device)
     n_steps, tokens_per_step = options.n_steps(len(train), rank.world_size), options.tokens_per_step(rank.world_size)
     rate = options.rate_of(n_steps)
-    ranks = {"rank": rank.rank, "world_size": rank.world_size}
-    loader = Loader(train, tokens_per_step // length, seed=options.seed, **ranks)
     case = options.training_case(config, rank.world_size)
+    if reason := refusal(case):
+        raise ValueError(reason)
+    mesh, n_data = mesh_of(case, rank), options.data_ranks(rank.world_size)
+    place = (mesh.place("data") if mesh else rank.rank, n_data)
+    loader = Loader(train, tokens_per_step // length, seed=options.seed, rank=place[0], world_size=n_data)
     step: TrainStep | CappedStep
     if options.capped:
         step = CappedStep(options, case, rank.device)
@@ -126,7 +144,8 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
         step, batch = _step(options, case, rank), options.batch_size
     model = ModelOfRun(config, dataset.tokenizer, dataset.eos_id)
     on_rank_0(lambda: write_run_json(options.out, model))
-    return PreparedRun(options, dataset, evaluation, batch, config, loader, n_steps, rate, case, step, tokens_per_step)
+    run = (options, dataset, evaluation, batch, config, loader, n_steps, rate, case, step, tokens_per_step, mesh, place)
+    return PreparedRun(*run)
 
 
 def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
@@ -220,8 +239,13 @@ def _step(options: TrainOptions, case: TrainerCase, rank: Rank) -> TrainStep:
     if options.init is None:
         model = build_model(case, rank)
     else:
-        model = build_model(replace(case, zero=0), rank)  # whole, as FSDP takes it, too
-        load_hf_weights(model, options.init)
+        model = build_model(replace(case, zero=0), rank)  # with values, as FSDP takes it, too
+        if case.tensor == 1:
+            load_hf_weights(model, options.init)
+        else:
+            whole = TransformerLM(case.config, device="cpu", dtype=parameter_dtype(case.precision))
+            load_hf_weights(whole, options.init)
+            take_parts(model, whole)
     fused: dict[str, Any] = {}
     if options.optimizer == "fused":
         moments = {"same": None, "fp32": torch.float32, "bf16": torch.bfloat16}[options.moments]

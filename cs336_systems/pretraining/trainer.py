@@ -217,13 +217,13 @@ def _open_log(prepared: PreparedRun, first_step: int, sinks: Sequence[Sink]) -> 
 
 def _other_batch(before: int, prepared: PreparedRun, first_step: int) -> str:
     """A sentence on what changes in a run whose steps had ``before`` tokens, and how to keep it."""
-    options, world_size = prepared.options, prepared.case.world_size
+    options, n_data = prepared.options, prepared.options.data_ranks(prepared.case.world_size)
     epochs = prepared.loader.epochs_after(prepared.n_steps - first_step)
     was = f"a step has {prepared.tokens_per_step:,} tokens now and had {before:,} before step {first_step:,}"
     now = f"the {prepared.n_steps:,} steps of the run are {epochs:.2f} epochs"
-    rows, rest = divmod(before, options.context_length * world_size)
+    rows, rest = divmod(before, options.context_length * n_data)
     if rest:
-        return f"{was}: {now}; {before:,} cannot be divided over {world_size} ranks"
+        return f"{was}: {now}; {before:,} cannot be divided over {n_data} ranks"
     return f"{was}: {now}; --total-batch-tokens {before} --batch-size {math.gcd(rows, options.batch_size)} keeps them"
 
 
@@ -285,7 +285,7 @@ class _Run:
         rate = self._prepared.rate(self._made)
         for group in self._step.optimizer.param_groups:
             group["lr"] = rate
-        batch = next(self._prepared.loader)
+        batch = [self._prepared.own(each) for each in next(self._prepared.loader)]
         deferred.begin()
         before = self._exchange_reasons(stop) if self._sends_under_forward else None
         self._step(*batch)
@@ -371,7 +371,8 @@ class _Run:
         self._tell(deferred.flush(), self._made - 1)
         if evaluates and self._prepared.evaluation is not None:
             began, of = time.perf_counter(), (self._prepared.evaluation, self._rank, self._prepared.evaluation_batch)
-            loss, tokens = evaluate(self._step, *of, options.evaluation_sequences)
+            shared = options.evaluation_sequences, self._prepared.own, self._prepared.place
+            loss, tokens = evaluate(self._step, *of, *shared)
             self._log.write(Evaluation(self._made, loss, tokens, time.perf_counter() - began))
         if saves or (options.save_every is not None and self._reason is not None):
             self._save()

@@ -182,7 +182,7 @@ def test_what_ranks_cannot_share_is_refused():
         ({"keep": "autograd"}, {}, "keep autograd"),
         ({"context_length": 18}, {"context": 4}, "8 equal parts, got 18 tokens"),
         ({}, {"tensor": 8}, "n_kv_heads 4"),
-        ({"batch_size": 1, "context_length": 4}, {"context": 2, "tensor": 4}, "does not divide the 2 tokens"),
+        ({"batch_size": 1, "context_length": 4}, {"context": 2, "tensor": 4}, "tensor 4 does not divide the 2 tokens"),
         ({"matmul_dtype": "e4m3", "dtype": "bf16"}, {}, "e4m3 with tensor 2"),
         ({}, {"context_order": "circle"}, "circle"),
     ):
