@@ -44,6 +44,8 @@ def trained(tmp_path_factory):
         two += [first_half(f"around-{zero}", zero=zero), of(f"around-{zero}", zero=after)]
     two += [of(f"stopped-{zero}", zero=zero, **EXPLODING) for zero in (0, 3)]
     two += [first_half("same-3", zero=3), of("same-3", zero=3)]
+    two += [of("two-tensor", tensor=2, keep="products"), first_half("mesh", context=2, zero=3, keep="products")]
+    two += [of("mesh", tensor=2, keep="products")]
     outcomes = spawn(train_each, 2, two, timeout_s=120)
     assert outcomes[0] == outcomes[1]
     for asked, outcome in zip(two, outcomes[0], strict=True):
@@ -73,7 +75,15 @@ def budget(trained):
 
 @pytest.mark.slow
 def test_ranks_and_resharding_change_no_more_than_another_order_of_addition(trained, budget):
-    for name in (*(f"two-{zero}" for zero in ZEROS), "around-1", "around-3", "one-to-two", "two-to-one"):
+    for name in (
+        *(f"two-{zero}" for zero in ZEROS),
+        "around-1",
+        "around-3",
+        "one-to-two",
+        "two-to-one",
+        "two-tensor",
+        "mesh",
+    ):
         apart = (values(trained / name) - values(trained / "alone")).abs()
         assert (apart <= budget).all(), (name, apart, budget)
     losses, norms = torch.stack([values(trained / f"two-{zero}") for zero in ZEROS]).unbind(-1)
