@@ -1,14 +1,22 @@
 """Context parallelism against one process: attention and its gradients at a rank's tokens, what is sent, refusals."""
 
+import itertools
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from cs336_systems.blocks import REFERENCE
-from cs336_systems.distributed.context import ORDERS, context_ops, meeting, positions
+from cs336_systems.blocks import REFERENCE, BlockGradients, BlockWeights, Saved, backward, forward
+from cs336_systems.costs.kept import LEVELS, kept_names
+from cs336_systems.costs.parallelism.step import GATHER, SCATTER, SEND, context_sent
+from cs336_systems.distributed.context import ORDERS, context_ops, positions
 from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.traffic import Traffic
 
+from ..blocks.cases import LLAMA, QWEN3, block_of, inputs, tables, written_out
 from .checks import checks_of, on_each
 
 LENGTH, D_HEAD = 24, 8
@@ -48,34 +56,40 @@ def check_attention_is_that_of_whole_sequences(rank: Rank):
                 assert (part - right[:, :, own]).abs().max() <= budget, (order, n_kv_heads)
 
 
+def check_a_block_is_the_whole_blocks_rows_whatever_it_keeps(rank: Rank):
+    """With gradients that add up to the whole block's, the same bits at every level, and the bytes predicted."""
+    group, n = Mesh.over(rank, context=rank.world_size).group("context"), rank.world_size
+    names = {"_allgather_base": GATHER, "_reduce_scatter_base": SCATTER, "send": SEND}
+    for config, order in itertools.product((LLAMA, QWEN3), ORDERS):
+        own, ops = positions(LENGTH, rank.rank, n, order), context_ops(REFERENCE, group, order)
+        whole, _ = written_out(config, LENGTH, torch.float64, "all")
+        parameters = dict(block_of(config, torch.float64).named_parameters())
+        x, dy = (each[:, own] for each in inputs(config, LENGTH, torch.float64))
+        how = ops, config, *(each[own] for each in tables(config, LENGTH, torch.float64))
+        found = []
+        for keep in LEVELS:
+            weights, saved = BlockWeights.of(parameters), Saved(kept_names(keep))
+            grads = BlockGradients.empty(parameters, parameters)
+            with Traffic() as log:
+                y = forward(x, weights, saved, *how)
+                dx = backward(dy, weights, saved, grads, *how)
+            found.append((y, dx, *grads.by_parameter(parameters).values()))
+            sent = Counter({SEND: 0, GATHER: 0, SCATTER: 0})
+            for event in log.sent:
+                if event.kind != "recv":
+                    sent[names[event.kind]] += event.n_bytes
+            asked = replace(config, n_layers=1), 2 * LENGTH // n, keep, n, 8
+            assert +sent == +context_sent(*asked, rank=rank.rank, order=order), (order, keep)
+        assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+        torch.testing.assert_close(found[0][:2], (whole["y"][:, own], whole["dx"][:, own]), rtol=1e-10, atol=1e-11)
+        for name, gradient in grads.by_parameter(parameters).items():
+            total = gradient.clone()
+            dist.all_reduce(total)
+            torch.testing.assert_close(total, whole[name], rtol=1e-9, atol=1e-10)
+
+
 test_on_two_ranks = on_each(2, checks_of(globals()))
 test_on_four_ranks = on_each(4, checks_of(globals()))
-
-
-def check_each_key_is_sent_once_and_its_gradient_returns(rank: Rank):
-    """Zigzag sends half or all of a rank's keys, ring all to later ranks; gathered reduces gradients of all."""
-    group, n = Mesh.over(rank, context=rank.world_size).group("context"), rank.world_size
-    local = LENGTH // n
-    for order in ORDERS:
-        *tensors, do = (x[:, :, positions(LENGTH, rank.rank, n, order)] for x in draw(8, 2, torch.float32))
-        with Traffic() as log:
-            attend(context_ops(REFERENCE, group, order), tensors, do)
-        sent = sum(event.n_bytes for event in log.sent if event.kind == "send")
-        gathered = [(event.kind, event.n_bytes) for event in log.sent if event.kind not in ("send", "recv")]
-        n_bytes = 2 * 2 * 2 * local * D_HEAD * 4  # keys and values of two sequences and two heads
-        if order == "gathered":
-            assert (sent, gathered) == (0, [("_allgather_base", n * n_bytes)] * 2 + [("_reduce_scatter_base", n_bytes)])
-            continue
-        others = [other for other in range(n) if other != rank.rank]
-        met = [(meeting(a, b, local, order)) for other in others for a, b in ((other, rank.rank), (rank.rank, other))]
-        there, back = ([each for each in met[i::2] if each] for i in range(2))
-        shares = [sum((each.keys.stop - each.keys.start) / local for each in part) for part in (there, back)]
-        if order == "ring":
-            assert shares == [n - 1 - rank.rank, rank.rank]
-        assert (sent, gathered) == ((2 * shares[0] + shares[1]) * n_bytes, [])
-
-
-test_bytes_of_four_ranks = on_each(4, (check_each_key_is_sent_once_and_its_gradient_returns,))
 
 
 @pytest.mark.parametrize(("order", "n_parts"), [("ring", 3), ("zigzag", 6), ("gathered", 6)])
