@@ -15,9 +15,10 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cs336_systems.case import Parallel
 from cs336_systems.config import ATTENTIONS, MODEL_SIZES, resolve_size
 from cs336_systems.costs.kept import check_known
-from cs336_systems.declared import option, options_of
+from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.experiments.options import RunOptions, cell_of
@@ -83,6 +84,8 @@ class TrainingRunCell:
         0, "What is sharded among ranks, as for train.py; one rank and independent ones are at 0.", values=(0, 1, 2, 3)
     )
     gather_by: str = option("collectives", "For --zero 3, as for train.py.", values=("collectives", "copies"))
+    tensor: int = like(Parallel, "tensor", shown=False)
+    context: int = like(Parallel, "context", shown=False)
     apart: str = option(
         "off",
         "For ours, independent replicas: each rank trains its own model on its share of the tokens, at the same time "
@@ -125,7 +128,7 @@ class TrainingRunCell:
         asked: dict[str, Any] = {}
         if self.device == "cpu":
             asked = {name: TrainOptions.CPU_DEFAULTS[name] for name in ("optimizer", "kernels")}
-        ours = ("zero", "gather_by", *_WORDS) if self.how == "ours" else ()
+        ours = ("zero", "gather_by", "tensor", "context", *_WORDS) if self.how == "ours" else ()
         asked |= {name: getattr(self, name) for name in (*_RUN, *ours)}
         asked |= as_options(self.recipe) if self.how == "ours" else {}
         asked["total_batch_tokens"] = self.total_batch_tokens * self.n_together // self.world_size
@@ -133,6 +136,8 @@ class TrainingRunCell:
 
     def __str__(self) -> str:
         shared = f"ZeRO {self.zero}, {self.gather_by}" if self.n_together > 1 else "independent"
+        sizes = {"tensor": self.tensor, "context": self.context}
+        shared += "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
         ranks = f"on {self.world_size} ranks, {shared}" if self.world_size > 1 else ""
         shape = f"{self.size} {self.batch_size} x {self.context_length} {self.dtype}"
         graph = "CUDA graph" if self.cuda_graph == "on" else ""
@@ -167,7 +172,8 @@ def make_cells(options: Any) -> list[TrainingRunCell]:
         check_known("attention", name, ATTENTIONS)
     if "off" not in options.apart and max(options.world_size or (1,)) == 1:
         raise ValueError("--apart on needs --world-size of 2 or more, got 1")
-    of_ranks = {"world_size": (1,), "zero": (0,), "gather_by": ("collectives",), "apart": ("off",)}
+    of_ranks: dict[str, tuple[Any, ...]] = {"world_size": (1,), "zero": (0,), "gather_by": ("collectives",)}
+    of_ranks |= {"apart": ("off",), "tensor": (1,), "context": (1,)}
     cells = []
     for size, how in itertools.product(options.size, options.how):
         resolve_size(size)
@@ -176,7 +182,7 @@ def make_cells(options: Any) -> list[TrainingRunCell]:
         for values in itertools.product(*ways.values()):
             own = dict(zip(ways, values, strict=True)) | {"size": size, "how": how, "library": _library(how)}
             if own["world_size"] == 1 or own["apart"] == "on":
-                own |= {"zero": 0, "apart": "off" if own["world_size"] == 1 else "on"}
+                own |= {"zero": 0, "apart": "off" if own["world_size"] == 1 else "on", "tensor": 1, "context": 1}
             own["gather_by"] = own["gather_by"] if own["zero"] == 3 else "collectives"
             cell = cell_of(TrainingRunCell, options, data=TrainingRunCell.data, **own)
             replace(cell, apart="off").train_options.micro_batches(cell.world_size)
@@ -210,7 +216,9 @@ def _speedup(line: Line) -> Spread | None:
 def _over_one_rank(line: Line) -> Spread | None:
     if line.settings["world_size"] == 1:
         return None
-    alone = {"world_size": 1, "gather_by": "collectives", "apart": "off"}
+    alone: dict[str, Any] = {"world_size": 1, "gather_by": "collectives", "apart": "off"}
+    said = {name: str(line.settings.get(name, "")) for name in ("tensor", "context")}  # which older rows do not say
+    alone |= {name: 1 for name, size in said.items() if size not in ("", "nan", "None", "1")}
     ratios = (line.repeats_over("tokens_per_s", line.peer(zero=zero, **alone)) for zero in UNSHARDED)
     return next(filter(None, ratios), None)
 
@@ -223,7 +231,8 @@ def _first_loss(line: Line) -> float | None:
 TRAINING_TABLE = ResultTable(
     settings=(
         *("gpu", "device", "size", "batch_size", "context_length", "total_batch_tokens", "dtype", "how"),
-        *("world_size", "zero", "gather_by", "apart", "recipe", *_WORDS, "data", "warmup", "seconds"),
+        *("world_size", "zero", "gather_by", "tensor", "context", "apart", "recipe", *_WORDS),
+        *("data", "warmup", "seconds"),
     ),
     always=("size", "how", "recipe"),
     columns=(
