@@ -135,8 +135,7 @@ def launch_rows_of_ranks(
     """``launch_rows`` for this rank's words of a vocabulary that ranks share; targets are among all words."""
     places, chunk = own_places(targets_C, logits_CV.shape[1], ranks), (losses_C, lse_C)
     launch_rows(logits_CV, places, *chunk, scale=scale, z_loss=0.0, gradient=False)
-    target_logits = (lse_C - losses_C).where(places >= 0, 0.0)
-    agree_(*chunk, lse_C, target_logits, places != IGNORED, z_loss, ranks)
+    agree_(*chunk, lse_C, lse_C - losses_C, places, z_loss, ranks)
     if gradient:
         launch_rows(logits_CV, places, *chunk, scale=scale, z_loss=z_loss, gradient=True, known=True)
 

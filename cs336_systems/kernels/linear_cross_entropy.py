@@ -39,8 +39,8 @@ from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
 IGNORED = -100
 """The target that does not count, as everywhere in torch."""
-ELSEWHERE = -1
-"""The target that is not among this rank's words."""
+ELSEWHERE, NOWHERE = -1, -2
+"""The targets that are not among this rank's words: among another's, or no rank's."""
 CHUNK_BYTES = 5 * 2**27
 """The most bytes of a chunk's logits: 0.625 GiB, 2,048 tokens of 151,936 words in bf16. At 32,768 x 4096 an H200 takes
 183.3, 185.4 and 185.0 ms in chunks of 2,048, 4,096 and 8,192 (LOG.md)."""
@@ -58,28 +58,35 @@ def default_chunk(n_tokens: int, n_words: int, itemsize: int) -> int:
 
 
 def own_places(targets_C: Tensor, n_words: int, ranks: TensorRanks) -> Tensor:
-    """Targets among this rank's words, which are ``n_words`` of the vocabulary; ``ELSEWHERE`` if another rank's."""
+    """Targets among this rank's words, which are ``n_words`` of the vocabulary; else ``ELSEWHERE`` or ``NOWHERE``."""
     if ranks.n_ranks == 1:
         return targets_C
     places = targets_C - ranks.rank * n_words
-    elsewhere = (targets_C != IGNORED) & ((places < 0) | (places >= n_words))
-    return places.where(targets_C != IGNORED, IGNORED).masked_fill(elsewhere, ELSEWHERE)
+    places = places.where((places >= 0) & (places < n_words), ELSEWHERE)
+    exists = (targets_C >= 0) & (targets_C < n_words * ranks.n_ranks)
+    return places.where(exists, NOWHERE).where(targets_C != IGNORED, IGNORED)
 
 
 def agree_(
     losses_C: Tensor,
     lse_C: Tensor,
     own_lse_C: Tensor,
-    own_target_logits_C: Tensor,
-    counts_C: Tensor,
+    target_logits_C: Tensor,
+    places_C: Tensor,
     z_loss: float,
     ranks: TensorRanks,
 ) -> None:
-    """Fill losses and lse over the whole vocabulary, of each rank's lse and the logits of targets among its words."""
-    own = torch.stack((own_lse_C, own_target_logits_C), dim=1)
+    """Fill losses and lse over the whole vocabulary, of each rank's lse and logits of targets; NaN for ``NOWHERE``.
+
+    Args:
+        target_logits_C: of targets among this rank's words; anything for others.
+        places_C: of the targets, as ``own_places`` gives them.
+    """
+    target_logits_C = target_logits_C.where(places_C >= 0, 0.0).masked_fill(places_C == NOWHERE, torch.nan)
+    own = torch.stack((own_lse_C, target_logits_C), dim=1)
     lse_RC, target_logits_RC = ranks.gather(own).view(ranks.n_ranks, -1, 2).unbind(-1)
     lse_C.copy_(torch.logsumexp(lse_RC, dim=0))
-    losses_C.copy_((lse_C - target_logits_RC.sum(0) + z_loss * lse_C.square()).where(counts_C, 0.0))
+    losses_C.copy_((lse_C - target_logits_RC.sum(0) + z_loss * lse_C.square()).where(places_C != IGNORED, 0.0))
 
 
 def plain_rows(
@@ -98,14 +105,13 @@ def plain_rows(
     Args:
         ranks: those that share the vocabulary, of which the logits are this rank's words.
     """
-    places, x = own_places(targets_C, logits_CV.shape[1], ranks), logits_CV.to(lse_C.dtype)
-    counts, here = places != IGNORED, places >= 0
-    places = places.where(here, 0)[:, None]
-    target_logits = x.gather(1, places).squeeze(1).where(here, 0.0)
-    agree_(losses_C, lse_C, torch.logsumexp(x, dim=-1), target_logits, counts, z_loss, ranks)
+    found, x = own_places(targets_C, logits_CV.shape[1], ranks), logits_CV.to(lse_C.dtype)
+    counts, here = found != IGNORED, found >= 0
+    places = found.where(here, 0)
+    agree_(losses_C, lse_C, torch.logsumexp(x, dim=-1), x.gather(1, places[:, None]).squeeze(1), found, z_loss, ranks)
     if gradient:
         dlogits = torch.exp(x - lse_C[:, None]) * (1 + 2 * z_loss * lse_C)[:, None]
-        dlogits.scatter_add_(1, places, -here[:, None].to(dlogits.dtype))
+        dlogits.scatter_add_(1, places[:, None], -here[:, None].to(dlogits.dtype))
         logits_CV.copy_((dlogits / denominator).where(counts[:, None], 0.0))
 
 

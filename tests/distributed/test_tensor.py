@@ -115,7 +115,11 @@ def check_rows_of_logits_by_the_kernel_are_those_of_plain_torch(rank: Rank):
     plain_rows(plain, targets, *results[1], denominator=count, ranks=ranks, **how)
     padded = torch.full((6, 48), -torch.inf)
     own = padded[:, :n_words].copy_(whole.chunk(2, 1)[rank.rank])
-    launch_rows_of_ranks(own, targets, *results[2], scale=1 / count[None], ranks=ranks, **how)
+    lost, scale = torch.empty(2, 6), 1 / count[None]
+    beyond = torch.tensor([2 * n_words, -2, -1, 2 * n_words + 1, 2 * n_words, 99])
+    launch_rows_of_ranks(padded.clone()[:, :n_words], beyond, *lost, scale=scale, ranks=ranks, **how)
+    assert lost[0].isnan().all()
+    launch_rows_of_ranks(own, targets, *results[2], scale=scale, ranks=ranks, **how)
     for gradient, found in ((plain, results[1]), (own, results[2])):
         torch.testing.assert_close(found, results[0], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient, expected.chunk(2, 1)[rank.rank], rtol=1e-5, atol=1e-6)
