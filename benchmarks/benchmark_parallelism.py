@@ -1,12 +1,12 @@
-"""What do ranks gain that share a batch? One step over meshes of data, context and tensor ranks.
+"""What do ranks gain by sharing a batch? One step over meshes of data, context and tensor ranks.
 
-    uv run benchmarks/benchmark_parallelism.py                              # two ranks, under a minute on a CPU
+    uv run benchmarks/benchmark_parallelism.py --world-size 1 2             # scaling of two ranks from one
     uv run benchmarks/benchmark_parallelism.py --world-size 1 2 4 --tensor 1 2 --context 1 2 --out results/
     uv run torchrun --nproc-per-node 2 benchmarks/benchmark_parallelism.py --size llama3-8b --batch-size 1 \
         --context-length 8192 --dtype bf16 --kernels fused --attention hopper --tensor 2 --context 1 --trace traces/
 
-Of --tensor and --context every product is measured that divides the number of ranks; the other ranks have batches of
-their own. --batch-size is that of the ranks that share it. After the run parameters must have the same bits on all
+Every combination of --tensor and --context that divides the ranks is measured; ranks left over have batches of their
+own. --batch-size is that of the ranks that share it. After the run parameters must have the same bits on all
 ranks that hold them alike, or the cell fails.
 """
 

@@ -96,20 +96,20 @@ class Parallel:
     """Whether torch's FSDP2 keeps shards, their gradients and the optimizer's state in host memory."""
     tensor: int = option(
         1,
-        "Ranks that share every matrix and the rows of the residual stream: tensor and sequence parallelism.",
+        "Ranks of tensor and sequence parallelism: they share matrices and tokens. Not with --keep autograd.",
         sign="positive",
         shown=True,
     )
     context: int = option(
         1,
-        "Ranks that share every sequence, each with some of its tokens: context parallelism.",
+        "Ranks of context parallelism, which share sequences. Not with --keep autograd.",
         sign="positive",
         shown=True,
     )
     context_order: str = option(
         "zigzag",
         "Which tokens a context rank holds, and how keys and values reach it: ring, in parts one after the other; "
-        "zigzag, an early and a late part, so that all compute as much; gathered, the same, with all keys at once.",
+        "zigzag, early and late parts, for equal work; gathered, zigzag's parts, with all keys gathered first.",
         values=("zigzag", "ring", "gathered"),
         shown=True,
     )
@@ -166,7 +166,7 @@ class TrainingCase:
         typed=str,
         shown=True,
     )
-    batch_size: int = option(4, "Sequences per micro-batch and rank.", sign="positive", shown=True)
+    batch_size: int = option(4, "Sequences per micro-batch and data rank.", sign="positive", shown=True)
     context_length: int = option(512, "Tokens per sequence.", sign="positive", shown=True)
     dtype: str = option(
         "fp32",
@@ -327,7 +327,7 @@ class TrainingCase:
 
     @property
     def tokens_per_step(self) -> int:
-        """The tokens of this rank in a step, all micro-batches together."""
+        """The tokens of a step of the ranks that share its micro-batches."""
         return self.accumulate * self.batch_size * self.context_length
 
     def __str__(self) -> str:

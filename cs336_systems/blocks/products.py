@@ -64,7 +64,7 @@ class Products:
         self.ranks = ranks
 
     def gather(self, operand: Operand) -> Operand:
-        """An operand with the rows of all ranks, of one with this rank's."""
+        """All ranks' rows (all-gathered) of an operand with this rank's."""
         return operand if self.ranks.n_ranks == 1 else Operand(*[self.ranks.gather(operand.rows)] * 2)
 
     def maxima(self, x: Tensor, kept: Mapping[str, Tensor] | None = None) -> Maxima:
@@ -121,7 +121,7 @@ class Products:
             torch.addmm(bias, x, weight.T, out=out)
 
     def add_forward_(self, ops: BlockOps, out: Tensor, base: Tensor, x: Any, weight: Any) -> None:
-        """base + x W^T of rows, added up over the ranks; ``out`` may be ``base``."""
+        """base + own rows of the ranks' sum of x W^T; ``out`` may be ``base``."""
         if self.ranks.n_ranks == 1:
             ops.add_product_(out, base, x, weight)
             return

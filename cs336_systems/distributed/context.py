@@ -6,16 +6,16 @@
 
 In ``ring`` and ``zigzag`` (Liu et al. 2023, "Ring Attention with Blockwise Transformers"; the order after Zhu's
 ring-flash-attention) a rank attends to its own keys while those of another arrive, and merges what it finds by
-log-sum-exp. Only keys that some query sees are sent, once, from the rank that has them: all GPUs of a host are linked
-alike. Backward sends keys and values once more, and their gradients back. Key/value heads travel as they are, however
-many query heads share them.
+log-sum-exp. Keys do not go round a ring: each rank sends its own directly to those whose queries see them. Backward
+sends keys and values once more, and their gradients back. Key/value heads travel as they are, however many query heads
+share them.
 
-    ops = context_ops(block_ops("fused", "hopper"), mesh.group("context"), "zigzag")
+    write_out(model, context_ops(ops, mesh.group("context"), "zigzag"), "products")
     ids, targets = local_tokens(torch.stack((ids, targets)), mesh, "zigzag")
     rotate_local(model, mesh.group("context"), "zigzag")          # angles of these tokens' positions
 
 A rank's output is that of the whole sequence at its tokens, but for rounding: partial outputs have the dtype of the
-inputs and are merged in fp32, and gradients are added up in fp32.
+inputs and are merged in fp32; so are gradients, not in ``gathered``.
 """
 
 from collections.abc import Callable
@@ -87,7 +87,7 @@ def context_ops(ops: BlockOps, group: dist.ProcessGroup, order: str) -> BlockOps
 
 @dataclass(frozen=True)
 class Meeting:
-    """The queries of one rank that see keys of another, and these keys: all of them, or causally."""
+    """One rank's queries and keys of another: each query sees all of these, or, ``causal``, the earlier."""
 
     queries: slice
     keys: slice
@@ -174,7 +174,7 @@ class Exchanged:
                 total[:, :, keys] += part
 
     def _send_keys(self, own: Tensor, step: int) -> Received:
-        """Send what the rank ``step`` after this one needs of own keys and values, and receive from the one before."""
+        """Send needed keys and values to the rank ``step`` after this one, and receive from that ``step`` before."""
         if step >= self._n_ranks:
             return lambda: None
         to, source, length = (self._rank + step) % self._n_ranks, (self._rank - step) % self._n_ranks, own.shape[3]

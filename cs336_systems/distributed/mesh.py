@@ -51,7 +51,7 @@ class Mesh:
         return self.devices.get_local_rank(dimension)
 
     def group(self, dimension: str) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one along a dimension alone; None if there are no others."""
+        """This rank and the others along a dimension; None (to torch: all ranks) if there are no others."""
         return self.devices.get_group(dimension) if self.size(dimension) > 1 else None
 
     @cached_property

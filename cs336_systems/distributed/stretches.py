@@ -2,7 +2,7 @@
 
     described = write_stretches(folder / "rank-0.safetensors", {"model/w": Stretch((4, 6), start=0, values=rows)})
     write_index(folder, [described, ...])                # of all ranks
-    stored = read_index(folder)                          # name -> StoredTensor
+    stored = read_index(folder, names_of_files)          # name -> StoredTensor
     fill(Stretch((4, 6), start=6, values=torch.empty(3, 6)), stored["model/w"])
 
 Every rank writes one safetensors file, in which a tensor is the rank's stretch of it, flat. ``tensors.json`` says where
@@ -57,7 +57,7 @@ class Stretch:
         start: the first element's position in the whole tensor, its dimensions permuted to ``order`` and flattened.
         values: the elements, flattened in row-major order, in a plain tensor.
         order: dimensions, outermost first; empty for their own order.
-        parts: a dimension and a number of equal parts along it, which follow each other; empty for one part.
+        parts: (dimension, number of equal parts along it): elements are counted part by part; empty for one.
     """
 
     shape: tuple[int, ...]

@@ -4,12 +4,12 @@
     ranks = GroupRanks(mesh.group("tensor"))
     model = TransformerLM(part, tensor_ops(ops, ranks), device="meta")
     write_out(model, block_ops, keep, Products(ranks))
-    fill_from_whole(model, ranks)                     # ``reset_parameters`` gives this rank's part of the whole model
+    fill_from_whole(model, ranks)                     # then: model.to_empty(device=d).reset_parameters()
 
 q | k | v and gate | up are divided by their outputs, output and down by their inputs (Shoeybi et al. 2019, section 3),
 embedding and head by words. Norms are whole on every rank, but see only its rows of the residual stream (Korthikanti et
 al. 2022, section 4.2.2), so their gradients are added up over the ranks. A block sends in forward and in backward two
-gathers and two reduce-scatters of its rows. Numbers are those of one process but for the order of sums.
+gathers and two reduce-scatters of its rows. Numbers are those of one process but for rounding of sums.
 """
 
 from collections.abc import Sequence
@@ -63,9 +63,9 @@ def tensor_dim(name: str) -> int | None:
 
 
 def fill_from_whole(model: nn.Module, ranks: TensorRanks) -> None:
-    """Let every ``reset_parameters`` of a rank's part give it its part of what the whole model would draw.
+    """Make each ``reset_parameters`` draw the whole module's parameters and keep this rank's part.
 
-    Parameters are whole, a module's at a time, for as long as they are drawn. Checkpoints ask ``tensor_ranks``.
+    One module at a time is whole while it is drawn. Checkpoints read ``model.tensor_ranks``, set here.
     """
     model.tensor_ranks = ranks  # type: ignore[assignment]
     for name, module in model.named_modules():

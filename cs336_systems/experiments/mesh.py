@@ -1,4 +1,4 @@
-"""What do ranks gain that share a batch? One training step over a mesh of data, context and tensor ranks.
+"""What do ranks gain by sharing a batch? One training step over a mesh of data, context and tensor ranks.
 
 A cell is one division of the ranks. Those that differ in data alone have batches of their own, so that their tokens
 add up; those along context and tensor share one. Scaling compares tokens/s per rank with those of one rank alone on the
@@ -97,7 +97,7 @@ class MeshCell(RankedCase):
 
 @dataclass(frozen=True)
 class Asked(RankedRun):
-    """What do ranks gain that share a batch?"""
+    """What do ranks gain by sharing a batch?"""
 
     trace: Path | None = None
     """Folder for recordings (torch.profiler) and a picture of rank 0 per cell, in the first repeat."""
@@ -136,7 +136,7 @@ def predicted_messages(cell: MeshCell, rank: int) -> float | None:
     n_bytes, n_replicas, units = cell.accumulate * sent.total(), cell.world_size // cell.tensor, model_units(config)
     if n_replicas == 1:
         return n_bytes
-    counted = _COUNT_BYTES if how.ranks_per_batch > 1 or cell.accumulate > 1 else 0
+    counted = _COUNT_BYTES if how.ranks_per_batch > 1 else 0
     if how.wrapper == "fsdp":
         messages = step_traffic(units, n_replicas, compute_bytes=itemsize, gradient_bytes=itemsize).messages
         scattered = messages["reduce-scatter"] // n_replicas

@@ -87,7 +87,7 @@ class TimedCase(TrainingCase):
 
 @dataclass(frozen=True)
 class RankedCase(TimedCase):
-    """A timed case of several ranks; sizes are per rank."""
+    """A timed case of several ranks; sizes are per data rank."""
 
     optimizer: str = like(TrainingCase, "optimizer", asked=("torch-fused",))
     world_size: int = option(

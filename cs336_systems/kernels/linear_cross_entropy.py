@@ -58,7 +58,7 @@ def default_chunk(n_tokens: int, n_words: int, itemsize: int) -> int:
 
 
 def own_places(targets_C: Tensor, n_words: int, ranks: TensorRanks) -> Tensor:
-    """Targets among this rank's words, which are ``n_words`` of the vocabulary; else ``ELSEWHERE`` or ``NOWHERE``."""
+    """Targets as places among this rank's ``n_words`` words, ``ELSEWHERE`` or ``NOWHERE``; ``IGNORED`` stays."""
     if ranks.n_ranks == 1:
         return targets_C
     places = targets_C - ranks.rank * n_words
@@ -76,7 +76,7 @@ def agree_(
     z_loss: float,
     ranks: TensorRanks,
 ) -> None:
-    """Fill losses and lse over the whole vocabulary, of each rank's lse and logits of targets; NaN for ``NOWHERE``.
+    """Fill losses and lse over the whole vocabulary from each rank's lse and target logits; NaN for ``NOWHERE``.
 
     Args:
         target_logits_C: of targets among this rank's words; anything for others.
@@ -130,7 +130,7 @@ def _in_chunks(
 ) -> tuple[Tensor, Tensor]:
     """(loss, lse (T,)), at least fp32; dx, if it is asked for, is written, and grad_weight written or added to.
 
-    Of several ranks each has rows of x, words of the vocabulary and all targets; a chunk has rows of all ranks.
+    Each of several ranks has some rows of x, some words, all targets; lse is then all rows', chunk by chunk.
     """
     n_tokens, n_words, n_ranks = len(x_TD), len(weight_VD), ranks.n_ranks
     asked: dict[str, Any] = {"z_loss": z_loss, "gradient": dx_TD is not None or grad_weight is not None}

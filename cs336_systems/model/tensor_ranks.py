@@ -1,4 +1,4 @@
-"""The ranks that share every matrix of a model, as a value: operations are told how rows of theirs meet.
+"""The ranks that share every matrix of a model, and their collectives, as an object that operations get.
 
 Under tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022) each of t ranks holds a part of the
 heads, of the feed-forward width and of the vocabulary, and rows [i R/t, (i + 1) R/t) of the residual stream's R rows.
@@ -12,21 +12,21 @@ from torch import Tensor
 
 
 class TensorRanks:
-    """One rank that shares nothing."""
+    """The base class: one rank alone."""
 
     n_ranks = 1
     rank = 0
 
     def gather(self, x: Tensor) -> Tensor:
-        """The rows of all ranks, (t r, ...), of this rank's contiguous x (r, ...)."""
+        """All-gather: the rows of all ranks, (t r, ...), of this rank's contiguous x (r, ...)."""
         return x
 
     def scatter(self, x: Tensor) -> Tensor:
-        """The sum over the ranks of contiguous x (t r, ...), of which this rank gets its own rows (r, ...)."""
+        """Reduce-scatter: this rank's rows (r, ...) of the sum over the ranks of contiguous x (t r, ...)."""
         return x
 
     def total(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The sum over the ranks of each tensor, in one collective."""
+        """All-reduce: the sum over the ranks of each tensor, in one collective."""
         return list(tensors)
 
 

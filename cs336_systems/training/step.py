@@ -116,7 +116,7 @@ class TrainStep:
         self._parameters = tuple(model.parameters())
         self.device = self._parameters[0].device
         self.loss: Tensor | None = None
-        """Loss of the last batch, detached, on the device; while it runs, the sum over its micro-batches so far."""
+        """The last batch's loss so far, detached. With ``counted_over`` its mean over these ranks is the loss."""
 
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Run one step on ids and targets (batch, seq); returns the loss before the update, a detached scalar."""
@@ -156,9 +156,9 @@ class TrainStep:
         return phases
 
     def _shares(self, targets: Tensor) -> Callable[[int, Tensor], Tensor]:
-        """Return the function from a micro-batch's number and mean loss to its share of the mean over all targets.
+        """Return a function of a micro-batch's number and mean loss: its part of what ranks average to the loss.
 
-        Targets of ``IGNORED`` do not count. The first micro-batch counts them, where there are others.
+        Targets of ``IGNORED`` do not count. The first micro-batch counts the others.
         """
         if self.accumulate == 1 and self.counted_over is None:
             return lambda part, loss: loss

@@ -1,15 +1,15 @@
-"""The bytes that ranks send each other in a training step over a mesh of data, context and tensor ranks.
+"""The bytes of messages, not on the wire, of a training step over a mesh of data, context and tensor ranks.
 
 Bytes are those of ``harness/traffic.py``: of a gather or a reduce-scatter its output, of an all-reduce what it reduces,
-of a send what is sent. With R rows in a micro-batch of a rank's tokens, D d_model, t tensor ranks, n context ranks and
-e bytes of an element, each block sends in a micro-batch
+of a send what is sent. With R tokens in a rank's micro-batch, D d_model, d_kv the width of its keys, t tensor ranks
+and e bytes of an element, each block sends in a micro-batch
 
     tensor    forward   2 gathers of R D e and 2 reduce-scatters of R D e / t
               backward  the same, a gather for each norm that is not kept, a reduce-scatter if the residual is not
-    context   forward   keys and values, once to each rank whose queries see them, at most 2 R K E e for each
+    context   forward   keys and values, to each rank whose queries see them, at most 2 R d_kv e each
               backward  the same, and their gradients back
 
-and embedding, head and loss about as much as one block (Korthikanti et al. 2022, section 4.2.2; Liu et al. 2023).
+and embedding, head and loss about half a block's (Korthikanti et al. 2022, section 4.2.2; Liu et al. 2023).
 """
 
 from collections import Counter
