@@ -170,6 +170,13 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         "hand-written backward, " + ", ".join(LEVELS),
     ),
     (
+        lambda case: (
+            case.parallel.context > 1
+            and (case.parallel.wrapper, case.parallel.optimizer_state) == ("none", "replicated")
+        ),
+        "context {parallel.context} with wrapper none: nothing averages the gradients of ranks that share sequences",
+    ),
+    (
         lambda case: case.parallel.ranks_per_batch > 1 and case.parallel.max_ctas > 0,
         "max_ctas {parallel.max_ctas} is for a group of all ranks, not with tensor {parallel.tensor}, context "
         "{parallel.context}",

@@ -63,14 +63,15 @@ REFUSED = [
         Shared("cuda", "tiny", 4, 64, "bf16", keep="all", matmul_dtype="e4m3", how=Parallel(tensor=2)),
         "e4m3 with tensor 2",
     ),
-    (replace(SHARING, how=Parallel(context=2, max_ctas=8)), "max_ctas 8 .* context 2"),
+    (replace(SHARING, how=Parallel(context=2)), "context 2 with wrapper none"),
+    (replace(SHARING, how=Parallel("bucketed", context=2, max_ctas=8)), "max_ctas 8 .* context 2"),
     (replace(SHARING, cuda_graph="on"), "cuda_graph on is for one rank"),
     (
         replace(SHARING, kernels="fused", attention="flash", dtype="bf16", offload="gradients"),
         "gradients is for one rank",
     ),
     (replace(SHARING, how=Parallel(tensor=3)), "tensor 3 does not divide"),
-    (replace(SHARING, how=Parallel(context=3)), "needs sequences of 6 equal parts, got 64 tokens"),
+    (replace(SHARING, how=Parallel("bucketed", context=3)), "needs sequences of 6 equal parts, got 64 tokens"),
     (replace(FP8, context_length=60), "sizes that 16 divides, not context 60"),
 ]
 

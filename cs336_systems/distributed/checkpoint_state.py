@@ -75,7 +75,7 @@ class NamedState:
             return stretch
         n_ranks, size = self._ranks.n_ranks, prod(stretch.shape)
         shape = tuple(n * (n_ranks if d == dim else 1) for d, n in enumerate(stretch.shape))
-        parts = (dim, n_ranks) if dim else ()  # parts along the first dimension follow each other anyway
+        parts = (dim, n_ranks) if dim or stretch.order else ()  # rows of the parts follow each other anyway
         return replace(stretch, shape=shape, start=stretch.start + self._ranks.rank * size, parts=parts)
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:

@@ -68,6 +68,9 @@ class LocalRotary(nn.Module):
         super().__init__()
         self.whole, self.place = whole, (dist.get_rank(group), dist.get_world_size(group), order)
 
+    def reset_parameters(self) -> None:
+        self.whole.reset_parameters()  # type: ignore[operator]
+
     def forward(self, n_positions: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) of this rank's positions in a sequence of n times ``n_positions``; raises as ``positions``."""
         cos, sin = (_local(each, 0, *self.place) for each in self.whole(n_positions * self.place[1]))

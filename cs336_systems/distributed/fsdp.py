@@ -43,6 +43,7 @@ from cs336_systems.distributed.fsdp_units import Predicate, ShardedUnits, Travel
 from cs336_systems.distributed.peer_memory import Turns, why_not_mapped
 from cs336_systems.distributed.process_group import check_same_across_ranks
 from cs336_systems.distributed.wrapped import Members, NotCopied, check_shapes_are_known
+from cs336_systems.model.tensor_ranks import ALONE
 
 
 class FSDP(NotCopied, nn.Module):
@@ -212,10 +213,12 @@ def clip_grad_norm_(fsdp: FSDP, max_norm: float) -> Tensor:
     as ``torch.nn.utils.clip_grad_norm_`` does. Returns the norm before clipping, a scalar on the device.
 
     Raises:
-        ValueError: ``max_norm`` is not positive.
+        ValueError: ``max_norm`` is not positive, or other ranks hold further parts of the model.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
+    if (n_ranks := getattr(fsdp.module, "tensor_ranks", ALONE).n_ranks) > 1:
+        raise ValueError(f"{n_ranks} tensor ranks share the model: clip by training.clipping.GradientGuard")
     sharded = [p.sharded_param for group in fsdp.groups for p in group.parameters]
     replicated = [p.sharded_param for p in fsdp.replicated]
     gradients = [[p.grad.detach() for p in each if p.grad is not None] for each in (sharded, replicated)]

@@ -10,7 +10,7 @@ When all is measured, every parameter must be the same bits on the ranks that ho
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ class MeshCell(RankedCase):
 
     @property
     def parallel(self) -> Parallel:
-        alone = self.world_size == self.tensor
+        alone = self.world_size == self.tensor and self.context == 1
         return Parallel(
             "none" if alone else DATA[self.weights],
             tensor=self.tensor,
@@ -82,7 +82,7 @@ class MeshCell(RankedCase):
     @property
     def name(self) -> str:
         """The stem of its files' names."""
-        return recording_name(self, *self._words)
+        return recording_name(self, *self._words, *([self.weights] if self.world_size > self.tensor else []))
 
     @property
     def _words(self) -> list[str]:
@@ -115,11 +115,13 @@ def make_cells(options: Any) -> list[MeshCell]:
     asked = [(tensor, context) for tensor in options.tensor for context in options.context]
     ranks = options.world_size
     fitting = [{"tensor": t, "context": c} for t, c in asked if any(n % (t * c) == 0 for n in ranks)]
-    cells = [
-        cell
-        for cell in training_cells(MeshCell, options, inner=fitting or [{"tensor": 1, "context": 1}])
-        if cell.world_size % cell.parallel.ranks_per_batch == 0
-    ]
+    plain: dict[str, Any] = {"weights": "ddp", "context_order": MeshCell.context_order}
+    cells = []
+    for cell in training_cells(MeshCell, options, inner=fitting or [{"tensor": 1, "context": 1}]):
+        matters = {"weights": cell.world_size > cell.tensor, "context_order": cell.context > 1}
+        if cell.world_size % cell.parallel.ranks_per_batch == 0:
+            cells.append(replace(cell, **{name: plain[name] for name in plain if not matters[name]}))
+    cells = list(dict.fromkeys(cells))
     if not cells or not fitting:
         divisions = ", ".join(f"tensor {tensor} x context {context}" for tensor, context in asked)
         raise ValueError(f"--world-size {' '.join(map(str, ranks))} cannot be divided into {divisions}")
@@ -127,7 +129,7 @@ def make_cells(options: Any) -> list[MeshCell]:
 
 
 def predicted_messages(cell: MeshCell, rank: int) -> float | None:
-    """Bytes that a rank sends in a step, by arithmetic; None for shards of several micro-batches."""
+    """Bytes that a rank sends in a step, by arithmetic; None for shards of several micro-batches or tied weights."""
     how, config, itemsize = cell.parallel, cell.config.part(cell.tensor), cell.precision.parameter_bytes
     n_rows = cell.batch_size * cell.context_length // cell.context
     place = rank // cell.tensor % cell.context
@@ -141,7 +143,7 @@ def predicted_messages(cell: MeshCell, rank: int) -> float | None:
         messages = step_traffic(units, n_replicas, compute_bytes=itemsize, gradient_bytes=itemsize).messages
         scattered = messages["reduce-scatter"] // n_replicas
         of_data = messages["all-gather"] + scattered + messages["all-reduce"]
-        return n_bytes + of_data + counted if cell.accumulate == 1 else None
+        return n_bytes + of_data + counted if cell.accumulate == 1 and not config.tie_embeddings else None
     return n_bytes + config.n_parameters * itemsize + sum(map(len, units)) + counted  # a byte says who has a gradient
 
 

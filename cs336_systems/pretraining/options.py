@@ -291,7 +291,8 @@ class TrainOptions(_Options):
         tokens = self.batch_size * self.context_length * self.data_ranks(world_size)
         if self.total_batch_tokens % tokens:
             asked = f"--total-batch-tokens {self.total_batch_tokens:,} is no multiple of {tokens:,}"
-            size = f"--batch-size {self.batch_size} of {self.context_length} tokens on {world_size} ranks"
+            n_data = self.data_ranks(world_size)
+            size = f"--batch-size {self.batch_size} of {self.context_length} tokens on {n_data} ranks"
             raise ValueError(f"{asked}, the tokens of a micro-batch: {size}")
         return self.total_batch_tokens // tokens
 
@@ -336,7 +337,15 @@ _OF_QUANTIZED = ("gradient_dtype", "scaling", "fp8_skip_first", "fp8_skip_last")
 _ALTERNATIVES = (("steps", "epochs"), ("total_batch_tokens", "accumulate"))
 """Pairs of options that say the same thing in two ways."""
 _UNDER_CAPS: dict[str, list[Any]] = {
-    **{"zero": [0], "offload": [()], "keep": [None], "compile": ["off"], "cuda_graph": ["off"]},
+    **{
+        "zero": [0],
+        "tensor": [1],
+        "context": [1],
+        "offload": [()],
+        "keep": [None],
+        "compile": ["off"],
+        "cuda_graph": ["off"],
+    },
     **{"dtype": ["bf16", "fp32"], "kernels": ["fused", "reference"], "matmul_dtype": ["same"], "z_loss": [0.0]},
 }
 """The only values of some options under caps on memory."""

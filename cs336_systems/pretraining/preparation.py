@@ -154,6 +154,8 @@ def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
     yield (device := describe_device(rank))
     if options.zero and rank.world_size == 1:
         yield Message(f"--zero {options.zero} shards nothing on one rank: torchrun starts several", "warning")
+    elif options.zero and rank.world_size == options.tensor:
+        yield Message(f"--zero {options.zero} shards nothing: no two ranks hold the same weights", "warning")
     yield Model(config.name, config.n_parameters, config.context_length)
     splits, tokenizer = dataset.manifest["splits"], dataset.manifest["tokenizer"]
     n_learned, n_held_out = (splits[name]["tokens"] if name in splits else 0 for name in ("train", "evaluation"))

@@ -93,6 +93,8 @@ class GradientGuard:
                 return self._norm_on(self.mesh, shares or {}, whole, mean)
             norm = self.norm_of("whole", list(whole.values()), device)
         group = model.process_group if isinstance(model, FSDP) else None
+        if isinstance(optimizer, ShardedOptimizer):
+            group = optimizer.member.group
         n_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         if shares is None and (loss is None or n_ranks == 1):
             return norm, mean

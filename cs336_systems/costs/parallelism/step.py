@@ -34,8 +34,9 @@ def tensor_sent(config: ModelConfig, n_rows: int, keep: str, n_ranks: int, items
     whole, own = n_rows * config.d_model * itemsize, n_rows // n_ranks * config.d_model * itemsize
     for level in keep_of_blocks(keep, config.n_layers):
         kept = kept_names(level)
-        sent[GATHER] += (4 + ("normed1" not in kept) + ("normed2" not in kept)) * whole
-        sent[SCATTER] += (4 + ("residual" not in kept)) * own
+        again = "residual" not in kept  # which brings the norm after it along
+        sent[GATHER] += (4 + ("normed1" not in kept) + (again or "normed2" not in kept)) * whole
+        sent[SCATTER] += (4 + again) * own
         sent[REDUCE] += (2 * config.d_model + 2 * config.d_head * config.qk_norm) * itemsize
     sent[GATHER] += 2 * whole + n_ranks * n_rows * 2 * max(4, itemsize)  # embedding, head, and what the loss agrees on
     sent[SCATTER] += 2 * own
