@@ -13,16 +13,18 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import LEVELS
 from cs336_systems.costs.parallelism.step import GATHER, REDUCE, SCATTER, SEND, context_sent, tensor_sent
 from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoint
-from cs336_systems.distributed.context import local_tokens
-from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.context import local_tokens, rotate_local
+from cs336_systems.distributed.fsdp import FSDP, clip_grad_norm_
 from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.tensor import tensor_dim
 from cs336_systems.harness.traffic import Traffic
 from cs336_systems.kernels.linear_cross_entropy import IGNORED
+from cs336_systems.model import TransformerLM
 from cs336_systems.training.assemble import assemble, build_model, finish, mesh_of, random_batch
 from cs336_systems.training.clipping import GradientGuard
 
-from .checks import on_ranks
+from .checks import checks_of, on_each, on_ranks
 
 LLAMA = ModelConfig("tiny-llama", 32, 64, 2, 8, vocab_size=96, context_length=16, n_kv_heads=4)
 QWEN2 = replace(LLAMA, name="tiny-qwen2", qkv_bias=True, tie_embeddings=True)
@@ -153,7 +155,7 @@ def alone(config, n_data, accumulate, n_steps=3):
     return *train(step, guard, batch, n_steps), {name: p.detach() for name, p in step.model.named_parameters()}
 
 
-def check(world_size, cases):
+def compare(world_size, cases):
     for case, of_ranks in zip(cases, zip(*on_ranks(train_on, world_size, cases), strict=True), strict=True):
         n_data = world_size // case.parallel.ranks_per_batch
         losses, norms, weights = alone(case.size, n_data, case.accumulate)
@@ -168,12 +170,12 @@ def check(world_size, cases):
 
 @pytest.mark.slow
 def test_four_ranks_train_what_one_process_trains():
-    check(4, ON_FOUR)
+    compare(4, ON_FOUR)
 
 
 @pytest.mark.slow
 def test_eight_ranks_train_what_one_process_trains():
-    check(8, ON_EIGHT)
+    compare(8, ON_EIGHT)
 
 
 def test_what_ranks_cannot_share_is_refused():
@@ -223,3 +225,28 @@ def test_bytes_are_those_predicted():
     for of_rank in on_ranks(count, 2, cases):
         for case, (sent, predicted) in zip(cases, of_rank, strict=True):
             assert sent == predicted, case
+
+
+def check_norms_are_of_the_ranks_that_share_weights(rank: Rank):
+    """A sharded optimizer's in its group, without a mesh; FSDP's own knows no tensor ranks, and says so."""
+    torch.manual_seed(rank.rank % 2)
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = torch.nn.Linear(8, 8)
+    asked = {"reduce_gradients": "reduce-scatter", "process_group": groups[rank.rank % 2], "fused": True}
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, **asked)
+    loss = model(torch.ones(1, 8)).square().sum()
+    gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    expected = torch.nn.utils.get_total_norm(gradients)
+    loss.backward()
+    guard = GradientGuard()
+    guard(model, optimizer, loss)
+    torch.testing.assert_close(guard.norm, expected)
+    step = assemble(run_of(1, 2, "fsdp"), rank)
+    with pytest.raises(ValueError, match="2 tensor ranks share the model"):
+        clip_grad_norm_(step.model, 1.0)
+    model = TransformerLM(LLAMA)
+    rotate_local(model, groups[rank.rank % 2], "ring")
+    model.rotary.reset_parameters()  # as who loads weights does
+
+
+test_on_four_ranks = on_each(4, checks_of(globals()))
