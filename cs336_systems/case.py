@@ -51,6 +51,21 @@ def mesh_shape(world_size: int, context: int, tensor: int) -> tuple[int, int, in
     return world_size // (context * tensor), context, tensor
 
 
+CONTEXT_ORDERS = ("zigzag", "ring", "gathered")
+
+
+def context_parts(length: int, n_ranks: int, order: str) -> int:
+    """Return the number of equal parts into which context ranks divide a sequence of so many tokens.
+
+    Raises:
+        ValueError: it cannot be divided so.
+    """
+    n_parts = 1 if n_ranks == 1 else n_ranks if order == "ring" else 2 * n_ranks
+    if length % n_parts:
+        raise ValueError(f"context {n_ranks} in order {order} needs {n_parts} equal parts, got {length} tokens")
+    return n_parts
+
+
 GatherBy = Literal["collectives", "copies"]
 
 
@@ -110,7 +125,7 @@ class Parallel:
         "zigzag",
         "Which tokens a context rank holds, and how keys and values reach it: ring, in parts one after the other; "
         "zigzag, early and late parts, for equal work; gathered, zigzag's parts, with all keys gathered first.",
-        values=("zigzag", "ring", "gathered"),
+        values=CONTEXT_ORDERS,
         shown=True,
     )
 

@@ -8,7 +8,7 @@ a library or on the version of torch is asked in ``assemble.check_supported``. I
 
 from collections.abc import Callable
 
-from cs336_systems.case import TrainingCase
+from cs336_systems.case import TrainingCase, context_parts
 from cs336_systems.config import WRITTEN_OUT_ATTENTIONS
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import LEVELS, check_known, keep_of_blocks
@@ -207,14 +207,11 @@ def _fp8_sizes(case: TrainingCase) -> str | None:
 def _mesh_sizes(case: TrainingCase) -> str | None:
     """Why ranks cannot share the case's model and batch in equal parts, if they cannot."""
     parallel, length = case.parallel, case.context_length
-    n_parts = parallel.context * (1 if parallel.context_order == "ring" or parallel.context == 1 else 2)
-    if length % n_parts:
-        how = f"context {parallel.context} in order {parallel.context_order}"
-        return f"{how} needs sequences of {n_parts} equal parts, got {length} tokens"
-    if (own := length // parallel.context) % parallel.tensor:
-        return f"tensor {parallel.tensor} does not divide the {own} tokens of a sequence that a rank holds"
     try:
+        context_parts(length, parallel.context, parallel.context_order)
         case.config.part(parallel.tensor)
     except ValueError as error:
         return str(error)
+    if (own := length // parallel.context) % parallel.tensor:
+        return f"tensor {parallel.tensor} does not divide the {own} tokens of a sequence that a rank holds"
     return None

@@ -71,7 +71,7 @@ REFUSED = [
         "gradients is for one rank",
     ),
     (replace(SHARING, how=Parallel(tensor=3)), "tensor 3 does not divide"),
-    (replace(SHARING, how=Parallel("bucketed", context=3)), "needs sequences of 6 equal parts, got 64 tokens"),
+    (replace(SHARING, how=Parallel("bucketed", context=3)), "6 equal parts, got 64 tokens"),
     (replace(FP8, context_length=60), "sizes that 16 divides, not context 60"),
 ]
 

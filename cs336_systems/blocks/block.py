@@ -36,7 +36,7 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import KEPT, OPERANDS
 
 NORMED = ("normed1", "normed2")
-"""What each rank computes for its own rows, and products read for all."""
+"""Activations that each tensor rank computes for its own rows, while products read the rows of all."""
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.blocks import BlockOps
+from cs336_systems.case import context_parts
 from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.model import TransformerLM
-
-ORDERS = ("zigzag", "ring", "gathered")
 
 
 def positions(length: int, rank: int, n_ranks: int, order: str) -> Tensor:
@@ -41,23 +40,16 @@ def positions(length: int, rank: int, n_ranks: int, order: str) -> Tensor:
     return _local(torch.arange(length, device="cpu"), 0, rank, n_ranks, order)
 
 
-def _n_parts(length: int, n_ranks: int, order: str) -> int:
-    n_parts = n_ranks if order == "ring" else 2 * n_ranks
-    if length % n_parts:
-        raise ValueError(f"context {n_ranks} in order {order} needs {n_parts} equal parts, got {length} tokens")
-    return n_parts
-
-
 def local_tokens(tokens: Tensor, mesh: Mesh | None, order: str) -> Tensor:
     """The tokens of this rank along context, (..., S / n), of those of whole sequences, (..., S)."""
     return tokens if mesh is None else _local(tokens, -1, mesh.place("context"), mesh.size("context"), order)
 
 
 def _local(whole: Tensor, dim: int, rank: int, n_ranks: int, order: str) -> Tensor:
-    """What a rank holds of a tensor with all positions along a dimension; raises as ``positions``."""
+    """A rank's part of a tensor with all positions along a dimension; raises as ``positions``."""
     if n_ranks == 1:
         return whole
-    parts = whole.chunk(_n_parts(whole.shape[dim], n_ranks, order), dim)
+    parts = whole.chunk(context_parts(whole.shape[dim], n_ranks, order), dim)
     return parts[rank] if order == "ring" else torch.cat((parts[rank], parts[-1 - rank]), dim)
 
 
@@ -155,10 +147,8 @@ class Exchanged:
             met = meeting(self._rank, (self._rank - step) % self._n_ranks, length, self._order)
             found = None
             if met is not None and keys_values is not None:
-                of_queries = (each[:, :, met.queries] for each in (do_BHSE, q_BHSE, o_BHSE, lse_BHS))
-                do, q, o, lse = of_queries
-                found = torch.empty_like(keys_values)
-                part_dq = torch.empty_like(q)
+                do, q, o, lse = (each[:, :, met.queries] for each in (do_BHSE, q_BHSE, o_BHSE, lse_BHS))
+                part_dq, found = torch.empty_like(q), torch.empty_like(keys_values)
                 into = part_dq, *found
                 self._ops.attention_backward(do, q, *keys_values, o, lse.contiguous(), into, causal=met.causal)
                 dq[:, :, met.queries] += part_dq

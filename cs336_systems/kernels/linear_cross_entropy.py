@@ -275,9 +275,7 @@ def linear_cross_entropy(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be mean or sum, got {reduction!r}")
-    if x.dim() < 1 or (
-        x.shape[:-1] != targets.shape if ranks.n_ranks == 1 else x[..., 0].numel() * ranks.n_ranks != targets.numel()
-    ):
+    if x.dim() < 1 or (ranks.n_ranks == 1 and x.shape[:-1] != targets.shape):  # of several, ``_check`` counts rows
         raise ValueError(f"targets {tuple(targets.shape)} do not match x {tuple(x.shape)} without its last dimension")
     x_TD, targets_T = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
     _check(x_TD, weight, targets_T, chunk, fused, ranks)

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.blocks import REFERENCE, BlockGradients, BlockWeights, Saved, backward, forward
+from cs336_systems.case import CONTEXT_ORDERS
 from cs336_systems.costs.kept import LEVELS, kept_names
 from cs336_systems.costs.parallelism.step import GATHER, SCATTER, SEND, context_sent
-from cs336_systems.distributed.context import ORDERS, context_ops, positions
+from cs336_systems.distributed.context import context_ops, positions
 from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.traffic import Traffic
@@ -41,7 +42,7 @@ def draw(n_heads, n_kv_heads, dtype):
 def check_attention_is_that_of_whole_sequences(rank: Rank):
     """In fp64 to its rounding; in fp32 within as much as twice the error of the whole in fp32, and a rounding."""
     group = Mesh.over(rank, context=rank.world_size).group("context")
-    for order in ORDERS:
+    for order in CONTEXT_ORDERS:
         own, ops = positions(LENGTH, rank.rank, rank.world_size, order), context_ops(REFERENCE, group, order)
         for n_heads, n_kv_heads in ((4, 4), (8, 2), (3, 1)):
             *exact, do = draw(n_heads, n_kv_heads, torch.float64)
@@ -60,7 +61,7 @@ def check_a_block_is_the_whole_blocks_rows_whatever_it_keeps(rank: Rank):
     """With gradients that add up to the whole block's, the same bits at every level, and the bytes predicted."""
     group, n = Mesh.over(rank, context=rank.world_size).group("context"), rank.world_size
     names = {"_allgather_base": GATHER, "_reduce_scatter_base": SCATTER, "send": SEND}
-    for config, order in itertools.product((LLAMA, QWEN3), ORDERS):
+    for config, order in itertools.product((LLAMA, QWEN3), CONTEXT_ORDERS):
         own, ops = positions(LENGTH, rank.rank, n, order), context_ops(REFERENCE, group, order)
         whole, _ = written_out(config, LENGTH, torch.float64, "all")
         parameters = dict(block_of(config, torch.float64).named_parameters())

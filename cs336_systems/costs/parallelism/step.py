@@ -24,7 +24,7 @@ Sent = Counter[str]
 
 
 def tensor_sent(config: ModelConfig, n_rows: int, keep: str, n_ranks: int, itemsize: int) -> Sent:
-    """What a tensor rank sends in a micro-batch of ``n_rows`` tokens, with as much kept as ``keep`` says.
+    """Count what a tensor rank sends in a micro-batch of ``n_rows`` tokens, with as much kept as ``keep`` says.
 
     Statistics of the loss travel in at least fp32.
     """
@@ -47,7 +47,7 @@ def tensor_sent(config: ModelConfig, n_rows: int, keep: str, n_ranks: int, items
 def context_sent(
     config: ModelConfig, n_rows: int, keep: str, n_ranks: int, itemsize: int, *, rank: int, order: str
 ) -> Sent:
-    """What context rank ``rank`` of ``n_ranks`` sends in a micro-batch of ``n_rows`` tokens of its own.
+    """Count what context rank ``rank`` of ``n_ranks`` sends in a micro-batch of ``n_rows`` tokens of its own.
 
     Args:
         config: of what a tensor rank holds, where there are several.
