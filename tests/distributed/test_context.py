@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.blocks import REFERENCE, BlockGradients, BlockWeights, Saved, backward, forward
+from cs336_systems.blocks.ops import block_ops
 from cs336_systems.case import CONTEXT_ORDERS
 from cs336_systems.costs.kept import LEVELS, kept_names
 from cs336_systems.costs.parallelism.step import GATHER, SCATTER, SEND, context_sent
@@ -18,7 +19,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.traffic import Traffic
 
 from ..blocks.cases import LLAMA, QWEN3, block_of, inputs, tables, written_out
-from .checks import checks_of, on_each
+from .checks import checks_of, on_each, on_gpus, spawn
 
 LENGTH, D_HEAD = 24, 8
 
@@ -27,16 +28,17 @@ def attend(ops, tensors, do):
     """(o, lse, dq, dk, dv), gradients written into slices of one of q | k | v."""
     q, k, v = tensors
     o, lse = ops.attention_forward(q, k, v)
-    dqkv = torch.empty(q.shape[0], q.shape[2], sum(x.shape[1] for x in tensors), D_HEAD, dtype=q.dtype)
+    dqkv = q.new_empty(q.shape[0], q.shape[2], sum(x.shape[1] for x in tensors), q.shape[3])
     gradients = dqkv.transpose(1, 2).split_with_sizes([x.shape[1] for x in tensors], dim=1)
     ops.attention_backward(do, q, k, v, o, lse, gradients)
     return o, lse, *gradients
 
 
-def draw(n_heads, n_kv_heads, dtype):
+def draw(n_heads, n_kv_heads, length, d_head, dtype=torch.float64):
     generator = torch.Generator().manual_seed(n_kv_heads)
     heads = (n_heads, n_kv_heads, n_kv_heads, n_heads)
-    return [torch.randn(2, n, LENGTH, D_HEAD, generator=generator, dtype=torch.float64).to(dtype) for n in heads]
+    shapes = [(2, n, length, d_head) for n in heads]
+    return [torch.randn(s, generator=generator, dtype=torch.float64, device="cpu").to(dtype) for s in shapes]
 
 
 def check_attention_is_that_of_whole_sequences(rank: Rank):
@@ -45,11 +47,11 @@ def check_attention_is_that_of_whole_sequences(rank: Rank):
     for order in CONTEXT_ORDERS:
         own, ops = positions(LENGTH, rank.rank, rank.world_size, order), context_ops(REFERENCE, group, order)
         for n_heads, n_kv_heads in ((4, 4), (8, 2), (3, 1)):
-            *exact, do = draw(n_heads, n_kv_heads, torch.float64)
+            *exact, do = draw(n_heads, n_kv_heads, LENGTH, D_HEAD)
             expected = attend(REFERENCE, exact, do)
             found = attend(ops, [x[:, :, own] for x in exact], do[:, :, own])
             torch.testing.assert_close(found, tuple(x[:, :, own] for x in expected), rtol=1e-11, atol=1e-12)
-            *narrow, do = draw(n_heads, n_kv_heads, torch.float32)
+            *narrow, do = draw(n_heads, n_kv_heads, LENGTH, D_HEAD, torch.float32)
             whole = attend(REFERENCE, narrow, do)
             found = attend(ops, [x[:, :, own] for x in narrow], do[:, :, own])
             for part, one, right in zip(found, whole, expected, strict=True):
@@ -87,6 +89,30 @@ def check_a_block_is_the_whole_blocks_rows_whatever_it_keeps(rank: Rank):
             total = gradient.clone()
             dist.all_reduce(total)
             torch.testing.assert_close(total, whole[name], rtol=1e-9, atol=1e-10)
+
+
+def attend_on_gpu(rank: Rank, attention):
+    group = Mesh.over(rank, context=rank.world_size).group("context")
+    for d_head, length, order in itertools.product((64, 128), (512, 1536), CONTEXT_ORDERS):
+        ops = block_ops("reference", attention)
+        own = positions(length, rank.rank, rank.world_size, order).to(rank.device)
+        for n_heads, n_kv_heads in ((4, 4), (8, 2)):
+            *narrow, do = (x.to(rank.device) for x in draw(n_heads, n_kv_heads, length, d_head, torch.bfloat16))
+            expected = attend(REFERENCE, [x.double() for x in narrow], do.double())
+            whole = attend(ops, narrow, do)
+            found = attend(context_ops(ops, group, order), [x[:, :, own] for x in narrow], do[:, :, own])
+            for number, (part, one, right) in enumerate(zip(found, whole, expected, strict=True)):
+                budget = 2 * (one - right).abs().max() + 2**-9 * right.abs().max()
+                off = (part - right[:, :, own]).abs().max()
+                assert off <= budget, (attention, order, length, d_head, n_kv_heads, number, off, budget)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2), on_gpus(4)])
+@pytest.mark.parametrize("attention", ["flash", "hopper"])
+def test_attention_over_gpus_is_that_of_whole_sequences(world_size, device, attention):
+    """In bf16, within twice the error of the same kernels on whole sequences, and a rounding."""
+    spawn(attend_on_gpu, world_size, attention, device=device, timeout_s=120)
 
 
 test_on_two_ranks = on_each(2, checks_of(globals()))

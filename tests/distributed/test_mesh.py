@@ -1,6 +1,5 @@
 """Training over meshes of data, context and tensor ranks against one process: losses, norms, weights."""
 
-import functools
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +23,7 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.training.assemble import assemble, build_model, finish, mesh_of, random_batch
 from cs336_systems.training.clipping import GradientGuard
 
-from .checks import checks_of, on_each, on_ranks
+from .checks import checks_of, on_each, on_gpus, on_ranks, spawn
 
 LLAMA = ModelConfig("tiny-llama", 32, 64, 2, 8, vocab_size=96, context_length=16, n_kv_heads=4)
 QWEN2 = replace(LLAMA, name="tiny-qwen2", qkv_bias=True, tie_embeddings=True)
@@ -68,9 +67,10 @@ ON_EIGHT = [run_of(2, 2, "fsdp", QWEN3, accumulate=2), run_of(2, 4, "zero-1", QW
 def ignoring(batch):
     """Targets that do not count, spread unevenly over sequences and positions."""
     ids, targets = batch
-    kept = torch.randint(16, targets.shape, generator=torch.Generator().manual_seed(9)) * 2 > targets.shape[-1] // 4
-    kept[:, : kept.shape[1] // 4] = False
-    return ids, targets.where(kept, IGNORED)
+    length = targets.shape[-1]
+    kept = torch.randint(length, targets.shape, generator=torch.Generator().manual_seed(9)) * 2 > length // 4
+    kept[:, : length // 4] = False
+    return ids, targets.where(kept.to(ids.device), IGNORED)
 
 
 def whole_weights(model, mesh):
@@ -107,8 +107,12 @@ def train_on(rank: Rank, cases):
         ids, targets = ignoring(random_batch(whole, place))
         torch.testing.assert_close(own_tokens(ids, mesh, case), random_batch(case, rank)[0])
         batch = own_tokens(ids, mesh, case), own_tokens(targets, mesh, case)
-        found.append((*train(step, guard, batch), whole_weights(step.model, mesh)))
+        found.append(on_cpu(*train(step, guard, batch), whole_weights(step.model, mesh)))
     return found
+
+
+def on_cpu(losses, norms, weights):
+    return losses.cpu(), norms.cpu(), {name: weight.detach().cpu() for name, weight in weights.items()}
 
 
 HAND_OVER = [run_of(1, 2, "ddp"), run_of(2, 1, "fsdp"), run_of(1, 2, "zero-2"), run_of(2, 1, "zero-owned")]
@@ -133,7 +137,7 @@ def hand_over(rank: Rank, folder, config):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda config: config.name)
 def test_checkpoints_move_between_meshes(tmp_path, config):
-    losses, norms, _ = alone(config, 2, 1, len(HAND_OVER))
+    losses, norms, _ = alone(run_of(1, 1, "ddp", config), 2, len(HAND_OVER))
     for found in on_ranks(hand_over, 4, tmp_path, config):
         torch.testing.assert_close(found, torch.stack([losses, norms]), rtol=1e-4, atol=0)
 
@@ -142,23 +146,24 @@ def own_tokens(tokens, mesh, case):
     return local_tokens(tokens, mesh, case.parallel.context_order)
 
 
-@functools.cache
-def alone(config, n_data, accumulate, n_steps=3):
-    case = Meshed.of(
-        config, batch_size=2 * n_data, accumulate=accumulate, keep="products", optimizer="torch-fused", seed=3
-    )
-    one = replace(case, batch_size=2)
-    batches = [ignoring(random_batch(one, Rank(n, n, n_data, torch.device("cpu"), "gloo"))) for n in range(n_data)]
-    guard = GradientGuard(MAX_NORM)
-    step = finish(build_model(case), case, guard=guard)
+def alone(case, n_data, n_steps=3):
+    """The same of one process, on the sequences of ``n_data`` ranks along data."""
+    device = torch.device(case.device)
+    one = replace(case, how=Parallel())
+    batches = [ignoring(random_batch(one, Rank(n, n, n_data, device, ""))) for n in range(n_data)]
+    whole, guard = replace(one, batch_size=n_data * case.batch_size), GradientGuard(MAX_NORM)
+    step = finish(build_model(whole), whole, guard=guard)
     batch = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
-    return *train(step, guard, batch, n_steps), {name: p.detach() for name, p in step.model.named_parameters()}
+    return on_cpu(*train(step, guard, batch, n_steps), dict(step.model.named_parameters()))
+
+
+def train_alone(rank: Rank, cases, world_size):
+    return [alone(case, world_size // case.parallel.ranks_per_batch) for case in cases]
 
 
 def compare(world_size, cases):
     for case, of_ranks in zip(cases, zip(*on_ranks(train_on, world_size, cases), strict=True), strict=True):
-        n_data = world_size // case.parallel.ranks_per_batch
-        losses, norms, weights = alone(case.size, n_data, case.accumulate)
+        losses, norms, weights = alone(case, world_size // case.parallel.ranks_per_batch)
         assert norms.min() > MAX_NORM
         for own_losses, own_norms, own_weights in of_ranks:
             torch.testing.assert_close(own_losses, losses, rtol=2e-6, atol=0)
@@ -176,6 +181,35 @@ def test_four_ranks_train_what_one_process_trains():
 @pytest.mark.slow
 def test_eight_ranks_train_what_one_process_trains():
     compare(8, ON_EIGHT)
+
+
+ON_GPUS = {
+    2: [(1, 2, "ddp", "zigzag"), (1, 2, "zero-1", "zigzag"), (2, 1, "ddp", "zigzag"), (2, 1, "ddp", "ring")],
+    4: [(2, 2, "ddp", "zigzag"), (1, 2, "fsdp", "zigzag"), (2, 1, "zero-1", "zigzag"), (4, 1, "ddp", "zigzag")],
+}
+ON_GPUS[2] += [(2, 1, "fsdp", "gathered"), (2, 1, "zero-2", "zigzag")]
+ON_GPUS[4] += [(1, 4, "ddp", "zigzag"), (2, 1, "zero-owned", "gathered"), (4, 1, "fsdp", "ring")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2), on_gpus(4)])
+def test_gpus_train_what_one_trains(world_size, device):
+    """Over NCCL: in fp32 to its rounding, in bf16 with fused kernels within twice one GPU's error."""
+    wide = replace(QWEN3, name="wide-qwen3", d_model=512, d_ff=1024, n_heads=8, head_dim=64, context_length=512)
+    plain = [replace(run_of(*how[:3], wide, how[3]), device=device) for how in ON_GPUS[world_size]]
+    fused = {"dtype": "bf16", "kernels": "fused"}
+    ways = [plain, *([replace(case, **fused, attention=name) for case in plain] for name in ("flash", "hopper"))]
+    on_one = [spawn(train_alone, 1, cases, world_size, device=device, timeout_s=120)[0] for cases in ways]
+    found = [spawn(train_on, world_size, cases, device=device, timeout_s=120) for cases in ways]
+    for number, (cases, one, of_ranks) in enumerate(zip(ways, on_one, found, strict=True)):
+        for case, exact, (losses, norms, _), *own in zip(cases, on_one[0], one, *of_ranks, strict=True):
+            for own_losses, own_norms, _ in own:
+                for mine, whole, right, rtol in (
+                    (own_losses, losses, exact[0], 1e-5),
+                    (own_norms, norms, exact[1], 1e-4),
+                ):
+                    budget = 2 * (whole - right).abs().max() + 2**-8 * right.max() if number else rtol * right
+                    assert ((mine - right).abs() <= budget).all(), (str(case), mine, whole, right)
 
 
 def test_what_ranks_cannot_share_is_refused():
