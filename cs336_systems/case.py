@@ -68,6 +68,9 @@ def context_parts(length: int, n_ranks: int, order: str) -> int:
 
 GatherBy = Literal["collectives", "copies"]
 
+SHARED_BATCH = ("tensor", "tensor_by", "context", "context_order")
+"""Fields of ``Parallel`` that say how ranks share a batch."""
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -113,6 +116,12 @@ class Parallel:
         1,
         "Ranks of tensor and sequence parallelism: they share matrices and tokens. Not with --keep autograd.",
         sign="positive",
+        shown=True,
+    )
+    tensor_by: GatherBy = option(
+        "collectives",
+        "How rows come to tensor ranks: in collectives, between matrix products; or by copying from the other ranks' "
+        "memory on the same host while products run (on CPUs by messages).",
         shown=True,
     )
     context: int = option(

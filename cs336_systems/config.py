@@ -148,8 +148,10 @@ class ModelConfig:
         return replace(self, context_length=context_length)
 
 
+_LLAMA_3_1_SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=8192)
 _LLAMA_3_2_SCALING = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=8192)
 _llama3 = partial(ModelConfig, n_heads=32, n_kv_heads=8, vocab_size=128_256, rope_theta=500_000.0)
+_llama3_1 = partial(_llama3, rope_scaling=_LLAMA_3_1_SCALING, max_context_length=131_072)
 _llama3_2 = partial(_llama3, tie_embeddings=True, rope_scaling=_LLAMA_3_2_SCALING)
 _qwen25 = partial(ModelConfig, vocab_size=152_064, qkv_bias=True, rope_theta=1_000_000.0, rms_norm_eps=1e-6)
 _qwen25_tied = partial(_qwen25, n_kv_heads=2, vocab_size=151_936, tie_embeddings=True)
@@ -171,6 +173,7 @@ MODEL_SIZES: dict[str, ModelConfig] = {
         ModelConfig("leaderboard-8b", 4096, 11_008, 34, 32, vocab_size=151_936, context_length=32_768),
         _llama3_2("llama3-1b", 2048, 8192, 16, max_context_length=131_072),
         _llama3("llama3-8b", 4096, 14_336, 32, max_context_length=8192),
+        _llama3_1("llama3.1-8b", 4096, 14_336, 32),
         _qwen25_tied("qwen-100m", 768, 3072, 12, 12, vocab_size=16_384),  # of Qwen2.5's shape, for runs from scratch
         _qwen25_tied("qwen2.5-0.5b", 896, 4864, 24, 14, max_context_length=32_768),
         _qwen25_tied("qwen2.5-1.5b", 1536, 8960, 28, 12, max_context_length=131_072),

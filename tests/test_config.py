@@ -22,6 +22,7 @@ N_PARAMETERS = {
     # as published with the weights
     "llama3-1b": 1_235_814_400,
     "llama3-8b": 8_030_261_248,
+    "llama3.1-8b": 8_030_261_248,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-3b": 3_085_938_688,

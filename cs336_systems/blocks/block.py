@@ -88,7 +88,7 @@ class _Stages:
             weight, bias = weight[rows], None if bias is None else bias[rows]
             n_heads, n_kv_heads = (n_heads, 0) if name == "q" else (0, n_kv_heads)
         out = self.place(name, x_RD, (n_heads + 2 * n_kv_heads) * config.d_head)
-        self.products.forward_(self.ops, out, normed1_RD.rows, weight, bias)
+        self.products.forward_(self.ops, out, normed1_RD, weight, bias)
         if not config.qk_norm:
             self.rotate_(out, n_heads, n_kv_heads, inverse=False)
         return out
@@ -154,23 +154,21 @@ class _Stages:
 
     def add(self, x_RD: Tensor, attended_RD: Tensor) -> tuple[Tensor, Any, Tensor]:
         """The residual stream after attention, its norm, to be read, and the norm's statistic."""
-        branch = x_RD.new_empty(attended_RD.shape[0], x_RD.shape[1])
         attended = self.read("attended", attended_RD, columns=False)
-        self.products.forward_(self.ops, branch, attended.rows, self.rows_of("output"))
+        branch = self.products.sum_forward(self.ops, attended, self.rows_of("output"))
         del attended
-        branch = self.products.ranks.scatter(branch)
         how = self.weights.ln2, self.config.rms_norm_eps, self.maxima.raised("normed2")
         return self.products.add_norm(self.ops, x_RD, branch, *how)
 
     def gate_up(self, x_RD: Tensor, normed2_RD: Operand) -> Tensor:
         gate_up = self.place("gate_up", x_RD, self.weights.gate_up.shape[0])
-        self.products.forward_(self.ops, gate_up, normed2_RD.rows, self.rows_of("gate_up"))
+        self.products.forward_(self.ops, gate_up, normed2_RD, self.rows_of("gate_up"))
         return gate_up
 
     def feed(self, x_RD: Tensor, normed2_RD: Operand) -> tuple[Tensor, Tensor]:
         """gate | up and SwiGLU's product of it."""
         gate_up, weight = self.place("gate_up", x_RD, self.weights.gate_up.shape[0]), self.rows_of("gate_up")
-        return gate_up, self.products.swiglu_forward_(self.ops, gate_up, normed2_RD.rows, weight, self.maxima)
+        return gate_up, self.products.swiglu_forward_(self.ops, gate_up, normed2_RD, weight, self.maxima)
 
 
 class _Recalled:
@@ -298,7 +296,7 @@ def forward(
         y = out.view_as(residual)
     else:
         y = residual if "residual" not in saved.names else torch.empty_like(residual)
-    products.add_forward_(ops, y, residual, product.rows, stages.rows_of("down"))
+    products.add_forward_(ops, y, residual, product, stages.rows_of("down"))
     return y.view_as(x_BSD)
 
 
@@ -324,6 +322,8 @@ class _Writer:
 
     def product(self, gradient: Tensor | None, dy_RN: Operand, x_RM: Operand) -> None:
         """Write the gradient of W in y = x W^T."""
+        for operand in (dy_RN, x_RM):
+            operand.wait()
         if gradient is not None:
             self.products.backward_weight_(self.ops, gradient, dy_RN.columns, x_RM.columns, self.accumulate)
 
@@ -363,7 +363,9 @@ def backward(
 
     gate_up, with_product = recalled.take("gate_up"), "product" not in recalled.operands
     dy_read = products.gather(products.read_gradient("dy", dy, maxima, columns=grads.down is not None))
-    dproduct = products.backward(ops, dy_read.rows, stages.columns_of("down"))
+    if products.ranks.under_products:
+        recalled.operand("normed2")  # whose rows travel meanwhile
+    dproduct = products.backward(ops, dy_read, stages.columns_of("down"))
     asked = {"with_product": with_product, "columns": grads.gate_up is not None}
     again, dgate_up = products.swiglu_backward_(ops, dproduct, gate_up, stages.maxima, maxima, **asked)
     del dproduct, gate_up
@@ -372,7 +374,7 @@ def backward(
     recalled.forget("product")
     residual = recalled["residual"]  # before its norm, which it brings with it if it has to be computed again
     write.product(grads.gate_up, dgate_up, recalled.operand("normed2"))
-    dnormed2 = products.ranks.scatter(products.backward(ops, dgate_up.rows, stages.columns_of("gate_up")))
+    dnormed2 = products.sum_backward(ops, dgate_up, stages.columns_of("gate_up"))
     del dgate_up
     recalled.forget("normed2")
     how = weights.ln2, recalled["rstd2"], dy
@@ -382,8 +384,10 @@ def backward(
     recalled.forget("residual")
 
     dy_read = products.gather(products.read_gradient("dresidual", dresidual, maxima, columns=grads.output is not None))
+    if products.ranks.under_products:
+        recalled.operand("normed1")
+    dattended = products.backward(ops, dy_read, stages.columns_of("output"))
     write.product(grads.output, dy_read, stages.read("attended", recalled["attended"], rows=False))
-    dattended = products.backward(ops, dy_read.rows, stages.columns_of("output"))
     del dy_read
     projected = recalled.projected()
     dqkv = dattended.new_empty(dattended.shape[0], config.d_qkv)
@@ -407,7 +411,7 @@ def backward(
     dy_read = products.read_gradient("dqkv", dqkv, maxima, columns=grads.qkv is not None)
     del dqkv
     write.product(grads.qkv, dy_read, recalled.operand("normed1"))
-    dnormed1 = products.ranks.scatter(products.backward(ops, dy_read.rows, stages.columns_of("qkv")))
+    dnormed1 = products.sum_backward(ops, dy_read, stages.columns_of("qkv"))
     del dy_read
     recalled.forget("normed1")
     how = weights.ln1, recalled["rstd1"], dresidual

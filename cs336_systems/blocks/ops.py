@@ -6,7 +6,7 @@ and cases name: these, or fused kernels in their places (``fused.py``). Every se
 itself to the bit where one value can be had in two ways, since a block may keep the one or compute the other:
 
 * ``add_rms_norm_forward`` norms the residual that it returns, rounded, as ``rms_norm_forward`` of it would;
-* ``swiglu_backward_`` finds the product that ``swiglu_product_`` returned;
+* ``swiglu_backward_`` finds the product that ``swiglu_product_`` wrote;
 * ``swiglu_product_`` finds the gate | up that ``product_`` would.
 
 Where products are quantized by kernels, operations that write what products read, the norm's backward among them, take
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-PRODUCTS = frozenset({"product_", "add_product_", "product_backward", "weight_backward_"})
+PRODUCTS = frozenset({"product_", "add_product_", "product_backward_", "weight_backward_"})
 """The operations that are a matrix product and nothing else."""
 
 
@@ -67,9 +67,9 @@ def add_product_(out_RN: Tensor, addend_RN: Tensor, x_RK: Tensor, weight_NK: Ten
     torch.addmm(addend_RN, x_RK, weight_NK.T, out=out_RN)
 
 
-def product_backward(dy_RN: Tensor, weight_NK: Tensor) -> Tensor:
-    """The gradient of x, dy weight (R, K)."""
-    return dy_RN @ weight_NK
+def product_backward_(dx_RK: Tensor, dy_RN: Tensor, weight_NK: Tensor) -> None:
+    """The gradient of x, dy weight."""
+    torch.mm(dy_RN, weight_NK, out=dx_RK)
 
 
 def weight_backward_(gradient_NK: Tensor, dy_RN: Tensor, x_RK: Tensor, accumulate: bool) -> None:
@@ -83,10 +83,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def swiglu_product_(gate_up: Tensor, x_RD: Tensor, weight: Tensor) -> Tensor:
-    """silu(gate) * up (R, F); gate | up (R, 2F) becomes x weight^T."""
+def swiglu_product_(gate_up: Tensor, x_RD: Tensor, weight: Tensor, product: Tensor) -> None:
+    """product = silu(gate) * up (R, F); gate | up (R, 2F) becomes x weight^T."""
     product_(gate_up, x_RD, weight)
-    return swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    torch.mul(F.silu(gate), up, out=product)
 
 
 def swiglu_backward_(dproduct: Tensor, gate_up: Tensor, *, with_product: bool) -> None:
@@ -230,9 +231,9 @@ class BlockOps:
     rms_norm_backward: Callable[..., tuple[Tensor, Tensor]] = rms_norm_backward
     product_: Callable[..., object] = product_
     add_product_: Callable[..., object] = add_product_
-    product_backward: Callable[..., Tensor] = product_backward
+    product_backward_: Callable[..., object] = product_backward_
     weight_backward_: Callable[..., object] = weight_backward_
-    swiglu_product_: Callable[..., Tensor] = swiglu_product_
+    swiglu_product_: Callable[..., object] = swiglu_product_
     swiglu_backward_: Callable[..., object] = swiglu_backward_
     column_sums: Callable[..., Tensor] = column_sums
     rotate_: Callable[..., object] = rotate_

@@ -10,7 +10,7 @@ So a matrix is read by its rows or by its columns, and an ``Operand`` holds it i
 be read. As it is stored it serves both, to the products among a block's operations (``ops.py``).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.blocks.ops import BlockOps
-from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
+from cs336_systems.model.tensor_ranks import ALONE, EVERYTHING, Arriving, TensorRanks
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,17 @@ class Operand:
 
     rows: Any = None
     columns: Any = None
+    arriving: Arriving | None = None
+    """How the rows come from other ranks, if they do."""
+
+    def parts(self) -> Iterator[tuple[slice, Any]]:
+        """Slices of the rows, and the rows, which have arrived by then."""
+        return iter(self.arriving or ((EVERYTHING, self.rows),))
+
+    def wait(self) -> None:
+        """Wait for all rows."""
+        if self.arriving is not None:
+            self.arriving.wait()
 
 
 class Maxima:
@@ -65,7 +76,10 @@ class Products:
 
     def gather(self, operand: Operand) -> Operand:
         """All ranks' rows (all-gathered) of an operand with this rank's."""
-        return operand if self.ranks.n_ranks == 1 else Operand(*[self.ranks.gather(operand.rows)] * 2)
+        if self.ranks.n_ranks == 1:
+            return operand
+        arriving = self.ranks.arriving(operand.rows)
+        return Operand(arriving.whole, arriving.whole, arriving)
 
     def maxima(self, x: Tensor, kept: Mapping[str, Tensor] | None = None) -> Maxima:
         """The magnitudes of activations: to be found in forward, on the device of x, or those that forward kept."""
@@ -113,25 +127,31 @@ class Products:
     def at(self, parameters: Sequence[Tensor]) -> None:
         """Tell, before a pass reads weights, which parameters hold them; none where they move."""
 
-    def forward_(self, ops: BlockOps, out: Tensor, x: Any, weight: Any, bias: Tensor | None = None) -> None:
-        """x W^T, and a bias for each column, of rows."""
-        if bias is None:
-            ops.product_(out, x, weight)
-        else:
-            torch.addmm(bias, x, weight.T, out=out)
+    def forward_(self, ops: BlockOps, out: Tensor, x: Operand, weight: Any, bias: Tensor | None = None) -> None:
+        """x W^T, and a bias for each column."""
+        for part, rows in x.parts():
+            if bias is None:
+                ops.product_(out[part], rows, weight)
+            else:
+                torch.addmm(bias, rows, weight.T, out=out[part])
 
-    def add_forward_(self, ops: BlockOps, out: Tensor, base: Tensor, x: Any, weight: Any) -> None:
+    def sum_forward(self, ops: BlockOps, x: Operand, weight: Any) -> Tensor:
+        """Own rows of the ranks' sum of x W^T."""
+        return self.ranks.sums(lambda out, part: ops.product_(out, x.rows[part], weight), x.rows, weight.shape[0])
+
+    def add_forward_(self, ops: BlockOps, out: Tensor, base: Tensor, x: Operand, weight: Any) -> None:
         """base + own rows of the ranks' sum of x W^T; ``out`` may be ``base``."""
         if self.ranks.n_ranks == 1:
-            ops.add_product_(out, base, x, weight)
-            return
-        partial = x.new_empty(x.shape[0], out.shape[1])
-        ops.product_(partial, x, weight)
-        torch.add(base, self.ranks.scatter(partial), out=out)
+            ops.add_product_(out, base, x.rows, weight)
+        else:
+            torch.add(base, self.sum_forward(ops, x, weight), out=out)
 
-    def swiglu_forward_(self, ops: BlockOps, gate_up: Tensor, x: Any, weight: Any, maxima: Maxima) -> Tensor:
-        """SwiGLU of gate | up = x W^T, of rows, which is written besides."""
-        return ops.swiglu_product_(gate_up, x, weight)
+    def swiglu_forward_(self, ops: BlockOps, gate_up: Tensor, x: Operand, weight: Any, maxima: Maxima) -> Tensor:
+        """SwiGLU of gate | up = x W^T, which is written besides."""
+        product = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        for part, rows in x.parts():
+            ops.swiglu_product_(gate_up[part], rows, weight, product[part])
+        return product
 
     def swiglu_backward_(
         self,
@@ -152,9 +172,18 @@ class Products:
         product = self.read("product", dproduct, maxima, rows=False) if with_product else None
         return product, self.read_gradient("dgate_up", gate_up, gradient_maxima, columns=columns)
 
-    def backward(self, ops: BlockOps, dy: Any, weight: Any) -> Tensor:
+    def backward(self, ops: BlockOps, dy: Operand, weight: Any) -> Tensor:
         """dy W, of rows of dy and columns of W."""
-        return ops.product_backward(dy, weight)
+        dx = weight.new_empty(dy.rows.shape[0], weight.shape[1])
+        for part, rows in dy.parts():
+            ops.product_backward_(dx[part], rows, weight)
+        return dx
+
+    def sum_backward(self, ops: BlockOps, dy: Operand, weight: Any) -> Tensor:
+        """Own rows of the ranks' sum of dy W."""
+        return self.ranks.sums(
+            lambda out, part: ops.product_backward_(out, dy.rows[part], weight), dy.rows, weight.shape[1]
+        )
 
     def backward_weight_(self, ops: BlockOps, gradient: Tensor, dy: Any, x: Any, accumulate: bool) -> None:
         """dy^T x, of columns; written into ``gradient``, or added to it."""

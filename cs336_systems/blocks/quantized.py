@@ -166,15 +166,16 @@ class QuantizedProducts(Products):
         """Read weights there from now on; the parameters may have no memory."""
         self.arrived = arrived
 
-    def forward_(self, ops: BlockOps, out: Tensor, x: Quantized, weight: Quantized, bias: Tensor | None = None) -> None:
-        self._multiply(x, weight, bias, fast=self.recipe.fast_accumulation, out=out)
+    def forward_(self, ops: BlockOps, out: Tensor, x: Operand, weight: Quantized, bias: Tensor | None = None) -> None:
+        self._multiply(x.rows, weight, bias, fast=self.recipe.fast_accumulation, out=out)
 
-    def add_forward_(self, ops: BlockOps, out: Tensor, base: Tensor, x: Quantized, weight: Quantized) -> None:
-        torch.add(base, self._multiply(x, weight, fast=self.recipe.fast_accumulation), out=out)
+    def sum_forward(self, ops: BlockOps, x: Operand, weight: Quantized) -> Tensor:
+        return self._multiply(x.rows, weight, fast=self.recipe.fast_accumulation)
 
-    def swiglu_forward_(
-        self, ops: BlockOps, gate_up: Tensor, x: Quantized, weight: Quantized, maxima: Maxima
-    ) -> Tensor:
+    def add_forward_(self, ops: BlockOps, out: Tensor, base: Tensor, x: Operand, weight: Quantized) -> None:
+        torch.add(base, self.sum_forward(ops, x, weight), out=out)
+
+    def swiglu_forward_(self, ops: BlockOps, gate_up: Tensor, x: Operand, weight: Quantized, maxima: Maxima) -> Tensor:
         self.forward_(ops, gate_up, x, weight)
         slopes = maxima.steepest(gate_up) if isinstance(maxima, FoundMaxima) else {}
         product: Tensor = self.quantizers.swiglu(gate_up, **maxima.raised("product"), **slopes)
@@ -202,8 +203,10 @@ class QuantizedProducts(Products):
         dtype = gate_up.dtype
         return None if product is None else _operand(product, dtype), _operand(gradient, dtype)
 
-    def backward(self, ops: BlockOps, dy: Quantized, weight: Quantized) -> Tensor:
-        return self._multiply(dy, weight)
+    def backward(self, ops: BlockOps, dy: Operand, weight: Quantized) -> Tensor:
+        return self._multiply(dy.rows, weight)
+
+    sum_backward = backward
 
     def backward_weight_(self, ops: BlockOps, gradient: Tensor, dy: Quantized, x: Quantized, accumulate: bool) -> None:
         if accumulate:

@@ -10,13 +10,14 @@ When all is measured, every parameter must be the same bits on the ranks that ho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.case import RECIPE, Parallel, TrainingCase
 from cs336_systems.costs.fsdp import model_units, step_traffic
-from cs336_systems.costs.parallelism.step import context_sent, tensor_sent
+from cs336_systems.costs.parallelism.step import SEND, context_sent, tensor_sent
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment
 from cs336_systems.experiments.options import RankedCase, RankedRun, training_cells
@@ -52,9 +53,16 @@ _COUNT_BYTES = 8
 class MeshCell(RankedCase):
     """One division of the ranks; the fields are columns, the batch is that of the ranks that share it."""
 
+    part: str = option(
+        "step",
+        "What is timed: a training step, or attention alone of one block.",
+        values=("step", "attention"),
+        shown=True,
+    )
     dtype: str = like(TrainingCase, "dtype", values=("fp32", "tf32", "bf16"))
     keep: str = like(TrainingCase, "keep", asked=("products",))
     tensor: int = like(Parallel, "tensor", asked=(1, 2))
+    tensor_by: str = like(Parallel, "tensor_by")
     context: int = like(Parallel, "context", asked=(1, 2))
     context_order: str = like(Parallel, "context_order")
     weights: str = option(
@@ -75,6 +83,7 @@ class MeshCell(RankedCase):
         return Parallel(
             "none" if alone else DATA[self.weights],
             tensor=self.tensor,
+            tensor_by=self.tensor_by,  # type: ignore[arg-type]  # one of its values
             context=self.context,
             context_order=self.context_order,
         )
@@ -82,17 +91,24 @@ class MeshCell(RankedCase):
     @property
     def name(self) -> str:
         """The stem of its files' names."""
-        return recording_name(self, *self._words, *([self.weights] if self.world_size > self.tensor else []))
+        return recording_name(
+            self,
+            *([self.part] if self.part != "step" else []),
+            *self._words,
+            *([self.weights] if self.world_size > self.tensor else []),
+        )
 
     @property
     def _words(self) -> list[str]:
         """The dimensions that have several ranks."""
         n_data = self.world_size // self.parallel.ranks_per_batch
         sizes = {self.weights: n_data, self.context_order: self.context, "tensor": self.tensor}
-        return [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["alone"]
+        words = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["alone"]
+        return words + ["copies"] * (self.tensor_by == "copies")
 
     def __str__(self) -> str:
-        return f"{' '.join(self._words)} on {self.world_size} ranks: {super().__str__()}"
+        of = "" if self.part == "step" else f"{self.part} of "
+        return f"{of}{' '.join(self._words)} on {self.world_size} ranks: {super().__str__()}"
 
 
 @dataclass(frozen=True)
@@ -106,6 +122,10 @@ class Asked(RankedRun):
 Options: Any = options_of(MeshCell, Asked, cpu=RankedRun.CPU_DEFAULTS | {"batch_size": (2,), "warmup": 1, "steps": 4})
 
 
+PLAIN: dict[str, Any] = {name: getattr(MeshCell, name) for name in ("weights", "context_order", "tensor_by")}
+"""What columns say that do not matter to a cell."""
+
+
 def make_cells(options: Any) -> list[MeshCell]:
     """The grid of the divisions that the numbers of ranks have.
 
@@ -115,12 +135,13 @@ def make_cells(options: Any) -> list[MeshCell]:
     asked = [(tensor, context) for tensor in options.tensor for context in options.context]
     ranks = options.world_size
     fitting = [{"tensor": t, "context": c} for t, c in asked if any(n % (t * c) == 0 for n in ranks)]
-    plain: dict[str, Any] = {"weights": "ddp", "context_order": MeshCell.context_order}
     cells = []
     for cell in training_cells(MeshCell, options, inner=fitting or [{"tensor": 1, "context": 1}]):
         matters = {"weights": cell.world_size > cell.tensor, "context_order": cell.context > 1}
-        if cell.world_size % cell.parallel.ranks_per_batch == 0:
-            cells.append(replace(cell, **{name: plain[name] for name in plain if not matters[name]}))
+        matters |= {"tensor_by": cell.tensor > 1}
+        n_data, rest = divmod(cell.world_size, cell.parallel.ranks_per_batch)
+        if rest == 0 and (n_data == 1 or cell.part == "step"):
+            cells.append(replace(cell, **{name: PLAIN[name] for name in PLAIN if not matters[name]}))
     cells = list(dict.fromkeys(cells))
     if not cells or not fitting:
         divisions = ", ".join(f"tensor {tensor} x context {context}" for tensor, context in asked)
@@ -133,7 +154,9 @@ def predicted_messages(cell: MeshCell, rank: int) -> float | None:
     how, config, itemsize = cell.parallel, cell.config.part(cell.tensor), cell.precision.parameter_bytes
     n_rows = cell.batch_size * cell.context_length // cell.context
     place = rank // cell.tensor % cell.context
-    sent = tensor_sent(config, n_rows, cell.keep, cell.tensor, itemsize)
+    sent = tensor_sent(config, n_rows, cell.keep, cell.tensor, itemsize, by=cell.tensor_by)
+    if cell.device != "cpu":  # where copies are no messages
+        del sent[SEND]
     sent += context_sent(config, n_rows, cell.keep, cell.context, itemsize, rank=place, order=cell.context_order)
     n_bytes, n_replicas, units = cell.accumulate * sent.total(), cell.world_size // cell.tensor, model_units(config)
     if n_replicas == 1:
@@ -145,6 +168,45 @@ def predicted_messages(cell: MeshCell, rank: int) -> float | None:
         of_data = messages["all-gather"] + scattered + messages["all-reduce"]
         return n_bytes + of_data + counted if cell.accumulate == 1 and not config.tie_embeddings else None
     return n_bytes + config.n_parameters * itemsize + sum(map(len, units)) + counted  # a byte says who has a gradient
+
+
+def attention_phases(cell: MeshCell, rank: Rank) -> dict[str, Callable[[], None]]:
+    """Forward and backward of one block's attention for a rank's heads and tokens, on numbers drawn from N(0, 1)."""
+    import torch
+
+    from cs336_systems.blocks import block_ops
+    from cs336_systems.distributed.context import context_ops
+    from cs336_systems.training.assemble import mesh_of
+    from cs336_systems.training.precision import parameter_dtype
+
+    config, mesh, ops = cell.config.part(cell.tensor), mesh_of(cell, rank), block_ops(cell.kernels, cell.attention)
+    if mesh is not None and (group := mesh.group("context")) is not None:
+        ops = context_ops(ops, group, cell.context_order)
+    torch.manual_seed(cell.seed)
+    n_heads, n_kv_heads, length = config.n_heads, config.kv_heads, cell.context_length // cell.context
+    projected = torch.randn(3, cell.batch_size, length, n_heads + 2 * n_kv_heads, config.d_head, device=rank.device)
+    qkv, dqkv, do = projected.to(parameter_dtype(cell.precision)).transpose(2, 3)
+    q, k, v = qkv.split_with_sizes((n_heads, n_kv_heads, n_kv_heads), dim=1)
+    into, do = dqkv.split_with_sizes((n_heads, n_kv_heads, n_kv_heads), dim=1), do[:, :n_heads]
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forward() -> None:
+        found[:] = [ops.attention_forward(q, k, v)]
+
+    def backward() -> None:
+        ops.attention_backward(do, q, k, v, *found[0], into)
+
+    return {"forward": forward, "backward": backward}
+
+
+def measure_attention(cell: MeshCell, rank: Rank, effort: Effort) -> list[Metric]:
+    """Times and memory of attention alone."""
+    from cs336_systems.harness.clock import time_phases_of_ranks
+    from cs336_systems.harness.memory import PeakMeter
+
+    meter, phases = PeakMeter(rank.device), attention_phases(cell, rank)
+    times = time_phases_of_ranks(phases, rank, steps=cell.steps, warmup=effort.warmup(cell))
+    return time_metrics(times, cell) + peak_metrics(meter, rank)
 
 
 def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
@@ -161,6 +223,8 @@ def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metr
     from cs336_systems.profiling.communication import communication_metrics, record_phases_of_ranks
     from cs336_systems.profiling.traces import kineto
 
+    if cell.part == "attention":
+        return measure_attention(cell, rank, effort)
     predicted = check_fit(cell, rank=rank)
     meter, prepared = PeakMeter(rank.device), PreparedStep(cell, rank)
     phases = prepared.phases()
@@ -184,19 +248,22 @@ def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metr
 
 MESH = ResultTable(
     settings=(
-        *("gpu", "device", "size", "dtype", "attention", "compile", "checkpoint", "optimizer", "batch_size"),
-        *("accumulate", "kernels", "keep", *RECIPE, "context_length", "warmup", "steps", "weights", "context_order"),
+        *("gpu", "device", "part", "size", "dtype", "attention", "compile", "checkpoint", "optimizer", "batch_size"),
+        *("accumulate", "kernels", "keep", *RECIPE, "context_length", "warmup", "steps", "weights", "tensor_by"),
+        *("context_order",),
         *("world_size", "tensor", "context"),
     ),
-    always=("size", "world_size", "tensor", "context"),
-    labels={"batch_size": "batch", "world_size": "ranks", "context_order": "order"},
+    always=("part", "size", "world_size", "tensor", "context"),
+    labels={"batch_size": "batch", "world_size": "ranks", "tensor_by": "rows by", "context_order": "order"},
     columns=(
         Column("step ms", "step", spread=True, rank=MAIN),
         Column("forward ms", "forward", rank=3),
         Column("backward ms", "backward", rank=3),
         Column("optimizer ms", "optimizer", rank=3),
         Column("tokens/s", "tokens_per_s", ",.0f"),
-        Column("scaling %", lambda line: scaling(line, tensor=1, context=1), ".1f", optional=True, note=SCALING),
+        Column(
+            "scaling %", lambda line: scaling(line, tensor=1, context=1, **PLAIN), ".1f", optional=True, note=SCALING
+        ),
         Column("hidden %", "hidden_share", ".1f", rank=2, optional=True, note="communication beside other kernels"),
         Column("waited ms", "waited", ".2f", rank=2, optional=True, note="only communication runs"),
         Column("collectives", "collectives", ".0f", rank=3),

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from cs336_systems.kernels.assembly import sigmoid_of
 from cs336_systems.kernels.copy_engine import ALIGNMENT_BYTES, Ring, add_barriers, aggregate, can_be_copied, descriptor
 from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, n_multiprocessors
-from cs336_systems.kernels.swiglu import product_like, swiglu_forward
+from cs336_systems.kernels.swiglu import swiglu_forward
 
 DEPTH = gl.constexpr(64)
 """Elements of one step along the sum: 128 bytes, the widest row that shared memory swizzles."""
@@ -302,12 +302,9 @@ def product_(out: Tensor, x: Tensor, weight: Tensor) -> None:
         torch.mm(x, weight.T, out=out)
 
 
-def swiglu_product_(gate_up: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """silu(gate) * up (R, F), with gate | up (R, 2F) = x (R, K) times weight (2F, K) transposed."""
-    if (*weight.shape, True) in FASTER:
-        product = product_like(gate_up)
-        if launch_product(x, weight, gate_up, product):
-            return product
-        del product
+def swiglu_product_(gate_up: Tensor, x: Tensor, weight: Tensor, product: Tensor) -> None:
+    """product = silu(gate) * up (R, F), with gate | up (R, 2F) = x (R, K) times weight (2F, K) transposed."""
+    if (*weight.shape, True) in FASTER and launch_product(x, weight, gate_up, product):
+        return
     torch.mm(x, weight.T, out=gate_up)
-    return swiglu_forward(gate_up)
+    swiglu_forward(gate_up, out=product)

@@ -151,12 +151,15 @@ def swiglu(gate_up_R2F: Tensor) -> Tensor:
     return SwiGLU.apply(gate_up_R2F)
 
 
-def swiglu_forward(gate_up_R2F: Tensor, absmax: Tensor | None = None, slopes: Tensor | None = None) -> Tensor:
+def swiglu_forward(
+    gate_up_R2F: Tensor, absmax: Tensor | None = None, slopes: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """``swiglu`` that autograd does not see.
 
     Args:
         absmax: one fp32 element, which is raised to the largest magnitude of z.
         slopes: from ``empty_slopes``; filled with the largest magnitudes of z's derivatives.
+        out: contiguous memory for z.
 
     Raises:
         ValueError: as ``swiglu``, or absmax or slopes do not fit.
@@ -165,7 +168,7 @@ def swiglu_forward(gate_up_R2F: Tensor, absmax: Tensor | None = None, slopes: Te
     check_absmax(absmax, gate_up_R2F)
     check_slopes(slopes, gate_up_R2F)
     gate_up = gate_up_R2F.contiguous()
-    z = product_like(gate_up)
+    z = product_like(gate_up) if out is None else out
     noted = gate_up if slopes is None else slopes
     _launch(swiglu_forward_kernel, absmax, gate_up, gate_up, z, noted, WITH_SLOPES=slopes is not None)
     return z

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from cs336_systems.case import GatherBy, Parallel, TrainingCase, kept_as, mesh_shape
+from cs336_systems.case import SHARED_BATCH, GatherBy, Parallel, TrainingCase, kept_as, mesh_shape
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.kept import default_keep
 from cs336_systems.declared import flag, like, option, option_name, options_in, options_of
@@ -76,6 +76,7 @@ class TrainerCase(TrainingCase):
         Parallel, "gather_by", help="How --zero 3 gathers weights: in collectives, or by copies within one host."
     )
     tensor: int = like(Parallel, "tensor")
+    tensor_by: GatherBy = like(Parallel, "tensor_by")
     context: int = like(Parallel, "context")
     context_order: str = like(Parallel, "context_order")
     world_size: int = 1
@@ -87,7 +88,7 @@ class TrainerCase(TrainingCase):
 
     @property
     def parallel(self) -> Parallel:
-        mesh: dict[str, Any] = {name: getattr(self, name) for name in ("tensor", "context", "context_order")}
+        mesh: dict[str, Any] = {name: getattr(self, name) for name in SHARED_BATCH}
         if self.world_size <= self.tensor:
             return Parallel(**mesh)  # FSDP would copy each weight to gather it from itself
         if self.zero == 3:

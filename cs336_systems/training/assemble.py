@@ -35,9 +35,9 @@ from cs336_systems.distributed.context import context_ops, local_tokens, rotate_
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.tensor import GroupRanks, fill_from_whole, tensor_ops
+from cs336_systems.distributed.tensor import fill_from_whole, tensor_ops
+from cs336_systems.distributed.tensor_travel import tensor_ranks
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
-from cs336_systems.model.tensor_ranks import ALONE
 from cs336_systems.refusals import refusal
 from cs336_systems.training.activation_checkpointing import checkpointed_stack
 from cs336_systems.training.activation_checkpointing import unsupported_reason as checkpointing_reason
@@ -93,7 +93,7 @@ def build_unchecked(
     """``build_model`` for a device that is known to serve the case, or where nothing will be computed."""
     ops, config = case_ops(case, ops), case.config
     tensor, context = (mesh and mesh.group(name) for name in ("tensor", "context"))
-    ranks = GroupRanks(tensor) if tensor else ALONE
+    ranks = tensor_ranks(tensor, device, case.parallel.tensor_by)
     if tensor:
         ops, config = tensor_ops(ops, ranks), config.part(ranks.n_ranks)
     torch.manual_seed(case.seed)

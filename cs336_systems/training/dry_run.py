@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.case import SHARED_BATCH, Parallel, TrainingCase
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PARTS, PeakMemory, cuda_block_bytes
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.kernels.allocating import FUNCTIONS, only_allocating
@@ -267,8 +267,7 @@ def _first_of(world_size: int) -> Iterator[Rank]:
 
 def _unwrapped(case: TrainingCase) -> TrainingCase:
     """Return the case of a rank that shares at most its batch. DDP adds no memory: its buckets are the gradients."""
-    how = case.parallel
-    shared = Parallel(tensor=how.tensor, context=how.context, context_order=how.context_order)
+    shared = Parallel(**{name: getattr(case.parallel, name) for name in SHARED_BATCH})
     kind = type("Unwrapped", (type(case),), {"parallel": shared})
     unwrapped: TrainingCase = kind(**{each.name: getattr(case, each.name) for each in fields(case)})
     return unwrapped

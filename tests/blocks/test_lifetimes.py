@@ -64,7 +64,7 @@ def test_activations_live_no_longer_than_they_are_read():
         ("rotate_", D + P),  # normed1, qkv
         ("attention_forward", P),
         ("add_rms_norm_forward", D + D),  # attended and its product
-        ("swiglu_product_", D + D + 2 * F),  # residual, normed2, gate_up
+        ("swiglu_product_", D + D + 3 * F),  # residual, normed2, gate_up and its product
     ]
     with Watched() as watched:
         saved = Saved(kept_names("products"))

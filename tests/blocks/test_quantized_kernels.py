@@ -141,10 +141,10 @@ def test_what_the_library_is_asked_for(monkeypatch, recipe, asked):
     dy_read = products.read_gradient("dy", dy, products.gradient_maxima(dy))
     weight_read, ops = products.read_weight("qkv", weight, rows=True, columns=True), block_ops("reference", "reference")
     y = torch.full((m, n), torch.nan, dtype=torch.bfloat16)
-    products.forward_(ops, y, x_read.rows, weight_read.rows, bias)
+    products.forward_(ops, y, x_read, weight_read.rows, bias)
     assert torch.equal(y, bias.expand(m, n) if by_block else torch.zeros(m, n, dtype=torch.bfloat16))
-    products.add_forward_(ops, y, dy, x_read.rows, weight_read.rows)
-    products.backward(ops, dy_read.rows, weight_read.columns)
+    products.add_forward_(ops, y, dy, x_read, weight_read.rows)
+    products.backward(ops, dy_read, weight_read.columns)
     products.backward_weight_(ops, weight, dy_read.columns, x_read.columns, False)
     expected = [(asked, True), (asked, False), (False, False), (False, False)]
     assert calls == (4 * [(None, False)] if by_block else expected)

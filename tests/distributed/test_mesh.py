@@ -45,9 +45,9 @@ WAYS = {"ddp": ("bucketed", "replicated"), "zero-1": ("none", "scattered"), "zer
 WAYS |= {"zero-owned": ("bucketed", "owned"), "fsdp": ("fsdp", "replicated")}
 
 
-def run_of(context, tensor, way, config=LLAMA, order="zigzag", accumulate=1):
+def run_of(context, tensor, way, config=LLAMA, order="zigzag", accumulate=1, by="collectives"):
     wrapper, state = WAYS[way]
-    how = Parallel(wrapper, state, bucket_size_mb=0.01, tensor=tensor, context=context, context_order=order)
+    how = Parallel(wrapper, state, 0.01, tensor=tensor, tensor_by=by, context=context, context_order=order)
     return Meshed.of(
         config, how=how, batch_size=2, accumulate=accumulate, keep="products", optimizer="torch-fused", seed=3
     )
@@ -58,7 +58,7 @@ ON_FOUR = [
     *(run_of(2, 1, way, QWEN2) for way in WAYS),
     *(run_of(2, 2, "ddp", config, accumulate=2) for config in (LLAMA, QWEN2, QWEN3)),
     *(run_of(4, 1, "fsdp", QWEN3, order) for order in ("ring", "gathered")),
-    run_of(1, 4, "zero-1", QWEN3),
+    run_of(1, 4, "zero-1", QWEN3, by="copies"),
     run_of(2, 1, "ddp", LLAMA, "ring"),
 ]
 ON_EIGHT = [run_of(2, 2, "fsdp", QWEN3, accumulate=2), run_of(2, 4, "zero-1", QWEN2), run_of(4, 2, "ddp")]
@@ -183,20 +183,23 @@ def test_eight_ranks_train_what_one_process_trains():
     compare(8, ON_EIGHT)
 
 
+WIDE = replace(QWEN3, name="wide-qwen3", d_model=512, d_ff=1024, n_heads=8, head_dim=64, context_length=512)
 ON_GPUS = {
-    2: [(1, 2, "ddp", "zigzag"), (1, 2, "zero-1", "zigzag"), (2, 1, "ddp", "zigzag"), (2, 1, "ddp", "ring")],
-    4: [(2, 2, "ddp", "zigzag"), (1, 2, "fsdp", "zigzag"), (2, 1, "zero-1", "zigzag"), (4, 1, "ddp", "zigzag")],
+    2: [run_of(1, 2, way, WIDE, by=by) for way in ("ddp", "zero-1") for by in ("collectives", "copies")],
+    4: [run_of(context, 2, "ddp", WIDE, by="copies") for context in (1, 2)],
 }
-ON_GPUS[2] += [(2, 1, "fsdp", "gathered"), (2, 1, "zero-2", "zigzag")]
-ON_GPUS[4] += [(1, 4, "ddp", "zigzag"), (2, 1, "zero-owned", "gathered"), (4, 1, "fsdp", "ring")]
+ON_GPUS[2] += [run_of(2, 1, "ddp", WIDE), run_of(2, 1, "ddp", WIDE, "ring"), run_of(2, 1, "fsdp", WIDE, "gathered")]
+ON_GPUS[2] += [run_of(2, 1, "zero-2", WIDE, accumulate=2), run_of(1, 2, "ddp", WIDE, accumulate=2, by="copies")]
+ON_GPUS[4] += [run_of(1, 2, "fsdp", WIDE), run_of(2, 1, "zero-1", WIDE), run_of(4, 1, "ddp", WIDE)]
+ON_GPUS[4] += [run_of(1, 4, "ddp", WIDE, by=by) for by in ("collectives", "copies")]
+ON_GPUS[4] += [run_of(2, 1, "zero-owned", WIDE, "gathered"), run_of(4, 1, "fsdp", WIDE, "ring")]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2), on_gpus(4)])
 def test_gpus_train_what_one_trains(world_size, device):
     """Over NCCL: in fp32 to its rounding, in bf16 with fused kernels within twice one GPU's error."""
-    wide = replace(QWEN3, name="wide-qwen3", d_model=512, d_ff=1024, n_heads=8, head_dim=64, context_length=512)
-    plain = [replace(run_of(*how[:3], wide, how[3]), device=device) for how in ON_GPUS[world_size]]
+    plain = [replace(case, device=device) for case in ON_GPUS[world_size]]
     fused = {"dtype": "bf16", "kernels": "fused"}
     ways = [plain, *([replace(case, **fused, attention=name) for case in plain] for name in ("flash", "hopper"))]
     on_one = [spawn(train_alone, 1, cases, world_size, device=device, timeout_s=120)[0] for cases in ways]
@@ -242,7 +245,7 @@ def count(rank: Rank, cases):
                 sent[names[event.kind]] += event.n_bytes
         how, n_rows = case.parallel, batch[0].numel() // case.accumulate
         asked = case.config.part(how.tensor), n_rows, case.keep
-        predicted = tensor_sent(*asked, how.tensor, 4)
+        predicted = tensor_sent(*asked, how.tensor, 4, by=how.tensor_by)
         predicted += context_sent(*asked, how.context, 4, rank=rank.rank, order=how.context_order)
         if how.context > 1:  # gradients are averaged besides
             del sent[REDUCE]
@@ -252,7 +255,11 @@ def count(rank: Rank, cases):
 
 def test_bytes_are_those_predicted():
     orders = [{"context": 2, "context_order": order} for order in ("zigzag", "ring", "gathered")]
-    ways: list[dict] = [{"tensor": 2}, *({"wrapper": "bucketed", **order} for order in orders)]
+    ways: list[dict] = [
+        {"tensor": 2},
+        {"tensor": 2, "tensor_by": "copies"},
+        *({"wrapper": "bucketed", **order} for order in orders),
+    ]
     keeps = (*LEVELS, "1xall-residual+products-residual")
     base = replace(run_of(1, 1, "zero-1", QWEN3, accumulate=2), optimizer="reference")
     cases = [replace(base, keep=keep, how=Parallel(**way)) for way in ways for keep in keeps]

@@ -1,5 +1,6 @@
 """Tensor and sequence parallelism against one process: losses, every gradient, what is sent, what is refused."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from cs336_systems.costs.kept import LEVELS
 from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.tensor import GroupRanks, fill_from_whole, tensor_dim, tensor_ops
+from cs336_systems.distributed.tensor_travel import tensor_ranks
 from cs336_systems.harness.traffic import Traffic
 from cs336_systems.kernels.cross_entropy_rows import launch_rows_of_ranks
 from cs336_systems.kernels.linear_cross_entropy import plain_rows
@@ -26,6 +28,10 @@ CONFIGS = (
     replace(LLAMA, name="tiny-qwen2", qkv_bias=True, tie_embeddings=True),
     replace(LLAMA, name="tiny-qwen3", qk_norm=True, head_dim=16),
 )
+
+
+def ranks_by(rank: Rank, by: str):
+    return tensor_ranks(Mesh.over(rank, tensor=rank.world_size).group("tensor"), rank.device, by)
 
 
 def build(config, ranks=None, keep="products", dtype=torch.float64):
@@ -55,8 +61,8 @@ def own_part(whole, name, ranks):
 
 
 def check_losses_and_gradients_are_those_of_one_process(rank: Rank):
-    ranks = GroupRanks(Mesh.over(rank, tensor=2).group("tensor"))
-    for config in CONFIGS:
+    for config, by in itertools.product(CONFIGS, ("collectives", "copies")):
+        ranks = ranks_by(rank, by)
         whole, part = build(config), build(config, ranks)
         optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (whole, part)]
         for step in range(10):
@@ -78,12 +84,13 @@ def check_losses_and_gradients_are_those_of_one_process(rank: Rank):
 
 
 def check_every_level_gives_the_same_bits(rank: Rank):
-    ranks, found = GroupRanks(Mesh.over(rank, tensor=2).group("tensor")), []
-    for keep in LEVELS:
-        model = build(CONFIGS[2], ranks, keep, torch.float32)
-        model(*batch(LLAMA)).backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    for by in ("collectives", "copies"):
+        ranks, found = ranks_by(rank, by), []
+        for keep in LEVELS:
+            model = build(CONFIGS[2], ranks, keep, torch.float32)
+            model(*batch(LLAMA)).backward()
+            found.append([parameter.grad for parameter in model.parameters()])
+        assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 def check_rows_are_sent_twice_a_half_and_pass(rank: Rank):
