@@ -102,7 +102,7 @@ def attend_on_gpu(rank: Rank, attention):
             whole = attend(ops, narrow, do)
             found = attend(context_ops(ops, group, order), [x[:, :, own] for x in narrow], do[:, :, own])
             for number, (part, one, right) in enumerate(zip(found, whole, expected, strict=True)):
-                budget = 2 * (one - right).abs().max() + 2**-9 * right.abs().max()
+                budget = 2 * (one - right).abs().max() + 2**-8 * right.abs().max()  # gathered adds in bf16
                 off = (part - right[:, :, own]).abs().max()
                 assert off <= budget, (attention, order, length, d_head, n_kv_heads, number, off, budget)
 

@@ -14,6 +14,8 @@ SOFTMAX, REDUCTION, ELEMENTWISE = "softmax", "reduction", "elementwise"
 OPTIMIZER, COPY, OTHER = "optimizer", "copy or cast", "other"
 QUANTIZATION = "quantization"
 
+PEER_COPY = "memcpy PtoP"
+"""The name of a copy from one GPU to another."""
 CLASSES = (MATMUL, ATTENTION, SOFTMAX, REDUCTION, ELEMENTWISE, QUANTIZATION, COPY, OPTIMIZER, COMMUNICATION, OTHER)
 """The classes in the order in which tables and figures show them."""
 
@@ -25,7 +27,7 @@ _PATTERNS = (
     (SOFTMAX, r"^triton_(red|per)_\w*softmax"),
     (REDUCTION, r"^triton_(red|per)_"),
     (ELEMENTWISE, r"^triton_poi_"),
-    (COMMUNICATION, r"nccl|gloo|c10d::|all_?reduce|all_?gather|reduce_?scatter"),
+    (COMMUNICATION, rf"{PEER_COPY}|nccl|gloo|c10d::|all_?reduce|all_?gather|reduce_?scatter"),
     (ATTENTION, r"flash|fmha|sdpa|scaled_dot_product|attention|\battn_(fwd|bwd)|flex_|^hopper_"),
     (
         MATMUL,

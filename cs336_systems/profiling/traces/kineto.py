@@ -30,6 +30,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from cs336_systems.profiling.traces import nsys
+from cs336_systems.profiling.traces.kernels import PEER_COPY
 from cs336_systems.profiling.traces.tables import (
     COPY,
     FILL,
@@ -137,7 +138,9 @@ def _gpu_operations(events: list[dict[str, Any]]) -> pd.DataFrame:
             correlation = int(args["correlation"])
             launch_start, pid, tid = launches.get(correlation, (start, process, -1))
             name = str(event["name"]) if kind == KERNEL else {COPY: "memcpy", FILL: "memset"}[kind]
-            where = (pid, int(args["device"]), int(args["stream"]))
+            if "device" not in args:  # a copy between two GPUs, which says from which, to which and in which
+                name = PEER_COPY
+            where = (pid, int(args.get("device", event["pid"])), int(args["stream"]))
             rows.append((name, kind, start, end, *where, tid, launch_start, correlation))
     return pd.DataFrame(rows, columns=list(OP_COLUMNS))
 

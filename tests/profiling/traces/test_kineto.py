@@ -45,6 +45,17 @@ def test_kernels_meet_their_launches(tmp_path):
         event("cuda_runtime", "cudaDeviceSynchronize", 1030.0, 2.0),
         event("kernel", "gemm", 1012.25, 10.125, tid=7, pid=0, correlation=3, device=0, stream=7),
         event("gpu_memcpy", "Memcpy DtoH", 1025.0, 1.0, tid=8, pid=0, correlation=4, device=0, stream=8),
+        event(
+            "gpu_memcpy",
+            "Memcpy PtoP (Device -> Device)",
+            1026.0,
+            1.0,
+            tid=9,
+            pid=0,
+            correlation=5,
+            fromDevice=1,
+            stream=9,
+        ),
         event("gpu_memset", "Memset (Device)", 1027.0, 1.0, tid=8, pid=0, correlation=77, device=0, stream=8),
         event("kernel", "backwards in time", 1029.0, -3.0, tid=7, pid=0, correlation=78, device=0, stream=7),
         event("gpu_user_annotation", "step", 1012.25, 20.0, tid=7, pid=0),
@@ -56,11 +67,12 @@ def test_kernels_meet_their_launches(tmp_path):
     assert rows == [
         ["gemm", "kernel", 1_012_250, 1_022_375, 9, 7, 5, 1_010_500, 3],
         ["memcpy", "copy", 1_025_000, 1_026_000, 9, 8, 6, 1_020_000, 4],
+        ["memcpy PtoP", "copy", 1_026_000, 1_027_000, 9, 9, -1, 1_026_000, 5],
         ["memset", "fill", 1_027_000, 1_028_000, 9, 8, -1, 1_027_000, 77],
         ["backwards in time", "kernel", 1_029_000, 1_029_000, 9, 7, -1, 1_029_000, 78],
     ]
     assert trace.ranges["name"].tolist() == ["step"]
-    assert len(trace.operations(trace.instances("step"))) == 4
+    assert len(trace.operations(trace.instances("step"))) == 5
 
 
 def test_operators_are_cut_where_the_work_is_done(tmp_path):
