@@ -13,7 +13,7 @@ theirs, and their copy engines fetch it. Flags are raised and awaited by the str
 rows are gloo's messages.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,8 +33,8 @@ N_SLOTS = 3
 class Exchange(Protocol):
     """Equally many numbers go from each rank to each other; ranks make the same exchanges in the same order."""
 
-    def offer(self, x: Tensor, copy: Tensor) -> None:
-        """Let every other rank fetch x, and copy it; x stays until this rank has waited for all that it fetches."""
+    def offer(self, x: Tensor) -> None:
+        """Let every other rank fetch x, which stays until this rank has waited for its ``copy``."""
 
     def place(self, peer: int, like: Tensor) -> Tensor:
         """Memory for what another rank is to fetch, as ``like``."""
@@ -44,6 +44,9 @@ class Exchange(Protocol):
 
     def fetch(self, peer: int, into: Tensor) -> Wait:
         """Begin to fetch what that rank has for this one."""
+
+    def copy(self, x: Tensor, into: Tensor) -> Wait:
+        """Begin to copy."""
 
 
 class TravellingRanks(GroupRanks):
@@ -64,11 +67,12 @@ class TravellingRanks(GroupRanks):
     def arriving(self, x: Tensor) -> Arriving:
         whole = x.new_empty(self.n_ranks * len(x), *x.shape[1:])
         own, exchange = self._rows(whole, self.rank), self._exchanges.begin(x)
-        exchange.offer(x, whole[own])
+        exchange.offer(x)
         parts: list[Part] = [(own, x, lambda: None)]
         for peer in self._peers:
             rows = self._rows(whole, peer)
             parts.append((rows, whole[rows], exchange.fetch(peer, whole[rows])))
+        parts.append((slice(0, 0), x[:0], exchange.copy(x, whole[own])))  # after what others wait for
         return Arriving(whole, tuple(parts))
 
     def sums(self, compute: Callable[[Tensor, slice], object], like: Tensor, width: int) -> Tensor:
@@ -84,6 +88,13 @@ class TravellingRanks(GroupRanks):
             wait()
             own += addend
         return own
+
+    def total(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The same bits on every rank."""
+        of_all = self.arriving(torch.cat([tensor.flatten() for tensor in tensors]))
+        of_all.wait()
+        summed = of_all.whole.view(self.n_ranks, -1).sum(0).split([tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(summed, tensors, strict=True)]
 
     def _rows(self, whole: Tensor, rank: int) -> slice:
         n = len(whole) // self.n_ranks
@@ -101,11 +112,14 @@ class _Messages:
     def begin(self, like: Tensor) -> "_Messages":
         return _Messages(self._group, like.device)
 
-    def offer(self, x: Tensor, copy: Tensor) -> None:
-        copy.copy_(x)
+    def offer(self, x: Tensor) -> None:
         for peer in self._peers:
             self._places[peer] = x
             self.send(peer)
+
+    def copy(self, x: Tensor, into: Tensor) -> Wait:
+        into.copy_(x)
+        return lambda: None
 
     def place(self, peer: int, like: Tensor) -> Tensor:
         self._places[peer] = torch.empty_like(like)
@@ -157,8 +171,12 @@ class _Imagined(_Slots):
     def _make(self, n_bytes: int) -> None:
         self._slots = [torch.empty(n_bytes, dtype=torch.uint8, device=self._device) for _ in range(N_SLOTS)]
 
-    def offer(self, x: Tensor, copy: Tensor) -> None:
-        copy.copy_(x)
+    def offer(self, x: Tensor) -> None:
+        pass
+
+    def copy(self, x: Tensor, into: Tensor) -> Wait:
+        into.copy_(x)
+        return lambda: None
 
     def place(self, peer: int, like: Tensor) -> Tensor:
         return self._part(self._slots[self.number % N_SLOTS], self._group.rank(), peer, like)
@@ -199,7 +217,7 @@ class _Mapped(_Slots):
             torch.cuda.current_stream(self._device).wait_event(before_last)
         return self
 
-    def offer(self, x: Tensor, copy: Tensor) -> None:
+    def offer(self, x: Tensor) -> None:
         self._same = True
         self._follow()
         with torch.cuda.stream(self._stream):
@@ -207,7 +225,11 @@ class _Mapped(_Slots):
             for peer in range(self._group.size()):
                 if peer != self._rank:
                     self._raise_flag(peer)
-            copy.copy_(x)
+
+    def copy(self, x: Tensor, into: Tensor) -> Wait:
+        with torch.cuda.stream(self._stream):
+            into.copy_(x)
+        return self._now()
 
     def place(self, peer: int, like: Tensor) -> Tensor:
         return self._part(self._slots[self.number % N_SLOTS].of_rank[self._rank], self._rank, peer, like)
@@ -225,8 +247,13 @@ class _Mapped(_Slots):
                 self._driver.cuStreamWaitValue32, flag, self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
             )
             into.copy_(self._part(slot, peer, self._rank, into))
-            self._done[self.number] = arrived = self._stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(arrived)
+        self._done[self.number] = self._stream.record_event()
+        return self._now()
+
+    def _now(self) -> Wait:
+        """Let the current stream wait, when it asks, for what the stream of copies has been given until now."""
+        event = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
     def _follow(self) -> None:
         """Let the stream of copies wait for what the current stream has been given."""

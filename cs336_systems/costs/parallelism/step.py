@@ -28,7 +28,8 @@ def tensor_sent(
 ) -> Sent:
     """Count what a tensor rank sends in a micro-batch of ``n_rows`` tokens, with as much kept as ``keep`` says.
 
-    By copies a block's rows go from each rank to each other. Statistics of the loss travel in at least fp32.
+    By copies, what blocks gather, scatter and add up goes from each rank to each other. Statistics of the loss travel
+    in at least fp32.
     """
     sent: Sent = Counter()
     if n_ranks == 1:
@@ -40,11 +41,11 @@ def tensor_sent(
         sent[GATHER] += (4 + ("normed1" not in kept) + (again or "normed2" not in kept)) * whole
         sent[SCATTER] += (4 + again) * own
         sent[REDUCE] += (2 * config.d_model + 2 * config.d_head * config.qk_norm) * itemsize
+    sent[REDUCE] += config.d_model * itemsize
     if by == "copies":
-        sent[SEND] = (n_ranks - 1) * (sent.pop(GATHER) // n_ranks + sent.pop(SCATTER))
+        sent[SEND] = (n_ranks - 1) * (sent.pop(GATHER) // n_ranks + sent.pop(SCATTER) + sent.pop(REDUCE))
     sent[GATHER] += 2 * whole + n_ranks * n_rows * 2 * max(4, itemsize)  # embedding, head, and what the loss agrees on
     sent[SCATTER] += 2 * own
-    sent[REDUCE] += config.d_model * itemsize
     return sent
 
 
