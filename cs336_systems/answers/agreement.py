@@ -143,7 +143,10 @@ def _tokens_of_settings(rows: pd.DataFrame) -> pd.Series:
     """The tokens of a step by the settings of each row; NaN where they do not say."""
     names = [name for name in ("batch_size", "context_length", "accumulate", "world_size") if name in rows]
     names = ["total_batch_tokens"] if "total_batch_tokens" in rows else names
-    return rows[names].apply(pd.to_numeric, errors="coerce").prod(axis=1, skipna=False)
+    tokens = rows[names].apply(pd.to_numeric, errors="coerce").prod(axis=1, skipna=False)
+    for name in {"tensor", "context"} & set(rows):  # whose ranks share a batch
+        tokens /= pd.to_numeric(rows[name])
+    return tokens
 
 
 def _peaks(rows: pd.DataFrame) -> list[float]:

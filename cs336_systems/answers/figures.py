@@ -26,6 +26,7 @@ from cs336_systems.experiments.fp8 import time_figure
 from cs336_systems.experiments.kernels import shares_figure
 from cs336_systems.experiments.launch_overhead import time_figure as launch_figure
 from cs336_systems.experiments.matmul_data import speed_figure
+from cs336_systems.experiments.mesh import scaling_figure as mesh_figure
 from cs336_systems.experiments.model import frontier_figure, step_figure
 from cs336_systems.experiments.parallelism import pipelines_figure
 from cs336_systems.experiments.roofline_knee import time_figure as chains_figure
@@ -117,6 +118,8 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_leak_roofline_knee.png": of_rows(chains_figure, "leaks/roofline_knee"),
         "h200_leak_launch_overhead.png": of_rows(launch_figure, "leaks/launch_overhead"),
         "h200_leak_flops_against_time.png": of_rows(families_figure, "leaks/flops_against_time"),
+        "h200_mesh_two.png": of_rows(mesh_figure, "mesh-tensor", "mesh-context", world_size=[1, 2]),
+        "h200_mesh_four.png": of_rows(mesh_figure, "mesh-four"),
         "h200_training.png": Drawing(rates_figure, lambda: _with_others(rows("training").frame())),
         "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),
         "pipeline_schedules.png": Drawing(pipelines_figure, lambda: (timelines,)),

@@ -24,6 +24,7 @@ from cs336_systems.experiments.collectives import collectives_table
 from cs336_systems.experiments.data_parallel import DATA_PARALLEL
 from cs336_systems.experiments.fully_sharded import FULLY_SHARDED, breakdown_tables
 from cs336_systems.experiments.kernels import KERNEL_TABLE
+from cs336_systems.experiments.mesh import MESH
 from cs336_systems.experiments.model import step_table
 from cs336_systems.experiments.parallelism import QUESTIONS
 from cs336_systems.experiments.streaming import STREAMING_TABLE
@@ -55,6 +56,7 @@ TABLES = {
     "attention_table": attention_tables.ATTENTION,
     "data_parallel_table": DATA_PARALLEL,
     "fully_sharded_table": FULLY_SHARDED,
+    "mesh_table": MESH,
     "sharded_memory_table": sharded_tables.MEMORY,
     "sharded_time_table": sharded_tables.TIMES,
     "kernel_table": KERNEL_TABLE,

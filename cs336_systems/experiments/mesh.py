@@ -10,7 +10,8 @@ When all is measured, every parameter must be the same bits on the ranks that ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,9 @@ from cs336_systems.experiments.ranked import (
 from cs336_systems.report.results import MAIN, Column, ResultTable
 
 if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
     from cs336_systems.distributed.process_group import Rank
     from cs336_systems.harness.record import Metric
 
@@ -274,6 +278,40 @@ MESH = ResultTable(
     ),
 )
 """One line per cell: times, throughput and scaling from one rank, communication, memory."""
+
+
+def scaling_figure(rows: pd.DataFrame) -> Figure | None:
+    """A panel for each part and length: tokens/s per rank over those of one rank alone, by way of sharing, in %."""
+    from cs336_systems.report.figures import OKABE_ITO, panels
+
+    groups: dict[str, dict[str, float]] = {}
+    for line in MESH.lines(rows):
+        how = line.settings
+        share = scaling(line, tensor=1, context=1, **PLAIN)
+        if share is not None and how["world_size"] > 1:
+            panel = f"{how['part']}, {int(how['context_length']):,} tokens"
+            groups.setdefault(panel, {})[_way(how)] = share
+    if not groups:
+        return None
+    figure, axes = panels(len(groups), min(2, len(groups)), 4.6, 0.9 + 0.28 * max(map(len, groups.values())))
+    for axis, (title, shares) in zip(axes, groups.items(), strict=False):
+        bars = axis.barh(list(shares), list(shares.values()), color=OKABE_ITO[0], height=0.7)
+        axis.bar_label(bars, [f"{share:.1f}" for share in shares.values()], padding=3, fontsize=8)
+        axis.set_xlim(0, 120)
+        axis.axvline(100, color="0.5", linewidth=0.8)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("% of one GPU's tokens/s, per GPU", fontsize=9)
+        axis.set_ylim(max(map(len, groups.values())) - 0.5, -0.5)
+    return figure
+
+
+def _way(how: Mapping[str, Any]) -> str:
+    """How the ranks of a line divide its batch, in words."""
+    sizes = {"tensor": how["tensor"], f"context, {how['context_order']}": how["context"]}
+    n_data = how["world_size"] // math.prod(sizes.values())
+    words = [f"{how['weights']} {n_data}"] * (n_data > 1) + [f"{name} {n}" for name, n in sizes.items() if n > 1]
+    return " x ".join(words) + (" by copies" if how["tensor_by"] == "copies" else "")
+
 
 EXPERIMENT = Experiment(
     "benchmark_parallelism",
