@@ -273,8 +273,8 @@ def _versions(parameters: Sequence[Tensor]) -> _Versions:
 
 def _operand(found: Any, dtype: torch.dtype) -> Operand:
     """Make an operand of what quantizers return for a tensor of this dtype."""
-    rows, columns = (found.q, found.inverse_scale), (found.q_t, found.inverse_scale_t)
-    return Operand(*(None if each[0] is None else Quantized(*each, dtype) for each in (rows, columns)))
+    rows = None if found.q is None else Quantized(found.q, found.inverse_scale, dtype)
+    return Operand(rows, None if found.q_t is None else Quantized(found.q_t, found.inverse_scale_t, dtype))
 
 
 def _of_each_row(scale: Tensor | None, values: Tensor | None) -> Tensor | None:

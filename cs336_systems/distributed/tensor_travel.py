@@ -107,7 +107,7 @@ class _Messages:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._peers = group, [peer for peer in range(group.size()) if peer != group.rank()]
         self._places: dict[int, Tensor] = {}
-        self._sent: list[dist.Work] = []
+        self._sent: list[dist.Work | None] = []
 
     def begin(self, like: Tensor) -> "_Messages":
         return _Messages(self._group, like.device)
@@ -134,7 +134,8 @@ class _Messages:
         def wait() -> None:
             for works in (under_way, self._sent):  # the latter's memory is held until then
                 while works:  # gloo would wait for a second message
-                    works.pop().wait()
+                    if (work := works.pop()) is not None:
+                        work.wait()
 
         return wait
 
@@ -195,7 +196,7 @@ class _Mapped(_Slots):
         super().__init__(group, device)
         if (reason := why_not_mapped(device, group)) is not None:
             raise ValueError(f"rows cannot be copied between these GPUs: {reason}")
-        from cuda.bindings import driver
+        from cuda.bindings import driver  # type: ignore[import-untyped]  # torch's own dependency
 
         self._driver, self._rank = driver, group.rank()
         self._stream = torch.cuda.Stream(device, priority=-1)

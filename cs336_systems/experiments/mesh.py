@@ -258,7 +258,13 @@ MESH = ResultTable(
         *("world_size", "tensor", "context"),
     ),
     always=("part", "size", "world_size", "tensor", "context"),
-    labels={"batch_size": "batch", "context_length": "length", "world_size": "ranks", "tensor_by": "rows by", "context_order": "order"},
+    labels={
+        "batch_size": "batch",
+        "context_length": "length",
+        "world_size": "ranks",
+        "tensor_by": "rows by",
+        "context_order": "order",
+    },
     columns=(
         Column("step ms", "step", spread=True, rank=MAIN),
         Column("forward ms", "forward", rank=3),

@@ -92,7 +92,7 @@ def build_unchecked(
 ) -> TransformerLM:
     """``build_model`` for a device that is known to serve the case, or where nothing will be computed."""
     ops, config = case_ops(case, ops), case.config
-    tensor, context = (mesh and mesh.group(name) for name in ("tensor", "context"))
+    tensor, context = (mesh.group(name) if mesh else None for name in ("tensor", "context"))
     ranks = tensor_ranks(tensor, device, case.parallel.tensor_by)
     if tensor:
         ops, config = tensor_ops(ops, ranks), config.part(ranks.n_ranks)
