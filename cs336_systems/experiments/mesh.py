@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from cs336_systems.distributed.process_group import Rank
     from cs336_systems.harness.record import Metric
 
-DATA = {"ddp": "bucketed", "fsdp": "fsdp"}
+DATA = {"ddp": "bucketed", "fsdp": "fsdp", "fsdp2": "fsdp2"}
 """What wraps the model over ranks with the same weights."""
 
 
@@ -72,7 +72,7 @@ class MeshCell(RankedCase):
     weights: str = option(
         "ddp",
         "How ranks along data and context hold the weights they share: ddp, whole with averaged gradients; fsdp, in "
-        "shards.",
+        "shards; fsdp2, in shards by PyTorch's FSDP2.",
         values=tuple(DATA),
         shown=True,
     )
@@ -107,7 +107,7 @@ class MeshCell(RankedCase):
         """The dimensions that have several ranks."""
         n_data = self.world_size // self.parallel.ranks_per_batch
         sizes = {self.weights: n_data, self.context_order: self.context, "tensor": self.tensor}
-        words = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["alone"]
+        words = [f"{name}-{size}" for name, size in sizes.items() if size > 1] or ["alone"]
         return words + ["copies"] * (self.tensor_by == "copies")
 
     def __str__(self) -> str:
@@ -154,7 +154,8 @@ def make_cells(options: Any) -> list[MeshCell]:
 
 
 def predicted_messages(cell: MeshCell, rank: int) -> float | None:
-    """Bytes that a rank sends in a step, by arithmetic; None for shards of several micro-batches or tied weights."""
+    """Bytes that a rank sends in a step, by arithmetic; None for FSDP2, and for shards of several micro-batches or
+    tied weights."""
     how, config, itemsize = cell.parallel, cell.config.part(cell.tensor), cell.precision.parameter_bytes
     n_rows = cell.batch_size * cell.context_length // cell.context
     place = rank // cell.tensor % cell.context
@@ -165,6 +166,8 @@ def predicted_messages(cell: MeshCell, rank: int) -> float | None:
     n_bytes, n_replicas, units = cell.accumulate * sent.total(), cell.world_size // cell.tensor, model_units(config)
     if n_replicas == 1:
         return n_bytes
+    if how.wrapper == "fsdp2":
+        return None
     counted = _COUNT_BYTES if how.ranks_per_batch > 1 else 0
     if how.wrapper == "fsdp":
         messages = step_traffic(units, n_replicas, compute_bytes=itemsize, gradient_bytes=itemsize).messages

@@ -180,6 +180,7 @@ def check_replicas(prepared: PreparedStep) -> None:
     """Raise on every rank unless parameters are the same bits on all ranks that hold them alike, and losses finite."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
 
     from cs336_systems.distributed.fsdp import FSDP
     from cs336_systems.distributed.tensor import tensor_dim
@@ -189,7 +190,8 @@ def check_replicas(prepared: PreparedStep) -> None:
     whole = model.gather_full_params() if isinstance(model, FSDP) else dict(model.named_parameters())
     for name, parameter in whole.items():
         group = mesh.replicas if mesh is not None and tensor_dim(name) is not None else None
-        bits = parameter.detach().reshape(-1).view(torch.uint8)
+        local = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        bits = local.detach().reshape(-1).view(torch.uint8)
         of_the_first = bits.clone()
         dist.broadcast(of_the_first, group_src=0, group=group)
         differing += not torch.equal(bits, of_the_first)

@@ -23,7 +23,7 @@ MEASURED = [
 def test_every_division_of_the_ranks_is_a_cell():
     made = cells_of("mesh", "--world-size", "1", "2", "4", "--tensor", "1", "2", "--context", "1", "2")
     assert [cell.variant for cell in made] == [
-        *("alone", "ddp2", "zigzag2", "tensor2", "ddp4", "ddp2-zigzag2", "ddp2-tensor2", "zigzag2-tensor2")
+        *("alone", "ddp-2", "zigzag-2", "tensor-2", "ddp-4", "ddp-2-zigzag-2", "ddp-2-tensor-2", "zigzag-2-tensor-2")
     ]
     for arguments, value in (
         (["--tensor", "3", "--context", "2", "--world-size", "4"], "--world-size 4 cannot be divided into tensor 3"),
