@@ -72,8 +72,7 @@ class TravellingRanks(GroupRanks):
         for peer in self._peers:
             rows = self._rows(whole, peer)
             parts.append((rows, whole[rows], exchange.fetch(peer, whole[rows])))
-        parts.append((slice(0, 0), x[:0], exchange.copy(x, whole[own])))  # after what others wait for
-        return Arriving(whole, tuple(parts))
+        return Arriving(whole, tuple(parts), finish=exchange.copy(x, whole[own]))  # after what others wait for
 
     def sums(self, compute: Callable[[Tensor, slice], object], like: Tensor, width: int) -> Tensor:
         own = like.new_empty(len(like) // self.n_ranks, width)
@@ -230,7 +229,7 @@ class _Mapped(_Slots):
     def copy(self, x: Tensor, into: Tensor) -> Wait:
         with torch.cuda.stream(self._stream):
             into.copy_(x)
-        return self._now()
+        return self._wait_for(self._stream.record_event())
 
     def place(self, peer: int, like: Tensor) -> Tensor:
         return self._part(self._slots[self.number % N_SLOTS].of_rank[self._rank], self._rank, peer, like)
@@ -248,12 +247,10 @@ class _Mapped(_Slots):
                 self._driver.cuStreamWaitValue32, flag, self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
             )
             into.copy_(self._part(slot, peer, self._rank, into))
-        self._done[self.number] = self._stream.record_event()
-        return self._now()
+        self._done[self.number] = event = self._stream.record_event()
+        return self._wait_for(event)
 
-    def _now(self) -> Wait:
-        """Let the current stream wait, when it asks, for what the stream of copies has been given until now."""
-        event = self._stream.record_event()
+    def _wait_for(self, event: torch.cuda.Event) -> Wait:
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
     def _follow(self) -> None:

@@ -22,18 +22,22 @@ EVERYTHING = slice(None)
 
 @dataclass(frozen=True)
 class Arriving:
-    """The rows of all ranks, (t r, ...), whole once each part has been waited for; iterating waits part by part."""
+    """The rows of all ranks, which iterating gives part by part, each after having waited for it."""
 
     whole: Tensor
+    """All of them, (t r, ...), once the iteration has ended."""
     parts: tuple[Part, ...]
+    finish: Callable[[], None] = lambda: None
+    """Waits for what is done last."""
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         for rows, part, wait in self.parts:
             wait()
             yield rows, part
+        self.finish()
 
     def wait(self) -> None:
-        """Wait for all parts."""
+        """Wait until ``whole`` is whole."""
         for _ in self:
             pass
 
