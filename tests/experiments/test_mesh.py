@@ -17,7 +17,9 @@ MEASURED = [
     replace(CELL, tensor=2, context=2),
     replace(CELL, tensor=2, weights="fsdp"),
     replace(CELL, context=4, accumulate=2),
+    replace(CELL, tensor=4, tensor_by="copies"),
 ]
+OTHERS = [replace(CELL, tensor=2, weights="fsdp2"), replace(CELL, part="attention", context=4)]
 
 
 def test_every_division_of_the_ranks_is_a_cell():
@@ -34,17 +36,17 @@ def test_every_division_of_the_ranks_is_a_cell():
 
 
 def measure_all(rank: Rank):
-    return [measure(cell, rank) for cell in MEASURED]
+    return [measure(cell, rank) for cell in MEASURED + OTHERS]
 
 
 @pytest.mark.slow
 def test_messages_are_those_predicted():
     for metrics in on_ranks(measure_all, 4):
-        for cell, own in zip(MEASURED, metrics, strict=True):
+        for cell, own in zip(MEASURED, metrics[: len(MEASURED)], strict=True):
             found = {metric.name: metric.samples[0] for metric in own}
             assert found["messages"] == found["predicted_messages"] > 0, cell
     rows = []
-    for cell, own in zip(MEASURED, metrics, strict=True):
+    for cell, own in zip(MEASURED + OTHERS, metrics, strict=True):
         rows.append(Outcome(cell, "ok", metrics=own))
         rows[-1].rows = make_rows("benchmark_parallelism", rows[-1], {"provenance": {"gpu": "", "host": "a"}})
-    assert len(MESH.of(outcome_rows(rows)).frame) == len(MEASURED)
+    assert len(MESH.of(outcome_rows(rows)).frame) == len(MEASURED + OTHERS)
