@@ -120,8 +120,8 @@ class Parallel:
     )
     tensor_by: GatherBy = option(
         "collectives",
-        "How rows come to tensor ranks: in collectives, between matrix products; or by copying from the other ranks' "
-        "memory on the same host while products run (on CPUs by messages).",
+        "How tensor ranks exchange rows: collectives, between matrix products; copies, from each other's memory while "
+        "products run, which needs ranks on one host (on CPUs by messages).",
         shown=True,
     )
     context: int = option(

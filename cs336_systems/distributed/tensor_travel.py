@@ -2,15 +2,15 @@
 
     ranks = TravellingRanks(mesh.group("tensor"), device)      # in place of GroupRanks
 
-A gather gives the rank's own rows at once, and a product of them runs while the others come; a product whose sums
-belong to several ranks begins with the rows that leave, and its own rows run while they are under way (Wang et al.
-2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models"; torch's
-``fused_all_gather_matmul`` is another implementation). Every rank sends to every other; nothing goes round a ring.
+``arriving`` returns a rank's own rows at once, so that they are multiplied while those of the others come. ``sums``
+computes first the rows that other ranks need, and this rank's own while those are fetched (Wang et al. 2023, "Overlap
+Communication with Dependent Computation via Decomposition in Large Deep Learning Models"; torch's
+``fused_all_gather_matmul`` is another implementation). All ranks exchange directly with each other, not around a ring.
 
-On GPUs ranks map each other's memory. What is for others is written into a slot of one's own, a flag is raised in
-theirs, and their copy engines fetch it. Flags are raised and awaited by the stream (``cuStreamWriteValue32``,
-``cuStreamWaitValue32``), not by kernels, which would wait for a multiprocessor until the product has left one. On CPUs
-rows are gloo's messages.
+On GPUs ranks map each other's memory. A rank writes what others need into a slot of its own memory and raises a flag in
+the memory of each reader, whose copy engine then fetches it. Flags are raised and awaited by the stream
+(``cuStreamWriteValue32``, ``cuStreamWaitValue32``), not by kernels, which could not start until the product that runs
+frees a multiprocessor. On CPUs gloo sends rows as messages.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,30 +27,39 @@ from cs336_systems.model.tensor_ranks import ALONE, Arriving, Part, TensorRanks
 Wait = Callable[[], None]
 
 N_SLOTS = 3
-"""A rank that begins an exchange has waited for the one before the last, so all others have fetched the third last."""
+"""Exchange n takes the slot of exchange n - 3. Before it begins, a rank has waited for its fetches of n - 2, so every
+peer has raised its flag of n - 2, which it does after its own fetches of n - 3: nobody reads that slot any more."""
 
 
 class Exchange(Protocol):
-    """Equally many numbers go from each rank to each other; ranks make the same exchanges in the same order."""
+    """Every rank lets every other fetch as many bytes; all ranks make the same exchanges in the same order.
+
+    The functions that are returned make the current stream (on a CPU: the caller) wait.
+    """
+
+    def begin(self, like: Tensor) -> "Exchange":
+        """The next exchange, in which each rank fetches from each other a tensor of the shape and dtype of ``like``."""
 
     def offer(self, x: Tensor) -> None:
-        """Let every other rank fetch x, which stays until this rank has waited for its ``copy``."""
+        """Let all others fetch x, which the caller leaves as it is until it has waited for ``copy``, the last step."""
 
     def place(self, peer: int, like: Tensor) -> Tensor:
-        """Memory for what another rank is to fetch, as ``like``."""
+        """Memory of the shape and dtype of ``like``, to be filled with what that rank fetches."""
 
     def send(self, peer: int) -> None:
-        """Let that rank fetch what the current stream has written there."""
+        """Let that rank fetch what the current stream has written to its ``place``."""
 
     def fetch(self, peer: int, into: Tensor) -> Wait:
-        """Begin to fetch what that rank has for this one."""
+        """Begin to fetch what that rank offers or has sent."""
 
     def copy(self, x: Tensor, into: Tensor) -> Wait:
-        """Begin to copy."""
+        """Begin to copy what this rank offers, after what others fetch."""
 
 
 class TravellingRanks(GroupRanks):
-    """The ranks of a process group, whose rows travel while products run; ``gather`` and ``scatter`` are collectives.
+    """The ranks of a process group, whose rows travel while products run.
+
+    ``gather`` and ``scatter`` are collectives, ``total`` is an exchange.
 
     Raises:
         ValueError: these GPUs cannot map each other's memory.
@@ -60,8 +69,8 @@ class TravellingRanks(GroupRanks):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
-        kind = _Imagined if device.type == "meta" else _Mapped if device.type == "cuda" else _Messages
-        self._exchanges = kind(group, device)
+        kind = {"meta": _Slots, "cuda": _Mapped}.get(device.type, _Messages)
+        self._exchanges: Exchange = kind(group, device)
         self._peers = [(self.rank + step) % self.n_ranks for step in range(1, self.n_ranks)]
 
     def arriving(self, x: Tensor) -> Arriving:
@@ -89,7 +98,7 @@ class TravellingRanks(GroupRanks):
         return own
 
     def total(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The same bits on every rank."""
+        """The sum over the ranks of each tensor, the same bits on every rank."""
         of_all = self.arriving(torch.cat([tensor.flatten() for tensor in tensors]))
         of_all.wait()
         summed = of_all.whole.view(self.n_ranks, -1).sum(0).split([tensor.numel() for tensor in tensors])
@@ -101,7 +110,7 @@ class TravellingRanks(GroupRanks):
 
 
 class _Messages:
-    """An exchange by gloo, whose messages between two ranks arrive in the order in which they were sent."""
+    """Exchanges by gloo, whose messages between two ranks arrive in the order in which they were sent."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._peers = group, [peer for peer in range(group.size()) if peer != group.rank()]
@@ -140,46 +149,40 @@ class _Messages:
 
 
 class _Slots:
-    """What both exchanges below have in common: their number, and memory for what others fetch, in turn."""
+    """Exchanges through slots, here without other ranks, as in a dry run: memory is taken, nothing is fetched."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device, self.number, self._room = group, device, 0, 0
+        self._group, self._device, self._rank = group, device, group.rank()
+        self._number, self._room = 0, 0
+        self._slots: list[dict[int, Tensor]] = []
+        """By rank, as far as this one can read them."""
         self._same = False
-        """Whether every other rank fetches the same."""
+        """Whether all others fetch the same (``offer``), not each its own (``place``)."""
 
-    def begin(self, like: Tensor) -> Any:
+    def begin(self, like: Tensor) -> "_Slots":
         room = (self._group.size() - 1) * like.nbytes
         if room > self._room:
             self._room = room
             self._make(room)
-        self.number += 1
+        self._number += 1
         self._same = False
         return self
 
     def _make(self, n_bytes: int) -> None:
-        raise NotImplementedError
+        slots = (torch.empty(n_bytes, dtype=torch.uint8, device=self._device) for _ in range(N_SLOTS))
+        self._slots = [{self._rank: own} for own in slots]
 
-    def _part(self, slot: Tensor, owner: int, peer: int, like: Tensor) -> Tensor:
-        """Where in a slot of one rank there is what another is to fetch."""
+    def _part(self, owner: int, peer: int, like: Tensor) -> Tensor:
+        """The region of the owner's slot that the peer fetches."""
+        slot = self._slots[self._number % N_SLOTS][owner]
         place = 0 if self._same else (peer - owner - 1) % self._group.size()
         return slot[place * like.nbytes : (place + 1) * like.nbytes].view(like.dtype).view_as(like)
 
-
-class _Imagined(_Slots):
-    """An exchange in a dry run, which has memory and no other ranks."""
-
-    def _make(self, n_bytes: int) -> None:
-        self._slots = [torch.empty(n_bytes, dtype=torch.uint8, device=self._device) for _ in range(N_SLOTS)]
-
     def offer(self, x: Tensor) -> None:
-        pass
-
-    def copy(self, x: Tensor, into: Tensor) -> Wait:
-        into.copy_(x)
-        return lambda: None
+        self._same = True
 
     def place(self, peer: int, like: Tensor) -> Tensor:
-        return self._part(self._slots[self.number % N_SLOTS], self._group.rank(), peer, like)
+        return self._part(self._rank, peer, like)
 
     def send(self, peer: int) -> None:
         pass
@@ -187,9 +190,13 @@ class _Imagined(_Slots):
     def fetch(self, peer: int, into: Tensor) -> Wait:
         return lambda: None
 
+    def copy(self, x: Tensor, into: Tensor) -> Wait:
+        into.copy_(x)
+        return lambda: None
+
 
 class _Mapped(_Slots):
-    """An exchange by copies from memory that GPUs map, on a stream of its own."""
+    """Exchanges by copies from slots of other GPUs, which are mapped, on a separate stream."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
@@ -197,22 +204,23 @@ class _Mapped(_Slots):
             raise ValueError(f"rows cannot be copied between these GPUs: {reason}")
         from cuda.bindings import driver  # type: ignore[import-untyped]  # torch's own dependency
 
-        self._driver, self._rank = driver, group.rank()
+        self._driver = driver
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._flags = PeerMemory(group.size(), torch.int32, device, group)
-        """Of each rank: the number of the newest exchange that each other rank has brought something for."""
-        self._slots: list[PeerMemory] = []
+        """Flag s of rank r: the number of the newest exchange for which rank s has written what rank r fetches."""
+        self._mapped: list[PeerMemory] = []
         self._done: dict[int, torch.cuda.Event] = {}
-        """By the number of an exchange, when all that it fetches is here."""
+        """By the number of an exchange, the end of its last fetch."""
 
     def _make(self, n_bytes: int) -> None:
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group)  # others may be reading the slots that go
-        self._slots = [PeerMemory(n_bytes, torch.uint8, self._device, self._group) for _ in range(N_SLOTS)]
+        self._mapped = [PeerMemory(n_bytes, torch.uint8, self._device, self._group) for _ in range(N_SLOTS)]
+        self._slots = [dict(enumerate(memory.of_rank)) for memory in self._mapped]
 
     def begin(self, like: Tensor) -> "_Mapped":
         super().begin(like)
-        before_last = self._done.pop(self.number - 2, None)
+        before_last = self._done.pop(self._number - 2, None)
         if before_last is not None:
             torch.cuda.current_stream(self._device).wait_event(before_last)
         return self
@@ -231,23 +239,19 @@ class _Mapped(_Slots):
             into.copy_(x)
         return self._wait_for(self._stream.record_event())
 
-    def place(self, peer: int, like: Tensor) -> Tensor:
-        return self._part(self._slots[self.number % N_SLOTS].of_rank[self._rank], self._rank, peer, like)
-
     def send(self, peer: int) -> None:
         self._follow()
         self._raise_flag(peer)
 
     def fetch(self, peer: int, into: Tensor) -> Wait:
-        slot = self._slots[self.number % N_SLOTS].of_rank[peer]
         self._follow()  # memory to fetch into may have been another tensor's a moment ago
         with torch.cuda.stream(self._stream):
             flag = self._flags.of_rank[self._rank][peer:]
             self._call(
                 self._driver.cuStreamWaitValue32, flag, self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
             )
-            into.copy_(self._part(slot, peer, self._rank, into))
-        self._done[self.number] = event = self._stream.record_event()
+            into.copy_(self._part(peer, self._rank, into))
+        self._done[self._number] = event = self._stream.record_event()
         return self._wait_for(event)
 
     def _wait_for(self, event: torch.cuda.Event) -> Wait:
@@ -264,7 +268,7 @@ class _Mapped(_Slots):
         )
 
     def _call(self, operation: Callable[..., Any], flag: Tensor, how: Any) -> None:
-        (result,) = operation(self._stream.cuda_stream, flag.data_ptr(), self.number, int(how))
+        (result,) = operation(self._stream.cuda_stream, flag.data_ptr(), self._number, int(how))
         if int(result):
             raise RuntimeError(f"{operation.__name__} failed: {result.name}")
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.case import RECIPE, Parallel, TrainingCase
+from cs336_systems.case import RECIPE, GatherBy, Parallel, TrainingCase
 from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.costs.parallelism.step import SEND, context_sent, tensor_sent
 from cs336_systems.declared import like, option, options_of
@@ -59,14 +59,15 @@ class MeshCell(RankedCase):
 
     part: str = option(
         "step",
-        "What is timed: a training step, or attention alone of one block.",
+        "Work that is timed: step, a training step; attention, one block's attention alone, forward and backward, "
+        "without projections.",
         values=("step", "attention"),
         shown=True,
     )
     dtype: str = like(TrainingCase, "dtype", values=("fp32", "tf32", "bf16"))
     keep: str = like(TrainingCase, "keep", asked=("products",))
     tensor: int = like(Parallel, "tensor", asked=(1, 2))
-    tensor_by: str = like(Parallel, "tensor_by")
+    tensor_by: GatherBy = like(Parallel, "tensor_by")
     context: int = like(Parallel, "context", asked=(1, 2))
     context_order: str = like(Parallel, "context_order")
     weights: str = option(
@@ -87,7 +88,7 @@ class MeshCell(RankedCase):
         return Parallel(
             "none" if alone else DATA[self.weights],
             tensor=self.tensor,
-            tensor_by=self.tensor_by,  # type: ignore[arg-type]  # one of its values
+            tensor_by=self.tensor_by,
             context=self.context,
             context_order=self.context_order,
         )
@@ -127,7 +128,7 @@ Options: Any = options_of(MeshCell, Asked, cpu=RankedRun.CPU_DEFAULTS | {"batch_
 
 
 PLAIN: dict[str, Any] = {name: getattr(MeshCell, name) for name in ("weights", "context_order", "tensor_by")}
-"""What columns say that do not matter to a cell."""
+"""The values of columns that do not matter to a cell."""
 
 
 def make_cells(options: Any) -> list[MeshCell]:

@@ -190,8 +190,8 @@ def check_replicas(prepared: PreparedStep) -> None:
     whole = model.gather_full_params() if isinstance(model, FSDP) else dict(model.named_parameters())
     for name, parameter in whole.items():
         group = mesh.replicas if mesh is not None and tensor_dim(name) is not None else None
-        local = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        bits = local.detach().reshape(-1).view(torch.uint8)
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        bits = full.detach().reshape(-1).view(torch.uint8)
         of_the_first = bits.clone()
         dist.broadcast(of_the_first, group_src=0, group=group)
         differing += not torch.equal(bits, of_the_first)

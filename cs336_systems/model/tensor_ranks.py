@@ -1,12 +1,13 @@
-"""The ranks that share every matrix of a model, and their collectives, as an object that operations get.
+"""The ranks that share every matrix of a model, and their collectives, as an object that is passed to operations.
 
 Under tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022) each of t ranks holds a part of the
-heads, of the feed-forward width and of the vocabulary, and rows [i R/t, (i + 1) R/t) of the residual stream's R rows.
-A product that needs all rows gathers them; one whose ranks each know a part of every sum leaves each rank the sums of
-its own rows. Rows may travel while products run (Wang et al. 2023, "Overlap communication with dependent computation
-via decomposition"): ``arriving`` gives the rows that are there first, and ``sums`` computes those first that leave.
+heads, of the feed-forward width and of the vocabulary, and rank i rows [i R/t, (i + 1) R/t) of the residual stream's R
+rows (tokens). A product that needs all rows gathers them. A product that is divided along the dimension over which it
+sums gives addends, which are added up over the ranks so that each gets the sums of its own rows. Rows may travel while
+products run (Wang et al. 2023, "Overlap communication with dependent computation via decomposition"): ``arriving``
+gives first the rows that are there, and ``sums`` computes first those that others need.
 
-``distributed/tensor.py`` does so in a process group; ``ALONE`` is one rank, which has everything.
+``distributed/tensor.py`` and ``tensor_travel.py`` do so in a process group; ``ALONE`` is one rank with everything.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 Part = tuple[slice, Tensor, Callable[[], None]]
-"""Which rows, the rows, and a function that makes the current stream (on a CPU: the caller) wait for them."""
+"""A slice of all rows, these rows, and a function by which the current stream (on a CPU: the caller) waits for them."""
 
 EVERYTHING = slice(None)
 
@@ -28,7 +29,7 @@ class Arriving:
     """All of them, (t r, ...), once the iteration has ended."""
     parts: tuple[Part, ...]
     finish: Callable[[], None] = lambda: None
-    """Waits for what is done last."""
+    """Waits until this rank's own rows are in ``whole``, too; called at the end of an iteration."""
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         for rows, part, wait in self.parts:
@@ -43,19 +44,22 @@ class Arriving:
 
 
 class TensorRanks:
-    """The base class: one rank alone."""
+    """The interface, and one rank alone."""
 
     n_ranks = 1
     rank = 0
     under_products = False
-    """Whether rows travel while products run; what needs none of them may then come between."""
+    """Whether rows travel while products run: work without them is then best put between a gather and its products."""
 
     def gather(self, x: Tensor) -> Tensor:
         """All-gather: the rows of all ranks, (t r, ...), of this rank's contiguous x (r, ...)."""
         return x
 
     def arriving(self, x: Tensor) -> Arriving:
-        """``gather``, of which parts may be on their way; all are to be waited for, at most one gather later."""
+        """``gather``, of which parts may be on their way.
+
+        The caller must have waited for all of them before it begins the second exchange (gather or sums) after this.
+        """
         whole = self.gather(x)
         return Arriving(whole, ((EVERYTHING, whole, lambda: None),))
 
@@ -67,8 +71,9 @@ class TensorRanks:
         """This rank's rows, (r, width), of the sum over the ranks of what they compute.
 
         Args:
-            compute: a function of memory and of a slice of rows, which writes these rows of this rank's addend.
-            like: a tensor with the rows of all ranks.
+            compute: ``compute(out, rows)`` writes the given slice of rows of this rank's addend into ``out``.
+            like: a tensor with the rows of all ranks, (t r, ...), and the result's dtype.
+            width: columns of the result.
         """
         addend = like.new_empty(like.shape[0], width)
         compute(addend, EVERYTHING)

@@ -138,9 +138,10 @@ def _gpu_operations(events: list[dict[str, Any]]) -> pd.DataFrame:
             correlation = int(args["correlation"])
             launch_start, pid, tid = launches.get(correlation, (start, process, -1))
             name = str(event["name"]) if kind == KERNEL else {COPY: "memcpy", FILL: "memset"}[kind]
-            if "device" not in args:  # a copy between two GPUs, which says from which, to which and in which
+            device = args["device"] if kind != COPY or "device" in args else event["pid"]
+            if "device" not in args:  # between two GPUs, of which it says from which and to which
                 name = PEER_COPY
-            where = (pid, int(args.get("device", event["pid"])), int(args["stream"]))
+            where = (pid, int(device), int(args["stream"]))
             rows.append((name, kind, start, end, *where, tid, launch_start, correlation))
     return pd.DataFrame(rows, columns=list(OP_COLUMNS))
 
