@@ -19,9 +19,9 @@
 #   llama            65  the same of llama3-8b at 2 x 8,192
 #   qwen            240  blocks of Qwen2.5 at sequences of 1,024
 #   cudnn            90  both 8B blocks compiled, with cuDNN's attention
-#   steps           260  forward and backward of Qwen2.5 0.5B to 7B at sequences of 1,024: fused and compiled, all
+#   steps           430  forward and backward of Qwen2.5 0.5B to 7B at sequences of 1,024: fused and compiled, all
 #                        kept, in turns
-#   steps-products  260  the same keeping products
+#   steps-products  430  the same keeping products
 #   llama-steps      45  forward and backward of llama3-8b at 8,192 tokens: keeping all, keeping products, compiled
 #   accumulate       60  a step of the same keeping all, the optimizer once per 16 sequences
 #
@@ -49,7 +49,7 @@ turns() { # folder, and what blocks keep
   for step in "${steps[@]}"; do
     read -r size batch <<<"$step"
     model --out "$folder/$1" --size "qwen2.5-$size" --batch-size "$batch" --context-length 1024 --mode backward \
-      --kernels fused --keep "$2" --peer-compile on --warmup 3 --steps 6 --repeat 2
+      --kernels fused --keep "$2" --peer-compile on --warmup 3 --steps 70 --repeat 2
   done
 }
 # Both caches at one place, whether torch.compile runs in a process or not.
