@@ -67,6 +67,7 @@ def context_parts(length: int, n_ranks: int, order: str) -> int:
 
 
 GatherBy = Literal["collectives", "copies"]
+TensorBy = Literal["collectives", "copies", "torch", "torch-async"]
 
 SHARED_BATCH = ("tensor", "tensor_by", "context", "context_order")
 """Fields of ``Parallel`` that say how ranks share a batch."""
@@ -118,10 +119,11 @@ class Parallel:
         sign="positive",
         shown=True,
     )
-    tensor_by: GatherBy = option(
+    tensor_by: TensorBy = option(
         "collectives",
         "How tensor ranks exchange rows: collectives, between matrix products; copies, from each other's memory while "
-        "products run, which needs ranks on one host (on CPUs by messages).",
+        "products run, which needs ranks on one host (on CPUs by messages); torch and torch-async, by torch's own "
+        "tensor parallelism of the model with --keep autograd.",
         shown=True,
     )
     context: int = option(
@@ -142,6 +144,11 @@ class Parallel:
     def ranks_per_batch(self) -> int:
         """The ranks that share a batch, along context and tensor; the others along data have batches of their own."""
         return self.context * self.tensor
+
+    @property
+    def tensor_by_torch(self) -> bool:
+        """Whether torch divides the matrices, by ``parallelize_module``."""
+        return self.tensor > 1 and self.tensor_by.startswith("torch")
 
 
 _POLICIES = {"input": "full", "recursive": "recursive", "matmuls": "keep-matmuls", "attention": "keep-attention"}

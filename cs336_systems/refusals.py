@@ -8,7 +8,7 @@ a library or on the version of torch is asked in ``assemble.check_supported``. I
 
 from collections.abc import Callable
 
-from cs336_systems.case import TrainingCase, context_parts
+from cs336_systems.case import Parallel, TrainingCase, context_parts
 from cs336_systems.config import WRITTEN_OUT_ATTENTIONS
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import LEVELS, check_known, keep_of_blocks
@@ -165,7 +165,21 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         "{parallel.wrapper} to work at; compile on does",
     ),
     (
-        lambda case: case.parallel.ranks_per_batch > 1 and not case.written_out,
+        lambda case: (
+            case.parallel.tensor_by_torch
+            and (case.written_out or case.optimizer == "fused" or case.parallel != _torch_alone(case.parallel))
+        ),
+        "tensor_by {parallel.tensor_by} divides a plain model over all ranks: not with keep {case.keep}, "
+        "optimizer {case.optimizer}, context {parallel.context}, wrapper {parallel.wrapper}, optimizer's state "
+        "{parallel.optimizer_state}",
+    ),
+    (
+        lambda case: case.parallel.tensor_by_torch and (case.config.tie_embeddings or case.config.qk_norm),
+        "tensor_by {parallel.tensor_by} is set up for models without tied embeddings and norms of queries, not for "
+        "{case.size}",
+    ),
+    (
+        lambda case: case.parallel.ranks_per_batch > 1 and not (case.written_out or case.parallel.tensor_by_torch),
         "tensor {parallel.tensor}, context {parallel.context} with keep autograd: ranks share blocks with a "
         "hand-written backward, " + ", ".join(LEVELS),
     ),
@@ -202,6 +216,11 @@ def _fp8_sizes(case: TrainingCase) -> str | None:
     if not (_quantized(case) and odd):
         return None
     return f"matmul_dtype {case.matmul_dtype}: matmuls in fp8 take sizes that 16 divides, not {', '.join(odd)}"
+
+
+def _torch_alone(parallel: Parallel) -> Parallel:
+    """A step that only torch's tensor parallelism divides, as ``parallel`` asks for that."""
+    return Parallel(tensor=parallel.tensor, tensor_by=parallel.tensor_by)
 
 
 def _mesh_sizes(case: TrainingCase) -> str | None:

@@ -31,6 +31,7 @@ class Shared(TrainingCase):
 SCATTERED = Shared("cuda", "tiny", 4, 64, optimizer="fused", how=Parallel(optimizer_state="scattered"))
 EARLY = Shared("cuda", "tiny", 4, 64, optimizer="fused", how=Parallel("fsdp", update="under-backward"))
 SHARING = Shared("cuda", "tiny", 4, 64, optimizer="fused", keep="all", how=Parallel("bucketed", tensor=2))
+BY_TORCH = Parallel(tensor=2, tensor_by="torch")
 
 REFUSED = [
     (replace(FP8, kernels="reference", keep="autograd"), "e4m3 with keep autograd"),
@@ -70,6 +71,8 @@ REFUSED = [
         replace(SHARING, kernels="fused", attention="flash", dtype="bf16", offload="gradients"),
         "gradients is for one rank",
     ),
+    (replace(SHARING, how=BY_TORCH), "tensor_by torch divides .* optimizer fused"),
+    (replace(SHARING, size="qwen3-0.6b", optimizer="torch-fused", keep="autograd", how=BY_TORCH), "not for qwen3-0.6b"),
     (replace(SHARING, how=Parallel(tensor=3)), "tensor 3 does not divide"),
     (replace(SHARING, how=Parallel("bucketed", context=3)), "6 equal parts, got 64 tokens"),
     (replace(FP8, context_length=60), "sizes that 16 divides, not context 60"),

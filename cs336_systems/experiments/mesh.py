@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.case import RECIPE, GatherBy, Parallel, TrainingCase
+from cs336_systems.case import RECIPE, Parallel, TensorBy, TrainingCase
 from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.costs.parallelism.step import SEND, context_sent, tensor_sent
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment
-from cs336_systems.experiments.options import RankedCase, RankedRun, training_cells
+from cs336_systems.experiments.options import RankedCase, RankedRun, in_turns, training_cells
 from cs336_systems.experiments.ranked import (
     EFFORT,
     MIB,
@@ -67,7 +67,7 @@ class MeshCell(RankedCase):
     dtype: str = like(TrainingCase, "dtype", values=("fp32", "tf32", "bf16"))
     keep: str = like(TrainingCase, "keep", asked=("products",))
     tensor: int = like(Parallel, "tensor", asked=(1, 2))
-    tensor_by: GatherBy = like(Parallel, "tensor_by")
+    tensor_by: TensorBy = like(Parallel, "tensor_by")
     context: int = like(Parallel, "context", asked=(1, 2))
     context_order: str = like(Parallel, "context_order")
     weights: str = option(
@@ -109,7 +109,7 @@ class MeshCell(RankedCase):
         n_data = self.world_size // self.parallel.ranks_per_batch
         sizes = {self.weights: n_data, self.context_order: self.context, "tensor": self.tensor}
         words = [f"{name}-{size}" for name, size in sizes.items() if size > 1] or ["alone"]
-        return words + ["copies"] * (self.tensor_by == "copies")
+        return words + [self.tensor_by] * (self.tensor_by != "collectives")
 
     def __str__(self) -> str:
         of = "" if self.part == "step" else f"{self.part} of "
@@ -122,6 +122,10 @@ class Asked(RankedRun):
 
     trace: Path | None = None
     """Folder for recordings (torch.profiler) and a picture of rank 0 per cell, in the first repeat."""
+    peer: bool = False
+    """Also measure torch's own tensor parallelism at its fastest (compiled, cuDNN's attention, torch's fused AdamW)
+    over each number of tensor ranks, and the same model on one rank; on a CPU not compiled, with reference
+    attention."""
 
 
 Options: Any = options_of(MeshCell, Asked, cpu=RankedRun.CPU_DEFAULTS | {"batch_size": (2,), "warmup": 1, "steps": 4})
@@ -147,16 +151,37 @@ def make_cells(options: Any) -> list[MeshCell]:
         n_data, rest = divmod(cell.world_size, cell.parallel.ranks_per_batch)
         if rest == 0 and (n_data == 1 or cell.part == "step"):
             cells.append(replace(cell, **{name: PLAIN[name] for name in PLAIN if not matters[name]}))
-    cells = list(dict.fromkeys(cells))
+    cells = in_turns(list(dict.fromkeys(cells)), _peers) if options.peer else list(dict.fromkeys(cells))
     if not cells or not fitting:
         divisions = ", ".join(f"tensor {tensor} x context {context}" for tensor, context in asked)
         raise ValueError(f"--world-size {' '.join(map(str, ranks))} cannot be divided into {divisions}")
     return cells
 
 
+_PEER: dict[str, Any] = {
+    **{name: getattr(RankedCase, name) for name in ("master", "offload", "kernels", *RECIPE)},
+    **{"keep": "autograd", "attention": "sdpa-cudnn", "compile": "on", "optimizer": "torch-fused"},
+}
+"""Settings with which torch's model is as fast as it can be."""
+
+
+def _peers(cell: MeshCell) -> list[MeshCell]:
+    """The cells of torch's tensor parallelism beside a cell of this suite's."""
+    if cell.world_size != cell.tensor or cell.part != "step" or cell.parallel.tensor_by_torch:
+        return []
+    on_cpu = {"attention": "reference", "compile": "off"} if cell.device == "cpu" else {}
+    peer = replace(cell, **_PEER | on_cpu)
+    ways: tuple[TensorBy, ...] = ("torch",) if on_cpu else ("torch", "torch-async")
+    return [replace(peer, tensor_by=way) for way in ways] if cell.tensor > 1 else [peer]
+
+
 def predicted_messages(cell: MeshCell, rank: int) -> float | None:
-    """Bytes that a rank sends in a step, by arithmetic; None for FSDP2, and for shards of several micro-batches or
-    tied weights."""
+    """Bytes that a rank sends in a step, by arithmetic.
+
+    None for FSDP2 and torch's division of matrices, and for shards of several micro-batches or tied weights.
+    """
+    if cell.parallel.tensor_by_torch:
+        return None
     how, config, itemsize = cell.parallel, cell.config.part(cell.tensor), cell.precision.parameter_bytes
     n_rows = cell.batch_size * cell.context_length // cell.context
     place = rank // cell.tensor % cell.context
@@ -233,12 +258,13 @@ def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metr
 
     if cell.part == "attention":
         return measure_attention(cell, rank, effort)
-    predicted = check_fit(cell, rank=rank)
+    predicted = None if cell.parallel.tensor_by_torch else check_fit(cell, rank=rank)
     meter, prepared = PeakMeter(rank.device), PreparedStep(cell, rank)
     phases = prepared.phases()
     times = time_phases_of_ranks(phases, rank, steps=cell.steps, warmup=effort.warmup(cell))
-    metrics = time_metrics(times, cell) + peak_metrics(meter, rank) + in_gib(predicted_peak=predicted)
-    if cell.repeat == 0:
+    metrics = time_metrics(times, cell) + peak_metrics(meter, rank)
+    metrics += in_gib(predicted_peak=predicted) if predicted is not None else []
+    if cell.repeat == 0 and not cell.parallel.tensor_by_torch:  # whose collectives are not seen
         sent = prepared.sent()
         metrics += [
             Metric("collectives", "per step", [len(sent)]),
@@ -320,7 +346,7 @@ def _way(how: Mapping[str, Any]) -> str:
     sizes = {"tensor": how["tensor"], f"context, {how['context_order']}": how["context"]}
     n_data = how["world_size"] // math.prod(sizes.values())
     words = [f"{how['weights']} {n_data}"] * (n_data > 1) + [f"{name} {n}" for name, n in sizes.items() if n > 1]
-    return " x ".join(words) + (" by copies" if how["tensor_by"] == "copies" else "")
+    return " x ".join(words) + (f" by {how['tensor_by']}" if how["tensor_by"] != "collectives" else "")
 
 
 EXPERIMENT = Experiment(

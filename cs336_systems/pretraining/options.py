@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from cs336_systems.case import SHARED_BATCH, GatherBy, Parallel, TrainingCase, kept_as, mesh_shape
 from cs336_systems.config import ModelConfig, resolve_size
@@ -76,7 +76,12 @@ class TrainerCase(TrainingCase):
         Parallel, "gather_by", help="How --zero 3 gathers weights: in collectives, or by copies within one host."
     )
     tensor: int = like(Parallel, "tensor")
-    tensor_by: GatherBy = like(Parallel, "tensor_by")
+    tensor_by: GatherBy = like(
+        *(Parallel, "tensor_by"),
+        values=get_args(GatherBy),
+        help="How tensor ranks exchange rows: collectives, between matrix products; copies, from each other's memory "
+        "while products run, which needs ranks on one host (on CPUs by messages).",
+    )
     context: int = like(Parallel, "context")
     context_order: str = like(Parallel, "context_order")
     world_size: int = 1

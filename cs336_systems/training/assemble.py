@@ -93,6 +93,8 @@ def build_unchecked(
     """``build_model`` for a device that is known to serve the case, or where nothing will be computed."""
     ops, config = case_ops(case, ops), case.config
     tensor, context = (mesh.group(name) if mesh else None for name in ("tensor", "context"))
+    if by_torch := case.parallel.tensor_by_torch:
+        tensor = None
     ranks = tensor_ranks(tensor, device, case.parallel.tensor_by)
     if tensor:
         ops, config = tensor_ops(ops, ranks), config.part(ranks.n_ranks)
@@ -114,6 +116,11 @@ def build_unchecked(
         if context:
             of_blocks = context_ops(of_blocks, context, case.parallel.context_order)
         write_out(model, of_blocks, case.keep, products, inputs_on_host=away)
+    if by_torch:
+        from cs336_systems.distributed.torch_tensor import share_by_torch
+
+        assert mesh is not None
+        share_by_torch(model, mesh.devices["tensor"], in_pieces=case.parallel.tensor_by == "torch-async")
     if case.compile == "whole-model":
         model.compile(fullgraph=True, dynamic=False)
     elif case.compiled and case.checkpoint not in SELECTIVE:
@@ -137,8 +144,13 @@ def finish(
         hyperparameters: for ``make_parallel_optimizer``.
     """
     loss_function = None if case.written_out else cross_entropy
-    if case.compiled:
-        loss_function = torch.compile(cross_entropy, fullgraph=True, dynamic=False)
+    if case.parallel.tensor_by_torch:
+        from cs336_systems.distributed.torch_tensor import enter_loss_parallel, loss_of_words
+
+        loss_function = loss_of_words
+        enter_loss_parallel()
+    if case.compiled and loss_function is not None:
+        loss_function = torch.compile(loss_function, fullgraph=True, dynamic=False)
     mesh = mesh_of(case, rank)
     group = mesh.replicas if mesh else None
     if guard is not None:

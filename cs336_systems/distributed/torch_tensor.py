@@ -1,0 +1,100 @@
+"""Torch's own tensor and sequence parallelism of this model: the peer of ``tensor.py``.
+
+    share_by_torch(model, mesh.devices["tensor"])                   # a whole model on its device, before it is compiled
+    loss = loss_of_words(model(token_ids), targets)
+
+The plan is torchtitan's for Llama 3: q, k, v, w1 and w3 by columns, output and w2 by rows, norms and the residual
+stream on a shard of the sequence, embedding, head and loss by words. ``parallelize_module`` takes torch's own modules
+alone, so layers are replaced by those, with the same parameters.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from cs336_systems.model import TransformerLM
+from cs336_systems.model.layers import Embedding, Head, Linear
+
+
+class _Head(nn.Linear):
+    """The head of a model whose loss is computed outside of it."""
+
+    def forward(self, x: Tensor, targets: None = None) -> Tensor:
+        return super().forward(x)
+
+
+def share_by_torch(model: TransformerLM, ranks: DeviceMesh, *, in_pieces: bool = False) -> None:
+    """Divide a model in place over the ranks of a mesh of one dimension; a collective.
+
+    Args:
+        in_pieces: products and collectives alternate piece by piece where blocks are compiled (torch's asynchronous
+            tensor parallelism), which needs GPUs that reach each other's memory.
+
+    Raises:
+        ValueError: the model ties its embeddings or norms queries and keys, which this plan does not know.
+    """
+    if model.config.tie_embeddings or model.config.qk_norm:
+        raise ValueError("torch's tensor parallelism is set up for models without tied embeddings and norms of queries")
+    _use_torch_layers(model)
+    if in_pieces:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        torch._inductor.config._micro_pipeline_tp = True
+        enable_symm_mem_for_group(ranks.get_group().group_name)
+    by_rows = RowwiseParallel(output_layouts=Shard(1))
+    of_block: dict[str, ParallelStyle] = {
+        **dict.fromkeys(("ln1", "ln2"), SequenceParallel()),
+        "attn": PrepareModuleInput(
+            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "ffn": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        **dict.fromkeys(("attn.q_proj", "attn.k_proj", "attn.v_proj", "ffn.w1", "ffn.w3"), ColwiseParallel()),
+        **dict.fromkeys(("attn.output_proj", "ffn.w2"), by_rows),
+    }
+    around: dict[str, ParallelStyle] = {
+        "token_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "ln_final": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, ranks, around)
+    for block in model.layers:
+        parallelize_module(block, ranks, of_block)
+
+
+def loss_of_words(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean loss in nats, fp32, of logits (B, S, vocab) whose words are divided; targets int64 (B, S)."""
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+def enter_loss_parallel() -> None:
+    """Let ``F.cross_entropy`` take divided logits from now on, in forward and backward; no other operation changes."""
+    loss_parallel().__enter__()
+
+
+def _use_torch_layers(module: nn.Module) -> None:
+    for name, layer in list(module.named_children()):
+        if not isinstance(layer, Linear | Embedding):
+            _use_torch_layers(layer)
+            continue
+        rows, columns = layer.weight.shape
+        new: nn.Module
+        if isinstance(layer, Embedding):
+            new = nn.Embedding(rows, columns, device="meta")
+        else:
+            kind = _Head if isinstance(layer, Head) else nn.Linear
+            new = kind(columns, rows, bias=layer.bias is not None, device="meta")
+        for own, parameter in layer.named_parameters():
+            setattr(new, own, parameter)
+        setattr(module, name, new)
