@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.case import RECIPE, Parallel, TensorBy, TrainingCase
+from cs336_systems.config import resolve_size
 from cs336_systems.costs.fsdp import model_units, step_traffic
+from cs336_systems.costs.parallelism.seconds import step_seconds
 from cs336_systems.costs.parallelism.step import SEND, context_sent, tensor_sent
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment
@@ -36,7 +38,8 @@ from cs336_systems.experiments.ranked import (
     with_earlier_rows,
     with_effort,
 )
-from cs336_systems.report.results import MAIN, Column, ResultTable
+from cs336_systems.hardware import find_hardware
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -280,6 +283,29 @@ def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metr
     return metrics
 
 
+def predicted_ms(line: Line) -> float | None:
+    """The step that ``costs/parallelism/seconds.py`` predicts; None where it has no rates, or for torch's blocks."""
+    how = line.settings
+    hardware = find_hardware(str(how["gpu"]))
+    if hardware is None or (how["part"], how["dtype"]) != ("step", "bf16") or how["keep"] == "autograd":
+        return None
+    n_data = how["world_size"] // (how["tensor"] * how["context"])
+    found = step_seconds(
+        resolve_size(str(how["size"])),
+        int(how["context_length"]),
+        int(how["batch_size"] * how["accumulate"]),
+        str(how["keep"]),
+        hardware,
+        data=int(n_data),
+        sharded=how["weights"] != "ddp",
+        context=int(how["context"]),
+        order=str(how["context_order"]),
+        tensor=int(how["tensor"]),
+        by=str(how["tensor_by"]),
+    )
+    return 1e3 * found.total
+
+
 MESH = ResultTable(
     settings=(
         *("gpu", "device", "part", "size", "dtype", "attention", "compile", "checkpoint", "optimizer", "batch_size"),
@@ -297,6 +323,7 @@ MESH = ResultTable(
     },
     columns=(
         Column("step ms", "step", spread=True, rank=MAIN),
+        Column("predicted ms", predicted_ms, optional=True, note="the step, by costs/parallelism/seconds.py"),
         Column("forward ms", "forward", rank=3),
         Column("backward ms", "backward", rank=3),
         Column("optimizer ms", "optimizer", rank=3),
