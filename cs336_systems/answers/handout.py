@@ -99,4 +99,4 @@ def toy_table() -> Table:
     """Dtypes of the handout's toy model under CUDA's autocast, with its layer norm and the loss."""
     found = {name: precision.toy_dtypes("pretended-cuda", precision.DTYPES[name]) for name in ("fp16", "bf16")}
     lines = [{"tensor": tensor} | {name: found[name][tensor] for name in found} for tensor in found["fp16"]]
-    return Table("The toy model under CUDA's autocast.", pd.DataFrame(lines))
+    return Table("The toy model by the rules of CUDA's autocast.", pd.DataFrame(lines))
