@@ -246,7 +246,7 @@ DATA_PARALLEL = ResultTable(
             *("slowed ms", "slowed", ".2f"),
             rank=2,
             optional=True,
-            note="what communication adds to kernels beside it",
+            note="of all other kernels, less that without communication",
         ),
         Column("tokens/s", "tokens_per_s", ",.0f"),
         Column("collectives", "collectives", ".0f", rank=3),

@@ -202,7 +202,7 @@ FULLY_SHARDED = ResultTable(
     labels={"batch_size": "batch per rank", "world_size": "ranks", "fsdp": "implementation"},
     columns=(
         Column("step ms", "step", spread=True, rank=MAIN),
-        Column("/ FSDP2", _over_fsdp2, ".3f", rank=0, note="median step over FSDP2's, by repeat"),
+        Column("/ FSDP2", _over_fsdp2, ".3f", rank=0, note="median step over the fastest FSDP2's, by repeat"),
         Column(
             "loss off %",
             "loss_error",
