@@ -15,14 +15,18 @@ gradients are the same bits whatever is kept.
     y = forward(x, weights, saved, REFERENCE, config, cos, sin)
     dx = backward(dy, weights, saved, grads, REFERENCE, config, cos, sin)
 
+Given a list (``later``), backward leaves out the gradients of matrices, four products that can wait until a stage of a
+pipeline has nothing else to do (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2).
+
 ``recall`` computes what was not kept before backward, into memory of the caller's, where backward is to find it there.
 
 All tensors share one dtype, but for statistics, the rotary tables and what quantized products read. Shape legend:
 ``ops.py``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +38,9 @@ from cs336_systems.blocks.saved import APART, Saved
 from cs336_systems.blocks.weights import BlockGradients, BlockWeights
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import KEPT, OPERANDS
+
+Later = list[Callable[[], None]]
+"""Gradients of weights that are still to be computed, in their order."""
 
 NORMED = ("normed1", "normed2")
 """Activations that each tensor rank computes for its own rows, while products read the rows of all."""
@@ -319,13 +326,21 @@ class _Writer:
     products: Products
     ops: BlockOps
     accumulate: bool
+    later: Later | None
+    """Takes the products, if they are for later."""
 
     def product(self, gradient: Tensor | None, dy_RN: Operand, x_RM: Operand) -> None:
         """Write the gradient of W in y = x W^T."""
         for operand in (dy_RN, x_RM):
             operand.wait()
-        if gradient is not None:
-            self.products.backward_weight_(self.ops, gradient, dy_RN.columns, x_RM.columns, self.accumulate)
+        if gradient is None:
+            return
+        how = gradient, dy_RN.columns, x_RM.columns, self.accumulate
+        work = partial(self.products.backward_weight_, self.ops, *how)
+        if self.later is None:
+            work()
+        else:
+            self.later.append(work)
 
     def vector(self, gradient: Tensor | None, value: Tensor) -> None:
         """Write the gradient of a gain or a bias."""
@@ -348,6 +363,7 @@ def backward(
     products: Products = STORED,
     accumulate: bool = False,
     consume: bool = False,
+    later: Later | None = None,
 ) -> Tensor:
     """The gradient of x (B, S, D), for contiguous dy (B, S, D); those of weights are written into ``grads``.
 
@@ -356,9 +372,12 @@ def backward(
         accumulate: add to what ``grads`` holds, as for every micro-batch but the first.
         consume: take what ``saved`` holds, write over it and free it once it has been read; no other backward can come
             then. Otherwise ``saved`` stays as it is.
+        later: receives the products that give matrices' gradients, instead of their being computed; to call them in
+            their order, before weights change, gives the same bits. Until then they hold what they read, and neither
+            dy nor ``saved`` may be written over.
     """
     stages = _Stages(weights, ops, products, products.maxima(dy_BSD, saved.tensors), config, cos, sin, {})
-    maxima, write = products.gradient_maxima(dy_BSD), _Writer(products, ops, accumulate)
+    maxima, write = products.gradient_maxima(dy_BSD), _Writer(products, ops, accumulate, later)
     recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 
     gate_up, with_product = recalled.take("gate_up"), "product" not in recalled.operands

@@ -91,6 +91,31 @@ def test_backward_may_run_twice_and_writes_into_no_argument(keep):
     assert set(saved.tensors) == names
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("keep", ["input", "products", "all"])
+def test_gradients_of_matrices_may_come_later(keep, accumulate):
+    """The same bits as at once; until then theirs alone are as they were."""
+    parameters = dict(block_of(QWEN, torch.float32).named_parameters())
+    weights, how = BlockWeights.of(parameters), (REFERENCE, QWEN, *tables(QWEN, 17, torch.float32))
+    x, dy = inputs(QWEN, 17, torch.float32)
+    found, later = [], []
+    for given in (None, later):
+        saved, grads = Saved(kept_names(keep)), BlockGradients.empty(parameters, parameters)
+        views = grads.by_parameter(parameters)
+        for view in views.values():
+            view.fill_(1.0)
+        forward(x, weights, saved, *how)
+        dx = backward(dy, weights, saved, grads, *how, accumulate=accumulate, consume=True, later=given)
+        found.append({"dx": dx, **views})
+    left = {name for name, view in found[1].items() if (view == 1).all()}
+    assert left == {name for name in parameters if name.endswith("weight") and "ln" not in name}
+    assert len(later) == 4
+    for work in later:
+        work()
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
+
+
 def test_gradients_that_nobody_wants_are_left_out():
     parameters = dict(block_of(QWEN, torch.float64).named_parameters())
     weights, saved = BlockWeights.of(parameters), Saved(kept_names("products"))

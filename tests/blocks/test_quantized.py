@@ -40,7 +40,7 @@ def products_of(recipe: Recipe, **how) -> QuantizedProducts:
     return products
 
 
-def quantized(dtype: torch.dtype, keep: str, recipe: Recipe, *, config=CONFIG, consume=False, accumulate=False):
+def quantized(dtype: torch.dtype, keep: str, recipe: Recipe, *, config=CONFIG, later=None, **of_backward):
     """Output and gradients, and what was kept between."""
     parameters, (x, dy) = dict(block_of(config, dtype).named_parameters()), inputs(config, 16, dtype)
     weights, saved = BlockWeights.of(parameters), Saved(kept_names(keep, quantized=True))
@@ -50,17 +50,20 @@ def quantized(dtype: torch.dtype, keep: str, recipe: Recipe, *, config=CONFIG, c
     y = forward(x, weights, saved, *how, products=products)
     held = dict(saved.tensors)
     for gradient in grads.by_parameter(parameters).values():
-        gradient.fill_(1.0 if accumulate else float("nan"))
-    dx = backward(dy, weights, saved, grads, *how, products=products, consume=consume, accumulate=accumulate)
+        gradient.fill_(1.0 if "accumulate" in of_backward else float("nan"))
+    dx = backward(dy, weights, saved, grads, *how, products=products, later=later, **of_backward)
+    for work in later or ():
+        work()
     return {"y": y, "dx": dx, **grads.by_parameter(parameters)}, held
 
 
 @pytest.mark.parametrize(("recipe", "config"), [*((name, CONFIG) for name in RECIPES), ("tensor", QK_NORM)])
 def test_every_choice_gives_the_same_bits_and_holds_the_predicted_bytes(recipe, config):
-    """Whether backward may write over what was kept, too."""
+    """Whether backward may write over what was kept, and when matrices' gradients come, too."""
     expected, _ = quantized(torch.bfloat16, "all", RECIPES[recipe], config=config)
     for i, keep in enumerate(KEEPS):
-        got, held = quantized(torch.bfloat16, keep, RECIPES[recipe], config=config, consume=i % 2 == 0)
+        of_backward = {"consume": i % 2 == 0, "later": [] if i % 3 == 0 else None}
+        got, held = quantized(torch.bfloat16, keep, RECIPES[recipe], config=config, **of_backward)
         for name, value in expected.items():
             assert torch.equal(got[name], value), (keep, name)
         predicted = kept_sizes(config, 2, 16, PRECISIONS["bf16"], keep, RECIPES[recipe])
