@@ -86,11 +86,11 @@ def test_ways_that_are_compared_follow_each_other(tmp_path):
     turn = [("fused", "products", "off"), ("reference", "autograd", "on")]
     for cells in cells_of("kernels", tmp_path, "steps-products"):
         assert [(cell.kernels, cell.keep, cell.compile) for cell in cells] == [*turn, *turn[::-1]]
-    interleaved, beyond = cells_of("attention", tmp_path, "pytorch")
+    interleaved, *beyond = cells_of("attention", tmp_path, "pytorch")
     for first, second in zip(interleaved[::2], interleaved[1::2], strict=True):
         assert {first.impl, second.impl} == set(MATERIALISED)
         assert (first.length, first.d_head, first.repeat) == (second.length, second.d_head, second.repeat)
-    assert {cell.impl for cell in beyond} == {"reference"}
+    assert {cell.impl for cells in beyond for cell in cells} == {"reference"}
     (cells,) = cells_of("training", tmp_path, "torchao-7b")
     assert [(cell.how, cell.recipe) for cell in cells] == [
         *(("ours", "stored"), ("ours", "e4m3")),
