@@ -40,15 +40,16 @@ class Unsupported(ValueError):
     """Raised if the device, the build or a library cannot run what was asked for; the message says why."""
 
 
-def mesh_shape(world_size: int, context: int, tensor: int) -> tuple[int, int, int]:
-    """Return the numbers of ranks along data, context and tensor, whose product is the number of ranks.
+def mesh_shape(world_size: int, context: int, tensor: int, replicas: int = 1) -> tuple[int, int, int, int]:
+    """Return the numbers of ranks along replica, shard, context and tensor, whose product is the number of ranks.
 
     Raises:
         ValueError: a dimension is not positive, or the ranks cannot be divided so.
     """
-    if context < 1 or tensor < 1 or world_size % (context * tensor):
-        raise ValueError(f"{world_size} ranks cannot be divided into context {context} x tensor {tensor}")
-    return world_size // (context * tensor), context, tensor
+    if min(replicas, context, tensor) < 1 or world_size % (replicas * context * tensor):
+        asked = (f"replicas {replicas} x " if replicas != 1 else "") + f"context {context} x tensor {tensor}"
+        raise ValueError(f"{world_size} ranks cannot be divided into {asked}")
+    return replicas, world_size // (replicas * context * tensor), context, tensor
 
 
 CONTEXT_ORDERS = ("zigzag", "ring", "gathered")
@@ -113,6 +114,13 @@ class Parallel:
     )
     on_host: bool = False
     """Whether torch's FSDP2 keeps shards, their gradients and the optimizer's state in host memory."""
+    replicas: int = option(
+        1,
+        "Copies of FSDP's shards (hybrid sharding): weights are divided over the ranks of each, and gradients "
+        "averaged over all.",
+        sign="positive",
+        shown=True,
+    )
     tensor: int = option(
         1,
         "Ranks of tensor and sequence parallelism: they share matrices and tokens. Not with --keep autograd.",

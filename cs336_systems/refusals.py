@@ -191,6 +191,10 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         "context {parallel.context} with wrapper none: nothing averages the gradients of ranks that share sequences",
     ),
     (
+        lambda case: case.parallel.replicas > 1 and case.parallel.wrapper != "fsdp",
+        "replicas {parallel.replicas} are of this suite's FSDP, got wrapper {parallel.wrapper}",
+    ),
+    (
         lambda case: case.parallel.ranks_per_batch > 1 and case.parallel.max_ctas > 0,
         "max_ctas {parallel.max_ctas} is for a group of all ranks, not with tensor {parallel.tensor}, context "
         "{parallel.context}",

@@ -65,6 +65,7 @@ REFUSED = [
         "e4m3 with tensor 2",
     ),
     (replace(SHARING, how=Parallel(context=2)), "context 2 with wrapper none"),
+    (replace(SHARING, how=Parallel("bucketed", replicas=2)), "replicas 2 .* wrapper bucketed"),
     (replace(SHARING, how=Parallel("bucketed", context=2, max_ctas=8)), "max_ctas 8 .* context 2"),
     (replace(SHARING, cuda_graph="on"), "cuda_graph on is for one rank"),
     (

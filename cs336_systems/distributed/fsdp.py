@@ -65,6 +65,8 @@ class FSDP(NotCopied, nn.Module):
             ``reset_parameters`` of its parts give it values; with the same seed they are those of a model built in one
             process.
         process_group: the ranks that share the module; None for the default group.
+        replicas: the ranks of other such groups that hold the same shards, this one among them (hybrid sharding: Zhao
+            et al. 2023, section 3.2.2); gradients are averaged over them, too, shard by shard.
 
     Raises:
         ValueError: the module has no parameters, is lazy, lies on several devices, is under FSDP already in part, or
@@ -83,6 +85,7 @@ class FSDP(NotCopied, nn.Module):
         quantized: Travels | None = None,
         device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         if prefetch < 0:
@@ -106,7 +109,9 @@ class FSDP(NotCopied, nn.Module):
         self.device = _device(module, device, self.process_group)
         if peer_copies and (reason := why_not_mapped(self.device, self.process_group)):
             raise ValueError(f"peer_copies need ranks that map each other's memory, but {reason}")
-        turns = Turns(self.device, self.process_group, taken=peer_copies)
+        if replicas is not None:
+            check_same_across_ranks(described, "the model's parameters", replicas)
+        turns = Turns(self.device, self.process_group, taken=peer_copies, replicas=replicas)
         sharded = ShardedUnits(module, turns, predicate=units, quantized=quantized, compute_dtype=compute_dtype)
         self.module = module
         self.units = sharded.units

@@ -140,7 +140,9 @@ class ReplicatedParameters:
             if not parameter.has_gradient:
                 counts[i] = 0  # a fill, which unlike a copy from the host waits for nothing
         dist.all_reduce(flat, group=self._turns.group)
-        flat[: sum(sizes)].div_(self._turns.group.size())
+        if self._turns.replicas is not None:
+            dist.all_reduce(flat, group=self._turns.replicas)
+        flat[: sum(sizes)].div_(self._turns.n_ranks)
         if present:
             torch._foreach_copy_(gradients, [averages[i] for i in present])
         for i, parameter in enumerate(trainable):
@@ -174,11 +176,14 @@ def take_gradients(parameters: Sequence[ShardedParameter]) -> list[Tensor | None
 
 
 class Reduction:
-    """A reduce-scatter: gradients are taken at once, sent by ``start``, and added to the shards' by ``finish``."""
+    """A reduce-scatter, and an all-reduce of the shards over replicas if there are any.
+
+    Gradients are taken at once, sent by ``start``, and added to the shards' by ``finish``.
+    """
 
     def __init__(self, group: ShardedGroup) -> None:
         self.parameters, dtype = group.trainable, group.dtype
-        self._process_group = group.process_group
+        self._turns = group.turns
         self.missing: list[ShardedParameter] = []
         """This rank has contributed nothing to these parameters, and they had no gradient before."""
         sizes = [parameter.padded_numel for parameter in self.parameters]
@@ -208,7 +213,13 @@ class Reduction:
         if self._work is None:
             options = ReduceScatterOptions()
             options.reduceOp = ReduceOp(ReduceOp.AVG if self._averages else ReduceOp.SUM)
-            self._work = self._process_group.reduce_scatter_tensor_coalesced(self._outputs, self._inputs, options)
+            self._work = self._turns.group.reduce_scatter_tensor_coalesced(self._outputs, self._inputs, options)
+            if self._turns.replicas is None:
+                return
+            with self._turns.on_stream():  # which waits for the shards, as gathers behind them do anyway
+                self._work.wait()
+                op = ReduceOp.AVG if self._averages else ReduceOp.SUM
+                self._work = dist.all_reduce(self._flat, op, self._turns.replicas, async_op=True)
 
     def wait(self) -> None:
         """Make the current stream (on a CPU: the caller) wait, if it has been sent."""
@@ -220,7 +231,7 @@ class Reduction:
         self.wait()
         self._inputs.clear()
         if not self._averages:
-            self._flat.div_(self._process_group.size())
+            self._flat.div_(self._turns.n_ranks)
         for parameter, output in zip(self.parameters, self._outputs, strict=True):
             shard = parameter.sharded_param
             average = output[: shard.numel()].view_as(shard)

@@ -112,7 +112,7 @@ class ShardedGroup:
         self.device = parameters[0].device
         self.dtype = dtype = parameters[0].dtype
         self.compute_dtype = compute_dtype if compute_dtype and dtype.is_floating_point else dtype
-        self._turns = turns
+        self.turns = turns
         self.state = GroupState.SHARDED
         self._work: dist.Work | PackedGather | Copies | None = None
 
@@ -153,7 +153,7 @@ class ShardedGroup:
 
     def _read_by_all(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Make zeros, (numel,), which the other ranks read if rows are copied; a collective then."""
-        if not self._turns.taken:
+        if not self.turns.taken:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         self._memory = PeerMemory(numel, dtype, self.device, self.process_group)
         return self._memory.of_rank[self.process_group.rank()]
@@ -188,9 +188,9 @@ class ShardedGroup:
         self.state = GroupState.GATHERING
         # Allocated for the current stream, which waits for the collective before it uses them and frees them after.
         self._unsharded.untyped_storage().resize_(self._unsharded_bytes)
-        with self._turns.on_stream(), torch.no_grad():
+        with self.turns.on_stream(), torch.no_grad():
             outputs, self._sent = self._exchanged()
-            if self._copies is not None and self._turns.reading:
+            if self._copies is not None and self.turns.reading:
                 self._work = self._copies.begin()
             else:
                 self._work = all_gather(self.process_group, outputs, self._sent)

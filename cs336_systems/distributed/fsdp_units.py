@@ -17,7 +17,7 @@ parent in the predicate; otherwise the read raises); ranks must run the same uni
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -290,7 +290,7 @@ class ShardedUnits:
 
         def shard(originals: list[nn.Parameter]) -> None:
             wholes = [made.pop(parameter) for parameter in originals]
-            broadcast_from_rank_0(wholes, process_group)
+            self._broadcast(wholes)
             used_by = [unit for unit in units_of[originals[0]] if unit is not None]
             travel = quantized(used_by[0]) if quantized and len(used_by) == 1 else None
             kind: Any = ShardedGroup
@@ -312,7 +312,7 @@ class ShardedUnits:
                     shard(members[key])
         vectors = [parameter for parameter in places if parameter.dim() <= 1]
         wholes = [made[parameter] for parameter in vectors]
-        broadcast_from_rank_0([*wholes, *module.buffers()], process_group)
+        self._broadcast([*wholes, *module.buffers()])
         names_of_vectors = [tuple(names[parameter]) for parameter in vectors]
         self.replicated = ReplicatedParameters(names_of_vectors, wholes, compute_dtype=compute_dtype, turns=self.turns)
         managed |= dict(zip(vectors, self.replicated.parameters, strict=True))
@@ -336,6 +336,12 @@ class ShardedUnits:
                     unit.groups.append(group_of[parameter])
         self.units = list(units.values())  # the units that have something to gather or to cast
         self.groups = list(dict.fromkeys(group_of.values()))
+
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Give all ranks rank 0's values: first those with its place among their shards, then all with theirs."""
+        if self.turns.replicas is not None:
+            broadcast_from_rank_0(tensors, self.turns.replicas)
+        broadcast_from_rank_0(tensors, self.turns.group)
 
 
 def _materialise(

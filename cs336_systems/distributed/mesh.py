@@ -1,14 +1,16 @@
-"""The ranks of a step in three named dimensions: data, context and tensor.
+"""The ranks of a step in four named dimensions: replica, shard, context and tensor.
 
-    mesh = Mesh.over(rank, context=2, tensor=2)          # 8 ranks: data 2 x context 2 x tensor 2
+    mesh = Mesh.over(rank, context=2, tensor=2)          # 8 ranks: shard 2 x context 2 x tensor 2
     BucketedDDP(model, process_group=mesh.replicas)      # the ranks that hold the same weights
+    FSDP(model, process_group=mesh.shards, replicas=mesh.group("replica"))
 
-Ranks along ``data`` have sequences of their own. Those along ``context`` share each sequence: every rank holds some of
-its tokens. Those along ``tensor`` share every matrix: each holds some of its rows or columns. Neighbours in the default
-group are neighbours along ``tensor``, which sends most, so that it stays inside a host.
+Ranks along ``replica`` and ``shard``, together ``data``, have sequences of their own. Those along ``context`` share
+each sequence: every rank holds some of its tokens. Those along ``tensor`` share every matrix: each holds some of its
+rows or columns. Neighbours in the default group are neighbours along ``tensor``, which sends most, so that it stays
+inside a host.
 
 Ranks that differ in data and context alone hold the same weights, and average their gradients: they are the group of
-every wrapper and every sharded optimizer.
+every wrapper and every sharded optimizer, but under hybrid sharding FSDP divides weights over shard and context alone.
 """
 
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from cs336_systems.case import mesh_shape
 from cs336_systems.distributed.process_group import Rank, divisions
 
-DIMENSIONS = ("data", "context", "tensor")
+DIMENSIONS = ("replica", "shard", "context", "tensor")
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,9 @@ class Mesh:
     """With the names of ``DIMENSIONS``."""
 
     @classmethod
-    def over(cls, rank: Rank, *, context: int = 1, tensor: int = 1) -> "Mesh":
+    def over(cls, rank: Rank, *, replicas: int = 1, context: int = 1, tensor: int = 1) -> "Mesh":
         """Divide the default group, once for each division; a collective. Raises as ``mesh_shape``."""
-        shape = mesh_shape(rank.world_size, context, tensor)
+        shape = mesh_shape(rank.world_size, context, tensor, replicas)
         key = dist.distributed_c10d._get_default_group(), shape
         if key not in divisions:
             kind = "cuda" if rank.device.type == "cuda" else "cpu"
@@ -43,11 +45,15 @@ class Mesh:
         return found
 
     def size(self, dimension: str) -> int:
-        """The number of ranks along a dimension."""
+        """The number of ranks along a dimension, or along ``data``."""
+        if dimension == "data":
+            return self.size("replica") * self.size("shard")
         return self.devices.shape[DIMENSIONS.index(dimension)]
 
     def place(self, dimension: str) -> int:
-        """This rank's number along a dimension."""
+        """This rank's number along a dimension, or along ``data``."""
+        if dimension == "data":
+            return self.place("replica") * self.size("shard") + self.place("shard")
         return self.devices.get_local_rank(dimension)
 
     def group(self, dimension: str) -> dist.ProcessGroup | None:
@@ -56,5 +62,10 @@ class Mesh:
 
     @cached_property
     def replicas(self) -> dist.ProcessGroup:
-        """The ranks that hold the same weights as this one: those along data and context."""
-        return self.devices["data", "context"]._flatten("replicas").get_group()
+        """The ranks that hold the same weights as this one, whole or in shards: those along data and context."""
+        return self.devices["replica", "shard", "context"]._flatten("replicas").get_group()
+
+    @cached_property
+    def shards(self) -> dist.ProcessGroup:
+        """The ranks over which FSDP divides weights: those along shard and context."""
+        return self.devices["shard", "context"]._flatten("shards").get_group()

@@ -97,15 +97,23 @@ class Turns:
 
     Args:
         taken: whether ranks copy rows; where they only use collectives, nothing is awaited or sent here.
+        replicas: the ranks with the same rows, this one among them, if there are others.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup, taken: bool) -> None:
-        self.device, self.group, self.taken = device, group, taken
+    def __init__(
+        self, device: torch.device, group: dist.ProcessGroup, taken: bool, replicas: dist.ProcessGroup | None = None
+    ) -> None:
+        self.device, self.group, self.taken, self.replicas = device, group, taken, replicas
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         """Gathers are issued there, so that casts do not wait in line behind the computation."""
         self._token = torch.zeros(1, device=device) if taken else torch.empty(0)
         self.reading = False
         """Whether ranks read what they have mapped: outside, code that writes would not wait for it."""
+
+    @property
+    def n_ranks(self) -> int:
+        """The ranks over which gradients are averaged: those of the group, and of its replicas."""
+        return self.group.size() * (self.replicas.size() if self.replicas else 1)
 
     def on_stream(self) -> AbstractContextManager:
         """Run the body on the stream of gathers, after all that the current stream was given before."""

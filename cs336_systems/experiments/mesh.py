@@ -1,4 +1,4 @@
-"""What do ranks gain by sharing a batch? One training step over a mesh of data, context and tensor ranks.
+"""What do ranks gain by sharing a batch? One training step over a mesh of replica, shard, context and tensor ranks.
 
 A cell is one division of the ranks. Those that differ in data alone have batches of their own, so that their tokens
 add up; those along context and tensor share one. Scaling compares tokens/s per rank with those of one rank alone on the
@@ -73,6 +73,7 @@ class MeshCell(RankedCase):
     tensor_by: TensorBy = like(Parallel, "tensor_by")
     context: int = like(Parallel, "context", asked=(1, 2))
     context_order: str = like(Parallel, "context_order")
+    replicas: int = like(Parallel, "replicas")
     weights: str = option(
         "ddp",
         "How ranks along data and context hold the weights they share: ddp, whole with averaged gradients; fsdp, in "
@@ -90,6 +91,7 @@ class MeshCell(RankedCase):
         alone = self.world_size == self.tensor and self.context == 1
         return Parallel(
             "none" if alone else DATA[self.weights],
+            replicas=self.replicas,
             tensor=self.tensor,
             tensor_by=self.tensor_by,
             context=self.context,
@@ -110,7 +112,8 @@ class MeshCell(RankedCase):
     def _words(self) -> list[str]:
         """The dimensions that have several ranks."""
         n_data = self.world_size // self.parallel.ranks_per_batch
-        sizes = {self.weights: n_data, self.context_order: self.context, "tensor": self.tensor}
+        sizes = {"replica": self.replicas, self.weights: n_data // self.replicas}
+        sizes |= {self.context_order: self.context, "tensor": self.tensor}
         words = [f"{name}-{size}" for name, size in sizes.items() if size > 1] or ["alone"]
         return words + [self.tensor_by] * (self.tensor_by != "collectives")
 
@@ -134,7 +137,8 @@ class Asked(RankedRun):
 Options: Any = options_of(MeshCell, Asked, cpu=RankedRun.CPU_DEFAULTS | {"batch_size": (2,), "warmup": 1, "steps": 4})
 
 
-PLAIN: dict[str, Any] = {name: getattr(MeshCell, name) for name in ("weights", "context_order", "tensor_by")}
+_PLAIN = ("weights", "replicas", "context_order", "tensor_by")
+PLAIN: dict[str, Any] = {name: getattr(MeshCell, name) for name in _PLAIN}
 """The values of columns that do not matter to a cell."""
 
 
@@ -150,9 +154,10 @@ def make_cells(options: Any) -> list[MeshCell]:
     cells = []
     for cell in training_cells(MeshCell, options, inner=fitting or [{"tensor": 1, "context": 1}]):
         matters = {"weights": cell.world_size > cell.tensor, "context_order": cell.context > 1}
-        matters |= {"tensor_by": cell.tensor > 1}
+        matters |= {"tensor_by": cell.tensor > 1, "replicas": cell.replicas > 1}
         n_data, rest = divmod(cell.world_size, cell.parallel.ranks_per_batch)
-        if rest == 0 and (n_data == 1 or cell.part == "step"):
+        fits = n_data % cell.replicas == 0 and (cell.replicas == 1 or cell.weights == "fsdp")
+        if rest == 0 and fits and (n_data == 1 or cell.part == "step"):
             cells.append(replace(cell, **{name: PLAIN[name] for name in PLAIN if not matters[name]}))
     cells = in_turns(list(dict.fromkeys(cells)), _peers) if options.peer else list(dict.fromkeys(cells))
     if not cells or not fitting:
@@ -197,11 +202,12 @@ def predicted_messages(cell: MeshCell, rank: int) -> float | None:
         return n_bytes
     if how.wrapper == "fsdp2":
         return None
-    counted = _COUNT_BYTES if how.ranks_per_batch > 1 else 0
+    counted = _COUNT_BYTES if how.ranks_per_batch * how.replicas > 1 else 0
     if how.wrapper == "fsdp":
-        messages = step_traffic(units, n_replicas, compute_bytes=itemsize, gradient_bytes=itemsize).messages
-        scattered = messages["reduce-scatter"] // n_replicas
-        of_data = messages["all-gather"] + scattered + messages["all-reduce"]
+        n_shards, copies = n_replicas // how.replicas, 1 + (how.replicas > 1)
+        messages = step_traffic(units, n_shards, compute_bytes=itemsize, gradient_bytes=itemsize).messages
+        scattered = messages["reduce-scatter"] // n_shards
+        of_data = messages["all-gather"] + copies * (scattered + messages["all-reduce"])
         return n_bytes + of_data + counted if cell.accumulate == 1 and not config.tie_embeddings else None
     return n_bytes + config.n_parameters * itemsize + sum(map(len, units)) + counted  # a byte says who has a gradient
 
@@ -298,6 +304,7 @@ def predicted_ms(line: Line) -> float | None:
         hardware,
         data=int(n_data),
         sharded=how["weights"] != "ddp",
+        replicas=int(how["replicas"]),
         context=int(how["context"]),
         order=str(how["context_order"]),
         tensor=int(how["tensor"]),
@@ -311,7 +318,7 @@ MESH = ResultTable(
         *("gpu", "device", "part", "size", "dtype", "attention", "compile", "checkpoint", "optimizer", "batch_size"),
         *("accumulate", "kernels", "keep", *RECIPE, "context_length", "warmup", "steps", "weights", "tensor_by"),
         *("context_order",),
-        *("world_size", "tensor", "context"),
+        *("world_size", "replicas", "tensor", "context"),
     ),
     always=("part", "size", "world_size", "tensor", "context"),
     labels={

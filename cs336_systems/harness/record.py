@@ -51,6 +51,7 @@ EARLIER: dict[str, dict[str, Any]] = {
     "d_head": {"clock": "harness", "repeat": 0},
     "ddp": {"max_ctas": Parallel.max_ctas},
     "host_gib": {"peer": ""},
+    "tensor_by": {"replicas": Parallel.replicas},
     "profiler": {"repeat": 0},
     "total_batch_tokens": {"recipe": "stored", "library": "", "gather_by": Parallel.gather_by, "apart": "off"},
     "prefetch": {"update": Parallel.update, "gather_by": Parallel.gather_by, "do_bench": "off", "losses": 0},

@@ -75,6 +75,7 @@ class TrainerCase(TrainingCase):
     gather_by: GatherBy = like(
         Parallel, "gather_by", help="How --zero 3 gathers weights: in collectives, or by copies within one host."
     )
+    replicas: int = like(Parallel, "replicas")
     tensor: int = like(Parallel, "tensor")
     tensor_by: GatherBy = like(
         *(Parallel, "tensor_by"),
@@ -94,10 +95,13 @@ class TrainerCase(TrainingCase):
     @property
     def parallel(self) -> Parallel:
         mesh: dict[str, Any] = {name: getattr(self, name) for name in SHARED_BATCH}
-        if self.world_size <= self.tensor:
-            return Parallel(**mesh)  # FSDP would copy each weight to gather it from itself
-        if self.zero == 3:
-            return Parallel("fsdp", gather_by=self.gather_by, **mesh)
+        alone = self.world_size <= self.tensor
+        if self.zero == 3:  # alone, FSDP would copy each weight to gather it from itself
+            fsdp = Parallel("fsdp", gather_by=self.gather_by, replicas=self.replicas, **mesh)
+            return Parallel(**mesh) if alone else fsdp
+        mesh["replicas"] = self.replicas  # which is refused
+        if alone:
+            return Parallel(**mesh)
         if self.zero == 0:
             return Parallel("bucketed", **mesh)
         return Parallel(optimizer_state="scattered" if self.zero == 1 else "scattered-gradients", **mesh)
@@ -283,8 +287,9 @@ class TrainOptions(_Options):
         return kept_as(self.keep or default_keep(self.kernels, self.matmul_dtype))
 
     def data_ranks(self, world_size: int) -> int:
-        """The ranks of so many that have batches of their own; ValueError if --tensor and --context do not fit."""
-        return mesh_shape(world_size, self.context, self.tensor)[0]
+        """The ranks of so many that have batches of their own; ValueError if the mesh does not fit."""
+        replicas, shards, *_ = mesh_shape(world_size, self.context, self.tensor, self.replicas)
+        return replicas * shards
 
     def micro_batches(self, world_size: int) -> int:
         """Micro-batches per step.

@@ -72,12 +72,12 @@ def mesh_of(case: TrainingCase, rank: Rank | None) -> Mesh | None:
         ValueError: their number cannot be divided so, or there are none.
     """
     parallel = case.parallel
-    if parallel.ranks_per_batch == 1:
+    if parallel.ranks_per_batch * parallel.replicas == 1:
         return None
     if rank is None:
-        asked = f"context {parallel.context} x tensor {parallel.tensor}"
+        asked = f"replicas {parallel.replicas} x context {parallel.context} x tensor {parallel.tensor}"
         raise ValueError(f"{asked} needs a process group, this process has joined none")
-    return Mesh.over(rank, context=parallel.context, tensor=parallel.tensor)
+    return Mesh.over(rank, replicas=parallel.replicas, context=parallel.context, tensor=parallel.tensor)
 
 
 def build_model(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps = REFERENCE_OPS) -> TransformerLM:
@@ -155,7 +155,7 @@ def finish(
     group = mesh.replicas if mesh else None
     if guard is not None:
         guard.mesh = mesh
-    wrapped = wrap(model, case.parallel, rank, group)
+    wrapped = wrap(model, case.parallel, rank, mesh)
     away = offloaded(case)
     if case.optimizer == "fused":
         hyperparameters |= {

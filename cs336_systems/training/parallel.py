@@ -25,6 +25,7 @@ from cs336_systems.case import Parallel
 from cs336_systems.distributed.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_quantized import QuantizedTravel
+from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.process_group import Rank, limited_group
 from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, SHARD, ShardedOptimizer
 from cs336_systems.model import TransformerLM
@@ -36,21 +37,23 @@ _DTYPES = {"same": None, "bf16": torch.bfloat16}
 _LADDER = {"naive": NaiveDDP, "flat": FlatDDP, "overlapped": OverlappedDDP, "bucketed": BucketedDDP}
 
 
-def _ddp(model: TransformerLM, parallel: Parallel, rank: Rank, group: Group) -> nn.Module:
+def _ddp(model: TransformerLM, parallel: Parallel, rank: Rank, mesh: Mesh | None) -> nn.Module:
     """A rung of our ladder."""
     sized = {"bucket_size_mb": parallel.bucket_size_mb} if parallel.wrapper == "bucketed" else {}
-    dtype, group = _DTYPES[parallel.communication_dtype], group or _limited(parallel, rank)
+    dtype, group = _DTYPES[parallel.communication_dtype], _group(parallel, rank, mesh)
     return _LADDER[parallel.wrapper](model, communication_dtype=dtype, process_group=group, **sized)
 
 
-def _limited(parallel: Parallel, rank: Rank) -> Group:
-    """The group of all ranks in which DDP sends; None for the default group."""
+def _group(parallel: Parallel, rank: Rank, mesh: Mesh | None) -> Group:
+    """The group in which DDP sends; None for the default group."""
+    if mesh is not None:
+        return mesh.replicas
     return limited_group(rank, parallel.max_ctas) if parallel.max_ctas else None
 
 
-def _torch_ddp(model: TransformerLM, parallel: Parallel, rank: Rank, group: Group) -> nn.Module:
+def _torch_ddp(model: TransformerLM, parallel: Parallel, rank: Rank, mesh: Mesh | None) -> nn.Module:
     """Gradients as bucket views, as ours has them; otherwise torch's defaults, such as a first bucket of 1 MiB."""
-    group = group or _limited(parallel, rank)
+    group = _group(parallel, rank, mesh)
     replica = nn.parallel.DistributedDataParallel(
         model,
         process_group=group,
@@ -65,7 +68,7 @@ def _torch_ddp(model: TransformerLM, parallel: Parallel, rank: Rank, group: Grou
     return replica
 
 
-def _fsdp(model: TransformerLM, parallel: Parallel, rank: Rank, group: Group) -> nn.Module:
+def _fsdp(model: TransformerLM, parallel: Parallel, rank: Rank, mesh: Mesh | None) -> nn.Module:
     return FSDP(
         model,
         _DTYPES[parallel.compute_dtype],
@@ -74,7 +77,8 @@ def _fsdp(model: TransformerLM, parallel: Parallel, rank: Rank, group: Group) ->
         units=lambda module: isinstance(module, TransformerBlock),
         quantized=_travel,
         device=rank.device,
-        process_group=group,
+        process_group=mesh.shards if mesh else None,
+        replicas=mesh.group("replica") if mesh else None,
     )
 
 
@@ -93,19 +97,19 @@ def _travel(unit: nn.Module) -> QuantizedTravel | None:
     )
 
 
-def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank, group: Group) -> nn.Module:
+def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank, mesh: Mesh | None) -> nn.Module:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     kind = rank.device.type
-    mesh = DeviceMesh.from_group(group, kind) if group else init_device_mesh(kind, (rank.world_size,))
+    ranks = DeviceMesh.from_group(mesh.replicas, kind) if mesh else init_device_mesh(kind, (rank.world_size,))
     # Block inputs are in the compute dtype already, but for the tables of angles, which ours leaves in fp32 too.
     compute_dtype = _DTYPES[parallel.compute_dtype]
     reduce_dtype = None if compute_dtype is None else torch.float32
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
     pinned = rank.device.type == "cuda"
     where = CPUOffloadPolicy(pin_memory=pinned) if parallel.on_host else OffloadPolicy()
-    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=where)
+    shard = partial(fully_shard, mesh=ranks, mp_policy=policy, offload_policy=where)
     if not model.config.tie_embeddings:
         shard(model.token_embeddings)
         shard([model.ln_final, model.lm_head], reshard_after_forward=False)
@@ -115,7 +119,7 @@ def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank, group: Group) -
     return model
 
 
-WRAPPERS: dict[str, Callable[[TransformerLM, Parallel, Rank, Group], nn.Module]] = {
+WRAPPERS: dict[str, Callable[[TransformerLM, Parallel, Rank, Mesh | None], nn.Module]] = {
     **dict.fromkeys(_LADDER, _ddp),
     "torch-ddp": _torch_ddp,
     "fsdp": _fsdp,
@@ -123,11 +127,11 @@ WRAPPERS: dict[str, Callable[[TransformerLM, Parallel, Rank, Group], nn.Module]]
 }
 
 
-def wrap(model: TransformerLM, parallel: Parallel, rank: Rank | None, group: Group = None) -> nn.Module:
+def wrap(model: TransformerLM, parallel: Parallel, rank: Rank | None, mesh: Mesh | None = None) -> nn.Module:
     """The model under its wrapper, which is the model itself for ``none``.
 
     Args:
-        group: the ranks that hold the same weights; None for all.
+        mesh: the ranks that hold the same weights; None if all do.
 
     Raises:
         ValueError: there is no such wrapper, or nobody is there to share the step with.
@@ -138,7 +142,7 @@ def wrap(model: TransformerLM, parallel: Parallel, rank: Rank | None, group: Gro
         raise ValueError(f"unknown wrapper {parallel.wrapper!r}: known are none, {', '.join(WRAPPERS)}")
     if rank is None:
         raise ValueError(f"wrapper {parallel.wrapper!r} needs a process group, this process has joined none")
-    return WRAPPERS[parallel.wrapper](model, parallel, rank, group)
+    return WRAPPERS[parallel.wrapper](model, parallel, rank, mesh)
 
 
 def make_parallel_optimizer(

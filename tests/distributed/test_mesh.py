@@ -45,9 +45,10 @@ WAYS = {"ddp": ("bucketed", "replicated"), "zero-1": ("none", "scattered"), "zer
 WAYS |= {"zero-owned": ("bucketed", "owned"), "fsdp": ("fsdp", "replicated")}
 
 
-def run_of(context, tensor, way, config=LLAMA, order="zigzag", accumulate=1, by="collectives"):
+def run_of(context, tensor, way, config=LLAMA, order="zigzag", accumulate=1, by="collectives", replicas=1):
     wrapper, state = WAYS[way]
     how = Parallel(wrapper, state, 0.01, tensor=tensor, tensor_by=by, context=context, context_order=order)
+    how = replace(how, replicas=replicas)
     return Meshed.of(
         config, how=how, batch_size=2, accumulate=accumulate, keep="products", optimizer="torch-fused", seed=3
     )
@@ -60,8 +61,11 @@ ON_FOUR = [
     *(run_of(4, 1, "fsdp", QWEN3, order) for order in ("ring", "gathered")),
     run_of(1, 4, "zero-1", QWEN3, by="copies"),
     run_of(2, 1, "ddp", LLAMA, "ring"),
+    run_of(1, 1, "fsdp", QWEN2, replicas=2, accumulate=2),
+    run_of(1, 2, "fsdp", QWEN3, replicas=2),
 ]
 ON_EIGHT = [run_of(2, 2, "fsdp", QWEN3, accumulate=2), run_of(2, 4, "zero-1", QWEN2), run_of(4, 2, "ddp")]
+ON_EIGHT += [run_of(2, 2, "fsdp", LLAMA, replicas=2)]
 
 
 def ignoring(batch):
@@ -116,7 +120,7 @@ def on_cpu(losses, norms, weights):
 
 
 HAND_OVER = [run_of(1, 2, "ddp"), run_of(2, 1, "fsdp"), run_of(1, 2, "zero-2"), run_of(2, 1, "zero-owned")]
-HAND_OVER += [run_of(1, 2, "fsdp"), run_of(2, 1, "zero-1")]
+HAND_OVER += [run_of(1, 2, "fsdp"), run_of(2, 1, "zero-1"), run_of(2, 1, "fsdp", replicas=2), run_of(1, 2, "ddp")]
 
 
 def hand_over(rank: Rank, folder, config):

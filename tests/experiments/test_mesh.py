@@ -17,6 +17,7 @@ MEASURED = [
     replace(CELL, tensor=2, context=2),
     replace(CELL, tensor=2, weights="fsdp"),
     replace(CELL, context=4, accumulate=2),
+    replace(CELL, weights="fsdp", replicas=2),
     replace(CELL, tensor=4, tensor_by="copies"),
 ]
 OTHERS = [replace(CELL, tensor=2, weights="fsdp2"), replace(CELL, part="attention", context=4)]

@@ -56,6 +56,7 @@ def step_seconds(
     *,
     data: int = 1,
     sharded: bool = False,
+    replicas: int = 1,
     context: int = 1,
     order: str = "zigzag",
     tensor: int = 1,
@@ -67,6 +68,7 @@ def step_seconds(
         keep: what blocks with a hand-written backward keep; parts that are left out (``-norm``) count as kept.
         data: groups of ranks that share a batch.
         sharded: whether ranks along data and context hold weights in shards (FSDP), or average gradients (DDP).
+        replicas: copies of the shards among those ranks.
         by: collectives, or copies, which products hide.
 
     Raises:
@@ -88,14 +90,14 @@ def step_seconds(
     own = n_sequences * (compute / (context * tensor) + uneven * attention / tensor)
     updates = config.n_layers * work.seconds("optimizer", 0, keep, rates)
     updates += work.seconds("fixed optimizer", 0, keep, rates)
-    replicas = data * context
-    optimizer = updates / (tensor * (replicas if sharded else 1))
+    alike = data * context
+    optimizer = updates / (tensor * (alike // replicas if sharded else 1))
     part, rows = config.part(tensor), n_sequences * length // context
     return StepSeconds(
         own,
         optimizer,
         _tensor_waits(part, rows, keep, tensor, by, link) + _context_waits(part, rows, keep, context, order, link),
-        SLOWED * _data_bytes(part, replicas, sharded) / link.bytes_per_s,
+        SLOWED * _data_bytes(part, alike, replicas, sharded) / link.bytes_per_s,
     )
 
 
@@ -116,11 +118,14 @@ def _context_waits(part: ModelConfig, rows: int, keep: str, n_ranks: int, order:
     return (n_ranks - 1) * (sent[GATHER] / n_ranks + sent[SCATTER]) / link.bytes_per_s
 
 
-def _data_bytes(part: ModelConfig, replicas: int, sharded: bool) -> float:
+def _data_bytes(part: ModelConfig, alike: int, replicas: int, sharded: bool) -> float:
     """Bytes that a rank sends on a ring for the weights that it holds like others, and for their gradients."""
-    if replicas == 1:
-        return 0.0
-    if sharded:
+    gradients = part.n_parameters * _ITEMSIZE
+    if not sharded:
+        return 2 * (alike - 1) / alike * gradients
+    n_shards = alike // replicas
+    found = 2 * (replicas - 1) / replicas * gradients / n_shards
+    if n_shards > 1:
         units = model_units(part)
-        return step_traffic(units, replicas, compute_bytes=_ITEMSIZE, gradient_bytes=_ITEMSIZE).sent_per_rank
-    return 2 * (replicas - 1) / replicas * part.n_parameters * _ITEMSIZE
+        found += step_traffic(units, n_shards, compute_bytes=_ITEMSIZE, gradient_bytes=_ITEMSIZE).sent_per_rank
+    return found
