@@ -25,7 +25,7 @@ _PEERS = {"transformers-liger": "transformers, Liger", "transformers": "transfor
 
 @functools.cache
 def _published() -> dict[str, dict[str, str]]:
-    with OUTSIDE.open(newline="") as file:
+    with OUTSIDE.open(newline="", encoding="utf-8") as file:
         return {line.pop("name"): line for line in csv.DictReader(file)}
 
 

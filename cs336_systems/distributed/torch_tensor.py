@@ -8,6 +8,9 @@ stream on a shard of the sequence, embedding, head and loss by words. ``parallel
 alone, so layers are replaced by those, with the same parameters.
 """
 
+import functools
+from contextlib import AbstractContextManager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -78,9 +81,15 @@ def loss_of_words(logits: Tensor, targets: Tensor) -> Tensor:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
-def enter_loss_parallel() -> None:
-    """Let ``F.cross_entropy`` take divided logits from now on, in forward and backward; no other operation changes."""
-    loss_parallel().__enter__()
+@functools.cache
+def enter_loss_parallel() -> AbstractContextManager[None]:
+    """Let ``F.cross_entropy`` take divided logits from now on, in forward and backward; no other operation changes.
+
+    Returns the context, which the cache keeps open.
+    """
+    context: AbstractContextManager[None] = loss_parallel()
+    context.__enter__()
+    return context
 
 
 def _use_torch_layers(module: nn.Module) -> None:

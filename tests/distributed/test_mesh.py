@@ -197,6 +197,7 @@ ON_GPUS[2] += [run_of(2, 1, "zero-2", WIDE, accumulate=2), run_of(1, 2, "ddp", W
 ON_GPUS[4] += [run_of(1, 2, "fsdp", WIDE), run_of(2, 1, "zero-1", WIDE), run_of(4, 1, "ddp", WIDE)]
 ON_GPUS[4] += [run_of(1, 4, "ddp", WIDE, by=by) for by in ("collectives", "copies")]
 ON_GPUS[4] += [run_of(2, 1, "zero-owned", WIDE, "gathered"), run_of(4, 1, "fsdp", WIDE, "ring")]
+ON_GPUS[4] += [run_of(1, 2, "fsdp", WIDE, replicas=2), run_of(2, 1, "fsdp", WIDE, replicas=2, accumulate=2)]
 
 
 @pytest.mark.gpu
