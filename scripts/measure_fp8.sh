@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Measure what profiles/fp8.md tells of matmuls and blocks: fp8 beside bf16 and torchao's, on one GPU.
+# Measure what profiles/fp8.md tells of blocks: fp8 beside bf16 and torchao's, on one GPU.
 #
 #   scripts/measure_fp8.sh FOLDER PART...
 #
 # Parts, with minutes on one H200:
 #
-#   fp8        6  products and a block of Llama-3-8B at 16,384 tokens, all recipes, beside compiled bf16 and torchao's
+#   fp8        6  a block of Llama-3-8B at 16,384 tokens, all recipes, beside compiled bf16 and torchao's
 #
 # torchao comes with uv sync; without it its rows say so. Rows are appended to FOLDER/PART; uv run scripts/report.py
 # --adopt FOLDER moves them to profiles/results/<gpu>/. PYTHON picks the interpreter (default: uv run). Run nothing else
