@@ -1,4 +1,4 @@
-"""What do ranks gain by sharing a batch? One step over meshes of data, context and tensor ranks.
+"""What do ranks gain by sharing a batch? One step over meshes of replica, shard, context and tensor ranks.
 
     uv run benchmarks/benchmark_parallelism.py --world-size 1 2             # scaling of two ranks from one
     uv run benchmarks/benchmark_parallelism.py --world-size 1 2 4 --tensor 1 2 --context 1 2 --out results/

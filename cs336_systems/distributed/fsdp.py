@@ -104,6 +104,7 @@ class FSDP(NotCopied, nn.Module):
             if p._backward_hooks or p._post_accumulate_grad_hooks:
                 raise ValueError(f"{name} has gradient hooks, which sharding would lose: register them after it")
         self.process_group = process_group or dist.distributed_c10d._get_default_group()
+        self.has_replicas = replicas is not None
         check_same_across_ranks(described, "the model's parameters", self.process_group)
         self.compute_dtype = compute_dtype
         self.device = _device(module, device, self.process_group)

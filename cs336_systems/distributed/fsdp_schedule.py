@@ -62,7 +62,7 @@ class GatherOrder:
         self.replicated = sharded.replicated
         self.prefetch = prefetch
         self._turns, self._quantized_rows = sharded.turns, sharded.quantized_rows
-        self._agreement = Agreement(sharded.turns.group)
+        self._agreement = Agreement(sharded.turns.group, sharded.turns.replicas)
         self._complete = Forward()  # the last forward that came to its end: the next one is expected to be like it
         self._forward = Forward()
         self._n_to_come = 0  # the number of forwards since the last backward that a backward may come to

@@ -103,15 +103,27 @@ def leave(cause: str) -> None:
 
 
 class Agreement:
-    """Compares what ranks say, one sentence each, in turns."""
+    """Compares what ranks say, one sentence each, in turns.
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self._rank, self._world_size = process_group.rank(), process_group.size()
-        self._alone = self._world_size == 1 or dist.get_backend(process_group) == "fake"
+    Args:
+        replicas: the ranks with the same place in other groups like ``process_group``, which are compared, too.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, replicas: dist.ProcessGroup | None = None) -> None:
+        fake = dist.get_backend(process_group) == "fake"
+        self._ranks = dist.get_process_group_ranks(process_group)
+        self._store: Any = process_group.get_group_store()
+        if replicas is not None and not fake:
+            groups: list[list[int]] = [[] for _ in range(replicas.size())]
+            dist.all_gather_object(groups, self._ranks, group=replicas)
+            self._ranks = sorted(rank for ranks in groups for rank in ranks)
+            whose = f"ranks {' '.join(map(str, self._ranks))}"
+            self._store = dist.PrefixStore(whose, dist.distributed_c10d._get_default_store())
+        self._rank, self._world_size = self._ranks.index(dist.get_rank()), len(self._ranks)
+        self._alone = self._world_size == 1 or fake
         if not self._alone:
-            self._ranks, self._presence = dist.get_process_group_ranks(process_group), presence_of_this_rank()
-            self._store: Any = process_group.get_group_store()
-            self._second_store: Any = self._store.clone()  # type: ignore[attr-defined]
+            self._presence = presence_of_this_rank()
+            self._second_store: Any = self._store.clone()
             self._name = f"FSDP {self._store.add(f'FSDP of rank {self._rank}', 1)}"  # wrapped in one order everywhere
         self._n = 0
 

@@ -129,9 +129,7 @@ class Asked(RankedRun):
     trace: Path | None = None
     """Folder for recordings (torch.profiler) and a picture of rank 0 per cell, in the first repeat."""
     peer: bool = False
-    """Also measure torch's own tensor parallelism at its fastest (compiled, cuDNN's attention, torch's fused AdamW)
-    over each number of tensor ranks, and the same model on one rank; on a CPU not compiled, with reference
-    attention."""
+    """Also measure torch's own tensor parallelism, compiled and with cuDNN's attention (not on a CPU)."""
 
 
 Options: Any = options_of(MeshCell, Asked, cpu=RankedRun.CPU_DEFAULTS | {"batch_size": (2,), "warmup": 1, "steps": 4})
@@ -162,7 +160,8 @@ def make_cells(options: Any) -> list[MeshCell]:
     cells = in_turns(list(dict.fromkeys(cells)), _peers) if options.peer else list(dict.fromkeys(cells))
     if not cells or not fitting:
         divisions = ", ".join(f"tensor {tensor} x context {context}" for tensor, context in asked)
-        raise ValueError(f"--world-size {' '.join(map(str, ranks))} cannot be divided into {divisions}")
+        copies = f", replicas {' '.join(map(str, options.replicas))}" if options.replicas != (1,) else ""
+        raise ValueError(f"--world-size {' '.join(map(str, ranks))} cannot be divided into {divisions}{copies}")
     return cells
 
 
@@ -379,7 +378,9 @@ def _way(how: Mapping[str, Any]) -> str:
     """How the ranks of a line divide its batch, in words."""
     sizes = {"tensor": how["tensor"], f"context, {how['context_order']}": how["context"]}
     n_data = how["world_size"] // math.prod(sizes.values())
-    words = [f"{how['weights']} {n_data}"] * (n_data > 1) + [f"{name} {n}" for name, n in sizes.items() if n > 1]
+    copies = int(how["replicas"])
+    words = [f"replica {copies}"] * (copies > 1) + [f"{how['weights']} {n_data // copies}"] * (n_data > copies)
+    words += [f"{name} {n}" for name, n in sizes.items() if n > 1]
     return " x ".join(words) + (f" by {how['tensor_by']}" if how["tensor_by"] != "collectives" else "")
 
 

@@ -137,7 +137,7 @@ def predicted_states(case: TrainingCase, world_size: int) -> dict[str, int]:
     units = model_units(config)
     n_weights = n_gradients = n_states = config.n_parameters
     if how.wrapper in ("fsdp", "fsdp2"):
-        n_weights = n_gradients = n_states = state_bytes(units, world_size, 1).parameters
+        n_weights = n_gradients = n_states = state_bytes(units, world_size // how.replicas, 1).parameters
     if how.optimizer_state != "replicated":
         n_states //= world_size
     if how.optimizer_state == "scattered-gradients" or (how.optimizer_state == "scattered" and case.accumulate == 1):

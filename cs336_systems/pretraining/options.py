@@ -254,7 +254,7 @@ class TrainOptions(_Options):
         if self.capped:
             self._check_caps()
         config = ModelConfig("any", 64, 192, 10_000, 4) if self.init else resolve_size(self.size)
-        if reason := refusal(self.training_case(config, self.tensor * self.context)):
+        if reason := refusal(self.training_case(config, self.replicas * self.tensor * self.context)):
             raise ValueError(reason)
 
     @property

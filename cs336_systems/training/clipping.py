@@ -93,6 +93,8 @@ class GradientGuard:
                 return self._norm_on(self.mesh, shares or {}, whole, mean)
             norm = self.norm_of("whole", list(whole.values()), device)
         group = model.process_group if isinstance(model, FSDP) else None
+        if isinstance(model, FSDP) and model.has_replicas:
+            raise ValueError("replicas of FSDP's shards need GradientGuard(mesh=...), which knows all ranks")
         if isinstance(optimizer, ShardedOptimizer):
             group = optimizer.member.group
         n_ranks = dist.get_world_size(group) if dist.is_initialized() else 1

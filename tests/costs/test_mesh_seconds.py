@@ -44,6 +44,12 @@ def test_ranks_divide_work_and_add_what_they_wait_for():
     assert 0 < seconds(data=2).slowed < seconds(data=2, sharded=True).slowed
 
 
+def test_impossible_replicas_are_refused():
+    for how in ({"replicas": 3, "sharded": True}, {"replicas": 2}, {"replicas": 0}):
+        with pytest.raises(ValueError, match="replicas of shards"):
+            seconds(data=4, **how)
+
+
 def test_what_is_not_published_is_refused():
     with pytest.raises(ValueError, match="published"):
         step_seconds(MODEL_SIZES["tiny"], 128, 1, "all", find_hardware("NVIDIA GeForce RTX 4090"), tensor=2)

@@ -14,6 +14,7 @@ from cs336_systems.costs.parallelism.step import GATHER, REDUCE, SCATTER, SEND, 
 from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoint
 from cs336_systems.distributed.context import local_tokens, rotate_local
 from cs336_systems.distributed.fsdp import FSDP, clip_grad_norm_
+from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.tensor import tensor_dim
@@ -293,6 +294,28 @@ def check_norms_are_of_the_ranks_that_share_weights(rank: Rank):
     model = TransformerLM(LLAMA)
     rotate_local(model, groups[rank.rank % 2], "ring")
     model.rotary.reset_parameters()  # as who loads weights does
+
+
+class TwoUnits(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.units = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x, order):
+        for number in order:
+            x = self.units[number](x)
+        return x.square().mean()
+
+
+def check_ranks_of_all_replicas_run_the_same_units(rank: Rank):
+    for orders in ([(0, 1), (1, 0)], [(0, 1), (0,)]):
+        mesh = Mesh.over(rank, replicas=2)
+        how = {"process_group": mesh.shards, "replicas": mesh.group("replica")}
+        model = FSDP(TwoUnits(), units=lambda module: isinstance(module, torch.nn.Linear), **how)
+        with pytest.raises(RuntimeError, match="same units in the same order"):
+            model(torch.ones(2, 4), orders[mesh.place("replica")]).backward()
+    with pytest.raises(ValueError, match="mesh="):
+        GradientGuard()(model, torch.optim.SGD(model.parameters()), torch.zeros(()))
 
 
 test_on_four_ranks = on_each(4, checks_of(globals()))

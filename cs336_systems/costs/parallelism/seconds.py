@@ -1,4 +1,4 @@
-"""The seconds of a bf16 training step over a mesh of data, context and tensor ranks, before it runs.
+"""The seconds of a bf16 training step over a mesh of replica, shard, context and tensor ranks, before it runs.
 
     compute      products, attention and passes over memory at the rates of ``costs/streaming.py``, divided evenly over
                  the ranks that share a batch; in context order ``ring`` the last rank's, who sees most keys
@@ -72,8 +72,11 @@ def step_seconds(
         by: collectives, or copies, which products hide.
 
     Raises:
-        ValueError: a peak of the device is not published, or ``keep`` is not of a hand-written backward.
+        ValueError: a peak of the device is not published, the replicas are impossible, or ``keep`` is not of a
+            hand-written backward.
     """
+    if replicas < 1 or (data * context) % replicas or (replicas > 1 and not sharded):
+        raise ValueError(f"{data} x {context} ranks cannot be {replicas} replicas of shards, sharded {sharded}")
     if hardware.link_bytes_per_s is None and data * context * tensor > 1:
         raise ValueError(f"no link between GPUs is published for {hardware.name}")
     link = Link(ALPHA_S, 1 / (LINK_SHARE * (hardware.link_bytes_per_s or 1)))

@@ -1,4 +1,4 @@
-"""The bytes of messages, not on the wire, of a training step over a mesh of data, context and tensor ranks.
+"""The bytes of messages, not on the wire, of a training step over a mesh of replica, shard, context and tensor ranks.
 
 Bytes are those of ``harness/traffic.py``: of a gather or a reduce-scatter its output, of an all-reduce what it reduces,
 of a send what is sent. With R tokens in a rank's micro-batch, D d_model, d_kv the width of its keys, t tensor ranks
