@@ -120,6 +120,9 @@ def test_steps_and_micro_batches_follow_from_tokens():
     assert options.tokens_per_step(2) == 8192
     assert [replace(options, epochs=epochs).n_steps(640, 2) for epochs in (None, 0.5, 2.0)] == [10, 5, 20]
     assert replace(PLAIN, steps=7).n_steps(640, 2) == 7
+    replicas = replace(options, zero=3, replicas=2)
+    replicas.check()
+    assert replicas.micro_batches(4) == 2
 
 
 @pytest.mark.parametrize(
