@@ -192,8 +192,7 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
     ),
     (
         lambda case: case.parallel.replicas > 1 and case.parallel.wrapper != "fsdp",
-        "replicas {parallel.replicas} are copies of shards of this suite's FSDP (train.py: --zero 3), got wrapper "
-        "{parallel.wrapper}",
+        "replicas {parallel.replicas} are copies of shards of this suite's FSDP, got wrapper {parallel.wrapper}",
     ),
     (
         lambda case: case.parallel.ranks_per_batch > 1 and case.parallel.max_ctas > 0,

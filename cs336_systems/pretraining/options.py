@@ -95,13 +95,10 @@ class TrainerCase(TrainingCase):
     @property
     def parallel(self) -> Parallel:
         mesh: dict[str, Any] = {name: getattr(self, name) for name in SHARED_BATCH}
-        alone = self.world_size <= self.tensor
-        if self.zero == 3:  # alone, FSDP would copy each weight to gather it from itself
-            fsdp = Parallel("fsdp", gather_by=self.gather_by, replicas=self.replicas, **mesh)
-            return Parallel(**mesh) if alone else fsdp
-        mesh["replicas"] = self.replicas  # which is refused
-        if alone:
-            return Parallel(**mesh)
+        if self.world_size <= self.tensor:
+            return Parallel(**mesh)  # FSDP would copy each weight to gather it from itself
+        if self.zero == 3:
+            return Parallel("fsdp", gather_by=self.gather_by, replicas=self.replicas, **mesh)
         if self.zero == 0:
             return Parallel("bucketed", **mesh)
         return Parallel(optimizer_state="scattered" if self.zero == 1 else "scattered-gradients", **mesh)
@@ -378,6 +375,15 @@ _REFUSALS: tuple[tuple[Callable[[TrainOptions], bool], str], ...] = (
         "--deterministic and --attention hopper need blocks with a hand-written backward, not --keep autograd",
     ),
     (lambda o: o.gather_by == "copies" and o.zero != 3, "--gather-by copies is for --zero 3, got --zero {o.zero}"),
+    (lambda o: o.replicas > 1 and o.zero != 3, "--replicas {o.replicas} is for --zero 3, got --zero {o.zero}"),
+    (
+        lambda o: o.tensor_by != Parallel.tensor_by and o.tensor == 1,
+        "--tensor-by {o.tensor_by} is for --tensor of 2 or more, got 1",
+    ),
+    (
+        lambda o: o.context_order != Parallel.context_order and o.context == 1,
+        "--context-order {o.context_order} is for --context of 2 or more, got 1",
+    ),
     (
         lambda o: (o.device_gib is None) != (o.host_gib is None),
         "--device-gib and --host-gib are one thing: give both or none, got {o.device_gib} and {o.host_gib}",
