@@ -40,7 +40,7 @@ class Unsupported(ValueError):
     """Raised if the device, the build or a library cannot run what was asked for; the message says why."""
 
 
-def mesh_shape(world_size: int, context: int, tensor: int, replicas: int = 1) -> tuple[int, int, int, int]:
+def mesh_shape(world_size: int, context: int, tensor: int, *, replicas: int = 1) -> tuple[int, int, int, int]:
     """Return the numbers of ranks along replica, shard, context and tensor, whose product is the number of ranks.
 
     Raises:

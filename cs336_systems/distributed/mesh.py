@@ -1,7 +1,7 @@
 """The ranks of a step in four named dimensions: replica, shard, context and tensor.
 
     mesh = Mesh.over(rank, context=2, tensor=2)          # 8 ranks: shard 2 x context 2 x tensor 2
-    BucketedDDP(model, process_group=mesh.replicas)      # the ranks that hold the same weights
+    BucketedDDP(model, process_group=mesh.same_weights)      # the ranks that hold the same weights
     FSDP(model, process_group=mesh.shards, replicas=mesh.group("replica"))
 
 Ranks along ``replica`` and ``shard``, together ``data``, have sequences of their own. Those along ``context`` share
@@ -36,7 +36,7 @@ class Mesh:
     @classmethod
     def over(cls, rank: Rank, *, replicas: int = 1, context: int = 1, tensor: int = 1) -> "Mesh":
         """Divide the default group, once for each division; a collective. Raises as ``mesh_shape``."""
-        shape = mesh_shape(rank.world_size, context, tensor, replicas)
+        shape = mesh_shape(rank.world_size, context, tensor, replicas=replicas)
         key = dist.distributed_c10d._get_default_group(), shape
         if key not in divisions:
             kind = "cuda" if rank.device.type == "cuda" else "cpu"
@@ -61,9 +61,9 @@ class Mesh:
         return self.devices.get_group(dimension) if self.size(dimension) > 1 else None
 
     @cached_property
-    def replicas(self) -> dist.ProcessGroup:
+    def same_weights(self) -> dist.ProcessGroup:
         """The ranks that hold the same weights as this one, whole or in shards: those along data and context."""
-        return self.devices["replica", "shard", "context"]._flatten("replicas").get_group()
+        return self.devices["replica", "shard", "context"]._flatten("same_weights").get_group()
 
     @cached_property
     def shards(self) -> dist.ProcessGroup:

@@ -285,7 +285,7 @@ class TrainOptions(_Options):
 
     def data_ranks(self, world_size: int) -> int:
         """The ranks of so many that have batches of their own; ValueError if the mesh does not fit."""
-        replicas, shards, *_ = mesh_shape(world_size, self.context, self.tensor, self.replicas)
+        replicas, shards, *_ = mesh_shape(world_size, self.context, self.tensor, replicas=self.replicas)
         return replicas * shards
 
     def micro_batches(self, world_size: int) -> int:

@@ -152,7 +152,7 @@ def finish(
     if case.compiled and loss_function is not None:
         loss_function = torch.compile(loss_function, fullgraph=True, dynamic=False)
     mesh = mesh_of(case, rank)
-    group = mesh.replicas if mesh else None
+    group = mesh.same_weights if mesh else None
     if guard is not None:
         guard.mesh = mesh
     wrapped = wrap(model, case.parallel, rank, mesh)

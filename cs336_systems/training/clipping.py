@@ -111,8 +111,8 @@ class GradientGuard:
         self, mesh: Mesh, shares: dict[str, Tensor], whole: dict[str, Tensor], mean: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As ``_norm_and_loss``: each element's square over the number of ranks that hold it, added up over all."""
-        n_replicas, squares = mesh.replicas.size(), torch.zeros_like(mean)
-        for kind, gradients, n_held in (("shares", shares, mesh.size("replica")), ("whole", whole, n_replicas)):
+        n_alike, squares = mesh.same_weights.size(), torch.zeros_like(mean)
+        for kind, gradients, n_held in (("shares", shares, mesh.size("replica")), ("whole", whole, n_alike)):
             for divided, n_ranks in ((True, n_held), (False, n_held * mesh.size("tensor"))):
                 found = [each for name, each in gradients.items() if (tensor_dim(name) is not None) == divided]
                 squares += self.norm_of(f"{kind} {divided}", found, mean.device).square() / n_ranks

@@ -47,7 +47,7 @@ def _ddp(model: TransformerLM, parallel: Parallel, rank: Rank, mesh: Mesh | None
 def _group(parallel: Parallel, rank: Rank, mesh: Mesh | None) -> Group:
     """The group in which DDP sends; None for the default group."""
     if mesh is not None:
-        return mesh.replicas
+        return mesh.same_weights
     return limited_group(rank, parallel.max_ctas) if parallel.max_ctas else None
 
 
@@ -102,7 +102,7 @@ def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank, mesh: Mesh | No
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     kind = rank.device.type
-    ranks = DeviceMesh.from_group(mesh.replicas, kind) if mesh else init_device_mesh(kind, (rank.world_size,))
+    ranks = DeviceMesh.from_group(mesh.same_weights, kind) if mesh else init_device_mesh(kind, (rank.world_size,))
     # Block inputs are in the compute dtype already, but for the tables of angles, which ours leaves in fp32 too.
     compute_dtype = _DTYPES[parallel.compute_dtype]
     reduce_dtype = None if compute_dtype is None else torch.float32
@@ -131,7 +131,7 @@ def wrap(model: TransformerLM, parallel: Parallel, rank: Rank | None, mesh: Mesh
     """The model under its wrapper, which is the model itself for ``none``.
 
     Args:
-        mesh: the ranks that hold the same weights; None if all do.
+        mesh: of the ranks; None if all hold the same weights.
 
     Raises:
         ValueError: there is no such wrapper, or nobody is there to share the step with.

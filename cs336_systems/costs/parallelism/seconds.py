@@ -18,7 +18,7 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.costs.communication import Link
 from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.costs.kept import keep_of_blocks
-from cs336_systems.costs.parallelism.step import GATHER, SCATTER, context_sent, tensor_sent
+from cs336_systems.costs.parallelism.step import GATHER, SCATTER, Sent, context_sent, tensor_sent
 from cs336_systems.costs.streaming import LEVELS, Rates, StreamedWork
 from cs336_systems.hardware import Hardware
 
@@ -28,7 +28,7 @@ ALPHA_S, LINK_SHARE = 25e-6, 0.7
 
 SLOWED = 0.5
 """Seconds by which kernels run longer, a second of collectives beside them (fitted to llama3-8b at 8,192 tokens under
-FSDP on two and four H200s: 46 of 76 ms and 58 of 114; LOG.md)."""
+FSDP on two and four H200s, rows of mesh-tensor and mesh-four: 46 of 76 ms and 58 of 114)."""
 
 _ITEMSIZE = 2
 
@@ -91,8 +91,8 @@ def step_seconds(
         attention += work.attention_flops(0) * (again / rates.attention_forward + 2.5 / rates.attention_backward)
     uneven = (2 * context - 1) / context**2 - 1 / context if order == "ring" else 0.0
     own = n_sequences * (compute / (context * tensor) + uneven * attention / tensor)
-    updates = config.n_layers * work.seconds("optimizer", 0, keep, rates)
-    updates += work.seconds("fixed optimizer", 0, keep, rates)
+    updates = config.n_layers * work.seconds("optimizer", 0, LEVELS[0], rates)
+    updates += work.seconds("fixed optimizer", 0, LEVELS[0], rates)
     alike = data * context
     optimizer = updates / (tensor * (alike // replicas if sharded else 1))
     part, rows = config.part(tensor), n_sequences * length // context
@@ -111,14 +111,18 @@ def _tensor_waits(part: ModelConfig, rows: int, keep: str, n_ranks: int, by: str
     sent = tensor_sent(part, rows, keep, n_ranks, _ITEMSIZE, by=by)
     whole = rows * part.d_model * _ITEMSIZE
     count = sent[GATHER] // whole + sent[SCATTER] * n_ranks // whole
-    wire = (n_ranks - 1) * (sent[GATHER] / n_ranks + sent[SCATTER])
-    return link.alpha_s * (n_ranks - 1) * count + wire / link.bytes_per_s
+    return link.alpha_s * (n_ranks - 1) * count + _ring_bytes(sent, n_ranks) / link.bytes_per_s
 
 
 def _context_waits(part: ModelConfig, rows: int, keep: str, n_ranks: int, order: str, link: Link) -> float:
     """Seconds in which keys and values, and their gradients, are gathered and scattered."""
     sent = context_sent(part, rows, keep, n_ranks, _ITEMSIZE, rank=0, order=order)
-    return (n_ranks - 1) * (sent[GATHER] / n_ranks + sent[SCATTER]) / link.bytes_per_s
+    return _ring_bytes(sent, n_ranks) / link.bytes_per_s
+
+
+def _ring_bytes(sent: Sent, n_ranks: int) -> float:
+    """Bytes that a rank sends on a ring for gathers and reduce-scatters, both counted by their outputs."""
+    return (n_ranks - 1) * (sent[GATHER] / n_ranks + sent[SCATTER])
 
 
 def _data_bytes(part: ModelConfig, alike: int, replicas: int, sharded: bool) -> float:
