@@ -17,7 +17,8 @@ from PIL import Image
 from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.evidence import seal
 from cs336_systems.answers.training import of_bf16_commands, rates_of_others
-from cs336_systems.costs.parallelism.pipeline import SCHEDULES, simulate
+from cs336_systems.costs.parallelism.pipeline import simulate
+from cs336_systems.costs.parallelism.schedules import SCHEDULES
 from cs336_systems.experiments.attention import scaling_figure as attention_figure
 from cs336_systems.experiments.blocks import kept_figure
 from cs336_systems.experiments.collectives import collectives_figure
@@ -28,13 +29,13 @@ from cs336_systems.experiments.launch_overhead import time_figure as launch_figu
 from cs336_systems.experiments.matmul_data import speed_figure
 from cs336_systems.experiments.mesh import scaling_figure as mesh_figure
 from cs336_systems.experiments.model import frontier_figure, step_figure
-from cs336_systems.experiments.parallelism import pipelines_figure
 from cs336_systems.experiments.roofline_knee import time_figure as chains_figure
 from cs336_systems.experiments.streaming import heatmap_figure
 from cs336_systems.experiments.training import rates_figure
 from cs336_systems.harness.record import DEFAULTS, EARLIER, NOT_RECORDED
 from cs336_systems.pretraining.run_log import Run
 from cs336_systems.report.figures import save
+from cs336_systems.report.pipelines import pipelines_figure, simulated
 from cs336_systems.report.run_figure import run_figure
 
 ON_ONE_HOST = ["reference", "flash", "hopper", "sdpa-cudnn"]
@@ -92,7 +93,7 @@ def _text_of_rows(rows: pd.DataFrame) -> str:
 def figures(committed: Committed) -> dict[str, Drawing]:
     """Every figure of the documents, by file name."""
     rows = committed.rows
-    timelines = [simulate(name, 4, 8, chunks=2 if name == "interleaved" else 1) for name in SCHEDULES]
+    timelines = simulated([simulate(name, 4, 8, chunks=2) for name in SCHEDULES])
 
     def of_rows(draw: Callable[..., Figure | None], *parts: str, **settings: Any) -> Drawing:
         return Drawing(draw, lambda: (rows(*parts, **settings).frame(),))

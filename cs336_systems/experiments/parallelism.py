@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.costs.communication import RingCost, cost
 from cs336_systems.costs.parallelism import failures, forms, mesh, pipeline, scaling
+from cs336_systems.costs.parallelism.schedules import SCHEDULES
 from cs336_systems.report.command_line import complain
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from cs336_systems.report.tables import Table
 
 Answer = tuple[list["Table"], dict[str, Any]]
@@ -213,9 +212,9 @@ class Accounting:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Bubble and activations of four pipeline schedules, simulated operation by operation.
+    """Bubble and activations of pipeline schedules, simulated operation by operation.
 
-    The interleaved one is left out where the microbatches are no multiple of the stages.
+    Those that the number of micro-batches does not suit are left out.
     """
 
     stages: int = 4
@@ -224,18 +223,20 @@ class Pipeline:
     """Chunks per stage of the interleaved schedule."""
 
     def answer(self) -> Answer:
-        uneven = self.stages > 0 and self.microbatches % self.stages != 0
-        caption = (
-            f"{self.stages} stages, {self.microbatches} microbatches; forward and both gradients take one unit each"
-        )
-        caption += f"; interleaved needs a multiple of {self.stages} microbatches" if uneven else ""
-        lines, summary = [], {}
-        for name in (name for name in pipeline.SCHEDULES if not (uneven and name == "interleaved")):
-            chunks = self.chunks if name == "interleaved" else 1
-            found = pipeline.simulate(name, self.stages, self.microbatches, chunks=chunks)
+        caption = f"{self.stages} stages, {self.microbatches} micro-batches; F, B and W take one unit each"
+        lines, summary, unsuited = [], {}, []
+        for name in SCHEDULES:
+            try:
+                found = pipeline.simulate(name, self.stages, self.microbatches, chunks=self.chunks)
+            except ValueError as error:
+                unsuited.append(str(error))
+                continue
             alive = [f"{found.peak_activations[stage]:g}" for stage in (0, -1)]
             lines.append((name, f"{found.bubble:g}", f"{100 * found.bubble_fraction:.1f}", *alive))
             summary[f"{name} bubble"] = found.bubble_fraction
+        if not lines:
+            raise ValueError(unsuited[0])
+        caption = "; ".join((caption, *unsuited))
         columns = ("subject", "bubble, forwards", "bubble % of step", "activations, first stage")
         return [_table(caption, (*columns, "activations, last stage"), lines)], summary
 
@@ -304,55 +305,3 @@ class Failures:
 
 
 QUESTIONS = (Ring, Forms, Mesh, Accounting, Pipeline, Scaling, Failures)
-
-_LABELS = {"F": "forward", "B": "backward (in ZB-H1: gradient of the input only)", "W": "gradient of the weights"}
-_NAMES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb-h1": "zero bubble, ZB-H1"}
-
-
-def pipelines_figure(timelines: Sequence[pipeline.Timeline]) -> "Figure":
-    """A panel for each schedule, stages from top to bottom, time in units of one microbatch's forward on one stage.
-
-    A box is one operation on one microbatch, whose number stands in it; a later chunk of an interleaved schedule is
-    paler. White is the bubble, whose share stands in the title beside the activations that the first and the last stage
-    keep alive.
-    """
-    from matplotlib.patches import Patch
-
-    from cs336_systems.report.figures import OKABE_ITO, panels
-
-    blue, orange, sky = OKABE_ITO[0], OKABE_ITO[4], OKABE_ITO[5]
-    colours = {"F": sky, "B": blue, "BW": blue, "W": orange}
-    stages = max(timeline.stages for timeline in timelines)
-    figure, grid = panels(len(timelines), 1, 9.5, 0.75 + 0.24 * stages, sharex=True)
-    for axes, timeline in zip(grid, timelines, strict=True):
-        for timed in (timed for stage in timeline.operations for timed in stage):
-            colour = _paler(colours[timed.operation.kind], timed.operation.chunk, timeline.chunks)
-            box = [(timed.start, timed.end - timed.start)]
-            axes.broken_barh(box, (timed.stage - 0.46, 0.92), facecolor=colour, edgecolor="white", lw=0.5)
-            ink, number = "white" if sum(colour) < 1.5 else "black", str(timed.operation.microbatch + 1)
-            place = (timed.start + timed.end) / 2, timed.stage
-            axes.text(*place, number, ha="center", va="center_baseline", fontsize=6, color=ink)
-        alive = timeline.peak_activations
-        bubble = f"{_NAMES[timeline.schedule]}: {100 * timeline.bubble_fraction:.1f} % bubble"
-        kept = f"activations of {alive[0]:g} microbatches on the first stage, {alive[-1]:g} on the last"
-        axes.set_title(f"{bubble}, {kept}", loc="left", fontsize=10)
-        axes.set_ylim(timeline.stages - 0.5, -0.5)
-        axes.set_yticks(range(timeline.stages), [str(stage + 1) for stage in range(timeline.stages)])
-        axes.set_ylabel("stage")
-        axes.grid(visible=False)
-    grid[-1].set_xlim(0, max(timeline.span for timeline in timelines))
-    grid[-1].set_xlabel("time, in forward passes of one microbatch on one stage")
-    handles = [Patch(color=colours[kind], label=label) for kind, label in _LABELS.items()]
-    later = _paler(blue, 1, 2)
-    handles.append(Patch(color=later, label="paler: a later chunk of layers on the same stage"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    return figure
-
-
-def _paler(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """The colour mixed with white, up to a half for the last chunk."""
-    white = 0.5 * chunk / max(chunks - 1, 1)
-    from matplotlib.colors import to_rgb
-
-    red, green, blue = (white + (1 - white) * channel for channel in to_rgb(colour))
-    return red, green, blue

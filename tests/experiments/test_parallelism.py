@@ -36,8 +36,9 @@ def test_each_question_is_answered(ask):
 def test_a_schedule_that_does_not_suit_the_microbatches_leaves_the_others(ask):
     code, out, _ = ask("pipeline --microbatches 6")
     assert code == 0
-    assert list(json.loads(out[-1])) == ["question", "gpipe bubble", "1f1b bubble", "zb-h1 bubble"]
-    assert "interleaved needs a multiple of 4" in out[0]
+    names = ["gpipe", "1f1b", "zb-h1", "zbv"]
+    assert list(json.loads(out[-1])) == ["question", *(f"{name} bubble" for name in names)]
+    assert "got 6 micro-batches over 4 stages" in out[0] and "dualpipev needs 8" in out[0]
 
 
 def test_bad_input_is_one_sentence(ask):

@@ -1,51 +1,63 @@
 """Simulated schedules do every operation once, after its inputs, and idle as long as the closed forms say."""
 
+from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import pytest
 
-from cs336_systems.costs.parallelism.pipeline import SCHEDULES, UNIT, Operation, Timeline, simulate
+from cs336_systems.costs.parallelism.pipeline import UNIT, Timeline, simulate, timed
+from cs336_systems.costs.parallelism.schedules import SCHEDULES, make_schedule
 
 DURATIONS = [UNIT, {"F": 1.0, "B": 1.25, "W": 0.75}]
-SHAPES = [(1, 3), (2, 2), (4, 12)]
+SHAPES = [(1, 3), (2, 4), (4, 12)]
+IN_HALVES = ("zb-h1", "zbv", "dualpipev")
 
 
 def run(schedule: str, stages: int, microbatches: int, durations=UNIT, chunks: int = 2) -> Timeline:
-    thin = chunks if schedule == "interleaved" else 1
-    return simulate(schedule, stages, microbatches, chunks=thin, durations=durations)
+    return simulate(schedule, stages, microbatches, chunks=chunks, durations=durations)
 
 
 every_run = pytest.mark.parametrize("schedule", SCHEDULES)
 every_shape = pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 
 
+def check(timeline: Timeline) -> None:
+    """Every operation once, after its inputs by the arithmetic of parts, and none beside another of its stage."""
+    plan, times = timeline.plan, {}
+    p, vee = plan.stages, plan.name in ("zbv", "dualpipev")
+    for stage, operations in enumerate(timeline.operations):
+        done = sorted((part, each.operation.microbatch, each.operation.chunk)
+                      for each in operations for part in each.operation.kind)  # fmt: skip
+        assert done == sorted(
+            (kind, i, c) for kind in "FBW" for i in range(plan.microbatches) for c in range(plan.chunks)
+        )
+        assert all(before.end <= after.start + 1e-9 for before, after in pairwise(operations))
+        for each in operations:
+            chunk = each.operation.chunk
+            part = 2 * p - 1 - stage if vee and chunk else chunk * p + stage
+            for kind in each.operation.kind:
+                times[kind, each.operation.microbatch, part] = each
+    last = p * plan.chunks - 1
+    for (kind, i, part), own in times.items():
+        needed = {
+            "F": [("F", i, part - 1)] if part else [],
+            "B": [("F", i, part)] + ([("B", i, part + 1)] if part < last else []),
+            "W": [("B", i, part)],
+        }[kind]
+        for key in needed:
+            assert times[key] is own or times[key].end <= own.start + 1e-9, (key, own)
+
+
 @every_run
 @every_shape
 @pytest.mark.parametrize("durations", DURATIONS)
 def test_every_operation_once_after_its_inputs_and_none_at_the_same_time(schedule, stages, microbatches, durations):
-    """The model's parts in order are p chunks 0, then p chunks 1, ...: forward goes up that order, backward down."""
     timeline = run(schedule, stages, microbatches, durations)
-    kinds = ("F", "B", "W") if schedule == "zb-h1" else ("F", "BW")
-    wanted = {Operation(k, i, c) for k in kinds for i in range(microbatches) for c in range(timeline.chunks)}
-    times = {}
-    for stage in timeline.operations:
-        done = [timed.operation for timed in stage]
-        assert len(done) == len(set(done)) and set(done) == wanted
-        assert all(before.end <= after.start + 1e-9 for before, after in pairwise(stage))
-        assert sum(timed.end - timed.start for timed in stage) == pytest.approx(timeline.busy)
-        for timed in stage:
-            part = timed.operation.chunk * stages + timed.stage
-            times[timed.operation.kind[0], timed.operation.microbatch, part] = timed
-    last = stages * timeline.chunks - 1
-    for (kind, i, part), timed in times.items():
-        if kind == "F":
-            needed = [("F", i, part - 1)] if part else []
-        elif kind == "B":
-            needed = [("F", i, part)] + ([("B", i, part + 1)] if part < last else [])
-        else:
-            needed = [("B", i, part)]
-        for key in needed:
-            assert times[key].end <= timed.start + 1e-9, (key, timed)
+    check(timeline)
+    kinds = {each.kind for order in timeline.plan.orders for each in order}
+    assert kinds == {"F", "BW"} if schedule not in IN_HALVES else "W" in kinds
+    assert timeline.busy == pytest.approx([microbatches * sum(durations.values())] * stages)
 
 
 @every_shape
@@ -72,17 +84,90 @@ def test_activations_alive(stages, microbatches):
     assert run("interleaved", p, m).peak_activations == tuple(
         min(m, (2 * (p - s - 1) + (2 - 1) * p + 1) / 2) for s in range(p)
     )
+    assert all(alive <= p for alive in run("zbv", p, m).peak_activations)
+    assert all(alive <= p + 0.5 for alive in run("dualpipev", p, m).peak_activations)
     for schedule in SCHEDULES:
         timeline = run(schedule, p, m)
         assert all(timeline.activations(stage)[-1][1] == 0 for stage in range(p)), "nothing is alive at the end"
 
 
+def suited(p: int, m: int) -> list[tuple[str, int]]:
+    """(schedule, chunks) that serve p stages and m micro-batches."""
+    found = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zbv", 2)]
+    found += [("dualpipev", 2)] * (m >= 2 * p)
+    return found + [("interleaved", v) for v in (2, 3) if m % p == 0]
+
+
+def test_random_pipelines_end_whatever_their_delays_within_their_memory():
+    """500 of them: parts take any time and sends any time, which moves nothing in the lists, and nobody deadlocks."""
+    random = Random(0)
+    for _ in range(500):
+        p = random.randint(1, 8)
+        m = random.randint(1, 20) if random.random() < 0.5 else p * random.randint(1, 4)
+        name, chunks = random.choice(suited(p, m))
+        plan = make_schedule(name, p, m, chunks)
+        durations = [{kind: random.uniform(0.1, 3) for kind in "FBW"} for _ in range(p * plan.chunks)]
+        timeline = timed(plan, durations, send=random.choice([0.0, 0.5, 4.0]))
+        check(timeline)
+        most = max(timeline.peak_activations)
+        bound = {"1f1b": p, "zb-h1": p, "zbv": p, "dualpipev": p + 0.5}.get(name, m)
+        assert most <= min(m, bound), (name, p, m, most)
+
+
+def test_zero_bubble_of_a_v_leaves_little():
+    """Idle is what the first micro-batch needs to reach the last stage, and nearly nothing else."""
+    for p, m in ((2, 4), (2, 16), (4, 8), (4, 16)):
+        v, whole = run("zbv", p, m), run("1f1b", p, m)
+        assert v.span == pytest.approx(3 * m + (p - 1) / 2)
+        assert max(v.peak_activations) <= max(whole.peak_activations)
+    assert run("1f1b", 2, 4).span / run("zbv", 2, 4).span == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_channels_carry_every_result_once(name):
+    plan = make_schedule(name, 3, 6, 2)
+    carried = [
+        plan.receiver(source, each)
+        for source in range(3)
+        for target in range(3)
+        for each in plan.channel(source, target)
+    ]
+    remote = [
+        (stage, operation.result)
+        for stage, order in enumerate(plan.orders)
+        for operation in order
+        for source, _ in plan.inputs(stage, operation)
+        if source != stage
+    ]
+    assert sorted(carried) == sorted(remote)
+
+
+def test_a_list_in_the_wrong_order_deadlocks_and_a_dropped_operation_is_missed():
+    plan = make_schedule("1f1b", 2, 3)
+    first, second = plan.orders
+    backward = next(i for i, each in enumerate(first) if each.kind == "BW")
+    moved = (first[backward], *first[:backward], *first[backward + 1 :])
+    with pytest.raises(RuntimeError, match="1f1b deadlocks"):
+        timed(replace(plan, orders=(moved, second)))
+    with pytest.raises(RuntimeError, match="1f1b deadlocks"):
+        timed(replace(plan, orders=(first[1:], second)))
+
+
+def test_unequal_parts_and_sends_take_longer():
+    plan, heavy = make_schedule("1f1b", 2, 4), dict.fromkeys("FBW", 2.0)
+    assert timed(plan, [UNIT, heavy]).span > timed(plan).span
+    assert timed(plan, [UNIT, heavy]).idle_fractions[0] > 0.5 > timed(plan, [UNIT, heavy]).idle_fractions[1]
+    assert timed(plan, send=0.5).span == 17.0, "15 and, drawn by hand, two sends there and two back"
+
+
 def test_bad_input():
     for schedule, stages, microbatches, chunks in (
-        *(("2f2b", 2, 2, 1), ("1f1b", 0, 2, 1), ("1f1b", 2, 2, 2)),
+        *(("2f2b", 2, 2, 1), ("1f1b", 0, 2, 1), ("dualpipev", 2, 3, 2)),
         *(("interleaved", 2, 2, 1), ("interleaved", 4, 6, 2)),
     ):
-        with pytest.raises(ValueError, match="2f2b|got 0 and 2|got 2|got 1|got 6"):
+        with pytest.raises(ValueError, match="2f2b|got 0 and 2|got 3|got chunks 1|got 6 micro-batches over 4"):
             simulate(schedule, stages, microbatches, chunks=chunks)
     with pytest.raises(ValueError, match="durations must be positive"):
         run("1f1b", 2, 2, UNIT | {"F": 0.0})
+    with pytest.raises(ValueError, match="durations of 4 parts are needed, got 2"):
+        run("zbv", 2, 2, [UNIT, UNIT])

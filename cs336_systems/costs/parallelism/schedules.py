@@ -1,0 +1,265 @@
+"""Pipeline schedules as data: for each stage the operations that it does, in their order.
+
+A model cut into p stages runs m micro-batches. A stage does one operation at a time, in the order of its list: F
+(forward) needs the F of the part before, B (gradient of the input) the B of the part after and its own F, W (gradient
+of the weights) its own B; nothing waits for W but the optimizer. BW is both gradients in one piece. A stage may hold
+several parts of the model ("chunks"): chunk c of stage s is part c p + s, or under the V-shaped schedules part
+2p - 1 - s for the second, so that the first stage holds both ends of the model.
+
+    schedule      order                                                        bubble per stage       activations alive
+    gpipe         all F, then all BW                                           (p-1)(F + B + W)       m
+    1f1b          p - s - 1 forwards ahead at stage s, then one backward each  (p-1)(F + B + W)       p - s
+    interleaved   1f1b over v thin stages on each device                       (p-1)(F + B + W) / v   more than 1f1b
+    zb-h1         1f1b with W put off, by s micro-batches at stage s           (p-1)(F + B - W)       p
+    zbv           V-shaped; B first, then F as far as memory allows, W last    near zero              p
+    dualpipev     V-shaped; F of one chunk and BW of the other in turn         less than 1f1b         p
+
+(Interleaved at stage s: min(m, (2(p-s-1) + (v-1)p + 1) / v). Zero-bubble as far as W is no longer than F and B.)
+
+    plan = make_schedule("zbv", stages=4, microbatches=8)
+    plan.orders[0]                                     # what the first stage does
+    plan.channel(0, 1)                                 # whose results it sends to the second, in their order
+
+The same lists are simulated (``pipeline.py``) and executed (``distributed/pipeline.py``). Sources: Huang et al. 2019
+(GPipe); Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2023, "Zero bubble pipeline parallelism",
+section 2 (ZB-H1); Qi et al. 2024, "Pipeline parallelism with controllable memory" (V-shaped placement, ZBV); DeepSeek
+2024 and Sea AI Lab 2025 (DualPipeV: the V-shaped half of DualPipe).
+"""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Kind = Literal["F", "B", "W", "BW"]
+"""Forward, input gradient, weight gradient, or the last two in one piece."""
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
+VEE = ("zbv", "dualpipev")
+"""Schedules whose second chunks lie in the opposite order."""
+
+
+@dataclass(frozen=True, order=True)
+class Operation:
+    """The work of one stage on one micro-batch and one of its chunks of layers."""
+
+    kind: Kind
+    microbatch: int
+    chunk: int = 0
+
+    @property
+    def result(self) -> "Operation":
+        """The operation as others wait for it: the gradient of the input is the same whether W came with it or not."""
+        return Operation("B", self.microbatch, self.chunk) if self.kind == "BW" else self
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The orders of all stages."""
+
+    name: str
+    stages: int
+    microbatches: int
+    chunks: int
+    orders: tuple[tuple[Operation, ...], ...]
+    """For each stage."""
+
+    def part(self, stage: int, chunk: int) -> int:
+        """The number of a stage's chunk among the parts of the model, from input to output."""
+        return _part(self.name, self.stages, stage, chunk)
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """(stage, chunk) of each part of the model."""
+        found = {self.part(s, c): (s, c) for s in range(self.stages) for c in range(self.chunks)}
+        return tuple(found[part] for part in range(len(found)))
+
+    def inputs(self, stage: int, operation: Operation) -> list[tuple[int, Operation]]:
+        """(stage, result) of everything that must have ended before an operation can begin."""
+        kind, i, part = operation.result.kind, operation.microbatch, self.part(stage, operation.chunk)
+        if kind == "W":
+            return [(stage, Operation("B", i, operation.chunk))]
+        needed = [] if kind == "F" else [(stage, Operation("F", i, operation.chunk))]
+        source = part - 1 if kind == "F" else part + 1
+        if 0 <= source < len(self.places):
+            of_stage, chunk = self.places[source]
+            needed.append((of_stage, Operation(kind, i, chunk)))
+        return needed
+
+    def receiver(self, stage: int, operation: Operation) -> tuple[int, Operation] | None:
+        """(stage, result) for which an operation's result is needed; None at the ends of the model, and for W."""
+        target = self.part(stage, operation.chunk) + (1 if operation.kind == "F" else -1)
+        if operation.kind == "W" or not 0 <= target < len(self.places):
+            return None
+        of_stage, chunk = self.places[target]
+        return of_stage, Operation(operation.result.kind, operation.microbatch, chunk)
+
+    def channel(self, source: int, target: int) -> tuple[Operation, ...]:
+        """The operations of one stage whose results another takes, in the order in which they are sent."""
+        found = ((op, self.receiver(source, op)) for op in self.orders[source])
+        return tuple(op for op, to in found if source != target and to is not None and to[0] == target)
+
+
+def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The lists of a schedule.
+
+    Args:
+        chunks: v of ``interleaved``, at least 2; the V-shaped schedules have 2, the others 1, whatever is given.
+
+    Raises:
+        ValueError: no such schedule; no stages or micro-batches; fewer chunks than two for ``interleaved``; or micro-
+            batches that a schedule cannot do: no multiple of the stages, or fewer than twice as many for ``dualpipev``.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown schedule {name!r}: known are {', '.join(SCHEDULES)}")
+    if stages < 1 or microbatches < 1:
+        raise ValueError(f"stages and micro-batches must be positive, got {stages} and {microbatches}")
+    if name == "interleaved" and (chunks < 2 or microbatches % stages):
+        asked = f"chunks {chunks}" if chunks < 2 else f"{microbatches} micro-batches over {stages} stages"
+        raise ValueError(f"interleaved needs two or more chunks and a multiple of the stages, got {asked}")
+    if name == "dualpipev" and microbatches < 2 * stages:
+        raise ValueError(f"dualpipev needs {2 * stages} micro-batches for {stages} stages, got {microbatches}")
+    chunks = chunks if name == "interleaved" else 2 if name in VEE else 1
+    if name == "zbv":
+        orders = _greedy(stages, microbatches)
+    else:
+        by_stage: Callable[..., list[Operation]] = _dual_pipe if name == "dualpipev" else _one_direction
+        orders = [by_stage(name, stage, stages, microbatches, chunks) for stage in range(stages)]
+    return Schedule(name, stages, microbatches, chunks, tuple(map(tuple, orders)))
+
+
+def _part(name: str, stages: int, stage: int, chunk: int) -> int:
+    return chunk * stages + (stages - 1 - stage if name in VEE and chunk % 2 else stage)
+
+
+def _one_direction(name: str, stage: int, stages: int, microbatches: int, chunks: int) -> list[Operation]:
+    """So many forwards ahead, then forward and backward in turn, then the backwards that are left."""
+    order = [(i, 0) for i in range(microbatches)]
+    ahead = microbatches if name == "gpipe" else stages - stage - 1
+    if name == "interleaved":  # groups of p micro-batches go through all chunks before the next group begins
+        groups = range(0, microbatches, stages)
+        order = [(group + i, chunk) for group in groups for chunk in range(chunks) for i in range(stages)]
+        ahead = 2 * ahead + (chunks - 1) * stages
+    ahead = min(ahead, len(order))
+    forwards = [Operation("F", i, chunk) for i, chunk in order]
+    whole: Kind = "B" if name == "zb-h1" else "BW"
+    backwards = [Operation(whole, i, chunks - 1 - chunk) for i, chunk in order]
+    ordered = forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        ordered += [forward, backward]
+    ordered += backwards[len(forwards) - ahead :]
+    return _with_weights_put_off(ordered, stage) if name == "zb-h1" else ordered
+
+
+def _with_weights_put_off(ordered: list[Operation], stage: int) -> list[Operation]:
+    """The W of micro-batch i runs after the B of micro-batch i + s, and what is left over at the end."""
+    with_weights: list[Operation] = []
+    waiting: list[Operation] = []
+    for operation in ordered:
+        with_weights.append(operation)
+        if operation.kind == "B":
+            waiting.append(Operation("W", operation.microbatch))
+            if len(waiting) > stage:
+                with_weights.append(waiting.pop(0))
+    return with_weights + waiting
+
+
+def _dual_pipe(name: str, stage: int, stages: int, microbatches: int, chunks: int) -> list[Operation]:
+    """DualPipeV's phases on one stage, whose W are put off while the pipeline fills and while it empties."""
+    order: list[Operation] = []
+    done = {(kind, chunk): 0 for kind in ("F", "B") for chunk in (0, 1)}
+    waiting: list[Operation] = []
+
+    def forward(chunk: int) -> None:
+        order.append(Operation("F", done["F", chunk], chunk))
+        done["F", chunk] += 1
+
+    def backward(chunk: int, *, put_off: bool = False) -> None:
+        i = done["B", chunk]
+        order.append(Operation("B" if put_off else "BW", i, chunk))
+        if put_off:
+            waiting.append(Operation("W", i, chunk))
+        done["B", chunk] += 1
+
+    def weights() -> None:
+        order.append(waiting.pop(0))
+
+    behind = stages - stage - 1
+    for _ in range(2 * behind):
+        forward(0)
+    for _ in range(stage + 1):
+        forward(0)
+        forward(1)
+    for _ in range(behind):
+        backward(1, put_off=True)
+        weights()
+        forward(1)
+    for _ in range(microbatches - 2 * stages + stage + 1):
+        forward(0)
+        backward(1)
+        forward(1)
+        backward(0)
+    for _ in range(behind):
+        backward(1)
+        forward(1)
+        backward(0)
+    for step in range(stage + 1):
+        backward(1, put_off=2 * step >= stage + 1)
+        backward(0, put_off=2 * step >= stage)
+    for _ in range(behind):
+        if waiting:
+            weights()
+        backward(0, put_off=True)
+    while waiting:
+        weights()
+    return order
+
+
+def _greedy(stages: int, microbatches: int) -> list[list[Operation]]:
+    """What stages do that always take the most urgent operation that can begin, if F, B and W take as long each.
+
+    B comes first, then F, of the second chunk before the first; W where nothing else can begin, or memory is full. A
+    stage holds at most p micro-batches in both chunks (2p half ones). One half is never given to the first chunk, so
+    that the oldest micro-batch can always go on.
+    """
+    plan = Schedule("zbv", stages, microbatches, 2, ())
+    orders: list[list[Operation]] = [[] for _ in range(stages)]
+    ends: dict[tuple[int, Operation], int] = {}
+    left = [
+        {(kind, chunk): 0 for kind in ("F", "B") for chunk in (0, 1)} for _ in range(stages)
+    ]  # the next micro-batch of each
+    waiting: list[list[Operation]] = [[] for _ in range(stages)]
+    alive, free_at, most = [0] * stages, [0] * stages, 2 * stages
+    times = [0]
+
+    def can_begin(stage: int, operation: Operation, now: int) -> bool:
+        needed = plan.inputs(stage, operation)
+        return all(ends.get(each, now + 1) <= now for each in needed)
+
+    def choose(stage: int, now: int) -> Operation | None:
+        urgent: tuple[tuple[Literal["F", "B"], int], ...] = (("B", 0), ("B", 1), ("F", 1), ("F", 0))
+        for kind, chunk in urgent:
+            i = left[stage][kind, chunk]
+            room = kind == "B" or alive[stage] < most - (chunk == 0)
+            if i < microbatches and room and can_begin(stage, operation := Operation(kind, i, chunk), now):
+                return operation
+        return waiting[stage][0] if waiting[stage] else None
+
+    while times:
+        now = heapq.heappop(times)
+        for stage in range(stages):
+            if free_at[stage] > now or (found := choose(stage, now)) is None:
+                continue
+            orders[stage].append(found)
+            if found.kind == "W":
+                waiting[stage].pop(0)
+                alive[stage] -= 1
+            else:
+                left[stage][found.kind, found.chunk] += 1
+                alive[stage] += found.kind == "F"
+                if found.kind == "B":
+                    waiting[stage].append(Operation("W", found.microbatch, found.chunk))
+            ends[stage, found.result] = free_at[stage] = now + 1
+            heapq.heappush(times, now + 1)
+    return orders
