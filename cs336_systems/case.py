@@ -40,16 +40,20 @@ class Unsupported(ValueError):
     """Raised if the device, the build or a library cannot run what was asked for; the message says why."""
 
 
-def mesh_shape(world_size: int, context: int, tensor: int, *, replicas: int = 1) -> tuple[int, int, int, int]:
-    """Return the numbers of ranks along replica, shard, context and tensor, whose product is the number of ranks.
+def mesh_shape(
+    world_size: int, context: int, tensor: int, *, replicas: int = 1, pipeline: int = 1
+) -> tuple[int, int, int, int, int]:
+    """Return the numbers of ranks along pipeline, replica, shard, context and tensor; their product is all ranks.
 
     Raises:
         ValueError: a dimension is not positive, or the ranks cannot be divided so.
     """
-    if min(replicas, context, tensor) < 1 or world_size % (replicas * context * tensor):
-        asked = (f"replicas {replicas} x " if replicas != 1 else "") + f"context {context} x tensor {tensor}"
+    others = pipeline * replicas * context * tensor
+    if min(pipeline, replicas, context, tensor) < 1 or world_size % others:
+        rare = {"pipeline": pipeline, "replicas": replicas}
+        asked = "".join(f"{name} {n} x " for name, n in rare.items() if n != 1) + f"context {context} x tensor {tensor}"
         raise ValueError(f"{world_size} ranks cannot be divided into {asked}")
-    return replicas, world_size // (replicas * context * tensor), context, tensor
+    return pipeline, replicas, world_size // others, context, tensor
 
 
 CONTEXT_ORDERS = ("zigzag", "ring", "gathered")
@@ -67,10 +71,13 @@ def context_parts(length: int, n_ranks: int, order: str) -> int:
     return n_parts
 
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
+"""Orders in which the stages of a pipeline work: ``costs/parallelism/schedules.py``."""
+
 GatherBy = Literal["collectives", "copies"]
 TensorBy = Literal["collectives", "copies", "torch", "torch-async"]
 
-SHARED_BATCH = ("tensor", "tensor_by", "context", "context_order")
+SHARED_BATCH = ("tensor", "tensor_by", "context", "context_order", "pipeline", "pipeline_schedule", "pipeline_chunks")
 """Fields of ``Parallel`` that say how ranks share a batch."""
 
 
@@ -148,10 +155,26 @@ class Parallel:
         shown=True,
     )
 
+    pipeline: int = option(
+        1,
+        "Stages of a pipeline, each with a part of the blocks, through which micro-batches (--accumulate) pass. Not "
+        "with --keep autograd.",
+        sign="positive",
+        shown=True,
+    )
+    pipeline_schedule: str = option(
+        "1f1b",
+        "Order in which stages work: gpipe; 1f1b; interleaved, several chunks of blocks a stage; zb-h1, gradients of "
+        "weights put off; zbv, as well, and two chunks a stage in opposite order; dualpipev.",
+        values=SCHEDULES,
+        shown=True,
+    )
+    pipeline_chunks: int = option(2, "Chunks of blocks that a stage of the schedule interleaved has.", sign="positive")
+
     @property
     def ranks_per_batch(self) -> int:
-        """The ranks that share a batch, along context and tensor; the others along data have batches of their own."""
-        return self.context * self.tensor
+        """The ranks that share a batch; the others, along data, have batches of their own."""
+        return self.pipeline * self.context * self.tensor
 
     @property
     def tensor_by_torch(self) -> bool:

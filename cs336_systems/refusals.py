@@ -13,6 +13,7 @@ from cs336_systems.config import WRITTEN_OUT_ATTENTIONS
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import LEVELS, check_known, keep_of_blocks
 from cs336_systems.costs.offload import offloaded
+from cs336_systems.costs.parallelism.stages import divide, plan_of
 from cs336_systems.declared import options_in
 
 
@@ -64,6 +65,11 @@ def _shared(case: TrainingCase) -> bool:
 
 def _quantized(case: TrainingCase) -> bool:
     return case.recipe.quantized
+
+
+def _whole_gradients(parallel: Parallel) -> bool:
+    """Whether ranks hold whole gradients until all micro-batches are done, and this suite averages them."""
+    return parallel.wrapper not in ("fsdp", "fsdp2", "torch-ddp")
 
 
 def _updates_early(case: TrainingCase) -> bool:
@@ -180,8 +186,20 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
     ),
     (
         lambda case: case.parallel.ranks_per_batch > 1 and not (case.written_out or case.parallel.tensor_by_torch),
-        "tensor {parallel.tensor}, context {parallel.context} with keep autograd: ranks share blocks with a "
-        "hand-written backward, " + ", ".join(LEVELS),
+        "tensor {parallel.tensor}, context {parallel.context}, pipeline {parallel.pipeline} with keep autograd: ranks "
+        "share blocks with a hand-written backward, " + ", ".join(LEVELS),
+    ),
+    (
+        lambda case: (
+            case.parallel.pipeline > 1
+            and not (_whole_gradients(case.parallel) and case.parallel.optimizer_state in ("replicated", "scattered"))
+        ),
+        "pipeline {parallel.pipeline} with wrapper {parallel.wrapper}, optimizer's state {parallel.optimizer_state}: "
+        "stages hold whole parameters and gradients; the optimizer's state can be sharded (ZeRO stage 1)",
+    ),
+    (
+        lambda case: case.parallel.pipeline > 1 and bool({"gradients", "residual"} & offloaded(case)),
+        "pipeline {parallel.pipeline} with offload {case.offload}: gradients and inputs of blocks stay on the device",
     ),
     (
         lambda case: (
@@ -231,6 +249,8 @@ def _mesh_sizes(case: TrainingCase) -> str | None:
     """Why ranks cannot share the case's model and batch in equal parts, if they cannot."""
     parallel, length = case.parallel, case.context_length
     try:
+        if (plan := plan_of(case)) is not None:
+            divide(plan, case.config)
         context_parts(length, parallel.context, parallel.context_order)
         case.config.part(parallel.tensor)
     except ValueError as error:

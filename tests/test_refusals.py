@@ -59,7 +59,7 @@ REFUSED = [
     (replace(GRAPH, optimizer="reference"), "cuda_graph on with optimizer reference"),
     (replace(PLAIN, compile="whole-model", checkpoint="full"), "whole-model leaves no boundaries .* checkpoint full"),
     (replace(EARLY, how=Parallel("bucketed", update="under-backward")), "wrapper fsdp, got bucketed"),
-    (replace(EARLY, keep="autograd", how=Parallel(tensor=2)), "tensor 2, context 1 with keep autograd"),
+    (replace(EARLY, keep="autograd", how=Parallel(tensor=2)), "tensor 2, context 1, pipeline 1 with keep autograd"),
     (
         Shared("cuda", "tiny", 4, 64, "bf16", keep="all", matmul_dtype="e4m3", how=Parallel(tensor=2)),
         "e4m3 with tensor 2",
@@ -67,6 +67,17 @@ REFUSED = [
     (replace(SHARING, how=Parallel(context=2)), "context 2 with wrapper none"),
     (replace(SHARING, how=Parallel("bucketed", replicas=2)), "replicas 2 .* wrapper bucketed"),
     (replace(SHARING, how=Parallel("bucketed", context=2, max_ctas=8)), "max_ctas 8 .* context 2"),
+    (replace(SHARING, how=Parallel("fsdp", pipeline=2)), "pipeline 2 with wrapper fsdp"),
+    (replace(SHARING, how=Parallel(optimizer_state="scattered-gradients", pipeline=2)), "state scattered-gradients"),
+    (replace(SHARING, how=Parallel(pipeline=2), offload="gradients"), "gradients is for one rank"),
+    (
+        replace(SHARING, how=Parallel(pipeline=2), kernels="fused", attention="flash", offload="residual"),
+        "pipeline 2 with offload residual",
+    ),
+    (replace(SHARING, how=Parallel(pipeline=3)), "2 blocks do not make 3 parts"),
+    (replace(SHARING, how=Parallel(pipeline=2, pipeline_schedule="zbv")), "2 blocks do not make 4 parts"),
+    (replace(SHARING, how=Parallel(pipeline=2, pipeline_schedule="dualpipev")), "needs 4 micro-batches for 2 stages"),
+    (replace(SHARING, how=Parallel(pipeline=2, pipeline_schedule="interleaved")), "got 1 micro-batches over 2"),
     (replace(SHARING, cuda_graph="on"), "cuda_graph on is for one rank"),
     (
         replace(SHARING, kernels="fused", attention="flash", dtype="bf16", offload="gradients"),

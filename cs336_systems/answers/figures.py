@@ -17,8 +17,8 @@ from PIL import Image
 from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.evidence import seal
 from cs336_systems.answers.training import of_bf16_commands, rates_of_others
+from cs336_systems.case import SCHEDULES
 from cs336_systems.costs.parallelism.pipeline import simulate
-from cs336_systems.costs.parallelism.schedules import SCHEDULES
 from cs336_systems.experiments.attention import scaling_figure as attention_figure
 from cs336_systems.experiments.blocks import kept_figure
 from cs336_systems.experiments.collectives import collectives_figure

@@ -13,7 +13,10 @@ not see it then, nor are changes in place noticed. ``torch.compile`` leaves the 
 it are not run.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
-from cs336_systems.blocks.block import backward, forward
+from cs336_systems.blocks.block import Later, backward, forward
 from cs336_systems.blocks.host_inputs import HostInputs
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import STORED, Products
@@ -34,6 +37,23 @@ from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336_systems.model import ModelOps, TransformerBlock, TransformerLM
 from cs336_systems.model.layers import Placement
 from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
+
+_put_off: list[Later] = []
+"""The lists of ``put_off`` that are open, the innermost last; autograd's own threads read this, too."""
+
+
+@contextmanager
+def put_off(works: Later) -> Iterator[None]:
+    """Let backwards of written-out blocks leave out the gradients of weights while the context is open.
+
+    A function is added to ``works`` for each block that backward comes to. Called, it computes the gradients and hands
+    them to autograd, which accumulates them and runs hooks on parameters; until then the block's activations stay.
+    """
+    _put_off.append(works)
+    try:
+        yield
+    finally:
+        _put_off.pop()
 
 
 @dataclass(frozen=True)
@@ -84,11 +104,24 @@ class _BlockFunction(torch.autograd.Function):
         grads = BlockGradients.empty(parameters, (name for name, want in zip(parameters, wanted, strict=True) if want))
         weights = BlockWeights.of(parameters)
         call.products.at(tuple(parameters.values()))
-        how = call.ops, call.config, cos, sin
-        dx = backward(dy.contiguous(), weights, saved, grads, *how, products=call.products, consume=once)
-        by_parameter = grads.by_parameter(parameters)
+        how, later = (call.ops, call.config, cos, sin), list[Callable[[], None]]() if _put_off else None
+        options: dict[str, Any] = {"products": call.products, "consume": once, "later": later}
+        dx = backward(dy.contiguous(), weights, saved, grads, *how, **options)
+        by_parameter: dict[str, Tensor | None] = {**grads.by_parameter(parameters)}
+        if later is not None:
+            trained = [name for name, want in zip(parameters, wanted, strict=True) if want]
+            _put_off[-1].append(partial(_finish, later, [(parameters[name], by_parameter[name]) for name in trained]))
+            by_parameter = dict.fromkeys(parameters)
         gradients = (by_parameter[name] if want else None for name, want in zip(parameters, wanted, strict=True))
         return None, dx if wants_dx else None, None, None, *gradients
+
+
+def _finish(later: Later, gradients: list[tuple[Tensor, Tensor | None]]) -> None:
+    """Compute the gradients of matrices that were put off, and accumulate those of all parameters."""
+    for product in later:
+        product()
+    if gradients:
+        torch.autograd.backward([parameter for parameter, _ in gradients], [gradient for _, gradient in gradients])
 
 
 class WrittenOutBlock(TransformerBlock):

@@ -1,4 +1,4 @@
-"""The ranks of a step in four named dimensions: replica, shard, context and tensor.
+"""The ranks of a step in five named dimensions: pipeline, replica, shard, context and tensor.
 
     mesh = Mesh.over(rank, context=2, tensor=2)          # 8 ranks: shard 2 x context 2 x tensor 2
     BucketedDDP(model, process_group=mesh.same_weights)      # the ranks that hold the same weights
@@ -8,6 +8,9 @@ Ranks along ``replica`` and ``shard``, together ``data``, have sequences of thei
 each sequence: every rank holds some of its tokens. Those along ``tensor`` share every matrix: each holds some of its
 rows or columns. Neighbours in the default group are neighbours along ``tensor``, which sends most, so that it stays
 inside a host.
+
+Those along ``pipeline`` share sequences, too: each is a stage with some of the blocks. Stages are farthest from each
+other in the default group, as they send least.
 
 Ranks that differ in data and context alone hold the same weights, and average their gradients: they are the group of
 every wrapper and every sharded optimizer, but under hybrid sharding FSDP divides weights over shard and context alone.
@@ -20,9 +23,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cs336_systems.case import mesh_shape
+from cs336_systems.distributed.pipeline import directions
 from cs336_systems.distributed.process_group import Rank, divisions
 
-DIMENSIONS = ("replica", "shard", "context", "tensor")
+DIMENSIONS = ("pipeline", "replica", "shard", "context", "tensor")
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,9 @@ class Mesh:
     """With the names of ``DIMENSIONS``."""
 
     @classmethod
-    def over(cls, rank: Rank, *, replicas: int = 1, context: int = 1, tensor: int = 1) -> "Mesh":
+    def over(cls, rank: Rank, *, pipeline: int = 1, replicas: int = 1, context: int = 1, tensor: int = 1) -> "Mesh":
         """Divide the default group, once for each division; a collective. Raises as ``mesh_shape``."""
-        shape = mesh_shape(rank.world_size, context, tensor, replicas=replicas)
+        shape = mesh_shape(rank.world_size, context, tensor, replicas=replicas, pipeline=pipeline)
         key = dist.distributed_c10d._get_default_group(), shape
         if key not in divisions:
             kind = "cuda" if rank.device.type == "cuda" else "cpu"
@@ -59,6 +63,11 @@ class Mesh:
     def group(self, dimension: str) -> dist.ProcessGroup | None:
         """This rank and the others along a dimension; None (to torch: all ranks) if there are no others."""
         return self.devices.get_group(dimension) if self.size(dimension) > 1 else None
+
+    @cached_property
+    def directions(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The stages of this rank's pipeline in their order, twice: for messages up and down."""
+        return directions(self.rank, self.devices["pipeline"].mesh.tolist())
 
     @cached_property
     def same_weights(self) -> dist.ProcessGroup:

@@ -97,7 +97,7 @@ class TransformerLM(nn.Module):
             self.reset_parameters()
 
     def _tie_embeddings(self) -> None:
-        if self.config.tie_embeddings:
+        if self.config.tie_embeddings and isinstance(self.lm_head, Head):  # which not all stages of a pipeline have
             self.lm_head.weight = self.token_embeddings.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TransformerLM":
@@ -117,8 +117,23 @@ class TransformerLM(nn.Module):
             if module is not self and callable(reset):
                 reset()
 
-    def forward(self, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits, or the loss if targets are given; the class docstring has shapes and errors."""
+    def forward(
+        self,
+        token_ids: Tensor,
+        targets: Tensor | None = None,
+        x: Tensor | None = None,
+        blocks: slice | None = None,
+    ) -> Tensor:
+        """Return logits, or the loss if targets are given; the class docstring has shapes and errors.
+
+        Args:
+            x: the output of the blocks before ``blocks``, (batch, seq, d_model); None before the first.
+            blocks: those that run, by their numbers; if others come after them, their output is returned.
+        """
         cos, sin = self.rotary(token_ids.shape[-1])
-        x = self.ops.stack(list(self.layers.children()), self.token_embeddings(token_ids), cos, sin)
+        x = self.token_embeddings(token_ids) if x is None else x
+        layers = list(self.layers.children())
+        x = self.ops.stack(layers if blocks is None else layers[blocks], x, cos, sin)
+        if blocks is not None and blocks.stop < len(layers):
+            return x
         return self.lm_head(self.ln_final(x), targets)

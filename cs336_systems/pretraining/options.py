@@ -85,6 +85,9 @@ class TrainerCase(TrainingCase):
     )
     context: int = like(Parallel, "context")
     context_order: str = like(Parallel, "context_order")
+    pipeline: int = like(Parallel, "pipeline")
+    pipeline_schedule: str = like(Parallel, "pipeline_schedule")
+    pipeline_chunks: int = like(Parallel, "pipeline_chunks")
     world_size: int = 1
 
     @property
@@ -95,7 +98,7 @@ class TrainerCase(TrainingCase):
     @property
     def parallel(self) -> Parallel:
         mesh: dict[str, Any] = {name: getattr(self, name) for name in SHARED_BATCH}
-        if self.world_size <= self.tensor:
+        if self.world_size <= self.tensor * self.pipeline:
             return Parallel(**mesh)  # FSDP would copy each weight to gather it from itself
         if self.zero == 3:
             return Parallel("fsdp", gather_by=self.gather_by, replicas=self.replicas, **mesh)
@@ -250,8 +253,9 @@ class TrainOptions(_Options):
                 raise ValueError(sentence.format(o=self))
         if self.capped:
             self._check_caps()
+        sharing = self.pipeline, self.context, self.tensor
         config = ModelConfig("any", 64, 192, 10_000, 4) if self.init else resolve_size(self.size)
-        if reason := refusal(self.training_case(config, self.replicas * self.tensor * self.context)):
+        if reason := refusal(self.training_case(config, math.prod((self.replicas, *sharing)))):
             raise ValueError(reason)
 
     @property
@@ -285,7 +289,8 @@ class TrainOptions(_Options):
 
     def data_ranks(self, world_size: int) -> int:
         """The ranks of so many that have batches of their own; ValueError if the mesh does not fit."""
-        replicas, shards, *_ = mesh_shape(world_size, self.context, self.tensor, replicas=self.replicas)
+        copies = {"replicas": self.replicas, "pipeline": self.pipeline}
+        _, replicas, shards, *_ = mesh_shape(world_size, self.context, self.tensor, **copies)
         return replicas * shards
 
     def micro_batches(self, world_size: int) -> int:
@@ -349,6 +354,7 @@ _UNDER_CAPS: dict[str, list[Any]] = {
         "zero": [0],
         "tensor": [1],
         "context": [1],
+        "pipeline": [1],
         "offload": [()],
         "keep": [None],
         "compile": ["off"],
@@ -383,6 +389,10 @@ _REFUSALS: tuple[tuple[Callable[[TrainOptions], bool], str], ...] = (
     (
         lambda o: o.context_order != Parallel.context_order and o.context == 1,
         "--context-order {o.context_order} is for --context of 2 or more, got 1",
+    ),
+    (
+        lambda o: o.pipeline_schedule != Parallel.pipeline_schedule and o.pipeline == 1,
+        "--pipeline-schedule {o.pipeline_schedule} is for --pipeline of 2 or more, got 1",
     ),
     (
         lambda o: (o.device_gib is None) != (o.host_gib is None),

@@ -31,9 +31,11 @@ from cs336_systems.blocks import block_ops, block_products, head_ops, write_out
 from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.costs.offload import STATES, offloaded
+from cs336_systems.costs.parallelism.stages import divide, plan_of
 from cs336_systems.distributed.context import context_ops, local_tokens, rotate_local
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.mesh import Mesh
+from cs336_systems.distributed.pipeline import Pipeline, keep_stage
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.tensor import fill_from_whole, tensor_ops
 from cs336_systems.distributed.tensor_travel import tensor_ranks
@@ -46,6 +48,7 @@ from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.cuda_graph import CapturedStep
 from cs336_systems.training.optimizer import unsupported_reason as optimizer_reason
 from cs336_systems.training.parallel import make_parallel_optimizer, wrap
+from cs336_systems.training.pipelined import PipelinedStep
 from cs336_systems.training.precision import matmul_dtype, parameter_dtype, recipe_unsupported_reason
 from cs336_systems.training.precision import unsupported_reason as precision_reason
 from cs336_systems.training.step import TrainStep, cross_entropy
@@ -75,9 +78,16 @@ def mesh_of(case: TrainingCase, rank: Rank | None) -> Mesh | None:
     if parallel.ranks_per_batch * parallel.replicas == 1:
         return None
     if rank is None:
-        asked = f"replicas {parallel.replicas} x context {parallel.context} x tensor {parallel.tensor}"
+        sizes = {name: getattr(parallel, name) for name in ("pipeline", "replicas", "context", "tensor")}
+        asked = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1)
         raise ValueError(f"{asked} needs a process group, this process has joined none")
-    return Mesh.over(rank, replicas=parallel.replicas, context=parallel.context, tensor=parallel.tensor)
+    return Mesh.over(
+        rank,
+        pipeline=parallel.pipeline,
+        replicas=parallel.replicas,
+        context=parallel.context,
+        tensor=parallel.tensor,
+    )
 
 
 def build_model(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps = REFERENCE_OPS) -> TransformerLM:
@@ -99,15 +109,14 @@ def build_unchecked(
     if tensor:
         ops, config = tensor_ops(ops, ranks), config.part(ranks.n_ranks)
     torch.manual_seed(case.seed)
-    sharded = case.parallel.wrapper == "fsdp"
-    place = torch.device("meta") if sharded or tensor else device
+    sharded, stages = case.parallel.wrapper == "fsdp", plan_of(case)
+    in_parts = tensor is not None or stages is not None
+    place = torch.device("meta") if sharded or in_parts else device
     model = TransformerLM(config, ops, device=place, dtype=parameter_dtype(case.precision))
     if context:
         rotate_local(model, context, case.parallel.context_order)
     if tensor:
         fill_from_whole(model, ranks)
-    if tensor and not sharded:
-        model.to_empty(device=device).reset_parameters()
     if case.written_out:
         remember = case.parallel.wrapper not in ("fsdp", "fsdp2")  # which fill the same parameters again and again
         products = block_products(case.kernels, case.recipe, remember=remember, ranks=ranks)
@@ -116,6 +125,11 @@ def build_unchecked(
         if context:
             of_blocks = context_ops(of_blocks, context, case.parallel.context_order)
         write_out(model, of_blocks, case.keep, products, inputs_on_host=away)
+    if stages:
+        assert mesh is not None
+        keep_stage(model, stages, divide(stages, case.config), mesh.place("pipeline"))
+    if in_parts and not sharded:
+        model.to_empty(device=device).reset_parameters()
     if by_torch:
         from cs336_systems.distributed.torch_tensor import share_by_torch
 
@@ -173,7 +187,15 @@ def finish(
     if case.parallel.update == "under-backward":
         assert isinstance(wrapped, FSDP)
         update = BackwardUpdate(wrapped, optimizer)
-    return kind(wrapped, optimizer, case.precision, loss_function, case.accumulate, guard, update, counted)
+    given = wrapped, optimizer, case.precision, loss_function, case.accumulate, guard, update, counted
+    plan = plan_of(case)
+    if plan is None:
+        return kind(*given)
+    assert mesh is not None and rank is not None
+    pipeline = Pipeline(plan, mesh.place("pipeline"), mesh.directions, rank.device)
+    return PipelinedStep(
+        *given, pipeline=pipeline, blocks=divide(plan, case.config), stages=mesh.devices.get_group("pipeline")
+    )
 
 
 def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:

@@ -14,14 +14,18 @@ anything either: whoever stops finds the model as it was before the step that we
 """
 
 import math
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.mesh import Mesh
+from cs336_systems.distributed.pipeline import on_two_stages
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.tensor import tensor_dim
 
@@ -90,7 +94,8 @@ class GradientGuard:
         else:
             shares, whole = _gradients(model, optimizer)
             if self.mesh is not None:
-                return self._norm_on(self.mesh, shares or {}, whole, mean)
+                twice = on_two_stages(model.module if isinstance(model, (DDP, FSDP)) else model)
+                return self._norm_on(self.mesh, shares or {}, whole, twice, mean)
             norm = self.norm_of("whole", list(whole.values()), device)
         group = model.process_group if isinstance(model, FSDP) else None
         if isinstance(model, FSDP) and model.has_replicas:
@@ -108,14 +113,23 @@ class GradientGuard:
         return norm if shares is None else (shared[0] + norm.square()).sqrt(), shared[1]
 
     def _norm_on(
-        self, mesh: Mesh, shares: dict[str, Tensor], whole: dict[str, Tensor], mean: Tensor
+        self, mesh: Mesh, shares: dict[str, Tensor], whole: dict[str, Tensor], twice: Sequence[str], mean: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As ``_norm_and_loss``: each element's square over the number of ranks that hold it, added up over all."""
+        """As ``_norm_and_loss``: each element's square over the number of ranks that hold it, added up over all.
+
+        Args:
+            twice: names of parameters that two stages of a pipeline hold.
+        """
         n_alike, squares = mesh.same_weights.size(), torch.zeros_like(mean)
         for kind, gradients, n_held in (("shares", shares, mesh.size("replica")), ("whole", whole, n_alike)):
-            for divided, n_ranks in ((True, n_held), (False, n_held * mesh.size("tensor"))):
-                found = [each for name, each in gradients.items() if (tensor_dim(name) is not None) == divided]
-                squares += self.norm_of(f"{kind} {divided}", found, mean.device).square() / n_ranks
+            for divided, doubled in product((True, False), repeat=2):
+                n_ranks = n_held * (1 if divided else mesh.size("tensor")) * (1 + doubled)
+                found = [
+                    each
+                    for name, each in gradients.items()
+                    if (tensor_dim(name) is not None) == divided and (name in twice) == doubled
+                ]
+                squares += self.norm_of(f"{kind} {divided} {doubled}", found, mean.device).square() / n_ranks
         shared = torch.stack([squares, mean / mesh.rank.world_size])
         dist.all_reduce(shared)
         return shared[0].sqrt(), shared[1]

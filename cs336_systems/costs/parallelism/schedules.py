@@ -28,14 +28,15 @@ section 2 (ZB-H1); Qi et al. 2024, "Pipeline parallelism with controllable memor
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
+
+from cs336_systems.case import SCHEDULES
 
 Kind = Literal["F", "B", "W", "BW"]
 """Forward, input gradient, weight gradient, or the last two in one piece."""
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 VEE = ("zbv", "dualpipev")
 """Schedules whose second chunks lie in the opposite order."""
 
@@ -75,6 +76,11 @@ class Schedule:
         found = {self.part(s, c): (s, c) for s in range(self.stages) for c in range(self.chunks)}
         return tuple(found[part] for part in range(len(found)))
 
+    def forwards(self, microbatches: int) -> "Schedule":
+        """The forwards alone, of the first so many micro-batches."""
+        kept = (tuple(op for op in order if op.kind == "F" and op.microbatch < microbatches) for order in self.orders)
+        return replace(self, microbatches=microbatches, orders=tuple(kept))
+
     def inputs(self, stage: int, operation: Operation) -> list[tuple[int, Operation]]:
         """(stage, result) of everything that must have ended before an operation can begin."""
         kind, i, part = operation.result.kind, operation.microbatch, self.part(stage, operation.chunk)
@@ -99,6 +105,25 @@ class Schedule:
         """The operations of one stage whose results another takes, in the order in which they are sent."""
         found = ((op, self.receiver(source, op)) for op in self.orders[source])
         return tuple(op for op, to in found if source != target and to is not None and to[0] == target)
+
+    def arrived(self, stage: int) -> dict[Operation, list[Operation]]:
+        """For operations of a stage, earlier ones whose results have been taken elsewhere by the time they begin.
+
+        A stage knows this once it has a result that the other stage made later. It need not know of every result.
+        """
+        places = [{op.result: i for i, op in enumerate(order)} for order in self.orders]
+        heard, sent = [-1] * self.stages, list[tuple[Operation, int, int]]()
+        found: dict[Operation, list[Operation]] = {}
+        for operation in self.orders[stage]:
+            for source, result in self.inputs(stage, operation):
+                heard[source] = max(heard[source], places[source][result]) if source != stage else -1
+            known = [each for each in sent if each[2] <= heard[each[1]]]
+            sent = [each for each in sent if each not in known]
+            found[operation] = [each for each, _, _ in known]
+            to = self.receiver(stage, operation)
+            if to is not None and to[0] != stage:
+                sent.append((operation, to[0], places[to[0]][to[1]]))
+        return found
 
 
 def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:

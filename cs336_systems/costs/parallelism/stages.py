@@ -1,0 +1,61 @@
+"""Division of a model's blocks over the parts of a pipeline, so that all stages take about as long.
+
+Embedding and head lie at the ends. The head with its loss takes as long as several blocks (two of Llama 3 8B), so the
+stage that has it gets as many fewer. Seconds are those of one H100 by ``costs/streaming.py``; only their ratio counts,
+which differs little between GPUs.
+"""
+
+from functools import cache
+
+from cs336_systems.case import TrainingCase
+from cs336_systems.config import ModelConfig
+from cs336_systems.costs.parallelism.schedules import Schedule, make_schedule
+from cs336_systems.costs.streaming import LEVELS, Rates, StreamedWork
+from cs336_systems.hardware import hardware_named
+
+
+def plan_of(case: TrainingCase) -> Schedule | None:
+    """The schedule of a case's pipeline, if it has one; raises ValueError if it is impossible."""
+    how = case.parallel
+    if how.pipeline == 1:
+        return None
+    return make_schedule(how.pipeline_schedule, how.pipeline, case.accumulate, how.pipeline_chunks)
+
+
+def divide(plan: Schedule, config: ModelConfig) -> tuple[slice, ...]:
+    """The blocks of each part, from input to output, by their numbers.
+
+    Raises:
+        ValueError: there are fewer blocks than parts.
+    """
+    return _divide(plan.places, plan.stages, config.at_context(config.context_length))
+
+
+@cache
+def _divide(places: tuple[tuple[int, int], ...], stages: int, config: ModelConfig) -> tuple[slice, ...]:
+    if config.n_layers < len(places):
+        raise ValueError(f"{config.n_layers} blocks do not make {len(places)} parts of a pipeline")
+    ends = end_blocks(config)
+    counts, loads = [1] * len(places), [0.0] * stages
+    for part, (stage, _) in enumerate(places):
+        loads[stage] += 1 + (ends[0] if part == 0 else 0) + (ends[1] if part == len(places) - 1 else 0)
+    for _ in range(config.n_layers - len(places)):
+        # Of the stage with least to do, the part with fewest blocks; ties go to later parts, which wait for the others.
+        part = min(range(len(places)), key=lambda part: (loads[places[part][0]], counts[part], -part))
+        counts[part] += 1
+        loads[places[part][0]] += 1
+    starts = [sum(counts[:part]) for part in range(len(places))]
+    return tuple(slice(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+def end_blocks(config: ModelConfig) -> tuple[float, float]:
+    """Seconds of the embedding, and of the head with its loss, forward and backward, in those of a block."""
+    hardware = hardware_named("h100")
+    rates, length = Rates.of(hardware), config.context_length
+    work = StreamedWork(config, length, length)
+
+    def seconds(*kinds: str) -> float:
+        return sum(work.seconds(kind, 0, LEVELS[0], rates) for kind in kinds)
+
+    block = seconds("forward", "backward")
+    return seconds("embed", "embed backward") / block, seconds("head") / block

@@ -1,0 +1,145 @@
+"""A training step whose blocks are divided over the stages of a pipeline.
+
+    step = assemble(case, rank)                        # of a case whose ``parallel.pipeline`` is 2 or more
+    loss = step(*random_batch(case, rank))             # the same batch on all stages; the loss on all of them
+
+Each stage runs its list of a schedule (``costs/parallelism/schedules.py``): forward and backward of its blocks through
+autograd, and gradients of weights where the schedule has put them, by ``blocks.put_off``. Losses and gradients are the
+same bits under every schedule with the same parts, as each part adds up its micro-batches in one order.
+
+Gradients of ranks with the same weights are averaged when all micro-batches are done.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336_systems.blocks.autograd import put_off
+from cs336_systems.blocks.block import Later
+from cs336_systems.config import MODES
+from cs336_systems.costs.parallelism.schedules import Operation
+from cs336_systems.distributed.ddp import DDP
+from cs336_systems.distributed.pipeline import Pipeline, on_two_stages
+from cs336_systems.model.tensor_ranks import ALONE
+from cs336_systems.training.precision import matmul_precision
+from cs336_systems.training.step import Phase, TrainStep, local_gradients, micro_batches
+
+
+class PipelinedStep(TrainStep):
+    """Runs forward and backward of one stage in its schedule's order, and the optimizer's step.
+
+    Args:
+        pipeline: this rank's stage.
+        blocks: those of each part of the model.
+        stages: the group of the ranks that are stages of one pipeline.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        pipeline: Pipeline,
+        blocks: Sequence[slice],
+        stages: dist.ProcessGroup,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self.pipeline, self.blocks, self.stages = pipeline, blocks, stages
+        model: Any = self.model.module if isinstance(self.model, DDP) else self.model
+        self._tied = [p for name, p in model.named_parameters() if name in on_two_stages(model)]
+        self._width, self._n_tensor = model.config.d_model, getattr(model, "tensor_ranks", ALONE).n_ranks
+
+    def phases(self, mode: str, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
+        """As ``TrainStep.phases``, but forward and backward are one phase, ``passes``."""
+        if mode not in MODES:
+            raise ValueError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
+        batches = micro_batches(self.accumulate, token_ids, targets)
+        share = self._shares(targets)
+        phases: dict[str, Phase] = {"passes": lambda: self._run(mode, batches, share)}
+        if mode == "step":
+            phases["optimizer"] = self._update
+        return phases
+
+    def loss_of(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of one micro-batch, without gradients, on every stage; a collective of the stages."""
+        found: list[Tensor] = []
+
+        def work(operation: Operation, x: Tensor | None) -> Tensor | None:
+            y = self._forward(operation, x, token_ids, targets)
+            if self._is_last(operation):
+                found.append(y)
+            return y
+
+        with torch.no_grad():
+            self.pipeline.run(work, self._like(token_ids), self.pipeline.plan.forwards(1))
+        return self._everywhere(found)
+
+    def _run(self, mode: str, batches: list[tuple[Tensor, Tensor]], share: Callable[[int, Tensor], Tensor]) -> None:
+        alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        later: dict[tuple[int, int], Later] = {}
+        losses: list[Tensor] = []
+        trains = mode != "forward"
+
+        def work(operation: Operation, given: Tensor | None) -> Tensor | None:
+            i, place = operation.microbatch, (operation.microbatch, operation.chunk)
+            if operation.kind == "W":
+                for gradients in later.pop(place):
+                    gradients()
+                return None
+            if operation.kind == "F":
+                x = None if given is None else given.requires_grad_(trains)
+                y = self._forward(operation, x, *batches[i])
+                if self._is_last(operation):
+                    y = share(i + 1, y)
+                    losses.append(y.detach())
+                if trains:
+                    alive[place] = x, y
+                return y.detach()
+            x, y = alive.pop(place)
+            if operation.kind == "BW":
+                torch.autograd.backward(y, given)
+            else:
+                with put_off(later.setdefault(place, [])):
+                    torch.autograd.backward(y, given)
+            return None if x is None else x.grad
+
+        with (
+            torch.set_grad_enabled(trains),
+            local_gradients(self.model, self.optimizer),
+            matmul_precision(self.precision),
+        ):
+            plan = self.pipeline.plan
+            plan = plan if trains else plan.forwards(plan.microbatches)
+            self.pipeline.run(work, self._like(batches[0][0]), plan)
+        self.loss = self._everywhere(losses)
+        if not trains:
+            return
+        for parameter in self._tied:
+            assert parameter.grad is not None
+            parameter.grad += self.pipeline.exchange_ends(parameter.grad)
+        if isinstance(self.model, DDP):
+            self.model.finish_gradient_synchronization()
+        if mode == "backward":
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _forward(self, operation: Operation, x: Tensor | None, token_ids: Tensor, targets: Tensor) -> Tensor:
+        part = self.pipeline.plan.part(self.pipeline.stage, operation.chunk)
+        y: Tensor = self.model(token_ids, targets, x, self.blocks[part])
+        return y
+
+    def _like(self, token_ids: Tensor) -> Tensor:
+        """Activations of these tokens between two parts: of them all, or of this tensor rank's share."""
+        shape = token_ids.shape if self._n_tensor == 1 else (1, token_ids.numel() // self._n_tensor)
+        return self._parameters[0].new_empty(*shape, self._width)
+
+    def _is_last(self, operation: Operation) -> bool:
+        return self.pipeline.plan.receiver(self.pipeline.stage, Operation("F", 0, operation.chunk)) is None
+
+    def _everywhere(self, losses: list[Tensor]) -> Tensor:
+        """The sum of losses of the last part's stage, on every stage."""
+        wide = torch.promote_types(self._parameters[0].dtype, torch.float32)
+        loss = torch.stack(losses).sum() if losses else torch.zeros((), dtype=wide, device=self.device)
+        dist.broadcast(loss, group=self.stages, group_src=self.pipeline.plan.places[-1][0])
+        return loss
