@@ -57,6 +57,14 @@ def mesh_shape(
 
 
 CONTEXT_ORDERS = ("zigzag", "ring", "gathered")
+TORCH_CONTEXT_ORDERS = ("torch", "torch-gathered")
+"""Torch's own context parallelism, with the tokens of zigzag."""
+TORCH_CONTEXT_ATTENTIONS = ("sdpa-cudnn", "sdpa-flash")
+
+CONTEXT_ORDER_HELP = (
+    "Which tokens a context rank holds, and how keys and values reach it: ring, in parts one after the other; zigzag, "
+    "early and late parts, for equal work; gathered, zigzag's parts, with all keys gathered first."
+)
 
 
 def context_parts(length: int, n_ranks: int, order: str) -> int:
@@ -149,9 +157,9 @@ class Parallel:
     )
     context_order: str = option(
         "zigzag",
-        "Which tokens a context rank holds, and how keys and values reach it: ring, in parts one after the other; "
-        "zigzag, early and late parts, for equal work; gathered, zigzag's parts, with all keys gathered first.",
-        values=CONTEXT_ORDERS,
+        f"{CONTEXT_ORDER_HELP} torch and torch-gathered: zigzag's parts by torch's own context parallelism, with "
+        "--keep autograd and for attention alone; keys go round a ring, or are gathered.",
+        values=(*CONTEXT_ORDERS, *TORCH_CONTEXT_ORDERS),
         shown=True,
     )
 
@@ -180,6 +188,11 @@ class Parallel:
     def tensor_by_torch(self) -> bool:
         """Whether torch divides the matrices, by ``parallelize_module``."""
         return self.tensor > 1 and self.tensor_by.startswith("torch")
+
+    @property
+    def context_by_torch(self) -> bool:
+        """Whether torch's context parallelism divides sequences."""
+        return self.context > 1 and self.context_order in TORCH_CONTEXT_ORDERS
 
 
 _POLICIES = {"input": "full", "recursive": "recursive", "matmuls": "keep-matmuls", "attention": "keep-attention"}
@@ -365,6 +378,11 @@ class TrainingCase:
     @property
     def deterministic(self) -> bool:
         """Whether gradients of a hand-written backward have the same bits in every run; the trainer overrides this."""
+        return False
+
+    @property
+    def attention_alone(self) -> bool:
+        """Whether one block's attention runs instead of a step; a benchmark overrides this."""
         return False
 
     @property

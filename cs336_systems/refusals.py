@@ -8,7 +8,7 @@ a library or on the version of torch is asked in ``assemble.check_supported``. I
 
 from collections.abc import Callable
 
-from cs336_systems.case import Parallel, TrainingCase, context_parts
+from cs336_systems.case import TORCH_CONTEXT_ATTENTIONS, Parallel, TrainingCase, context_parts
 from cs336_systems.config import WRITTEN_OUT_ATTENTIONS
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import LEVELS, check_known, keep_of_blocks
@@ -185,7 +185,25 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         "{case.size}",
     ),
     (
-        lambda case: case.parallel.ranks_per_batch > 1 and not (case.written_out or case.parallel.tensor_by_torch),
+        lambda case: case.parallel.context_by_torch and not case.attention_alone,
+        "context_order {parallel.context_order} shares the attention of one block among ranks, not a whole step",
+    ),
+    (
+        lambda case: (
+            case.parallel.context_by_torch
+            and (
+                case.written_out or case.attention not in TORCH_CONTEXT_ATTENTIONS or not case.device.startswith("cuda")
+            )
+        ),
+        "context_order {parallel.context_order} needs keep autograd, attention "
+        + " or ".join(TORCH_CONTEXT_ATTENTIONS)
+        + " and device cuda, got {case.keep}, {case.attention} and {case.device}",
+    ),
+    (
+        lambda case: (
+            case.parallel.ranks_per_batch > 1
+            and not (case.written_out or case.parallel.tensor_by_torch or case.parallel.context_by_torch)
+        ),
         "tensor {parallel.tensor}, context {parallel.context}, pipeline {parallel.pipeline} with keep autograd: ranks "
         "share blocks with a hand-written backward, " + ", ".join(LEVELS),
     ),

@@ -15,6 +15,7 @@ GRAPH = TrainingCase("cuda", "tiny", 4, 64, cuda_graph="on", optimizer="fused")
 
 
 PARALLEL = Parallel()
+CONTEXT_BY_TORCH = Parallel("bucketed", context=2, context_order="torch")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,18 @@ SCATTERED = Shared("cuda", "tiny", 4, 64, optimizer="fused", how=Parallel(optimi
 EARLY = Shared("cuda", "tiny", 4, 64, optimizer="fused", how=Parallel("fsdp", update="under-backward"))
 SHARING = Shared("cuda", "tiny", 4, 64, optimizer="fused", keep="all", how=Parallel("bucketed", tensor=2))
 BY_TORCH = Parallel(tensor=2, tensor_by="torch")
+
+
+@dataclass(frozen=True)
+class AttentionAlone(Shared):
+    """A case of which one block's attention runs."""
+
+    @property
+    def attention_alone(self) -> bool:
+        return True
+
+
+ALONE = AttentionAlone("cuda", "tiny", 4, 64, "bf16", "sdpa-cudnn", how=CONTEXT_BY_TORCH)
 
 REFUSED = [
     (replace(FP8, kernels="reference", keep="autograd"), "e4m3 with keep autograd"),
@@ -85,6 +98,14 @@ REFUSED = [
     ),
     (replace(SHARING, how=BY_TORCH), "tensor_by torch divides .* optimizer fused"),
     (replace(SHARING, size="qwen3-0.6b", optimizer="torch-fused", keep="autograd", how=BY_TORCH), "not for qwen3-0.6b"),
+    (
+        replace(SHARING, keep="autograd", attention="sdpa-cudnn", how=CONTEXT_BY_TORCH),
+        "context_order torch .* not a whole step",
+    ),
+    (replace(ALONE, attention="sdpa-efficient"), "sdpa-cudnn or sdpa-flash .* got autograd, sdpa-efficient and cuda"),
+    (replace(ALONE, device="cpu"), "device cuda, got autograd, sdpa-cudnn and cpu"),
+    (replace(ALONE, attention="flash", keep="products"), "needs keep autograd, .* got products, flash"),
+    (replace(ALONE, how=Parallel("bucketed", context=2)), "tensor 1, context 2, pipeline 1 with keep autograd"),
     (replace(SHARING, how=Parallel(tensor=3)), "tensor 3 does not divide"),
     (replace(SHARING, how=Parallel("bucketed", context=3)), "6 equal parts, got 64 tokens"),
     (replace(FP8, context_length=60), "sizes that 16 divides, not context 60"),
@@ -102,6 +123,7 @@ def test_what_is_next_to_it_is_served():
     on_cpu = {"kernels": "reference", "attention": "reference", "optimizer": "reference", "device": "cpu"}
     for case in (
         *(PLAIN, FUSED, FP8, GRAPH, SCATTERED, EARLY, SHARING),
+        *(ALONE, replace(ALONE, attention="sdpa-flash", how=replace(CONTEXT_BY_TORCH, context_order="torch-gathered"))),
         replace(FP8, keep="1xall+products", **on_cpu),
         replace(FUSED, master="fp32", offload="master-m-v-gradients-residual"),
         replace(SCATTERED, offload="m-v"),

@@ -11,12 +11,12 @@ When all is measured, every parameter must be the same bits on the ranks that ho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.case import RECIPE, Parallel, TensorBy, TrainingCase
+from cs336_systems.case import RECIPE, TORCH_CONTEXT_ORDERS, Parallel, TensorBy, TrainingCase
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.costs.parallelism.seconds import step_seconds
@@ -99,6 +99,10 @@ class MeshCell(RankedCase):
         )
 
     @property
+    def attention_alone(self) -> bool:
+        return self.part == "attention"
+
+    @property
     def name(self) -> str:
         """The stem of its files' names."""
         return recording_name(
@@ -129,7 +133,8 @@ class Asked(RankedRun):
     trace: Path | None = None
     """Folder for recordings (torch.profiler) and a picture of rank 0 per cell, in the first repeat."""
     peer: bool = False
-    """Also measure torch's own tensor parallelism, compiled and with cuDNN's attention (not on a CPU)."""
+    """Also measure torch's own tensor parallelism, compiled and with cuDNN's attention (not on a CPU); with --part
+    attention its context parallelism, and cuDNN's attention on one GPU."""
 
 
 Options: Any = options_of(MeshCell, Asked, cpu=RankedRun.CPU_DEFAULTS | {"batch_size": (2,), "warmup": 1, "steps": 4})
@@ -173,8 +178,13 @@ _PEER: dict[str, Any] = {
 
 
 def _peers(cell: MeshCell) -> list[MeshCell]:
-    """The cells of torch's tensor parallelism beside a cell of this suite's."""
-    if cell.world_size != cell.tensor or cell.part != "step" or cell.parallel.tensor_by_torch:
+    """The cells of torch's tensor or context parallelism beside a cell of this suite's."""
+    if cell.attention_alone:
+        if cell.tensor > 1 or not (cell.written_out and cell.device.startswith("cuda")):
+            return []
+        peer = replace(cell, **_PEER | {"compile": "off"})  # nothing in it would be compiled
+        return [replace(peer, context_order=order) for order in TORCH_CONTEXT_ORDERS] if cell.context > 1 else [peer]
+    if cell.world_size != cell.tensor or cell.parallel.tensor_by_torch:
         return []
     on_cpu = {"attention": "reference", "compile": "off"} if cell.device == "cpu" else {}
     peer = replace(cell, **_PEER | on_cpu)
@@ -211,45 +221,6 @@ def predicted_messages(cell: MeshCell, rank: int) -> float | None:
     return n_bytes + config.n_parameters * itemsize + sum(map(len, units)) + counted  # a byte says who has a gradient
 
 
-def attention_phases(cell: MeshCell, rank: Rank) -> dict[str, Callable[[], None]]:
-    """Forward and backward of one block's attention for a rank's heads and tokens, on numbers drawn from N(0, 1)."""
-    import torch
-
-    from cs336_systems.blocks import block_ops
-    from cs336_systems.distributed.context import context_ops
-    from cs336_systems.training.assemble import mesh_of
-    from cs336_systems.training.precision import parameter_dtype
-
-    config, mesh, ops = cell.config.part(cell.tensor), mesh_of(cell, rank), block_ops(cell.kernels, cell.attention)
-    if mesh is not None and (group := mesh.group("context")) is not None:
-        ops = context_ops(ops, group, cell.context_order)
-    torch.manual_seed(cell.seed)
-    n_heads, n_kv_heads, length = config.n_heads, config.kv_heads, cell.context_length // cell.context
-    projected = torch.randn(3, cell.batch_size, length, n_heads + 2 * n_kv_heads, config.d_head, device=rank.device)
-    qkv, dqkv, do = projected.to(parameter_dtype(cell.precision)).transpose(2, 3)
-    q, k, v = qkv.split_with_sizes((n_heads, n_kv_heads, n_kv_heads), dim=1)
-    into, do = dqkv.split_with_sizes((n_heads, n_kv_heads, n_kv_heads), dim=1), do[:, :n_heads]
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def forward() -> None:
-        found[:] = [ops.attention_forward(q, k, v)]
-
-    def backward() -> None:
-        ops.attention_backward(do, q, k, v, *found[0], into)
-
-    return {"forward": forward, "backward": backward}
-
-
-def measure_attention(cell: MeshCell, rank: Rank, effort: Effort) -> list[Metric]:
-    """Times and memory of attention alone."""
-    from cs336_systems.harness.clock import time_phases_of_ranks
-    from cs336_systems.harness.memory import PeakMeter
-
-    meter, phases = PeakMeter(rank.device), attention_phases(cell, rank)
-    times = time_phases_of_ranks(phases, rank, steps=cell.steps, warmup=effort.warmup(cell))
-    return time_metrics(times, cell) + peak_metrics(meter, rank)
-
-
 def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
     """Everything about one cell; the recording is of rank 0.
 
@@ -264,7 +235,9 @@ def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metr
     from cs336_systems.profiling.communication import communication_metrics, record_phases_of_ranks
     from cs336_systems.profiling.traces import kineto
 
-    if cell.part == "attention":
+    if cell.attention_alone:
+        from cs336_systems.experiments.mesh_attention import measure_attention
+
         return measure_attention(cell, rank, effort)
     predicted = None if cell.parallel.tensor_by_torch else check_fit(cell, rank=rank)
     meter, prepared = PeakMeter(rank.device), PreparedStep(cell, rank)

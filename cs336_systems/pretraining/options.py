@@ -10,7 +10,16 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
-from cs336_systems.case import SHARED_BATCH, GatherBy, Parallel, TrainingCase, kept_as, mesh_shape
+from cs336_systems.case import (
+    CONTEXT_ORDER_HELP,
+    CONTEXT_ORDERS,
+    SHARED_BATCH,
+    GatherBy,
+    Parallel,
+    TrainingCase,
+    kept_as,
+    mesh_shape,
+)
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.kept import default_keep
 from cs336_systems.declared import flag, like, option, option_name, options_in, options_of
@@ -84,7 +93,7 @@ class TrainerCase(TrainingCase):
         "while products run, which needs ranks on one host (on CPUs by messages).",
     )
     context: int = like(Parallel, "context")
-    context_order: str = like(Parallel, "context_order")
+    context_order: str = like(Parallel, "context_order", values=CONTEXT_ORDERS, help=CONTEXT_ORDER_HELP)
     pipeline: int = like(Parallel, "pipeline")
     pipeline_schedule: str = like(Parallel, "pipeline_schedule")
     pipeline_chunks: int = like(Parallel, "pipeline_chunks")

@@ -3,12 +3,18 @@
 from dataclasses import replace
 
 import pytest
+from torch.distributed.tensor.debug import CommDebugMode
 
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.experiments.mesh import MESH, MeshCell, measure
+from cs336_systems.experiments.mesh import EXPERIMENT, MESH, PLAIN, MeshCell, make_cells, measure, predicted_ms
+from cs336_systems.experiments.ranked import scaling
+from cs336_systems.harness.record import Metric
 from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows
+from cs336_systems.refusals import command_refusal
+from cs336_systems.report.command_line import parse
 from tests.benchmarks.commands import cells_of
 from tests.distributed.checks import on_ranks
+from tests.distributed.test_torch_context import kernels_on_cpu, sent_by_torch
 
 SMALL = {"size": "tiny", "batch_size": 2, "context_length": 16, "optimizer": "torch-fused", "keep": "products"}
 CELL = MeshCell(**SMALL, world_size=4, warmup=1, steps=2)
@@ -21,6 +27,9 @@ MEASURED = [
     replace(CELL, tensor=4, tensor_by="copies"),
 ]
 OTHERS = [replace(CELL, tensor=2, weights="fsdp2"), replace(CELL, part="attention", context=4)]
+BY_AUTOGRAD = replace(CELL, part="attention", keep="autograd", attention="sdpa-flash")
+BY_TORCH = replace(BY_AUTOGRAD, context=4, context_order="torch-gathered")
+OTHERS += [BY_AUTOGRAD, BY_TORCH]
 
 
 def test_every_division_of_the_ranks_is_a_cell():
@@ -36,8 +45,61 @@ def test_every_division_of_the_ranks_is_a_cell():
             cells_of("mesh", *arguments)
 
 
+def rows_of(cells, metrics):
+    """The rows of cells that were measured."""
+    found = []
+    for cell, own in zip(cells, metrics, strict=True):
+        found.append(Outcome(cell, "ok", metrics=own))
+        provenance = {"gpu": "NVIDIA H200", "host": "a", "commit": "b"}
+        found[-1].rows = make_rows("benchmark_parallelism", found[-1], {"provenance": provenance})
+    return outcome_rows(found)
+
+
+def attention_cells(*arguments, device="cuda"):
+    """The cells of attention alone on one and two ranks, without asking for GPUs."""
+    asked = ["--part", "attention", "--size", "llama3.1-8b", "--dtype", "bf16", "--context-length", "65536"]
+    asked += ["--world-size", "1", "2", "--tensor", "1", "--context", "1", "2", "--device", device]
+    return make_cells(parse(EXPERIMENT.options, [*asked, *arguments], None))
+
+
+def test_torchs_context_parallelism_is_beside_attention_alone():
+    ours = ["--attention", "hopper", "--kernels", "fused", "--optimizer", "fused", "--master-weights", "fp32"]
+    made = attention_cells(*ours, "--context-order", "zigzag", "gathered", "--peer")
+    assert [(cell.variant, cell.attention) for cell in made] == [
+        *(("alone", "hopper"), ("zigzag-2", "hopper"), ("gathered-2", "hopper")),
+        *(("alone", "sdpa-cudnn"), ("torch-2", "sdpa-cudnn"), ("torch-gathered-2", "sdpa-cudnn")),
+    ]
+    for cell in made:
+        assert command_refusal(cell) is None
+        assert cell.attention_alone
+    rows = rows_of(made, [[Metric("tokens_per_s", "tokens/s", [rate])] for rate in (100, 190, 180, 80, 120, 140)])
+    lines = MESH.lines(rows)
+    of_one_gpu = [scaling(line, tensor=1, context=1, **PLAIN) for line in lines]
+    assert of_one_gpu == [100, 95, 90, 100, 75, 87.5]  # torch's ranks by torch's attention on one
+    assert [predicted_ms(line) for line in lines] == 6 * [None]
+    assert not [cell for cell in attention_cells("--peer", device="cpu") if not cell.written_out]
+    by_torch = ["--keep", "autograd", "--attention", "sdpa-flash", "--context-order", "torch"]
+    assert attention_cells(*by_torch, "--peer") == attention_cells(*by_torch)
+    with pytest.raises(ValueError, match="not a whole step"):
+        attention_cells(*by_torch, "--part", "step")
+
+
 def measure_all(rank: Rank):
-    return [measure(cell, rank) for cell in MEASURED + OTHERS]
+    with kernels_on_cpu():
+        return [measure(cell, rank) for cell in MEASURED + OTHERS]
+
+
+def measure_by_torch(rank: Rank):
+    with kernels_on_cpu(), CommDebugMode() as log:
+        measure(BY_TORCH, rank)
+    return sent_by_torch(log)
+
+
+@pytest.mark.slow
+def test_torch_shares_what_is_timed():
+    steps = BY_TORCH.warmup + BY_TORCH.steps
+    expected = {"all_gather_into_tensor": 2 * steps, "all_to_all_single": 4 * steps}  # of keys; of their gradients
+    assert on_ranks(measure_by_torch, 4) == 4 * [expected]
 
 
 @pytest.mark.slow
@@ -46,8 +108,4 @@ def test_messages_are_those_predicted():
         for cell, own in zip(MEASURED, metrics[: len(MEASURED)], strict=True):
             found = {metric.name: metric.samples[0] for metric in own}
             assert found["messages"] == found["predicted_messages"] > 0, cell
-    rows = []
-    for cell, own in zip(MEASURED + OTHERS, metrics, strict=True):
-        rows.append(Outcome(cell, "ok", metrics=own))
-        rows[-1].rows = make_rows("benchmark_parallelism", rows[-1], {"provenance": {"gpu": "", "host": "a"}})
-    assert len(MESH.of(outcome_rows(rows)).frame) == len(MEASURED + OTHERS)
+    assert len(MESH.of(rows_of(MEASURED + OTHERS, metrics)).frame) == len(MEASURED + OTHERS)
