@@ -1,4 +1,4 @@
-"""What do ranks gain by sharing a batch? One training step over a mesh of replica, shard, context and tensor ranks.
+"""What do ranks gain by sharing a batch? One step over a mesh of pipeline, replica, shard, context and tensor ranks.
 
 A cell is one division of the ranks. Those that differ in data alone have batches of their own, so that their tokens
 add up; those along context and tensor share one. Scaling compares tokens/s per rank with those of one rank alone on the
@@ -23,6 +23,7 @@ from cs336_systems.costs.parallelism.seconds import step_seconds
 from cs336_systems.costs.parallelism.step import SEND, context_sent, tensor_sent
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment
+from cs336_systems.experiments.mesh_timeline import measure_timeline
 from cs336_systems.experiments.options import RankedCase, RankedRun, in_turns, training_cells
 from cs336_systems.experiments.ranked import (
     EFFORT,
@@ -74,6 +75,9 @@ class MeshCell(RankedCase):
     context: int = like(Parallel, "context", asked=(1, 2))
     context_order: str = like(Parallel, "context_order")
     replicas: int = like(Parallel, "replicas")
+    pipeline: int = like(Parallel, "pipeline")
+    pipeline_schedule: str = like(Parallel, "pipeline_schedule")
+    pipeline_chunks: int = like(Parallel, "pipeline_chunks")
     weights: str = option(
         "ddp",
         "How ranks along data and context hold the weights they share: ddp, whole with averaged gradients; fsdp, in "
@@ -88,7 +92,7 @@ class MeshCell(RankedCase):
 
     @property
     def parallel(self) -> Parallel:
-        alone = self.world_size == self.tensor and self.context == 1
+        alone = self.world_size == self.tensor * self.pipeline and self.context == 1
         return Parallel(
             "none" if alone else DATA[self.weights],
             replicas=self.replicas,
@@ -96,6 +100,9 @@ class MeshCell(RankedCase):
             tensor_by=self.tensor_by,
             context=self.context,
             context_order=self.context_order,
+            pipeline=self.pipeline,
+            pipeline_schedule=self.pipeline_schedule,
+            pipeline_chunks=self.pipeline_chunks,
         )
 
     @property
@@ -109,7 +116,7 @@ class MeshCell(RankedCase):
             self,
             *([self.part] if self.part != "step" else []),
             *self._words,
-            *([self.weights] if self.world_size > self.tensor else []),
+            *([self.weights] if self.parallel.wrapper != "none" else []),
         )
 
     @property
@@ -117,7 +124,7 @@ class MeshCell(RankedCase):
         """The dimensions that have several ranks."""
         n_data = self.world_size // self.parallel.ranks_per_batch
         sizes = {"replica": self.replicas, self.weights: n_data // self.replicas}
-        sizes |= {self.context_order: self.context, "tensor": self.tensor}
+        sizes |= {self.context_order: self.context, "tensor": self.tensor, self.pipeline_schedule: self.pipeline}
         words = [f"{name}-{size}" for name, size in sizes.items() if size > 1] or ["alone"]
         return words + [self.tensor_by] * (self.tensor_by != "collectives")
 
@@ -140,9 +147,11 @@ class Asked(RankedRun):
 Options: Any = options_of(MeshCell, Asked, cpu=RankedRun.CPU_DEFAULTS | {"batch_size": (2,), "warmup": 1, "steps": 4})
 
 
-_PLAIN = ("weights", "replicas", "context_order", "tensor_by")
+_PLAIN = ("weights", "replicas", "context_order", "tensor_by", "pipeline_schedule", "pipeline_chunks")
 PLAIN: dict[str, Any] = {name: getattr(MeshCell, name) for name in _PLAIN}
 """The values of columns that do not matter to a cell."""
+ALONE = {"tensor": 1, "context": 1, "pipeline": 1} | PLAIN
+"""Columns of one rank."""
 
 
 def make_cells(options: Any) -> list[MeshCell]:
@@ -156,11 +165,13 @@ def make_cells(options: Any) -> list[MeshCell]:
     fitting = [{"tensor": t, "context": c} for t, c in asked if any(n % (t * c) == 0 for n in ranks)]
     cells = []
     for cell in training_cells(MeshCell, options, inner=fitting or [{"tensor": 1, "context": 1}]):
-        matters = {"weights": cell.world_size > cell.tensor, "context_order": cell.context > 1}
+        matters = {"weights": cell.parallel.wrapper != "none", "context_order": cell.context > 1}
         matters |= {"tensor_by": cell.tensor > 1, "replicas": cell.replicas > 1}
+        matters |= {"pipeline_schedule": cell.pipeline > 1}
+        matters |= {"pipeline_chunks": cell.pipeline > 1 and cell.pipeline_schedule == "interleaved"}
         n_data, rest = divmod(cell.world_size, cell.parallel.ranks_per_batch)
         fits = n_data % cell.replicas == 0 and (cell.replicas == 1 or cell.weights == "fsdp")
-        if rest == 0 and fits and (n_data == 1 or cell.part == "step"):
+        if rest == 0 and fits and n_data and (n_data == 1 or cell.part == "step"):
             cells.append(replace(cell, **{name: PLAIN[name] for name in PLAIN if not matters[name]}))
     cells = in_turns(list(dict.fromkeys(cells)), _peers) if options.peer else list(dict.fromkeys(cells))
     if not cells or not fitting:
@@ -195,9 +206,9 @@ def _peers(cell: MeshCell) -> list[MeshCell]:
 def predicted_messages(cell: MeshCell, rank: int) -> float | None:
     """Bytes that a rank sends in a step, by arithmetic.
 
-    None for FSDP2 and torch's division of matrices, and for shards of several micro-batches or tied weights.
+    None for pipelines, FSDP2 and torch's division of matrices, and for shards of several micro-batches or tied weights.
     """
-    if cell.parallel.tensor_by_torch:
+    if cell.parallel.tensor_by_torch or cell.pipeline > 1:
         return None
     how, config, itemsize = cell.parallel, cell.config.part(cell.tensor), cell.precision.parameter_bytes
     n_rows = cell.batch_size * cell.context_length // cell.context
@@ -254,6 +265,8 @@ def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metr
         if (predicted_bytes := predicted_messages(cell, rank.rank)) is not None:
             metrics.append(Metric("predicted_messages", "MiB per step", [predicted_bytes / MIB]))
     check_replicas(prepared)
+    if cell.pipeline > 1:
+        return metrics + measure_timeline(prepared, effort.recording(cell))
     if (path := effort.recording(cell)) is not None:
         record_phases_of_ranks(phases, prepared.step.model, rank, path if rank.rank == 0 else None)
         if rank.rank == 0:
@@ -266,6 +279,8 @@ def predicted_ms(line: Line) -> float | None:
     how = line.settings
     hardware = find_hardware(str(how["gpu"]))
     if hardware is None or (how["part"], how["dtype"]) != ("step", "bf16") or how["keep"] == "autograd":
+        return None
+    if how["pipeline"] > 1:
         return None
     n_data = how["world_size"] // (how["tensor"] * how["context"])
     found = step_seconds(
@@ -289,7 +304,7 @@ MESH = ResultTable(
     settings=(
         *("gpu", "device", "part", "size", "dtype", "attention", "compile", "checkpoint", "optimizer", "batch_size"),
         *("accumulate", "kernels", "keep", *RECIPE, "context_length", "warmup", "steps", "weights", "tensor_by"),
-        *("context_order",),
+        *("context_order", "pipeline_schedule", "pipeline_chunks", "pipeline"),
         *("world_size", "replicas", "tensor", "context"),
     ),
     always=("part", "size", "world_size", "tensor", "context"),
@@ -298,6 +313,8 @@ MESH = ResultTable(
         "context_length": "length",
         "world_size": "ranks",
         "tensor_by": "rows by",
+        "pipeline_schedule": "schedule",
+        "pipeline_chunks": "chunks",
         "context_order": "order",
     },
     columns=(
@@ -305,11 +322,12 @@ MESH = ResultTable(
         Column("predicted ms", predicted_ms, optional=True, note="the step, by costs/parallelism/seconds.py"),
         Column("forward ms", "forward", rank=3),
         Column("backward ms", "backward", rank=3),
+        Column("passes ms", "passes", rank=3, optional=True, note="forward and backward of all micro-batches"),
         Column("optimizer ms", "optimizer", rank=3),
         Column("tokens/s", "tokens_per_s", ",.0f"),
-        Column(
-            "scaling %", lambda line: scaling(line, tensor=1, context=1, **PLAIN), ".1f", optional=True, note=SCALING
-        ),
+        Column("scaling %", lambda line: scaling(line, **ALONE), ".1f", optional=True, note=SCALING),
+        Column("idle %", "idle", ".1f", optional=True, note="of passes, on average over stages"),
+        Column("predicted idle %", "predicted_idle", ".1f", optional=True, note="from measured times of operations"),
         Column("hidden %", "hidden_share", ".1f", rank=2, optional=True, note="communication beside other kernels"),
         Column("waited ms", "waited", ".2f", rank=2, optional=True, note="only communication runs"),
         Column("collectives", "collectives", ".0f", rank=3),
@@ -329,7 +347,7 @@ def scaling_figure(rows: pd.DataFrame) -> Figure | None:
     groups: dict[str, dict[str, float]] = {}
     for line in MESH.lines(rows):
         how = line.settings
-        share = scaling(line, tensor=1, context=1, **PLAIN)
+        share = scaling(line, **ALONE)
         if share is not None and how["world_size"] > 1:
             panel = f"{how['part']}, {int(how['context_length']):,} tokens"
             groups.setdefault(panel, {})[_way(how)] = share
@@ -350,6 +368,7 @@ def scaling_figure(rows: pd.DataFrame) -> Figure | None:
 def _way(how: Mapping[str, Any]) -> str:
     """How the ranks of a line divide its batch, in words."""
     sizes = {"tensor": how["tensor"], f"context, {how['context_order']}": how["context"]}
+    sizes |= {f"pipeline, {how['pipeline_schedule']}": how["pipeline"]}
     n_data = how["world_size"] // math.prod(sizes.values())
     copies = int(how["replicas"])
     words = [f"replica {copies}"] * (copies > 1) + [f"{how['weights']} {n_data // copies}"] * (n_data > copies)

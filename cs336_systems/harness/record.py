@@ -46,12 +46,14 @@ DEFAULTS: dict[str, Any] = asdict(TrainingCase())
 NOT_RECORDED = {"nccl": ""}
 """Columns of provenance that earlier rows lack, and what they read as there."""
 
+PIPELINE = ("pipeline", "pipeline_schedule", "pipeline_chunks")
+
 EARLIER: dict[str, dict[str, Any]] = {
     "context_length": DEFAULTS,
     "d_head": {"clock": "harness", "repeat": 0},
     "ddp": {"max_ctas": Parallel.max_ctas},
     "host_gib": {"peer": ""},
-    "tensor_by": {"replicas": Parallel.replicas},
+    "tensor_by": {name: getattr(Parallel, name) for name in ("replicas", *PIPELINE)},
     "profiler": {"repeat": 0},
     "total_batch_tokens": {"recipe": "stored", "library": "", "gather_by": Parallel.gather_by, "apart": "off"},
     "prefetch": {"update": Parallel.update, "gather_by": Parallel.gather_by, "do_bench": "off", "losses": 0},

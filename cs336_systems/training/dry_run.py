@@ -249,16 +249,16 @@ class _Autocast(TorchFunctionMode):
 
 
 @contextmanager
-def _first_of(world_size: int) -> Iterator[Rank]:
-    """This process as rank 0 of so many ranks that send nothing, in place of the group that it may have joined."""
+def _one_of(world_size: int, number: int) -> Iterator[Rank]:
+    """This process as one of so many ranks that send nothing, in place of the group that it may have joined."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
 
     joined = c10d._get_default_group() if dist.is_initialized() else None
     c10d._update_default_pg(None)
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=number, world_size=world_size)
     imagined = c10d._get_default_group()
     try:
-        yield Rank(0, 0, world_size, META, "fake")
+        yield Rank(number, number, world_size, META, "fake")
     finally:
         if joined is not None:
             c10d._update_default_pg(joined)
@@ -282,6 +282,8 @@ def dry_run(
 ) -> PeakMemory:
     """The peak of allocated memory on one rank in one pass of ``mode``, every pass but the first.
 
+    Of a pipeline it is that of the fullest stage.
+
     Args:
         case: what runs; whether its device can serve it is not asked.
         world_size: ranks that share the step, if the case's ``parallel`` says that they do.
@@ -290,10 +292,19 @@ def dry_run(
     Raises:
         ValueError: no such mode, or a name in the case is unknown.
     """
+    stages = case.parallel.pipeline
+    first = [stage * (world_size // stages) for stage in range(stages)]
+    found = (_dry_run_of(case, mode, world_size, number, workspace_bytes) for number in first)
+    return max(found, key=lambda peak: peak.n_bytes)
+
+
+def _dry_run_of(case: TrainingCase, mode: str, world_size: int, number: int, workspace_bytes: int) -> PeakMemory:
+    """``dry_run`` of the rank of this number."""
     on_cuda = case.device.startswith("cuda")
     live = LiveStorages(cuda_block_bytes if on_cuda else int)
     dtype = "fp32" if case.precision.autocast else case.dtype
-    accumulate = min(case.accumulate, 2)  # a third micro-batch is as the second
+    in_flight = case.accumulate if case.parallel.pipeline > 1 else 2  # else a third micro-batch is as the second
+    accumulate = min(case.accumulate, in_flight)
     # Torch's fused AdamW refuses meta; ours has the same states and no more temporaries.
     optimizer = "fused" if case.optimizer == "torch-fused" else case.optimizer
     eager = replace(case, device="meta", dtype=dtype, accumulate=accumulate, optimizer=optimizer)
@@ -302,7 +313,9 @@ def dry_run(
     if not sharded:
         eager = _unwrapped(eager)
     with ExitStack() as stack:
-        rank = stack.enter_context(_first_of(world_size)) if sharded or case.parallel.ranks_per_batch > 1 else None
+        rank = None
+        if sharded or case.parallel.ranks_per_batch > 1:
+            rank = stack.enter_context(_one_of(world_size, number))
         stack.enter_context(only_allocating(live.leave_out))
         casts = _Autocast(matmul_dtype(case.precision), wide_softmax=on_cuda)
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", lambda *given: live.resize(*given)))
