@@ -48,6 +48,7 @@ class PipelinedStep(TrainStep):
         super().__init__(*args, **options)
         self.pipeline, self.blocks, self.stages = pipeline, blocks, stages
         model: Any = self.model.module if isinstance(self.model, DDP) else self.model
+        self._loaded: set[tuple[torch.Size, bool]] = set()
         self._tied = [p for name, p in model.named_parameters() if name in on_two_stages(model)]
         self._width, self._n_tensor = model.config.d_model, getattr(model, "tensor_ranks", ALONE).n_ranks
 
@@ -73,6 +74,7 @@ class PipelinedStep(TrainStep):
             return y
 
         with torch.no_grad():
+            self._load_kernels(token_ids, targets, trains=False)
             self.pipeline.run(work, self._like(token_ids), self.pipeline.plan.forwards(1))
         return self._everywhere(found)
 
@@ -110,6 +112,7 @@ class PipelinedStep(TrainStep):
             local_gradients(self.model, self.optimizer),
             matmul_precision(self.precision),
         ):
+            self._load_kernels(*batches[0], trains=trains)
             plan = self.pipeline.plan
             plan = plan if trains else plan.forwards(plan.microbatches)
             self.pipeline.run(work, self._like(batches[0][0]), plan)
@@ -123,6 +126,33 @@ class PipelinedStep(TrainStep):
             self.model.finish_gradient_synchronization()
         if mode == "backward":
             self.optimizer.zero_grad(set_to_none=True)
+
+    def _load_kernels(self, token_ids: Tensor, targets: Tensor, *, trains: bool) -> None:
+        """Run this stage's work once on zeros, before the first messages of this shape.
+
+        A GPU loads a kernel when it is first launched, and may wait for all that runs before it does: also for a
+        message that comes only after this launch.
+        """
+        key = (token_ids.shape, trains)
+        if self.device.type != "cuda" or key in self._loaded:
+            return
+        self._loaded.add(key)
+        gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        for chunk in range(self.pipeline.plan.chunks):
+            operation, later = Operation("F", 0, chunk), list[Callable[[], None]]()
+            first = self.pipeline.plan.part(self.pipeline.stage, chunk) == 0
+            x = None if first else self._like(token_ids).zero_().requires_grad_(trains)
+            y = self._forward(operation, x, token_ids, targets)
+            if trains:
+                with put_off(later):
+                    torch.autograd.backward(y, None if self._is_last(operation) else torch.zeros_like(y))
+                for product in later:
+                    product()
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        torch.cuda.synchronize(self.device)
 
     def _forward(self, operation: Operation, x: Tensor | None, token_ids: Tensor, targets: Tensor) -> Tensor:
         part = self.pipeline.plan.part(self.pipeline.stage, operation.chunk)
