@@ -27,7 +27,7 @@ def refusal(case: TrainingCase) -> str | None:
     for refused, sentence in REFUSALS:
         if refused(case):
             return sentence.format(case=case, parallel=case.parallel, attentions=", ".join(_attentions(case)))
-    return _fp8_sizes(case) or _mesh_sizes(case)
+    return _mesh_sizes(case) or _fp8_sizes(case)
 
 
 def command_refusal(case: TrainingCase) -> str | None:
@@ -236,8 +236,8 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         "{parallel.context}",
     ),
     (
-        lambda case: case.parallel.tensor > 1 and _quantized(case),
-        "matmul_dtype {case.matmul_dtype} with tensor {parallel.tensor}: rows that ranks gather are not quantized yet",
+        lambda case: case.parallel.tensor > 1 and _quantized(case) and case.scaling != "tensor",
+        "scaling {case.scaling} with tensor {parallel.tensor}: rows that ranks gather have one scale, scaling tensor",
     ),
     (
         lambda case: _updates_early(case) and case.parallel.wrapper != "fsdp",
@@ -249,13 +249,17 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
 
 def _fp8_sizes(case: TrainingCase) -> str | None:
     """Why fp8 matmuls cannot take the case's sizes, if they cannot."""
-    config = case.config
+    parallel, config = case.parallel, case.config.part(case.parallel.tensor)
     sizes = {"d_model": config.d_model, "d_query": config.d_query, "d_kv": config.d_kv, "d_ff": config.d_ff}
-    sizes |= {"context": case.context_length}
+    if parallel.ranks_per_batch == 1:
+        sizes |= {"context": case.context_length}
+    else:
+        sizes |= {"tokens": case.batch_size * case.context_length // parallel.ranks_per_batch}
     odd = [f"{name} {size}" for name, size in sizes.items() if size % 16]
     if not (_quantized(case) and odd):
         return None
-    return f"matmul_dtype {case.matmul_dtype}: matmuls in fp8 take sizes that 16 divides, not {', '.join(odd)}"
+    of = f" of each of tensor {parallel.tensor} x context {parallel.context}" * (parallel.ranks_per_batch > 1)
+    return f"matmul_dtype {case.matmul_dtype}: matmuls in fp8 take sizes{of} that 16 divides, not {', '.join(odd)}"
 
 
 def _torch_alone(parallel: Parallel) -> Parallel:

@@ -32,6 +32,7 @@ class Shared(TrainingCase):
 SCATTERED = Shared("cuda", "tiny", 4, 64, optimizer="fused", how=Parallel(optimizer_state="scattered"))
 EARLY = Shared("cuda", "tiny", 4, 64, optimizer="fused", how=Parallel("fsdp", update="under-backward"))
 SHARING = Shared("cuda", "tiny", 4, 64, optimizer="fused", keep="all", how=Parallel("bucketed", tensor=2))
+SHARING_FP8 = replace(SHARING, dtype="bf16", matmul_dtype="e4m3", optimizer="torch-fused")
 BY_TORCH = Parallel(tensor=2, tensor_by="torch")
 
 
@@ -73,10 +74,8 @@ REFUSED = [
     (replace(PLAIN, compile="whole-model", checkpoint="full"), "whole-model leaves no boundaries .* checkpoint full"),
     (replace(EARLY, how=Parallel("bucketed", update="under-backward")), "wrapper fsdp, got bucketed"),
     (replace(EARLY, keep="autograd", how=Parallel(tensor=2)), "tensor 2, context 1, pipeline 1 with keep autograd"),
-    (
-        Shared("cuda", "tiny", 4, 64, "bf16", keep="all", matmul_dtype="e4m3", how=Parallel(tensor=2)),
-        "e4m3 with tensor 2",
-    ),
+    (replace(SHARING_FP8, scaling="block"), "scaling block with tensor 2"),
+    (replace(SHARING_FP8, batch_size=1, context_length=48), "of each of tensor 2 x context 1 .* not tokens 24"),
     (replace(SHARING, how=Parallel(context=2)), "context 2 with wrapper none"),
     (replace(SHARING, how=Parallel("bucketed", replicas=2)), "replicas 2 .* wrapper bucketed"),
     (replace(SHARING, how=Parallel("bucketed", context=2, max_ctas=8)), "max_ctas 8 .* context 2"),
@@ -124,6 +123,7 @@ def test_what_is_next_to_it_is_served():
     for case in (
         *(PLAIN, FUSED, FP8, GRAPH, SCATTERED, EARLY, SHARING),
         *(ALONE, replace(ALONE, attention="sdpa-flash", how=replace(CONTEXT_BY_TORCH, context_order="torch-gathered"))),
+        *(PLAIN, FUSED, FP8, GRAPH, SCATTERED, EARLY, SHARING, SHARING_FP8),
         replace(FP8, keep="1xall+products", **on_cpu),
         replace(FUSED, master="fp32", offload="master-m-v-gradients-residual"),
         replace(SCATTERED, offload="m-v"),

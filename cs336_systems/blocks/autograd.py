@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from cs336_systems.blocks.block import Later, backward, forward
 from cs336_systems.blocks.host_inputs import HostInputs
 from cs336_systems.blocks.ops import BlockOps
-from cs336_systems.blocks.products import STORED, Products
+from cs336_systems.blocks.products import STORED, Products, stored
 from cs336_systems.blocks.quantized import QuantizedProducts
 from cs336_systems.blocks.saved import Saved
 from cs336_systems.blocks.weights import BlockGradients, BlockWeights, merge_
@@ -218,7 +218,7 @@ def write_out(
         own = products
         if isinstance(products, QuantizedProducts):
             quantizes = products.recipe.quantizes(i, len(model.layers))
-            own = products.for_another_block() if quantizes else STORED
+            own = products.for_another_block() if quantizes else stored(products.ranks)
         written_out = WrittenOutBlock(model.config, block_ops, keep, host_inputs, own, device="meta")
         for name, child in block.named_children():
             setattr(written_out, name, child)

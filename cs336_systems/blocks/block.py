@@ -42,9 +42,6 @@ from cs336_systems.costs.kept import KEPT, OPERANDS
 Later = list[Callable[[], None]]
 """Gradients of weights that are still to be computed, in their order."""
 
-NORMED = ("normed1", "normed2")
-"""Activations that each tensor rank computes for its own rows, while products read the rows of all."""
-
 
 @dataclass(frozen=True)
 class _Stages:
@@ -73,9 +70,8 @@ class _Stages:
         return self.products.read_weight(name, getattr(self.weights, name), columns=True).columns
 
     def read(self, name: str, x: Any, *, rows: bool = True, columns: bool = True) -> Operand:
-        """An activation, by its name among ``Saved``'s, as products read it: norms with the rows of all ranks."""
-        operand = self.products.read(name, x, self.maxima, rows=rows, columns=columns)
-        return self.products.gather(operand) if name in NORMED else operand
+        """An activation, by its name among ``Saved``'s, as products read it."""
+        return self.products.read(name, x, self.maxima, rows=rows, columns=columns)
 
     def norm1(self, x_RD: Tensor, rstd_R: Tensor | None = None) -> tuple[Any, Tensor]:
         """The norm of x, to be read, and its statistic, which may be known."""
@@ -278,10 +274,10 @@ def forward(
         y, rstd1 = stages.norm1(x)
         normed1 = stages.read("normed1", y, columns="normed1" in saved.names)
         del y  # each is freed once it has been read, unless it is kept
-        saved.keep(x=x_BSD, rstd1=rstd1, **products.kept("normed1", normed1))
+        saved.keep(x=x_BSD, rstd1=rstd1)
         projected = {name: stages.project(name, x, normed1) for name in saved.projections}
+        saved.keep(**projected, **products.kept("normed1", normed1))  # which waits for the rows of all ranks
         del normed1
-        saved.keep(**projected)
         attended, lse = stages.attend(*projected.values())
         del projected
         saved.keep(attended=attended, lse=lse)
@@ -291,10 +287,10 @@ def forward(
     del attended
     normed2 = stages.read("normed2", y, columns="normed2" in saved.names)
     del y
-    saved.keep(residual=residual, rstd2=rstd2, **products.kept("normed2", normed2))
+    saved.keep(residual=residual, rstd2=rstd2)
     residual = saved.tensors.get("residual", residual)
     gate_up, y = stages.feed(residual, normed2)
-    saved.keep(gate_up=gate_up)
+    saved.keep(gate_up=gate_up, **products.kept("normed2", normed2))
     del normed2, gate_up
     product = stages.read("product", y, columns="product" in saved.names)
     del y
@@ -331,11 +327,11 @@ class _Writer:
 
     def product(self, gradient: Tensor | None, dy_RN: Operand, x_RM: Operand) -> None:
         """Write the gradient of W in y = x W^T."""
-        for operand in (dy_RN, x_RM):
-            operand.wait()
         if gradient is None:
+            dy_RN.wait()
+            x_RM.wait()
             return
-        how = gradient, dy_RN.columns, x_RM.columns, self.accumulate
+        how = gradient, dy_RN.whole_columns(), x_RM.whole_columns(), self.accumulate
         work = partial(self.products.backward_weight_, self.ops, *how)
         if self.later is None:
             work()
@@ -381,7 +377,7 @@ def backward(
     recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 
     gate_up, with_product = recalled.take("gate_up"), "product" not in recalled.operands
-    dy_read = products.gather(products.read_gradient("dy", dy, maxima, columns=grads.down is not None))
+    dy_read = products.read_gradient("dy", dy, maxima, columns=grads.down is not None)
     if products.ranks.under_products:
         recalled.operand("normed2")  # whose rows travel meanwhile
     dproduct = products.backward(ops, dy_read, stages.columns_of("down"))
@@ -402,7 +398,7 @@ def backward(
     del dnormed2, residual, how
     recalled.forget("residual")
 
-    dy_read = products.gather(products.read_gradient("dresidual", dresidual, maxima, columns=grads.output is not None))
+    dy_read = products.read_gradient("dresidual", dresidual, maxima, columns=grads.output is not None)
     if products.ranks.under_products:
         recalled.operand("normed1")
     dattended = products.backward(ops, dy_read, stages.columns_of("output"))

@@ -2,7 +2,8 @@
 
 Kernels note the largest magnitude of what they write; what nobody noted is read for it. The gradient that a block hands
 to the one below carries its own as an attribute, which autograd keeps with the tensor: a hook that puts another tensor
-in its place, or writes to it, is noticed.
+in its place, or writes to it, is noticed. Of what tensor ranks gather, they agree on the largest magnitude of all rows
+before it is read, so that one scale serves the rows of all.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from cs336_systems.blocks.ops import swiglu
-from cs336_systems.blocks.products import Maxima
+from cs336_systems.blocks.products import GATHERED, Maxima
 from cs336_systems.kernels import quantize_reference as plain
+from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
 _HANDED_ON = "_largest_magnitude"
 """An attribute of gradients: the magnitude, () in fp32, and the version of the gradient that it is of."""
@@ -51,16 +53,25 @@ class FoundMaxima(Maxima):
     """Largest magnitudes in fp32, (n,), in the order of the n ``names``.
 
     Args:
-        known: whether they are there already.
+        known: whether they are there already, as ranks agreed on them.
         slopes: those of SwiGLU that forward noted, if it did.
+        ranks: those that agree, each with rows of its own, on the magnitudes of ``GATHERED``.
     """
 
     def __init__(
-        self, values: Tensor, names: Sequence[str], quantizers: Quantizers, *, known: bool, slopes: Tensor | None = None
+        self,
+        values: Tensor,
+        names: Sequence[str],
+        quantizers: Quantizers,
+        *,
+        known: bool,
+        slopes: Tensor | None = None,
+        ranks: TensorRanks = ALONE,
     ) -> None:
-        self._values, self._quantizers, self.slopes = values, quantizers, slopes
+        self._values, self._quantizers, self.slopes, self._ranks = values, quantizers, slopes, ranks
         self._each = dict(zip(names, values.unbind(), strict=True))
         self._known = set(names if known else ())
+        self._of_own_rows = set(() if known else GATHERED)
 
     def raised(self, name: str) -> dict[str, Tensor]:
         if name in self._known or not self._quantizers.raised:
@@ -72,6 +83,9 @@ class FoundMaxima(Maxima):
         if name not in self._known:
             self._known.add(name)
             self._each[name].copy_(self._quantizers.absmax(x))
+        if name in self._of_own_rows:
+            self._of_own_rows.remove(name)
+            self._ranks.largest_(self._each[name])
         return self._each[name]
 
     def found(self, name: str) -> Tensor:

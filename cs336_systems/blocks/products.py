@@ -10,7 +10,7 @@ So a matrix is read by its rows or by its columns, and an ``Operand`` holds it i
 be read. As it is stored it serves both, to the products among a block's operations (``ops.py``).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from torch import Tensor
 
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.model.tensor_ranks import ALONE, EVERYTHING, Arriving, TensorRanks
+
+GATHERED = ("normed1", "normed2", "dy", "dresidual")
+"""Names of what each tensor rank computes for its own rows, while products read the rows of all."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Operand:
     columns: Any = None
     arriving: Arriving | None = None
     """How the rows come from other ranks, if they do."""
+    transpose: Callable[[], Any] | None = None
+    """Makes columns of rows that have arrived, where columns do not come with them."""
 
     def parts(self) -> Iterator[tuple[slice, Any]]:
         """Slices of the rows, and the rows, which have arrived by then."""
@@ -38,6 +43,11 @@ class Operand:
         """Wait for all rows."""
         if self.arriving is not None:
             self.arriving.wait()
+
+    def whole_columns(self) -> Any:
+        """The columns with all rows, for which this waits; where they are made of rows, they are made by each call."""
+        self.wait()
+        return self.columns if self.transpose is None else self.transpose()
 
 
 class Maxima:
@@ -74,11 +84,14 @@ class Products:
     def __init__(self, ranks: TensorRanks = ALONE) -> None:
         self.ranks = ranks
 
-    def gather(self, operand: Operand) -> Operand:
-        """All ranks' rows (all-gathered) of an operand with this rank's."""
-        if self.ranks.n_ranks == 1:
-            return operand
-        arriving = self.ranks.arriving(operand.rows)
+    def gathers(self, name: str) -> bool:
+        """Whether what ``read`` and ``read_gradient`` return under this name has the rows of several ranks."""
+        return self.ranks.n_ranks > 1 and name in GATHERED
+
+    def _read(self, name: str, x: Tensor) -> Operand:
+        if not self.gathers(name):
+            return Operand(x, x)
+        arriving = self.ranks.arriving(x)
         return Operand(arriving.whole, arriving.whole, arriving)
 
     def maxima(self, x: Tensor, kept: Mapping[str, Tensor] | None = None) -> Maxima:
@@ -113,12 +126,15 @@ class Products:
         return ops.add_rms_norm_forward(x_RD, branch_RD, gain_D, eps, **raised)
 
     def read(self, name: str, x_RK: Any, maxima: Maxima, *, rows: bool = True, columns: bool = True) -> Operand:
-        """An activation by its name among ``maxima``; ``rows`` and ``columns`` say how it will be read."""
-        return Operand(x_RK, x_RK)
+        """An activation by its name among ``maxima``, with the rows of all ranks if it is one of ``GATHERED``.
+
+        ``rows`` and ``columns`` say how it will be read.
+        """
+        return self._read(name, x_RK)
 
     def read_gradient(self, name: str, dy_RN: Tensor, maxima: Maxima, *, columns: bool = True) -> Operand:
-        """A gradient of an activation by its name among ``maxima``, always read by its rows."""
-        return Operand(dy_RN, dy_RN)
+        """A gradient of an activation, as ``read`` returns it, always read by its rows."""
+        return self._read(name, dy_RN)
 
     def read_weight(self, name: str, weight_NK: Tensor, *, rows: bool = False, columns: bool = False) -> Operand:
         """A weight by its name in ``BlockWeights``."""
@@ -200,3 +216,8 @@ class Products:
 
 NONE = Maxima()
 STORED = Products()
+
+
+def stored(ranks: TensorRanks) -> Products:
+    """The products of matrices as they are stored, which these ranks share."""
+    return STORED if ranks.n_ranks == 1 else Products(ranks)

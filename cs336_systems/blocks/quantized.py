@@ -13,6 +13,10 @@ added up in fp32, so that a recipe can be judged without a GPU. What the emulati
 shifted to the largest exponent among them, and keep 13 bits behind its point; the rest is cut off, of the new sum too.
 With fast accumulation a whole product is summed so, without it sums of 128 are, which then add up in fp32.
 
+Tensor ranks gather bytes. Each quantizes its own rows by the largest magnitude of all ranks' (``maxima.py``), so that
+what arrives is to the bit the whole, quantized on one rank; its transpose is made of the bytes that arrived. Weights,
+and what a rank computes of its own heads or its own part of the feed-forward width, have a scale for each rank.
+
 Gradients of weights that add to earlier ones: the product is rounded to the gradient's dtype, then the sum is, where a
 product in bf16 rounds the sum alone; ``_scaled_mm`` adds to nothing.
 
@@ -24,7 +28,7 @@ hand them over (``receive``), as ``distributed/fsdp_quantized.py`` does to move 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +36,7 @@ from torch import Tensor
 
 from cs336_systems.blocks.maxima import FoundMaxima, FusedQuantizers, Quantizers
 from cs336_systems.blocks.ops import BlockOps
-from cs336_systems.blocks.products import NONE, STORED, Maxima, Operand, Products
+from cs336_systems.blocks.products import NONE, Maxima, Operand, Products, stored
 from cs336_systems.config import Recipe
 from cs336_systems.costs.kept import SCALED_BLOCK
 from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
@@ -54,6 +58,13 @@ class Quantized:
     dtype: torch.dtype
     """The dtype of the matrix before it was quantized."""
 
+    def __getitem__(self, rows: slice) -> "Quantized":
+        return replace(self, values=self.values[rows], scale=self.scale[rows] if self.scale.dim() else self.scale)
+
+    def empty(self, width: int) -> Tensor:
+        """Memory for a matrix (M, width) of the dtype from before."""
+        return self.values.new_empty(len(self.values), width, dtype=self.dtype)
+
 
 @dataclass(frozen=True)
 class UnstoredNorm:
@@ -69,11 +80,16 @@ class QuantizedProducts(Products):
 
     Args:
         remember: keep weights quantized until they change.
+        ranks: those that share the block's matrices, with one scale for each tensor that they gather.
     """
 
     quantized = True
 
-    def __init__(self, recipe: Recipe, quantizers: Quantizers, remember: bool = False) -> None:
+    def __init__(
+        self, recipe: Recipe, quantizers: Quantizers, remember: bool = False, ranks: TensorRanks = ALONE
+    ) -> None:
+        assert ranks.n_ranks == 1 or recipe.scaling == "tensor", recipe
+        super().__init__(ranks)
         self.recipe, self.quantizers, self.remember = recipe, quantizers, remember
         self._weights: dict[str, Operand] = {}
         self._versions: _Versions = []
@@ -82,11 +98,11 @@ class QuantizedProducts(Products):
 
     def for_another_block(self) -> "QuantizedProducts":
         """Make equal products, with weights of their own to remember."""
-        return QuantizedProducts(self.recipe, self.quantizers, self.remember)
+        return QuantizedProducts(self.recipe, self.quantizers, self.remember, self.ranks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle without what is remembered."""
-        return QuantizedProducts, (self.recipe, self.quantizers, self.remember)
+        return QuantizedProducts, (self.recipe, self.quantizers, self.remember, self.ranks)
 
     def maxima(self, x: Tensor, kept: Mapping[str, Tensor] | None = None) -> Maxima:
         return self._maxima(x, ACTIVATIONS, kept or {})
@@ -102,7 +118,8 @@ class QuantizedProducts(Products):
             return NONE
         known = kept.get("absmax")
         values = torch.zeros(len(names), device=x.device) if known is None else known
-        return FoundMaxima(values, names, self.quantizers, known=known is not None, slopes=kept.get("slopes"))
+        how: dict[str, Any] = {"known": known is not None, "slopes": kept.get("slopes"), "ranks": self.ranks}
+        return FoundMaxima(values, names, self.quantizers, **how)
 
     @property
     def _fused(self) -> FusedQuantizers | None:
@@ -131,7 +148,13 @@ class QuantizedProducts(Products):
         return residual, UnstoredNorm(residual, gain_D, rstd), rstd
 
     def read(self, name: str, x_RK: Any, maxima: Maxima, *, rows: bool = True, columns: bool = True) -> Operand:
-        absmax, dtype = maxima.of(name, x_RK), FORMATS[self.recipe.matmul]
+        absmax = maxima.of(name, x_RK)
+        if self.gathers(name):
+            return self._gather(self._read_own(x_RK, absmax, True, False), columns)
+        return self._read_own(x_RK, absmax, rows, columns)
+
+    def _read_own(self, x_RK: Any, absmax: Tensor | None, rows: bool, columns: bool) -> Operand:
+        dtype = FORMATS[self.recipe.matmul]
         if isinstance(x_RK, UnstoredNorm):
             assert self._fused is not None and absmax is not None
             x, how = x_RK.x_RD, {"rows": rows, "transposed": columns}
@@ -139,7 +162,22 @@ class QuantizedProducts(Products):
         return self._quantize(x_RK, dtype, rows, columns, absmax)
 
     def read_gradient(self, name: str, dy_RN: Tensor, maxima: Maxima, *, columns: bool = True) -> Operand:
-        return self._quantize(dy_RN, FORMATS[self.recipe.gradient], True, columns, maxima.of(name, dy_RN))
+        absmax, dtype = maxima.of(name, dy_RN), FORMATS[self.recipe.gradient]
+        if self.gathers(name):
+            return self._gather(self._quantize(dy_RN, dtype, True, False, absmax), columns)
+        return self._quantize(dy_RN, dtype, True, columns, absmax)
+
+    def _gather(self, operand: Operand, columns: bool) -> Operand:
+        """All ranks' rows of an operand with this rank's, which has the scale of all."""
+        own: Quantized = operand.rows
+        in_bytes = self.ranks.arriving(own.values.view(torch.uint8))  # gloo sends no fp8
+        arriving = in_bytes.read_as(lambda rows: replace(own, values=rows.view(own.values.dtype)))
+        whole: Quantized = arriving.whole
+
+        def transpose() -> Quantized:
+            return replace(whole, values=self.quantizers.transpose_bytes(whole.values))
+
+        return Operand(whole, None, arriving, transpose if columns else None)
 
     def read_weight(self, name: str, weight_NK: Tensor, *, rows: bool = False, columns: bool = False) -> Operand:
         if self.arrived is not None:
@@ -167,10 +205,19 @@ class QuantizedProducts(Products):
         self.arrived = arrived
 
     def forward_(self, ops: BlockOps, out: Tensor, x: Operand, weight: Quantized, bias: Tensor | None = None) -> None:
-        self._multiply(x.rows, weight, bias, fast=self.recipe.fast_accumulation, out=out)
+        for part, rows in x.parts():
+            self._multiply(rows, weight, bias, fast=self.recipe.fast_accumulation, out=out[part])
 
     def sum_forward(self, ops: BlockOps, x: Operand, weight: Quantized) -> Tensor:
-        return self._multiply(x.rows, weight, fast=self.recipe.fast_accumulation)
+        return self._sum(x, weight, fast=self.recipe.fast_accumulation)
+
+    def _sum(self, x: Operand, weight: Quantized, *, fast: bool = False) -> Tensor:
+        """Own rows of the ranks' sum of x W^T."""
+
+        def multiply(out: Tensor, rows: slice) -> None:
+            self._multiply(x.rows[rows], weight, fast=fast, out=out)
+
+        return self.ranks.sums(multiply, x.rows.empty(0), len(weight.values))
 
     def add_forward_(self, ops: BlockOps, out: Tensor, base: Tensor, x: Operand, weight: Quantized) -> None:
         torch.add(base, self.sum_forward(ops, x, weight), out=out)
@@ -204,9 +251,13 @@ class QuantizedProducts(Products):
         return None if product is None else _operand(product, dtype), _operand(gradient, dtype)
 
     def backward(self, ops: BlockOps, dy: Operand, weight: Quantized) -> Tensor:
-        return self._multiply(dy.rows, weight)
+        dx: Tensor = dy.rows.empty(len(weight.values))
+        for part, rows in dy.parts():
+            self._multiply(rows, weight, out=dx[part])
+        return dx
 
-    sum_backward = backward
+    def sum_backward(self, ops: BlockOps, dy: Operand, weight: Quantized) -> Tensor:
+        return self._sum(dy, weight)
 
     def backward_weight_(self, ops: BlockOps, gradient: Tensor, dy: Quantized, x: Quantized, accumulate: bool) -> None:
         if accumulate:
@@ -215,9 +266,8 @@ class QuantizedProducts(Products):
             self._multiply(dy, x, out=gradient)
 
     def kept(self, name: str, operand: Operand) -> dict[str, Tensor]:
-        if operand.columns is None:
-            return {}
-        return {name: operand.columns.values, f"{name}_scale": operand.columns.scale}
+        columns = operand.whole_columns()
+        return {} if columns is None else {name: columns.values, f"{name}_scale": columns.scale}
 
     def recall(self, name: str, tensors: Mapping[str, Tensor]) -> Operand:
         return Operand(columns=Quantized(tensors[name], tensors[f"{name}_scale"], tensors["x"].dtype))
@@ -292,15 +342,15 @@ def block_products(kernels: str, recipe: Recipe, *, remember: bool = False, rank
 
     Args:
         remember: keep weights quantized until they change.
-        ranks: those that share the matrices, which are not quantized then.
+        ranks: those that share the matrices.
     """
     if not recipe.quantized:
-        return STORED if ranks.n_ranks == 1 else Products(ranks)
+        return stored(ranks)
     if kernels == "reference":
-        return QuantizedProducts(recipe, Quantizers(), remember)
+        return QuantizedProducts(recipe, Quantizers(), remember, ranks)
     from cs336_systems.blocks.fused import QUANTIZERS  # brings Triton along, which not every machine has
 
-    return QuantizedProducts(recipe, QUANTIZERS, remember)
+    return QuantizedProducts(recipe, QUANTIZERS, remember, ranks)
 
 
 def _scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor | None, *, by: str) -> Tensor:

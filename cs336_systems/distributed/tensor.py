@@ -56,6 +56,15 @@ class GroupRanks(TensorRanks):
             for part, tensor in zip(together.split([t.numel() for t in tensors]), tensors, strict=True)
         ]
 
+    def largest_(self, magnitudes: Tensor) -> Tensor:
+        dist.all_reduce(as_integers(magnitudes), dist.ReduceOp.MAX, group=self.group)
+        return magnitudes
+
+
+def as_integers(magnitudes: Tensor) -> Tensor:
+    """The bits of fp32 numbers without sign as int32, whose order is that of the numbers; NaN is the largest."""
+    return magnitudes.view(torch.int32)
+
 
 def tensor_dim(name: str) -> int | None:
     """The dimension along which tensor ranks divide the parameter of this name, None if each has it whole."""

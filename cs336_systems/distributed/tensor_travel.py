@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.distributed.peer_memory import PeerMemory, why_not_mapped
-from cs336_systems.distributed.tensor import GroupRanks
+from cs336_systems.distributed.tensor import GroupRanks, as_integers
 from cs336_systems.model.tensor_ranks import ALONE, Arriving, Part, TensorRanks
 
 Wait = Callable[[], None]
@@ -59,7 +59,7 @@ class Exchange(Protocol):
 class TravellingRanks(GroupRanks):
     """The ranks of a process group, whose rows travel while products run.
 
-    ``gather`` and ``scatter`` are collectives, ``total`` is an exchange.
+    ``gather`` and ``scatter`` are collectives, ``total`` and ``largest_`` are exchanges.
 
     Raises:
         ValueError: these GPUs cannot map each other's memory.
@@ -99,10 +99,21 @@ class TravellingRanks(GroupRanks):
 
     def total(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sum over the ranks of each tensor, the same bits on every rank."""
-        of_all = self.arriving(torch.cat([tensor.flatten() for tensor in tensors]))
-        of_all.wait()
-        summed = of_all.whole.view(self.n_ranks, -1).sum(0).split([tensor.numel() for tensor in tensors])
-        return [part.view_as(tensor) for part, tensor in zip(summed, tensors, strict=True)]
+        summed = self._of_all(torch.cat([tensor.flatten() for tensor in tensors])).sum(0)
+        parts = summed.split([tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def largest_(self, magnitudes: Tensor) -> Tensor:
+        bits = as_integers(magnitudes)
+        bits.copy_(self._of_all(bits.flatten()).amax(0).view_as(bits))
+        return magnitudes
+
+    def _of_all(self, x: Tensor) -> Tensor:
+        """The values (n,) of each rank: (ranks, n)."""
+        arriving = self.arriving(x)
+        arriving.wait()
+        whole: Tensor = arriving.whole
+        return whole.view(self.n_ranks, -1)
 
     def _rows(self, whole: Tensor, rank: int) -> slice:
         n = len(whole) // self.n_ranks

@@ -11,11 +11,12 @@ gives first the rows that are there, and ``sums`` computes first those that othe
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
-Part = tuple[slice, Tensor, Callable[[], None]]
+Part = tuple[slice, Any, Callable[[], None]]
 """A slice of all rows, these rows, and a function by which the current stream (on a CPU: the caller) waits for them."""
 
 EVERYTHING = slice(None)
@@ -25,13 +26,18 @@ EVERYTHING = slice(None)
 class Arriving:
     """The rows of all ranks, which iterating gives part by part, each after having waited for it."""
 
-    whole: Tensor
-    """All of them, (t r, ...), once the iteration has ended."""
+    whole: Any
+    """All of them, a tensor (t r, ...) or what ``read_as`` made of it, once the iteration has ended."""
     parts: tuple[Part, ...]
     finish: Callable[[], None] = lambda: None
     """Waits until this rank's own rows are in ``whole``, too; called at the end of an iteration."""
 
-    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+    def read_as(self, make: Callable[[Tensor], Any]) -> "Arriving":
+        """The same rows as what ``make`` makes of each tensor, a view for example; it may not read values."""
+        parts = tuple((rows, make(part), wait) for rows, part, wait in self.parts)
+        return replace(self, whole=make(self.whole), parts=parts)
+
+    def __iter__(self) -> Iterator[tuple[slice, Any]]:
         for rows, part, wait in self.parts:
             wait()
             yield rows, part
@@ -82,6 +88,10 @@ class TensorRanks:
     def total(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """All-reduce: the sum over the ranks of each tensor, in one collective."""
         return list(tensors)
+
+    def largest_(self, magnitudes: Tensor) -> Tensor:
+        """All-reduce, in place: the largest over the ranks of each magnitude (fp32, without sign), NaN if one is."""
+        return magnitudes
 
 
 ALONE = TensorRanks()

@@ -36,7 +36,7 @@ class Reads:
         self.reference, self.read = products.quantizers, list[Tensor]()
         fused = FusedQuantizers(
             self.norm_absmax,
-            lambda x, branch, gain, eps, absmax: (x + branch, self.norm_absmax(x + branch, gain, eps, absmax)),
+            lambda x, branch, gain, eps, absmax=None: (x + branch, self.norm_absmax(x + branch, gain, eps, absmax)),
             self.norm_quantize,
             lambda gate_up: torch.empty(0),
             self.swiglu_backward,
@@ -61,9 +61,10 @@ class Reads:
         absmax.copy_(product.abs().max())
         return product
 
-    def norm_absmax(self, x, gain, eps, absmax):
+    def norm_absmax(self, x, gain, eps, absmax=None):
         normed, rstd = REFERENCE.rms_norm_forward(x, gain, eps)
-        absmax.copy_(normed.abs().max())
+        if absmax is not None:
+            absmax.copy_(normed.abs().max())
         return rstd
 
     def norm_quantize(self, x, gain, rstd, absmax, dtype, **kept):

@@ -228,7 +228,8 @@ def test_what_ranks_cannot_share_is_refused():
         ({"context_length": 18}, {"context": 4}, "8 equal parts, got 18 tokens"),
         ({}, {"tensor": 8}, "n_kv_heads 4"),
         ({"batch_size": 1, "context_length": 4}, {"context": 2, "tensor": 4}, "tensor 4 does not divide the 2 tokens"),
-        ({"matmul_dtype": "e4m3", "dtype": "bf16"}, {}, "e4m3 with tensor 2"),
+        ({"matmul_dtype": "e4m3", "scaling": "row"}, {}, "scaling row with tensor 2"),
+        ({"matmul_dtype": "e4m3"}, {}, "of each of tensor 2 x context 2 .* not d_kv 8, tokens 8"),
         ({}, {"context_order": "circle"}, "circle"),
     ):
         with pytest.raises((ValueError, Unsupported), match=value):
