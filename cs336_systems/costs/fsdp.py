@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
-from cs336_systems.config import ModelConfig
+from cs336_systems.config import ModelConfig, Recipe
 
 Shape = tuple[int, ...]
 
@@ -55,6 +55,12 @@ def model_units(config: ModelConfig) -> list[list[Shape]]:
     embedding: list[Shape] = [(config.vocab_size, d_model)]
     head = [] if config.tie_embeddings else [embedding]
     return [embedding, *[block] * config.n_layers, [(d_model,)], *head]
+
+
+def quantized_units(recipe: Recipe, n_layers: int) -> range:
+    """The numbers of the units whose weights travel in eight bits: blocks with one scale for each matrix."""
+    travels = recipe.quantized and recipe.scaling == "tensor"
+    return range(1 + recipe.skip_first, 1 + n_layers - recipe.skip_last) if travels else range(0)
 
 
 @dataclass(frozen=True)

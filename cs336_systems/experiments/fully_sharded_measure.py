@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cs336_systems.case import RECIPE
-from cs336_systems.costs.fsdp import model_units, step_traffic
+from cs336_systems.costs.fsdp import model_units, quantized_units, step_traffic
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.fully_sharded import DDP, OURS, FullyShardedCell
@@ -149,15 +149,13 @@ def _states_and_traffic(prepared: PreparedStep, rank: Rank) -> list[Metric]:
         sent_metric(sent, cell.world_size),
     ]
     if cell.fsdp == OURS and cell.accumulate == 1:
-        recipe, n_layers = cell.recipe, cell.config.n_layers
-        travels = recipe.quantized and recipe.scaling == "tensor"  # the embedding is the first unit
         expected = step_traffic(
             model_units(cell.config),
             cell.world_size,
             compute_bytes=cell.weight_bytes,
             gradient_bytes=cell.precision.parameter_bytes,
             peer_copies=cell.gather_by == "copies",
-            quantized=range(1 + recipe.skip_first, 1 + n_layers - recipe.skip_last) if travels else (),
+            quantized=quantized_units(cell.recipe, cell.config.n_layers),
         )
         metrics.append(Metric("predicted_sent", "MiB per step and rank, on a ring", [expected.sent_per_rank / MIB]))
     return metrics

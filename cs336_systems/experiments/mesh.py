@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.case import RECIPE, TORCH_CONTEXT_ORDERS, Parallel, TensorBy, TrainingCase
 from cs336_systems.config import resolve_size
-from cs336_systems.costs.fsdp import model_units, step_traffic
+from cs336_systems.costs.fsdp import MAXIMA_BYTES, model_units, quantized_units, step_traffic
 from cs336_systems.costs.parallelism.seconds import step_seconds
 from cs336_systems.costs.parallelism.step import SEND, context_sent, tensor_sent
 from cs336_systems.declared import like, option, options_of
@@ -213,7 +213,7 @@ def predicted_messages(cell: MeshCell, rank: int) -> float | None:
     how, config, itemsize = cell.parallel, cell.config.part(cell.tensor), cell.precision.parameter_bytes
     n_rows = cell.batch_size * cell.context_length // cell.context
     place = rank // cell.tensor % cell.context
-    sent = tensor_sent(config, n_rows, cell.keep, cell.tensor, itemsize, by=cell.tensor_by)
+    sent = tensor_sent(config, n_rows, cell.keep, cell.tensor, itemsize, by=cell.tensor_by, recipe=cell.recipe)
     if cell.device != "cpu":  # where copies are no messages
         del sent[SEND]
     sent += context_sent(config, n_rows, cell.keep, cell.context, itemsize, rank=place, order=cell.context_order)
@@ -225,9 +225,11 @@ def predicted_messages(cell: MeshCell, rank: int) -> float | None:
     counted = _COUNT_BYTES if how.ranks_per_batch * how.replicas > 1 else 0
     if how.wrapper == "fsdp":
         n_shards, copies = n_replicas // how.replicas, 1 + (how.replicas > 1)
-        messages = step_traffic(units, n_shards, compute_bytes=itemsize, gradient_bytes=itemsize).messages
-        scattered = messages["reduce-scatter"] // n_shards
-        of_data = messages["all-gather"] + copies * (scattered + messages["all-reduce"])
+        how_wide = {"compute_bytes": itemsize, "gradient_bytes": itemsize}
+        quantized = quantized_units(cell.recipe, config.n_layers)
+        messages = step_traffic(units, n_shards, **how_wide, quantized=quantized).messages
+        scattered, agreed = messages["reduce-scatter"] // n_shards, MAXIMA_BYTES * len(quantized)
+        of_data = messages["all-gather"] + copies * (scattered + messages["all-reduce"] - agreed) + agreed
         return n_bytes + of_data + counted if cell.accumulate == 1 and not config.tie_embeddings else None
     return n_bytes + config.n_parameters * itemsize + sum(map(len, units)) + counted  # a byte says who has a gradient
 
@@ -278,7 +280,8 @@ def predicted_ms(line: Line) -> float | None:
     """The step that ``costs/parallelism/seconds.py`` predicts; None where it has no rates, or for torch's blocks."""
     how = line.settings
     hardware = find_hardware(str(how["gpu"]))
-    if hardware is None or (how["part"], how["dtype"]) != ("step", "bf16") or how["keep"] == "autograd":
+    asked = how["part"], how["dtype"], how["matmul_dtype"]
+    if hardware is None or asked != ("step", "bf16", "same") or how["keep"] == "autograd":
         return None
     if how["pipeline"] > 1:
         return None

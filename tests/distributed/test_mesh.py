@@ -252,7 +252,7 @@ def count(rank: Rank, cases):
                 sent[names[event.kind]] += event.n_bytes
         how, n_rows = case.parallel, batch[0].numel() // case.accumulate
         asked = case.config.part(how.tensor), n_rows, case.keep
-        predicted = tensor_sent(*asked, how.tensor, 4, by=how.tensor_by)
+        predicted = tensor_sent(*asked, how.tensor, 4, by=how.tensor_by, recipe=case.recipe)
         predicted += context_sent(*asked, how.context, 4, rank=rank.rank, order=how.context_order)
         if how.context > 1:  # gradients are averaged besides
             del sent[REDUCE]
@@ -270,6 +270,9 @@ def test_bytes_are_those_predicted():
     keeps = (*LEVELS, "1xall-residual+products-residual")
     base = replace(run_of(1, 1, "zero-1", QWEN3, accumulate=2), optimizer="reference")
     cases = [replace(base, keep=keep, how=Parallel(**way)) for way in ways for keep in keeps]
+    fp8, keeps = {"matmul_dtype": "e4m3", "context_length": 32}, (*keeps, "all-qkv", "all-ffn", "all-residual-ffn")
+    cases += [replace(base, keep=keep, how=Parallel(**way), **fp8) for way in ways[:2] for keep in keeps]
+    cases += [replace(base, how=Parallel(**way), fp8_skip_last=1, **fp8) for way in ways[:2]]
     for of_rank in on_ranks(count, 2, cases):
         for case, (sent, predicted) in zip(cases, of_rank, strict=True):
             assert sent == predicted, case

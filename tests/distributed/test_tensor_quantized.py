@@ -12,9 +12,10 @@ from cs336_systems.blocks import REFERENCE, QuantizedProducts, head_ops, write_o
 from cs336_systems.blocks.maxima import Quantizers
 from cs336_systems.blocks.products import GATHERED, STORED
 from cs336_systems.blocks.quantized import FORMATS, UnstoredNorm
-from cs336_systems.case import Parallel
 from cs336_systems.config import ModelConfig, Recipe
 from cs336_systems.costs.kept import LEVELS
+from cs336_systems.distributed import FSDP
+from cs336_systems.distributed.fsdp_quantized import QuantizedGroup
 from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.tensor import fill_from_whole, tensor_ops
@@ -23,10 +24,10 @@ from cs336_systems.harness.traffic import Traffic
 from cs336_systems.kernels import quantize_reference as plain
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.model.tensor_ranks import ALONE
-from cs336_systems.training.assemble import assemble, random_batch
+from cs336_systems.training.assemble import assemble, mesh_of, random_batch
 
 from ..blocks.test_handed_on import Reads
-from .checks import checks_of, on_each, on_ranks
+from .checks import checks_of, on_each
 from .test_mesh import run_of, whole_weights
 from .test_tensor import own_part
 
@@ -87,7 +88,11 @@ def by_powers_of_two(x, absmax, dtype, **how):
 
 def check_ranks_compute_what_one_process_computes(rank: Rank):
     """To fp64's rounding: in e5m2, in which nothing is subnormal, the scales of parts then change no number."""
-    how = {"recipe": Recipe("e5m2", "e5m2"), "dtype": torch.float64, "quantizers": Quantizers(quantize=by_powers_of_two)}
+    how = {
+        "recipe": Recipe("e5m2", "e5m2"),
+        "dtype": torch.float64,
+        "quantizers": Quantizers(quantize=by_powers_of_two),
+    }
     for config in CONFIGS:
         losses, gradients = train(build(config, **how), config, 3)
         for by in WAYS:
@@ -230,7 +235,34 @@ def check_rows_travel_in_eight_bits(rank: Rank):
     assert sent[1] == [of_final, *[*quantized, gains] * 2, *stored, gains, wide]
 
 
+def losses_and_weights(rank: Rank, case):
+    step, batch = assemble(case, rank), random_batch(case, rank)
+    losses = torch.stack([step(*batch) for _ in range(3)])
+    groups = step.model.groups if isinstance(step.model, FSDP) else ()
+    assert sum(isinstance(group, QuantizedGroup) for group in groups) == (LLAMA.n_layers if groups else 0)
+    return [losses, *whole_weights(step.model, mesh_of(case, rank)).values()]
+
+
+def ways_of_data_and_of_rows_give_the_same_bits(rank: Rank):
+    """Two replicas of two tensor ranks, weights of FSDP in eight bits, too; sums of two have one order."""
+    found = []
+    for way, by in itertools.product(("ddp", "zero-2", "fsdp"), WAYS):
+        case = replace(run_of(1, 2, way, LLAMA, by=by), dtype="bf16", matmul_dtype="e4m3")
+        found.append(losses_and_weights(rank, case))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def context_ranks_share_it_too(rank: Rank):
+    """Near what is not quantized, within a percent or two, as one process is."""
+    case = replace(run_of(2, 2, "ddp", replace(LLAMA, context_length=64), accumulate=2), dtype="bf16")
+    found = [losses_and_weights(rank, replace(case, matmul_dtype=dtype))[0] for dtype in ("e4m3", "same")]
+    assert not torch.equal(*found)
+    torch.testing.assert_close(*found, rtol=0.02, atol=0)
+
+
 ON_FOUR = (
+    ways_of_data_and_of_rows_give_the_same_bits,
+    context_ranks_share_it_too,
     check_ranks_compute_what_one_process_computes,
     check_errors_are_those_of_fp8,
     check_what_is_gathered_is_the_whole_quantized,

@@ -18,6 +18,7 @@ from tests.distributed.test_torch_context import kernels_on_cpu, sent_by_torch
 
 SMALL = {"size": "tiny", "batch_size": 2, "context_length": 16, "optimizer": "torch-fused", "keep": "products"}
 CELL = MeshCell(**SMALL, world_size=4, warmup=1, steps=2)
+FP8 = replace(CELL, tensor=2, matmul_dtype="e4m3", context_length=64)
 MEASURED = [
     CELL,
     replace(CELL, tensor=2, context=2),
@@ -25,6 +26,8 @@ MEASURED = [
     replace(CELL, context=4, accumulate=2),
     replace(CELL, weights="fsdp", replicas=2),
     replace(CELL, tensor=4, tensor_by="copies"),
+    *(replace(FP8, **way) for way in ({}, {"tensor_by": "copies", "dtype": "bf16"}, {"weights": "fsdp"})),
+    replace(FP8, tensor=1, weights="fsdp", replicas=2, fp8_skip_first=1),
 ]
 OTHERS = [replace(CELL, tensor=2, weights="fsdp2"), replace(CELL, part="attention", context=4)]
 BY_AUTOGRAD = replace(CELL, part="attention", keep="autograd", attention="sdpa-flash")

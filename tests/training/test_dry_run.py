@@ -37,6 +37,17 @@ class Shared(TrainingCase):
         return Parallel("fsdp", prefetch=self.prefetch, update=self.update)
 
 
+@dataclass(frozen=True)
+class Tensor(TrainingCase):
+    """Of two ranks that share matrices."""
+
+    by: str = "collectives"
+
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel(tensor=2, tensor_by=self.by)
+
+
 def fused(config: ModelConfig = SMALL, kind: type[TrainingCase] = TrainingCase, **how) -> TrainingCase:
     """A case of a CPU, where every byte counts and no workspace does."""
     shape = {"size": config, "context_length": config.context_length, "batch_size": 2, "keep": "all"}
@@ -177,6 +188,17 @@ def test_half_of_the_states_on_each_of_two_ranks():
     assert 0 < peaks[2].parts["gathered parameters"] <= 2 * units + 4096
     early = dry_run(fused(config, Shared, keep="input", update="under-backward", **recipe), world_size=2)
     assert early.n_bytes < peaks[2].n_bytes
+
+
+@pytest.mark.parametrize("by", ["collectives", "copies"])
+def test_tensor_ranks_keep_norms_of_all_rows_in_eight_bits(by):
+    """The transposes of both norms and of SwiGLU's product, with a scale each."""
+    case = fused(SMALL, Tensor, by=by, matmul_dtype="e4m3")
+    at_loss = {keep: dry_run(replace(case, keep=keep), world_size=2).moments["loss"] for keep in ("all", "products")}
+    n_rows = case.batch_size * case.context_length
+    assert at_loss["all"] - at_loss["products"] == SMALL.n_layers * (
+        2 * n_rows * SMALL.d_model + n_rows * SMALL.d_ff // 2 + 3 * 4
+    )
 
 
 def test_nothing_is_left_behind():

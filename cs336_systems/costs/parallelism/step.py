@@ -6,6 +6,8 @@ and e bytes of an element, each block sends in a micro-batch
 
     tensor    forward   2 gathers of R D e and 2 reduce-scatters of R D e / t
               backward  the same, a gather for each norm that is not kept, a reduce-scatter if the residual is not
+              quantized by 1 byte for e in gathers, and 4 bytes before each first gather of a tensor, on whose largest
+                        magnitude ranks agree
     context   forward   keys and values, to each rank whose queries see them, at most 2 R d_kv e each
               backward  the same, and their gradients back
 
@@ -14,31 +16,50 @@ and embedding, head and loss about half a block's (Korthikanti et al. 2022, sect
 
 from collections import Counter
 
-from cs336_systems.config import ModelConfig
-from cs336_systems.costs.kept import keep_of_blocks, kept_names
+from cs336_systems.config import ModelConfig, Recipe
+from cs336_systems.costs.kept import STORED, keep_of_blocks, kept_names
 
 GATHER, SCATTER, REDUCE, SEND = "all-gather", "reduce-scatter", "all-reduce", "send"
 
 Sent = Counter[str]
 """Bytes by kind of message."""
 
+_READERS = {"normed1": "qkv", "normed2": "gate_up"}
+"""Each norm, and the product of it that backward recomputes if it is not kept."""
+_N_AGREED, _MAXIMUM_BYTES = 4, 4
+"""The largest magnitudes of both norms and of the gradients of both results of a block, in fp32."""
+
 
 def tensor_sent(
-    config: ModelConfig, n_rows: int, keep: str, n_ranks: int, itemsize: int, *, by: str = "collectives"
+    config: ModelConfig,
+    n_rows: int,
+    keep: str,
+    n_ranks: int,
+    itemsize: int,
+    *,
+    by: str = "collectives",
+    recipe: Recipe = STORED,
 ) -> Sent:
     """Count what a tensor rank sends in a micro-batch of ``n_rows`` tokens, with as much kept as ``keep`` says.
 
     By copies, what blocks gather, scatter and add up goes from each rank to each other. Statistics of the loss travel
     in at least fp32.
+
+    Args:
+        recipe: of the blocks' matmuls; those that it quantizes gather in eight bits.
     """
     sent: Sent = Counter()
     if n_ranks == 1:
         return sent
     whole, own = n_rows * config.d_model * itemsize, n_rows // n_ranks * config.d_model * itemsize
-    for level in keep_of_blocks(keep, config.n_layers):
-        kept = kept_names(level)
+    for block, level in enumerate(keep_of_blocks(keep, config.n_layers)):
+        kept, quantized = kept_names(level), recipe.quantizes(block, config.n_layers)
+        # The transpose that is kept of a quantized norm does not serve a product that forward has read it for.
+        norms = [{norm} | ({product} if quantized else set()) for norm, product in _READERS.items()]
         again = "residual" not in kept  # which brings the norm after it along
-        sent[GATHER] += (4 + ("normed1" not in kept) + (again or "normed2" not in kept)) * whole
+        n_gathers = 4 + (not norms[0] <= set(kept)) + (again or not norms[1] <= set(kept))
+        sent[GATHER] += n_gathers * (whole // itemsize if quantized else whole)
+        sent[REDUCE] += _N_AGREED * _MAXIMUM_BYTES * quantized
         sent[SCATTER] += (4 + again) * own
         sent[REDUCE] += (2 * config.d_model + 2 * config.d_head * config.qk_norm) * itemsize
     sent[REDUCE] += config.d_model * itemsize
