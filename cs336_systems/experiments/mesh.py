@@ -225,9 +225,10 @@ def predicted_messages(cell: MeshCell, rank: int) -> float | None:
     counted = _COUNT_BYTES if how.ranks_per_batch * how.replicas > 1 else 0
     if how.wrapper == "fsdp":
         n_shards, copies = n_replicas // how.replicas, 1 + (how.replicas > 1)
-        how_wide = {"compute_bytes": itemsize, "gradient_bytes": itemsize}
         quantized = quantized_units(cell.recipe, config.n_layers)
-        messages = step_traffic(units, n_shards, **how_wide, quantized=quantized).messages
+        messages = step_traffic(
+            units, n_shards, compute_bytes=itemsize, gradient_bytes=itemsize, quantized=quantized
+        ).messages
         scattered, agreed = messages["reduce-scatter"] // n_shards, MAXIMA_BYTES * len(quantized)
         of_data = messages["all-gather"] + copies * (scattered + messages["all-reduce"] - agreed) + agreed
         return n_bytes + of_data + counted if cell.accumulate == 1 and not config.tie_embeddings else None

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.blocks import REFERENCE, QuantizedProducts, head_ops, write_out
+from cs336_systems.blocks import REFERENCE, QuantizedProducts, block_ops, block_products, head_ops, write_out
 from cs336_systems.blocks.maxima import Quantizers
 from cs336_systems.blocks.products import GATHERED, STORED
 from cs336_systems.blocks.quantized import FORMATS, UnstoredNorm
@@ -27,7 +27,8 @@ from cs336_systems.model.tensor_ranks import ALONE
 from cs336_systems.training.assemble import assemble, mesh_of, random_batch
 
 from ..blocks.test_handed_on import Reads
-from .checks import checks_of, on_each
+from ..kernels.interpreter import interpret_without_gpu
+from .checks import checks_of, on_each, on_gpus, on_ranks
 from .test_mesh import run_of, whole_weights
 from .test_tensor import own_part
 
@@ -45,22 +46,23 @@ def ranks_by(rank: Rank, by: str):
     return tensor_ranks(Mesh.over(rank, tensor=rank.world_size).group("tensor"), rank.device, by)
 
 
-def build(config, ranks=ALONE, recipe=E4M3, keep="products", dtype=torch.float32, quantizers=None, ops=REFERENCE):
+def build(config, ranks=ALONE, recipe=E4M3, keep="products", dtype=torch.float32, quantizers=None, device="cpu"):
     torch.manual_seed(0)
     of_model = head_ops("reference", REFERENCE_OPS)
     if ranks is ALONE:
-        model = TransformerLM(config, of_model, dtype=dtype)
+        model = TransformerLM(config, of_model, dtype=dtype, device=device)
     else:
         model = TransformerLM(config.part(ranks.n_ranks), tensor_ops(of_model, ranks), device="meta", dtype=dtype)
         fill_from_whole(model, ranks)
-        model.to_empty(device="cpu").reset_parameters()
+        model.to_empty(device=device).reset_parameters()
     products = STORED if recipe is None else QuantizedProducts(recipe, quantizers or Quantizers(), True, ranks)
-    write_out(model, ops, keep, products)
+    write_out(model, REFERENCE, keep, products)
     return model
 
 
 def batch(config, number=0):
-    ids = torch.randint(config.vocab_size, (2, 2, 32), generator=torch.Generator().manual_seed(number))
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(config.vocab_size, (2, 2, 32), generator=generator, device="cpu")
     targets = ids[1].clone()
     targets[0, 3:9] = -100
     return ids[0], targets
@@ -128,12 +130,12 @@ class Recording(QuantizedProducts):
 
     def for_another_block(self):
         another = Recording(self.recipe, self.quantizers, self.remember, self.ranks)
-        another.noted = self.noted
+        another.noted, another.normed = self.noted, self.normed
         return another
 
     def read(self, name, x, maxima, **how):
         operand = super().read(name, x, maxima, **how)
-        own = x.x_RD * x.rstd_R[:, None] * x.gain_D if isinstance(x, UnstoredNorm) else x.clone()
+        own = self.normed(x) if isinstance(x, UnstoredNorm) else x.clone()
         self.note(name, own, FORMATS[self.recipe.matmul], operand)
         return operand
 
@@ -147,49 +149,74 @@ class Recording(QuantizedProducts):
             self.noted.append((name, own, dtype, operand))
 
 
-def what_is_gathered(config, ranks, keep, kind):
-    reads = Reads()
-    quantizers, ops = (reads.products.quantizers, reads.ops) if kind == "noted" else (Quantizers(), REFERENCE)
+def what_is_gathered(config, ranks, keep, kind, **how):
+    """What a forward and a backward gather, by plain functions (read), by these as kernels (noted) or by kernels."""
+    quantizers, ops, reads = Quantizers(), REFERENCE, Reads()
+    if kind == "noted":
+        quantizers, ops = reads.products.quantizers, reads.ops
+    elif kind == "kernels":
+        ops, quantizers = block_ops("fused", "flash"), block_products("fused", E4M3).quantizers
     products = Recording(Recipe("e4m3", "e5m2"), quantizers, True, ranks)
     products.noted = []
-    model = build(config, ranks, None, keep)
+    products.normed = lambda x: (
+        ops.rms_norm_forward(x.x_RD, x.gain_D, config.rms_norm_eps)[0]
+        if kind == "kernels"
+        else x.x_RD * x.rstd_R[:, None] * x.gain_D
+    )
+    model = build(config, ranks, None, keep, **how)
     write_out(model, ops, keep, products)
-    model(*batch(config)).backward()
+    model(*(each.to(next(model.parameters()).device) for each in batch(config))).backward()
     return products.noted
 
 
 def check_what_is_gathered_is_the_whole_quantized(rank: Rank):
-    """To the bit, by rows and by columns, whoever finds the largest magnitudes; the first norm is that of one process,
-    whose weights have not come in yet."""
+    """Whoever finds the largest magnitudes."""
     for by, keep, kind in itertools.product(WAYS, ("input", "all"), ("read", "noted")):
-        ranks = ranks_by(rank, by)
-        noted = what_is_gathered(QWEN3, ranks, keep, kind)
-        assert [name for name, *_ in noted[:2]] == ["normed1", "normed2"] and {each[0] for each in noted} == {*GATHERED}
-        scales_differ = 0
-        for name, own, dtype, operand in noted:
-            whole = ranks.gather(own)
-            expected = plain.quantize(whole, plain.absmax(whole), dtype, transposed=True)
-            scales_differ += not torch.equal(plain.absmax(own), plain.absmax(whole))
-            columns = operand.whole_columns()
-            if columns is None:  # which backward reads, and not where it computes a norm again
-                assert keep == "input" and name in ("normed1", "normed2")
-                columns = replace(operand.rows, values=expected.q_t)
-            for found, q in ((operand.rows, expected.q), (columns, expected.q_t)):
-                assert torch.equal(found.values.view(torch.uint8), q.view(torch.uint8)), (by, keep, kind, name)
-                assert torch.equal(found.scale, expected.inverse_scale), (by, keep, kind, name)
-        on_ranks_whose_own_is_smaller = torch.tensor(scales_differ)
-        dist.all_reduce(on_ranks_whose_own_is_smaller)
-        assert on_ranks_whose_own_is_smaller >= len(noted)
-        alone = what_is_gathered(QWEN3, ALONE, keep, kind)[0][3]
-        assert torch.equal(noted[0][3].rows.values.view(torch.uint8), alone.rows.values.view(torch.uint8))
+        gathered_is_the_whole_quantized(rank, by, keep, kind, QWEN3)
+
+
+def check_kernels_gather_the_whole_quantized(rank: Rank):
+    """By Triton's interpreter."""
+    interpret_without_gpu()
+    gathered_is_the_whole_quantized(rank, "copies", "input", "kernels", replace(QWEN2, n_layers=2))
+
+
+def on_gpus_what_is_gathered_is_the_whole_quantized(rank: Rank):
+    for by, keep, config in itertools.product(WAYS, ("input", "all"), (QWEN2, QWEN3)):
+        how = {"dtype": torch.bfloat16, "device": rank.device}
+        gathered_is_the_whole_quantized(rank, by, keep, "kernels", config, **how)
+
+
+def gathered_is_the_whole_quantized(rank, by, keep, kind, config, **how):
+    """To the bit, by rows and by columns; the first norm is that of one process, as no product has come before it."""
+    ranks = ranks_by(rank, by)
+    noted = what_is_gathered(config, ranks, keep, kind, **how)
+    assert [name for name, *_ in noted[:2]] == ["normed1", "normed2"] and {each[0] for each in noted} == {*GATHERED}
+    scales_differ = 0
+    for name, own, dtype, operand in noted:
+        whole = ranks.gather(own)
+        expected = plain.quantize(whole, plain.absmax(whole), dtype, transposed=True)
+        scales_differ += not torch.equal(plain.absmax(own), plain.absmax(whole))
+        columns = operand.whole_columns()
+        if columns is None:  # which backward reads, and not where it computes a norm again
+            assert keep == "input" and name in ("normed1", "normed2")
+            columns = replace(operand.rows, values=expected.q_t)
+        for found, q in ((operand.rows, expected.q), (columns, expected.q_t)):
+            assert torch.equal(found.values.view(torch.uint8), q.view(torch.uint8)), (by, keep, kind, name)
+            assert torch.equal(found.scale, expected.inverse_scale), (by, keep, kind, name)
+    on_ranks_whose_own_is_smaller = torch.tensor(scales_differ, device=rank.device)
+    dist.all_reduce(on_ranks_whose_own_is_smaller)
+    assert on_ranks_whose_own_is_smaller >= len(noted)
+    alone = what_is_gathered(config, ALONE, keep, kind, **how)[0][3]
+    assert torch.equal(noted[0][3].rows.values.view(torch.uint8), alone.rows.values.view(torch.uint8))
 
 
 def check_the_largest_is_that_of_all_ranks_and_nan_is_larger(rank: Rank):
     for by in WAYS:
         ranks = ranks_by(rank, by)
-        own = torch.tensor([float(rank.rank), 2.0**-140 if rank.rank else 0.0, float("nan") if rank.rank else 1.0])
+        own = torch.tensor([[rank.rank, 2.0**-140, 1.0, math.nan], [rank.rank, 0.0, math.nan, 1.0]][rank.rank])
         assert ranks.largest_(own) is own
-        torch.testing.assert_close(own, torch.tensor([rank.world_size - 1.0, 2.0**-140, math.nan]), equal_nan=True)
+        torch.testing.assert_close(own, torch.tensor([1.0, 2.0**-140, math.nan, math.nan]), equal_nan=True)
         assert torch.equal(ranks.largest_(torch.tensor(3.0)), torch.tensor(3.0))
 
 
@@ -270,3 +297,9 @@ ON_FOUR = (
 )
 test_on_two_ranks = pytest.mark.slow(on_each(2, checks_of(globals())))
 test_on_four_ranks = pytest.mark.slow(on_each(4, ON_FOUR))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2), on_gpus(4)])
+def test_gpus(world_size, device):
+    on_ranks(on_gpus_what_is_gathered_is_the_whole_quantized, world_size, device=device)

@@ -6,8 +6,7 @@ and e bytes of an element, each block sends in a micro-batch
 
     tensor    forward   2 gathers of R D e and 2 reduce-scatters of R D e / t
               backward  the same, a gather for each norm that is not kept, a reduce-scatter if the residual is not
-              quantized by 1 byte for e in gathers, and 4 bytes before each first gather of a tensor, on whose largest
-                        magnitude ranks agree
+              in fp8    gathers with e = 1, and 4 times 4 bytes to agree on the largest magnitudes of what is gathered
     context   forward   keys and values, to each rank whose queries see them, at most 2 R d_kv e each
               backward  the same, and their gradients back
 
