@@ -189,7 +189,8 @@ def check_replicas(prepared: PreparedStep) -> None:
     model, mesh, differing = prepared.step.model, mesh_of(prepared.cell, prepared.rank), 0
     whole = model.gather_full_params() if isinstance(model, FSDP) else dict(model.named_parameters())
     for name, parameter in whole.items():
-        group = mesh.same_weights if mesh is not None and tensor_dim(name) is not None else None
+        of_some = mesh is not None and (tensor_dim(name) is not None or mesh.size("pipeline") > 1)
+        group = mesh.same_weights if mesh is not None and of_some else None
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         bits = full.detach().reshape(-1).view(torch.uint8)
         of_the_first = bits.clone()
