@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.costs.parallelism.schedules import Operation, Schedule
-from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.process_group import Rank, nccl_options
 from cs336_systems.model import TransformerLM
 
 Work = Callable[[Operation, Tensor | None], Tensor | None]
@@ -39,6 +39,8 @@ class Elsewhere(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._away = (module,)  # a tuple, in which torch finds no module
+        for tensor in module.parameters():
+            tensor.untyped_storage().resize_(0)  # a dry run counts storages on meta, too
         self._device = torch.device("meta")
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Elsewhere":
@@ -89,10 +91,7 @@ def _numbers(blocks: slice) -> Iterator[int]:
 
 def directions(rank: Rank, ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Two groups of these ranks of the default group, which are stages in their order: for messages up and down."""
-    options = None
-    if rank.backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = MAX_CTAS
+    options = nccl_options(rank, MAX_CTAS) if rank.backend == "nccl" else None
     how: dict[str, Any] = {"timeout": timedelta(seconds=rank.timeout_s), "pg_options": options}
     up, down = (dist.new_group(ranks, use_local_synchronization=True, **how) for _ in range(2))
     return up, down

@@ -209,10 +209,17 @@ def limited_group(rank: Rank, max_ctas: int) -> dist.ProcessGroup:
     if rank.backend != "nccl":
         raise ValueError(f"thread blocks are NCCL's, and the ranks' backend is {rank.backend}")
     if max_ctas not in _limited:
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = max_ctas
+        options = nccl_options(rank, max_ctas)
         _limited[max_ctas] = dist.new_group(timeout=timedelta(seconds=rank.timeout_s), pg_options=options)
     return _limited[max_ctas]
+
+
+def nccl_options(rank: Rank, max_ctas: int) -> dist.ProcessGroupNCCL.Options:
+    """Options of a group whose kernels have at most so many thread blocks each."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_ctas
+    options._timeout = timedelta(seconds=rank.timeout_s)  # as ``new_group`` is told, which else warns
+    return options
 
 
 def _store_of(rank: Rank) -> dist.Store:

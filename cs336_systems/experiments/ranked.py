@@ -227,7 +227,8 @@ def with_earlier_rows(table: Callable[[pd.DataFrame], Table]) -> Present:
         shown(outcomes, options, csv)
         effort = Effort.of(options)
         for outcome in outcomes:
-            if outcome.status == "ok" and (path := effort.recording(outcome.cell)):
+            in_stages = outcome.cell.parallel.pipeline > 1  # drawn where it was measured
+            if outcome.status == "ok" and not in_stages and (path := effort.recording(outcome.cell)):
                 _draw_recording(str(outcome.cell), path)
 
     return present

@@ -106,7 +106,8 @@ def simulate(
     Raises:
         ValueError: as ``make_schedule``; durations are not positive, or not those of all parts.
     """
-    return timed(make_schedule(schedule, stages, microbatches, chunks), durations, send)
+    of_parts = None if isinstance(durations, Mapping) else durations
+    return timed(make_schedule(schedule, stages, microbatches, chunks, of_parts), durations, send)
 
 
 def timed(

@@ -27,7 +27,8 @@ section 2 (ZB-H1); Qi et al. 2024, "Pipeline parallelism with controllable memor
 """
 
 import heapq
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -126,11 +127,18 @@ class Schedule:
         return found
 
 
-def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def make_schedule(
+    name: str,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    durations: Sequence[Mapping[str, float]] | None = None,
+) -> Schedule:
     """The lists of a schedule.
 
     Args:
         chunks: v of ``interleaved``, at least 2; the V-shaped schedules have 2, the others 1, whatever is given.
+        durations: of F, B and W of each part of the model, for which the lists of ``zbv`` are made; all alike if None.
 
     Raises:
         ValueError: no such schedule; no stages or micro-batches; fewer chunks than two for ``interleaved``; or micro-
@@ -147,7 +155,7 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
         raise ValueError(f"dualpipev needs {2 * stages} micro-batches for {stages} stages, got {microbatches}")
     chunks = chunks if name == "interleaved" else 2 if name in VEE else 1
     if name == "zbv":
-        orders = _greedy(stages, microbatches)
+        orders = _greedy(stages, microbatches, durations or [dict.fromkeys("FBW", 1.0)] * (2 * stages))
     else:
         by_stage: Callable[..., list[Operation]] = _dual_pipe if name == "dualpipev" else _one_direction
         orders = [by_stage(name, stage, stages, microbatches, chunks) for stage in range(stages)]
@@ -241,8 +249,8 @@ def _dual_pipe(name: str, stage: int, stages: int, microbatches: int, chunks: in
     return order
 
 
-def _greedy(stages: int, microbatches: int) -> list[list[Operation]]:
-    """What stages do that always take the most urgent operation that can begin, if F, B and W take as long each.
+def _greedy(stages: int, microbatches: int, durations: Sequence[Mapping[str, float]]) -> list[list[Operation]]:
+    """What stages do that always take the most urgent operation that can begin.
 
     B comes first, then F, of the second chunk before the first; W where nothing else can begin, or memory is full. A
     stage holds at most p micro-batches in both chunks (2p half ones). One half is never given to the first chunk, so
@@ -250,19 +258,18 @@ def _greedy(stages: int, microbatches: int) -> list[list[Operation]]:
     """
     plan = Schedule("zbv", stages, microbatches, 2, ())
     orders: list[list[Operation]] = [[] for _ in range(stages)]
-    ends: dict[tuple[int, Operation], int] = {}
+    ends: dict[tuple[int, Operation], float] = {}
     left = [
         {(kind, chunk): 0 for kind in ("F", "B") for chunk in (0, 1)} for _ in range(stages)
     ]  # the next micro-batch of each
     waiting: list[list[Operation]] = [[] for _ in range(stages)]
-    alive, free_at, most = [0] * stages, [0] * stages, 2 * stages
-    times = [0]
+    alive, free_at, most = [0] * stages, [0.0] * stages, 2 * stages
+    times = [0.0]
 
-    def can_begin(stage: int, operation: Operation, now: int) -> bool:
-        needed = plan.inputs(stage, operation)
-        return all(ends.get(each, now + 1) <= now for each in needed)
+    def can_begin(stage: int, operation: Operation, now: float) -> bool:
+        return all(ends.get(each, math.inf) <= now for each in plan.inputs(stage, operation))
 
-    def choose(stage: int, now: int) -> Operation | None:
+    def choose(stage: int, now: float) -> Operation | None:
         urgent: tuple[tuple[Literal["F", "B"], int], ...] = (("B", 0), ("B", 1), ("F", 1), ("F", 0))
         for kind, chunk in urgent:
             i = left[stage][kind, chunk]
@@ -285,6 +292,6 @@ def _greedy(stages: int, microbatches: int) -> list[list[Operation]]:
                 alive[stage] += found.kind == "F"
                 if found.kind == "B":
                     waiting[stage].append(Operation("W", found.microbatch, found.chunk))
-            ends[stage, found.result] = free_at[stage] = now + 1
-            heapq.heappush(times, now + 1)
+            ends[stage, found.result] = free_at[stage] = now + durations[plan.part(stage, found.chunk)][found.kind]
+            heapq.heappush(times, free_at[stage])
     return orders

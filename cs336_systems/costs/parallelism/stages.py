@@ -1,10 +1,14 @@
 """Division of a model's blocks over the parts of a pipeline, so that all stages take about as long.
 
 Embedding and head lie at the ends. The head with its loss takes as long as several blocks (two of Llama 3 8B), so the
-stage that has it gets as many fewer. Seconds are those of one H100 by ``costs/streaming.py``; only their ratio counts,
-which differs little between GPUs.
+stage that has it gets as many fewer. Seconds are those of one H100 by ``costs/streaming.py``; only their ratios count,
+which differ little between GPUs.
+
+    plan = plan_of(case)                               # None without a pipeline
+    blocks = divide(plan, case.config)                 # slices of the model's blocks, by part
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 from cs336_systems.case import TrainingCase
@@ -13,13 +17,19 @@ from cs336_systems.costs.parallelism.schedules import Schedule, make_schedule
 from cs336_systems.costs.streaming import LEVELS, Rates, StreamedWork
 from cs336_systems.hardware import hardware_named
 
+_KINDS = ("forward", "recompute", "backward", "embed", "embed backward", "head")
+
 
 def plan_of(case: TrainingCase) -> Schedule | None:
     """The schedule of a case's pipeline, if it has one; raises ValueError if it is impossible."""
     how = case.parallel
     if how.pipeline == 1:
         return None
-    return make_schedule(how.pipeline_schedule, how.pipeline, case.accumulate, how.pipeline_chunks)
+    asked = how.pipeline_schedule, how.pipeline, case.accumulate, how.pipeline_chunks
+    plan = make_schedule(*asked)
+    level = case.keep.split("+")[-1].split("-")[0]
+    durations = part_seconds(case.config, divide(plan, case.config), level if level in LEVELS else LEVELS[-1])
+    return make_schedule(*asked, durations=durations)
 
 
 def divide(plan: Schedule, config: ModelConfig) -> tuple[slice, ...]:
@@ -50,12 +60,34 @@ def _divide(places: tuple[tuple[int, int], ...], stages: int, config: ModelConfi
 
 def end_blocks(config: ModelConfig) -> tuple[float, float]:
     """Seconds of the embedding, and of the head with its loss, forward and backward, in those of a block."""
-    hardware = hardware_named("h100")
-    rates, length = Rates.of(hardware), config.context_length
+    seconds = _seconds(config, LEVELS[0])
+    block = seconds["forward"] + seconds["backward"]
+    return (seconds["embed"] + seconds["embed backward"]) / block, seconds["head"] / block
+
+
+def part_seconds(config: ModelConfig, blocks: Sequence[slice], level: str) -> list[dict[str, float]]:
+    """Seconds of F, B and W of one sequence on each part of the model.
+
+    The head's gradients come with its loss, in F; those of the embedding in B.
+
+    Args:
+        blocks: of each part.
+        level: what blocks keep, a name in ``costs.streaming.LEVELS``.
+    """
+    seconds = _seconds(config, level)
+    products = seconds["weights"]
+    whole = seconds["backward"] + seconds["recompute"]
+    block = {"F": seconds["forward"], "B": whole - products, "W": products}
+    found = [{kind: (own.stop - own.start) * time for kind, time in block.items()} for own in blocks]
+    found[0]["F"] += seconds["embed"]
+    found[0]["B"] += seconds["embed backward"]
+    found[-1]["F"] += seconds["head"]
+    return found
+
+
+@cache
+def _seconds(config: ModelConfig, level: str) -> dict[str, float]:
+    rates, length = Rates.of(hardware_named("h100")), config.context_length
     work = StreamedWork(config, length, length)
-
-    def seconds(*kinds: str) -> float:
-        return sum(work.seconds(kind, 0, LEVELS[0], rates) for kind in kinds)
-
-    block = seconds("forward", "backward")
-    return seconds("embed", "embed backward") / block, seconds("head") / block
+    found = {kind: work.seconds(kind, 0, level, rates) for kind in _KINDS}
+    return found | {"weights": 2 * length * config.n_block_parameters / rates.products}
