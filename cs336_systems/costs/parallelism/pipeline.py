@@ -17,7 +17,7 @@ Limits: activations are counted in micro-batches of a whole stage, as if all par
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cs336_systems.costs.parallelism.schedules import Operation, Schedule, make_schedule
+from cs336_systems.costs.parallelism.schedules import Operation, Schedule, check_durations, make_schedule
 
 UNIT: Mapping[str, float] = {"F": 1.0, "B": 1.0, "W": 1.0}
 """Durations of one micro-batch's operations on one whole stage: all alike, in units of a forward."""
@@ -122,10 +122,7 @@ def timed(
     n_parts = plan.stages * plan.chunks
     if isinstance(durations, Mapping):
         durations = [{kind: time / plan.chunks for kind, time in durations.items()}] * n_parts
-    if len(durations) != n_parts:
-        raise ValueError(f"durations of {n_parts} parts are needed, got {len(durations)}")
-    if min(time for each in durations for time in each.values()) <= 0:
-        raise ValueError(f"durations must be positive, got {[dict(each) for each in durations]}")
+    check_durations(durations, n_parts)
     done: list[list[TimedOperation]] = [[] for _ in range(plan.stages)]
     ends: dict[tuple[int, Operation], float] = {}
     progressed = True

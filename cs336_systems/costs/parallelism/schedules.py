@@ -142,7 +142,8 @@ def make_schedule(
 
     Raises:
         ValueError: no such schedule; no stages or micro-batches; fewer chunks than two for ``interleaved``; or micro-
-            batches that a schedule cannot do: no multiple of the stages, or fewer than twice as many for ``dualpipev``.
+            batches that a schedule cannot do: no multiple of the stages, or fewer than twice as many for ``dualpipev``;
+            durations are not positive, or not those of all parts.
     """
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}: known are {', '.join(SCHEDULES)}")
@@ -154,12 +155,22 @@ def make_schedule(
     if name == "dualpipev" and microbatches < 2 * stages:
         raise ValueError(f"dualpipev needs {2 * stages} micro-batches for {stages} stages, got {microbatches}")
     chunks = chunks if name == "interleaved" else 2 if name in VEE else 1
+    durations = durations or [dict.fromkeys("FBW", 1.0)] * (stages * chunks)
+    check_durations(durations, stages * chunks)
     if name == "zbv":
-        orders = _greedy(stages, microbatches, durations or [dict.fromkeys("FBW", 1.0)] * (2 * stages))
+        orders = _greedy(stages, microbatches, durations)
     else:
         by_stage: Callable[..., list[Operation]] = _dual_pipe if name == "dualpipev" else _one_direction
         orders = [by_stage(name, stage, stages, microbatches, chunks) for stage in range(stages)]
     return Schedule(name, stages, microbatches, chunks, tuple(map(tuple, orders)))
+
+
+def check_durations(durations: Sequence[Mapping[str, float]], n_parts: int) -> None:
+    """Raise ValueError unless there are durations of so many parts, all positive."""
+    if len(durations) != n_parts:
+        raise ValueError(f"durations of {n_parts} parts are needed, got {len(durations)}")
+    if min(time for each in durations for time in each.values()) <= 0:
+        raise ValueError(f"durations must be positive, got {[dict(each) for each in durations]}")
 
 
 def _part(name: str, stages: int, stage: int, chunk: int) -> int:
