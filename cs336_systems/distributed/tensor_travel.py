@@ -50,7 +50,7 @@ class Exchange(Protocol):
         """Let that rank fetch what the current stream has written to its ``place``."""
 
     def fetch(self, peer: int, into: Tensor) -> Wait:
-        """Begin to fetch what that rank offers or has sent."""
+        """Begin to fetch what that rank offers or has sent, into memory that was allocated before ``begin``."""
 
     def copy(self, x: Tensor, into: Tensor) -> Wait:
         """Begin to copy what this rank offers, after what others fetch."""
@@ -85,11 +85,11 @@ class TravellingRanks(GroupRanks):
 
     def sums(self, compute: Callable[[Tensor, slice], object], like: Tensor, width: int) -> Tensor:
         own = like.new_empty(len(like) // self.n_ranks, width)
+        fetched = [torch.empty_like(own) for _ in self._peers]
         exchange = self._exchanges.begin(own)
         for peer in self._peers:
             compute(exchange.place(peer, own), self._rows(like, peer))
             exchange.send(peer)
-        fetched = [torch.empty_like(own) for _ in self._peers]
         waits = [exchange.fetch(peer, into) for peer, into in zip(self._peers, fetched, strict=True)]
         compute(own, self._rows(like, self.rank))
         for wait, addend in zip(waits, fetched, strict=True):
@@ -185,9 +185,11 @@ class _Slots:
 
     def _part(self, owner: int, peer: int, like: Tensor) -> Tensor:
         """The region of the owner's slot that the peer fetches."""
-        slot = self._slots[self._number % N_SLOTS][owner]
-        place = 0 if self._same else (peer - owner - 1) % self._group.size()
-        return slot[place * like.nbytes : (place + 1) * like.nbytes].view(like.dtype).view_as(like)
+        slot, start = self._slots[self._number % N_SLOTS][owner], self._offset(owner, peer, like)
+        return slot[start : start + like.nbytes].view(like.dtype).view_as(like)
+
+    def _offset(self, owner: int, peer: int, like: Tensor) -> int:
+        return 0 if self._same else (peer - owner - 1) % self._group.size() * like.nbytes
 
     def offer(self, x: Tensor) -> None:
         self._same = True
@@ -217,9 +219,13 @@ class _Mapped(_Slots):
 
         self._driver = driver
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._handle = self._stream.cuda_stream
         self._flags = PeerMemory(group.size(), torch.int32, device, group)
         """Flag s of rank r: the number of the newest exchange for which rank s has written what rank r fetches."""
+        self._flag_places = [flags.data_ptr() for flags in self._flags.of_rank]
+        self._others = [peer for peer in range(group.size()) if peer != self._rank]
         self._mapped: list[PeerMemory] = []
+        self._slot_places: list[list[int]] = []
         self._done: dict[int, torch.cuda.Event] = {}
         """By the number of an exchange, the end of its last fetch."""
 
@@ -228,6 +234,7 @@ class _Mapped(_Slots):
         dist.barrier(self._group)  # others may be reading the slots that go
         self._mapped = [PeerMemory(n_bytes, torch.uint8, self._device, self._group) for _ in range(N_SLOTS)]
         self._slots = [dict(enumerate(memory.of_rank)) for memory in self._mapped]
+        self._slot_places = [[part.data_ptr() for part in memory.of_rank] for memory in self._mapped]
 
     def begin(self, like: Tensor) -> "_Mapped":
         super().begin(like)
@@ -239,15 +246,12 @@ class _Mapped(_Slots):
     def offer(self, x: Tensor) -> None:
         self._same = True
         self._follow()
-        with torch.cuda.stream(self._stream):
-            self.place(self._rank, x).copy_(x)
-            for peer in range(self._group.size()):
-                if peer != self._rank:
-                    self._raise_flag(peer)
+        self._move(self._address(self._rank, self._rank, x), x.data_ptr(), x.nbytes)
+        for peer in self._others:
+            self._raise_flag(peer)
 
     def copy(self, x: Tensor, into: Tensor) -> Wait:
-        with torch.cuda.stream(self._stream):
-            into.copy_(x)
+        self._move(into.data_ptr(), x.data_ptr(), x.nbytes)
         return self._wait_for(self._stream.record_event())
 
     def send(self, peer: int) -> None:
@@ -255,13 +259,10 @@ class _Mapped(_Slots):
         self._raise_flag(peer)
 
     def fetch(self, peer: int, into: Tensor) -> Wait:
-        self._follow()  # memory to fetch into may have been another tensor's a moment ago
-        with torch.cuda.stream(self._stream):
-            flag = self._flags.of_rank[self._rank][peer:]
-            self._call(
-                self._driver.cuStreamWaitValue32, flag, self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-            )
-            into.copy_(self._part(peer, self._rank, into))
+        reached = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        flag = self._flag_places[self._rank] + 4 * peer
+        self._call(self._driver.cuStreamWaitValue32, self._handle, flag, self._number, reached)
+        self._move(into.data_ptr(), self._address(peer, self._rank, into), into.nbytes)
         self._done[self._number] = event = self._stream.record_event()
         return self._wait_for(event)
 
@@ -272,14 +273,22 @@ class _Mapped(_Slots):
         """Let the stream of copies wait for what the current stream has been given."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def _raise_flag(self, peer: int) -> None:
-        flag = self._flags.of_rank[peer][self._rank :]
-        self._call(
-            self._driver.cuStreamWriteValue32, flag, self._driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
-        )
+    # By the driver, as torch's copy with a change of the stream takes the host several times as long.
 
-    def _call(self, operation: Callable[..., Any], flag: Tensor, how: Any) -> None:
-        (result,) = operation(self._stream.cuda_stream, flag.data_ptr(), self._number, int(how))
+    def _move(self, into: int, source: int, n_bytes: int) -> None:
+        self._call(self._driver.cuMemcpyAsync, into, source, n_bytes, self._handle)
+
+    def _raise_flag(self, peer: int) -> None:
+        plain = self._driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+        flag = self._flag_places[peer] + 4 * self._rank
+        self._call(self._driver.cuStreamWriteValue32, self._handle, flag, self._number, plain)
+
+    def _address(self, owner: int, peer: int, like: Tensor) -> int:
+        """Where ``_part`` lies."""
+        return self._slot_places[self._number % N_SLOTS][owner] + self._offset(owner, peer, like)
+
+    def _call(self, operation: Callable[..., Any], *arguments: Any) -> None:
+        (result,) = operation(*arguments)
         if int(result):
             raise RuntimeError(f"{operation.__name__} failed: {result.name}")
 
