@@ -29,8 +29,8 @@ from cs336_systems.config import (
 )
 from cs336_systems.declared import option, options_in
 
-COMPILED = {"on": "compiled", "whole-model": "whole model compiled"}
-"""The ways to compile a step, in words. Both compile the loss, too."""
+COMPILED = {"on": "compiled", "whole-model": "whole model compiled", "loss": "loss compiled"}
+"""The ways to compile a step, in words. All compile the loss."""
 
 UNCAPTURED_STEPS = 3
 """The number of steps before a CUDA graph is captured; they compile kernels and allocate memory."""
@@ -84,6 +84,10 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 
 GatherBy = Literal["collectives", "copies"]
 TensorBy = Literal["collectives", "copies", "torch", "torch-async"]
+PipelineBy = Literal["messages", "torch"]
+
+SPLIT_BY_TORCH = ("zb-h1", "zbv", "dualpipev")
+"""Schedules for which torch divides a backward in two, which it cannot do to compiled blocks."""
 
 SHARED_BATCH = ("tensor", "tensor_by", "context", "context_order", "pipeline", "pipeline_schedule", "pipeline_chunks")
 """Fields of ``Parallel`` that say how ranks share a batch."""
@@ -178,6 +182,12 @@ class Parallel:
         shown=True,
     )
     pipeline_chunks: int = option(2, "Chunks of blocks that a stage of the schedule interleaved has.", sign="positive")
+    pipeline_by: PipelineBy = option(
+        "messages",
+        "Who runs the stages: messages, this suite, which sends beside operations; torch, torch.distributed.pipelining "
+        "with --keep autograd.",
+        shown=True,
+    )
 
     @property
     def ranks_per_batch(self) -> int:
@@ -188,6 +198,16 @@ class Parallel:
     def tensor_by_torch(self) -> bool:
         """Whether torch divides the matrices, by ``parallelize_module``."""
         return self.tensor > 1 and self.tensor_by.startswith("torch")
+
+    @property
+    def by_torch(self) -> bool:
+        """Whether ranks share a batch as torch has it."""
+        return self.tensor_by_torch or self.context_by_torch or self.pipeline_by_torch
+
+    @property
+    def pipeline_by_torch(self) -> bool:
+        """Whether torch runs the stages of a pipeline."""
+        return self.pipeline > 1 and self.pipeline_by == "torch"
 
     @property
     def context_by_torch(self) -> bool:
@@ -261,7 +281,7 @@ class TrainingCase:
     compile: str = option(
         "off",
         "on compiles each block and the loss by torch.compile; --compile alone means on. whole-model compiles all "
-        "blocks as one graph.",
+        "blocks as one graph, loss no block.",
         values=("off", *COMPILED),
         words=COMPILED,
         shown=True,
@@ -358,7 +378,7 @@ class TrainingCase:
     @property
     def compiled(self) -> bool:
         """Whether torch.compile compiles blocks or the whole model."""
-        return self.compile in COMPILED
+        return self.compile in ("on", "whole-model")
 
     @property
     def written_out(self) -> bool:

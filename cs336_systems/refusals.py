@@ -8,7 +8,7 @@ a library or on the version of torch is asked in ``assemble.check_supported``. I
 
 from collections.abc import Callable
 
-from cs336_systems.case import TORCH_CONTEXT_ATTENTIONS, Parallel, TrainingCase, context_parts
+from cs336_systems.case import SPLIT_BY_TORCH, TORCH_CONTEXT_ATTENTIONS, Parallel, TrainingCase, context_parts
 from cs336_systems.config import WRITTEN_OUT_ATTENTIONS
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import LEVELS, check_known, keep_of_blocks
@@ -116,7 +116,7 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         "fp32, tf32 or bf16",
     ),
     (
-        lambda case: case.written_out and case.compiled,
+        lambda case: case.written_out and case.compile != "off",
         "keep {case.keep} with compile {case.compile}: blocks with a hand-written backward are not compiled, only keep "
         "autograd is",
     ),
@@ -185,6 +185,40 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         "{case.size}",
     ),
     (
+        lambda case: (
+            case.parallel.pipeline_by_torch
+            and (
+                case.written_out
+                or case.precision.autocast
+                or case.compile == "whole-model"
+                or case.parallel != _torch_alone(case.parallel)
+            )
+        ),
+        "pipeline_by {parallel.pipeline_by} runs stages of plain blocks on all ranks: not with keep {case.keep}, dtype "
+        "{case.dtype}, compile {case.compile}, tensor {parallel.tensor}, context {parallel.context}, wrapper "
+        "{parallel.wrapper}, optimizer's state {parallel.optimizer_state}",
+    ),
+    (
+        lambda case: case.parallel.pipeline_by_torch and case.config.tie_embeddings,
+        "pipeline_by {parallel.pipeline_by} is set up for models without tied embeddings, not for {case.size}",
+    ),
+    (
+        lambda case: (
+            case.parallel.pipeline_by_torch and case.compiled and case.parallel.pipeline_schedule in SPLIT_BY_TORCH
+        ),
+        "pipeline_by {parallel.pipeline_by} divides backward under {parallel.pipeline_schedule}, which torch cannot do "
+        "to compiled blocks: compile must be loss or off, got {case.compile}",
+    ),
+    (
+        lambda case: (
+            case.parallel.pipeline_by_torch
+            and case.parallel.pipeline_schedule == "1f1b"
+            and case.accumulate < case.parallel.pipeline
+        ),
+        "pipeline_by {parallel.pipeline_by} needs a micro-batch for each of {parallel.pipeline} stages under 1f1b, got "
+        "{case.accumulate}",
+    ),
+    (
         lambda case: case.parallel.context_by_torch and not case.attention_alone,
         "context_order {parallel.context_order} shares the attention of one block among ranks, not a whole step",
     ),
@@ -200,10 +234,7 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         + " and device cuda, got {case.keep}, {case.attention} and {case.device}",
     ),
     (
-        lambda case: (
-            case.parallel.ranks_per_batch > 1
-            and not (case.written_out or case.parallel.tensor_by_torch or case.parallel.context_by_torch)
-        ),
+        lambda case: case.parallel.ranks_per_batch > 1 and not (case.written_out or case.parallel.by_torch),
         "tensor {parallel.tensor}, context {parallel.context}, pipeline {parallel.pipeline} with keep autograd: ranks "
         "share blocks with a hand-written backward, " + ", ".join(LEVELS),
     ),
@@ -263,8 +294,10 @@ def _fp8_sizes(case: TrainingCase) -> str | None:
 
 
 def _torch_alone(parallel: Parallel) -> Parallel:
-    """A step that only torch's tensor parallelism divides, as ``parallel`` asks for that."""
-    return Parallel(tensor=parallel.tensor, tensor_by=parallel.tensor_by)
+    """A step that torch alone divides, as ``parallel`` asks for that."""
+    how = ("pipeline", "pipeline_by", "pipeline_schedule", "pipeline_chunks")
+    names = ("tensor", "tensor_by") if parallel.tensor_by_torch else how
+    return Parallel(**{name: getattr(parallel, name) for name in names})
 
 
 def _mesh_sizes(case: TrainingCase) -> str | None:

@@ -34,6 +34,8 @@ EARLY = Shared("cuda", "tiny", 4, 64, optimizer="fused", how=Parallel("fsdp", up
 SHARING = Shared("cuda", "tiny", 4, 64, optimizer="fused", keep="all", how=Parallel("bucketed", tensor=2))
 SHARING_FP8 = replace(SHARING, dtype="bf16", matmul_dtype="e4m3", optimizer="torch-fused")
 BY_TORCH = Parallel(tensor=2, tensor_by="torch")
+STAGES_BY_TORCH = Parallel(pipeline=2, pipeline_by="torch")
+STAGED = replace(SHARING, keep="autograd", optimizer="torch-fused", accumulate=4, how=STAGES_BY_TORCH)
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,15 @@ REFUSED = [
     ),
     (replace(SHARING, how=BY_TORCH), "tensor_by torch divides .* optimizer fused"),
     (replace(SHARING, size="qwen3-0.6b", optimizer="torch-fused", keep="autograd", how=BY_TORCH), "not for qwen3-0.6b"),
+    (replace(SHARING, how=STAGES_BY_TORCH), "pipeline_by torch runs .* keep all"),
+    (replace(STAGED, how=replace(STAGES_BY_TORCH, wrapper="bucketed")), "pipeline_by torch runs .* wrapper bucketed"),
+    (replace(STAGED, dtype="autocast-bf16"), "pipeline_by torch runs .* dtype autocast-bf16"),
+    (replace(STAGED, size="qwen3-0.6b"), "without tied embeddings, not for qwen3-0.6b"),
+    (
+        replace(STAGED, compile="on", how=replace(STAGES_BY_TORCH, pipeline_schedule="zb-h1")),
+        "under zb-h1, .* loss or off, got on",
+    ),
+    (replace(STAGED, accumulate=1), "each of 2 stages under 1f1b, got 1"),
     (
         replace(SHARING, keep="autograd", attention="sdpa-cudnn", how=CONTEXT_BY_TORCH),
         "context_order torch .* not a whole step",

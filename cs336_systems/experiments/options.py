@@ -22,7 +22,7 @@ from cs336_systems.declared import flag, like, names_in, option, option_name, op
 from cs336_systems.refusals import command_refusal
 from cs336_systems.report.command_line import Format
 
-Compile = Literal["off", "on", "whole-model"]
+Compile = Literal["off", "on", "whole-model", "loss"]
 
 MAX_TIMEOUT_S = 1e6
 

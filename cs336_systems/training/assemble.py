@@ -8,8 +8,8 @@ Optimisations are applied from outside, in one order:
    whole), and its blocks' backward is written out, if asked, each with what it keeps and how its products are
    quantized; the model then computes its own loss;
 3. blocks and loss are compiled, if asked: each block by itself, as torchtitan does, because equal blocks then share one
-   compilation (or the whole model, for comparison). Checkpointed segments run compiled blocks, but a selective policy
-   is compiled with its block, because it must see the block's operators;
+   compilation (or the whole model, for comparison, or the loss alone). Checkpointed segments run compiled blocks, but a
+   selective policy is compiled with its block, because it must see the block's operators;
 4. the model is wrapped for its ranks (``parallel.py``), after compiling: nothing can be gathered in compiled code;
 5. the optimizer is made over the parameters as they now are, with what it keeps in host memory, and the step, which
    may replay itself as a CUDA graph.
@@ -48,7 +48,7 @@ from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.cuda_graph import CapturedStep
 from cs336_systems.training.optimizer import unsupported_reason as optimizer_reason
 from cs336_systems.training.parallel import make_parallel_optimizer, wrap
-from cs336_systems.training.pipelined import PipelinedStep
+from cs336_systems.training.pipelined import PipelinedByTorch, PipelinedStep
 from cs336_systems.training.precision import matmul_dtype, parameter_dtype, recipe_unsupported_reason
 from cs336_systems.training.precision import unsupported_reason as precision_reason
 from cs336_systems.training.step import TrainStep, cross_entropy
@@ -163,7 +163,7 @@ def finish(
 
         loss_function = loss_of_words
         enter_loss_parallel()
-    if case.compiled and loss_function is not None:
+    if case.compile != "off" and loss_function is not None:
         loss_function = torch.compile(loss_function, fullgraph=True, dynamic=False)
     mesh = mesh_of(case, rank)
     group = mesh.same_weights if mesh else None
@@ -192,10 +192,17 @@ def finish(
     if plan is None:
         return kind(*given)
     assert mesh is not None and rank is not None
+    stages, blocks = mesh.devices.get_group("pipeline"), divide(plan, case.config)
+    if case.parallel.pipeline_by_torch:
+        from cs336_systems.distributed.torch_pipeline import TorchPipeline
+
+        assert loss_function is not None
+        shape = case.batch_size, case.context_length
+        return PipelinedByTorch(
+            *given, pipeline=TorchPipeline(model, plan, blocks, stages, loss_function, shape), stages=stages
+        )
     pipeline = Pipeline(plan, mesh.place("pipeline"), mesh.directions, rank.device)
-    return PipelinedStep(
-        *given, pipeline=pipeline, blocks=divide(plan, case.config), stages=mesh.devices.get_group("pipeline")
-    )
+    return PipelinedStep(*given, pipeline=pipeline, blocks=blocks, stages=stages)
 
 
 def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:

@@ -28,40 +28,67 @@ from cs336_systems.training.precision import matmul_precision
 from cs336_systems.training.step import Phase, TrainStep, local_gradients, micro_batches
 
 
-class PipelinedStep(TrainStep):
-    """Runs forward and backward of one stage in its schedule's order, and the optimizer's step.
+class _StageStep(TrainStep):
+    """The step of a rank that is one of a pipeline's stages.
 
     Args:
         pipeline: this rank's stage.
-        blocks: those of each part of the model.
         stages: the group of the ranks that are stages of one pipeline.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        pipeline: Pipeline,
-        blocks: Sequence[slice],
-        stages: dist.ProcessGroup,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *args: Any, pipeline: Any, stages: dist.ProcessGroup, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.pipeline, self.blocks, self.stages = pipeline, blocks, stages
-        model: Any = self.model.module if isinstance(self.model, DDP) else self.model
-        self._loaded: set[tuple[torch.Size, bool]] = set()
-        self._tied = [p for name, p in model.named_parameters() if name in on_two_stages(model)]
-        self._width, self._n_tensor = model.config.d_model, getattr(model, "tensor_ranks", ALONE).n_ranks
+        self.pipeline, self.stages = pipeline, stages
 
     def phases(self, mode: str, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
         """As ``TrainStep.phases``, but forward and backward are one phase, ``passes``."""
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
-        batches = micro_batches(self.accumulate, token_ids, targets)
-        share = self._shares(targets)
-        phases: dict[str, Phase] = {"passes": lambda: self._run(mode, batches, share)}
+        micro_batches(self.accumulate, token_ids, targets)
+        phases: dict[str, Phase] = {"passes": lambda: self._run(mode, token_ids, targets)}
         if mode == "step":
             phases["optimizer"] = self._update
         return phases
+
+    def _run(self, mode: str, token_ids: Tensor, targets: Tensor) -> None:
+        raise NotImplementedError
+
+    def _everywhere(self, losses: list[Tensor]) -> Tensor:
+        """The sum of losses of the last part's stage, on every stage."""
+        wide = torch.promote_types(self._parameters[0].dtype, torch.float32)
+        loss = torch.stack(losses).sum() if losses else torch.zeros((), dtype=wide, device=self.device)
+        dist.broadcast(loss, group=self.stages, group_src=self.pipeline.plan.places[-1][0])
+        return loss
+
+
+class PipelinedByTorch(_StageStep):
+    """Runs forward and backward of one stage by torch's schedule, and the optimizer's step; all targets must count."""
+
+    def _run(self, mode: str, token_ids: Tensor, targets: Tensor) -> None:
+        if mode == "forward":
+            raise ValueError("mode forward: torch's V-shaped schedules run forward and backward alone")
+        with matmul_precision(self.precision):
+            self.loss = self._everywhere(self.pipeline.run(token_ids, targets))
+        if mode == "backward":
+            self.optimizer.zero_grad(set_to_none=True)
+
+
+class PipelinedStep(_StageStep):
+    """Runs forward and backward of one stage in its schedule's order, and the optimizer's step.
+
+    Args:
+        blocks: those of each part of the model.
+    """
+
+    pipeline: Pipeline
+
+    def __init__(self, *args: Any, blocks: Sequence[slice], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.blocks = blocks
+        model: Any = self.model.module if isinstance(self.model, DDP) else self.model
+        self._loaded: set[tuple[torch.Size, bool]] = set()
+        self._tied = [p for name, p in model.named_parameters() if name in on_two_stages(model)]
+        self._width, self._n_tensor = model.config.d_model, getattr(model, "tensor_ranks", ALONE).n_ranks
 
     def loss_of(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of one micro-batch, without gradients, on every stage; a collective of the stages."""
@@ -78,7 +105,8 @@ class PipelinedStep(TrainStep):
             self.pipeline.run(work, self._like(token_ids), self.pipeline.plan.forwards(1))
         return self._everywhere(found)
 
-    def _run(self, mode: str, batches: list[tuple[Tensor, Tensor]], share: Callable[[int, Tensor], Tensor]) -> None:
+    def _run(self, mode: str, token_ids: Tensor, targets: Tensor) -> None:
+        batches, share = micro_batches(self.accumulate, token_ids, targets), self._shares(targets)
         alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         later: dict[tuple[int, int], Later] = {}
         losses: list[Tensor] = []
@@ -166,10 +194,3 @@ class PipelinedStep(TrainStep):
 
     def _is_last(self, operation: Operation) -> bool:
         return self.pipeline.plan.receiver(self.pipeline.stage, Operation("F", 0, operation.chunk)) is None
-
-    def _everywhere(self, losses: list[Tensor]) -> Tensor:
-        """The sum of losses of the last part's stage, on every stage."""
-        wide = torch.promote_types(self._parameters[0].dtype, torch.float32)
-        loss = torch.stack(losses).sum() if losses else torch.zeros((), dtype=wide, device=self.device)
-        dist.broadcast(loss, group=self.stages, group_src=self.pipeline.plan.places[-1][0])
-        return loss

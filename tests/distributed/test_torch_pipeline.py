@@ -1,0 +1,53 @@
+"""Torch's pipelines train what one process trains, so that they are a fair peer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cs336_systems.case import SCHEDULES, Parallel
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.training import assemble, random_batch
+
+from .checks import on_ranks
+from .test_mesh import Meshed
+from .test_pipeline import LLAMA
+
+BIASED = replace(LLAMA, name="tiny-biased", n_layers=6, qkv_bias=True, qk_norm=True, head_dim=8)
+
+
+def run_of(schedule, config=BIASED, **others):
+    how = Parallel(pipeline=2, pipeline_schedule=schedule, pipeline_by="torch")
+    return Meshed.of(config, how=how, batch_size=2, accumulate=4, optimizer="torch-fused", seed=3, **others)
+
+
+def train(case, rank=None):
+    """Losses of three steps, and the gradients of the first."""
+    step, batch = assemble(case, rank), random_batch(replace(case, how=Parallel()))
+    phases = step.phases("step", *batch)
+    phases["passes" if rank else "forward"]()
+    if not rank:
+        for name, phase in phases.items():
+            if name not in ("forward", "optimizer"):
+                phase()
+    gradients = {name: p.grad.clone() for name, p in step.model.named_parameters()}
+    losses = [step.loss.item()]
+    phases["optimizer"]()
+    return losses + [step(*batch).item() for _ in range(2)], gradients
+
+
+def train_each(rank: Rank, cases):
+    return [train(case, rank) for case in cases]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_stages_train_what_one_process_trains(schedule):
+    case = run_of(schedule)
+    losses, gradients = train(replace(case, how=Parallel()))
+    seen = set()
+    for ((own_losses, own_gradients),) in on_ranks(train_each, 2, [case]):
+        torch.testing.assert_close(own_losses, losses, rtol=2e-6, atol=0)
+        for name, own in own_gradients.items():
+            torch.testing.assert_close(own, gradients[name], rtol=1e-4, atol=1e-6)
+        seen |= own_gradients.keys()
+    assert seen == gradients.keys()
