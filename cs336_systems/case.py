@@ -89,7 +89,10 @@ PipelineBy = Literal["messages", "torch"]
 SPLIT_BY_TORCH = ("zb-h1", "zbv", "dualpipev")
 """Schedules for which torch divides a backward in two, which it cannot do to compiled blocks."""
 
-SHARED_BATCH = ("tensor", "tensor_by", "context", "context_order", "pipeline", "pipeline_schedule", "pipeline_chunks")
+PIPELINE = ("pipeline", "pipeline_schedule", "pipeline_chunks", "pipeline_by")
+"""Fields of ``Parallel`` about stages."""
+
+SHARED_BATCH = ("tensor", "tensor_by", "context", "context_order", *PIPELINE[:-1])
 """Fields of ``Parallel`` that say how ranks share a batch."""
 
 

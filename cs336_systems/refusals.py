@@ -8,7 +8,7 @@ a library or on the version of torch is asked in ``assemble.check_supported``. I
 
 from collections.abc import Callable
 
-from cs336_systems.case import SPLIT_BY_TORCH, TORCH_CONTEXT_ATTENTIONS, Parallel, TrainingCase, context_parts
+from cs336_systems.case import PIPELINE, SPLIT_BY_TORCH, TORCH_CONTEXT_ATTENTIONS, Parallel, TrainingCase, context_parts
 from cs336_systems.config import WRITTEN_OUT_ATTENTIONS
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import LEVELS, check_known, keep_of_blocks
@@ -295,8 +295,7 @@ def _fp8_sizes(case: TrainingCase) -> str | None:
 
 def _torch_alone(parallel: Parallel) -> Parallel:
     """A step that torch alone divides, as ``parallel`` asks for that."""
-    how = ("pipeline", "pipeline_by", "pipeline_schedule", "pipeline_chunks")
-    names = ("tensor", "tensor_by") if parallel.tensor_by_torch else how
+    names = ("tensor", "tensor_by") if parallel.tensor_by_torch else PIPELINE
     return Parallel(**{name: getattr(parallel, name) for name in names})
 
 

@@ -16,7 +16,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.case import RECIPE, TORCH_CONTEXT_ORDERS, Parallel, TensorBy, TrainingCase
+from cs336_systems.case import (
+    PIPELINE,
+    RECIPE,
+    SPLIT_BY_TORCH,
+    TORCH_CONTEXT_ORDERS,
+    Parallel,
+    PipelineBy,
+    TensorBy,
+    TrainingCase,
+)
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.fsdp import MAXIMA_BYTES, model_units, quantized_units, step_traffic
 from cs336_systems.costs.parallelism.seconds import step_seconds
@@ -78,6 +87,7 @@ class MeshCell(RankedCase):
     pipeline: int = like(Parallel, "pipeline")
     pipeline_schedule: str = like(Parallel, "pipeline_schedule")
     pipeline_chunks: int = like(Parallel, "pipeline_chunks")
+    pipeline_by: PipelineBy = like(Parallel, "pipeline_by")
     weights: str = option(
         "ddp",
         "How ranks along data and context hold the weights they share: ddp, whole with averaged gradients; fsdp, in "
@@ -103,6 +113,7 @@ class MeshCell(RankedCase):
             pipeline=self.pipeline,
             pipeline_schedule=self.pipeline_schedule,
             pipeline_chunks=self.pipeline_chunks,
+            pipeline_by=self.pipeline_by,
         )
 
     @property
@@ -126,7 +137,7 @@ class MeshCell(RankedCase):
         sizes = {"replica": self.replicas, self.weights: n_data // self.replicas}
         sizes |= {self.context_order: self.context, "tensor": self.tensor, self.pipeline_schedule: self.pipeline}
         words = [f"{name}-{size}" for name, size in sizes.items() if size > 1] or ["alone"]
-        return words + [self.tensor_by] * (self.tensor_by != "collectives")
+        return words + sorted({self.tensor_by, self.pipeline_by} - {PLAIN["tensor_by"], PLAIN["pipeline_by"]})
 
     def __str__(self) -> str:
         of = "" if self.part == "step" else f"{self.part} of "
@@ -140,14 +151,14 @@ class Asked(RankedRun):
     trace: Path | None = None
     """Folder for recordings (torch.profiler) and a picture of rank 0 per cell, in the first repeat."""
     peer: bool = False
-    """Also measure torch's own tensor parallelism, compiled and with cuDNN's attention (not on a CPU); with --part
-    attention its context parallelism, and cuDNN's attention on one GPU."""
+    """Also measure torch's own tensor parallelism and pipelines, compiled and with cuDNN's attention (not on a CPU);
+    with --part attention its context parallelism, and cuDNN's attention on one GPU."""
 
 
 Options: Any = options_of(MeshCell, Asked, cpu=RankedRun.CPU_DEFAULTS | {"batch_size": (2,), "warmup": 1, "steps": 4})
 
 
-_PLAIN = ("weights", "replicas", "context_order", "tensor_by", "pipeline_schedule", "pipeline_chunks")
+_PLAIN = ("weights", "replicas", "context_order", "tensor_by", *PIPELINE[1:])
 PLAIN: dict[str, Any] = {name: getattr(MeshCell, name) for name in _PLAIN}
 """The values of columns that do not matter to a cell."""
 ALONE = {"tensor": 1, "context": 1, "pipeline": 1} | PLAIN
@@ -167,7 +178,7 @@ def make_cells(options: Any) -> list[MeshCell]:
     for cell in training_cells(MeshCell, options, inner=fitting or [{"tensor": 1, "context": 1}]):
         matters = {"weights": cell.parallel.wrapper != "none", "context_order": cell.context > 1}
         matters |= {"tensor_by": cell.tensor > 1, "replicas": cell.replicas > 1}
-        matters |= {"pipeline_schedule": cell.pipeline > 1}
+        matters |= dict.fromkeys(("pipeline_schedule", "pipeline_by"), cell.pipeline > 1)
         matters |= {"pipeline_chunks": cell.pipeline > 1 and cell.pipeline_schedule == "interleaved"}
         n_data, rest = divmod(cell.world_size, cell.parallel.ranks_per_batch)
         fits = n_data % cell.replicas == 0 and (cell.replicas == 1 or cell.weights == "fsdp")
@@ -189,16 +200,19 @@ _PEER: dict[str, Any] = {
 
 
 def _peers(cell: MeshCell) -> list[MeshCell]:
-    """The cells of torch's tensor or context parallelism beside a cell of this suite's."""
+    """The cells of torch's tensor or context parallelism or pipelines beside a cell of this suite's."""
     if cell.attention_alone:
         if cell.tensor > 1 or not (cell.written_out and cell.device.startswith("cuda")):
             return []
         peer = replace(cell, **_PEER | {"compile": "off"})  # nothing in it would be compiled
         return [replace(peer, context_order=order) for order in TORCH_CONTEXT_ORDERS] if cell.context > 1 else [peer]
-    if cell.world_size != cell.tensor or cell.parallel.tensor_by_torch:
+    if cell.world_size not in (cell.tensor, cell.pipeline) or cell.parallel.by_torch:
         return []
     on_cpu = {"attention": "reference", "compile": "off"} if cell.device == "cpu" else {}
     peer = replace(cell, **_PEER | on_cpu)
+    if cell.pipeline > 1:
+        split = {"compile": "loss"} if cell.pipeline_schedule in SPLIT_BY_TORCH and not on_cpu else {}
+        return [replace(peer, pipeline_by="torch", **split)]
     ways: tuple[TensorBy, ...] = ("torch",) if on_cpu else ("torch", "torch-async")
     return [replace(peer, tensor_by=way) for way in ways] if cell.tensor > 1 else [peer]
 
@@ -253,13 +267,13 @@ def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metr
         from cs336_systems.experiments.mesh_attention import measure_attention
 
         return measure_attention(cell, rank, effort)
-    predicted = None if cell.parallel.tensor_by_torch else check_fit(cell, rank=rank)
+    predicted = None if cell.parallel.by_torch else check_fit(cell, rank=rank)
     meter, prepared = PeakMeter(rank.device), PreparedStep(cell, rank)
     phases = prepared.phases()
     times = time_phases_of_ranks(phases, rank, steps=cell.steps, warmup=effort.warmup(cell))
     metrics = time_metrics(times, cell) + peak_metrics(meter, rank)
     metrics += in_gib(predicted_peak=predicted) if predicted is not None else []
-    if cell.repeat == 0 and not cell.parallel.tensor_by_torch:  # whose collectives are not seen
+    if cell.repeat == 0 and not cell.parallel.by_torch:  # whose collectives are not seen
         sent = prepared.sent()
         metrics += [
             Metric("collectives", "per step", [len(sent)]),
@@ -268,7 +282,7 @@ def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metr
         if (predicted_bytes := predicted_messages(cell, rank.rank)) is not None:
             metrics.append(Metric("predicted_messages", "MiB per step", [predicted_bytes / MIB]))
     check_replicas(prepared)
-    if cell.pipeline > 1:
+    if cell.pipeline > 1 and not cell.parallel.by_torch:
         return metrics + measure_timeline(prepared, effort.recording(cell))
     if (path := effort.recording(cell)) is not None:
         record_phases_of_ranks(phases, prepared.step.model, rank, path if rank.rank == 0 else None)
@@ -308,7 +322,7 @@ MESH = ResultTable(
     settings=(
         *("gpu", "device", "part", "size", "dtype", "attention", "compile", "checkpoint", "optimizer", "batch_size"),
         *("accumulate", "kernels", "keep", *RECIPE, "context_length", "warmup", "steps", "weights", "tensor_by"),
-        *("context_order", "pipeline_schedule", "pipeline_chunks", "pipeline"),
+        *("context_order", "pipeline_schedule", "pipeline_chunks", "pipeline_by", "pipeline"),
         *("world_size", "replicas", "tensor", "context"),
     ),
     always=("part", "size", "world_size", "tensor", "context"),
@@ -319,6 +333,7 @@ MESH = ResultTable(
         "tensor_by": "rows by",
         "pipeline_schedule": "schedule",
         "pipeline_chunks": "chunks",
+        "pipeline_by": "stages by",
         "context_order": "order",
     },
     columns=(
@@ -377,7 +392,8 @@ def _way(how: Mapping[str, Any]) -> str:
     copies = int(how["replicas"])
     words = [f"replica {copies}"] * (copies > 1) + [f"{how['weights']} {n_data // copies}"] * (n_data > copies)
     words += [f"{name} {n}" for name, n in sizes.items() if n > 1]
-    return " x ".join(words) + (f" by {how['tensor_by']}" if how["tensor_by"] != "collectives" else "")
+    by = sorted({how["tensor_by"], how["pipeline_by"]} - {PLAIN["tensor_by"], PLAIN["pipeline_by"]})
+    return " by ".join([" x ".join(words), *by])
 
 
 EXPERIMENT = Experiment(

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pandas as pd
 
-from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.case import PIPELINE, Parallel, TrainingCase
 
 SCHEMA_VERSION = 1
 
@@ -45,8 +45,6 @@ DEFAULTS: dict[str, Any] = asdict(TrainingCase())
 
 NOT_RECORDED = {"nccl": ""}
 """Columns of provenance that earlier rows lack, and what they read as there."""
-
-PIPELINE = ("pipeline", "pipeline_schedule", "pipeline_chunks")
 
 EARLIER: dict[str, dict[str, Any]] = {
     "context_length": DEFAULTS,
