@@ -4,12 +4,12 @@
     pipeline = TorchPipeline(model, plan, blocks, mesh.devices.get_group("pipeline"), cross_entropy, (batch, length))
     losses = pipeline.run(token_ids, targets)                  # the same batch on all stages
 
-Parts of the model lie on stages as in the plan. Torch orders operations by lists of its own, and queues all messages of
-a stage, up and down, in one order.
+Parts of the model lie on stages as in the plan, and stages do the same operations in the same order, but under zbv,
+where torch follows the paper and the plan does what can begin. Torch queues all messages of a stage in one order.
 
-Torch divides the backward of ``SPLIT_BY_TORCH`` in two: autograd runs from the outputs to the inputs, and later from
-nodes in between to the weights. A compiled block is one such node, from which torch 2.11 refuses to run again: with
-these schedules blocks are not compiled. The loss, which has no weights, may be.
+Torch divides a backward of ``SPLIT_BY_TORCH`` in two: autograd runs from the outputs to the inputs, and later from
+nodes in between to the weights. A compiled block is one node, from which torch 2.11 cannot run: with these schedules
+blocks are not compiled. The loss, which has no weights, may be.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ _CLASSES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
-    "zb-h1": ScheduleInterleavedZeroBubble,  # with one chunk a stage
+    "zb-h1": ScheduleInterleavedZeroBubble,  # of one chunk a stage
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
@@ -107,7 +107,7 @@ class TorchPipeline:
             if stage == self.stage
         ]
         kind = _CLASSES[plan.name]
-        self._schedule = kind(
+        self.schedule = kind(
             stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
             plan.microbatches,
             lambda logits, targets: loss_function(logits, targets) / plan.microbatches,
@@ -121,8 +121,8 @@ class TorchPipeline:
             Each micro-batch's part of the loss on the stage that has the last part of the model, none on others.
         """
         losses: list[Tensor] = []
-        # A compiled loss may give its buffers away in backward only if none of them is needed again.
+        # Torch keeps graphs for the weights, with which a compiled loss may not give its buffers away.
         with torch._functorch.config.patch(donated_buffer=self.plan.name not in SPLIT_BY_TORCH):
             given = (token_ids,) if self.plan.places[0][0] == self.stage else ()
-            self._schedule.step(*given, target=targets, losses=losses, return_outputs=False)
+            self.schedule.step(*given, target=targets, losses=losses, return_outputs=False)
         return [loss.detach() for loss in losses]

@@ -211,8 +211,8 @@ def _peers(cell: MeshCell) -> list[MeshCell]:
     on_cpu = {"attention": "reference", "compile": "off"} if cell.device == "cpu" else {}
     peer = replace(cell, **_PEER | on_cpu)
     if cell.pipeline > 1:
-        split = {"compile": "loss"} if cell.pipeline_schedule in SPLIT_BY_TORCH and not on_cpu else {}
-        return [replace(peer, pipeline_by="torch", **split)]
+        whole = on_cpu or cell.pipeline_schedule not in SPLIT_BY_TORCH
+        return [replace(peer, pipeline_by="torch", compile=peer.compile if whole else "loss")]
     ways: tuple[TensorBy, ...] = ("torch",) if on_cpu else ("torch", "torch-async")
     return [replace(peer, tensor_by=way) for way in ways] if cell.tensor > 1 else [peer]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cs336_systems.case import SCHEDULES, Parallel
+from cs336_systems.costs.parallelism.schedules import make_schedule
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.training import assemble, random_batch
 
@@ -38,6 +39,27 @@ def train(case, rank=None):
 
 def train_each(rank: Rank, cases):
     return [train(case, rank) for case in cases]
+
+
+def orders(rank: Rank):
+    """By schedule, the operations of this stage in torch's order and in ours."""
+    found = {}
+    for name in ("interleaved", "zb-h1", "dualpipev"):
+        runner = assemble(run_of(name), rank).pipeline.schedule
+        plan = make_schedule(name, 2, 4, 2)
+        actions = [each for each in runner.pipeline_order[rank.rank] if each is not None]
+        actions = [each for action in actions for each in action.sub_actions or (action,)]
+        theirs = [(each.computation_type.value, each.stage_index, each.microbatch_index) for each in actions]
+        kinds = {"F": "F", "B": "I", "W": "W", "BW": "B"}
+        ours = [(kinds[op.kind], plan.part(rank.rank, op.chunk), op.microbatch) for op in plan.orders[rank.rank]]
+        found[name] = theirs, ours
+    return found
+
+
+def test_stages_do_the_same_operations_in_the_same_order():
+    for of_rank in on_ranks(orders, 2):
+        for name, (theirs, ours) in of_rank.items():
+            assert theirs == ours, name
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -33,6 +33,8 @@ OTHERS = [replace(CELL, tensor=2, weights="fsdp2"), replace(CELL, part="attentio
 BY_AUTOGRAD = replace(CELL, part="attention", keep="autograd", attention="sdpa-flash")
 BY_TORCH = replace(BY_AUTOGRAD, context=4, context_order="torch-gathered")
 OTHERS += [BY_AUTOGRAD, BY_TORCH]
+STAGED = replace(CELL, world_size=2, pipeline=2, accumulate=2)
+STAGED_BY_TORCH = replace(STAGED, keep="autograd", pipeline_by="torch")
 
 
 def test_every_division_of_the_ranks_is_a_cell():
@@ -87,9 +89,38 @@ def test_torchs_context_parallelism_is_beside_attention_alone():
         attention_cells(*by_torch, "--part", "step")
 
 
+def test_torchs_pipelines_are_beside_this_suites():
+    asked = ["--size", "tiny", "--dtype", "bf16", "--device", "cuda", "--world-size", "2", "--tensor", "1"]
+    asked += ["--context", "1", "--pipeline", "2", "--pipeline-schedule", "1f1b", "zb-h1", "--accumulate", "4"]
+    ours = ["--attention", "hopper", "--kernels", "fused", "--optimizer", "fused", "--master-weights", "fp32"]
+    made = make_cells(parse(EXPERIMENT.options, [*asked, *ours, "--peer"], None))
+    assert [(cell.variant, cell.compile) for cell in made] == [
+        *(("1f1b-2", "off"), ("zb-h1-2", "off")),
+        *(("1f1b-2-torch", "on"), ("zb-h1-2-torch", "loss")),
+    ]
+    assert not [cell for cell in made if command_refusal(cell)]
+    by_torch = [*asked, "--keep", "autograd", "--compile", "loss", "--pipeline-by", "torch"]
+    cells = make_cells(parse(EXPERIMENT.options, by_torch, None))
+    assert cells == make_cells(parse(EXPERIMENT.options, [*by_torch, "--peer"], None))
+
+
 def measure_all(rank: Rank):
     with kernels_on_cpu():
         return [measure(cell, rank) for cell in MEASURED + OTHERS]
+
+
+def measure_stages(rank: Rank):
+    return [measure(cell, rank) for cell in (STAGED, STAGED_BY_TORCH)]
+
+
+@pytest.mark.slow
+def test_stages_of_both_are_measured():
+    for metrics in on_ranks(measure_stages, 2):
+        ours, torchs = ({metric.name for metric in own} for own in metrics)
+        assert ours >= torchs | {"idle", "messages"}
+        assert torchs >= {"passes", "optimizer", "step", "tokens_per_s"}
+    lines = MESH.lines(rows_of([STAGED, STAGED_BY_TORCH], metrics))
+    assert [line.settings["pipeline_by"] for line in lines] == ["messages", "torch"]
 
 
 def measure_by_torch(rank: Rank):
