@@ -18,29 +18,20 @@ from typing import Any
 import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from cs336_systems.case import SPLIT_BY_TORCH
 from cs336_systems.costs.parallelism.schedules import Schedule
 from cs336_systems.model import TransformerLM
 
-_CLASSES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zb-h1": ScheduleInterleavedZeroBubble,  # of one chunk a stage
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
+_NAMES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zb-h1": "InterleavedZeroBubble",  # of one chunk a stage
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
 }
+"""Torch's names of schedules."""
 
 
 class _Part(nn.Module):
@@ -61,15 +52,25 @@ class _Part(nn.Module):
         return y
 
 
-class _Stage(PipelineStage):
-    """A stage that opens connections with others alone: gloo sends nothing to itself, as the bottom of a V would."""
+def _torchs() -> tuple[Any, Any, Any]:
+    """Torch's class of stages, its function from a schedule's name to its class, and the class of those of one chunk.
 
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
+    Their import brings the compiler along, which sets an environment variable.
+    """
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+    class Stage(PipelineStage):
+        """Opens connections with others alone: gloo sends nothing to itself, as the bottom of a V would."""
+
+        def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+            return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
+
+    return Stage, get_schedule_class, PipelineScheduleSingle
 
 
 class TorchPipeline:
-    """This rank's stage of a schedule that torch runs; a collective.
+    """This rank's stage of a schedule that torch runs, connected with the others by the first run.
 
     Args:
         model: has the blocks of this stage, and the ends of the model that are on it.
@@ -93,8 +94,9 @@ class TorchPipeline:
         between = like.new_empty(*shape, model.config.d_model, device="meta")
         ids, logits = between.new_empty(shape, dtype=torch.int64), between.new_empty(*shape, model.config.vocab_size)
         last = len(plan.places) - 1
+        stage_class, schedule_class, of_one_chunk = _torchs()
         stages = [
-            _Stage(
+            stage_class(
                 _Part(model, blocks[part]),
                 part,
                 len(plan.places),
@@ -106,9 +108,9 @@ class TorchPipeline:
             for part, (stage, _) in enumerate(plan.places)
             if stage == self.stage
         ]
-        kind = _CLASSES[plan.name]
+        kind = schedule_class(_NAMES[plan.name])
         self.schedule = kind(
-            stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
+            stages[0] if issubclass(kind, of_one_chunk) else stages,
             plan.microbatches,
             lambda logits, targets: loss_function(logits, targets) / plan.microbatches,
             scale_grads=False,
