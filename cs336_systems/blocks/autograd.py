@@ -13,7 +13,7 @@ not see it then, nor are changes in place noticed. ``torch.compile`` leaves the 
 it are not run.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,12 +38,14 @@ from cs336_systems.model import ModelOps, TransformerBlock, TransformerLM
 from cs336_systems.model.layers import Placement
 from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
-_put_off: list[Later] = []
+Works = list[Callable[[], None]]
+
+_put_off: list[Works] = []
 """The lists of ``put_off`` that are open, the innermost last; autograd's own threads read this, too."""
 
 
 @contextmanager
-def put_off(works: Later) -> Iterator[None]:
+def put_off(works: Works) -> Iterator[None]:
     """Let backwards of written-out blocks leave out the gradients of weights while the context is open.
 
     A function is added to ``works`` for each block that backward comes to. Called, it computes the gradients and hands
@@ -101,27 +103,69 @@ class _BlockFunction(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()
             ctx.away = None
         _, wants_dx, _, _, *wanted = ctx.needs_input_grad
-        grads = BlockGradients.empty(parameters, (name for name, want in zip(parameters, wanted, strict=True) if want))
+        trained = {name: parameters[name] for name, want in zip(parameters, wanted, strict=True) if want}
+        later: Later | None = [] if _put_off else None
+        there = None if later is not None else _gradients_there(trained, in_backward=True)
+        grads = there or BlockGradients.empty(parameters, trained, vectors_only=later is not None)
         weights = BlockWeights.of(parameters)
         call.products.at(tuple(parameters.values()))
-        how, later = (call.ops, call.config, cos, sin), list[Callable[[], None]]() if _put_off else None
-        options: dict[str, Any] = {"products": call.products, "consume": once, "later": later}
-        dx = backward(dy.contiguous(), weights, saved, grads, *how, **options)
-        by_parameter: dict[str, Tensor | None] = {**grads.by_parameter(parameters)}
+        how = call.ops, call.config, cos, sin
+        options: dict[str, Any] = {"products": call.products, "accumulate": there is not None, "later": later}
+        dx = backward(dy.contiguous(), weights, saved, grads, *how, consume=once, **options)
+        by_parameter: Mapping[str, Tensor | None] = grads.by_parameter(parameters)
         if later is not None:
-            trained = [name for name, want in zip(parameters, wanted, strict=True) if want]
-            _put_off[-1].append(partial(_finish, later, [(parameters[name], by_parameter[name]) for name in trained]))
+            _put_off[-1].append(partial(_finish, later, grads, trained))
+        if later is not None or there is not None:
             by_parameter = dict.fromkeys(parameters)
         gradients = (by_parameter[name] if want else None for name, want in zip(parameters, wanted, strict=True))
         return None, dx if wants_dx else None, None, None, *gradients
 
 
-def _finish(later: Later, gradients: list[tuple[Tensor, Tensor | None]]) -> None:
+def _gradients_there(parameters: Mapping[str, Tensor], *, in_backward: bool) -> BlockGradients | None:
+    """The parameters' own gradients, if a backward may add to them where they are.
+
+    A product that adds to its result reads and writes a gradient once; autograd, given another, reads two and writes
+    one besides. Hooks that run after accumulation do so, too, where autograd is given none.
+    """
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is None or not parameter.is_leaf or parameter._backward_hooks:
+            return None
+        gradients[name] = parameter.grad
+    if not gradients:
+        return None
+    if in_backward and not _adds_to(next(iter(parameters.values()))):
+        return None
+    return BlockGradients.there(gradients)
+
+
+def _adds_to(parameter: Tensor) -> bool:
+    """Whether the backward that runs adds to the parameter's gradient; ``torch.autograd.grad`` leaves it as it is."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        adds: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # which it raises of parameters if torch.autograd.grad runs
+        return False
+    return adds
+
+
+def _finish(later: Later, vectors: BlockGradients, parameters: Mapping[str, Tensor]) -> None:
     """Compute the gradients of matrices that were put off, and accumulate those of all parameters."""
+    there = _gradients_there(parameters, in_backward=False)
+    target = there or BlockGradients.empty(parameters, parameters)
     for product in later:
-        product()
-    if gradients:
-        torch.autograd.backward([parameter for parameter, _ in gradients], [gradient for _, gradient in gradients])
+        product(target, there is not None)
+    for name, value in vars(vectors).items():
+        if value is not None and not value.is_meta:
+            own: Tensor = getattr(target, name)
+            own.copy_(value if there is None else own + value)
+    if there is None and parameters:
+        gradients = target.by_parameter(parameters)
+        torch.autograd.backward(list(parameters.values()), [gradients[name] for name in parameters])
+        return
+    for parameter in parameters.values():
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            hook(parameter)
 
 
 class WrittenOutBlock(TransformerBlock):

@@ -26,7 +26,6 @@ All tensors share one dtype, but for statistics, the rotary tables and what quan
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +38,8 @@ from cs336_systems.blocks.weights import BlockGradients, BlockWeights
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import KEPT, OPERANDS
 
-Later = list[Callable[[], None]]
-"""Gradients of weights that are still to be computed, in their order."""
+Later = list[Callable[[BlockGradients, bool], None]]
+"""Gradients of matrices that are still to be computed: each is called with where they go, and whether to add there."""
 
 
 @dataclass(frozen=True)
@@ -319,24 +318,28 @@ def recall(saved: Saved, weights: BlockWeights, ops: BlockOps, config: ModelConf
 class _Writer:
     """Writes gradients of weights, or adds to them."""
 
+    gradients: BlockGradients
     products: Products
     ops: BlockOps
     accumulate: bool
     later: Later | None
     """Takes the products, if they are for later."""
 
-    def product(self, gradient: Tensor | None, dy_RN: Operand, x_RM: Operand) -> None:
+    def product(self, name: str, dy_RN: Operand, x_RM: Operand) -> None:
         """Write the gradient of W in y = x W^T."""
-        if gradient is None:
-            dy_RN.wait()
-            x_RM.wait()
+        for operand in (dy_RN, x_RM):
+            operand.wait()
+        if getattr(self.gradients, name) is None:
             return
-        how = gradient, dy_RN.whole_columns(), x_RM.whole_columns(), self.accumulate
-        work = partial(self.products.backward_weight_, self.ops, *how)
+        dy, x = dy_RN.columns, x_RM.columns
+
+        def write(gradients: BlockGradients, accumulate: bool) -> None:
+            self.products.backward_weight_(self.ops, getattr(gradients, name), dy, x, accumulate)
+
         if self.later is None:
-            work()
+            write(self.gradients, self.accumulate)
         else:
-            self.later.append(work)
+            self.later.append(write)
 
     def vector(self, gradient: Tensor | None, value: Tensor) -> None:
         """Write the gradient of a gain or a bias."""
@@ -368,12 +371,12 @@ def backward(
         accumulate: add to what ``grads`` holds, as for every micro-batch but the first.
         consume: take what ``saved`` holds, write over it and free it once it has been read; no other backward can come
             then. Otherwise ``saved`` stays as it is.
-        later: receives the products that give matrices' gradients, instead of their being computed; to call them in
-            their order, before weights change, gives the same bits. Until then they hold what they read, and neither
-            dy nor ``saved`` may be written over.
+        later: receives the products that give matrices' gradients, instead of their being computed; those in ``grads``
+            may be on ``meta``. To call them in their order, before weights change, gives the same bits. Until then they
+            hold what they read, and neither dy nor ``saved`` may be written over.
     """
     stages = _Stages(weights, ops, products, products.maxima(dy_BSD, saved.tensors), config, cos, sin, {})
-    maxima, write = products.gradient_maxima(dy_BSD), _Writer(products, ops, accumulate, later)
+    maxima, write = products.gradient_maxima(dy_BSD), _Writer(grads, products, ops, accumulate, later)
     recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 
     gate_up, with_product = recalled.take("gate_up"), "product" not in recalled.operands
@@ -384,11 +387,11 @@ def backward(
     asked = {"with_product": with_product, "columns": grads.gate_up is not None}
     again, dgate_up = products.swiglu_backward_(ops, dproduct, gate_up, stages.maxima, maxima, **asked)
     del dproduct, gate_up
-    write.product(grads.down, dy_read, recalled.operand("product") if again is None else again)
+    write.product("down", dy_read, recalled.operand("product") if again is None else again)
     del dy_read, again
     recalled.forget("product")
     residual = recalled["residual"]  # before its norm, which it brings with it if it has to be computed again
-    write.product(grads.gate_up, dgate_up, recalled.operand("normed2"))
+    write.product("gate_up", dgate_up, recalled.operand("normed2"))
     dnormed2 = products.sum_backward(ops, dgate_up, stages.columns_of("gate_up"))
     del dgate_up
     recalled.forget("normed2")
@@ -402,7 +405,7 @@ def backward(
     if products.ranks.under_products:
         recalled.operand("normed1")
     dattended = products.backward(ops, dy_read, stages.columns_of("output"))
-    write.product(grads.output, dy_read, stages.read("attended", recalled["attended"], rows=False))
+    write.product("output", dy_read, stages.read("attended", recalled["attended"], rows=False))
     del dy_read
     projected = recalled.projected()
     dqkv = dattended.new_empty(dattended.shape[0], config.d_qkv)
@@ -425,7 +428,7 @@ def backward(
         write.vector(grads.qkv_bias, ops.column_sums(dqkv))
     dy_read = products.read_gradient("dqkv", dqkv, maxima, columns=grads.qkv is not None)
     del dqkv
-    write.product(grads.qkv, dy_read, recalled.operand("normed1"))
+    write.product("qkv", dy_read, recalled.operand("normed1"))
     dnormed1 = products.sum_backward(ops, dy_read, stages.columns_of("qkv"))
     del dy_read
     recalled.forget("normed1")

@@ -74,16 +74,39 @@ class BlockGradients:
     k_norm: Tensor | None = None
 
     @classmethod
-    def empty(cls, parameters: Mapping[str, Tensor], wanted: Iterable[str]) -> "BlockGradients":
-        """Memory for those that hold one of the wanted parameters, which the first backward overwrites."""
+    def empty(
+        cls, parameters: Mapping[str, Tensor], wanted: Iterable[str], *, vectors_only: bool = False
+    ) -> "BlockGradients":
+        """Memory for those that hold one of the wanted parameters, which the first backward overwrites.
+
+        Args:
+            vectors_only: give memory to gains and biases alone; matrices are on ``meta``.
+        """
         wanted = frozenset(wanted)
-        return cls(
-            **{
-                name: parameters[parts[0]].new_empty(sum(_rows(parameters, parts)), *parameters[parts[0]].shape[1:])
-                for name, parts in _held(parameters)
-                if not wanted.isdisjoint(parts)
-            }
-        )
+        found: dict[str, Tensor] = {}
+        for name, parts in _held(parameters):
+            first = parameters[parts[0]]
+            if not wanted.isdisjoint(parts):
+                device = "meta" if vectors_only and first.dim() > 1 else first.device
+                found[name] = first.new_empty(sum(_rows(parameters, parts)), *first.shape[1:], device=device)
+        return cls(**found)
+
+    @classmethod
+    def there(cls, gradients: Mapping[str, Tensor]) -> "BlockGradients | None":
+        """The gradients of some parameters, to be added to where they are; None if backward cannot write there.
+
+        It cannot where those of parameters that are multiplied together do not lie one after the other.
+        """
+        found: dict[str, Tensor] = {}
+        for name, parts in PARTS.items():
+            own = [gradients[part] for part in parts if part in gradients]
+            if not own:
+                continue
+            whole = adjacent(own) if len(own) == len(parts) else None
+            if whole is None:
+                return None
+            found[name] = whole
+        return cls(**found)
 
     def by_parameter(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Views of the gradients, by the names of the reference block's parameters, whose shapes ``parameters`` has."""
@@ -107,13 +130,19 @@ def merged(parts: Sequence[Tensor]) -> Tensor:
 
     Of parts that have no memory, one on ``meta``.
     """
+    whole = adjacent(parts)
+    return torch.cat(list(parts)) if whole is None else whole
+
+
+def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
+    """``merged`` of parts that lie one after the other, else None."""
     first = parts[0]
     if len(parts) == 1 and first.is_contiguous():
         return first
     storage, end = first.untyped_storage()._cdata, first.storage_offset()
     for part in parts:
         if not (part.is_contiguous() and part.untyped_storage()._cdata == storage and part.storage_offset() == end):
-            return torch.cat(list(parts))
+            return None
         end += part.numel()
     shape = sum(part.shape[0] for part in parts), *first.shape[1:]
     if not first.untyped_storage().nbytes():  # what stands for weights that are elsewhere

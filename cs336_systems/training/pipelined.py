@@ -10,15 +10,14 @@ same bits under every schedule with the same parts, as each part adds up its mic
 Gradients of ranks with the same weights are averaged when all micro-batches are done.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.blocks.autograd import put_off
-from cs336_systems.blocks.block import Later
+from cs336_systems.blocks.autograd import Works, put_off
 from cs336_systems.config import MODES
 from cs336_systems.costs.parallelism.schedules import Operation
 from cs336_systems.distributed.ddp import DDP
@@ -108,7 +107,7 @@ class PipelinedStep(_StageStep):
     def _run(self, mode: str, token_ids: Tensor, targets: Tensor) -> None:
         batches, share = micro_batches(self.accumulate, token_ids, targets), self._shares(targets)
         alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        later: dict[tuple[int, int], Later] = {}
+        later: dict[tuple[int, int], Works] = {}
         losses: list[Tensor] = []
         trains = mode != "forward"
 
@@ -169,7 +168,7 @@ class PipelinedStep(_StageStep):
         for parameter in self._parameters:
             parameter.grad = None
         for chunk in range(self.pipeline.plan.chunks):
-            operation, later = Operation("F", 0, chunk), list[Callable[[], None]]()
+            operation, later = Operation("F", 0, chunk), Works()
             first = self.pipeline.plan.part(self.pipeline.stage, chunk) == 0
             x = None if first else self._like(token_ids).zero_().requires_grad_(trains)
             y = self._forward(operation, x, token_ids, targets)

@@ -1,12 +1,14 @@
 """The written-out block among autograd's other nodes: repeated uses, frozen parameters, what is held and freed."""
 
 import copy
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 from cs336_systems.blocks import REFERENCE, WrittenOutBlock, write_out
+from cs336_systems.blocks.products import Products
 from cs336_systems.config import PRECISIONS
 from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.model import TransformerBlock, TransformerLM
@@ -59,7 +61,8 @@ def test_a_second_backward_needs_a_retained_graph_and_a_change_in_place_is_notic
     y.backward(dy, retain_graph=True)
     once = [gradient.clone() for gradient in gradients(block).values()]
     y.backward(dy)
-    assert all(torch.equal(twice, 2 * first) for twice, first in zip(gradients(block).values(), once, strict=True))
+    for twice, first in zip(gradients(block).values(), once, strict=True):
+        torch.testing.assert_close(twice, 2 * first)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         y.backward(dy)
     for changed in (x, block.ffn.w3.weight):
@@ -127,3 +130,36 @@ def test_compiled_code_leaves_the_block_as_it_is():
     torch.testing.assert_close(
         *(torch.autograd.grad(each, tuple(model.parameters())) for each in (loss, expected)),
     )
+
+
+def test_backward_adds_where_gradients_are_unless_a_hook_or_autograd_grad_wants_its_own():
+    """A second micro-batch writes into the same memory; the sum is that of autograd."""
+    _, block = blocks()
+    x, dy = inputs(LLAMA, 9, torch.float64)
+    x, how, parameters = x.detach(), tables(LLAMA, 9, torch.float64), dict(block.named_parameters())
+
+    def backward():
+        block(x, *how).backward(dy)
+
+    backward()
+    once = {name: p.grad.clone() for name, p in parameters.items()}
+    places = {name: p.grad.data_ptr() for name, p in parameters.items()}
+    only = torch.autograd.grad(block(x, *how), list(parameters.values()), dy)
+    for (name, p), gradient in zip(parameters.items(), only, strict=True):
+        torch.testing.assert_close(gradient, once[name])
+        assert torch.equal(p.grad, once[name]), "torch.autograd.grad changed a gradient"
+    with patch.object(Products, "backward_weight_", autospec=True, side_effect=Products.backward_weight_) as products:
+        backward()
+        assert [call.args[-1] for call in products.call_args_list] == [True] * 4
+        after, handles = [], []
+        handles.append(parameters["ffn.w1.weight"].register_post_accumulate_grad_hook(after.append))
+        backward()
+        assert len(after) == 1 and [call.args[-1] for call in products.call_args_list[4:]] == [True] * 4
+        handles.append(parameters["ffn.w1.weight"].register_hook(lambda gradient: 2 * gradient))  # sees each gradient
+        backward()
+        assert len(after) == 2 and [call.args[-1] for call in products.call_args_list[8:]] == [False] * 4
+        for handle in handles:
+            handle.remove()
+    for name, p in parameters.items():
+        torch.testing.assert_close(p.grad, (5 if name == "ffn.w1.weight" else 4) * once[name])
+        assert p.grad.data_ptr() == places[name]

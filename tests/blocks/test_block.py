@@ -111,7 +111,7 @@ def test_gradients_of_matrices_may_come_later(keep, accumulate):
     assert left == {name for name in parameters if name.endswith("weight") and "ln" not in name}
     assert len(later) == 4
     for work in later:
-        work()
+        work(grads, accumulate)
     for name, value in found[0].items():
         assert torch.equal(found[1][name], value), name
 

@@ -53,7 +53,7 @@ def quantized(dtype: torch.dtype, keep: str, recipe: Recipe, *, config=CONFIG, l
         gradient.fill_(1.0 if "accumulate" in of_backward else float("nan"))
     dx = backward(dy, weights, saved, grads, *how, products=products, later=later, **of_backward)
     for work in later or ():
-        work()
+        work(grads, of_backward.get("accumulate", False))
     return {"y": y, "dx": dx, **grads.by_parameter(parameters)}, held
 
 
