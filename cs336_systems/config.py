@@ -173,7 +173,9 @@ MODEL_SIZES: dict[str, ModelConfig] = {
         ModelConfig("leaderboard-8b", 4096, 11_008, 34, 32, vocab_size=151_936, context_length=32_768),
         _llama3_2("llama3-1b", 2048, 8192, 16, max_context_length=131_072),
         _llama3("llama3-8b", 4096, 14_336, 32, max_context_length=8192),
+        _llama3("llama3-70b", 8192, 28_672, 80, n_heads=64, max_context_length=8192),
         _llama3_1("llama3.1-8b", 4096, 14_336, 32),
+        _llama3_1("llama3.1-405b", 16_384, 53_248, 126, n_heads=128),
         _qwen25_tied("qwen-100m", 768, 3072, 12, 12, vocab_size=16_384),  # of Qwen2.5's shape, for runs from scratch
         _qwen25_tied("qwen2.5-0.5b", 896, 4864, 24, 14, max_context_length=32_768),
         _qwen25_tied("qwen2.5-1.5b", 1536, 8960, 28, 12, max_context_length=131_072),

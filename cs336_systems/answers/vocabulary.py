@@ -8,6 +8,7 @@ from typing import Any
 from cs336_systems.answers import calculations, handout, training
 from cs336_systems.answers.committed import Committed, Rows
 from cs336_systems.answers.pivot import pivot, quoted
+from cs336_systems.answers.published import ALL_QUESTIONS
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import cost
 from cs336_systems.costs.flops import hardware_flops
@@ -26,7 +27,6 @@ from cs336_systems.experiments.fully_sharded import FULLY_SHARDED, breakdown_tab
 from cs336_systems.experiments.kernels import KERNEL_TABLE
 from cs336_systems.experiments.mesh import MESH
 from cs336_systems.experiments.model import step_table
-from cs336_systems.experiments.parallelism import QUESTIONS
 from cs336_systems.experiments.streaming import STREAMING_TABLE
 from cs336_systems.experiments.training import TRAINING_TABLE
 from cs336_systems.profiling.traces.kernels import short_name
@@ -130,5 +130,5 @@ def given(setting: str) -> str:
 
 def parallelism(question: str, **options: Any) -> list[Table]:
     """The tables of a question of ``scripts/parallelism.py``, at its defaults but for some options."""
-    kinds = {kind.__name__.lower(): kind for kind in QUESTIONS}
+    kinds = {kind.__name__.lower(): kind for kind in ALL_QUESTIONS}
     return kinds[question](**options).answer()[0]

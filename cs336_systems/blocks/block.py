@@ -327,11 +327,11 @@ class _Writer:
 
     def product(self, name: str, dy_RN: Operand, x_RM: Operand) -> None:
         """Write the gradient of W in y = x W^T."""
-        for operand in (dy_RN, x_RM):
-            operand.wait()
         if getattr(self.gradients, name) is None:
+            dy_RN.wait()
+            x_RM.wait()
             return
-        dy, x = dy_RN.columns, x_RM.columns
+        dy, x = dy_RN.whole_columns(), x_RM.whole_columns()
 
         def write(gradients: BlockGradients, accumulate: bool) -> None:
             self.products.backward_weight_(self.ops, getattr(gradients, name), dy, x, accumulate)

@@ -28,6 +28,7 @@ from cs336_systems.case import (
 )
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.fsdp import MAXIMA_BYTES, model_units, quantized_units, step_traffic
+from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.seconds import step_seconds
 from cs336_systems.costs.parallelism.step import SEND, context_sent, tensor_sent
 from cs336_systems.declared import like, option, options_of
@@ -298,23 +299,25 @@ def predicted_ms(line: Line) -> float | None:
     asked = how["part"], how["dtype"], how["matmul_dtype"]
     if hardware is None or asked != ("step", "bf16", "same") or how["keep"] == "autograd":
         return None
-    if how["pipeline"] > 1:
-        return None
-    n_data = how["world_size"] // (how["tensor"] * how["context"])
-    found = step_seconds(
-        resolve_size(str(how["size"])),
-        int(how["context_length"]),
-        int(how["batch_size"] * how["accumulate"]),
-        str(how["keep"]),
-        hardware,
-        data=int(n_data),
-        sharded=how["weights"] != "ddp",
-        replicas=int(how["replicas"]),
+    sharing = int(how["tensor"] * how["context"] * how["pipeline"])
+    n_data, sharded = int(how["world_size"]) // sharing, how["weights"] != "ddp"
+    replicas = int(how["replicas"]) if sharded else n_data
+    layout = Layout(
+        replicas=replicas,
+        shards=n_data // replicas,
         context=int(how["context"]),
-        order=str(how["context_order"]),
         tensor=int(how["tensor"]),
-        by=str(how["tensor_by"]),
+        zero=3 if sharded else 0,
+        keep=str(how["keep"]),
+        micro_batch=int(how["batch_size"]),
+        n_micro_batches=int(how["accumulate"]),
+        context_order=str(how["context_order"]),
+        tensor_by=str(how["tensor_by"]),
+        pipeline=int(how["pipeline"]),
+        schedule=str(how["pipeline_schedule"]),
+        chunks=int(how["pipeline_chunks"]) if how["pipeline_schedule"] == "interleaved" else 1,
     )
+    found = step_seconds(resolve_size(str(how["size"])), int(how["context_length"]), layout, hardware)
     return 1e3 * found.total
 
 

@@ -38,7 +38,8 @@ def run(question: Any) -> int:
     return 0
 
 
-def _table(caption: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> "Table":
+def table(caption: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> "Table":
+    """A table of an answer."""
     import pandas as pd
 
     from cs336_systems.report.tables import Table
@@ -85,8 +86,8 @@ class Ring:
             (name, each.steps, f"{each.wire_bytes / 2**20:,.1f}", f"{ms[name]:.3f}") for name, each in costs.items()
         ]
         caption = f"{self.total_mib} MiB over {n} ranks of {device.name}; bytes in one direction of a link"
-        table = _table(caption, ("subject", "steps", "MiB sent per rank", "ms"), lines)
-        return [table], {f"{name} ms": each for name, each in ms.items()}
+        columns = ("subject", "steps", "MiB sent per rank", "ms")
+        return [table(caption, columns, lines)], {f"{name} ms": each for name, each in ms.items()}
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Forms(OneLayer):
                 work = _digits(found.flops / 1e12), f"{found.sent_bytes / 2**20:,.1f}"
                 lines.append((form, which, *work, *times, largest))
         columns = ("subject", "pass", "TFLOP per device", "MiB sent per device", "compute ms", "communication ms")
-        return [_table(self.caption(egress), (*columns, "largest N"), lines)], summary
+        return [table(self.caption(egress), (*columns, "largest N"), lines)], summary
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class Mesh(OneLayer):
             summary |= {f"{axes} best fsdp": best.fsdp, f"{axes} whole fsdp": whole.fsdp, f"{axes} largest N": x * y}
         columns = ("how", "best X x Y", "of whole numbers", "compute ms", "FSDP ms", "TP ms", "communication ms")
         caption = "Forward. " + self.caption(egress) + ", along both axes"
-        return [_table(caption, (*columns, "largest mesh"), lines)], summary
+        return [table(caption, (*columns, "largest mesh"), lines)], summary
 
 
 _FSDP_AXES = 2
@@ -198,9 +199,9 @@ class Accounting:
         columns = ("tokens per device, sum", "in all, sum", "tokens per device, max", "in all, max")
         smaller = mesh.smaller_batches(xxl.layer, self.fsdp, self.tp, self._network(False, True))
         tables = [
-            _table("XXL: d_model 16384, d_ff 53248, 126 blocks", ("subject", "value"), list(memory.items())),
-            _table(f"Tokens from which forward is bound by compute, {where}", ("how", "X x Y", *columns), lines),
-            _table("How to reduce the batch", ("how", "tokens per device"), [(how, _tokens(n)) for how, n in smaller]),
+            table("XXL: d_model 16384, d_ff 53248, 126 blocks", ("subject", "value"), list(memory.items())),
+            table(f"Tokens from which forward is bound by compute, {where}", ("how", "X x Y", *columns), lines),
+            table("How to reduce the batch", ("how", "tokens per device"), [(how, _tokens(n)) for how, n in smaller]),
         ]
         return tables, summary
 
@@ -238,7 +239,7 @@ class Pipeline:
             raise ValueError(unsuited[0])
         caption = "; ".join((caption, *unsuited))
         columns = ("subject", "bubble, forwards", "bubble % of step", "activations, first stage")
-        return [_table(caption, (*columns, "activations, last stage"), lines)], summary
+        return [table(caption, (*columns, "activations, last stage"), lines)], summary
 
 
 @dataclass(frozen=True)
@@ -269,8 +270,8 @@ class Scaling:
         remedies = [(*(reached[limit] for limit in at), *words) for at, words in scaling.REMEDIES.items()]
         caption = f"FSDP of {self.parameters / 1e9:.1f} billion parameters, {self.batch:,} tokens, {device.name} peaks"
         tables = [
-            _table(caption, columns, lines),
-            _table("The four cases", (*limits, "how", "explanation"), remedies),
+            table(caption, columns, lines),
+            table("The four cases", (*limits, "how", "explanation"), remedies),
         ]
         limit = scaling.communication_limit(workload, device)
         return tables, {"communication limit": limit, "local batch limit": workload.n_sequences}
@@ -301,7 +302,7 @@ class Failures:
         columns = ("nodes", "hours between failures", "Young min", "Daly min", "exact min", "goodput % there")
         rate = f"{self.per_1000_node_days:g} failures per 1000 node-days"
         caption = f"{rate}, {self.save:g} s to save, {self.restart:g} s to restart"
-        return [_table(caption, (*columns, "at Young", "saving hourly"), lines)], summary
+        return [table(caption, (*columns, "at Young", "saving hourly"), lines)], summary
 
 
 QUESTIONS = (Ring, Forms, Mesh, Accounting, Pipeline, Scaling, Failures)

@@ -35,26 +35,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cs336_systems.costs.memory import default_chunk
 from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
 IGNORED = -100
 """The target that does not count, as everywhere in torch."""
 ELSEWHERE, NOWHERE = -1, -2
 """The targets that are not among this rank's words: among another's, or no rank's."""
-CHUNK_BYTES = 5 * 2**27
-"""The most bytes of a chunk's logits: 0.625 GiB, 2,048 tokens of 151,936 words in bf16. At 32,768 x 4096 an H200 takes
-183.3, 185.4 and 185.0 ms in chunks of 2,048, 4,096 and 8,192 (LOG.md)."""
-CHUNK_MULTIPLE = 256
-"""Tokens of a chunk are a multiple of this, which tiles of matmuls divide."""
 PLAIN_CHUNK = 1024
 """Tokens of a chunk in plain PyTorch, which holds logits in fp32 besides."""
-
-
-def default_chunk(n_tokens: int, n_words: int, itemsize: int) -> int:
-    """Tokens per chunk, for the fewest chunks of equal size whose logits take at most ``CHUNK_BYTES`` each."""
-    most = max(CHUNK_MULTIPLE, CHUNK_BYTES // (n_words * itemsize) // CHUNK_MULTIPLE * CHUNK_MULTIPLE)
-    equal = -(-n_tokens // max(1, -(-n_tokens // most)))
-    return max(1, -(-equal // CHUNK_MULTIPLE)) * CHUNK_MULTIPLE
 
 
 def own_places(targets_C: Tensor, n_words: int, ranks: TensorRanks) -> Tensor:

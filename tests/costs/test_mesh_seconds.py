@@ -1,55 +1,135 @@
 """The seconds that are predicted of a step over a mesh, beside the committed rows and by reasoning."""
 
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 from cs336_systems.config import MODEL_SIZES, resolve_size
-from cs336_systems.costs.parallelism.seconds import step_seconds
+from cs336_systems.costs.parallelism.layout import Layout
+from cs336_systems.costs.parallelism.seconds import SLOWED, step_seconds
 from cs336_systems.experiments.mesh import MESH, predicted_ms
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.record import read_rows
 
 H200 = find_hardware("NVIDIA H200")
 RESULTS = Path(__file__).parents[2] / "profiles/results/h200"
+PARTS = ("mesh-tensor", "mesh-peers", "mesh-four", "mesh-context", "mesh-long")
 
 
-def test_committed_steps_are_within_a_tenth_but_where_the_host_is_late():
-    n_compared, beyond = 0, set()
-    for part in ("mesh-tensor", "mesh-peers", "mesh-four", "mesh-context", "mesh-long"):
-        for line in MESH.lines(read_rows(RESULTS / part / "benchmark_parallelism.csv")):
-            if (predicted := predicted_ms(line)) is not None:
-                n_compared += 1
-                how = line.settings
-                if abs(predicted / line.median("step") - 1) > 0.1:
-                    beyond.add((how["world_size"], how["tensor"], how["context"], how["tensor_by"]))
-    assert n_compared >= 15
-    assert beyond == {(4, 4, 1, "copies"), (4, 1, 4, "collectives")}
+def predicted_lines(part):
+    """(settings, measured ms, predicted ms) of steps that have a prediction."""
+    for line in MESH.lines(read_rows(RESULTS / part / "benchmark_parallelism.csv")):
+        if (predicted := predicted_ms(line)) is not None:
+            yield line.settings, line.median("step"), predicted
 
 
-def seconds(**how):
-    return step_seconds(resolve_size("llama3-8b"), 8192, 1, "products", H200, **how)
+def test_committed_steps_are_within_a_tenth():
+    """A later row that is not may show that something is left out; until then the worst is 8.3 %."""
+    errors = [predicted / measured - 1 for part in PARTS for _, measured, predicted in predicted_lines(part)]
+    assert len(errors) >= 18
+    assert max(map(abs, errors)) < 0.085
+
+
+@pytest.mark.parametrize("part", ["mesh-tensor", "mesh-peers", "mesh-four"])
+def test_meshes_are_ordered_as_measured(part):
+    """By tokens/s a GPU, of all pairs on as many GPUs that differ by more than 3 %."""
+    found = []
+    for how, measured, predicted in predicted_lines(part):
+        batches = how["world_size"] // (how["tensor"] * how["context"])
+        found.append((how["world_size"], batches / measured, batches / predicted))
+    pairs = [(a, b) for a, b in combinations(found, 2) if a[0] == b[0] > 1 and abs(a[1] / b[1] - 1) > 0.03]
+    assert len(pairs) >= {"mesh-tensor": 3, "mesh-peers": 1, "mesh-four": 14}[part]
+    for (_, faster, predicted), (_, slower, other) in pairs:
+        assert (faster > slower) == (predicted > other)
+
+
+def seconds(size="llama3-8b", **how):
+    rest = {name: how.pop(name) for name in ("network_bytes_per_s", "launches", "simulated") if name in how}
+    return step_seconds(resolve_size(size), 8192, Layout(**how), H200, **rest)
 
 
 def test_ranks_divide_work_and_add_what_they_wait_for():
-    alone, two, copies = seconds(), seconds(tensor=2), seconds(tensor=2, by="copies")
+    alone, two, copies = seconds(), seconds(tensor=2), seconds(tensor=2, tensor_by="copies")
     assert (alone.waiting, alone.slowed) == (0, 0)
     assert two.compute == pytest.approx(alone.compute / 2)
     assert two.optimizer == pytest.approx(alone.optimizer / 2)
-    assert copies.waiting < 0.02 * two.waiting
-    orders = {order: seconds(context=2, order=order) for order in ("zigzag", "ring", "gathered")}
+    assert copies.waiting < 0.02 * two.waiting and copies.late > 0 == two.late
+    orders = {order: seconds(context=2, context_order=order) for order in ("zigzag", "ring", "gathered")}
     assert orders["ring"].compute > orders["zigzag"].compute == orders["gathered"].compute
     assert orders["gathered"].waiting > orders["zigzag"].waiting == 0
-    assert seconds(data=2, sharded=True).optimizer == pytest.approx(alone.optimizer / 2)
-    assert 0 < seconds(data=2).slowed < seconds(data=2, sharded=True).slowed
+    assert seconds(shards=2, zero=3).optimizer == pytest.approx(alone.optimizer / 2)
+    assert 0 < seconds(replicas=2).slowed < seconds(shards=2, zero=3).slowed
 
 
-def test_impossible_replicas_are_refused():
-    for how in ({"replicas": 3, "sharded": True}, {"replicas": 2}, {"replicas": 0}):
-        with pytest.raises(ValueError, match="replicas of shards"):
-            seconds(data=4, **how)
+def test_zero_levels_send_what_the_paper_says():
+    """Rajbhandari et al. 2020, section 7: levels 0 to 2 send as much as an all-reduce, level 3 half as much again."""
+    levels = [seconds(shards=4 if zero else 1, replicas=1 if zero else 4, zero=zero).slowed for zero in range(4)]
+    assert levels[0] == pytest.approx(levels[1]) == pytest.approx(levels[2])
+    assert levels[3] == pytest.approx(1.5 * levels[0], rel=0.04)  # the last unit is gathered once
+    several = [seconds(shards=4, zero=zero, n_micro_batches=3).slowed for zero in (1, 2, 3)]
+    assert several == [pytest.approx(n * levels[1]) for n in (1, 2, 3 * levels[3] / levels[1])]
 
 
-def test_what_is_not_published_is_refused():
-    with pytest.raises(ValueError, match="published"):
-        step_seconds(MODEL_SIZES["tiny"], 128, 1, "all", find_hardware("NVIDIA GeForce RTX 4090"), tensor=2)
+def test_rings_that_leave_their_hosts_take_the_cards_of_the_ranks_there():
+    """All GPUs of a host send through eight cards; one rank of a host, beside seven of other rings, through its own."""
+    fast = {"network_bytes_per_s": 1e15}
+    within, across = seconds(replicas=8), seconds(replicas=16)
+    bytes_of = {n: 2 * (n - 1) / n for n in (8, 16)}
+    latency = SLOWED * 2 * (32 + 2) * 14e-6
+    rate = within.slowed / bytes_of[8], (across.slowed - latency) / bytes_of[16]
+    assert rate[1] == pytest.approx(450 / 400 * rate[0], rel=1e-6)  # eight cards of 50 GB/s, not NVLink's 450
+    assert seconds(replicas=16, **fast).slowed - latency == pytest.approx(bytes_of[16] * rate[0])
+    alone = seconds(replicas=4, tensor=8)
+    latency = SLOWED * 2 * (32 + 2) * 14e-6 * 3
+    assert alone.slowed - latency == pytest.approx(1.5 * rate[0] / 8 * 450 / 50, rel=1e-3)
+    assert seconds(replicas=4, tensor=8, **fast).slowed < alone.slowed
+
+
+def test_one_card_carries_a_message_between_neighbours():
+    """16,384 bytes a token of 70B over 16 stages on two hosts: 2 x 15 messages of 128 MiB at 35 GB/s."""
+    stages = seconds("llama3-70b", pipeline=16, n_micro_batches=16)
+    assert stages.waiting == pytest.approx(30 * (14e-6 + 2 * 8192 * 8192 / 35e9))
+    inside = seconds("llama3-70b", pipeline=8, n_micro_batches=8)
+    assert inside.waiting == pytest.approx(14 * (25e-6 + 2 * 8192 * 8192 / 315e9))
+    slow = seconds(context=16, network_bytes_per_s=25e9)
+    assert seconds(context=8).waiting == 0 < seconds(context=16).waiting < slow.waiting / 2
+
+
+def test_what_takes_longer_than_kernels_is_waited_for():
+    """Kernels beside collectives advance at half their rate, so that collectives of twice their time are the limit."""
+    slow = seconds(shards=16, zero=3, network_bytes_per_s=1e9)
+    slower = seconds(shards=16, zero=3, network_bytes_per_s=0.5e9)
+    assert slower.slowed + slower.compute == pytest.approx(2 * (slow.slowed + slow.compute), rel=0.01)
+
+
+def test_stages_share_layers_and_stand_still_while_the_pipeline_fills():
+    one, four = seconds(n_micro_batches=8), seconds(pipeline=4, n_micro_batches=8)
+    assert one.bubble == 0
+    assert one.compute / 4 < four.compute < 1.1 * one.compute / 4
+    each = (four.compute + four.late) / 8
+    assert four.bubble == pytest.approx(3 * each)
+    chunks = seconds(pipeline=4, n_micro_batches=8, schedule="interleaved", chunks=2)
+    assert chunks.bubble == pytest.approx(four.bubble / 2)
+    assert chunks.waiting > four.waiting > 0  # rows between stages
+    bounds = seconds(pipeline=4, n_micro_batches=8, schedule="zb-h1", simulated=False)
+    exact = seconds(pipeline=4, n_micro_batches=8, schedule="zb-h1")
+    assert 0 < bounds.bubble <= 1.0001 * exact.bubble < four.bubble
+    assert replace(bounds, bubble=0) == replace(exact, bubble=0)
+
+
+def test_the_host_is_late_for_small_blocks_alone():
+    assert seconds().late == seconds(context=2).late == 0
+    assert seconds(context=4).late > 0 == seconds(context=4, launches=False).late
+    assert seconds("llama3-70b", context=4).late == 0
+
+
+def test_what_is_not_published_or_impossible_is_refused():
+    rtx = find_hardware("NVIDIA GeForce RTX 4090")
+    with pytest.raises(ValueError, match="no link between GPUs is published"):
+        step_seconds(MODEL_SIZES["tiny"], 128, Layout(tensor=2), rtx)
+    with pytest.raises(ValueError, match="32 layers cannot be divided into 33 stages"):
+        seconds(pipeline=33)
+    with pytest.raises(ValueError, match="tensor 3 does not divide"):
+        seconds(tensor=3)

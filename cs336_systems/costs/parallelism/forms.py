@@ -59,6 +59,10 @@ COLLECTIVES: dict[Form, dict[Pass, tuple[str, ...]]] = {
 """Collectives of each pass: of weights or their gradients, and of activations in tensor parallelism."""
 
 
+GPUS_PER_HOST, NETWORK_BYTES_PER_S = 8, 50 * GB_PER_S
+"""Of a DGX or HGX server: eight GPUs behind NVSwitches, and for each a network card (ConnectX-7) of 400 Gbit/s."""
+
+
 @dataclass(frozen=True)
 class Device:
     """One accelerator in a cluster: what it computes, holds and sends."""
@@ -86,20 +90,19 @@ class Device:
         return min(self.egress_bytes_per_s, self.domain_size * self.network_bytes_per_s)
 
 
-def _gpu(key: str, device_name: str, domain_size: int, network: float, source: str) -> Device:
+def _gpu(key: str, device_name: str, source: str) -> Device:
     gpu = find_hardware(device_name)
     assert gpu and gpu.peak_flops and gpu.memory_bytes and gpu.link_bytes_per_s, device_name
-    peak = gpu.peak_flops["bf16"]
-    return Device(key, peak, gpu.memory_bytes, gpu.link_bytes_per_s, domain_size, network, f"{gpu.datasheet}; {source}")
+    peak, source = gpu.peak_flops["bf16"], f"{gpu.datasheet}; {source}"
+    return Device(key, peak, gpu.memory_bytes, gpu.link_bytes_per_s, GPUS_PER_HOST, NETWORK_BYTES_PER_S, source)
 
 
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        # Eight GPUs behind NVSwitches and a 400 Gbit/s ConnectX-7 card for each.
-        _gpu("h100", "NVIDIA H100 80GB HBM3", 8, 50 * GB_PER_S, "https://www.nvidia.com/en-us/data-center/dgx-h100/"),
-        _gpu("h200", "NVIDIA H200", 8, 50 * GB_PER_S, "https://www.nvidia.com/en-us/data-center/dgx-h200/"),
-        _gpu("b200", "NVIDIA B200", 8, 50 * GB_PER_S, "https://www.nvidia.com/en-us/data-center/dgx-b200/"),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", "https://www.nvidia.com/en-us/data-center/dgx-h100/"),
+        _gpu("h200", "NVIDIA H200", "https://www.nvidia.com/en-us/data-center/dgx-h200/"),
+        _gpu("b200", "NVIDIA B200", "https://www.nvidia.com/en-us/data-center/dgx-b200/"),
         # C and W as both CS336 handouts and chapter 5 of the scaling book take them (Google publishes 459 TFLOP/s and
         # 4,800 Gbit/s of links per chip: 1e11 bytes/s for each of six); memory is Google's 95 GB; a pod has 16 x 20 x
         # 28 chips, and 25 GB/s per host of four leave it.

@@ -17,10 +17,7 @@ Limits: activations are counted in micro-batches of a whole stage, as if all par
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cs336_systems.costs.parallelism.schedules import Operation, Schedule, check_durations, make_schedule
-
-UNIT: Mapping[str, float] = {"F": 1.0, "B": 1.0, "W": 1.0}
-"""Durations of one micro-batch's operations on one whole stage: all alike, in units of a forward."""
+from cs336_systems.costs.parallelism.schedules import UNIT, Operation, Schedule, check_durations, make_schedule
 
 
 @dataclass(frozen=True)
@@ -106,8 +103,7 @@ def simulate(
     Raises:
         ValueError: as ``make_schedule``; durations are not positive, or not those of all parts.
     """
-    of_parts = None if isinstance(durations, Mapping) else durations
-    return timed(make_schedule(schedule, stages, microbatches, chunks, of_parts), durations, send)
+    return timed(make_schedule(schedule, stages, microbatches, chunks, durations), durations, send)
 
 
 def timed(

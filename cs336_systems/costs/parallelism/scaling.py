@@ -20,16 +20,13 @@ crossing up by 1/0.7.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.communication import cost
 from cs336_systems.costs.parallelism.forms import Device, check_positive
 
-LLAMA3_70B = replace(
-    MODEL_SIZES["llama3-8b"], name="llama3-70b", d_model=8192, d_ff=28_672, n_layers=80, n_heads=64, context_length=8192
-)
-"""The shape that Meta publishes, 70.6 billion parameters; the sizes of ``config.py`` are there to run."""
+LLAMA3_70B = MODEL_SIZES["llama3-70b"]
 
 BYTES_PER_ELEMENT = 2
 """Bytes of each gathered weight and each scattered gradient, which are bf16."""

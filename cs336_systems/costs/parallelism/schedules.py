@@ -42,6 +42,10 @@ VEE = ("zbv", "dualpipev")
 """Schedules whose second chunks lie in the opposite order."""
 
 
+UNIT: Mapping[str, float] = {"F": 1.0, "B": 1.0, "W": 1.0}
+"""Durations of one micro-batch's operations on one whole stage: all alike, in units of a forward."""
+
+
 @dataclass(frozen=True, order=True)
 class Operation:
     """The work of one stage on one micro-batch and one of its chunks of layers."""
@@ -132,13 +136,13 @@ def make_schedule(
     stages: int,
     microbatches: int,
     chunks: int = 1,
-    durations: Sequence[Mapping[str, float]] | None = None,
+    durations: Mapping[str, float] | Sequence[Mapping[str, float]] = UNIT,
 ) -> Schedule:
     """The lists of a schedule.
 
     Args:
         chunks: v of ``interleaved``, at least 2; the V-shaped schedules have 2, the others 1, whatever is given.
-        durations: of F, B and W of each part of the model, for which the lists of ``zbv`` are made; all alike if None.
+        durations: of F, B and W, of all parts of the model or of each, for which the lists of ``zbv`` are made.
 
     Raises:
         ValueError: no such schedule; no stages or micro-batches; fewer chunks than two for ``interleaved``; or micro-
@@ -155,7 +159,8 @@ def make_schedule(
     if name == "dualpipev" and microbatches < 2 * stages:
         raise ValueError(f"dualpipev needs {2 * stages} micro-batches for {stages} stages, got {microbatches}")
     chunks = chunks if name == "interleaved" else 2 if name in VEE else 1
-    durations = durations or [dict.fromkeys("FBW", 1.0)] * (stages * chunks)
+    if isinstance(durations, Mapping):
+        durations = [durations] * (stages * chunks)
     check_durations(durations, stages * chunks)
     if name == "zbv":
         orders = _greedy(stages, microbatches, durations)

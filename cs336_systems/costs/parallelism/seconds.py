@@ -1,34 +1,66 @@
-"""The seconds of a bf16 training step over a mesh of replica, shard, context and tensor ranks, before it runs.
+"""The seconds of a bf16 training step over a mesh of ranks and the stages of a pipeline, before it runs.
 
     compute      products, attention and passes over memory at the rates of ``costs/streaming.py``, divided evenly over
-                 the ranks that share a batch; in context order ``ring`` the last rank's, who sees most keys
+                 the ranks that share a batch; in context order ``ring`` the last rank's, who sees most keys; of a
+                 pipeline its slowest stage's
+    late         kernels are shorter than the host needs to launch them
+    bubble       the stage stands still while the pipeline fills and drains (``stages.py``)
     optimizer    its passes over the weights that the rank updates
-    waiting      messages beside which nothing runs: rows of tensor ranks that travel by collectives, gathered keys
-    slowed       kernels that run longer beside collectives of gradients and weights: ``SLOWED`` of these' time
+    waiting      messages beside which nothing runs: rows of tensor ranks that travel by collectives, gathered keys,
+                 other keys where they take longer than attention, rows between stages of the first and last micro-batch
+    slowed       gradients and weights: kernels run longer beside their collectives, by ``SLOWED`` of these' time, and
+                 wait for what takes longer than both
 
-Left out: that smaller matrices reach lower rates, launches of kernels, and waits for messages that could be hidden.
+Messages inside a host take NVLink. A collective that leaves its host does so by the network card of each of its ranks
+there, so that it has the lesser of the link's rate and of those cards' together, and waits for each host once. Between
+neighbours (stages, and context ranks by ``zigzag`` or ``ring``) one card carries a message. The order of dimensions
+(``layout.py``) decides which messages leave. Gradients that are sent once a step run beside one micro-batch, weights
+and gradients of ZeRO 3 (of ZeRO 2 the gradients) beside each.
 
-    found = step_seconds(config, 8192, 1, "products", find_hardware(name), tensor=2)
+Left out: that smaller matrices reach lower rates, waits for messages that could be hidden, other
+traffic on the network, and the slowest of many GPUs. Rates between hosts are not measured here: they are published line
+rates by the share of NVLink that a ring reaches.
+
+    found = step_seconds(config, 8192, Layout(tensor=2), hardware_named("h200"))
     found.total, found.waiting
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.communication import Link
-from cs336_systems.costs.fsdp import model_units, step_traffic
+from cs336_systems.costs.fsdp import step_traffic
 from cs336_systems.costs.kept import keep_of_blocks
-from cs336_systems.costs.parallelism.step import GATHER, SCATTER, Sent, context_sent, tensor_sent
-from cs336_systems.costs.streaming import LEVELS, Rates, StreamedWork
+from cs336_systems.costs.parallelism.bubbles import Stage, divide, least_bubble, span_seconds
+from cs336_systems.costs.parallelism.forms import GPUS_PER_HOST, NETWORK_BYTES_PER_S
+from cs336_systems.costs.parallelism.layout import Layout
+from cs336_systems.costs.parallelism.step import GATHER, SCATTER, SEND, Sent, context_sent, tensor_sent
+from cs336_systems.costs.streaming import LEVELS, MOMENTS, Rates, StreamedWork
 from cs336_systems.hardware import Hardware
 
 ALPHA_S, LINK_SHARE = 25e-6, 0.7
 """Seconds to start a message over NVLink, and the share of a GPU's links that a ring reaches (fitted to collectives of
 1 MB to 1 GB between two H200s: writeup.md)."""
 
+HOST_ALPHA_S = 14e-6
+"""Seconds for which a ring waits at each host, as NCCL estimates them (hwLatencies of a network, ring, protocol Simple:
+NVIDIA/nccl, src/graph/tuning.cc)."""
+
 SLOWED = 0.5
 """Seconds by which kernels run longer, a second of collectives beside them (fitted to llama3-8b at 8,192 tokens under
 FSDP on two and four H200s, rows of mesh-tensor and mesh-four: 46 of 76 ms and 58 of 114)."""
+
+BLOCK_HOST_S, PART_HOST_S, COPIES_HOST_S = 1.6e-3, 3.3e-3, 10.6e-3
+"""Seconds of the host for a block's forward and backward, for each further part of the keys that a context rank takes
+up, and where tensor ranks copy rows (of launch-bound steps: 38.5 ms in 24 blocks of 0.5B, LOG.md; 378 ms in 32 blocks
+on four context ranks, row of mesh-four; 392 to 433 ms by copies on two and four tensor ranks, mesh-tensor and
+mesh-four)."""
+
+Moments = tuple[tuple[str, int], ...]
+"""Names of the states that the optimizer keeps, and bytes a parameter of each."""
+BF16_MOMENTS: Moments = tuple(MOMENTS.items())
 
 _ITEMSIZE = 2
 
@@ -41,83 +73,198 @@ class StepSeconds:
     optimizer: float
     waiting: float
     slowed: float
+    late: float = 0.0
+    bubble: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.optimizer + self.waiting + self.slowed
+        return self.compute + self.optimizer + self.waiting + self.slowed + self.late + self.bubble
+
+    @property
+    def exposed(self) -> float:
+        """Seconds by which communication makes the step longer."""
+        return self.waiting + self.slowed
 
 
 def step_seconds(
     config: ModelConfig,
     length: int,
-    n_sequences: int,
-    keep: str,
+    layout: Layout,
     hardware: Hardware,
     *,
-    data: int = 1,
-    sharded: bool = False,
-    replicas: int = 1,
-    context: int = 1,
-    order: str = "zigzag",
-    tensor: int = 1,
-    by: str = "collectives",
+    network_bytes_per_s: float = NETWORK_BYTES_PER_S,
+    moments: Moments = BF16_MOMENTS,
+    simulated: bool = True,
+    launches: bool = True,
 ) -> StepSeconds:
-    """Predict a step on sequences of ``length`` tokens, ``n_sequences`` for each group of ranks that share a batch.
+    """Predict a step on sequences of ``length`` tokens.
 
     Args:
-        keep: what blocks with a hand-written backward keep; parts that are left out (``-norm``) count as kept.
-        data: groups of ranks that share a batch.
-        sharded: whether ranks along data and context hold weights in shards (FSDP), or average gradients (DDP).
-        replicas: copies of the shards among those ranks.
-        by: collectives, or copies, which products hide.
+        network_bytes_per_s: what a GPU sends to other hosts, in one direction.
+        moments: bytes a parameter that the optimizer keeps, by name.
+        launches: whether kernels may wait for this suite's host, which launches them one by one.
+        simulated: whether the bubble is simulated; else it is the least that its schedule can have.
 
     Raises:
-        ValueError: a peak of the device is not published, the replicas are impossible, or ``keep`` is not of a
-            hand-written backward.
+        ValueError: a rate of the device is not published, the model or its sequences cannot be divided so, or ``keep``
+            is not of a hand-written backward.
     """
-    if replicas < 1 or (data * context) % replicas or (replicas > 1 and not sharded):
-        raise ValueError(f"{data} x {context} ranks cannot be {replicas} replicas of shards, sharded {sharded}")
-    if hardware.link_bytes_per_s is None and data * context * tensor > 1:
+    if hardware.link_bytes_per_s is None and layout.n_ranks > 1:
         raise ValueError(f"no link between GPUs is published for {hardware.name}")
-    link = Link(ALPHA_S, 1 / (LINK_SHARE * (hardware.link_bytes_per_s or 1)))
-    rates, work = Rates.of(hardware), StreamedWork(config.at_context(length), length, length)
-    compute = sum(work.seconds(kind, 0, LEVELS[0], rates) for kind in ("head", "embed", "embed backward"))
-    attention = 0.0
+    m, parts, rates = layout.n_micro_batches, layout.context * layout.tensor, Rates.of(hardware)
+    work = _work(config, length, layout.keep, moments, rates)
+    stages, part = work.stages(layout.pipeline), _part(config, layout.tensor)
+    slowest, fullest = max(stages, key=work.cost), max(stages, key=lambda stage: stage.n_parameters(config))
+    own = layout.micro_batch / parts * work.cost(slowest) / work.cost(Stage(config.n_layers, True, True))
+    c = layout.context
+    uneven = (2 * c - 1) / c - 1 if layout.context_order == "ring" else 0.0
+    compute = own * (work.compute + uneven * work.attention)
+    network = _Network(hardware.link_bytes_per_s or 1.0, network_bytes_per_s)
+    rows = layout.micro_batch * length // c
+    waits = _tensor_waits(_layers(part, slowest.n_layers), rows, layout.keep, layout.tensor, layout.tensor_by, network)
+    waits += _context_waits(part, slowest, rows, layout, network, own * work.attention)
+    slowed = _slowed(part, fullest, layout, network, compute)
+    updates = work.updates * fullest.n_parameters(config) / config.n_parameters
+    host = BLOCK_HOST_S + (PART_HOST_S * (c - 1) if layout.context_order != "gathered" else 0.0)
+    host += COPIES_HOST_S if layout.tensor > 1 and layout.tensor_by == "copies" else 0.0
+    late = max(0.0, m * (slowest.n_layers * host - compute - waits) - slowed) if launches else 0.0
+    idle = 0.0
+    if layout.pipeline > 1:
+        each = compute + waits + late / m
+        durations = {"F": own * work.forward + (waits + late / m) / 2, "W": own * work.weights}
+        durations["B"] = each - durations["F"] - durations["W"]
+        if simulated:
+            idle = span_seconds(layout.schedule, layout.pipeline, m, layout.chunks, durations) - m * each
+        else:
+            idle = least_bubble(layout.schedule, layout.pipeline, layout.chunks, durations)
+    optimizer = updates / (layout.tensor * layout.n_state_shards)
+    waiting = m * waits + _stage_waits(config, rows, layout, network)
+    return StepSeconds(m * compute, optimizer, waiting, slowed, late, idle)
+
+
+def model_stages(config: ModelConfig, length: int, layout: Layout, hardware: Hardware) -> tuple[Stage, ...]:
+    """The first, a middle and the last stage of the layout's pipeline, those that there are; errors as above."""
+    return _work(config, length, layout.keep, BF16_MOMENTS, Rates.of(hardware)).stages(layout.pipeline)
+
+
+@dataclass(frozen=True)
+class _Network:
+    """The rates of messages between GPUs, in bytes/s each way: of NVLink, and of a GPU's network card."""
+
+    link_bytes_per_s: float
+    card_bytes_per_s: float
+
+    def ring(self, n_ranks: int, stride: int) -> tuple[Link, int]:
+        """The link of collectives of ranks that are so far apart, and the hosts that their rings pass."""
+        if n_ranks * stride <= GPUS_PER_HOST:
+            return Link(ALPHA_S, 1 / (LINK_SHARE * self.link_bytes_per_s)), 1
+        here = min(n_ranks, max(1, GPUS_PER_HOST // stride))
+        rate = min(self.link_bytes_per_s, here * self.card_bytes_per_s)
+        return Link(ALPHA_S, 1 / (LINK_SHARE * rate)), -(-n_ranks // here)
+
+    def neighbours(self, n_ranks: int, stride: int) -> Link:
+        """The slowest link of messages from one of these ranks to the next, which one card carries between hosts."""
+        if n_ranks * stride <= GPUS_PER_HOST:
+            return self.ring(n_ranks, stride)[0]
+        return Link(HOST_ALPHA_S, 1 / (LINK_SHARE * min(self.link_bytes_per_s, self.card_bytes_per_s)))
+
+
+class _Work(NamedTuple):
+    """The seconds of a whole model on one sequence, on one GPU."""
+
+    n_layers: int
+    compute: float
+    """The whole of a forward and a backward."""
+    attention: float
+    forward: float
+    weights: float
+    """The products that give gradients of weights."""
+    block: float
+    """A block's forward and backward."""
+    embedding: float
+    head: float
+    updates: float
+    """The optimizer's passes over all weights."""
+
+    def stages(self, n_stages: int) -> tuple[Stage, ...]:
+        return divide(self.n_layers, n_stages, self.embedding / self.block, self.head / self.block)
+
+    def cost(self, stage: Stage) -> float:
+        """Seconds of a stage's forward and backward."""
+        return self.block * stage.cost(self.embedding / self.block, self.head / self.block)
+
+
+@cache
+def _work(config: ModelConfig, length: int, keep: str, moments: Moments, rates: Rates) -> _Work:
+    work = StreamedWork(config.at_context(length), length, length, moments=moments)
+    seconds = {
+        kind: work.seconds(kind, 0, LEVELS[0], rates) for kind in ("head", "embed", "embed backward", "optimizer")
+    }
+    embedding, head = seconds["embed"] + seconds["embed backward"], seconds["head"]
+    blocks = attention = forward = 0.0
     for kept in keep_of_blocks(keep, config.n_layers):
         level = kept.split("-")[0]
         level = "products" if level == "all" else level
-        compute += sum(work.seconds(kind, 0, level, rates) for kind in ("forward", "recompute", "backward"))
+        parts = {kind: work.seconds(kind, 0, level, rates) for kind in ("forward", "recompute", "backward")}
+        blocks += sum(parts.values())
+        forward += parts["forward"]
         again = 1 + (level == "input")
         attention += work.attention_flops(0) * (again / rates.attention_forward + 2.5 / rates.attention_backward)
-    uneven = (2 * context - 1) / context**2 - 1 / context if order == "ring" else 0.0
-    own = n_sequences * (compute / (context * tensor) + uneven * attention / tensor)
-    updates = config.n_layers * work.seconds("optimizer", 0, LEVELS[0], rates)
-    updates += work.seconds("fixed optimizer", 0, LEVELS[0], rates)
-    alike = data * context
-    optimizer = updates / (tensor * (alike // replicas if sharded else 1))
-    part, rows = config.part(tensor), n_sequences * length // context
-    return StepSeconds(
-        own,
-        optimizer,
-        _tensor_waits(part, rows, keep, tensor, by, link) + _context_waits(part, rows, keep, context, order, link),
-        SLOWED * _data_bytes(part, alike, replicas, sharded) / link.bytes_per_s,
-    )
+    products = work.hardware_flops("forward", 0, LEVELS[0]) - work.attention_flops(0)
+    weights = config.n_layers * products / rates.products + head / 3
+    updates = config.n_layers * seconds["optimizer"] + work.seconds("fixed optimizer", 0, LEVELS[0], rates)
+    compute, block = embedding + head + blocks, blocks / config.n_layers
+    forward += seconds["embed"] + head / 3
+    return _Work(config.n_layers, compute, attention, forward, weights, block, embedding, head, updates)
 
 
-def _tensor_waits(part: ModelConfig, rows: int, keep: str, n_ranks: int, by: str, link: Link) -> float:
-    """Seconds of what tensor ranks send by collectives."""
+@cache
+def _part(config: ModelConfig, n_ranks: int) -> ModelConfig:
+    return config.part(n_ranks)
+
+
+@cache
+def _layers(part: ModelConfig, n_layers: int) -> ModelConfig:
+    return replace(part, n_layers=max(1, n_layers))
+
+
+@cache
+def _tensor_waits(part: ModelConfig, rows: int, keep: str, n_ranks: int, by: str, network: _Network) -> float:
+    """Seconds of what tensor ranks send by collectives in a micro-batch of so many tokens."""
     if n_ranks == 1:
         return 0.0
+    link, _ = network.ring(n_ranks, 1)
     sent = tensor_sent(part, rows, keep, n_ranks, _ITEMSIZE, by=by)
     whole = rows * part.d_model * _ITEMSIZE
     count = sent[GATHER] // whole + sent[SCATTER] * n_ranks // whole
     return link.alpha_s * (n_ranks - 1) * count + _ring_bytes(sent, n_ranks) / link.bytes_per_s
 
 
-def _context_waits(part: ModelConfig, rows: int, keep: str, n_ranks: int, order: str, link: Link) -> float:
-    """Seconds in which keys and values, and their gradients, are gathered and scattered."""
-    sent = context_sent(part, rows, keep, n_ranks, _ITEMSIZE, rank=0, order=order)
-    return _ring_bytes(sent, n_ranks) / link.bytes_per_s
+def _context_waits(
+    part: ModelConfig, stage: Stage, rows: int, layout: Layout, network: _Network, attention: float
+) -> float:
+    """Seconds in which keys and values, and their gradients, travel in a micro-batch, beside which nothing runs."""
+    n_ranks = layout.context
+    if n_ranks == 1:
+        return 0.0
+    link, hosts = network.ring(n_ranks, layout.stride("context"))
+    sent = _context_sent(_layers(part, stage.n_layers), rows, layout.keep, n_ranks, layout.context_order)
+    between = network.neighbours(n_ranks, layout.stride("context"))
+    beside = max(0.0, sent[SEND] / between.bytes_per_s - attention)
+    latency = 3 * stage.n_layers * HOST_ALPHA_S * (hosts - 1) if sent[GATHER] else 0.0
+    return _ring_bytes(sent, n_ranks) / link.bytes_per_s + beside + latency
+
+
+@cache
+def _context_sent(part: ModelConfig, rows: int, keep: str, n_ranks: int, order: str) -> Sent:
+    return context_sent(part, rows, keep, n_ranks, _ITEMSIZE, rank=0, order=order)
+
+
+@cache
+def _sharded_bytes(part: ModelConfig, stage: Stage, n_shards: int) -> float:
+    """Bytes that a rank sends on a ring to gather weights and scatter gradients of one micro-batch under ZeRO 3."""
+    traffic = step_traffic(stage.units(part), n_shards, compute_bytes=_ITEMSIZE, gradient_bytes=_ITEMSIZE)
+    return traffic.sent_per_rank
 
 
 def _ring_bytes(sent: Sent, n_ranks: int) -> float:
@@ -125,14 +272,35 @@ def _ring_bytes(sent: Sent, n_ranks: int) -> float:
     return (n_ranks - 1) * (sent[GATHER] / n_ranks + sent[SCATTER])
 
 
-def _data_bytes(part: ModelConfig, alike: int, replicas: int, sharded: bool) -> float:
-    """Bytes that a rank sends on a ring for the weights that it holds like others, and for their gradients."""
-    gradients = part.n_parameters * _ITEMSIZE
-    if not sharded:
-        return 2 * (alike - 1) / alike * gradients
-    n_shards = alike // replicas
-    found = 2 * (replicas - 1) / replicas * gradients / n_shards
+def _stage_waits(config: ModelConfig, rows: int, layout: Layout, network: _Network) -> float:
+    """Seconds in which the first micro-batch's rows reach the last stage, and its gradients come back."""
+    if layout.pipeline == 1:
+        return 0.0
+    link = network.neighbours(layout.pipeline, layout.stride("pipeline"))
+    n_bytes = rows * config.d_model * _ITEMSIZE / layout.tensor
+    return 2 * (layout.pipeline * layout.chunks - 1) * (link.alpha_s + n_bytes / link.bytes_per_s)
+
+
+def _slowed(part: ModelConfig, stage: Stage, layout: Layout, network: _Network, beside: float) -> float:
+    """Seconds that collectives of weights and gradients add to a step.
+
+    Args:
+        beside: seconds of kernels in a micro-batch, under which they can hide.
+    """
+    n_shards, n_copies = layout.n_state_shards, layout.n_copies
+    gradients, n_units = stage.n_parameters(part) * _ITEMSIZE, stage.n_layers + stage.embedding + stage.head
+    each = once = 0.0
+    if n_copies > 1:
+        link, hosts = network.ring(n_copies, layout.stride("context" if n_shards == 1 else "replica"))
+        once = 2 * (n_copies - 1) / n_copies * gradients / n_shards / link.bytes_per_s
+        once += 2 * n_units * HOST_ALPHA_S * (hosts - 1)
     if n_shards > 1:
-        units = model_units(part)
-        found += step_traffic(units, n_shards, compute_bytes=_ITEMSIZE, gradient_bytes=_ITEMSIZE).sent_per_rank
-    return found
+        link, hosts = network.ring(n_shards, layout.stride("context"))
+        latency = n_units * HOST_ALPHA_S * (hosts - 1)
+        if layout.zero == 3:
+            each = _sharded_bytes(part, stage, n_shards) / link.bytes_per_s + 3 * latency
+        else:
+            half = (n_shards - 1) / n_shards * gradients / link.bytes_per_s + latency
+            each, once = (half, once + half) if layout.zero == 2 else (0.0, once + 2 * half)
+    last = max(SLOWED * (each + once), each + once - beside)
+    return last + (layout.n_micro_batches - 1) * max(SLOWED * each, each - beside)

@@ -1,0 +1,98 @@
+"""How ranks share a training step: the sizes of the mesh, what ZeRO divides, the pipeline's schedule, the micro-batch.
+
+    Layout(shards=4, tensor=8, zero=3, n_micro_batches=2).n_ranks          # 32
+
+Ranks are numbered so that neighbours along tensor stand next to each other, then those along context, shard, replica
+and pipeline, as in ``distributed/mesh.py``: what sends most per second stays inside a host, and stages, which send
+least, lie farthest apart (Narayanan et al. 2021, section 3).
+
+    ZeRO 0    every rank updates all weights that it holds; gradients are averaged once a step
+         1    the ranks along shard and context divide the optimizer's states
+         2    and the gradients, which are scattered after each micro-batch
+         3    and the weights, which are gathered for each forward and each backward (FSDP)
+
+Replicas are copies of what is divided (hybrid sharding). Rajbhandari et al. 2020, section 5. (This suite's FSDP differs
+where a step has several micro-batches: it keeps whole gradients, and scatters their sum.)
+"""
+
+from dataclasses import dataclass
+
+DIMENSIONS = ("tensor", "context", "shard", "replica", "pipeline")
+"""From the innermost to the outermost."""
+
+ZERO_LEVELS = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The division of a step among ranks, and of a rank's batch into micro-batches.
+
+    Raises:
+        ValueError: a size is not positive, there is no such level, or ZeRO 0, which divides nothing, has shards.
+    """
+
+    replicas: int = 1
+    shards: int = 1
+    """The ranks with sequences of their own that divide states; together with those along context."""
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    """The stages of the pipeline."""
+    zero: int = 0
+    keep: str = "products"
+    """What blocks with a hand-written backward keep (``costs/kept.py``)."""
+    micro_batch: int = 1
+    """The sequences of a micro-batch, which the ranks along context and tensor share."""
+    n_micro_batches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    """The chunks of layers of each stage."""
+    context_order: str = "zigzag"
+    tensor_by: str = "collectives"
+
+    def __post_init__(self) -> None:
+        sizes = ("replicas", "shards", "context", "tensor", "pipeline", "micro_batch", "n_micro_batches", "chunks")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.zero not in ZERO_LEVELS:
+            raise ValueError(f"ZeRO has the levels {', '.join(map(str, ZERO_LEVELS))}, got {self.zero}")
+        if self.zero == 0 and self.shards > 1:
+            raise ValueError(f"ZeRO 0 divides no states: {self.shards} shards are replicas")
+
+    @property
+    def data(self) -> int:
+        """The groups of ranks with sequences of their own."""
+        return self.replicas * self.shards
+
+    @property
+    def n_ranks(self) -> int:
+        return self.data * self.context * self.tensor * self.pipeline
+
+    @property
+    def n_state_shards(self) -> int:
+        """The ranks that divide what ZeRO divides; 1 where it divides nothing."""
+        return self.shards * self.context if self.zero else 1
+
+    @property
+    def n_copies(self) -> int:
+        """The ranks that hold the same states, between which gradients are summed by an all-reduce."""
+        return self.data * self.context // self.n_state_shards
+
+    def stride(self, dimension: str) -> int:
+        """The distance between neighbours along a dimension, in ranks."""
+        sizes = {"tensor": self.tensor, "context": self.context, "shard": self.shards, "replica": self.replicas}
+        product = 1
+        for name in DIMENSIONS[: DIMENSIONS.index(dimension)]:
+            product *= sizes[name]
+        return product
+
+    def __str__(self) -> str:
+        """Return the dimensions that have several ranks, and the rest, in a few words."""
+        sizes = {"replica": self.replicas, "shard": self.shards, "context": self.context, "tensor": self.tensor}
+        sizes |= {"pipeline": self.pipeline}
+        mesh = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
+        chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+        words = [mesh, f"ZeRO {self.zero}", *([self.schedule + chunks] if self.pipeline > 1 else []), self.keep]
+        micro_batches = f"{self.n_micro_batches} micro-batch{'es' if self.n_micro_batches > 1 else ''}"
+        return ", ".join([*words, f"{micro_batches} of {self.micro_batch}"])

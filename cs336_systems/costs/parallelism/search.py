@@ -1,0 +1,256 @@
+"""Every layout of a training job, those that fit the GPUs' memory, and the fastest of these.
+
+A layout (``layout.py``) is a mesh, a level of ZeRO, a pipeline schedule with its chunks, what blocks keep for backward,
+and a micro-batch. All whose sizes multiply to the number of GPUs and divide the batch and the model are tried: their
+peak is a closed form (``rank_memory.py``), and they are ordered by a lower bound of their step, in which the bubble is
+the least of their schedule. Schedules are simulated from the front of that order until no bound can win any more.
+
+    found = Search.of(Job(config, 8192, 2**22, n_gpus=64, hardware=hardware, device_bytes=80 * 2**30))
+    found.best(10), found.best(1, lambda layout: layout.pipeline == 1)
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from cs336_systems.case import SCHEDULES
+from cs336_systems.config import ModelConfig
+from cs336_systems.costs.flops import model_flops
+from cs336_systems.costs.parallelism.bubbles import simulates
+from cs336_systems.costs.parallelism.forms import GPUS_PER_HOST, NETWORK_BYTES_PER_S, check_positive
+from cs336_systems.costs.parallelism.layout import ZERO_LEVELS, Layout
+from cs336_systems.costs.parallelism.rank_memory import rank_peak
+from cs336_systems.costs.parallelism.seconds import Moments, StepSeconds, model_stages, step_seconds
+from cs336_systems.costs.streaming import LEVELS, MASTER_MOMENTS
+from cs336_systems.hardware import GIB, Hardware
+
+USABLE = 0.95
+"""The share of a GPU's memory that tensors may take: the CUDA context, NCCL's buffers and fragmentation need the rest
+(4 of 80 GiB)."""
+
+MICRO_BATCHES = (1, 2, 4)
+"""Sequences of a micro-batch. Where context ranks share it, it has one: two on four ranks are work and bytes as one on
+two, but for more messages."""
+
+Where = Callable[[Layout], bool]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, its batch, and the GPUs to train it on.
+
+    Raises:
+        ValueError: a number is not positive, a peak of the GPU is not published, or the batch is no whole number of
+            sequences.
+    """
+
+    config: ModelConfig
+    length: int
+    """Tokens of a sequence."""
+    batch_tokens: int
+    n_gpus: int
+    hardware: Hardware
+    device_bytes: float
+    """The memory of a GPU; tensors get ``USABLE`` of it."""
+    network_bytes_per_s: float = NETWORK_BYTES_PER_S
+    """What a GPU sends to other hosts, in one direction."""
+    moments: Moments = tuple(MASTER_MOMENTS.items())
+
+    def __post_init__(self) -> None:
+        check_positive(self, "length", "batch_tokens", "n_gpus", "device_bytes", "network_bytes_per_s")
+        self.hardware.peaks("bf16")
+        if self.batch_tokens % self.length:
+            raise ValueError(f"a batch of {self.batch_tokens} tokens is no whole number of sequences of {self.length}")
+
+    @property
+    def n_sequences(self) -> int:
+        return self.batch_tokens // self.length
+
+    @property
+    def budget_bytes(self) -> float:
+        return USABLE * self.device_bytes
+
+    def seconds(self, layout: Layout, *, simulated: bool = True) -> StepSeconds:
+        return step_seconds(
+            self.config,
+            self.length,
+            layout,
+            self.hardware,
+            network_bytes_per_s=self.network_bytes_per_s,
+            moments=self.moments,
+            simulated=simulated,
+        )
+
+    def peak_bytes(self, layout: Layout) -> int:
+        stages = model_stages(self.config, self.length, layout, self.hardware)
+        return rank_peak(self.config, self.length, layout, stages, moments=self.moments).n_bytes
+
+    def mfu(self, seconds: float) -> float:
+        """Model FLOP/s of a step over the peak; attention counts causal (``costs/flops.py``)."""
+        flops = self.n_sequences * model_flops(self.config, 1, self.length, "step")
+        return flops / seconds / self.n_gpus / self.hardware.peaks("bf16")[0]
+
+    def tokens_per_s(self, seconds: float) -> float:
+        """Tokens of all GPUs."""
+        return self.batch_tokens / seconds
+
+    def meshes(self) -> Iterator[Layout]:
+        """The divisions of the GPUs into stages, tensor, context and data ranks that divide the model and its batch."""
+        for pipeline in (each for each in divisors(self.n_gpus) if each <= self.config.n_layers):
+            for tensor in (each for each in divisors(self.n_gpus // pipeline) if self._divides(each)):
+                for context in divisors(self.n_gpus // (pipeline * tensor)):
+                    data = self.n_gpus // (pipeline * tensor * context)
+                    whole = self.length % (2 * context if context > 1 else 1) == 0
+                    if whole and self.length // context % tensor == 0 and self.n_sequences % data == 0:
+                        yield Layout(replicas=data, context=context, tensor=tensor, pipeline=pipeline)
+
+    def _divides(self, tensor: int) -> bool:
+        try:
+            self.config.part(tensor)
+        except ValueError:
+            return False
+        return True
+
+    def layouts(self) -> Iterator[Layout]:
+        """All layouts, whether they fit or not."""
+        for mesh in self.meshes():
+            each = self.n_sequences // mesh.data
+            for micro_batch in (b for b in MICRO_BATCHES if each % b == 0 and (b == 1 or mesh.context == 1)):
+                for schedule, chunks in self._schedules(mesh.pipeline, each // micro_batch):
+                    for zero, shards in _divisions_of_states(mesh):
+                        for keep in LEVELS:
+                            yield replace(
+                                mesh,
+                                replicas=mesh.data // shards,
+                                shards=shards,
+                                zero=zero,
+                                keep=keep,
+                                micro_batch=micro_batch,
+                                n_micro_batches=each // micro_batch,
+                                schedule=schedule,
+                                chunks=chunks,
+                            )
+
+    def _schedules(self, n_stages: int, n_micro_batches: int) -> list[tuple[str, int]]:
+        """The schedules and numbers of chunks that run so many stages and micro-batches.
+
+        Chunks are alike: blocks, with or without embedding and head in the place of one each, divide evenly among them.
+        """
+        if n_stages == 1:
+            return [("1f1b", 1)]
+        blocks = self.config.n_layers
+        chunks = [
+            n for n in range(1, blocks // n_stages + 1) if n == 1 or blocks % (n * n_stages) in (0, n * n_stages - 2)
+        ]
+        asked = [(name, n) for name in SCHEDULES for n in (chunks if name == "interleaved" else [1])]
+        return [(name, n) for name, n in asked if simulates(name, n_stages, n_micro_batches, n)]
+
+
+def _divisions_of_states(mesh: Layout) -> Iterator[tuple[int, int]]:
+    """(ZeRO level, ranks along shard): levels 1 and 2 divide over all data ranks, 3 also over some of them."""
+    for zero in ZERO_LEVELS:
+        if zero == 0 or mesh.data * mesh.context > 1:
+            for shards in {0: [1], 1: [mesh.data], 2: [mesh.data]}.get(zero, divisors(mesh.data)):
+                if zero == 0 or shards * mesh.context > 1:
+                    yield zero, shards
+
+
+def divisors(n: int) -> list[int]:
+    """From the smallest to the largest."""
+    low = [each for each in range(1, math.isqrt(n) + 1) if n % each == 0]
+    return sorted({*low, *(n // each for each in low)})
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits, and its prediction."""
+
+    layout: Layout
+    peak_bytes: int
+    seconds: StepSeconds
+
+    @property
+    def rank(self) -> tuple[float, int, int, float]:
+        """Its place: seconds to three digits, as no prediction is better; of equals the simplest one first."""
+        layout = self.layout
+        sizes = layout.data, layout.context, layout.tensor, layout.pipeline, layout.chunks
+        return _three_digits(self.seconds.total), sum(n > 1 for n in sizes), self.peak_bytes, self.seconds.total
+
+
+def _three_digits(seconds: float) -> float:
+    return float(f"{seconds:.3g}")
+
+
+@dataclass(frozen=True)
+class Search:
+    """The layouts of a job, with the peaks that do not depend on its GPUs' memory or network."""
+
+    job: Job
+    peaks: tuple[tuple[int, Layout], ...]
+    """(bytes, layout) of all layouts, whether they fit or not."""
+
+    @classmethod
+    def of(cls, job: Job) -> "Search":
+        """Try all layouts.
+
+        Raises:
+            ValueError: none divides the batch and the model; the message says which numbers of GPUs have some.
+        """
+        peaks = tuple((job.peak_bytes(layout), layout) for layout in job.layouts())
+        if not peaks:
+            raise ValueError(_nothing_divides(job))
+        return cls(job, peaks)
+
+    def of_job(self, job: Job) -> "Search":
+        """The same layouts for a job that differs in the memory of its GPUs or their network alone."""
+        return replace(self, job=job)
+
+    def hiding_tensor_ranks(self) -> "Search":
+        """The same layouts with rows of tensor ranks, inside a host, copied while products run."""
+
+        def copying(layout: Layout) -> Layout:
+            return replace(layout, tensor_by="copies") if layout.tensor <= GPUS_PER_HOST else layout
+
+        return replace(self, peaks=tuple((peak, copying(layout)) for peak, layout in self.peaks))
+
+    @cached_property
+    def _fitting(self) -> list[tuple[float, int, Layout]]:
+        """(least seconds, bytes, layout) of those that fit, by seconds."""
+        budget, bound = self.job.budget_bytes, partial(self.job.seconds, simulated=False)
+        found = [(bound(layout).total, peak, layout) for peak, layout in self.peaks if peak <= budget]
+        return sorted(found, key=lambda each: each[:2])
+
+    @property
+    def n_fitting(self) -> int:
+        return len(self._fitting)
+
+    def check_fits(self) -> None:
+        """Raise ValueError if no layout fits; the message has the least memory with which one would."""
+        if not self._fitting:
+            job, (least, layout) = self.job, min(self.peaks, key=lambda each: each[0])
+            gpus = f"{job.n_gpus} GPUs" if job.n_gpus > 1 else "one GPU"
+            raise ValueError(
+                f"nothing fits {job.device_bytes / GIB:.4g} GiB a GPU, of which tensors may take {USABLE:.0%}: "
+                f"{job.config.name} on {gpus} needs at least {least / USABLE / GIB:.4g} GiB, with {layout}"
+            )
+
+    def best(self, n: int = 1, where: Where = lambda layout: True) -> list[Candidate]:
+        """The fastest ``n`` that fit and the condition allows, or as many as there are."""
+        found: list[Candidate] = []
+        for bound, peak, layout in self._fitting:
+            if len(found) >= n and _three_digits(bound) > found[n - 1].rank[0]:
+                break
+            if where(layout):
+                found.append(Candidate(layout, peak, self.job.seconds(layout)))
+                found.sort(key=lambda each: each.rank)
+        return found[:n]
+
+
+def _nothing_divides(job: Job) -> str:
+    said = f"no division of {job.n_gpus} GPUs divides {job.n_sequences} sequences and {job.config.name}"
+    near = []
+    for way in (-1, 1):
+        numbers = range(job.n_gpus + way, 0 if way < 0 else 2 * job.n_gpus, way)
+        near += [n for n in numbers if any(replace(job, n_gpus=n).meshes())][:1]
+    return f"{said}: the nearest numbers that can be divided are {' and '.join(map(str, near))}" if near else said

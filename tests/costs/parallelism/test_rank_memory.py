@@ -1,0 +1,117 @@
+"""The closed form of a rank's peak beside dry runs, and by reasoning where no dry run goes."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.config import PRECISIONS, resolve_size
+from cs336_systems.costs.kept import bytes_kept
+from cs336_systems.costs.parallelism.bubbles import divide
+from cs336_systems.costs.parallelism.layout import Layout
+from cs336_systems.costs.parallelism.rank_memory import rank_peak
+from cs336_systems.costs.streaming import LEVELS, MOMENTS
+from cs336_systems.training.dry_run import dry_run
+
+CLOSE = 0.05
+ALONE = Layout()
+LLAMA = resolve_size("llama3-8b")
+
+
+@dataclass(frozen=True)
+class Ranked(TrainingCase):
+    """A step of a layout without stages."""
+
+    layout: Layout = ALONE
+
+    @property
+    def parallel(self) -> Parallel:
+        layout, alone = self.layout, self.layout.n_ranks == self.layout.tensor
+        wrapper = "none" if alone else {0: "bucketed", 3: "fsdp"}[layout.zero]
+        replicas = layout.replicas if layout.zero else 1
+        return Parallel(wrapper, replicas=replicas, tensor=layout.tensor, context=layout.context)
+
+
+def dry_bytes(size, length, layout, master):
+    case = Ranked(
+        device="cuda",
+        size=size,
+        context_length=length,
+        batch_size=layout.micro_batch,
+        accumulate=layout.n_micro_batches,
+        dtype="bf16",
+        kernels="fused",
+        attention="hopper",
+        optimizer="fused",
+        keep=layout.keep,
+        master=master,
+        layout=layout,
+    )
+    return dry_run(case, world_size=layout.n_ranks).n_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "length", "how"),
+    [
+        ("llama3-8b", 8192, {"keep": "input"}),
+        ("llama3-8b", 8192, {"keep": "products", "n_micro_batches": 2, "tensor": 4, "replicas": 2}),
+        *(("llama3-8b", 8192, {"keep": keep, "zero": 3, "shards": 8, "micro_batch": 2}) for keep in LEVELS),
+        ("llama3-8b", 8192, {"keep": "attention", "zero": 3, "shards": 2, "replicas": 2, "context": 2, "tensor": 2}),
+        ("llama3-70b", 8192, {"keep": "input", "zero": 3, "shards": 8, "tensor": 8, "master": "fp32"}),
+        ("llama3-70b", 8192, {"keep": "products", "zero": 3, "shards": 64, "master": "fp32"}),
+        ("qwen2.5-1.5b", 4096, {"keep": "input", "zero": 3, "shards": 4, "micro_batch": 4}),  # tied, with biases
+        ("qwen3-4b", 4096, {"keep": "attention", "zero": 3, "shards": 2, "tensor": 2}),  # tied, heads normed
+    ],
+)
+def test_it_is_close_to_a_dry_run(size, length, how):
+    how = dict(how)
+    master = how.pop("master", "none")
+    layout = Layout(**how)
+    moments = MOMENTS | ({"master": 4} if master == "fp32" else {})
+    found = rank_peak(resolve_size(size), length, layout, moments=tuple(moments.items())).n_bytes
+    dry = dry_bytes(size, length, layout, master)
+    print(f"{size}, {layout}: closed form {found / 2**30:.2f}, dry run {dry / 2**30:.2f} GiB, {found / dry - 1:+.1%}")
+    assert found == pytest.approx(dry, rel=CLOSE)
+
+
+def peak(config=LLAMA, **how):
+    layout = Layout(**how)
+    stages = divide(config.n_layers, layout.pipeline, 0.0, 2.0)
+    return rank_peak(config, 8192, layout, stages)
+
+
+def test_each_zero_level_divides_more():
+    """Of 8 billion parameters 14.96 GiB each of weights and gradients, twice that of moments."""
+    peaks = [peak(zero=zero, shards=8 if zero else 1, replicas=1 if zero else 8, keep="input") for zero in range(4)]
+    parts = [each.parts for each in peaks]
+    whole = parts[0]["parameters"]
+    assert whole == 2 * LLAMA.n_parameters
+    assert [each["optimizer state"] for each in parts] == [2 * whole, *[whole // 4] * 3]
+    assert [each["parameters"] for each in parts] == [whole, whole, whole, whole // 8]
+    assert parts[2]["gradients"] < parts[1]["gradients"] == pytest.approx(whole, rel=0.1)
+    n_bytes = [each.n_bytes for each in peaks]
+    assert n_bytes == sorted(n_bytes, reverse=True)
+
+
+def test_parts_add_up_to_the_largest_moment():
+    found = peak(zero=3, shards=4, tensor=2)
+    assert found.n_bytes == found.moments[found.moment] == max(found.moments.values())
+    assert sum(found.parts.values()) == pytest.approx(found.n_bytes, abs=10)
+
+
+def test_stages_keep_as_many_micro_batches_as_their_schedule():
+    """The first of four stages keeps four micro-batches in 1F1B, all twelve in GPipe."""
+    one = bytes_kept(LLAMA, 1, 8192, PRECISIONS["bf16"], "products")
+    kept = {}
+    for schedule in ("1f1b", "gpipe"):
+        kept[schedule] = peak(pipeline=4, n_micro_batches=12, schedule=schedule).parts["activations"]
+    first, middle, last = (stage.n_layers for stage in divide(32, 4, 0.0, 2.0))
+    assert (first, middle, last) == (9, 9, 7)
+    assert kept["1f1b"] == pytest.approx(4 * first * one, rel=1e-3)
+    assert kept["gpipe"] == pytest.approx(12 * first * one, rel=1e-3)
+
+
+def test_the_longest_kept_of_a_micro_batch_grows_with_its_sequences():
+    first, second = (peak(zero=3, shards=8, micro_batch=n).parts["activations"] for n in (1, 2))
+    assert second == pytest.approx(2 * first, rel=1e-6)

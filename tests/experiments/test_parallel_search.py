@@ -1,0 +1,80 @@
+"""The question ``search``: how it reads amounts, what it answers, and its refusals, each in one sentence."""
+
+import json
+
+import pytest
+
+from cs336_systems.experiments.parallel_search import Search, amount, fsdp_alone, rate
+
+EIGHT = "search --gpus 8 --size llama3-8b --batch-tokens 256K --tokens 1B"
+
+
+@pytest.fixture
+def ask(load_script, capsys):
+    """(exit code, stdout, stderr) of a command line."""
+    script = load_script("scripts/parallelism.py")
+
+    def ask(line):
+        code = script.main(line.split())
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return ask
+
+
+def test_amounts_are_read_as_the_field_means_them():
+    assert amount("--batch-tokens", "4M", 1024) == 4 * 2**20 == amount("--batch-tokens", "4_194_304", 1024)
+    assert amount("--tokens", "15T", 1000) == 15 * 10**12
+    assert amount("--tokens", "1.5B", 1000) == 1_500_000_000
+    assert rate("--network", "400Gb") == rate("--network", "50GB") == rate("--network", "0.4Tb/s") == 50e9
+    for text in ("4Q", "0", "-1", "0.1", "M", "1.5", ""):
+        with pytest.raises(ValueError, match=f"--tokens {text}: "):
+            amount("--tokens", text, 1000)
+    for text in ("400", "400gb", "0Gb", "fast"):
+        with pytest.raises(ValueError, match=f"--network {text}: "):
+            rate("--network", text)
+
+
+def test_it_answers_with_layouts_and_what_would_change(ask):
+    code, out, err = ask(EIGHT)
+    said = json.loads(out.splitlines()[-1])
+    assert (code, err, said["question"]) == (0, "", "search")
+    assert said["layouts"] >= said["fitting"] > 100
+    assert said["layout"].startswith("shard 8, ZeRO 1, products")
+    tokens_per_s = 256 * 1024 / said["step s"]
+    assert said["days"] == pytest.approx(1e9 / tokens_per_s / 86_400)
+    assert said["GPU-hours"] == pytest.approx(8 * 24 * said["days"])
+    assert 0.4 < said["MFU"] < 0.7 and 30 < said["GiB"] < 76
+    assert {"FSDP alone", "keep input", "twice the memory", "twice the batch"} <= set(said["gains"])
+    assert said["gains"]["FSDP alone"] <= 0 <= said["gains"]["twice the memory"]
+    assert said["binds"] in out and "micro-batches" in out and "FSDP alone on these GPUs" in out
+
+
+@pytest.mark.parametrize(
+    ("how", "limits"),
+    [
+        ({"gpus": 256}, ["-", "-"]),
+        ({"gpus": 2048, "sequence": 512}, ["-", "reached"]),
+        ({"gpus": 1024}, ["reached", "-"]),
+        ({"gpus": 4096}, ["reached", "reached"]),
+    ],
+)
+def test_the_four_examples_of_the_help_reach_their_limits(how, limits):
+    table = fsdp_alone(Search(**how).job)
+    assert list(table.frame.iloc[0, :2]) == limits
+
+
+def test_faults_are_one_sentence(ask):
+    for line, message in (
+        ("search --gpu h1000", "--gpu h1000: did you mean"),
+        ("search --gpu l4 --size llama3-8b", "no link between GPUs is published for L4"),
+        ("search --size llama4", "unknown model size 'llama4'"),
+        ("search --batch-tokens 12 --sequence 8", "a batch of 12 tokens is no whole number of sequences of 8"),
+        ("search --gpus 127", "no division of 127 GPUs divides 512 sequences and llama3-70b: the nearest"),
+        ("search --gpus 2 --batch-tokens 16K", "llama3-70b on 2 GPUs needs at least"),
+        ("search --network slow", "--network slow: say a rate"),
+        ("search --device-gib 0", "device_bytes must be positive, got 0"),
+    ):
+        code, out, err = ask(line)
+        assert (code, out, err.count("\n")) == (2, "", 1), line
+        assert err.startswith(f"parallelism search: {message}") or message in err, err
