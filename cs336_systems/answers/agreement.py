@@ -144,7 +144,7 @@ def _tokens_of_settings(rows: pd.DataFrame) -> pd.Series:
     names = [name for name in ("batch_size", "context_length", "accumulate", "world_size") if name in rows]
     names = ["total_batch_tokens"] if "total_batch_tokens" in rows else names
     tokens = rows[names].apply(pd.to_numeric, errors="coerce").prod(axis=1, skipna=False)
-    for name in {"tensor", "context"} & set(rows):  # whose ranks share a batch
+    for name in {"tensor", "context", "pipeline"} & set(rows):  # whose ranks share a batch
         tokens /= pd.to_numeric(rows[name])
     return tokens
 

@@ -113,8 +113,8 @@ def _piece(update: Update, begin: int, end: int) -> Update:
 class HostGradients:
     """Gradients that leave for host memory as backward makes them: the device holds only those on their way.
 
-    Micro-batches add up as on the device, to the bit: what is on the host comes back, the new gradient is added to it,
-    and the sum leaves. What comes next is fetched ahead, in the order of the backward before. The norm is that of
+    Micro-batches add up as autograd adds them: what is on the host comes back, the new gradient is added to it, and the
+    sum leaves. What comes next is fetched ahead, in the order of the backward before. The norm is that of
     ``grad_norm`` over the gradients in the order of the parameters, to the bit: the squares of each are added up while
     it is here. Host memory takes one slab, as large as all gradients. Gradients must be dense, and are for one rank.
 
