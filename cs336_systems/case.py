@@ -306,6 +306,7 @@ class TrainingCase:
     accumulate: int = option(
         1,
         "Micro-batches per optimizer step; their gradients are added up.",
+        aliases=("--micro-batches",),
         sign="positive",
         words="{} micro-batches",
     )

@@ -241,7 +241,10 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
     (
         lambda case: (
             case.parallel.pipeline > 1
-            and not (_whole_gradients(case.parallel) and case.parallel.optimizer_state in ("replicated", "scattered"))
+            and not (
+                _whole_gradients(case.parallel)
+                and case.parallel.optimizer_state in ("replicated", "owned", "scattered")
+            )
         ),
         "pipeline {parallel.pipeline} with wrapper {parallel.wrapper}, optimizer's state {parallel.optimizer_state}: "
         "stages hold whole parameters and gradients; the optimizer's state can be sharded (ZeRO stage 1)",

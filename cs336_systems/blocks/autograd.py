@@ -50,6 +50,8 @@ def put_off(works: Works) -> Iterator[None]:
 
     A function is added to ``works`` for each block that backward comes to. Called, it computes the gradients and hands
     them to autograd, which accumulates them and runs hooks on parameters; until then the block's activations stay.
+    Torch also runs these hooks when backward comes to the block, as for every parameter whose gradient is None: so
+    wrappers must not send gradients meanwhile (``no_sync``).
     """
     _put_off.append(works)
     try:

@@ -6,8 +6,8 @@
     weights = load_whole_model(stored, dict(model.named_parameters()))
 
 Each rank writes the stretches of tensors that it holds (``stretches.py``). What is replicated, as without FSDP, is
-written once, by the ranks in equal parts; of a ``ShardedOptimizer``'s state every rank writes and reads its share. So a
-run may resume under another wrapper or on another number of ranks. On the disk:
+written once, by the ranks in equal parts; of a ``ShardedOptimizer``'s state every rank writes and reads its share, and
+so does a stage of a pipeline. A run may resume under another wrapper, mesh or number of ranks. On the disk:
 
     step-00000200/  rank-0.safetensors, rank-1.safetensors  each rank's stretches
                     tensors.json                            where each tensor's stretches are
@@ -19,7 +19,7 @@ are checked whenever a folder is looked at, and digests, of which every rank rea
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from cs336_systems.distributed import checkpoint_folder
 from cs336_systems.distributed.checkpoint_folder import StoredCheckpoint, Tell
-from cs336_systems.distributed.checkpoint_state import BUFFER, MODEL, OPTIMIZER, NamedState, check_json
+from cs336_systems.distributed.checkpoint_state import BUFFER, MODEL, OPTIMIZER, NamedState, check_json, united
 from cs336_systems.distributed.process_group import on_every_rank, on_rank_0
 from cs336_systems.distributed.shards import wait_for_parameters
 from cs336_systems.distributed.stretches import (
@@ -95,7 +95,7 @@ def collect(
 
     stretches: dict[str, Stretch] = {}
 
-    def collect_own() -> tuple[dict[tuple[str, int, int], int], dict[str, Any]]:
+    def collect_own() -> tuple[dict[Place, int], dict[str, Any], list[list[str]]]:
         own = view.model() | ({} if optimizer is None else view.optimizer(optimizer, marker))
         for name, stretch in own.items():
             mine = rank == 0 or not name.startswith(BUFFER)  # rank 0's values of buffers count
@@ -104,22 +104,42 @@ def collect(
         for settings in (marker["extra"], marker["scalars"], *(marker["optimizer"] or [])):
             check_json(settings)
         held = {_place(name, stretch): stretch.values.nbytes for name, stretch in stretches.items()}
-        return held, marker["scalars"]
+        return held, marker["scalars"], [group["params"] for group in marker["optimizer"] or []]
 
     of_ranks = on_every_rank(collect_own)
-    marker["scalars"] = {entry: value for _, scalars in of_ranks for entry, value in scalars.items()}
-    loads, own = [0] * len(of_ranks), {_place(name, stretch): name for name, stretch in stretches.items()}
-    for place, n_bytes in {place: n for held, _ in of_ranks for place, n in held.items()}.items():
-        writer = min((i for i, (held, _) in enumerate(of_ranks) if place in held), key=lambda i: loads[i])
-        loads[writer] += n_bytes
-        if writer != rank and place in own:
-            del stretches[own[place]]
-    return Collected(stretches, marker)
+    marker["scalars"] = {entry: value for _, scalars, _ in of_ranks for entry, value in scalars.items()}
+    for group, names in zip(marker["optimizer"] or [], united([groups for *_, groups in of_ranks]), strict=True):
+        group["params"] = names
+    writers = _writers([held for held, *_ in of_ranks])
+    mine = {name: each for name, each in stretches.items() if writers.get(_place(name, each)) == rank}
+    return Collected(mine, marker)
 
 
-def _place(name: str, stretch: Stretch) -> tuple[str, int, int]:
-    """The elements of a stretch, which several ranks may hold and one writes."""
+Place = tuple[str, int, int]
+"""The elements of a stretch: the tensor's name, the first element, their number."""
+
+
+def _place(name: str, stretch: Stretch) -> Place:
     return name, stretch.start, stretch.values.numel()
+
+
+def _writers(held_by: Sequence[Mapping[Place, int]]) -> dict[Place, int]:
+    """The rank that writes each place, so that every element is written once, and all ranks about as many bytes.
+
+    Two stages of a pipeline that hold a tensor may cut it in different places: one stage's pieces are taken.
+
+    Args:
+        held_by: the places that each rank holds, and their bytes.
+    """
+    loads, ends, writers = [0] * len(held_by), dict[str, int](), dict[Place, int]()
+    for place, n_bytes in sorted({place: n for held in held_by for place, n in held.items()}.items()):
+        name, start, n = place
+        if start == ends.get(name, 0):
+            ends[name] = start + n
+            writer = min((i for i, held in enumerate(held_by) if place in held), key=lambda i: loads[i])
+            loads[writer] += n_bytes
+            writers[place] = writer
+    return writers
 
 
 def write(
@@ -184,11 +204,16 @@ def resume_checkpoint(
     wait_for_parameters(model)
     view, stored = NamedState(model), _tensors_of(found)
     wanted = view.model()
+    groups = united(on_every_rank(lambda: [] if optimizer is None else view.groups(optimizer)))
     if optimizer is None:
         stored = {name: there for name, there in stored.items() if not name.startswith(OPTIMIZER)}
-    else:
-        wanted |= view.empty_optimizer_state(found.path, optimizer, found.marker, stored)
-    _check_tensors(found.path, wanted, stored)
+
+    def expect() -> dict[str, str]:
+        if optimizer is not None:
+            wanted.update(view.empty_optimizer_state(found.path, optimizer, found.marker, stored, groups))
+        return _described(wanted)
+
+    _check_tensors(found.path, on_every_rank(expect), stored)
 
     def read() -> None:
         for name, stretch in wanted.items():
@@ -242,7 +267,7 @@ def load_whole_model(stored: StoredCheckpoint, parameters: Mapping[str, Tensor])
         MODEL + name: Stretch.whole(parameter.to("meta", there[MODEL + name].dtype if MODEL + name in there else None))
         for name, parameter in parameters.items()
     }
-    _check_tensors(stored.path, expected, there)
+    _check_tensors(stored.path, [_described(expected)], there)
     return {name.removeprefix(MODEL): read_whole(there[name]) for name in expected}
 
 
@@ -254,12 +279,18 @@ def check_kept(step: int, keep_last: int, keep_every: int | None) -> None:
         raise ValueError(f"keep_every must be positive, got {keep_every}")
 
 
-def _check_tensors(path: Path, expected: Mapping[str, Stretch], stored: Mapping[str, StoredTensor]) -> None:
-    """Raise ValueError unless the checkpoint holds exactly these tensors, in these shapes and dtypes."""
-    ours = {name: f"{stretch.shape} {stretch.values.dtype}" for name, stretch in expected.items()}
+def _described(tensors: Mapping[str, Stretch]) -> dict[str, str]:
+    """Shape and dtype of whole tensors, by name, as errors say them."""
+    return {name: f"{stretch.shape} {stretch.values.dtype}" for name, stretch in tensors.items()}
+
+
+def _check_tensors(path: Path, expected: Sequence[Mapping[str, str]], stored: Mapping[str, StoredTensor]) -> None:
+    """Raise ValueError unless the checkpoint holds exactly the tensors that ranks expect, each some, as described."""
     theirs = {name: f"{tensor.shape} {tensor.dtype}" for name, tensor in stored.items()}
-    differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    ours = {item for of_rank in expected for item in of_rank.items()}
+    ours |= {(name, "absent") for name in theirs.keys() - {name for name, _ in ours}}
+    differing = sorted((name, here) for name, here in ours if theirs.get(name) != here)
     if differing:
-        told = [f"{name} is {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here" for name in differing]
+        told = [f"{name} is {theirs.get(name, 'absent')} there, {here} here" for name, here in differing]
         more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
         raise ValueError(f"{path} is a checkpoint of another model: {'; '.join(told[:3])}{more}")

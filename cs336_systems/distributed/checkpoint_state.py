@@ -4,13 +4,15 @@
     state.model()                         # model/NAME and buffer/NAME -> Stretch: this rank's shard, or the whole
     state.optimizer(optimizer, settings)  # optimizer/NAME/KEY -> Stretch
 
-Names, and shapes of whole tensors, are the same however ranks divide them. There is no communication.
+Names, and shapes of whole tensors, are the same however ranks divide them; a stage of a pipeline has some of them.
+There is no communication.
 """
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -78,8 +80,8 @@ class NamedState:
         parts = (dim, n_ranks) if dim or stretch.order else ()  # rows of the parts follow each other anyway
         return replace(stretch, shape=shape, start=stretch.start + self._ranks.rank * size, parts=parts)
 
-    def _groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """The names of the parameters of each of the optimizer's groups."""
+    def groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """The names of the parameters of each of the optimizer's groups; those of the model that this rank has."""
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if parameter not in self._name_of:
                 raise ValueError(
@@ -110,7 +112,7 @@ class NamedState:
         settings["optimizer"] = [
             {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
             | {"params": names}
-            for group, names in zip(optimizer.param_groups, self._groups(optimizer), strict=True)
+            for group, names in zip(optimizer.param_groups, self.groups(optimizer), strict=True)
         ]
         stretches: dict[str, Stretch] = {}
         for name, share in self._updated(optimizer).items():
@@ -133,18 +135,26 @@ class NamedState:
         return stretches
 
     def empty_optimizer_state(
-        self, path: Path, optimizer: torch.optim.Optimizer, settings: dict[str, Any], stored: Mapping[str, StoredTensor]
+        self,
+        path: Path,
+        optimizer: torch.optim.Optimizer,
+        settings: dict[str, Any],
+        stored: Mapping[str, StoredTensor],
+        groups: list[list[str]],
     ) -> dict[str, Stretch]:
         """The state that the checkpoint holds, or this rank's share of it, in memory that is to be filled.
 
         It is the optimizer's own memory if that has its state ``in_place``, and host memory otherwise.
 
+        Args:
+            groups: the names of the parameters of each group on all ranks, of which stages of a pipeline have some.
+
         Raises:
             ValueError: the checkpoint has no optimizer, one over other parameters, or one of another kind.
         """
-        ours, theirs = self._groups(optimizer), [group["params"] for group in settings["optimizer"] or []]
+        theirs = [group["params"] for group in settings["optimizer"] or []]
         difference: str | None = f"its groups have {list(map(len, theirs))} parameters, here are others"
-        if ours == theirs:
+        if list(map(sorted, groups)) == list(map(sorted, theirs)):
             difference = _another_kind(optimizer, settings)
         if difference:
             raise ValueError(f"{path} is a checkpoint of another optimizer: {difference}")
@@ -169,17 +179,18 @@ class NamedState:
         self, optimizer: torch.optim.Optimizer, settings: dict[str, Any], stretches: Mapping[str, Stretch]
     ) -> None:
         """Hand the optimizer the filled tensors, the numbers and the settings of its groups."""
-        names = [name for group in settings["optimizer"] for name in group["params"]]
-        number_of = {name: number for number, name in enumerate(names)}
+        own = self.groups(optimizer)
+        number_of = {name: number for number, name in enumerate(name for names in own for name in names)}
         tensors = {entry: stretch.values for entry, stretch in stretches.items() if entry.startswith(OPTIMIZER)}
         state: dict[str, dict[str, Any]] = {}
         for entry, value in (tensors | settings["scalars"]).items():
             name, key = _split(entry)
-            state.setdefault(name, {})[key] = value
+            if name in number_of:
+                state.setdefault(name, {})[key] = value
         groups = [
             {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-            | {"params": [number_of[name] for name in group["params"]]}
-            for group in settings["optimizer"]
+            | {"params": [number_of[name] for name in names]}
+            for group, names in zip(settings["optimizer"], own, strict=True)
         ]
         if isinstance(optimizer, ShardedOptimizer):
             shares = self._updated(optimizer)
@@ -187,6 +198,13 @@ class NamedState:
         else:
             numbered = {number_of[name]: values for name, values in state.items()}
             optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+
+def united(groups_of_ranks: Sequence[list[list[str]]]) -> list[list[str]]:
+    """The names of the parameters of each group on any rank; ValueError if ranks have other numbers of groups."""
+    if len(lengths := {len(groups) for groups in groups_of_ranks}) > 1:
+        raise ValueError(f"optimizers of the ranks have {sorted(lengths)} groups, and need as many each")
+    return [list(dict.fromkeys(chain(*of_ranks))) for of_ranks in zip(*groups_of_ranks, strict=True)]
 
 
 def check_json(settings: Mapping[str, Any]) -> None:

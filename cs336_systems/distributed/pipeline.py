@@ -108,6 +108,8 @@ class Pipeline:
         self, plan: Schedule, stage: int, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device: torch.device
     ) -> None:
         self.plan, self.stage, self._groups = plan, stage, groups
+        self._torn = False
+        """Whether a run has ended before all its messages were there."""
         self._open(device)
 
     def run(self, work: Work, like: Tensor, plan: Schedule | None = None) -> None:
@@ -116,8 +118,16 @@ class Pipeline:
         Args:
             like: a tensor of the shape, dtype and device of activations between parts.
             plan: the lists of the stages, if they are others than this pipeline's; from its ``forwards``.
+
+        Raises:
+            RuntimeError: an earlier run has raised here: the next one would take its messages for its own.
+            torch.distributed.DistError: another stage has gone, or sends nothing within the group's timeout.
         """
+        if self._torn:
+            raise RuntimeError(f"stage {self.stage} has failed in an earlier pass, whose messages are still under way")
+        self._torn = True
         _Run(plan or self.plan, self.stage, self._groups, like, work)()
+        self._torn = False
 
     def exchange_ends(self, tensor: Tensor) -> Tensor:
         """The tensor of the other end of the model; called on the stages of the first and of the last part."""
@@ -176,6 +186,7 @@ class _Run:
             self._hand_on(operation, result)
         for _, message in self._sent.values():
             message.wait()
+        assert not self._there and not any(self._coming.values()), (self._there.keys(), self._coming)
 
     def _remote(self, operation: Operation) -> list[tuple[int, Operation]]:
         """The result that an operation takes from another part of the model, if there is one."""
@@ -191,10 +202,14 @@ class _Run:
                 self._there[source, coming.result] = into, message
 
     def _take(self, operation: Operation) -> Tensor | None:
-        for place in self._remote(operation):
-            tensor, message = self._there.pop(place)
-            if message is not None:
-                message.wait()
+        for source, result in self._remote(operation):
+            tensor, message = self._there.pop((source, result))
+            try:
+                if message is not None:
+                    message.wait()
+            except RuntimeError as error:  # gloo's, which knows no stages
+                what = f"{result.kind} of micro-batch {result.microbatch} of stage {source}"
+                raise dist.DistError(f"stage {self.stage} waited for {what} in vain: {error}") from error
             return tensor
         return None
 

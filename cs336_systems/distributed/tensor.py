@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from cs336_systems.model import ModelOps
-from cs336_systems.model.tensor_ranks import TensorRanks
+from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
 DIVIDED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "w1", "w3", "token_embeddings", "lm_head"), 0),
@@ -96,10 +96,11 @@ def _draw(module: nn.Module, dim: int, ranks: TensorRanks) -> None:
 
 @torch.no_grad()
 def take_parts(model: nn.Module, whole: nn.Module) -> None:
-    """Copy this rank's part of every parameter of a whole model; ``fill_from_whole`` has seen ``model``."""
-    ranks: TensorRanks = model.tensor_ranks  # type: ignore[assignment]
-    for (name, own), other in zip(model.named_parameters(), whole.parameters(), strict=True):
-        dim = tensor_dim(name)
+    """Copy what this rank has of a whole model's parameters: parts, if ``fill_from_whole`` has seen ``model``."""
+    ranks: TensorRanks = getattr(model, "tensor_ranks", ALONE)
+    others = dict(whole.named_parameters())
+    for name, own in model.named_parameters():
+        dim, other = tensor_dim(name) if ranks.n_ranks > 1 else None, others[name]
         own.copy_(other if dim is None else other.chunk(ranks.n_ranks, dim)[ranks.rank])
 
 

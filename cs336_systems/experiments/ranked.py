@@ -183,19 +183,26 @@ def check_replicas(prepared: PreparedStep) -> None:
     from torch.distributed.tensor import DTensor
 
     from cs336_systems.distributed.fsdp import FSDP
+    from cs336_systems.distributed.pipeline import on_two_stages
     from cs336_systems.distributed.tensor import tensor_dim
     from cs336_systems.training.assemble import mesh_of
+    from cs336_systems.training.pipelined import PipelinedStep
 
     model, mesh, differing = prepared.step.model, mesh_of(prepared.cell, prepared.rank), 0
-    whole = model.gather_full_params() if isinstance(model, FSDP) else dict(model.named_parameters())
+    module = getattr(model, "module", model)
+    whole = model.gather_full_params() if isinstance(model, FSDP) else dict(module.named_parameters())
     for name, parameter in whole.items():
-        of_some = mesh is not None and (tensor_dim(name) is not None or mesh.size("pipeline") > 1)
-        group = mesh.same_weights if mesh is not None and of_some else None
+        groups = [mesh.same_weights if mesh is not None else None]
+        if mesh is not None and mesh.size("tensor") > 1 and tensor_dim(name) is None:
+            groups.append(mesh.group("tensor"))
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         bits = full.detach().reshape(-1).view(torch.uint8)
-        of_the_first = bits.clone()
-        dist.broadcast(of_the_first, group_src=0, group=group)
-        differing += not torch.equal(bits, of_the_first)
+        for group in groups:
+            of_the_first = bits.clone()
+            dist.broadcast(of_the_first, group_src=0, group=group)
+            differing += not torch.equal(bits, of_the_first)
+        if isinstance(prepared.step, PipelinedStep) and name in on_two_stages(module):
+            differing += not torch.equal(bits, prepared.step.pipeline.exchange_ends(bits))
     if found := int(largest(differing, prepared.rank)):
         raise RuntimeError(f"{found} parameters are not the same bits on all ranks after training")
     check_losses(prepared.step, prepared.rank)

@@ -25,6 +25,7 @@ from cs336_systems.case import TrainingCase
 from cs336_systems.costs.fsdp import is_sharded, model_units, state_bytes
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PeakMemory
 from cs336_systems.costs.offload import offloaded, state_bytes_per_parameter
+from cs336_systems.costs.parallelism.stages import stage_parameters
 from cs336_systems.distributed.peer_memory import mapped_bytes
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.hardware import GIB
@@ -133,9 +134,9 @@ def predicted_states(case: TrainingCase, world_size: int) -> dict[str, int]:
     Gradients are those that a step ends with: an optimizer that steps under backward leaves what is replicated.
     """
     how, width, away = case.parallel, case.precision.parameter_bytes, offloaded(case)
-    config, world_size = case.config.part(how.tensor), world_size // how.tensor
-    units = model_units(config)
-    n_weights = n_gradients = n_states = config.n_parameters
+    world_size //= how.tensor * how.pipeline
+    units = model_units(case.config.part(how.tensor))
+    n_weights = n_gradients = n_states = max(stage_parameters(case))
     if how.wrapper in ("fsdp", "fsdp2"):
         n_weights = n_gradients = n_states = state_bytes(units, world_size // how.replicas, 1).parameters
     if how.optimizer_state != "replicated":

@@ -154,7 +154,7 @@ def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
     yield (device := describe_device(rank))
     if options.zero and rank.world_size == 1:
         yield Message(f"--zero {options.zero} shards nothing on one rank: torchrun starts several", "warning")
-    elif options.zero and rank.world_size == options.tensor:
+    elif options.zero and rank.world_size == options.tensor * options.pipeline:
         yield Message(f"--zero {options.zero} shards nothing: no two ranks hold the same weights", "warning")
     yield Model(config.name, config.n_parameters, config.context_length)
     splits, tokenizer = dataset.manifest["splits"], dataset.manifest["tokenizer"]
@@ -242,7 +242,7 @@ def _step(options: TrainOptions, case: TrainerCase, rank: Rank) -> TrainStep:
         model = build_model(case, rank)
     else:
         model = build_model(replace(case, zero=0), rank)  # with values, as FSDP takes it, too
-        if case.tensor == 1:
+        if case.tensor * case.pipeline == 1:
             load_hf_weights(model, options.init)
         else:
             whole = TransformerLM(case.config, device="cpu", dtype=parameter_dtype(case.precision))

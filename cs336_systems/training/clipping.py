@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.pipeline import on_two_stages
@@ -94,7 +93,7 @@ class GradientGuard:
         else:
             shares, whole = _gradients(model, optimizer)
             if self.mesh is not None:
-                twice = on_two_stages(model.module if isinstance(model, (DDP, FSDP)) else model)
+                twice = on_two_stages(getattr(model, "module", model))
                 return self._norm_on(self.mesh, shares or {}, whole, twice, mean)
             norm = self.norm_of("whole", list(whole.values()), device)
         group = model.process_group if isinstance(model, FSDP) else None
@@ -157,7 +156,7 @@ def _gradients(
             {name: one.detach() for name, one in each.items() if one is not None} for each in (shards, replicated)
         )
         return {name: one for name, one in shares.items() if one.numel()}, whole
-    named = dict(model.named_parameters())
+    named = dict(getattr(model, "module", model).named_parameters())  # a wrapper's have other names
     whole = {name: p.grad for name, p in named.items() if p.grad is not None}
     if (host_gradients := getattr(optimizer, "host_gradients", None)) is not None:
         whole = {str(number): one for number, one in enumerate(host_gradients.tensors())}

@@ -5,17 +5,20 @@
 
 Each stage runs its list of a schedule (``costs/parallelism/schedules.py``): forward and backward of its blocks through
 autograd, and gradients of weights where the schedule has put them, by ``blocks.put_off``. Losses and gradients are the
-same bits under every schedule with the same parts, as each part adds up its micro-batches in one order.
+same bits under every schedule as in one process with as many micro-batches, as each part adds them up in their order;
+but that of a tied embedding, whose two parts are added up in another order, and in bf16 those that are put off.
 
 Gradients of ranks with the same weights are averaged when all micro-batches are done.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from cs336_systems.blocks.autograd import Works, put_off
 from cs336_systems.config import MODES
@@ -106,7 +109,7 @@ class PipelinedStep(_StageStep):
 
     def _run(self, mode: str, token_ids: Tensor, targets: Tensor) -> None:
         batches, share = micro_batches(self.accumulate, token_ids, targets), self._shares(targets)
-        alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        alive: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # without the output, which others take
         later: dict[tuple[int, int], Works] = {}
         losses: list[Tensor] = []
         trains = mode != "forward"
@@ -124,14 +127,11 @@ class PipelinedStep(_StageStep):
                     y = share(i + 1, y)
                     losses.append(y.detach())
                 if trains:
-                    alive[place] = x, y
+                    alive[place] = x, get_gradient_edge(y)
                 return y.detach()
-            x, y = alive.pop(place)
-            if operation.kind == "BW":
-                torch.autograd.backward(y, given)
-            else:
-                with put_off(later.setdefault(place, [])):
-                    torch.autograd.backward(y, given)
+            x, end = alive.pop(place)
+            with put_off(later.setdefault(place, [])) if operation.kind == "B" else nullcontext():
+                torch.autograd.backward(end, given)
             return None if x is None else x.grad
 
         with (
@@ -146,11 +146,11 @@ class PipelinedStep(_StageStep):
         self.loss = self._everywhere(losses)
         if not trains:
             return
-        for parameter in self._tied:
-            assert parameter.grad is not None
-            parameter.grad += self.pipeline.exchange_ends(parameter.grad)
         if isinstance(self.model, DDP):
             self.model.finish_gradient_synchronization()
+        for parameter in self._tied:  # after averages, so that both ends have the same bits
+            assert parameter.grad is not None
+            parameter.grad += self.pipeline.exchange_ends(parameter.grad)
         if mode == "backward":
             self.optimizer.zero_grad(set_to_none=True)
 

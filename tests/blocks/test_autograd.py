@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from cs336_systems.blocks import REFERENCE, WrittenOutBlock, write_out
+from cs336_systems.blocks.autograd import put_off
 from cs336_systems.blocks.products import Products
 from cs336_systems.config import PRECISIONS
 from cs336_systems.costs.kept import bytes_kept
@@ -163,3 +164,64 @@ def test_backward_adds_where_gradients_are_unless_a_hook_or_autograd_grad_wants_
     for name, p in parameters.items():
         torch.testing.assert_close(p.grad, (5 if name == "ffn.w1.weight" else 4) * once[name])
         assert p.grad.data_ptr() == places[name]
+
+
+def heard_on(block) -> dict[str, list[torch.Tensor]]:
+    """By name, the gradients that a parameter's hook has seen."""
+    heard: dict[str, list[torch.Tensor]] = {name: [] for name, _ in block.named_parameters()}
+    for name, parameter in block.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: heard[name].append(p.grad.clone()))
+    return heard
+
+
+def test_gradients_that_are_put_off_come_when_they_are_computed():
+    """Two graphs interleaved, over gradients that are there already: the same bits as in one piece."""
+    whole, block = (copy.deepcopy(blocks()[1]) for _ in range(2))
+    how, given = tables(LLAMA, 9, torch.float64), [inputs(LLAMA, 9, torch.float64, seed) for seed in range(3)]
+    expected = []
+    for x, dy in given:
+        whole(x.requires_grad_(), *how).backward(dy)
+        expected.append(x.grad)
+    (x, dy), *others = inputs_again = [(x.detach().requires_grad_(), dy) for x, dy in given]
+    block(x, *how).backward(dy)
+    before = {name: gradient.clone() for name, gradient in gradients(block).items()}
+    heard, outputs = heard_on(block), [block(x, *how) for x, _ in others]
+    later: list[list] = [[], []]
+    for i in (1, 0):
+        with put_off(later[i]):
+            outputs[i].backward(others[i][1])
+    assert all(torch.equal(each, before[name]) for name, each in gradients(block).items())
+    assert all(torch.equal(each, before[name]) for name, seen in heard.items() for each in seen)
+    assert all(torch.equal(x.grad, dx) for (x, _), dx in zip(inputs_again, expected, strict=True))
+    for (work,) in later:
+        for seen in heard.values():
+            seen.clear()
+        work()
+        now = gradients(block)
+        assert all(len(seen) == 1 and torch.equal(seen[0], now[name]) for name, seen in heard.items())
+        assert not any(torch.equal(each, before[name]) for name, each in now.items())
+        before = {name: gradient.clone() for name, gradient in now.items()}
+    assert all(torch.equal(each, gradients(whole)[name]) for name, each in gradients(block).items())
+
+
+def test_put_off_serves_frozen_parameters_and_contexts_within_each_other():
+    _, block = blocks()
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_(name == "ffn.w2.weight")
+    how, outer, inner = tables(LLAMA, 9, torch.float64), [], []
+    (x, dy), (other, _) = (inputs(LLAMA, 9, torch.float64, seed) for seed in range(2))
+    y, z = (block(each.requires_grad_(), *how) for each in (x, other))
+    with put_off(outer):
+        with put_off(inner):
+            z.backward(dy)
+        with pytest.raises(RuntimeError, match="Mismatch in shape"), put_off(inner):
+            y.backward(dy[:1])
+        y.backward(dy)
+    assert (len(outer), len(inner)) == (1, 1) and block.ffn.w2.weight.grad is None
+    inner[0]()
+    (alone,) = torch.autograd.grad(block(other, *how), block.ffn.w2.weight, dy)  # in one piece again
+    assert torch.equal(block.ffn.w2.weight.grad, alone)
+    outer[0]()
+    assert [name for name, gradient in gradients(block).items() if gradient is not None] == ["ffn.w2.weight"]
+    expected = torch.autograd.grad([block(each, *how) for each in (x, other)], block.ffn.w2.weight, [dy, dy])
+    torch.testing.assert_close(block.ffn.w2.weight.grad, *expected)

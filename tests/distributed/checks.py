@@ -44,8 +44,14 @@ class RankFailed(RuntimeError):
     """A rank raised or died; the message says which and how."""
 
 
-def spawn(worker, world_size: int, *arguments, device: str = "cpu", timeout_s: float = 60.0) -> list[Any]:
-    """What ``worker(rank, *arguments)`` returns on each rank, a fresh process; the first failure ends them all."""
+def spawn(
+    worker, world_size: int, *arguments, device: str = "cpu", timeout_s: float = 60.0, apart: bool = False
+) -> list[Any]:
+    """What ``worker(rank, *arguments)`` returns on each rank, a fresh process; the first failure ends them all.
+
+    Args:
+        apart: let each rank end by itself, and return how as ``Ended``.
+    """
     store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
     ranks = [
         FreshProcess(_be_a_rank, rank_variables(number, world_size, store.port), worker, arguments, device, timeout_s)
@@ -60,12 +66,12 @@ def spawn(worker, world_size: int, *arguments, device: str = "cpu", timeout_s: f
                     ended[number] = ranks[number].receive()
                 except Died as death:
                     ended[number] = Ended(str(death))
-                if ended[number].failure:
+                if ended[number].failure and not apart:
                     raise RankFailed(f"rank {number} failed: {ended[number].failure}")
     finally:
         for rank in ranks:
             rank.end()
-    return [ended[number].returned for number in range(world_size)]
+    return [ended[number] if apart else ended[number].returned for number in range(world_size)]
 
 
 def _be_a_rank(connection, variables, worker, arguments, device, timeout_s) -> None:

@@ -1,63 +1,363 @@
-"""Training over the stages of a pipeline against one process: losses, norms, weights, messages."""
+"""Training over the stages of a pipeline against one process: bits, meshes, checkpoints, messages, faults."""
 
-from dataclasses import replace
+import os
+import re
+import signal
+import time
+import weakref
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from cs336_systems.case import SCHEDULES, Parallel
 from cs336_systems.config import ModelConfig
+from cs336_systems.costs.kept import LEVELS
+from cs336_systems.costs.parallelism.schedules import Schedule
+from cs336_systems.costs.parallelism.stages import plan_of, stage_parameters
+from cs336_systems.costs.parallelism.step import SEND, pipeline_sent
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.training.assemble import build_model, finish, mesh_of, random_batch
-from cs336_systems.training.clipping import GradientGuard
+from cs336_systems.experiments.ranked import PreparedStep, check_replicas
+from cs336_systems.harness.traffic import Traffic
+from cs336_systems.training.assemble import assemble, random_batch
 
-from .checks import on_ranks
-from .test_mesh import MAX_NORM, WAYS, Meshed, alone, ignoring, on_cpu, own_tokens, train
+from .checks import checks_of, on_each, on_ranks, spawn
+from .test_mesh import WAYS, Meshed, alone, compare, hand_over, ignoring
+from .test_mesh import run_of as mesh_run
 
 LLAMA = ModelConfig("tiny-llama", 32, 64, 5, 8, vocab_size=96, context_length=16, n_kv_heads=4)
 TIED = replace(LLAMA, name="tiny-tied", qkv_bias=True, tie_embeddings=True)
 NORMED = replace(LLAMA, name="tiny-normed", qk_norm=True, head_dim=8)
+DEEP = replace(LLAMA, name="tiny-deep", n_layers=9)
 
 
-def run_of(pipeline, schedule, way="alone", config=LLAMA, accumulate=4, **others):
+@dataclass(frozen=True)
+class Pulled(Meshed):
+    z_loss: float = 0.0
+
+
+def run_of(pipeline, schedule, way="alone", config=LLAMA, accumulate=4, case=(), **others):
     wrapper, state = WAYS.get(way, ("none", "replicated"))
-    how = Parallel(wrapper, state, 0.01, pipeline=pipeline, pipeline_schedule=schedule, **others)
-    return Meshed.of(
-        config, how=how, batch_size=2, accumulate=accumulate, keep="products", optimizer="torch-fused", seed=3
-    )
+    others = {"bucket_size_mb": 0.01, "pipeline": pipeline, "pipeline_schedule": schedule} | others
+    how = Parallel(wrapper, state, **others)
+    fields = {"batch_size": 2, "keep": "products", "optimizer": "torch-fused", "seed": 3} | dict(case)
+    return Pulled.of(config, how=how, accumulate=accumulate, **fields)
 
 
-ON_TWO = [run_of(2, name) for name in SCHEDULES]
-ON_TWO += [run_of(2, "1f1b", config=TIED), run_of(2, "zbv", config=TIED), run_of(2, "zb-h1", config=NORMED)]
+FP8 = {"matmul_dtype": "e4m3"}
+ON_TWO = [
+    run_of(2, "zb-h1", config=NORMED, case={"z_loss": 1e-2}),
+    *(run_of(2, name, config=TIED) for name in SCHEDULES),
+]
+ON_FOUR = [
+    *(run_of(2, "zbv", way) for way in ("ddp", "zero-1", "zero-owned")),
+    run_of(2, "1f1b", "zero-1", TIED),
+    run_of(2, "zb-h1", "ddp", TIED, accumulate=3),
+    run_of(2, "zbv", "zero-1", NORMED, context=2),
+    run_of(2, "zb-h1", "ddp", context=2, context_order="ring"),
+    *(run_of(2, "zbv", config=TIED, tensor=2, tensor_by=by) for by in ("collectives", "copies")),
+    run_of(2, "dualpipev", config=NORMED, tensor=2),
+    *(run_of(4, name, config=TIED, accumulate=8) for name in ("1f1b", "zb-h1")),
+    run_of(4, "dualpipev", config=DEEP, accumulate=8),
+    run_of(4, "interleaved", config=DEEP, accumulate=4),
+]
+ON_EIGHT = [
+    run_of(2, "zbv", "zero-1", TIED, tensor=2),
+    run_of(2, "zb-h1", "ddp", NORMED, tensor=2, context=2, tensor_by="copies"),
+    run_of(4, "1f1b", "ddp", TIED, tensor=2),
+    run_of(2, "1f1b", "ddp", TIED),
+]
 
 
-def train_on(rank: Rank, cases):
+def gradients_on(rank: Rank | None, cases):
+    """Of two steps by case: losses, and gradients by name; of one process without ``rank``."""
     found = []
     for case in cases:
-        mesh, guard = mesh_of(case, rank), GradientGuard(MAX_NORM)
-        step = finish(build_model(case, rank), case, rank, guard=guard)
-        place = Rank(mesh.place("data"), 0, 1, rank.device, rank.backend)
-        batch = tuple(
-            own_tokens(each, mesh, case) for each in ignoring(random_batch(replace(case, how=Parallel()), place))
-        )
-        losses, norms = train(step, guard, batch)
-        module = step.model.module if hasattr(step.model, "module") else step.model
-        found.append(on_cpu(losses, norms, dict(module.named_parameters())))
+        step, gradients, losses = assemble(case, rank), {}, []
+        for number in range(2):
+            *passes, update = step.phases("step", *ignoring(random_batch(case, rank))).values()
+            for each in passes:
+                each()
+            losses.append(step.loss)
+            gradients |= {(number, name): p.grad.clone() for name, p in step.model.named_parameters()}
+            update()
+        found.append((torch.stack(losses), gradients))
     return found
 
 
-def compare(world_size, cases):
-    for case, of_ranks in zip(cases, zip(*on_ranks(train_on, world_size, cases), strict=True), strict=True):
-        losses, norms, weights = alone(case, world_size // case.parallel.ranks_per_batch)
-        assert norms.min() > MAX_NORM
-        seen = set()
-        for own_losses, own_norms, own_weights in of_ranks:
-            torch.testing.assert_close(own_losses, losses, rtol=2e-6, atol=0)
-            torch.testing.assert_close(own_norms, norms, rtol=1e-5, atol=0)
-            for name, own in own_weights.items():
-                assert ((own - weights[name]).abs() > 1e-5).float().mean() < 0.01, (str(case), name)
-            seen |= own_weights.keys()
-        assert seen == weights.keys()
+def compare_bits(world_size, cases, expected=None):
+    """Losses and gradients of every case are the bits of the first one in one process, with as many micro-batches."""
+    losses, gradients = expected or gradients_on(None, [replace(cases[0], how=Parallel())])[0]
+    for case, of_ranks in zip(cases, zip(*on_ranks(gradients_on, world_size, cases), strict=True), strict=True):
+        for own_losses, own in of_ranks:
+            torch.testing.assert_close(own_losses, losses, rtol=1e-6, atol=0)
+            assert torch.equal(own_losses, of_ranks[0][0])
+            differing = [name for name, each in own.items() if not torch.equal(each, gradients[name])]
+            assert not differing, (str(case), differing[:5])
+        assert set().union(*(own for _, own in of_ranks)) == gradients.keys()
+
+
+def test_every_schedule_has_the_bits_of_one_process():
+    compare_bits(2, [run_of(2, name) for name in SCHEDULES])
+    compare_bits(2, [run_of(2, name, case={"dtype": "bf16", "keep": "input"}) for name in ("1f1b", "interleaved")])
+
+
+def test_every_level_of_what_is_kept_has_the_same_bits():
+    compare_bits(2, [run_of(2, "zb-h1", case={"keep": keep}) for keep in (*LEVELS, "2xall+products-residual")])
+
+
+def test_parts_of_a_tied_embedding_are_added_up_alike():
+    """On two stages each adds up its part in the order of micro-batches, under whichever schedule."""
+    cases = [run_of(2, name, config=TIED) for name in ("gpipe", "1f1b", "zb-h1")]
+    first, *others = zip(*on_ranks(gradients_on, 2, cases), strict=True)
+    for other in others:
+        for (losses, gradients), (own_losses, own) in zip(first, other, strict=True):
+            assert torch.equal(losses, own_losses)
+            assert all(torch.equal(each, own[name]) for name, each in gradients.items())
+    (_, one), (_, two) = first
+    assert torch.equal(one[1, "token_embeddings.weight"], two[1, "token_embeddings.weight"])
+
+
+@pytest.mark.slow
+def test_more_stages_and_quantized_products_have_the_bits_of_one_process():
+    """Of three unequal stages too; and of weights that fp8 products remember between micro-batches."""
+    small = replace(LLAMA, n_layers=3, n_kv_heads=8)
+    compare_bits(2, [run_of(2, name, config=small, accumulate=2, case=FP8) for name in ("zb-h1", "1f1b")])
+    compare_bits(3, [run_of(3, name, accumulate=6) for name in ("gpipe", "1f1b", "zb-h1")])
+    compare_bits(4, [run_of(4, name, config=DEEP, accumulate=8) for name in SCHEDULES])
 
 
 def test_two_stages_train_what_one_process_trains():
     compare(2, ON_TWO)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_what_one_process_trains():
+    compare(4, ON_FOUR)
+
+
+@pytest.mark.slow
+def test_eight_ranks_train_what_one_process_trains():
+    compare(8, ON_EIGHT)
+
+
+def handed(pipeline, schedule, way="alone", accumulate=2, **others):
+    """Of the same batch of four sequences as the meshes of ``test_mesh``, whatever the data ranks."""
+    return run_of(pipeline, schedule, way, accumulate=accumulate, case={"batch_size": 1}, **others)
+
+
+HAND_OVER = {
+    2: [handed(2, "zbv", accumulate=4), handed(2, "1f1b", accumulate=2)],
+    1: [mesh_run(1, 1, "ddp")],
+    4: [
+        *(handed(2, "zbv", "zero-1"), handed(2, "zb-h1", tensor=2), mesh_run(2, 1, "fsdp"), handed(4, "gpipe")),
+        handed(2, "1f1b", "zero-1", bucket_size_mb=0.03),  # both ends cut a tied embedding, in different places
+    ],
+    8: [handed(2, "1f1b", "zero-1", tensor=2), handed(4, "zb-h1", "zero-owned"), handed(2, "zbv", "zero-1", context=2)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [LLAMA, TIED, NORMED], ids=lambda config: config.name)
+def test_checkpoints_move_between_pipelines_and_meshes(tmp_path, config):
+    runs = [(n, [replace(case, size=config) for case in HAND_OVER[n]]) for n in (2, 1, 4, 8, 1, 2)]
+    losses, norms, _ = alone(mesh_run(1, 1, "ddp", config), 2, sum(len(cases) for _, cases in runs))
+    expected, first = torch.stack([losses, norms]), 0
+    for world_size, cases in runs:
+        for found in on_ranks(hand_over, world_size, tmp_path, cases, first):
+            right = expected[:, first : first + len(cases)]
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=0)
+        first += len(cases)
+
+
+def counted(rank: Rank, cases):
+    """Messages and bytes that a stage sends in a step, and those predicted."""
+    found = []
+    for case in cases:
+        step, batch = assemble(case, rank), random_batch(case, rank)
+        with Traffic() as log:
+            step(*batch)
+        sent = [event.n_bytes for event in log.sent if event.kind == "send"]
+        asked = case.config, batch[0].numel() // case.accumulate, plan_of(case), step.pipeline.stage
+        predicted = pipeline_sent(*asked, case.precision.parameter_bytes, case.parallel.tensor)
+        found.append((len(sent), sum(sent), predicted[SEND]))
+        held = sum(p.numel() for p in step.model.parameters())
+        assert held == stage_parameters(case)[step.pipeline.stage], str(case)
+    return found
+
+
+def test_a_boundary_sends_a_micro_batch_of_rows_in_each_direction():
+    cases = [run_of(2, name, case={"dtype": dtype}) for name in SCHEDULES for dtype in ("fp32", "bf16")]
+    cases += [run_of(2, name, config=TIED) for name in ("1f1b", "zbv")]
+    cases += [run_of(2, "interleaved", config=NORMED)]
+    for case, *stages in zip(cases, *on_ranks(counted, 2, cases), strict=True):
+        schedule, itemsize = case.parallel.pipeline_schedule, 2 if case.dtype == "bf16" else 4
+        n_messages = 4 * {"interleaved": 3, "zbv": 2, "dualpipev": 2}.get(schedule, 1)
+        n_bytes = n_messages * 2 * 16 * 32 * itemsize
+        if case.config.tie_embeddings and schedule == "1f1b":
+            n_messages, n_bytes = n_messages + 1, n_bytes + 96 * 32 * itemsize
+        assert stages == [(n_messages, n_bytes, n_bytes)] * 2, str(case)
+
+
+@pytest.mark.slow
+def test_messages_of_four_ranks():
+    cases = [run_of(4, "zb-h1", config=TIED), run_of(2, "zbv", tensor=2), run_of(2, "1f1b", config=TIED, tensor=2)]
+    of_ranks = on_ranks(counted, 4, cases)
+    assert [[n for n, *_ in found] for found in of_ranks] == [[5, 8, 5], [8, 8, 5], [8, 8, 5], [5, 8, 5]]
+    assert all(n_bytes == predicted for found in of_ranks for _, n_bytes, predicted in found)
+
+
+def evaluated(rank: Rank | None, cases):
+    """The loss of a batch of another size, and of the step's in every mode; nothing is left behind."""
+    found = []
+    for case in cases:
+        step, batch = assemble(case, rank), random_batch(case, rank)
+        other = ignoring(random_batch(replace(case, batch_size=3, accumulate=1), rank))
+        before, losses = [p.detach().clone() for p in step.model.parameters()], []
+        for mode in ("forward", "backward", "forward"):
+            with torch.no_grad():
+                losses.append(step.loss_of(*other))
+            for phase in step.phases(mode, *batch).values():
+                phase()
+            losses.append(step.loss)
+            assert all(p.grad is None for p in step.model.parameters())
+        assert all(map(torch.equal, before, step.model.parameters()))
+        found.append(torch.stack([*losses, step(*batch)]))
+        with pytest.raises(ValueError, match="unknown mode 'sideways'"):
+            step.phases("sideways", *batch)
+        with pytest.raises(ValueError, match="7 sequences do not make 4"):
+            step.phases("step", *(each[:7] for each in batch))
+    return found
+
+
+def test_evaluation_and_modes():
+    cases = [run_of(2, name, case={"z_loss": 1e-2}) for name in SCHEDULES]
+    (right,) = evaluated(None, [replace(cases[0], how=Parallel())])
+    for found in on_ranks(evaluated, 2, cases):
+        torch.testing.assert_close(torch.stack(found), right.expand(len(cases), -1), rtol=1e-6, atol=0)
+
+
+def swapped(rank: Rank, case):
+    """As ``gradients_on``, while the first two messages to the second stage are taken for each other."""
+    channel = Schedule.channel
+
+    def wrong(self, source, target):
+        first, second, *others = channel(self, 0, 1)
+        return (second, first, *others) if (source, target) == (0, 1) else channel(self, source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Schedule, "channel", wrong)
+        return gradients_on(rank, [case])
+
+
+def test_messages_in_another_order_would_show():
+    case = run_of(2, "1f1b")
+    ((losses, gradients),) = gradients_on(None, [replace(case, how=Parallel())])
+    for ((own_losses, own),) in on_ranks(swapped, 2, case):
+        assert not torch.equal(own_losses, losses)
+        assert not all(torch.equal(each, gradients[name]) for name, each in own.items())
+
+
+def check_outputs_of_a_stage_are_freed_when_they_have_been_taken(rank: Rank):
+    """Under gpipe the first gradient comes when all outputs have been taken; autograd needs none of them."""
+    case = run_of(2, "gpipe")
+    step, outputs, alive = assemble(case, rank), [], []
+    forward, backward = step._forward, torch.autograd.backward
+
+    def noted(*arguments):
+        y = forward(*arguments)
+        outputs.append(weakref.ref(y))
+        return y
+
+    def counting(*arguments, **how):
+        alive.append(sum(output() is not None for output in outputs))
+        backward(*arguments, **how)
+
+    step._forward = noted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd, "backward", counting)
+        step(*random_batch(case, rank))
+    assert len(outputs) == len(alive) == 4
+    assert alive == [0] * 4
+
+
+def check_a_pass_that_failed_is_not_followed_by_another(rank: Rank):
+    """Messages of the first may be under way still, and would be taken for those of the second."""
+    case = run_of(2, "1f1b", "ddp")
+    step, batch = assemble(case, rank), random_batch(case, rank)
+    step(*batch)
+    if rank.rank == 1:  # which has nothing to do in a step that fails at once
+        return
+    forward, step._forward = step._forward, lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        step(*batch)
+    step._forward = forward
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"stage {rank.rank} has failed in an earlier pass"):
+            step(*batch)
+
+
+test_on_two_ranks = on_each(2, checks_of(globals()))
+
+
+def drift(rank: Rank):
+    """Of two stages by two data ranks, one rank's gain, then the embedding of both ranks of the second stage."""
+    prepared = PreparedStep(run_of(2, "1f1b", "ddp", TIED), rank)
+    for phase in prepared.phases().values():
+        phase()
+    check_replicas(prepared)
+    gain, embedding = (prepared.step.model.module.get_parameter(name) for name in (GAINS[rank.rank // 2], EMBEDDING))
+    for parameter, moved in ((gain, rank.rank == 3), (embedding, rank.rank >= 2)):
+        before = parameter.detach().clone()
+        parameter.data += 1e-3 * moved
+        with pytest.raises(RuntimeError, match="1 parameters are not the same bits on all ranks"):
+            check_replicas(prepared)
+        parameter.data.copy_(before)
+    check_replicas(prepared)
+
+
+EMBEDDING, GAINS = "token_embeddings.weight", ("layers.0.ln1.weight", "ln_final.weight")
+
+
+@pytest.mark.slow
+def test_ranks_of_a_stage_that_drift_apart_and_both_ends_are_compared():
+    on_ranks(drift, 4)
+
+
+def interrupted(rank: Rank, kill):
+    """The second message of the second of three stages is lost in the second step, or its rank killed instead."""
+    case = run_of(3, "1f1b")
+    step, batch = assemble(case, rank), random_batch(case, rank)
+    step(*batch)
+    send, sent = dist.isend, []
+
+    def lose(tensor, **how):
+        sent.append(tensor)
+        if rank.rank != 1 or len(sent) != 2:
+            return send(tensor, **how)
+        if kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return SimpleNamespace(wait=lambda: None)
+
+    dist.isend = lose
+    began = time.monotonic()
+    try:
+        step(*batch)
+    except dist.DistError as error:
+        return str(error), time.monotonic() - began
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kill", "others"), [(False, (0, 1, 2)), (True, (0, 2))], ids=["lost", "killed"])
+def test_a_message_that_is_lost_and_a_rank_that_is_killed_end_the_others(kill, others):
+    ended = spawn(interrupted, 3, kill, timeout_s=8, apart=True)
+    why = r"Timed out waiting|Connection (closed|reset) by peer"  # the first to time out leaves the others
+    for number in others:
+        said, seconds = ended[number].returned
+        sentence = rf"stage {number} waited for [FB] of micro-batch \d of stage \d in vain: .*({why}).*"
+        assert re.fullmatch(sentence, said), said
+        assert seconds < (4 if kill else 20)
+    assert any("Timed out" in ended[number].returned[0] for number in others) != kill
+    assert ("SIGKILL" in (ended[1].failure or "")) == kill

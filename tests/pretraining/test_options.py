@@ -36,6 +36,7 @@ def test_the_command_line_is_over_the_file_and_the_file_over_the_defaults(parse,
         assert options.size == "tiny"
     assert parse(["--config", str(file), "--no-tensorboard"]).tensorboard is False
     assert parse(["--lr", "2e-3"]).learning_rate == 2e-3
+    assert parse(["--micro-batches", "4"]).accumulate == 4
     assert parse(["--evaluate-every", "None"]).evaluate_every is None
     assert parse(["--device", "cuda"]) == TrainOptions.default("cuda")
     assert (parse([]).steps, parse(["--epochs", "2"]).steps, parse(["--epochs", "2"]).epochs) == (800, None, 2.0)

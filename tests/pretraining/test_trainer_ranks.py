@@ -46,6 +46,13 @@ def trained(tmp_path_factory):
     two += [first_half("same-3", zero=3), of("same-3", zero=3)]
     two += [of("two-tensor", tensor=2, keep="products"), first_half("mesh", context=2, zero=3, keep="products")]
     two += [of("mesh", tensor=2, keep="products")]
+    stages = {"pipeline": 2, "batch_size": 2, "keep": "products"}
+    two += [of("two-stages", pipeline_schedule="zb-h1", **stages)]
+    two += [
+        first_half("stages-to-ranks", **stages),
+        of("stages-to-ranks", zero=1),
+        first_half("stages-to-one", **stages),
+    ]
     outcomes = spawn(train_each, 2, two, timeout_s=120)
     assert outcomes[0] == outcomes[1]
     for asked, outcome in zip(two, outcomes[0], strict=True):
@@ -55,6 +62,7 @@ def trained(tmp_path_factory):
         assert (outcome.reason, outcome.steps < 10) == (("walltime", True) if asked.walltime else ("done", False))
     with joined("cpu") as rank:
         train(of("two-to-one"), rank)
+        train(of("stages-to-one"), rank)
     return folder
 
 
@@ -83,6 +91,9 @@ def test_ranks_and_resharding_change_no_more_than_another_order_of_addition(trai
         "two-to-one",
         "two-tensor",
         "mesh",
+        "two-stages",
+        "stages-to-ranks",
+        "stages-to-one",
     ):
         apart = (values(trained / name) - values(trained / "alone")).abs()
         assert (apart <= budget).all(), (name, apart, budget)

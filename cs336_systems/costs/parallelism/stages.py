@@ -58,6 +58,20 @@ def _divide(places: tuple[tuple[int, int], ...], stages: int, config: ModelConfi
     return tuple(slice(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
+def stage_parameters(case: TrainingCase) -> list[int]:
+    """The number of parameters of each stage of a case's pipeline, on one of its tensor ranks; of one stage without."""
+    config, plan = case.config.part(case.parallel.tensor), plan_of(case)
+    if plan is None:
+        return [config.n_parameters]
+    counts, embedding = [0] * plan.stages, config.vocab_size * config.d_model
+    for (stage, _), blocks in zip(plan.places, divide(plan, case.config), strict=True):
+        counts[stage] += (blocks.stop - blocks.start) * config.n_block_parameters
+    first, last = (plan.places[part][0] for part in (0, -1))
+    counts[first] += embedding
+    counts[last] += config.d_model + (0 if config.tie_embeddings and first == last else embedding)
+    return counts
+
+
 def end_blocks(config: ModelConfig) -> tuple[float, float]:
     """Seconds of the embedding, and of the head with its loss, forward and backward, in those of a block."""
     seconds = _seconds(config, LEVELS[0])

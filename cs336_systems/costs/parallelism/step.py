@@ -1,4 +1,4 @@
-"""The bytes of messages, not on the wire, of a training step over a mesh of replica, shard, context and tensor ranks.
+"""The bytes of messages, not on the wire, of a training step over the ranks of a mesh (``distributed/mesh.py``).
 
 Bytes are those of ``harness/traffic.py``: of a gather or a reduce-scatter its output, of an all-reduce what it reduces,
 of a send what is sent. With R tokens in a rank's micro-batch, D d_model, d_kv the width of its keys, t tensor ranks
@@ -10,13 +10,16 @@ and e bytes of an element, each block sends in a micro-batch
     context   forward   keys and values, to each rank whose queries see them, at most 2 R d_kv e each
               backward  the same, and their gradients back
 
-and embedding, head and loss about half a block's (Korthikanti et al. 2022, section 4.2.2; Liu et al. 2023).
+and embedding, head and loss about half a block's (Korthikanti et al. 2022, section 4.2.2; Liu et al. 2023). A part of a
+pipeline sends R D e / t to the next one forward, and as much to the one before backward.
 """
 
 from collections import Counter
+from itertools import pairwise
 
 from cs336_systems.config import ModelConfig, Recipe
 from cs336_systems.costs.kept import STORED, keep_of_blocks, kept_names
+from cs336_systems.costs.parallelism.schedules import Schedule
 
 GATHER, SCATTER, REDUCE, SEND = "all-gather", "reduce-scatter", "all-reduce", "send"
 
@@ -90,3 +93,22 @@ def context_sent(
         else:
             sent[SEND] += int((n_passes * there + back) * own)
     return sent
+
+
+def pipeline_sent(
+    config: ModelConfig, n_rows: int, plan: Schedule, stage: int, itemsize: int, n_tensor: int = 1
+) -> Sent:
+    """Count what a stage sends in a step of the schedule's micro-batches, each of ``n_rows`` tokens.
+
+    Results of all parts go on, outputs to the part after and gradients of inputs to the part before, but for those that
+    the same stage takes. The ends of the model exchange the gradient of a tied embedding, if they are on two stages.
+
+    Args:
+        n_tensor: tensor ranks, each of which sends its share.
+    """
+    stages = [of for of, _ in plan.places]
+    crossed = sum((here == stage) + (there == stage) for here, there in pairwise(stages) if here != there)
+    sent = plan.microbatches * crossed * n_rows // n_tensor * config.d_model
+    if config.tie_embeddings and stages[0] != stages[-1] and stage in (stages[0], stages[-1]):
+        sent += config.vocab_size // n_tensor * config.d_model
+    return Counter({SEND: sent * itemsize})
