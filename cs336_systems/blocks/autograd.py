@@ -161,11 +161,13 @@ def _finish(later: Later, vectors: BlockGradients, parameters: Mapping[str, Tens
         if value is not None and not value.is_meta:
             own: Tensor = getattr(target, name)
             own.copy_(value if there is None else own + value)
-    if there is None and parameters:
-        gradients = target.by_parameter(parameters)
+    gradients = target.by_parameter(parameters)
+    if there is None and any(p.grad is not None or not p.is_leaf or p._backward_hooks for p in parameters.values()):
         torch.autograd.backward(list(parameters.values()), [gradients[name] for name in parameters])
         return
-    for parameter in parameters.values():
+    for name, parameter in parameters.items():
+        if there is None:
+            parameter.grad = gradients[name]  # autograd would copy it, apart from those beside which it lies
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():
             hook(parameter)
 

@@ -101,7 +101,7 @@ def compare_bits(world_size, cases, expected=None):
 
 def test_every_schedule_has_the_bits_of_one_process():
     compare_bits(2, [run_of(2, name) for name in SCHEDULES])
-    compare_bits(2, [run_of(2, name, case={"dtype": "bf16", "keep": "input"}) for name in ("1f1b", "interleaved")])
+    compare_bits(2, [run_of(2, name, case={"dtype": "bf16", "keep": "input"}) for name in ("1f1b", "zb-h1", "zbv")])
 
 
 def test_every_level_of_what_is_kept_has_the_same_bits():
