@@ -212,8 +212,12 @@ ON_GPUS[4] += [run_of(1, 2, "fsdp", WIDE, replicas=2), run_of(2, 1, "fsdp", WIDE
 @pytest.mark.gpu
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2), on_gpus(4)])
 def test_gpus_train_what_one_trains(world_size, device):
+    compare_on_gpus(world_size, device, ON_GPUS[world_size])
+
+
+def compare_on_gpus(world_size, device, cases):
     """Over NCCL: in fp32 to its rounding, in bf16 with fused kernels within twice one GPU's error."""
-    plain = [replace(case, device=device) for case in ON_GPUS[world_size]]
+    plain = [replace(case, device=device) for case in cases]
     fused = {"dtype": "bf16", "kernels": "fused"}
     ways = [plain, *([replace(case, **fused, attention=name) for case in plain] for name in ("flash", "hopper"))]
     on_one = [spawn(train_alone, 1, cases, world_size, device=device, timeout_s=120)[0] for cases in ways]

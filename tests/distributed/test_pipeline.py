@@ -23,8 +23,8 @@ from cs336_systems.experiments.ranked import PreparedStep, check_replicas
 from cs336_systems.harness.traffic import Traffic
 from cs336_systems.training.assemble import assemble, random_batch
 
-from .checks import checks_of, on_each, on_ranks, spawn
-from .test_mesh import WAYS, Meshed, alone, compare, hand_over, ignoring
+from .checks import checks_of, on_each, on_gpus, on_ranks, spawn
+from .test_mesh import WAYS, WIDE, Meshed, alone, compare, compare_on_gpus, hand_over, ignoring
 from .test_mesh import run_of as mesh_run
 
 LLAMA = ModelConfig("tiny-llama", 32, 64, 5, 8, vocab_size=96, context_length=16, n_kv_heads=4)
@@ -102,6 +102,15 @@ def compare_bits(world_size, cases, expected=None):
 def test_every_schedule_has_the_bits_of_one_process():
     compare_bits(2, [run_of(2, name) for name in SCHEDULES])
     compare_bits(2, [run_of(2, name, case={"dtype": "bf16", "keep": "input"}) for name in ("1f1b", "zb-h1", "zbv")])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2), on_gpus(4)])
+def test_gpus_train_what_one_trains(world_size, device):
+    wide = replace(WIDE, name="wide-deep", n_layers=9)
+    cases = [run_of(2, name, "ddp" if world_size > 2 else "alone", wide) for name in ("1f1b", "zb-h1", "zbv")]
+    cases += [run_of(4, name, config=wide, accumulate=8) for name in ("zbv", "dualpipev")] * (world_size > 2)
+    compare_on_gpus(world_size, device, cases)
 
 
 def test_every_level_of_what_is_kept_has_the_same_bits():
