@@ -26,6 +26,7 @@ All tensors share one dtype, but for statistics, the rotary tables and what quan
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -331,11 +332,9 @@ class _Writer:
             dy_RN.wait()
             x_RM.wait()
             return
-        dy, x = dy_RN.whole_columns(), x_RM.whole_columns()
-
-        def write(gradients: BlockGradients, accumulate: bool) -> None:
-            self.products.backward_weight_(self.ops, getattr(gradients, name), dy, x, accumulate)
-
+        # Without this writer, whose list it may join: a cycle would keep what it reads until Python's collector comes.
+        read = dy_RN.whole_columns(), x_RM.whole_columns()
+        write = partial(_write_product, self.products, self.ops, name, *read)
         if self.later is None:
             write(self.gradients, self.accumulate)
         else:
@@ -347,6 +346,12 @@ class _Writer:
             gradient.add_(value)
         elif gradient is not None:
             gradient.copy_(value)
+
+
+def _write_product(
+    products: Products, ops: BlockOps, name: str, dy: Any, x: Any, gradients: BlockGradients, accumulate: bool
+) -> None:
+    products.backward_weight_(ops, getattr(gradients, name), dy, x, accumulate)
 
 
 def backward(

@@ -1,6 +1,8 @@
 """The written-out block among autograd's other nodes: repeated uses, frozen parameters, what is held and freed."""
 
 import copy
+import gc
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -225,3 +227,25 @@ def test_put_off_serves_frozen_parameters_and_contexts_within_each_other():
     assert [name for name, gradient in gradients(block).items() if gradient is not None] == ["ffn.w2.weight"]
     expected = torch.autograd.grad([block(each, *how) for each in (x, other)], block.ffn.w2.weight, [dy, dy])
     torch.testing.assert_close(block.ffn.w2.weight.grad, *expected)
+
+
+def test_what_was_put_off_is_freed_once_it_is_done():
+    """Without Python's collector, which may come after memory has run out."""
+    _, block = blocks()
+    x, dy = inputs(LLAMA, 9, torch.float64)
+    works, read = [], []
+
+    def note(products, ops, gradient, dy, x, accumulate):
+        read.extend(map(weakref.ref, (dy, x)))
+
+    gc.collect()
+    gc.disable()
+    try:
+        with put_off(works):
+            block(x, *tables(LLAMA, 9, torch.float64)).backward(dy)
+        with patch.object(Products, "backward_weight_", note):
+            while works:
+                works.pop()()
+        assert len(read) == 8 and not any(ref() is not None and ref() is not dy for ref in read)
+    finally:
+        gc.enable()
