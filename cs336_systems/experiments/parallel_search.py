@@ -1,6 +1,6 @@
 """Which parallelism trains a model fastest on so many GPUs, what binds it, and what would change the answer?
 
-The question ``search`` of ``scripts/parallelism.py``; ``costs/parallelism/search.py`` tries all layouts. Nothing is
+The question search of ``scripts/parallelism.py``; ``costs/parallelism/search.py`` tries all layouts. Nothing is
 measured between hosts: measured are steps on up to four GPUs, and ``published`` compares predictions with steps that
 others published.
 """
