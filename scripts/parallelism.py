@@ -10,7 +10,7 @@
     uv run scripts/parallelism.py scaling
     uv run scripts/parallelism.py failures
 
-Nothing is run or measured. ``search`` and ``published`` predict by the rates that measured steps have; every other
+Nothing is run or measured. search and published predict by the rates that measured steps have; every other
 number is a bound from datasheet peaks. The last line is one JSON object.
 """
 

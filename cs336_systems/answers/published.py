@@ -110,7 +110,7 @@ STEPS = (
 
 @dataclass(frozen=True)
 class Published:
-    """Steps that others published on H100s, beside the predictions that ``search`` ranks layouts by."""
+    """Steps that others published on H100s, beside the predictions that search ranks layouts by."""
 
     def answer(self) -> Answer:
         lines, errors = [], []
