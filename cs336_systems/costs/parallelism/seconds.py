@@ -52,11 +52,11 @@ SLOWED = 0.5
 """Seconds by which kernels run longer, a second of collectives beside them (fitted to llama3-8b at 8,192 tokens under
 FSDP on two and four H200s, rows of mesh-tensor and mesh-four: 46 of 76 ms and 58 of 114)."""
 
-BLOCK_HOST_S, PART_HOST_S, COPIES_HOST_S, COPY_HOST_S = 1.6e-3, 3.3e-3, 3.1e-3, 2.5e-3
-"""Seconds of the host for a block's forward and backward; for each further part of the keys that a context rank takes
-up; where tensor ranks copy rows, and again for each other rank (of launch-bound steps: 38.5 ms in 24 blocks of 0.5B,
-LOG.md; in 32 blocks 378 ms on four context ranks, mesh-four, and by copies 230 ms on two tensor ranks, mesh-short, and
-some 390 on four, mesh-four). Hosts differ: two context ranks took 172 and 266 ms at 2,048 tokens."""
+BLOCK_HOST_S, PART_HOST_S, COPIES_HOST_S = 1.6e-3, 3.3e-3, 10.6e-3
+"""Seconds of the host for a block's forward and backward, for each further part of the keys that a context rank takes
+up, and where tensor ranks copy rows (of launch-bound steps: 38.5 ms in 24 blocks of 0.5B, LOG.md; 378 ms in 32 blocks
+on four context ranks, row of mesh-four; 392 to 433 ms by copies on two and four tensor ranks, mesh-tensor and
+mesh-four)."""
 
 Moments = tuple[tuple[str, int], ...]
 """Names of the states that the optimizer keeps, and bytes a parameter of each."""
@@ -126,8 +126,7 @@ def step_seconds(
     slowed = _slowed(part, fullest, layout, network, compute)
     updates = work.updates * fullest.n_parameters(config) / config.n_parameters
     host = BLOCK_HOST_S + (PART_HOST_S * (c - 1) if layout.context_order != "gathered" else 0.0)
-    if layout.tensor > 1 and layout.tensor_by == "copies":
-        host += COPIES_HOST_S + COPY_HOST_S * (layout.tensor - 1)
+    host += COPIES_HOST_S if layout.tensor > 1 and layout.tensor_by == "copies" else 0.0
     late = max(0.0, m * (slowest.n_layers * host - compute - waits) - slowed) if launches else 0.0
     idle = 0.0
     if layout.pipeline > 1:
