@@ -42,4 +42,9 @@ case "${RENDEZVOUS:-static}" in
         exit 2
         ;;
 esac
+if [[ -n ${SLURM_STEP_ID:-} ]]; then
+    # Slurm sends SIGTERM to each process of a step: ranks may save and end, if torchrun neither ends them nor itself.
+    trap '' TERM
+    arguments+=(--signals-to-handle SIGINT)
+fi
 exec "${torchrun[@]}" "${arguments[@]}" -- "$@"

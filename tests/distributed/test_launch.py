@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -58,14 +60,16 @@ def restarted():
     node.wait()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def slurm_job(tmp_path_factory):
-    """The Slurm recipe with stand-ins for two of Slurm's commands: ``srun`` starts its command once per node."""
-    folder = tmp_path_factory.mktemp("slurm")
+def submit(folder, *arguments):
+    """The Slurm recipe with stand-ins for Slurm's commands: ``srun`` starts its command once per node."""
     hostnames = '#!/bin/sh\n[ "$*" = "show hostnames node[0-1]" ] && echo 127.0.0.1 && echo another\n'
-    (folder / "scontrol").write_text(hostnames)
-    (folder / "srun").write_text('#!/bin/bash\nshift\n"$@" & first=$!\n"$@" & wait $first && wait $!\n')
-    for command in ("scontrol", "srun"):
+    (folder / "scontrol").write_text(f'{hostnames}echo "$@" >>"{folder}/asked"\n')
+    srun = f'#!/bin/bash\nshift\necho $$ >"{folder}/step"\nexport SLURM_STEP_ID=0\n'
+    (folder / "srun").write_text(f'{srun}"$@" & first=$!\n"$@" & wait $first && wait $!\n')
+    every_process = "for one in psutil.Process(int(open(sys.argv[1]).read())).children(True): one.terminate()"
+    step = shlex.join([sys.executable, "-c", f"import psutil, sys\n{every_process}", f"{folder}/step"])
+    (folder / "scancel").write_text(f'#!/bin/sh\n[ "$*" = "--signal TERM 77" ] && exec {step}\n')
+    for command in ("scontrol", "srun", "scancel"):
         (folder / command).chmod(0o755)
     spooled = folder / "slurm_script"
     spooled.write_text((RECIPES / "slurm.sh").read_text().replace("20000 + SLURM_JOB_ID % 10000", str(free_port())))
@@ -77,7 +81,12 @@ def slurm_job(tmp_path_factory):
         "SLURM_SUBMIT_DIR": str(ROOT),
         "NPROC_PER_NODE": "1",
     }
-    job = start(["bash", str(spooled), PROGRAM, "group", *AWKWARD], **variables)
+    return start(["bash", str(spooled), PROGRAM, *arguments], **variables)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slurm_job(tmp_path_factory):
+    job = submit(tmp_path_factory.mktemp("slurm"), "group", *AWKWARD)
     yield job
     job.kill()
     job.wait()
@@ -96,6 +105,18 @@ def test_c10d_rendezvous_under_slurm_makes_two_nodes(slurm_job):
     code, stdout, stderr = output_of(slurm_job)
     assert code == 0, stderr
     assert said_by_ranks(stdout) == [[number, 0, 2, 21, *AWKWARD] for number in (0, 0, 1, 1)]
+
+
+@pytest.mark.slow
+def test_ranks_hear_once_that_slurms_time_is_up_and_the_job_is_queued_again(tmp_path):
+    job = submit(tmp_path, "stop")
+    there = [json.loads(job.stdout.readline()) for _ in range(2)]
+    job.send_signal(signal.SIGUSR1)
+    code, stdout, stderr = output_of(job)
+    assert sorted(there) == [[0, 0], [1, 0]]
+    assert said_by_ranks(stdout) == [[0, 1], [1, 1]], stderr
+    assert code == 0
+    assert (tmp_path / "asked").read_text().splitlines()[-1] == "requeue 77"
 
 
 def test_recipes_name_what_is_missing_and_start_torchrun():

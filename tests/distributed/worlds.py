@@ -68,8 +68,22 @@ def hang(rank: Rank):
 
 @record
 def main() -> None:
-    """Join and add up, twice; the arguments are ``group`` and any, or ``raise N``: rank N is killed, then raises."""
+    """Join and add up, twice; the arguments are ``group`` and any, or ``raise N``: rank N is killed, then raises.
+
+    With ``stop``, each rank says that it is there, and how many SIGTERMs it has had by a second after the first.
+    """
     what, *arguments = sys.argv[1:]
+    if what == "stop":
+        heard: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+        with joined(timeout_s=60) as rank:
+            for _ in range(2):
+                sys.stdout.write(json.dumps([rank.rank, len(heard)]) + "\n")
+                sys.stdout.flush()
+                while not heard:
+                    time.sleep(0.1)
+                time.sleep(1)
+        return
     for again in range(2):  # leaving and joining again
         with joined(timeout_s=60) as rank:
             chosen = what == "raise" and rank.rank == int(arguments[0])
