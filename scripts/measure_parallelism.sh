@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Measure what profiles/results/<gpu>/mesh-* and profiles/digests/<gpu>/mesh-* hold: ranks that share a batch, on one host.
+#
+#   scripts/measure_parallelism.sh FOLDER PART...
+#
+# Nothing else may run on the host. A part is a command or two, so that what is compared comes from one host and commit.
+# Seconds on H200s: a cell of llama3-8b takes 15 to 25, torch's 40, the first of a command 35.
+#
+#   part                  GPUs  seconds  what (llama3-8b's shape, bf16)
+#   mesh-tensor              2      150  8,192 tokens: FSDP and tensor ranks, recorded
+#   mesh-peers               2      240  8,192 tokens: tensor ranks beside torch's
+#   mesh-context             2      420  65,536 and 131,072 tokens: attention on context ranks; whole steps of 65,536
+#   mesh-context-peers       2      240  attention again, beside torch's
+#   mesh-long                2      300  whole steps of 131,072 tokens
+#   mesh-short               2      300  1,024 to 4,096 tokens: FSDP, tensor and context ranks
+#   mesh-pipeline            2      480  4 to 16 micro-batches of 4,096 tokens: every schedule, recorded
+#   mesh-pipeline-peers      2      300  1F1B and ZBV beside torch's, keeping products and all
+#   mesh-pipeline-four       4      240  four stages, recorded
+#   mesh-four                4      300  8,192 tokens: FSDP, tensor and context ranks on four
+#
+# Every part writes to FOLDER/PART; uv run scripts/report.py --adopt FOLDER moves rows and pictures to profiles/. PYTHON is
+# how scripts are run (default: uv run).
+set -euo pipefail
+folder=${1:?usage: scripts/measure_parallelism.sh FOLDER PART...}
+shift
+read -r -a python <<<"${PYTHON:-uv run}"
+
+measure() { # into the part's folder; a cell that takes longer than its time-out is a row
+  "${python[@]}" benchmarks/benchmark_parallelism.py --format csv --out "$folder/$part" --device cuda --dtype bf16 \
+    --kernels fused --attention hopper --optimizer fused --batch-size 1 --timeout 150 "$@"
+}
+
+for part in "$@"; do
+  products=(--size llama3-8b --weights fsdp --keep products)
+  long=(--size llama3.1-8b --tensor 1)
+  stages=(--size llama3-8b --tensor 1 --context 1 --context-length 4096 --warmup 2)
+  case "$part" in
+    mesh-tensor)
+      measure "${products[@]}" --context-length 8192 --world-size 1 2 --tensor 1 2 --context 1 \
+        --tensor-by collectives copies --warmup 4 --steps 30 --trace "$folder/$part" ;;
+    mesh-peers)
+      peers=("${products[@]}" --context-length 8192 --context 1 --warmup 4 --steps 20 --peer)
+      measure "${peers[@]}" --world-size 1 --tensor 1
+      measure "${peers[@]}" --world-size 2 --tensor 2 --tensor-by collectives copies ;;
+    mesh-context | mesh-context-peers)
+      attention=("${long[@]}" --part attention --context-length 65536 131072 --world-size 1 2 --context 1 2)
+      if [ "$part" = mesh-context-peers ]; then
+        measure "${attention[@]}" --context-order zigzag gathered --warmup 2 --steps 5 --peer
+      else
+        measure "${attention[@]}" --context-order zigzag ring gathered --warmup 2 --steps 5
+        for n in 1 2; do
+          measure "${long[@]}" --context-length 65536 --keep input --weights ddp --warmup 1 --steps 2 \
+            --world-size "$n" --context "$n"
+        done
+      fi ;;
+    mesh-long)
+      for n in 1 2; do
+        measure "${long[@]}" --context-length 131072 --keep input --weights ddp --warmup 1 --steps "$n" \
+          --world-size "$n" --context "$n"
+      done ;;
+    mesh-short)
+      measure "${products[@]}" --context-length 1024 2048 4096 --world-size 1 2 --tensor 1 2 --context 1 2 \
+        --tensor-by copies --warmup 3 --steps 12 ;;
+    mesh-pipeline)
+      measure "${stages[@]}" --world-size 1 2 --pipeline 1 2 --accumulate 4 --steps 6 --trace "$folder/$part" \
+        --pipeline-schedule gpipe 1f1b interleaved zb-h1 zbv dualpipev
+      measure "${stages[@]}" --world-size 1 2 --pipeline 1 2 --accumulate 8 16 --steps 5 --trace "$folder/$part" \
+        --pipeline-schedule 1f1b zbv dualpipev ;;
+    mesh-pipeline-peers)
+      measure "${stages[@]}" --world-size 2 --pipeline 2 --accumulate 8 --steps 5 --keep products all \
+        --pipeline-schedule 1f1b zbv --peer ;;
+    mesh-pipeline-four)
+      measure "${stages[@]}" --world-size 4 --pipeline 4 --accumulate 8 --steps 5 --trace "$folder/$part" \
+        --pipeline-schedule 1f1b zb-h1 zbv dualpipev ;;
+    mesh-four)
+      measure "${products[@]}" --context-length 8192 --world-size 4 1 --tensor 2 4 1 --context 1 4 \
+        --tensor-by copies collectives --warmup 3 --steps 10 ;;
+    *)
+      echo "measure_parallelism.sh: no part '$part'; see the list in the file" >&2
+      exit 2 ;;
+  esac
+done
