@@ -4,6 +4,7 @@
     uv run scripts/tokenize_data.py --input books/ --suffix .txt --vocab-size 16384
     uv run scripts/tokenize_data.py --input web.jsonl --field content --tokenizer Qwen2.5-0.5B/
     uv run scripts/tokenize_data.py --input TinyStories-train.txt --separator '<|endoftext|>'
+    uv run scripts/tokenize_data.py --chat --input chats.jsonl --tokenizer Qwen2.5-0.5B-Instruct/
 
 The hash of its text decides whether a document is held out for evaluation; of a single document the last part is. The
 folder appears only when it is complete.

@@ -17,7 +17,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self
+
+from cs336_systems.pretraining.chat import Answers, ChatReader
 
 SUFFIXES = (".py", ".txt", ".md", ".jsonl", ".parquet")
 """Suffixes of the files that are taken from folders, unless others are asked for."""
@@ -31,10 +33,11 @@ _CHUNK_BYTES = 2**20
 
 
 class Document(NamedTuple):
-    """A text, and how many bytes of its file it accounts for."""
+    """A text, how many bytes of its file it accounts for, and where in a conversation the answers are."""
 
     text: str
     file_bytes: int
+    answers: Answers = ()
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Corpus:
         separator: the text between the documents of a text file; without one each file is a document.
         strict: refuse text that is not UTF-8.
         skipped: how many files of each other suffix the folders have, the most frequent first.
+        chat: reads each JSON line as a conversation instead.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Corpus:
     separator: str | None = None
     strict: bool = True
     skipped: tuple[tuple[str, int], ...] = ()
+    chat: ChatReader | None = None
 
     @classmethod
     def find(
@@ -107,8 +112,15 @@ class Corpus:
                 document, or needs a library that is not installed.
             OSError: a file cannot be read.
         """
+        if self.chat is not None:
+            self.chat.counted.clear()
         for path in self.files:
-            if (suffix := path.suffix.lower()) in _JSON_LINES:
+            suffix = path.suffix.lower()
+            if self.chat is not None and suffix not in _JSON_LINES:
+                raise ValueError(f"{path} has no conversations: --chat reads {', '.join(_JSON_LINES)}")
+            if self.chat is not None:
+                found = _conversations(path, self.chat)
+            elif suffix in _JSON_LINES:
                 found = _json_lines(path, self.field)
             elif suffix == ".parquet":
                 found = _parquet(path, self.field)
@@ -179,7 +191,25 @@ def _decoded(data: bytes, place: str, start: int) -> str:
     raise ValueError(f"{fault}: convert it first, as with iconv -f ENCODING -t UTF-8, or leave it out")
 
 
+def _conversations(path: Path, chat: ChatReader) -> Iterator[Document]:
+    for row, place, n_bytes in _rows(path):
+        text, answers = chat.read(row, place)
+        yield Document(text, n_bytes, answers)
+
+
 def _json_lines(path: Path, field: str) -> Iterator[Document]:
+    for row, place, n_bytes in _rows(path):
+        if not isinstance(row, dict) or field not in row:
+            has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+            raise ValueError(f"{place}: no text under {field!r}, it has {has}")
+        text = row[field] or ""  # null is left out, as that of Parquet
+        if not isinstance(text, str):
+            raise ValueError(f"{place}: no text under {field!r}, it has {type(text).__name__} there")
+        yield Document(text.encode(errors="replace").decode(), n_bytes)  # JSON can spell half a surrogate pair
+
+
+def _rows(path: Path) -> Iterator[tuple[Any, str, int]]:
+    """The value of each line, its place in words, and its bytes."""
     with path.open("rb") as file:
         _after_byte_order_mark(file)
         for number, line in enumerate(file, 1):
@@ -191,13 +221,7 @@ def _json_lines(path: Path, field: str) -> Iterator[Document]:
                 row = json.loads(content)
             except ValueError as error:
                 raise ValueError(f"{place}: not JSON, of which each line has to be one object: {error}") from None
-            if not isinstance(row, dict) or field not in row:
-                has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                raise ValueError(f"{place}: no text under {field!r}, it has {has}")
-            text = row[field] or ""  # null is left out, as that of Parquet
-            if not isinstance(text, str):
-                raise ValueError(f"{place}: no text under {field!r}, it has {type(text).__name__} there")
-            yield Document(text.encode(errors="replace").decode(), len(line))  # JSON can spell half a surrogate pair
+            yield row, place, len(line)
 
 
 def _parquet(path: Path, field: str) -> Iterator[Document]:

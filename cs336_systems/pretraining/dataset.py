@@ -10,6 +10,9 @@ version 2 of llm.q's layout, so that llm.q reads these files, with a note of our
     words     0-1            2  3                4       5           6      8-9         10
     content   "BIN.TOK\\n"    2  bytes per token  tokens  vocabulary  masks  "cs336sys"  EOS id or -1
 
+Beside the file of conversations (``Dataset.chat``) NAME.marks has a byte for each token: ``ANSWER`` if it is part of an
+answer, and ``BEGIN`` at the first of a conversation.
+
 Ids beyond the vocabulary are refused when they are written. Opening a file compares its size with its header; the
 loader looks at every id that it deals out.
 """
@@ -30,9 +33,12 @@ from numpy.typing import ArrayLike, NDArray
 from cs336_systems.pretraining.tokenizer import TOKENIZER, ByteTokenizer
 
 MANIFEST = "dataset.json"
-LAYOUT = 1
-"""The version of the manifest."""
+LAYOUT = 2
+"""The version of the manifest; 1 had no conversations, and is read, too."""
 HEADER_BYTES = 1024
+MARKS = ".marks"
+ANSWER, BEGIN = 1, 2
+"""Bits of a mark."""
 FILE_TOKENS = 100_000_000
 """The tokens of a file, 400 MB: few files for a large corpus, and each small enough to copy."""
 
@@ -46,15 +52,16 @@ _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A complete token file: (n_tokens,) uint16 or uint32 ids, all below ``vocab_size``."""
+    """A complete token file: (n_tokens,) uint16 or uint32 ids, all below ``vocab_size``, and perhaps their marks."""
 
     path: Path
     vocab_size: int
     tokens: NDArray[Any]
+    marks: NDArray[np.uint8] | None = None
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """Read the header and map the tokens; ValueError if it is no such file, or torn."""
+    def open(cls, path: Path, *, marked: bool = False) -> Self:
+        """Read the header and map the tokens, and their marks; ValueError if it is no such file, or torn."""
         with path.open("rb") as file:
             header = file.read(HEADER_BYTES)
             n_bytes = file.seek(0, os.SEEK_END)
@@ -68,7 +75,12 @@ class TokenFile:
         if n_tokens < 1 or n_bytes != expected:
             counted = f"{n_tokens:,} tokens of {width} bytes, {expected:,} bytes in total"
             raise ValueError(f"{path} is torn: its header counts {counted}, and it has {n_bytes:,}")
-        return cls(path, vocab_size, np.memmap(path, _DTYPES[width], "r", HEADER_BYTES, (n_tokens,)))
+        marks = None
+        if marked:
+            marks = np.memmap(path.with_suffix(MARKS), np.uint8, "r")
+            if len(marks) != n_tokens:
+                raise ValueError(f"{path.with_suffix(MARKS)} is torn: {len(marks):,} bytes for {n_tokens:,} tokens")
+        return cls(path, vocab_size, np.memmap(path, _DTYPES[width], "r", HEADER_BYTES, (n_tokens,)), marks)
 
 
 class TokenWriter:
@@ -86,10 +98,11 @@ class TokenWriter:
         self.n_tokens = 0
         self._folder, self._name, self._vocab_size, self._eos_id = folder, name, vocab_size, eos_id
         self._file: BinaryIO | None = None
+        self._marks: BinaryIO | None = None
         self._n_in_file = 0
 
-    def append(self, tokens: ArrayLike) -> None:
-        """Append (n,) integer ids.
+    def append(self, tokens: ArrayLike, marks: NDArray[np.uint8] | None = None) -> None:
+        """Append (n,) integer ids, and their (n,) marks, which all have or none.
 
         Raises:
             ValueError: one is beyond the vocabulary.
@@ -106,8 +119,14 @@ class TokenWriter:
                 self.files.append(f"{self._name}-{len(self.files):05d}.bin")
                 self._file = (self._folder / self.files[-1]).open("wb")
                 self._file.write(bytes(HEADER_BYTES))
+                if marks is not None:
+                    self._marks = (self._folder / self.files[-1]).with_suffix(MARKS).open("wb")
             part, left = np.split(left, [FILE_TOKENS - self._n_in_file])
             self._file.write(part.astype("<u4").tobytes())
+            if marks is not None:
+                assert self._marks is not None
+                self._marks.write(marks[: len(part)].tobytes())
+                marks = marks[len(part) :]
             self._n_in_file += len(part)
             if self._n_in_file == FILE_TOKENS:
                 self.__exit__(None)
@@ -123,7 +142,9 @@ class TokenWriter:
                 file.seek(0)
                 sizes = 4, self._n_in_file, self._vocab_size
                 file.write(_HEADER.pack(_MAGIC, _VERSION, *sizes, 0, _TAG, self._eos_id))
-        self._file, self._n_in_file = None, 0
+        if self._marks is not None:
+            self._marks.close()
+        self._file, self._marks, self._n_in_file = None, None, 0
 
 
 class TokenStream:
@@ -141,13 +162,16 @@ class TokenStream:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def copy(self, start: int, out: NDArray[Any]) -> None:
-        """Fill ``out``, (n,) integers, with the tokens from ``start`` on, of which the stream has n."""
+    def copy(self, start: int, out: NDArray[Any], *, marks: bool = False) -> None:
+        """Fill ``out``, (n,) integers, with the tokens from ``start`` on, or their marks; the stream has n."""
         assert start >= 0 and start + len(out) <= len(self), (start, len(out), len(self))
         number, done = int(np.searchsorted(self._starts, start, side="right")) - 1, 0
         while done < len(out):
             first = start + done - int(self._starts[number])
-            part = self.files[number].tokens[first : first + len(out) - done]
+            file = self.files[number]
+            whole = file.marks if marks else file.tokens
+            assert whole is not None, file.path
+            part = whole[first : first + len(out) - done]
             out[done : done + len(part)] = part
             number, done = number + 1, done + len(part)
 
@@ -185,15 +209,18 @@ class Dataset:
             raise ValueError(f"{folder} is no folder of scripts/tokenize_data.py: it has no {MANIFEST}")
         try:
             manifest = json.loads(path.read_text(encoding="utf-8"))
-            if (layout := manifest["layout"]) == LAYOUT:
+            if (layout := manifest["layout"]) in (1, LAYOUT):
                 _check(manifest)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged: {error!r}") from None
-        if layout != LAYOUT:
-            raise ValueError(f"{path} is of layout {layout}; this version reads {LAYOUT}")
+        if layout not in (1, LAYOUT):
+            raise ValueError(f"{path} is of layout {layout}; this version reads 1 and {LAYOUT}")
+        chat = bool(manifest.get("chat"))
         streams: dict[str, TokenStream] = {}
         for name, split in manifest["splits"].items():
-            streams[name] = stream = TokenStream([TokenFile.open(folder / file) for file in split["files"]])
+            streams[name] = stream = TokenStream(
+                [TokenFile.open(folder / file, marked=chat) for file in split["files"]]
+            )
             if len(stream) != split["tokens"]:
                 said = f"its {MANIFEST} says {split['tokens']:,}"
                 raise ValueError(f"{folder} has {len(stream):,} tokens to {name}, {said}")
@@ -205,6 +232,11 @@ class Dataset:
     def vocab_size(self) -> int:
         """Ids are below it."""
         return self.manifest["tokenizer"]["vocab_size"]
+
+    @property
+    def chat(self) -> bool:
+        """Whether documents are conversations, with marks."""
+        return bool(self.manifest.get("chat"))
 
     @property
     def eos_id(self) -> int:
@@ -224,7 +256,14 @@ def _check(manifest: dict[str, Any]) -> None:
 
 
 def describe(
-    folder: Path, tokenizer_json: str, tokenizer: dict[str, Any], corpus: str, n_files: int, splits: dict[str, Any]
+    folder: Path,
+    tokenizer_json: str,
+    tokenizer: dict[str, Any],
+    corpus: str,
+    n_files: int,
+    splits: dict[str, Any],
+    *,
+    chat: bool = False,
 ) -> None:
     """Complete a folder of token files by its ``tokenizer.json`` and ``dataset.json``.
 
@@ -233,8 +272,16 @@ def describe(
         corpus: which text the tokens are, in words.
         n_files: the number of files of text.
         splits: for train and evaluation the names of files, and the numbers of documents, bytes of text and tokens.
+        chat: whether documents are conversations.
     """
-    manifest = {"layout": LAYOUT, "corpus": corpus, "files": n_files, "tokenizer": tokenizer, "splits": splits}
+    manifest = {
+        "layout": LAYOUT,
+        "corpus": corpus,
+        "files": n_files,
+        "tokenizer": tokenizer,
+        "chat": chat,
+        "splits": splits,
+    }
     (folder / TOKENIZER).write_text(tokenizer_json, encoding="utf-8")
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 

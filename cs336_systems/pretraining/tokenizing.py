@@ -11,13 +11,16 @@
 The tokenizers library encodes a batch of documents on all cores. A document is held out for evaluation by the hash of
 its text alone: the same documents on every machine and in every order, and equal documents stay together. Of a single
 document the last part is held out. The folder appears when it is complete.
+
+With ``--chat`` each JSON line is a conversation (``chat.py``), and files of marks say which tokens are its answers.
 """
 
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from cs336_systems.pretraining.chat import TEMPLATE, ChatEncoder, ChatReader, ChatTemplate
 from cs336_systems.pretraining.corpus import SUFFIXES, Corpus, Document
-from cs336_systems.pretraining.dataset import MANIFEST, Dataset, TokenWriter, describe, published
+from cs336_systems.pretraining.dataset import ANSWER, BEGIN, MANIFEST, Dataset, TokenWriter, describe, published
 from cs336_systems.pretraining.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
@@ -55,6 +59,11 @@ class TokenizeOptions:
     """Field of a JSON line or Parquet row that holds the text."""
     separator: str | None = None
     """Separator between the documents of a text file, such as <|endoftext|>; by default each file is a document."""
+    chat: bool = False
+    """Each JSON line is a conversation: messages (role and content), or prompt and completion. The tokenizer's chat
+    template makes it text, and only the answers are to be learned."""
+    chat_template: Path | None = None
+    """Jinja file with the chat template, instead of the tokenizer's own."""
     tokenizer: str = "bpe"
     """bpe: byte-level BPE, trained on this text; bytes; or a tokenizer.json, or a Hugging Face folder with one."""
     vocab_size: int = 4096
@@ -79,6 +88,10 @@ class TokenizeOptions:
         if self.tokenizer in ("bpe", "bytes") and self.eos_token is not None:
             fault = f"is for a tokenizer.json, and --tokenizer is {self.tokenizer}"
             raise ValueError(f"--eos-token {self.eos_token} {fault}")
+        if self.chat_template is not None and not self.chat:
+            raise ValueError(f"--chat-template {self.chat_template} is for --chat")
+        if self.chat and not self.input:
+            raise ValueError("--chat needs --input with JSON lines of conversations")
 
 
 def tokenize(options: TokenizeOptions) -> Dataset:
@@ -90,6 +103,12 @@ def tokenize(options: TokenizeOptions) -> Dataset:
     """
     options.check()
     corpus = Corpus.find(options.input, suffixes=options.suffix, field=options.field, separator=options.separator)
+    template = None
+    if options.chat:
+        made_here = options.tokenizer in ("bpe", "bytes")
+        named = None if made_here else Path(options.tokenizer)
+        template = ChatTemplate.find(named, options.chat_template, options.eos_token)
+        corpus = replace(corpus, chat=ChatReader(template, Counter()))
     out = options.out or default_folder(options, corpus)
     if out.exists() and not (out / MANIFEST).exists():
         raise ValueError(f"--out {out} is there and no dataset; name another folder")
@@ -113,7 +132,14 @@ def tokenize(options: TokenizeOptions) -> Dataset:
             if options.tokenizer not in ("bpe", "bytes"):
                 copy_tokenizer(Path(options.tokenizer), folder)
             named = {"name": options.tokenizer, "vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
-            describe(folder, tokenizer.json(), named, corpus.description, len(corpus.files), splits)
+            if template is not None:
+                (folder / TEMPLATE).write_text(template.source, encoding="utf-8")
+            described = corpus.description, len(corpus.files), splits
+            describe(folder, tokenizer.json(), named, *described, chat=options.chat)
+    if corpus.chat is not None:
+        for what, number in corpus.chat.counted.items():
+            if number:
+                print(f"{number:,} {what}", file=sys.stderr)
     return Dataset.open(out)
 
 
@@ -133,6 +159,8 @@ def is_held_out(text: str, fraction: float) -> bool:
 
 def _is_cut(options: TokenizeOptions, corpus: Corpus) -> bool:
     """Whether the text is a single document for training and evaluation; ValueError if it looks like several."""
+    if corpus.chat is not None:
+        return False
     documents = list(islice(corpus.documents(), 2))
     if len(documents) != 1 or not 0 < options.evaluation_fraction < 1:
         return False
@@ -145,7 +173,7 @@ def _divided(options: TokenizeOptions, corpus: Corpus) -> Iterator[tuple[Documen
     """Each document, or each of the two parts of a single one, and whether it is held out."""
     fraction = options.evaluation_fraction
     if _is_cut(options, corpus):
-        ((text, n_bytes),) = corpus.documents()
+        ((text, n_bytes, _),) = corpus.documents()
         n_train = int(len(text) * (1 - fraction))
         parts = (Document(text[:n_train], n_bytes), False), (Document(text[n_train:], 0), True)
         yield from ((part, held_out) for part, held_out in parts if part.text)
@@ -171,7 +199,8 @@ def _sample(options: TokenizeOptions, corpus: Corpus) -> Iterator[str]:
         if left <= 0:
             return
         if not held_out:
-            yield document.text
+            # A template spells the special token, which is no text to learn merges from.
+            yield document.text.replace(END_OF_TEXT, "") if options.chat else document.text
             left -= len(document.text)
 
 
@@ -183,19 +212,32 @@ def _write(
     (task,) = progress.task_ids
     progress.update(task, description="tokenizing")
     sizes = {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
-    said = {name: {"documents": 0, "bytes": 0} for name in ("train", "evaluation")}
+    of_chat = ChatEncoder(tokenizer.json()) if options.chat else None
+    counts = {"documents": 0, "bytes": 0} | ({"answer_tokens": 0} if options.chat else {})
+    said = {name: dict(counts) for name in ("train", "evaluation")}
     with ExitStack() as stack:
         writers = {name: stack.enter_context(TokenWriter(folder, name, **sizes)) for name in said}
         for batch in _batches(_divided(options, corpus)):
             tokens: dict[str, list[np.ndarray]] = {name: [] for name in said}
-            encoded = tokenizer.encode([document.text for document, _ in batch])
-            for (document, held_out), ids in zip(batch, encoded, strict=True):
+            texts = [document.text for document, _ in batch]
+            marks: dict[str, list[np.ndarray]] = {name: [] for name in said}
+            if of_chat is None:
+                encoded = [(ids, None) for ids in tokenizer.encode(texts)]
+            else:
+                encoded = of_chat.encode(texts, [document.answers for document, _ in batch])
+            for (document, held_out), (ids, is_answer) in zip(batch, encoded, strict=True):
                 name = "evaluation" if held_out else "train"
                 tokens[name].append(ids)
+                if is_answer is not None:
+                    marks[name].append(is_answer * np.uint8(ANSWER))
+                    marks[name][-1][:1] |= BEGIN
+                    said[name]["answer_tokens"] += int(is_answer.sum())
                 said[name]["documents"] += 1
                 said[name]["bytes"] += len(document.text.encode())
             for name, writer in writers.items():
-                writer.append(np.concatenate([np.zeros(0, np.uint32), *tokens[name]]))
+                joined = np.concatenate([np.zeros(0, np.uint32), *tokens[name]])
+                of_joined = [np.concatenate([np.zeros(0, np.uint8), *marks[name]])] if options.chat else []
+                writer.append(joined, *of_joined)
             n_tokens = f"{sum(writer.n_tokens for writer in writers.values()):,} tokens"
             progress.update(task, advance=sum(document.file_bytes for document, _ in batch), tokens=n_tokens)
     n_documents = sum(split["documents"] for split in said.values())

@@ -106,7 +106,10 @@ def test_damaged_datasets_are_refused(tmp_path, monkeypatch):
         (lambda: file.write_bytes(whole[:-1]), "train-00000.bin is torn"),
         (lambda: file.write_bytes((folder / "train-00004.bin").read_bytes()), "tokens to train, its dataset.json"),
         (tokenizer.unlink, "has no tokenizer.json"),
-        (lambda: manifest_file.write_text(json.dumps(manifest | {"layout": 9})), "layout 9; this version reads 1"),
+        (
+            lambda: manifest_file.write_text(json.dumps(manifest | {"layout": 9})),
+            "layout 9; this version reads 1 and 2",
+        ),
         *(
             (lambda lacking=lacking: manifest_file.write_text(json.dumps(manifest | lacking)), "")
             for lacking in damaged

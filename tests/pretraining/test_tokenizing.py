@@ -90,7 +90,7 @@ def test_an_earlier_dataset_is_replaced_only_when_asked_and_only_by_a_whole_one(
     with pytest.raises(ValueError, match=r"--out .*out is there already"):
         make(lines, "out")
 
-    def fail_to_describe(*_):
+    def fail_to_describe(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
