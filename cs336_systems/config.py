@@ -311,6 +311,8 @@ ATTENTIONS = (
 
 WRITTEN_OUT_ATTENTIONS = ("reference", "flash", "hopper")
 """The implementations that a block with a hand-written backward can call."""
+PACKING = ("reference", "flash")
+"""The implementations that can mask documents in one sequence from each other."""
 
 KERNELS = ("reference", "fused")
 """How operations between matmuls run: in plain PyTorch, or each in one Triton kernel. On Hopper, fused also has a

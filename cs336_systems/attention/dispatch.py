@@ -32,15 +32,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
 from cs336_systems.attention import variants
-from cs336_systems.attention.shapes import AttentionShape, hopper_limits, kernel_limits, validate
+from cs336_systems.attention.shapes import AttentionShape, check_starts, hopper_limits, kernel_limits, validate
 from cs336_systems.attention.tiled import TiledFlashAttention
 from cs336_systems.attention.variants import RECOMPILE_LIMIT
-from cs336_systems.config import ATTENTIONS
+from cs336_systems.config import ATTENTIONS, PACKING
 from cs336_systems.costs.kept import check_known
 from cs336_systems.model.ops import attention as materialised_attention
 
-Serve = Callable[[Tensor, Tensor, Tensor, bool, float | None], Tensor]
-"""A function (q, k, v, causal, scale) -> o of 4-D inputs that ``Refuse`` did not refuse."""
+Serve = Callable[..., Tensor]
+"""A function (q, k, v, causal, scale[, starts]) -> o of 4-D inputs that ``Refuse`` did not refuse."""
 
 Refuse = Callable[[Tensor, Tensor, Tensor, bool, AttentionShape], str | None]
 """A function (q, k, v, causal, shape) -> one sentence that says why valid 4-D inputs cannot be served, or None."""
@@ -53,7 +53,16 @@ class Implementation(NamedTuple):
     refuse: Refuse
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, impl: str, scale: float | None = None) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    impl: str,
+    scale: float | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
     """Compute softmax(scale q k^T) v with the named implementation; gradients flow to q, k and v.
 
     Args:
@@ -62,6 +71,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, impl: str, scale
         causal: whether query i sees only the keys j <= i + n_keys - n_queries.
         impl: one of ``config.ATTENTIONS``.
         scale: the factor of the scores; None means 1 / sqrt(d_head).
+        starts: (batch, n_queries) int32, the first key of each query's document, never less than that of the query
+            before: it sees no earlier one. Needs causal, and as many keys as queries.
 
     Returns:
         A tensor of the shape and dtype of ``q``.
@@ -70,14 +81,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, impl: str, scale
         ValueError: the inputs do not fit together, there is no such implementation, or it cannot serve this request;
             the message says why. No kernel has been launched then.
     """
-    if reason := unsupported_reason(impl, q, k, v, causal=causal, scale=scale):
+    if reason := unsupported_reason(impl, q, k, v, causal=causal, scale=scale, starts=starts):
         raise ValueError(f"attention {impl!r} cannot serve this request: {reason}")
-    o = _named(impl).serve(*_four_d(q, k, v), causal, scale)
+    o = _named(impl).serve(*_four_d(q, k, v), causal, scale, *(() if starts is None else (starts,)))
     return o if q.ndim == 4 else o.squeeze(1)
 
 
 def attention_op(impl: str) -> Callable[..., Tensor]:
-    """Return ``impl`` as the function (q, k, v, *, causal) -> o that ``ModelOps`` takes, of inputs with heads.
+    """Return ``impl`` as the function (q, k, v, *, causal, starts=None) -> o of ``ModelOps``, for inputs with heads.
 
     The function checks nothing, so ask ``unsupported_reason`` once before.
 
@@ -85,11 +96,22 @@ def attention_op(impl: str) -> Callable[..., Tensor]:
         ValueError: there is no such implementation.
     """
     serve = _named(impl).serve
-    return lambda q, k, v, *, causal: serve(q, k, v, causal, None)
+
+    def served(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, starts: Tensor | None = None) -> Tensor:
+        return serve(q, k, v, causal, None, *(() if starts is None else (starts,)))
+
+    return served
 
 
 def unsupported_reason(
-    impl: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None
+    impl: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    starts: Tensor | None = None,
 ) -> str | None:
     """Say in one sentence why ``impl`` cannot serve these inputs of ``attention``; None if it can.
 
@@ -98,6 +120,10 @@ def unsupported_reason(
     """
     refuse = _named(impl).refuse
     shape = validate(q, k, v, scale=scale)
+    if starts is not None:
+        check_starts(shape, causal, starts)
+        if impl not in PACKING:
+            return f"it cannot mask documents from each other, as {' and '.join(PACKING)} can"
     return refuse(*_four_d(q, k, v), causal, shape)
 
 
@@ -121,10 +147,12 @@ def _empty_batch(shape: AttentionShape) -> str | None:
     return "it takes no empty batch" if shape.batch == 0 else None
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, starts: Tensor | None = None
+) -> Tensor:
     if scale is not None:
         q = q * (scale * q.shape[-1] ** 0.5)
-    return materialised_attention(q, k, v, causal=causal)
+    return materialised_attention(q, k, v, causal=causal, starts=starts)
 
 
 @functools.cache
@@ -143,10 +171,10 @@ def _refuse_reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, shape: Atte
     return None
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, starts: Tensor | None = None) -> Tensor:
     from cs336_systems.attention.flash.function import FlashKernels  # Triton is not on every machine
 
-    return FlashKernels.apply(q, k, v, causal, scale)
+    return FlashKernels.apply(q, k, v, causal, scale, starts)
 
 
 def _hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:

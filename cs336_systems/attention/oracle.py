@@ -17,22 +17,27 @@ kept for backward (two of them in at least fp32), which is why the other impleme
 import torch
 from torch import Tensor
 
-from cs336_systems.attention.shapes import AttentionShape, accumulator_dtype, validate
+from cs336_systems.attention.shapes import AttentionShape, accumulator_dtype, check_starts, validate
 
 
 def oracle_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp; shapes and ValueErrors as in ``shapes.validate``.
 
     Args:
         scale: multiplies the scores; 1 / sqrt(d_head) if None.
+        starts: as of ``dispatch.attention``.
 
     Returns:
         o like q, and lse (batch[, heads], n_queries), natural logarithm, in at least fp32.
     """
     shape = validate(q, k, v, scale=scale)
     visible = causal_mask(shape, q.device) if causal else None
+    if starts is not None:
+        check_starts(shape, causal, starts)
+        own = torch.arange(shape.n_keys, device=q.device) >= starts[..., None]
+        visible = visible & (own[:, None] if shape.four_d else own)
     scores = scaled_scores(q, k, shape, scale)
     return attend(scores, visible, v, shape)
 

@@ -108,6 +108,19 @@ def validate(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> 
     raise ValueError(f"{refusal}: {got}")
 
 
+def check_starts(shape: AttentionShape, causal: bool, starts: Tensor) -> None:
+    """Raise ValueError unless ``starts`` can be the first keys of the documents of all queries."""
+    wanted = (shape.batch, shape.n_queries)
+    if starts.dtype != torch.int32 or tuple(starts.shape) != wanted or not starts.is_contiguous():
+        got = f"{starts.dtype} {tuple(starts.shape)}"
+        raise ValueError(f"starts of documents must be contiguous int32 {wanted}, got {got}")
+    if not causal or shape.offset:
+        sizes = f"{shape.n_queries} queries, {shape.n_keys} keys"
+        raise ValueError(
+            f"documents are masked in causal attention of a sequence to itself, got causal {causal}, {sizes}"
+        )
+
+
 def kernel_limits(q: Tensor) -> str | None:
     """Why the Triton kernels cannot take valid inputs like ``q``, in one sentence, or None if they can."""
     if q.dtype not in KERNEL_DTYPES:
@@ -140,20 +153,20 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def forward_through(
-    op: OpOverload, ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
+    op: OpOverload, ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, *options: Any
 ) -> Tensor:
-    """o like q from ``op(q, k, v, causal, scale)``, which gives (o, lse); scale is 1/sqrt(d_head) if None."""
+    """o like q from ``op(q, k, v, causal, scale, *options)``: (o, lse); scale is 1/sqrt(d_head) if None."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     if q.dim() == 3:
-        o, lse = (x.squeeze(1) for x in op(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), is_causal, scale))
+        o, lse = (x.squeeze(1) for x in op(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), is_causal, scale, *options))
     else:
-        o, lse = op(q, k, v, is_causal, scale)
+        o, lse = op(q, k, v, is_causal, scale, *options)
     ctx.save_for_backward(q, k, v, o, lse)
     ctx.is_causal, ctx.scale = is_causal, scale
     return o
 
 
-def backward_through(op: OpOverload, ctx: Any, do: Tensor, *options: bool) -> tuple[Tensor | None, ...]:
+def backward_through(op: OpOverload, ctx: Any, do: Tensor, *options: Any) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv), None where not wanted, from ``op(q, k, v, o, lse, do, causal, scale, *options)``."""
     tensors = (*ctx.saved_tensors, do)
     if one_head := do.dim() == 3:

@@ -73,18 +73,20 @@ class _Call:
 
 
 class _BlockFunction(torch.autograd.Function):
-    """``apply(call, x, cos, sin, *parameters)``, the latter in the order of ``call.parameters``."""
+    """``apply(call, x, cos, sin, starts, *parameters)``, the latter in the order of ``call.parameters``."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, cos: Tensor, sin: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, call: _Call, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, *parameters: Tensor
+    ) -> Tensor:
         weights = BlockWeights.of(dict(zip(call.parameters, parameters, strict=True)))
         saved, x = Saved(call.kept), x.contiguous()
         ctx.away = None
         if call.host_inputs is not None and call.kept:
             saved, ctx.away = Saved(name for name in call.kept if name != "x"), call.host_inputs.send(x)
         call.products.at(parameters)
-        y = forward(x, weights, saved, call.ops, call.config, cos, sin, products=call.products)
-        ctx.call, ctx.saved_names = call, tuple(saved.tensors)
+        y = forward(x, weights, saved, call.ops, call.config, cos, sin, products=call.products, starts=starts)
+        ctx.call, ctx.saved_names, ctx.starts = call, tuple(saved.tensors), starts
         ctx.save_for_backward(cos, sin, *parameters, *saved.tensors.values())
         return y
 
@@ -104,7 +106,7 @@ class _BlockFunction(torch.autograd.Function):
         if once:  # autograd would hold all of it until this returns
             ctx.maybe_clear_saved_tensors()
             ctx.away = None
-        _, wants_dx, _, _, *wanted = ctx.needs_input_grad
+        _, wants_dx, _, _, _, *wanted = ctx.needs_input_grad
         trained = {name: parameters[name] for name, want in zip(parameters, wanted, strict=True) if want}
         later: Later | None = [] if _put_off else None
         there = None if later is not None else _gradients_there(trained, in_backward=True)
@@ -113,6 +115,7 @@ class _BlockFunction(torch.autograd.Function):
         call.products.at(tuple(parameters.values()))
         how = call.ops, call.config, cos, sin
         options: dict[str, Any] = {"products": call.products, "accumulate": there is not None, "later": later}
+        options["starts"] = ctx.starts
         dx = backward(dy.contiguous(), weights, saved, grads, *how, consume=once, **options)
         by_parameter: Mapping[str, Tensor | None] = grads.by_parameter(parameters)
         if later is not None:
@@ -120,7 +123,7 @@ class _BlockFunction(torch.autograd.Function):
         if later is not None or there is not None:
             by_parameter = dict.fromkeys(parameters)
         gradients = (by_parameter[name] if want else None for name, want in zip(parameters, wanted, strict=True))
-        return None, dx if wants_dx else None, None, None, *gradients
+        return None, dx if wants_dx else None, None, None, None, *gradients
 
 
 def _gradients_there(parameters: Mapping[str, Tensor], *, in_backward: bool) -> BlockGradients | None:
@@ -213,7 +216,7 @@ class WrittenOutBlock(TransformerBlock):
         merge_(self)
 
     @_disable_dynamo  # torch.compiler.disable imports the whole compiler where it decorates; this when first called
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None = None) -> Tensor:
         parameters = dict(self.named_parameters())
         if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
             raise ValueError("a written-out block runs in the dtype of its weights: leave autocast off")
@@ -223,7 +226,7 @@ class WrittenOutBlock(TransformerBlock):
         recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters.values()))
         kept = self.kept if recorded else ()
         call = _Call(self.block_ops, self.products, self.config, kept, tuple(parameters), self.host_inputs)
-        return _BlockFunction.apply(call, x, cos, sin, *parameters.values())
+        return _BlockFunction.apply(call, x, cos, sin, starts, *parameters.values())
 
 
 def head_ops(kernels: str, ops: ModelOps, z_loss: float = 0.0) -> ModelOps:

@@ -56,6 +56,8 @@ class _Stages:
     sin: Tensor
     places: Mapping[str, Tensor]
     """Memory for results of products, by the names of ``Saved``."""
+    documents: Mapping[str, Tensor]
+    """``starts`` of attention, if several documents share a sequence; not every attention takes it."""
 
     def place(self, name: str, like: Tensor, width: int) -> Tensor:
         """Memory for a result of a product: the caller's, or new."""
@@ -152,7 +154,7 @@ class _Stages:
 
     def attend(self, *projected: Tensor) -> tuple[Tensor, Tensor]:
         """Attention's output (R, H E) and lse (B, H, S)."""
-        o_BHSE, lse = self.ops.attention_forward(*self.attended_heads(*projected))
+        o_BHSE, lse = self.ops.attention_forward(*self.attended_heads(*projected), **self.documents)
         return o_BHSE.transpose(1, 2).reshape(projected[0].shape[0], -1), lse
 
     def add(self, x_RD: Tensor, attended_RD: Tensor) -> tuple[Tensor, Any, Tensor]:
@@ -172,6 +174,10 @@ class _Stages:
         """gate | up and SwiGLU's product of it."""
         gate_up, weight = self.place("gate_up", x_RD, self.weights.gate_up.shape[0]), self.rows_of("gate_up")
         return gate_up, self.products.swiglu_forward_(self.ops, gate_up, normed2_RD, weight, self.maxima)
+
+
+def _documents(starts: Tensor | None) -> dict[str, Tensor]:
+    return {} if starts is None else {"starts": starts}
 
 
 class _Recalled:
@@ -258,6 +264,7 @@ def forward(
     *,
     out: Tensor | None = None,
     products: Products = STORED,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """The block's output (B, S, D) for contiguous x (B, S, D); fills ``saved``, and writes into no argument besides.
 
@@ -266,8 +273,10 @@ def forward(
     Args:
         cos: of the angles of every position, (S, E/2), as ``model.layers.RotaryEmbedding`` gives them; sin likewise.
         out: contiguous memory for the output, which none of the arguments has.
+        starts: the first position of each token's document, (B, S) int32, if several share a sequence.
     """
-    stages = _Stages(weights, ops, products, products.maxima(x_BSD), config, cos, sin, saved.places)
+    how = config, cos, sin, saved.places, _documents(starts)
+    stages = _Stages(weights, ops, products, products.maxima(x_BSD), *how)
     x = x_BSD.view(-1, x_BSD.shape[-1])
     attended = saved.tensors.get("attended")
     if attended is None:
@@ -308,7 +317,7 @@ def recall(saved: Saved, weights: BlockWeights, ops: BlockOps, config: ModelConf
 
     Products are of matrices as they are stored.
     """
-    stages = _Stages(weights, ops, STORED, NONE, config, cos, sin, saved.places)
+    stages = _Stages(weights, ops, STORED, NONE, config, cos, sin, saved.places, {})
     again = _Recalled(stages, saved, consume=False)
     for name in (*(row.name for row in KEPT), *APART):
         if name in saved.names and name not in saved.tensors:
@@ -368,6 +377,7 @@ def backward(
     accumulate: bool = False,
     consume: bool = False,
     later: Later | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """The gradient of x (B, S, D), for contiguous dy (B, S, D); those of weights are written into ``grads``.
 
@@ -379,8 +389,10 @@ def backward(
         later: receives the products that give matrices' gradients, instead of their being computed; those in ``grads``
             may be on ``meta``. To call them in their order, before weights change, gives the same bits. Until then they
             hold what they read, and neither dy nor ``saved`` may be written over.
+        starts: that of forward.
     """
-    stages = _Stages(weights, ops, products, products.maxima(dy_BSD, saved.tensors), config, cos, sin, {})
+    how_placed = config, cos, sin, {}, _documents(starts)
+    stages = _Stages(weights, ops, products, products.maxima(dy_BSD, saved.tensors), *how_placed)
     maxima, write = products.gradient_maxima(dy_BSD), _Writer(grads, products, ops, accumulate, later)
     recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 
@@ -420,6 +432,7 @@ def backward(
         stages.heads(recalled["attended"]),
         recalled["lse"],
         stages.qkv_heads(dqkv),
+        **stages.documents,
     )
     del dattended
     recalled.forget("attended", "lse")

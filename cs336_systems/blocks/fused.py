@@ -64,8 +64,10 @@ def attention_ops(
         options: functions for the last arguments of ``backward_op``, which are called at each of its calls.
     """
 
-    def forward(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, causal: bool = True) -> tuple[Tensor, Tensor]:
-        o, lse = forward_op(q_BHSE, k_BKSE, v_BKSE, causal, q_BHSE.shape[-1] ** -0.5)
+    def forward(
+        q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, causal: bool = True, **documents: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        o, lse = forward_op(q_BHSE, k_BKSE, v_BKSE, causal, q_BHSE.shape[-1] ** -0.5, **documents)
         return o, lse
 
     def backward(
@@ -78,8 +80,10 @@ def attention_ops(
         into: tuple[Tensor, Tensor, Tensor],
         *,
         causal: bool = True,
+        **documents: Tensor,
     ) -> None:
-        backward_op(q, k, v, o, lse, do, *into, causal, q.shape[-1] ** -0.5, *(option() for option in options))
+        how = causal, q.shape[-1] ** -0.5, *(option() for option in options)
+        backward_op(q, k, v, o, lse, do, *into, *how, **documents)
 
     return {"attention_forward": forward, "attention_backward": backward}
 

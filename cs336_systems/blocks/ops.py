@@ -174,23 +174,28 @@ def _grouped(x: Tensor, n_groups: int) -> Tensor:
     return rearrange(_widened(x), "b (k g) ... -> b k g ...", k=n_groups)
 
 
-def _scores(q_BKGSE: Tensor, k_BK1SE: Tensor, causal: bool) -> Tensor:
+def _scores(q_BKGSE: Tensor, k_BK1SE: Tensor, causal: bool, starts: Tensor | None) -> Tensor:
     n_queries, d_head = q_BKGSE.shape[-2:]
     n_keys = k_BK1SE.shape[-2]
     scores = q_BKGSE * d_head**-0.5 @ k_BK1SE.mT
     if not causal:
         return scores
     future = torch.ones(n_queries, n_keys, dtype=torch.bool, device=q_BKGSE.device).triu(n_keys - n_queries + 1)
-    return scores.masked_fill(future, float("-inf"))
+    hidden = future if starts is None else future | (torch.arange(n_keys, device=future.device) < starts[..., None])
+    return scores.masked_fill(hidden if starts is None else hidden[:, None, None], float("-inf"))
 
 
-def attention_forward(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, causal: bool = True) -> tuple[Tensor, Tensor]:
+def attention_forward(
+    q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, causal: bool = True, starts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(softmax(q k^T / sqrt(E)) v, log-sum-exp of the scores (B, H, S)); causal, the last query sees every key.
+
+    A query sees no key before its document's first, which ``starts`` (B, S) int32 says if several share a sequence.
 
     Strides are those of slices of q | k | v. An output whose memory is (B, S, H, E) saves a copy.
     """
     n_groups = k_BKSE.shape[1]
-    scores = _scores(_grouped(q_BHSE, n_groups), _grouped(k_BKSE, n_groups), causal)
+    scores = _scores(_grouped(q_BHSE, n_groups), _grouped(k_BKSE, n_groups), causal, starts)
     lse = torch.logsumexp(scores, dim=-1)
     o = torch.exp(scores - lse[..., None]) @ _grouped(v_BKSE, n_groups)
     return o.flatten(1, 2).to(q_BHSE.dtype), lse.flatten(1, 2)
@@ -206,6 +211,7 @@ def attention_backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     *,
     causal: bool = True,
+    starts: Tensor | None = None,
 ) -> None:
     """Write (dq, dk, dv) into ``gradients``, slices of one gradient of q | k | v.
 
@@ -214,7 +220,7 @@ def attention_backward(
     """
     n_groups, scale = k_BKSE.shape[1], q_BHSE.shape[-1] ** -0.5
     q, k, v, o, do, lse = (_grouped(x, n_groups) for x in (q_BHSE, k_BKSE, v_BKSE, o_BHSE, do_BHSE, lse_BHS))
-    p = torch.exp(_scores(q, k, causal) - lse[..., None])
+    p = torch.exp(_scores(q, k, causal, starts) - lse[..., None])
     ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
     dq_BHSE, dk_BKSE, dv_BKSE = gradients
     dq_BHSE.copy_((ds @ k * scale).flatten(1, 2))

@@ -56,11 +56,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def attention(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, causal: bool) -> Tensor:
+def attention(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, causal: bool, starts: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(E)) v with every score in memory; each key/value head serves H / K query heads.
 
     Queries and keys may differ in number: the causal mask is then aligned to the last key, so that the last query
-    sees every key.
+    sees every key. A query sees no key before its document's first, which ``starts`` (B, S) says of documents in a row.
 
     Raises:
         ValueError: causal with more queries than keys, where the first queries would see nothing.
@@ -77,6 +77,9 @@ def attention(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, causal: bool) -
     if causal:
         future = torch.ones(n_queries, n_keys, dtype=torch.bool, device=scores.device).triu(n_keys - n_queries + 1)
         scores = scores.masked_fill(future, float("-inf"))
+    if starts is not None:
+        earlier = torch.arange(n_keys, device=scores.device) < starts[:, None, :, None]
+        scores = scores.masked_fill(earlier, float("-inf"))
     return torch.softmax(scores, dim=-1) @ v
 
 
@@ -88,10 +91,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(_widened(linear(x, weight)).flatten(0, -2), targets.flatten(), ignore_index=-100)
 
 
-def stack(blocks: Sequence[Callable[..., Tensor]], x_BSD: Tensor, cos_SE2: Tensor, sin_SE2: Tensor) -> Tensor:
-    """Run the blocks, (x, cos, sin) -> x each, one after the other: (B, S, D) -> (B, S, D)."""
+def stack(blocks: Sequence[Callable[..., Tensor]], x_BSD: Tensor, *where: Tensor) -> Tensor:
+    """Run the blocks, (x, cos, sin[, starts]) -> x each, one after the other: (B, S, D) -> (B, S, D)."""
     for block in blocks:
-        x_BSD = block(x_BSD, cos_SE2, sin_SE2)
+        x_BSD = block(x_BSD, *where)
     return x_BSD
 
 

@@ -52,13 +52,18 @@ class CausalSelfAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return self.ops.rotary(q, cos, sin), self.ops.rotary(k, cos, sin), v
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None = None) -> Tensor:
         q, k, v = self.project(x, cos, sin)
-        return self.output_proj(rearrange(self.ops.attention(q, k, v, causal=True), "b h s e -> b s (h e)"))
+        documents = {} if starts is None else {"starts": starts}  # which not every attention knows of
+        attended = self.ops.attention(q, k, v, causal=True, **documents)
+        return self.output_proj(rearrange(attended, "b h s e -> b s (h e)"))
 
 
 class TransformerBlock(nn.Module):
-    """Adds attention(norm(x)) to x, then ffn(norm(x)): (B, S, d_model) -> same; cos and sin are (S, d_head / 2)."""
+    """Adds attention(norm(x)) to x, then ffn(norm(x)): (B, S, d_model) -> same; cos and sin are (S, d_head / 2).
+
+    Where several documents share a sequence, ``starts`` (B, S) int32 is the first position of each token's own.
+    """
 
     def __init__(self, config: ModelConfig, ops: ModelOps = REFERENCE_OPS, **placement: Unpack[Placement]) -> None:
         super().__init__()
@@ -67,8 +72,8 @@ class TransformerBlock(nn.Module):
         self.ln2 = RMSNorm(config.d_model, config.rms_norm_eps, ops, **placement)
         self.ffn = SwiGLU(config.d_model, config.d_ff, ops, **placement)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attn(self.ln1(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None = None) -> Tensor:
+        x = x + self.attn(self.ln1(x), cos, sin, starts)
         return x + self.ffn(self.ln2(x))
 
 
@@ -76,6 +81,9 @@ class TransformerLM(nn.Module):
     """Maps int64 token ids (batch, seq) to logits (batch, seq, vocab_size) in the parameters' dtype.
 
     With int64 targets (batch, seq) it returns their mean loss in nats instead, a scalar; targets of -100 do not count.
+    Token ids (batch, seq, 2) are ids, and the first position of the document that each token belongs to: documents in a
+    row do not see each other. Their positions go on, as rotations only tell how far two tokens are apart.
+
     A loss that is computed here is inside whatever wraps the model, and ``ops`` may compute it in chunks, without
     holding all logits.
 
@@ -130,10 +138,12 @@ class TransformerLM(nn.Module):
             x: the output of the blocks before ``blocks``, (batch, seq, d_model); None before the first.
             blocks: those that run, by their numbers; if others come after them, their output is returned.
         """
-        cos, sin = self.rotary(token_ids.shape[-1])
+        where = self.rotary(token_ids.shape[1])
+        if token_ids.dim() == 3:
+            where, token_ids = (*where, token_ids[..., 1].int().contiguous()), token_ids[..., 0]
         x = self.token_embeddings(token_ids) if x is None else x
         layers = list(self.layers.children())
-        x = self.ops.stack(layers if blocks is None else layers[blocks], x, cos, sin)
+        x = self.ops.stack(layers if blocks is None else layers[blocks], x, *where)
         if blocks is not None and blocks.stop < len(layers):
             return x
         return self.lm_head(self.ln_final(x), targets)

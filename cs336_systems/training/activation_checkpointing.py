@@ -85,13 +85,13 @@ def unsupported_reason(policy: str, attention: str) -> str | None:
     )
 
 
-def _run_plan(plan: Segments, stack: Stack, blocks: Sequence[Block], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _run_plan(plan: Segments, stack: Stack, blocks: Sequence[Block], x: Tensor, *where: Tensor) -> Tensor:
     for part in plan:
         if isinstance(part, int):
-            x = stack([blocks[part]], x, cos, sin)
+            x = stack([blocks[part]], x, *where)
         else:
             segment = functools.partial(_run_plan, part, stack, blocks)
-            x = checkpoint(segment, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+            x = checkpoint(segment, x, *where, use_reentrant=False, preserve_rng_state=False)
     return x
 
 
@@ -99,24 +99,24 @@ def _selective_stack(policy: str, stack: Stack, compiled: bool) -> Stack:
     """Every block by itself, with a fresh pair of contexts each time it is run."""
     contexts = _CONTEXTS[policy]
 
-    def run_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    def run_block(block: Block, x: Tensor, *where: Tensor) -> Tensor:
+        return checkpoint(block, x, *where, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
     @functools.partial(torch.compile, fullgraph=True, dynamic=False)
-    def run_forward(block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return run_block(functools.partial(type(block).forward, block), x, cos, sin)
+    def run_forward(block: nn.Module, x: Tensor, *where: Tensor) -> Tensor:
+        return run_block(functools.partial(type(block).forward, block), x, *where)
 
-    def run_compiled(block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def run_compiled(block: nn.Module, x: Tensor, *where: Tensor) -> Tensor:
         block.forward = functools.partial(run_forward, block)  # hooks run outside of it
         try:
-            return block(x, cos, sin)
+            return block(x, *where)
         finally:
             del block.forward
 
     run: Callable[..., Tensor] = run_compiled if compiled else run_block
 
-    def run_blocks(blocks: Sequence[Block], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return stack([functools.partial(run, block) for block in blocks], x, cos, sin)
+    def run_blocks(blocks: Sequence[Block], x: Tensor, *where: Tensor) -> Tensor:
+        return stack([functools.partial(run, block) for block in blocks], x, *where)
 
     return run_blocks
 

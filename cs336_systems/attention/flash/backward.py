@@ -32,6 +32,7 @@ Precision: P and dS are rounded to the inputs' dtype for their products; all sum
 Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D head dim.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,6 +40,7 @@ from torch import Tensor
 from cs336_systems.attention.flash.preprocess import launch_preprocess
 from cs336_systems.attention.flash.primitives import (
     LOG2_E,
+    document_keys,
     load_row_values,
     load_tile,
     own_tile,
@@ -52,10 +54,10 @@ from cs336_systems.kernels.launching import ceil_div, launch, next_power_of_2
 
 @triton.jit
 def add_query_tile(
-    dk, dv, k_tile, v_tile, q, do, lse_log2, delta, stride_q, stride_do, first_query, first_key, n_queries, n_keys,
-    scale_log2,
+    dk, dv, k_tile, v_tile, ends, q, do, lse_log2, delta, stride_q, stride_do, first_query, first_key, n_queries,
+    n_keys, scale_log2,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one query tile's share to dk (unscaled) and dv of one key tile."""
     queries = first_query + tl.arange(0, BLOCK_Q)
@@ -71,6 +73,8 @@ def add_query_tile(
     if MASKED and CAUSAL:
         keys = first_key + tl.arange(0, BLOCK_K)
         p_t = tl.where(visible(queries[None, :], keys[:, None], n_keys, n_queries, CAUSAL), p_t, 0.0)
+        if PACKED:
+            p_t = tl.where(queries[None, :] < ends[:, None], p_t, 0.0)
     dv = tl.dot(p_t.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
     ds_t = p_t * dp_minus_delta_t
     dk = tl.dot(ds_t.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
@@ -79,11 +83,11 @@ def add_query_tile(
 
 @triton.jit
 def flash_dkdv_kernel(
-    q, k, v, do, lse_log2, delta, dk, dv, stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb,
-    stride_vh, stride_v, stride_dob, stride_doh, stride_do, stride_dkb, stride_dkh, stride_dk, stride_dvb, stride_dvh,
-    stride_dv, n_kv_heads, group, n_queries, n_keys, scale, scale_log2,
+    q, k, v, do, lse_log2, delta, ends, dk, dv, stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k,
+    stride_vb, stride_vh, stride_v, stride_dob, stride_doh, stride_do, stride_dkb, stride_dkh, stride_dk,
+    stride_dvb, stride_dvh, stride_dv, n_kv_heads, group, n_queries, n_keys, scale, scale_log2,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv (B, K, N, D); one program per key tile. Causal: the first tiles are the longest, and start first."""
     n_tiles = tl.cdiv(n_keys, BLOCK_K)
@@ -104,7 +108,15 @@ def flash_dkdv_kernel(
     else:
         first = 0
         full = 0
-    full_end = tl.maximum(full, n_queries // BLOCK_Q)
+    key_ends = 0
+    if PACKED:  # each key is seen until its document ends
+        ends += batch * n_keys
+        key_ends = load_row_values(ends, first_key, n_keys, 0, BLOCK_K, CHECK_ROWS=True)
+        last_end = tl.load(ends + tl.minimum(first_key + BLOCK_K, n_keys) - 1)
+        total = tl.cdiv(last_end, BLOCK_Q)
+        full_end = tl.maximum(full, tl.load(ends + first_key) // BLOCK_Q)
+    else:
+        full_end = tl.maximum(full, n_queries // BLOCK_Q)
     n_diagonal = full - first
     n_masked = n_diagonal + total - full_end
 
@@ -120,15 +132,15 @@ def flash_dkdv_kernel(
         for i in tl.range(0, n_masked):
             first_query = tl.where(i < n_diagonal, first + i, full_end + i - n_diagonal) * BLOCK_Q
             dk_sum, dv_sum = add_query_tile(
-                dk_sum, dv_sum, k_tile, v_tile, q_head, do_head, lse_log2 + row_offset, delta + row_offset, stride_q,
-                stride_do, first_query, first_key, n_queries, n_keys, scale_log2,
-                D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PRECISION,
+                dk_sum, dv_sum, k_tile, v_tile, key_ends, q_head, do_head, lse_log2 + row_offset, delta + row_offset,
+                stride_q, stride_do, first_query, first_key, n_queries, n_keys, scale_log2,
+                D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PACKED, PRECISION,
             )  # fmt: skip
         for first_query in tl.range(full * BLOCK_Q, full_end * BLOCK_Q, BLOCK_Q):
             dk_sum, dv_sum = add_query_tile(
-                dk_sum, dv_sum, k_tile, v_tile, q_head, do_head, lse_log2 + row_offset, delta + row_offset, stride_q,
-                stride_do, first_query, first_key, n_queries, n_keys, scale_log2,
-                D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, False, PRECISION,
+                dk_sum, dv_sum, k_tile, v_tile, key_ends, q_head, do_head, lse_log2 + row_offset, delta + row_offset,
+                stride_q, stride_do, first_query, first_key, n_queries, n_keys, scale_log2,
+                D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, False, PACKED, PRECISION,
             )  # fmt: skip
     dk += batch * stride_dkb + kv_head * stride_dkh
     dv += batch * stride_dvb + kv_head * stride_dvh
@@ -138,10 +150,10 @@ def flash_dkdv_kernel(
 
 @triton.jit
 def add_keys(
-    dq, q_tile, do_tile, lse_tile, delta_tile, k, v, stride_k, stride_v, first_query, first_key, end_key, n_queries,
-    n_keys, scale_log2,
+    dq, q_tile, do_tile, lse_tile, delta_tile, k, v, starts, stride_k, stride_v, first_query, first_key, end_key,
+    n_queries, n_keys, scale_log2,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the share of the keys from first_key up to end_key to dq (unscaled) of one query tile."""
     for start in tl.range(first_key, end_key, BLOCK_K):
@@ -153,6 +165,9 @@ def add_keys(
             queries = first_query + tl.arange(0, BLOCK_Q)
             keys = start + tl.arange(0, BLOCK_K)
             p = tl.where(visible(queries[:, None], keys[None, :], n_keys, n_queries, CAUSAL), p, 0.0)
+            if PACKED:
+                first_seen = load_row_values(starts, first_query, n_queries, 0, BLOCK_Q, CHECK_ROWS=True)
+                p = tl.where(keys[None, :] >= first_seen[:, None], p, 0.0)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         ds = p * (dp - delta_tile[:, None])
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
@@ -161,11 +176,11 @@ def add_keys(
 
 @triton.jit
 def flash_dq_kernel(
-    q, k, v, do, lse_log2, delta, dq, stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb,
+    q, k, v, do, lse_log2, delta, starts, dq, stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb,
     stride_vh, stride_v, stride_dob, stride_doh, stride_do, stride_dqb, stride_dqh, stride_dq, n_heads, group,
     n_queries, n_keys, scale, scale_log2,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq (B, H, Q, D); one program per query tile, causal ones from the longest down."""
     tile, batch_head, batch, head = own_tile(n_heads, n_queries, BLOCK_Q, CAUSAL)
@@ -184,13 +199,21 @@ def flash_dq_kernel(
     lse_tile = load_row_values(lse_log2, first_query, n_queries, float("inf"), BLOCK_Q, CHECK_ROWS=True)
     delta_tile = load_row_values(delta, first_query, n_queries, 0.0, BLOCK_Q, CHECK_ROWS=True)
     dq_sum = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
+    unmasked = 0
+    if PACKED:
+        starts += batch * n_queries
+        first, unmasked = document_keys(starts, first_query, n_queries, unmasked_end, BLOCK_Q, BLOCK_K)
+        dq_sum = add_keys(
+            dq_sum, q_tile, do_tile, lse_tile, delta_tile, k, v, starts, stride_k, stride_v, first_query, first,
+            unmasked, n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PACKED, PRECISION,
+        )  # fmt: skip
     dq_sum = add_keys(
-        dq_sum, q_tile, do_tile, lse_tile, delta_tile, k, v, stride_k, stride_v, first_query, 0, unmasked_end,
-        n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, False, PRECISION,
+        dq_sum, q_tile, do_tile, lse_tile, delta_tile, k, v, starts, stride_k, stride_v, first_query, unmasked,
+        unmasked_end, n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, False, PACKED, PRECISION,
     )  # fmt: skip
     dq_sum = add_keys(
-        dq_sum, q_tile, do_tile, lse_tile, delta_tile, k, v, stride_k, stride_v, first_query, unmasked_end, end,
-        n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PRECISION,
+        dq_sum, q_tile, do_tile, lse_tile, delta_tile, k, v, starts, stride_k, stride_v, first_query, unmasked_end,
+        end, n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PACKED, PRECISION,
     )  # fmt: skip
     store_tile(dq, dq_sum * scale, first_query, n_queries, stride_dq, BLOCK_Q, D, BLOCK_D)
 
@@ -207,6 +230,7 @@ def launch_backward(
     dv_BKND: Tensor | None,
     causal: bool,
     scale: float,
+    starts_BQ: Tensor | None = None,
 ) -> None:
     """Write dq, dk and dv, but for those that are None (dk and dv come together).
 
@@ -222,6 +246,11 @@ def launch_backward(
 
     lse_log2, delta = launch_preprocess(o, do, lse_BHQ.contiguous())
     common = {"D": d_head, "BLOCK_D": next_power_of_2(d_head), "CAUSAL": causal, "PRECISION": input_precision(d_head)}
+    common["PACKED"] = starts_BQ is not None
+    starts = ends = delta
+    if starts_BQ is not None:  # the queries of a document are neighbours: its end is where starts pass the key
+        places = torch.arange(n_keys, dtype=torch.int32, device=q.device).expand(batch, -1).contiguous()
+        starts, ends = starts_BQ, torch.searchsorted(starts_BQ, places, right=True, out_int32=True)
     inputs = (q, k, v, do, lse_log2, delta)
     strides = [stride for x in (q, k, v, do) for stride in x.stride()[:3]]
     sizes_and_scales = (n_heads // n_kv_heads, n_queries, n_keys, scale, scale * LOG2_E.value)
@@ -230,7 +259,7 @@ def launch_backward(
         launch(
             flash_dkdv_kernel,
             (ceil_div(n_keys, tile.block_k) * batch * n_kv_heads,),
-            *(*inputs, dk, dv),
+            *(*inputs, ends, dk, dv),
             *(*strides, *dk.stride()[:3], *dv.stride()[:3]),
             *(n_kv_heads, *sizes_and_scales),
             **tile.launch_options(),
@@ -241,7 +270,7 @@ def launch_backward(
         launch(
             flash_dq_kernel,
             (ceil_div(n_queries, tile.block_q) * batch * n_heads,),
-            *(*inputs, dq, *strides, *dq.stride()[:3]),
+            *(*inputs, starts, dq, *strides, *dq.stride()[:3]),
             *(n_heads, *sizes_and_scales),
             **tile.launch_options(),
             **common,

@@ -19,6 +19,9 @@ Precision: products accumulate in fp32; P is rounded to the inputs' dtype for P 
 
 A row that sees no key (causal, more queries than keys) has o = 0 and lse = -inf.
 
+Packed documents (``starts``): tiles of keys before a tile's first document are not loaded either, and a third loop,
+with masks, takes those in which a document of the tile begins.
+
 Limits: head dims 16 to 256; tiles fit the shared memory of an H100 or H200 (227 KiB), larger ones need not fit others.
 
 Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D head dim.
@@ -29,17 +32,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.attention.flash.primitives import LN_2, LOG2_E, load_tile, own_tile, seen_keys, store_tile, visible
+from cs336_systems.attention.flash.primitives import (
+    LN_2,
+    LOG2_E,
+    document_keys,
+    load_row_values,
+    load_tile,
+    own_tile,
+    seen_keys,
+    store_tile,
+    visible,
+)
 from cs336_systems.attention.flash.tiles import input_precision, tile_for, with_short_rows
 from cs336_systems.kernels.launching import ceil_div, launch, next_power_of_2
 
 
 @triton.jit
 def attend_keys(
-    acc, row_max, row_sum, q_tile, k, v, stride_k, stride_v, first_query, first_key, end_key, n_queries, n_keys,
-    scale_log2,
+    acc, row_max, row_sum, q_tile, k, v, starts, stride_k, stride_v, first_query, first_key, end_key, n_queries,
+    n_keys, scale_log2,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take the keys from first_key up to end_key into (acc, row_max, row_sum)."""
     for start in tl.range(first_key, end_key, BLOCK_K):
@@ -49,6 +62,9 @@ def attend_keys(
             queries = first_query + tl.arange(0, BLOCK_Q)
             keys = start + tl.arange(0, BLOCK_K)
             seen = visible(queries[:, None], keys[None, :], n_keys, n_queries, CAUSAL)
+            if PACKED:
+                first_seen = load_row_values(starts, first_query, n_queries, 0, BLOCK_Q, CHECK_ROWS=True)
+                seen = seen & (keys[None, :] >= first_seen[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         # -inf - -inf is NaN: a row that has seen nothing yet subtracts 0.
@@ -65,10 +81,10 @@ def attend_keys(
 
 @triton.jit
 def flash_forward_kernel(
-    q, k, v, o, lse, stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
-    stride_ob, stride_oh, stride_o, n_heads, group, n_queries, n_keys, scale_log2,
+    q, k, v, o, lse, starts, stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh,
+    stride_v, stride_ob, stride_oh, stride_o, n_heads, group, n_queries, n_keys, scale_log2,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o (B, H, Q, D) and lse (B, H, Q); one program per query tile of one head."""
     tile, batch_head, batch, head = own_tile(n_heads, n_queries, BLOCK_Q, CAUSAL)
@@ -84,13 +100,21 @@ def flash_forward_kernel(
     acc = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
     row_max = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_Q,), dtype=tl.float32)
+    unmasked = 0
+    if PACKED:
+        starts += batch * n_queries
+        first, unmasked = document_keys(starts, first_query, n_queries, unmasked_end, BLOCK_Q, BLOCK_K)
+        acc, row_max, row_sum = attend_keys(
+            acc, row_max, row_sum, q_tile, k, v, starts, stride_k, stride_v, first_query, first, unmasked, n_queries,
+            n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PACKED, PRECISION,
+        )  # fmt: skip
     acc, row_max, row_sum = attend_keys(
-        acc, row_max, row_sum, q_tile, k, v, stride_k, stride_v, first_query, 0, unmasked_end, n_queries, n_keys,
-        scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, False, PRECISION,
+        acc, row_max, row_sum, q_tile, k, v, starts, stride_k, stride_v, first_query, unmasked, unmasked_end,
+        n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, False, PACKED, PRECISION,
     )  # fmt: skip
     acc, row_max, row_sum = attend_keys(
-        acc, row_max, row_sum, q_tile, k, v, stride_k, stride_v, first_query, unmasked_end, end, n_queries, n_keys,
-        scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PRECISION,
+        acc, row_max, row_sum, q_tile, k, v, starts, stride_k, stride_v, first_query, unmasked_end, end, n_queries,
+        n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PACKED, PRECISION,
     )  # fmt: skip
 
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # saw no key: acc is 0 and row_max -inf, which is the answer
@@ -99,7 +123,9 @@ def flash_forward_kernel(
     tl.store(lse + queries, row_max * LN_2 + tl.log(row_sum), mask=queries < n_queries)
 
 
-def launch_forward(q_BHQD: Tensor, k_BKND: Tensor, v_BKND: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def launch_forward(
+    q_BHQD: Tensor, k_BKND: Tensor, v_BKND: Tensor, causal: bool, scale: float, starts_BQ: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """o (B, H, Q, D) laid out like q, and lse (B, H, Q) in fp32."""
     q, k, v = (with_short_rows(x) for x in (q_BHQD, k_BKND, v_BKND))
     batch, n_heads, n_queries, d_head = q.shape
@@ -114,12 +140,13 @@ def launch_forward(q_BHQD: Tensor, k_BKND: Tensor, v_BKND: Tensor, causal: bool,
     launch(
         flash_forward_kernel,
         grid,
-        *(*tensors, lse),
+        *(*tensors, lse, lse if starts_BQ is None else starts_BQ),
         *(stride for x in tensors for stride in x.stride()[:3]),
         *(n_heads, n_heads // n_kv_heads, n_queries, n_keys, scale * LOG2_E.value),
         D=d_head,
         BLOCK_D=next_power_of_2(d_head),
         CAUSAL=causal,
+        PACKED=starts_BQ is not None,
         PRECISION=input_precision(d_head),
         **tile.launch_options(),
     )

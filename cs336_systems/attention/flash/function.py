@@ -13,21 +13,23 @@ from cs336_systems.attention.shapes import backward_through, forward_through, ke
 from cs336_systems.kernels.launching import needs_other_device, operator
 
 
-def _forward_results(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _forward_results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(with_short_rows(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _backward_results(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, wants_dq, wants_dkdv = rest
+    wants_dq, wants_dkdv, *_ = rest[5:]  # behind o, lse, do, causal and scale
     wanted = ((q, wants_dq), (k, wants_dkdv), (v, wants_dkdv))
     dq, dk, dv = (torch.empty_like(with_short_rows(x)) if want else x.new_empty(0) for x, want in wanted)
     return dq, dk, dv
 
 
 @operator("flash_attention_forward", _forward_results)
-def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(o, lse) of (batch, heads, seq, d) inputs."""
-    return launch_forward(q, k, v, causal, scale)
+def forward_op(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, starts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) of (batch, heads, seq, d) inputs; ``starts`` as of ``attention``."""
+    return launch_forward(q, k, v, causal, scale, starts)
 
 
 @operator("flash_attention_backward", _backward_results)
@@ -42,11 +44,12 @@ def backward_op(
     scale: float,
     wants_dq: bool,
     wants_dkdv: bool,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); empty tensors stand for those not wanted, since an operator cannot return None."""
-    dq, dk, dv = _backward_results(q, k, v, wants_dq, wants_dkdv)
+    dq, dk, dv = _backward_results(q, k, v, o, lse, do, causal, scale, wants_dq, wants_dkdv)
     into_q, into_k, into_v = dq if wants_dq else None, dk if wants_dkdv else None, dv if wants_dkdv else None
-    launch_backward(q, k, v, o, lse, do, into_q, into_k, into_v, causal, scale)
+    launch_backward(q, k, v, o, lse, do, into_q, into_k, into_v, causal, scale, starts)
     return dq, dk, dv
 
 
@@ -63,23 +66,27 @@ def backward_into_op(
     dv: Tensor,
     causal: bool,
     scale: float,
+    starts: Tensor | None = None,
 ) -> None:
     """``backward_op``, written into dq, dk and dv of any strides; a last stride other than 1 costs a copy."""
-    launch_backward(q, k, v, o, lse, do, dq, dk, dv, causal, scale)
+    launch_backward(q, k, v, o, lse, do, dq, dk, dv, causal, scale, starts)
 
 
 class FlashKernels(torch.autograd.Function):
     """``FlashAttention`` of inputs that somebody has asked about: checks nothing."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-        return forward_through(forward_op, ctx, q, k, v, is_causal, scale)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, starts: Tensor | None = None
+    ) -> Tensor:
+        ctx.starts = starts
+        return forward_through(forward_op, ctx, q, k, v, is_causal, scale, starts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         wants_dq, wants_dk, wants_dv = ctx.needs_input_grad[:3]
-        return *backward_through(backward_op, ctx, do, wants_dq, wants_dk or wants_dv), None, None
+        return *backward_through(backward_op, ctx, do, wants_dq, wants_dk or wants_dv, ctx.starts), None, None, None
 
 
 class FlashAttention(FlashKernels):
@@ -110,4 +117,4 @@ class FlashAttention(FlashKernels):
             raise ValueError(
                 f"the Triton kernels need CUDA tensors (or TRITON_INTERPRET=1 before they are imported), got {q.device}"
             )
-        return forward_through(forward_op, ctx, q, k, v, is_causal, scale)
+        return FlashKernels.forward(ctx, q, k, v, is_causal, scale)

@@ -86,6 +86,17 @@ def seen_keys(first_query, n_queries, n_keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl
 
 
 @triton.jit
+def document_keys(starts, first_query, n_queries, unmasked_end, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(first key tile that a tile of queries sees, where those begin that each of its queries sees entirely).
+
+    ``starts`` (Q,) int32 is the first key of each query's document, never less than that of the query before.
+    """
+    first = tl.load(starts + first_query) // BLOCK_K * BLOCK_K
+    last_start = tl.load(starts + tl.minimum(first_query + BLOCK_Q, n_queries) - 1)
+    return first, tl.minimum(tl.cdiv(last_start, BLOCK_K) * BLOCK_K, unmasked_end)
+
+
+@triton.jit
 def visible(queries, keys, n_keys, n_queries, CAUSAL: tl.constexpr):
     """Whether a query sees a key, for broadcastable index blocks; causal: the last query sees the last key."""
     return keys <= queries + (n_keys - n_queries) if CAUSAL else keys < n_keys
