@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cs336_systems.distributed.process_group import Rank, per_rank
+from cs336_systems.kernels.linear_cross_entropy import IGNORED
 from cs336_systems.pretraining.dataset import TokenStream
 from cs336_systems.training.precision import autocast, matmul_precision
 
@@ -55,13 +56,18 @@ class Sequences:
         self, stream: TokenStream, context_length: int, vocab_size: int, device: torch.device | str = "cpu"
     ) -> None:
         self.context_length, self.n_tokens, self.stream = context_length, len(stream), stream
-        self._vocab_size, self._device = vocab_size, torch.device(device)
+        self._vocab_size, self.device = vocab_size, torch.device(device)
         first = stream.files[0].path
         if len(self) < 1:
             needed = f"one sequence of {context_length:,} needs {context_length + 1:,}"
             raise ValueError(f"{first} has {self.n_tokens:,} tokens, and {needed}")
         if stream.vocab_size > vocab_size:
             raise ValueError(f"{first} has a vocabulary of {stream.vocab_size:,}, the model one of {vocab_size:,}")
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """What else decides what a sequence is, besides context length and tokens."""
+        return {}
 
     def __len__(self) -> int:
         return max(0, self.n_tokens - 1) // self.context_length
@@ -72,23 +78,32 @@ class Sequences:
         Raises:
             ValueError: an id is beyond the model's vocabulary.
         """
-        length, pinned = self.context_length, self._device.type == "cuda"
-        batch = torch.empty((2, len(numbers), length), dtype=torch.int64, pin_memory=pinned, device="cpu")
+        length, batch = self.context_length, self.empty(2, len(numbers))
         inputs, targets = batch.numpy()
         tokens = np.empty(length + 1, np.int64)
         for row, number in enumerate(numbers):
             start = int(number) * length
             self.stream.copy(start, tokens)
-            if tokens.max() >= self._vocab_size:
-                place = self.stream.place(start + int(tokens.argmax()))
-                fault = f"token {tokens.max()} is beyond the model's vocabulary of {self._vocab_size:,}"
-                raise ValueError(f"{fault}: {place}")
+            self.check(tokens, start)
             inputs[row], targets[row] = tokens[:-1], tokens[1:]
         return batch
 
+    def empty(self, n: int, n_rows: int) -> Tensor:
+        """(n, n_rows, context_length) int64 in memory from which the device can copy."""
+        pinned = self.device.type == "cuda"
+        shape = n, n_rows, self.context_length
+        return torch.empty(shape, dtype=torch.int64, pin_memory=pinned, device="cpu")
+
+    def check(self, tokens: NDArray[np.int64], start: int) -> None:
+        """Raise ValueError if one of the stream's tokens from ``start`` on is beyond the model's vocabulary."""
+        if tokens.max() >= self._vocab_size:
+            place = self.stream.place(start + int(tokens.argmax()))
+            fault = f"token {tokens.max()} is beyond the model's vocabulary of {self._vocab_size:,}"
+            raise ValueError(f"{fault}: {place}")
+
     def send(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Both halves on the device; the allocator of pinned memory keeps ``batch`` until the copy has ended."""
-        inputs, targets = batch.to(self._device, non_blocking=True)
+        inputs, targets = batch.to(self.device, non_blocking=True)
         return inputs, targets
 
 
@@ -110,6 +125,7 @@ class Loader:
         self._sequences, self._rows = sequences, per_rank(batch_size, world_size, "batch of")
         self._first_row = rank * self._rows
         self._identity = {"seed": seed, "context_length": sequences.context_length, "n_tokens": sequences.n_tokens}
+        self._identity |= sequences.identity
         self._taken = 0  # sequences, of all epochs and ranks
         self._order: tuple[int, NDArray[np.int64]] | None = None  # the epoch that was read last; of the thread alone
         self._ahead: deque[Future[Tensor]] = deque()
@@ -145,8 +161,8 @@ class Loader:
             ValueError: it is of another seed, context length or number of tokens, or of other tokens.
         """
         for name, own in self._identity.items():
-            if state[name] != own:
-                raise ValueError(f"the data were at a position for {name} {state[name]:,}, and this run has {own:,}")
+            if (then := state.get(name, 0)) != own:
+                raise ValueError(f"the data were at a position for {name} {then:,}, and this run has {own:,}")
         stream = self._sequences.stream
         places = zip(fingerprint(stream), state.get("fingerprint", ()), strict=False)  # () in states before 2026-11-27
         if sum(now != then for now, then in places) > 1:  # a broken token may have been mended in one of them
@@ -227,7 +243,7 @@ def evaluate(
     own: Callable[[Tensor], Tensor] = lambda tokens: tokens,
     place: tuple[int, int] | None = None,
 ) -> tuple[float, int]:
-    """The mean loss of held-out tokens in nats, and the number of tokens; waits for the device; a collective.
+    """The mean loss of held-out targets in nats, and their number; waits for the device; a collective.
 
     Args:
         own: this rank's part of the tokens of whole sequences, as large as that of any other.
@@ -242,9 +258,10 @@ def evaluate(
     for token_ids, targets, n_sequences in batches:
         with matmul_precision(step.precision), autocast(step.precision, rank.device):
             loss = step.loss_of(own(token_ids), own(targets))
-        total[0] += loss * n_sequences
-        total[1] += n_sequences
+        n_targets = (targets != IGNORED).sum() * (n_sequences / len(targets))
+        total[0] += loss * n_targets
+        total[1] += n_targets
     if rank.world_size > 1:
         dist.all_reduce(total)
     loss_sum, n = total.tolist()
-    return loss_sum / n, round(n * n_data / rank.world_size) * sequences.context_length
+    return loss_sum / n, round(n * n_data / rank.world_size)

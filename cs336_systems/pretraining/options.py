@@ -20,7 +20,7 @@ from cs336_systems.case import (
     kept_as,
     mesh_shape,
 )
-from cs336_systems.config import ModelConfig, resolve_size
+from cs336_systems.config import PACKING, ModelConfig, resolve_size
 from cs336_systems.costs.kept import default_keep
 from cs336_systems.declared import flag, like, option, option_name, options_in, options_of
 from cs336_systems.pretraining.schedules import LearningRate, ScheduleKind
@@ -134,6 +134,11 @@ class RunFields:
     """Hugging Face folder whose weights are trained further, instead of --size."""
     data: Path | None = None
     """Folder written by tokenize_data.py; by default Python's standard library, tokenized if necessary."""
+    packing: bool = False
+    """Pack whole conversations into rows, masked from each other in attention; otherwise each has a padded row. For
+    data of tokenize_data.py --chat."""
+    long_conversations: Literal["cut", "drop"] = "cut"
+    """What becomes of conversations that are longer than the context."""
     out: Path = Path("runs/first")
     """Folder of the run, for log, checkpoints and export. A run with checkpoints resumes from the newest."""
     device: Literal["cpu", "cuda"] = "cuda"
@@ -410,6 +415,16 @@ _REFUSALS: tuple[tuple[Callable[[TrainOptions], bool], str], ...] = (
     (
         lambda o: o.chunk is not None and not o.capped,
         "--chunk {o.chunk} is for a run under --device-gib and --host-gib",
+    ),
+    (
+        lambda o: o.packing and o.attention not in PACKING,
+        "--packing needs --attention "
+        + " or ".join(PACKING)
+        + ", which mask documents from each other, got {o.attention}",
+    ),
+    (
+        lambda o: o.packing and (o.tensor > 1 or o.cuda_graph == "on"),
+        "--packing does not go together with --tensor of 2 or more, nor with --cuda-graph on",
     ),
     (
         lambda o: o.save_every is None and o.export,

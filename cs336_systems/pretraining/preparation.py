@@ -29,8 +29,9 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.checkpoint import ModelOfRun, write_run_json
+from cs336_systems.pretraining.conversations import Conversations
 from cs336_systems.pretraining.corpus import Corpus
-from cs336_systems.pretraining.dataset import Dataset
+from cs336_systems.pretraining.dataset import Dataset, TokenStream
 from cs336_systems.pretraining.loader import Loader, Sequences, fingerprint
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.pretraining.run_records import Data, Device, GpuState, Light, Memory, Message, Model, Record
@@ -55,6 +56,7 @@ class PreparedRun:
     """A run that can begin.
 
     Attributes:
+        train: the sequences to learn.
         evaluation: the held-out sequences; None if there is no evaluation.
         evaluation_batch: sequences at a time, of each rank.
         tokens_per_step: tokens of all ranks.
@@ -64,6 +66,7 @@ class PreparedRun:
 
     options: TrainOptions
     dataset: Dataset
+    train: Sequences
     evaluation: Sequences | None
     evaluation_batch: int
     config: ModelConfig
@@ -122,10 +125,11 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     config, length = config_of(options, dataset), options.context_length
     if (init := options.init) is not None:
         on_rank_0(lambda: _check_tokenizer(init, dataset))
-    train = Sequences(dataset.train, length, config.vocab_size, rank.device)
+    _check_chat(options, dataset)
+    train = _sequences(options, dataset, dataset.train, config, rank)
     evaluation = None
     if options.evaluate_every is not None and dataset.evaluation is not None:
-        evaluation = Sequences(dataset.evaluation, length, config.vocab_size, rank.device)
+        evaluation = _sequences(options, dataset, dataset.evaluation, config, rank)
     n_steps, tokens_per_step = options.n_steps(len(train), rank.world_size), options.tokens_per_step(rank.world_size)
     rate = options.rate_of(n_steps)
     case = options.training_case(config, rank.world_size)
@@ -141,10 +145,25 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     else:
         if rank.device.type == "cpu":
             _check_fit(case, rank)
-        step, batch = _step(options, case, rank), options.batch_size
+        step, batch = _step(options, case, rank, masked=dataset.chat), options.batch_size
     model = ModelOfRun(config, dataset.tokenizer, dataset.eos_id)
     on_rank_0(lambda: write_run_json(options.out, model))
-    run = (options, dataset, evaluation, batch, config, loader, n_steps, rate, case, step, tokens_per_step, mesh, place)
+    run = (
+        options,
+        dataset,
+        train,
+        evaluation,
+        batch,
+        config,
+        loader,
+        n_steps,
+        rate,
+        case,
+        step,
+        tokens_per_step,
+        mesh,
+        place,
+    )
     return PreparedRun(*run)
 
 
@@ -161,6 +180,9 @@ def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
     n_learned, n_held_out = (splits[name]["tokens"] if name in splits else 0 for name in ("train", "evaluation"))
     described = (str(dataset.folder), dataset.manifest["corpus"], tokenizer["name"], dataset.vocab_size)
     yield Data(*described, n_learned, n_held_out, prepared.tokens_per_step)
+    for name, rows in (("to learn", prepared.train), ("held out", prepared.evaluation)):
+        if isinstance(rows, Conversations):
+            yield Message(f"{name}: {rows.said}")
     if isinstance(step, CappedStep):
         yield Memory(planned_segments(step.choice, copies=options.save_every is not None))
         yield from map(Message, step.explanation())
@@ -237,7 +259,25 @@ def _check_tokenizer(init: Path, dataset: Dataset) -> None:
         raise ValueError(f"{dataset.folder} has other tokens than {init}: tokenize its text with --tokenizer {init}")
 
 
-def _step(options: TrainOptions, case: TrainerCase, rank: Rank) -> TrainStep:
+def _check_chat(options: TrainOptions, dataset: Dataset) -> None:
+    """Raise ValueError for options that do not go with the targets of the data, as all of them or answers alone."""
+    if options.packing and not dataset.chat:
+        raise ValueError(f"--packing is for conversations, and {dataset.folder} was made without --chat")
+    if dataset.chat and (options.context > 1 or options.pipeline > 1 or options.capped):
+        fault = "--context or --pipeline of 2 or more, nor with --device-gib"
+        raise ValueError(f"conversations, as in {dataset.folder}, do not go together with {fault}")
+
+
+def _sequences(
+    options: TrainOptions, dataset: Dataset, stream: TokenStream, config: ModelConfig, rank: Rank
+) -> Sequences:
+    how = stream, options.context_length, config.vocab_size, rank.device
+    if not dataset.chat:
+        return Sequences(*how)
+    return Conversations(*how, packing=options.packing, long=options.long_conversations)
+
+
+def _step(options: TrainOptions, case: TrainerCase, rank: Rank, *, masked: bool) -> TrainStep:
     if options.init is None:
         model = build_model(case, rank)
     else:
@@ -253,7 +293,7 @@ def _step(options: TrainOptions, case: TrainerCase, rank: Rank) -> TrainStep:
         moments = {"same": None, "fp32": torch.float32, "bf16": torch.bfloat16}[options.moments]
         fused = {"state_dtype": moments, "seed": options.seed}
     guard = GradientGuard(options.clip or float("inf"))
-    step = finish(model, case, rank, guard=guard, decay="matrices", **options.adamw, **fused)
+    step = finish(model, case, rank, guard=guard, masked=masked, decay="matrices", **options.adamw, **fused)
     if isinstance(step.optimizer, ShardedOptimizer) and not case.compiled:
         called = [model.token_embeddings, *model.layers, model.ln_final, model.lm_head]
         step.optimizer.send_under_forward(called)

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.attention.dispatch import attention_op
@@ -51,7 +52,7 @@ from cs336_systems.training.parallel import make_parallel_optimizer, wrap
 from cs336_systems.training.pipelined import PipelinedByTorch, PipelinedStep
 from cs336_systems.training.precision import matmul_dtype, parameter_dtype, recipe_unsupported_reason
 from cs336_systems.training.precision import unsupported_reason as precision_reason
-from cs336_systems.training.step import TrainStep, cross_entropy
+from cs336_systems.training.step import TrainStep, cross_entropy, masked_cross_entropy
 
 
 def assemble(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps = REFERENCE_OPS) -> TrainStep:
@@ -149,15 +150,17 @@ def finish(
     rank: Rank | None = None,
     *,
     guard: GradientGuard | None = None,
+    masked: bool = False,
     **hyperparameters: Any,
 ) -> TrainStep:
     """Steps 4 and 5: wrap the model, make its optimizer and its step; raises as ``assemble``.
 
     Args:
         guard: clips, by the norm of the whole model, and passes over gradients that are not finite.
+        masked: some targets may be ignored; all others of a step then weigh the same, whatever rank has them.
         hyperparameters: for ``make_parallel_optimizer``.
     """
-    loss_function = None if case.written_out else cross_entropy
+    loss_function = None if case.written_out else masked_cross_entropy if masked else cross_entropy
     if case.parallel.tensor_by_torch:
         from cs336_systems.distributed.torch_tensor import enter_loss_parallel, loss_of_words
 
@@ -182,6 +185,8 @@ def finish(
 
         optimizer.host_gradients = HostGradients(wrapped.parameters())  # type: ignore[attr-defined]
     counted = group if group is not None and group.size() > 1 else None
+    if masked and mesh is None and rank is not None and rank.world_size > 1:
+        counted = dist.group.WORLD
     kind = CapturedStep if case.cuda_graph == "on" else TrainStep
     update = None
     if case.parallel.update == "under-backward":

@@ -51,6 +51,15 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return (torch.logsumexp(logits, dim=-1) - target_logits).mean()
 
 
+def masked_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """``cross_entropy`` of the targets that are not ``IGNORED``; 0 if all are."""
+    counts = targets != IGNORED
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    target_logits = logits.gather(-1, targets.where(counts, 0).unsqueeze(-1)).squeeze(-1)
+    losses = (torch.logsumexp(logits, dim=-1) - target_logits).where(counts, 0.0)
+    return losses.sum() / counts.sum().clamp(min=1)
+
+
 def micro_batches(n: int, token_ids: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Divide ids and targets (batch, seq) into ``n`` pairs (batch / n, seq) of views, in their order.
 

@@ -1,18 +1,21 @@
 """Small data, and runs of a small model that learns them in a few steps."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.pretraining.dataset import TokenFile, TokenStream, TokenWriter, describe
+from cs336_systems.pretraining.dataset import ANSWER, BEGIN, TokenFile, TokenStream, TokenWriter, describe
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import LoggedStep
 from cs336_systems.pretraining.tokenizer import ByteTokenizer
 from cs336_systems.pretraining.trainer import NonFiniteStep, Outcome, train
 
+LENGTHS = (12, 17, 3, 5, 9, 25, 2, 16, 7, 11, 4, 8)
+"""Tokens of conversations; one is longer than a context of 16."""
 BYTES = {"vocab_size": ByteTokenizer.vocab_size, "eos_id": ByteTokenizer.eos_id}
 
 
@@ -70,3 +73,18 @@ def train_each(rank: Rank, runs: list[TrainOptions]) -> list[Outcome | str]:
         except NonFiniteStep as error:
             outcomes.append(str(error))
     return outcomes
+
+
+def write_chat(folder: Path, lengths: Sequence[int] = LENGTHS, held_out: Sequence[int] = (9, 14, 5)) -> Path:
+    """A folder as of tokenize_data.py --chat: conversations of so many bytes, the last half (third, ...) answers."""
+    folder.mkdir(parents=True)
+    splits = {}
+    for name, sizes in (("train", lengths), ("evaluation", held_out)):
+        with TokenWriter(folder, name, **BYTES) as writer:
+            for i, n in enumerate(sizes):
+                marks = np.where(np.arange(n) >= n - max(1, n // (2 + i % 4)), ANSWER, 0).astype(np.uint8)
+                marks[0] |= BEGIN
+                writer.append((np.random.RandomState(i).randint(0, 4, n) + np.arange(n) * 7) % 256, marks)
+        splits[name] = {"files": writer.files, "documents": len(sizes), "bytes": sum(sizes), "tokens": sum(sizes)}
+    describe(folder, ByteTokenizer().json(), {"name": "bytes"} | BYTES, "chat", 1, splits, chat=True)
+    return folder
