@@ -3,6 +3,7 @@
     uv run scripts/train.py                              # on a CPU the size tiny, on Python's standard library
     uv run scripts/train.py --size qwen2.5-0.5b --data data/web --out runs/web --total-batch-tokens 524288
     uv run scripts/train.py --init Qwen2.5-0.5B/ --data data/notes-Qwen2.5-0.5B --out runs/notes --learning-rate 1e-5
+    uv run scripts/train.py --data data/web=0.7 data/code=0.3 --out runs/mixed
     uv run scripts/train.py --config runs/web.toml --steps 2000
     uv run scripts/train.py --print-config > run.toml
     torchrun --nproc-per-node 8 scripts/train.py --zero 1 --out runs/eight
@@ -123,11 +124,13 @@ def _print_memory(options: TrainOptions) -> None:
     from cs336_systems.pretraining.capped import caps_of, chooser, planned_for, planned_segments
     from cs336_systems.pretraining.dataset import Dataset
     from cs336_systems.pretraining.preparation import config_of, predicted_segments
+    from cs336_systems.pretraining.sources import sources_of
     from cs336_systems.report.run_console import memory_table
     from cs336_systems.report.tables import show
     from cs336_systems.streaming.explain import explanation
 
-    config = config_of(options, None if options.data is None else Dataset.open(options.data))
+    sources = sources_of(options.data)
+    config = config_of(options, Dataset.open(sources[0].folder) if sources else None)
     case = options.training_case(config, int(os.environ.get("WORLD_SIZE", "1")))
     print(planned_for(options))
     if options.capped:

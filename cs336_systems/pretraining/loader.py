@@ -16,7 +16,7 @@ loader unless the disk is slower than it. Cutting takes 11 ms of a core for 524,
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self
 
@@ -57,6 +57,7 @@ class Sequences:
     ) -> None:
         self.context_length, self.n_tokens, self.stream = context_length, len(stream), stream
         self._vocab_size, self.device = vocab_size, torch.device(device)
+        self._order: tuple[tuple[int, int], NDArray[np.int64]] | None = None  # the epoch that was read last
         first = stream.files[0].path
         if len(self) < 1:
             needed = f"one sequence of {context_length:,} needs {context_length + 1:,}"
@@ -65,12 +66,43 @@ class Sequences:
             raise ValueError(f"{first} has a vocabulary of {stream.vocab_size:,}, the model one of {vocab_size:,}")
 
     @property
+    def parts(self) -> dict[str, "Sequences"]:
+        """The sources by name: these sequences alone, without one."""
+        return {"": self}
+
+    @property
+    def fingerprint(self) -> list[int]:
+        """As of the stream."""
+        return fingerprint(self.stream)
+
+    def mean(self, values: Mapping[str, float]) -> float:
+        """The mean of a value of each source, by their shares."""
+        return values[""]
+
+    def epochs(self, n_taken: int) -> dict[str, float]:
+        """How many epochs of each source the first so many sequences of the endless order are."""
+        return {"": n_taken / len(self)}
+
+    @property
     def identity(self) -> dict[str, int]:
         """What else decides what a sequence is, besides context length and tokens."""
         return {}
 
     def __len__(self) -> int:
         return max(0, self.n_tokens - 1) // self.context_length
+
+    def read_order(self, start: int, n: int, seed: int) -> Tensor:
+        """As ``read``, the ``n`` sequences from place ``start`` on of the endless order of a seed; for one thread."""
+        chosen = np.empty(n, np.int64)
+        done = 0
+        while done < n:
+            epoch, position = divmod(start + done, len(self))
+            if self._order is None or self._order[0] != (seed, epoch):
+                self._order = (seed, epoch), epoch_order(len(self), seed, epoch)
+            part = self._order[1][position : position + n - done]
+            chosen[done : done + len(part)] = part
+            done += len(part)
+        return self.read(chosen)
 
     def read(self, numbers: Sequence[int] | NDArray[np.int64]) -> Tensor:
         """(2, len(numbers), context_length) int64 in memory from which the device can copy: inputs, targets.
@@ -127,7 +159,6 @@ class Loader:
         self._identity = {"seed": seed, "context_length": sequences.context_length, "n_tokens": sequences.n_tokens}
         self._identity |= sequences.identity
         self._taken = 0  # sequences, of all epochs and ranks
-        self._order: tuple[int, NDArray[np.int64]] | None = None  # the epoch that was read last; of the thread alone
         self._ahead: deque[Future[Tensor]] = deque()
         self._thread = ThreadPoolExecutor(1, "loader")
 
@@ -144,6 +175,10 @@ class Loader:
         self._taken += self.batch_size
         return self._sequences.send(batch)
 
+    def epochs(self) -> dict[str, float]:
+        """Epochs of each source so far."""
+        return self._sequences.epochs(self._taken)
+
     def epochs_after(self, n_batches: int) -> float:
         """Epochs, of which a part may be one, that so many more batches reach."""
         return (self._taken + n_batches * self.batch_size) / len(self._sequences)
@@ -151,7 +186,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins, ``position`` being in sequences; and the data and order that this is in."""
         epoch, position = divmod(self._taken, len(self._sequences))
-        place = {"epoch": epoch, "position": position, "fingerprint": fingerprint(self._sequences.stream)}
+        place = {"epoch": epoch, "position": position, "fingerprint": self._sequences.fingerprint}
         return place | self._identity
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -163,11 +198,13 @@ class Loader:
         for name, own in self._identity.items():
             if (then := state.get(name, 0)) != own:
                 raise ValueError(f"the data were at a position for {name} {then:,}, and this run has {own:,}")
-        stream = self._sequences.stream
-        places = zip(fingerprint(stream), state.get("fingerprint", ()), strict=False)  # () in states before 2026-11-27
+        places = zip(
+            self._sequences.fingerprint, state.get("fingerprint", ()), strict=False
+        )  # () in states before 2026-11-27
         if sum(now != then for now, then in places) > 1:  # a broken token may have been mended in one of them
             fault = "has as many tokens as the data of the saved run, but other ones: name another --out"
-            raise ValueError(f"{stream.files[0].path} {fault}")
+            first = next(iter(self._sequences.parts.values()))
+            raise ValueError(f"{first.stream.files[0].path} {fault}")
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()
@@ -181,16 +218,7 @@ class Loader:
 
     def _read(self, start: int) -> Tensor:
         """This rank's part of a batch, whose first place in the endless order is ``start``."""
-        chosen = np.empty(self._rows, np.int64)
-        done = 0
-        while done < self._rows:
-            epoch, position = divmod(start + done, len(self._sequences))
-            if self._order is None or self._order[0] != epoch:
-                self._order = epoch, epoch_order(len(self._sequences), self._identity["seed"], epoch)
-            part = self._order[1][position : position + self._rows - done]
-            chosen[done : done + len(part)] = part
-            done += len(part)
-        return self._sequences.read(chosen)
+        return self._sequences.read_order(start, self._rows, self._identity["seed"])
 
 
 def fingerprint(stream: TokenStream) -> list[int]:

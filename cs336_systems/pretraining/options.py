@@ -24,6 +24,7 @@ from cs336_systems.config import PACKING, ModelConfig, resolve_size
 from cs336_systems.costs.kept import default_keep
 from cs336_systems.declared import flag, like, option, option_name, options_in, options_of
 from cs336_systems.pretraining.schedules import LearningRate, ScheduleKind
+from cs336_systems.pretraining.sources import sources_of
 from cs336_systems.refusals import refusal
 
 _MOST_WARMUP = 100
@@ -132,8 +133,9 @@ class RunFields:
 
     init: Path | None = None
     """Hugging Face folder whose weights are trained further, instead of --size."""
-    data: Path | None = None
-    """Folder written by tokenize_data.py; by default Python's standard library, tokenized if necessary."""
+    data: Path | tuple[Path, ...] | None = None
+    """Folder written by tokenize_data.py, or several with their shares, as in --data web=0.7 code=0.3; by default
+    Python's standard library, tokenized if necessary."""
     packing: bool = False
     """Pack whole conversations into rows, masked from each other in attention; otherwise each has a padded row. For
     data of tokenize_data.py --chat."""
@@ -262,6 +264,7 @@ class TrainOptions(_Options):
         for name in _OF_QUANTIZED if self.matmul_dtype == "same" else ():
             if name in asked:
                 raise ValueError(f"{asked[name]} is for quantized matmuls, and --matmul-dtype is same")
+        sources_of(self.data)
         for refused, sentence in _REFUSALS:
             if refused(self):
                 raise ValueError(sentence.format(o=self))

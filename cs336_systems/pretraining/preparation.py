@@ -6,6 +6,7 @@ The same on every rank. A step under caps on memory is set up in ``capped.py``.
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,11 @@ from cs336_systems.pretraining.conversations import Conversations
 from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.dataset import Dataset, TokenStream
 from cs336_systems.pretraining.loader import Loader, Sequences, fingerprint
+from cs336_systems.pretraining.mixture import Mixture
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.pretraining.run_records import Data, Device, GpuState, Light, Memory, Message, Model, Record
 from cs336_systems.pretraining.schedules import LearningRate
+from cs336_systems.pretraining.sources import Source, sources_of
 from cs336_systems.pretraining.tokenizer import TOKENIZER, load_tokenizer
 from cs336_systems.pretraining.tokenizing import TokenizeOptions, default_folder, tokenize
 from cs336_systems.refusals import refusal
@@ -65,7 +68,7 @@ class PreparedRun:
     """
 
     options: TrainOptions
-    dataset: Dataset
+    datasets: list[Dataset]
     train: Sequences
     evaluation: Sequences | None
     evaluation_batch: int
@@ -78,6 +81,11 @@ class PreparedRun:
     tokens_per_step: int
     mesh: Mesh | None
     place: tuple[int, int]
+
+    @property
+    def dataset(self) -> Dataset:
+        """The first, whose tokenizer all have."""
+        return self.datasets[0]
 
     def own(self, tokens: Tensor) -> Tensor:
         """This rank's part of the tokens of whole sequences."""
@@ -115,21 +123,25 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     _check_alike(lambda: _asked(options))
     if options.capped and rank.world_size > 1:
         raise ValueError(f"--device-gib and --host-gib are for one rank, and here are {rank.world_size}")
-    data = options.data or on_rank_0(default_data)
-    _check_alike(lambda: _found(options, data))
-    dataset = Dataset.open(data)
-    if dataset.train is None:
-        raise ValueError(f"{dataset.folder} has nothing to train on, all of it is held out")
-    if options.evaluate_every is not None and dataset.evaluation is None:
-        raise ValueError(f"{dataset.folder} holds out nothing to evaluate on: --evaluate-every None does without")
+    sources = sources_of(options.data or on_rank_0(default_data))
+    _check_alike(lambda: _found(options, sources))
+    datasets = [Dataset.open(source.folder) for source in sources]
+    dataset = datasets[0]
+    for each in datasets:
+        _check_same_kind(dataset, each)
+        if each.train is None:
+            raise ValueError(f"{each.folder} has nothing to train on, all of it is held out")
+        if options.evaluate_every is not None and each.evaluation is None:
+            raise ValueError(f"{each.folder} holds out nothing to evaluate on: --evaluate-every None does without")
     config, length = config_of(options, dataset), options.context_length
     if (init := options.init) is not None:
         on_rank_0(lambda: _check_tokenizer(init, dataset))
     _check_chat(options, dataset)
-    train = _sequences(options, dataset, dataset.train, config, rank)
-    evaluation = None
-    if options.evaluate_every is not None and dataset.evaluation is not None:
-        evaluation = _sequences(options, dataset, dataset.evaluation, config, rank)
+    shares = [source.share for source in sources]
+    train = _sequences(options, datasets, [each.train for each in datasets], shares, config, rank)
+    assert train is not None
+    held_out = [each.evaluation if options.evaluate_every is not None else None for each in datasets]
+    evaluation = _sequences(options, datasets, held_out, shares, config, rank)
     n_steps, tokens_per_step = options.n_steps(len(train), rank.world_size), options.tokens_per_step(rank.world_size)
     rate = options.rate_of(n_steps)
     case = options.training_case(config, rank.world_size)
@@ -150,7 +162,7 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     on_rank_0(lambda: write_run_json(options.out, model))
     run = (
         options,
-        dataset,
+        datasets,
         train,
         evaluation,
         batch,
@@ -176,13 +188,18 @@ def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
     elif options.zero and rank.world_size == options.tensor * options.pipeline:
         yield Message(f"--zero {options.zero} shards nothing: no two ranks hold the same weights", "warning")
     yield Model(config.name, config.n_parameters, config.context_length)
-    splits, tokenizer = dataset.manifest["splits"], dataset.manifest["tokenizer"]
-    n_learned, n_held_out = (splits[name]["tokens"] if name in splits else 0 for name in ("train", "evaluation"))
-    described = (str(dataset.folder), dataset.manifest["corpus"], tokenizer["name"], dataset.vocab_size)
+    datasets = prepared.datasets
+    n_learned, n_held_out = (
+        sum(each.manifest["splits"].get(name, {"tokens": 0})["tokens"] for each in datasets)
+        for name in ("train", "evaluation")
+    )
+    folders, corpora = [str(each.folder) for each in datasets], [each.manifest["corpus"] for each in datasets]
+    described = (", ".join(folders), ", ".join(corpora), dataset.manifest["tokenizer"]["name"], dataset.vocab_size)
     yield Data(*described, n_learned, n_held_out, prepared.tokens_per_step)
     for name, rows in (("to learn", prepared.train), ("held out", prepared.evaluation)):
-        if isinstance(rows, Conversations):
-            yield Message(f"{name}: {rows.said}")
+        for source, part in rows.parts.items() if rows is not None else ():
+            if isinstance(part, Conversations):
+                yield Message(f"{source + ', ' if source else ''}{name}: {part.said}")
     if isinstance(step, CappedStep):
         yield Memory(planned_segments(step.choice, copies=options.save_every is not None))
         yield from map(Message, step.explanation())
@@ -233,13 +250,16 @@ def _asked(options: TrainOptions) -> dict[str, Any]:
     return own | {"whether there is --data": options.data is not None}
 
 
-def _found(options: TrainOptions, data: Path) -> dict[str, Any]:
+def _found(options: TrainOptions, sources: list[Source]) -> dict[str, Any]:
     """Data and model as this rank finds them; ValueError or OSError if it finds none."""
-    dataset = Dataset.open(data)
-    found = {f"the model's {name}": value for name, value in asdict(config_of(options, dataset)).items()}
-    for name, stream in (("tokens to learn", dataset.train), ("tokens held out", dataset.evaluation)):
-        checksum = None if stream is None else f"{zlib.crc32(repr(fingerprint(stream)).encode()):08x}"
-        found |= {f"the number of {name}": stream and len(stream), f"the checksum of {name}": checksum}
+    found: dict[str, Any] = {"the shares of --data": [str(source.share) for source in sources]}
+    for number, source in enumerate(sources, 1):
+        dataset, of = Dataset.open(source.folder), "" if len(sources) == 1 else f" of source {number}"
+        if number == 1:
+            found |= {f"the model's {name}": value for name, value in asdict(config_of(options, dataset)).items()}
+        for name, stream in (("tokens to learn", dataset.train), ("tokens held out", dataset.evaluation)):
+            checksum = None if stream is None else f"{zlib.crc32(repr(fingerprint(stream)).encode()):08x}"
+            found |= {f"the number of {name}{of}": stream and len(stream), f"the checksum of {name}{of}": checksum}
     return found
 
 
@@ -269,12 +289,41 @@ def _check_chat(options: TrainOptions, dataset: Dataset) -> None:
 
 
 def _sequences(
-    options: TrainOptions, dataset: Dataset, stream: TokenStream, config: ModelConfig, rank: Rank
+    options: TrainOptions,
+    datasets: list[Dataset],
+    streams: list[TokenStream | None],
+    shares: list[Fraction],
+    config: ModelConfig,
+    rank: Rank,
+) -> Sequences | None:
+    """The sequences of one stream or a mixture of several; None if there is no stream."""
+    parts: dict[str, Sequences] = {}
+    for dataset, stream in zip(datasets, streams, strict=True):
+        if stream is None:
+            return None
+        parts[str(dataset.folder)] = sequences_of(dataset, stream, options, config.vocab_size, rank.device)
+    return Mixture(parts, shares) if len(parts) > 1 else next(iter(parts.values()))
+
+
+def sequences_of(
+    dataset: Dataset, stream: TokenStream, options: TrainOptions, vocab_size: int, device: torch.device
 ) -> Sequences:
-    how = stream, options.context_length, config.vocab_size, rank.device
+    """The rows of a stream of a dataset, as the options cut or pack them; raises ValueError as they do."""
+    how = stream, options.context_length, vocab_size, device
     if not dataset.chat:
         return Sequences(*how)
     return Conversations(*how, packing=options.packing, long=options.long_conversations)
+
+
+def _check_same_kind(first: Dataset, other: Dataset) -> None:
+    """Raise ValueError unless two sources can be mixed: the same tokens, and both conversations or neither."""
+    if first.chat != other.chat:
+        raise ValueError(f"{first.folder} and {other.folder} do not mix: one has conversations, the other text")
+    if first.folder == other.folder:
+        return
+    same = load_tokenizer(first.tokenizer, 0).vocabulary() == load_tokenizer(other.tokenizer, 0).vocabulary()
+    if not same or first.eos_id != other.eos_id:
+        raise ValueError(f"{first.folder} and {other.folder} do not mix: they have other tokens")
 
 
 def _step(options: TrainOptions, case: TrainerCase, rank: Rank, *, masked: bool) -> TrainStep:

@@ -133,6 +133,8 @@ class Evaluation(Record):
     loss: float
     tokens: int
     seconds: float
+    by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Loss and epochs so far of each source, if there are several; the loss of all is their mean by their shares."""
 
 
 @dataclass(frozen=True)

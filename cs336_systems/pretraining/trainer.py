@@ -40,7 +40,7 @@ from cs336_systems.distributed.shards import wait_for_parameters
 from cs336_systems.harness.memory import free_bytes
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.deferred import Deferred, Done
-from cs336_systems.pretraining.loader import evaluate
+from cs336_systems.pretraining.loader import Sequences, evaluate
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import PreparedRun, introduction, predicted_segments, prepare, read_gpu_state
 from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, Sink, TensorBoard, WeightsAndBiases, read_run
@@ -370,13 +370,24 @@ class _Run:
             return
         self._tell(deferred.flush(), self._made - 1)
         if evaluates and self._prepared.evaluation is not None:
-            began, of = time.perf_counter(), (self._prepared.evaluation, self._rank, self._prepared.evaluation_batch)
-            shared = options.evaluation_sequences, self._prepared.own, self._prepared.place
-            loss, tokens = evaluate(self._step, *of, *shared)
-            self._log.write(Evaluation(self._made, loss, tokens, time.perf_counter() - began))
+            self._log.write(self._evaluated(self._prepared.evaluation))
         if saves or (options.save_every is not None and self._reason is not None):
             self._save()
         deferred.restart()
+
+    def _evaluated(self, sequences: Sequences) -> Evaluation:
+        began, how = time.perf_counter(), (self._rank, self._prepared.evaluation_batch)
+        shared = self._options.evaluation_sequences, self._prepared.own, self._prepared.place
+        found = {name: evaluate(self._step, part, *how, *shared) for name, part in sequences.parts.items()}
+        loss, tokens = (
+            sequences.mean({name: one for name, (one, _) in found.items()}),
+            sum(n for _, n in found.values()),
+        )
+        by_source = {}
+        if len(found) > 1:
+            epochs = self._prepared.loader.epochs()
+            by_source = {name: {"loss": one, "epochs": epochs[name]} for name, (one, _) in found.items()}
+        return Evaluation(self._made, loss, tokens, time.perf_counter() - began, by_source)
 
     def _save(self) -> None:
         """Begin to write a checkpoint; if that fails, training goes on with the older ones."""

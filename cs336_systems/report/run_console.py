@@ -99,7 +99,10 @@ class RunConsole:
                 return (self._step(record), "" if finite else "bold red") if shown else None
             case Evaluation():
                 time = f"time {_ms(record.seconds)} ms"
-                return f"[V] {self._place(record.step, record.step)} | {time} | loss {record.loss:7.4f}", "green"
+                line = f"[V] {self._place(record.step, record.step)} | {time} | loss {record.loss:7.4f}"
+                for source, found in record.by_source.items():
+                    line += f" | {source} {found['loss']:.4f} at {found['epochs']:.2f} epochs"
+                return line, "green"
             case LoggedCheckpoint():
                 long = record.waited_seconds >= 1e-3
                 before = f" for the one before {_ms(record.waited_seconds)} ms |" if long else ""
