@@ -24,6 +24,7 @@ import sys
 import time
 import tomllib
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -173,8 +174,8 @@ def _train(options: TrainOptions) -> int:
         return code
     line: dict[str, Any] = {"command": NAME, "out": str(options.out)}
     made = {"picture": (_draw, f"loss, norm, learning rate and throughput of {outcome.steps:,} steps")}
-    if options.export and outcome.reason in ("done", "walltime") and not outcome.complaint:
-        made["exported"] = (_export, "the model for Hugging Face")
+    if options.export and outcome.reason in ("done", "walltime", "no gain") and not outcome.complaint:
+        made["exported"] = (partial(_export, step=outcome.best_step), "the model for Hugging Face")
     for name, (make, what) in made.items():
         try:
             line[name] = str(make(options.out))
@@ -184,7 +185,8 @@ def _train(options: TrainOptions) -> int:
         else:
             print(f"{line[name]}: {what}")
     if outcome.reason != "done":
-        limit = f"--walltime {options.walltime:g} s has passed; " if outcome.reason == "walltime" else ""
+        limits = {"walltime": f"--walltime {options.walltime} s has passed; ", "no gain": "the loss falls no more; "}
+        limit = limits.get(outcome.reason, "")
         print(f"{options.out}: {limit}the same command goes on from step {outcome.steps:,}")
     line |= _figures(options.out) | {"reason": outcome.reason, "resumed_at": outcome.first_step}
     print(json.dumps(line | {"s": round(time.perf_counter() - started, 2)}))
@@ -208,12 +210,13 @@ def _figures(folder: Path) -> dict[str, Any]:
     return summary(run)
 
 
-def _export(folder: Path) -> Path:
+def _export(folder: Path, step: int | None) -> Path:
+    """The checkpoint of a step, or the newest."""
     from cs336_systems.pretraining.checkpoint import load_weights
     from cs336_systems.pretraining.export import export_saved
 
     gc.collect()  # slabs of a streamed step, which refers to itself
-    saved = load_weights(folder)
+    saved = load_weights(folder if step is None else folder / f"step-{step:08d}")
     return export_saved(folder / f"hf-{saved.step}", saved).folder
 
 

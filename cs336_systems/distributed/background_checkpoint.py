@@ -87,8 +87,12 @@ class BackgroundSaver:
         self._start(lambda: self._get_slab(n_bytes))
         return None
 
-    def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
-        """Copy everything and begin to write it, after the save before; a collective, which raises ValueError."""
+    def save(self, step: int, extra: Mapping[str, Any] | None = None, keep_step: int | None = None) -> None:
+        """Copy everything and begin to write it, after the save before; a collective, which raises ValueError.
+
+        Args:
+            keep_step: a checkpoint that is not removed then, and not counted among the last.
+        """
         check_kept(step, *self._kept)
         began, saves = time.perf_counter(), self._saves
         self._join()
@@ -100,7 +104,7 @@ class BackgroundSaver:
         def finish() -> None:
             path, error = None, None
             try:
-                path = write(self._folder, copied or collected, self._own_group, *self._kept)
+                path = write(self._folder, copied or collected, self._own_group, *self._kept, keep_step)
             except Exception as raised:  # no failed save ends the training
                 error = str(raised)
             seconds = time.perf_counter() - began

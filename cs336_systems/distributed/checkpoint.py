@@ -143,7 +143,12 @@ def _writers(held_by: Sequence[Mapping[Place, int]]) -> dict[Place, int]:
 
 
 def write(
-    root: Path, collected: Collected, group: dist.ProcessGroup | None, keep_last: int, keep_every: int | None
+    root: Path,
+    collected: Collected,
+    group: dist.ProcessGroup | None,
+    keep_last: int,
+    keep_every: int | None,
+    keep_step: int | None = None,
 ) -> Path:
     """Write files, marker and name, or remove what was written, which may be what fills the disk; a collective."""
     marker = dict(collected.marker)
@@ -162,7 +167,7 @@ def write(
         if dist.get_rank(group) == 0 and temporary.exists():  # all ranks know by now that they have failed
             checkpoint_folder.discard(temporary)
         raise
-    on_rank_0(lambda: checkpoint_folder.retire(root, final, keep_last, keep_every), group)
+    on_rank_0(lambda: checkpoint_folder.retire(root, final, keep_last, keep_every, keep_step), group)
     return final
 
 

@@ -184,10 +184,12 @@ def publish(temporary: Path, marker: dict[str, Any]) -> Path:
     return final
 
 
-def retire(folder: Path, newest: Path, keep_last: int, keep_every: int | None = None) -> None:
+def retire(
+    folder: Path, newest: Path, keep_last: int, keep_every: int | None = None, keep_step: int | None = None
+) -> None:
     """Remove all complete checkpoints but the last ``keep_last`` steps, if ``newest`` is read back as the newest.
 
-    Multiples of ``keep_every`` stay, and do not count.
+    Multiples of ``keep_every`` and ``keep_step`` stay, and do not count.
     """
     complete, unreadable = survey(folder)
     if not complete or complete[-1].path != newest:
@@ -195,7 +197,7 @@ def retire(folder: Path, newest: Path, keep_last: int, keep_every: int | None = 
     kept: set[int] = set()
     n_last = 0
     for stored in reversed(complete):
-        stays = keep_every is not None and stored.step % keep_every == 0
+        stays = stored.step == keep_step or (keep_every is not None and stored.step % keep_every == 0)
         if stored.step in kept or (n_last == keep_last and not stays):
             discard(stored.path)
         else:

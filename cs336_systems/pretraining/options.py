@@ -203,6 +203,11 @@ class RunFields:
     keep_every: int | None = option(
         None, "Also keep every checkpoint whose step is a multiple of this.", sign="positive"
     )
+    keep_best: bool = False
+    """Save whenever the held-out loss is the lowest so far, keep that checkpoint besides, and export it."""
+    stop_after_no_gain: int | None = option(
+        None, "End the run after so many evaluations without a lower held-out loss; None never does.", sign="positive"
+    )
     log_every: int = option(1, "The console shows every Nth step (N is this number); the log has all.", sign="positive")
     tensorboard: bool = False
     """Also write TensorBoard events into --out; needs the extra tensorboard."""
@@ -429,6 +434,11 @@ _REFUSALS: tuple[tuple[Callable[[TrainOptions], bool], str], ...] = (
         lambda o: o.packing and (o.tensor > 1 or o.cuda_graph == "on"),
         "--packing does not go together with --tensor of 2 or more, nor with --cuda-graph on",
     ),
+    (
+        lambda o: o.evaluate_every is None and (o.keep_best or o.stop_after_no_gain is not None),
+        "--keep-best and --stop-after-no-gain need evaluations, and --evaluate-every is None",
+    ),
+    (lambda o: o.save_every is None and o.keep_best, "--keep-best needs checkpoints, and --save-every is None"),
     (
         lambda o: o.save_every is None and o.export,
         "--save-every None leaves no checkpoint to be exported: --no-export does without",

@@ -182,8 +182,8 @@ class Message(Record):
 
 @dataclass(frozen=True)
 class End(Record):
-    """The session's last line, with a reason: done, interrupted, terminated, walltime or failed. A killed session has
-    none."""
+    """The session's last line, with a reason: done, no gain, interrupted, terminated, walltime or failed. A killed
+    session has none."""
 
     kind = "end"
     step: int

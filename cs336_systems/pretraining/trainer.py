@@ -55,6 +55,8 @@ from cs336_systems.pretraining.run_records import (
     changed_options,
 )
 
+NO_GAIN = "no gain"
+"""The reason to end a run whose held-out loss does not fall any more, which all ranks know by themselves."""
 REASONS = ("walltime", "terminated", "interrupted")
 """Reasons to end a run early: its time limit, SIGTERM, Ctrl-C."""
 _SIGNALS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
@@ -110,8 +112,9 @@ class Outcome:
 
     Attributes:
         steps: steps that were made, earlier processes included.
-        reason: done, walltime, terminated or interrupted.
+        reason: done, no gain, walltime, terminated or interrupted.
         complaint: why the last checkpoint could not be written.
+        best_step: that of the checkpoint with the lowest held-out loss, if it was kept.
     """
 
     folder: Path
@@ -119,6 +122,7 @@ class Outcome:
     steps: int
     reason: str
     complaint: str | None
+    best_step: int | None = None
 
 
 class NonFiniteStep(RuntimeError):
@@ -156,7 +160,7 @@ def run_prepared(prepared: PreparedRun, rank: Rank, *sinks: Sink, ends_at: float
     with ExitStack() as stack:
         stack.enter_context(prepared.loader)
         passed_over: list[str] = []
-        first_step = _resume(prepared, passed_over.append)
+        first_step, best = _resume(prepared, passed_over.append)
         log = stack.enter_context(_open_log(prepared, first_step, sinks))
         for sentence in passed_over:
             log.say(sentence, "warning")
@@ -167,23 +171,38 @@ def run_prepared(prepared: PreparedRun, rank: Rank, *sinks: Sink, ends_at: float
         keep: dict[str, Any] = {"keep_last": options.keep_last, "keep_every": options.keep_every}
         saver = stack.enter_context(BackgroundSaver(options.out, step.model, step.optimizer, **keep))
         stack.callback(gc.unfreeze)  # also objects that the caller has frozen
-        return _Run(prepared, rank, log, saver, first_step).to_the_end(stop)
+        return _Run(prepared, rank, log, saver, first_step, best).to_the_end(stop)
 
 
-def _resume(prepared: PreparedRun, tell: Callable[[str], None]) -> int:
+@dataclass
+class _Best:
+    """The lowest held-out loss so far, after how many steps, and the evaluations since."""
+
+    loss: float = math.inf
+    step: int | None = None
+    n_since: int = 0
+
+    def look(self, step: int, loss: float) -> None:
+        if loss < self.loss:
+            self.loss, self.step, self.n_since = loss, step, 0
+        else:
+            self.n_since += 1
+
+
+def _resume(prepared: PreparedRun, tell: Callable[[str], None]) -> tuple[int, _Best]:
     """Take up the newest checkpoint that is whole; returns the steps that it has made, 0 if there is none."""
     step, options = prepared.step, prepared.options
     groups: list[dict[str, Any]] = step.optimizer.param_groups
     asked = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     found = resume_checkpoint(options.out, step.model, step.optimizer, tell=tell)
     if found is None:
-        return 0
+        return 0, _Best()
     if found.step > prepared.n_steps:
         raise ValueError(f"{found.path} has made more than the {prepared.n_steps:,} steps that the run is to have")
     for group, hyperparameters in zip(step.optimizer.param_groups, asked, strict=True):
         group.update(hyperparameters)  # as this command has them, not the one that saved
     prepared.loader.load_state_dict(found.extra["loader"])
-    return found.step
+    return found.step, _Best(**found.extra.get("best", {}))
 
 
 def _open_log(prepared: PreparedRun, first_step: int, sinks: Sequence[Sink]) -> RunLog:
@@ -230,9 +249,12 @@ def _other_batch(before: int, prepared: PreparedRun, first_step: int) -> str:
 class _Run:
     """A run under way."""
 
-    def __init__(self, prepared: PreparedRun, rank: Rank, log: RunLog, saver: BackgroundSaver, first_step: int) -> None:
+    def __init__(
+        self, prepared: PreparedRun, rank: Rank, log: RunLog, saver: BackgroundSaver, first_step: int, best: _Best
+    ) -> None:
         self._prepared, self._rank, self._log, self._saver = prepared, rank, log, saver
         self._options, self._step = prepared.options, prepared.step
+        self._best = best
         self._first_step = self._made = self._saved_step = first_step
         self._copies = prepared.options.save_every is not None  # before they are written
         self._complaint: str | None = None
@@ -247,6 +269,8 @@ class _Run:
         """Make the steps that are left, unless there is a reason to stop; raises as ``train``."""
         deferred = Deferred(self._rank.device, _VALUES)
         try:
+            if self._made == 0 and self._prepared.evaluation is not None:
+                self._evaluate(self._prepared.evaluation)
             while self._made < self._prepared.n_steps and self._reason is None:
                 self._tell(deferred.push(*self._queue_step(stop, deferred)), self._made - 1)
                 self._look_at_memory()
@@ -272,7 +296,8 @@ class _Run:
             self._log.say(passed, "warning")
         reason = self._reason if self._made < self._prepared.n_steps and self._reason else "done"
         self._log.write(End(self._made, reason))
-        return Outcome(self._options.out, self._first_step, self._made, reason, self._complaint)
+        best = self._best.step if self._options.keep_best else None
+        return Outcome(self._options.out, self._first_step, self._made, reason, self._complaint, best)
 
     def _fail(self, error: Exception) -> None:
         """Log why and where the run ends."""
@@ -370,12 +395,14 @@ class _Run:
             return
         self._tell(deferred.flush(), self._made - 1)
         if evaluates and self._prepared.evaluation is not None:
-            self._log.write(self._evaluated(self._prepared.evaluation))
+            self._evaluate(self._prepared.evaluation)
+            saves = saves or (options.keep_best and self._best.step == self._made)
         if saves or (options.save_every is not None and self._reason is not None):
             self._save()
         deferred.restart()
 
-    def _evaluated(self, sequences: Sequences) -> Evaluation:
+    def _evaluate(self, sequences: Sequences) -> None:
+        """Log the held-out loss; decide whether it is the best, and whether to go on."""
         began, how = time.perf_counter(), (self._rank, self._prepared.evaluation_batch)
         shared = self._options.evaluation_sequences, self._prepared.own, self._prepared.place
         found = {name: evaluate(self._step, part, *how, *shared) for name, part in sequences.parts.items()}
@@ -387,14 +414,21 @@ class _Run:
         if len(found) > 1:
             epochs = self._prepared.loader.epochs()
             by_source = {name: {"loss": one, "epochs": epochs[name]} for name, (one, _) in found.items()}
-        return Evaluation(self._made, loss, tokens, time.perf_counter() - began, by_source)
+        self._log.write(Evaluation(self._made, loss, tokens, time.perf_counter() - began, by_source))
+        if self._made == 0:
+            return  # of which there is no checkpoint
+        self._best.look(self._made, loss)
+        limit = self._options.stop_after_no_gain
+        if limit is not None and self._best.n_since >= limit and self._reason is None:
+            self._reason = NO_GAIN
 
     def _save(self) -> None:
         """Begin to write a checkpoint; if that fails, training goes on with the older ones."""
         extra: dict[str, Any] = {"loader": self._prepared.loader.state_dict()}
         if isinstance(self._step, CappedStep):
             extra["chunking"] = asdict(self._step.chunking)
-        self._saver.save(self._made, extra)
+        extra["best"] = asdict(self._best)
+        self._saver.save(self._made, extra, self._best.step if self._options.keep_best else None)
         self._saved_step = self._made
         self._tell_saves(self._saver.finished())
 

@@ -74,8 +74,8 @@ def test_a_run_learns_and_says_so(whole):
     assert run.last(Memory).predicted_bytes["in all"] > 4 * run.last(Model).n_parameters * 4
     assert run.last(End) == End(10, "done", at=run.last(End).at)
     evaluations = run.all(Evaluation)
-    assert [(one.step, one.tokens) for one in evaluations] == [(5, 192), (10, 192)]
-    assert evaluations[1].loss < evaluations[0].loss
+    assert [(one.step, one.tokens) for one in evaluations] == [(0, 192), (5, 192), (10, 192)]
+    assert evaluations[2].loss < evaluations[1].loss < evaluations[0].loss
     expected = options(whole).rate_of(10)
     assert [step.learning_rate for step in run.all(LoggedStep)] == [expected(step) for step in range(10)]
     assert all(step.seconds > 0 for step in run.all(LoggedStep))
@@ -120,7 +120,7 @@ def test_a_run_that_is_done_is_left_and_one_that_resumes_has_its_own_hyperparame
     assert losses_and_norms(whole / "run") == before
     prepared = prepare(options(whole, steps=12, weight_decay=0.3, betas=(0.5, 0.6), eps=1e-3), alone)
     with prepared.loader:
-        assert trainer._resume(prepared, pytest.fail) == 10
+        assert trainer._resume(prepared, pytest.fail)[0] == 10
     matrices, others = prepared.step.optimizer.param_groups
     assert (matrices["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
     assert all((group["betas"], group["eps"]) == ((0.5, 0.6), 1e-3) for group in (matrices, others))
@@ -200,7 +200,8 @@ def test_weights_of_hugging_face_are_trained_further_on_tokens_that_they_know(wh
     asked = options(tmp_path, data=whole / "data", init=tmp_path / "hf", steps=1, warmup_steps=0, learning_rate=0.0)
     train(asked, alone)
     assert_equal_weights(tmp_path / "run", whole / "run")
-    (evaluation,) = read_run(tmp_path / "run" / LOG).all(Evaluation)
+    evaluation, again = read_run(tmp_path / "run" / LOG).all(Evaluation)
+    assert (evaluation.step, again.step, again.loss) == (0, 1, evaluation.loss)
     assert evaluation.loss == pytest.approx(read_run(whole / "run" / LOG).last(Evaluation).loss, rel=2**-20)
     tokenizer = tmp_path / "hf" / "tokenizer.json"
     for content in (tokenizer.read_text().replace('"b"', '"bb"'), "{"):
@@ -222,15 +223,49 @@ def test_what_was_learned_before_a_broken_token_is_saved(whole, alone, split, tm
     asked = options(tmp_path, evaluate_every=7, save_every=9)
     with pytest.raises(ValueError, match=f"token 77777 is beyond the model's vocabulary of 320: .*{split}-00000.bin"):
         train(asked, alone)
-    made = 6 if split == "train" else 7
-    (checkpoint,) = complete_checkpoints(tmp_path / "run")
-    assert checkpoint.name == f"step-{made:08d}"
+    made = 6 if split == "train" else 0  # held-out tokens are read before the first step
+    names = [checkpoint.name for checkpoint in complete_checkpoints(tmp_path / "run")]
+    assert names == ([f"step-{made:08d}"] if made else [])
     run = read_run(tmp_path / "run" / LOG)
     assert (run.last(End).step, run.last(End).reason) == (made, "failed")
     assert "77777" in run.last(Message).text
     tokens[:] = sound
     assert train(asked, alone).first_step == made
     assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
+
+
+def test_the_best_is_kept_and_a_run_without_gain_ends(whole, alone, tmp_path, monkeypatch):
+    """Whatever is learned, the held-out losses after 0, 1, 2, ... steps are these."""
+    losses = [0.5, 9.0, 3.0, 2.0, 5.0, 4.0, 2.0, 1.0]
+    evaluated = iter(losses)
+    monkeypatch.setattr(trainer, "evaluate", lambda *_: (next(evaluated), 192))
+    asked = options(tmp_path, data=whole / "data", evaluate_every=1, save_every=5, keep_last=1, keep_best=True)
+    first = train(replace(asked, walltime=1e-9), alone)
+    assert first.steps == 1
+    evaluated = iter(losses[2:])
+    outcome = train(replace(asked, stop_after_no_gain=3), alone)
+    assert (outcome.reason, outcome.steps, outcome.best_step) == ("no gain", 6, 3)
+    assert read_run(asked.out / LOG).last(End).reason == "no gain"
+    assert [one.name for one in complete_checkpoints(asked.out)] == ["step-00000003", "step-00000006"]
+    evaluated = iter(losses[7:] + [8.0] * 9)
+    assert train(asked, alone).best_step == 7  # the lowest loss, and the evaluations since, are in the checkpoint
+    assert [one.name for one in complete_checkpoints(asked.out)] == ["step-00000007", "step-00000010"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"keep_best": True, "evaluate_every": None}, "--keep-best and --stop-after-no-gain need evaluations"),
+        ({"stop_after_no_gain": 2, "evaluate_every": None}, "--keep-best and --stop-after-no-gain need evaluations"),
+        (
+            {"keep_best": True, "save_every": None, "export": False},
+            "--keep-best needs checkpoints, and --save-every is",
+        ),
+    ],
+)
+def test_what_is_best_needs_evaluations_and_checkpoints(tmp_path, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        options(tmp_path, **changes).check()
 
 
 @pytest.mark.slow
