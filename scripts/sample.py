@@ -2,6 +2,7 @@
 
     uv run scripts/sample.py runs/stdlib --prompt "def main("            # the newest checkpoint
     uv run scripts/sample.py runs/stdlib/step-00000200 --temperature 0
+    uv run scripts/sample.py runs/chat --chat                            # a conversation, a line each; Ctrl-D ends it
     uv run scripts/sample.py Qwen2.5-0.5B/ --prompt-file question.txt --top-p 0.95 --seed 1
 
 The text is printed as it is generated, with a key/value cache, on a CPU or a GPU. The last line is one JSON
@@ -11,6 +12,7 @@ object.
 import json
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -32,6 +34,8 @@ class SampleOptions:
     """Text to continue; without one the model begins a document."""
     prompt_file: Path | None = None
     """File with the text to continue."""
+    chat: bool = False
+    """Answer each line of the standard input, or the prompt alone, by the model's chat template."""
     max_tokens: int = 200
     """Largest number of new tokens; a text also ends with its document, or when the context is full."""
     temperature: float = 0.8
@@ -95,9 +99,11 @@ def _sample(options: SampleOptions) -> int:
     for path, reason in trained.skipped.items():
         print(f"{NAME}: {path} is passed over: {reason}", file=sys.stderr)
     tokenizer = trained.tokenizer
-    text = text.encode(errors="replace").decode()  # a shell can pass what is no text
-    prompt = tokenizer.encode([text])[0][:-1].tolist() or [tokenizer.eos_id]
     drawn = {name: getattr(options, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
+    text = text.encode(errors="replace").decode()  # a shell can pass what is no text
+    if options.chat:
+        return _chat(options, trained, [text] if text else _lines(), drawn)
+    prompt = tokenizer.encode([text])[0][:-1].tolist() or [tokenizer.eos_id]
     started = time.perf_counter()
     ids: list[int] = []
     stream = TextStream(tokenizer)
@@ -118,6 +124,47 @@ def _sample(options: SampleOptions) -> int:
     line: dict[str, Any] = {"command": NAME, "model": str(options.model), "step": trained.step, "stopped": stopped}
     line |= {"prompt_tokens": len(prompt), "new_tokens": len(ids), "tokens_per_s": round(len(ids) / seconds, 1)}
     print(json.dumps(line | {"text": tokenizer.decode([i for i in ids if i not in trained.eos_ids])}))
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, line by line."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line.encode(errors="replace").decode()
+
+
+def _chat(options: SampleOptions, trained: Any, turns: Iterable[str], drawn: dict[str, Any]) -> int:
+    from cs336_systems.pretraining.chat import ChatEncoder, ChatTemplate
+    from cs336_systems.pretraining.sampling import generate
+    from cs336_systems.pretraining.tokenizer import TOKENIZER, TextStream
+
+    tokenizer, path = trained.tokenizer, options.model.resolve()
+    template = ChatTemplate.find(path if (path / TOKENIZER).exists() else path.parent, eos=tokenizer.eos_token)
+    encoder, n_new, seconds = ChatEncoder(tokenizer.json()), 0, 0.0
+    ((end, _),) = encoder.encode([template.end_of_turn()], [()])
+    stops = trained.eos_ids | (frozenset(end.tolist()) if len(end) == 1 else frozenset())
+    messages: list[dict[str, str]] = []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        ((prompt, _),) = encoder.encode([template.render(messages, answer_next=True)], [()])
+        started, ids, stream = time.perf_counter(), list[int](), TextStream(tokenizer)
+        for token_id in generate(trained.model, prompt.tolist(), **drawn, eos_ids=stops, n_ids=tokenizer.vocab_size):
+            ids.append(token_id)
+            if token_id not in stops:
+                print(stream.push(token_id), end="", flush=True)
+        print(stream.rest())
+        took = time.perf_counter() - started
+        n_new, seconds = n_new + len(ids), seconds + took
+        print(f"{NAME}: {len(ids):,} tokens, {len(ids) / took:,.1f} tokens/s", file=sys.stderr)
+        answer = tokenizer.decode([token_id for token_id in ids if token_id not in stops])
+        messages.append({"role": "assistant", "content": answer})
+    line: dict[str, Any] = {"command": NAME, "model": str(options.model), "step": trained.step, "new_tokens": n_new}
+    print(json.dumps(line | {"tokens_per_s": round(n_new / max(seconds, 1e-9), 1), "messages": messages}))
     return 0
 
 

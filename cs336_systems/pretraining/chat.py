@@ -147,6 +147,11 @@ class ChatTemplate:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         return text, tuple(self._answer(messages, i, text) for i in answers)
 
+    def end_of_turn(self) -> str:
+        """What the template writes behind an answer, without the white space after it."""
+        messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _PROBE}]
+        return self.render(messages).partition(_PROBE)[2].rstrip()
+
     def _answer(self, messages: Sequence[Mapping[str, Any]], i: int, text: str) -> tuple[int, int]:
         before = self.render(messages[:i], answer_next=True)
         probe = {"role": "assistant", "content": _PROBE}

@@ -1,5 +1,6 @@
 """Conversations: text and tokens are those of transformers, answers are found in any template, bad lines are named."""
 
+import io
 import json
 import re
 from collections import Counter
@@ -8,10 +9,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as Definition
 
+from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining.chat import ChatEncoder, ChatTemplate, messages_of
 from cs336_systems.pretraining.dataset import ANSWER, BEGIN, Dataset
-from cs336_systems.pretraining.tokenizer import train_bpe
+from cs336_systems.pretraining.tokenizer import load_tokenizer, train_bpe
 from cs336_systems.pretraining.tokenizing import TokenizeOptions, tokenize
+from cs336_systems.pretraining.trainer import train
+from scripts import sample
+from tests.pretraining.trained import options
 
 CHATML = """\
 {%- if messages[0].role != 'system' %}
@@ -197,3 +202,34 @@ def test_reasoning_has_both_names_and_roles_stay():
     assert messages_of(row, "", Counter()) == [
         {"role": "assistant", "content": "a", "reasoning_content": "b", "thinking": "b"}
     ]
+
+
+def test_a_conversation_is_sampled_as_the_template_has_it(tmp_path, folder, monkeypatch, capsys):
+    """Every turn reads the whole conversation so far, and an answer ends with the end of its turn."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in CONVERSATIONS))
+    (tmp_path / "t.jinja").write_text(plain("chatml"))
+    data = tokenize(chat_options(tmp_path, tokenizer=str(folder), chat_template=tmp_path / "t.jinja")).folder
+    run = {"context_length": 64, "steps": 1, "warmup_steps": 0, "evaluate_every": None, "save_every": 1}
+    with joined("cpu") as rank:
+        train(options(tmp_path, data=data, out=tmp_path / "run", **run), rank)
+    tokenizer = load_tokenizer(data)
+    answers = iter([tokenizer.encode(["4"])[0], tokenizer.encode(["8"])[0]])  # which end with <|im_end|>
+    prompts = []
+
+    def answer(model, prompt, *, eos_ids, **_):
+        prompts.append(tokenizer.decode(prompt))
+        for token_id in next(answers).tolist():
+            yield token_id
+            if token_id in eos_ids:
+                return
+
+    monkeypatch.setattr("cs336_systems.pretraining.sampling.generate", answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("2 + 2?\n\n4 + 4?\n"))
+    assert sample.main([str(tmp_path / "run"), "--chat"]) == 0
+    *said, line = capsys.readouterr().out.splitlines()
+    assert said == ["4", "8"]
+    turns = [("user", "2 + 2?"), ("assistant", "4"), ("user", "4 + 4?"), ("assistant", "8")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert json.loads(line)["messages"] == messages
+    template = ChatTemplate.find(data)
+    assert prompts == [template.render(messages[:n], answer_next=True) for n in (1, 3)]
