@@ -253,6 +253,12 @@ class ChatEncoder:
         self._definition.no_truncation()
         self._definition.no_padding()
 
+    def begins_within_a_token(self, text: str, answers: Answers) -> bool:
+        """Whether a text's first answer does not begin with a token: then a model is never asked what it learned."""
+        before = text[: answers[0][0]]
+        (ids, _), (so_far, _) = self.encode([text, before], [(), ()])
+        return ids[: len(so_far)].tolist() != so_far.tolist()
+
     def encode(self, texts: Sequence[str], answers: Sequence[Answers]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
         """(ids (n,) uint32, whether each is of an answer (n,) bool) of every text, nothing before it or behind."""
         found = []

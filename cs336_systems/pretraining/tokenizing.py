@@ -43,6 +43,7 @@ from cs336_systems.pretraining.tokenizer import (
 
 _SAMPLE_CHARACTERS = 16_000_000
 """Characters of the first training documents on which a BPE is trained: more change few of its merges."""
+_WITHIN = "answers begin within a token: the chat template should write a line's end, not a blank, in front of them"
 _BATCH_CHARACTERS = 2**19
 """Characters of text that are encoded at once: enough for all cores."""
 
@@ -224,6 +225,11 @@ def _write(
             if of_chat is None:
                 encoded = [(ids, None) for ids in tokenizer.encode(texts)]
             else:
+                first = batch[0][0]
+                if not sum(split["documents"] for split in said.values()) and of_chat.begins_within_a_token(
+                    *first[::2]
+                ):
+                    print(f"{corpus.description}: {_WITHIN}", file=sys.stderr)
                 encoded = of_chat.encode(texts, [document.answers for document, _ in batch])
             for (document, held_out), (ids, is_answer) in zip(batch, encoded, strict=True):
                 name = "evaluation" if held_out else "train"

@@ -197,6 +197,17 @@ def test_a_dataset_of_conversations_has_marks_and_its_template(tmp_path, folder,
         Dataset.open(made.folder)
 
 
+@pytest.mark.parametrize("before", [" ", "\n"])
+def test_an_answer_that_begins_within_a_token_is_said(tmp_path, capsys, before):
+    rows = [{"prompt": f"what is {i}", "completion": f"it is {i}"} for i in range(50)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = "{% for m in messages %}{{ m.role + ':SEP' + m.content + eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant:SEP' }}{% endif %}"
+    (tmp_path / "t.jinja").write_text(template.replace("SEP", before))
+    tokenize(chat_options(tmp_path, tokenizer="bpe", vocab_size=300, chat_template=tmp_path / "t.jinja"))
+    assert ("answers begin within a token" in capsys.readouterr().err) == (before == " ")
+
+
 def test_reasoning_has_both_names_and_roles_stay():
     row = {"messages": [{"role": "assistant", "content": "a", "reasoning": "b", "name": "c"}]}
     assert messages_of(row, "", Counter()) == [
