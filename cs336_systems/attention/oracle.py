@@ -35,7 +35,8 @@ def oracle_attention(
     shape = validate(q, k, v, scale=scale)
     visible = causal_mask(shape, q.device) if causal else None
     if starts is not None:
-        check_starts(shape, causal, starts)
+        check_starts(shape, causal, starts)  # which needs causal
+        assert visible is not None
         own = torch.arange(shape.n_keys, device=q.device) >= starts[..., None]
         visible = visible & (own[:, None] if shape.four_d else own)
     scores = scaled_scores(q, k, shape, scale)

@@ -391,8 +391,8 @@ def backward(
             hold what they read, and neither dy nor ``saved`` may be written over.
         starts: that of forward.
     """
-    how_placed = config, cos, sin, {}, _documents(starts)
-    stages = _Stages(weights, ops, products, products.maxima(dy_BSD, saved.tensors), *how_placed)
+    of_dy = products.maxima(dy_BSD, saved.tensors)
+    stages = _Stages(weights, ops, products, of_dy, config, cos, sin, {}, _documents(starts))
     maxima, write = products.gradient_maxima(dy_BSD), _Writer(grads, products, ops, accumulate, later)
     recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 

@@ -32,6 +32,7 @@ from cs336_systems.pretraining.loader import Loader, Sequences
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.peer import peer_model, peer_optimizer, peer_step
 from cs336_systems.pretraining.run_records import Light, LoggedStep, Memory, Record
+from cs336_systems.pretraining.sources import sources_of
 from cs336_systems.pretraining.trainer import StopRequests, train
 from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
 
@@ -125,7 +126,7 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
 
 def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: Watch) -> None:
     assert options.data is not None and options.steps is not None
-    dataset = Dataset.open(options.data)
+    dataset = Dataset.open(sources_of(options.data)[0].folder)
     assert dataset.train is not None
     config = replace(resolve_size(options.size).at_context(options.context_length), vocab_size=dataset.vocab_size)
     precision = options.training_case(config, 1).precision

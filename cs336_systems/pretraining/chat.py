@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import jinja2
 import numpy as np
@@ -48,7 +48,7 @@ Answers = tuple[tuple[int, int], ...]
 class _Generation(Extension):
     """``{% generation %}`` .. ``{% endgeneration %}``: what is between is an answer."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
@@ -255,6 +255,8 @@ class ChatEncoder:
 
     def begins_within_a_token(self, text: str, answers: Answers) -> bool:
         """Whether a text's first answer does not begin with a token: then a model is never asked what it learned."""
+        if not answers:
+            return False
         before = text[: answers[0][0]]
         (ids, _), (so_far, _) = self.encode([text, before], [(), ()])
         return ids[: len(so_far)].tolist() != so_far.tolist()

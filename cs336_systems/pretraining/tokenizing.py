@@ -107,8 +107,8 @@ def tokenize(options: TokenizeOptions) -> Dataset:
     template = None
     if options.chat:
         made_here = options.tokenizer in ("bpe", "bytes")
-        named = None if made_here else Path(options.tokenizer)
-        template = ChatTemplate.find(named, options.chat_template, options.eos_token)
+        own = None if made_here else Path(options.tokenizer)
+        template = ChatTemplate.find(own, options.chat_template, options.eos_token)
         corpus = replace(corpus, chat=ChatReader(template, Counter()))
     out = options.out or default_folder(options, corpus)
     if out.exists() and not (out / MANIFEST).exists():
@@ -222,15 +222,15 @@ def _write(
             tokens: dict[str, list[np.ndarray]] = {name: [] for name in said}
             texts = [document.text for document, _ in batch]
             marks: dict[str, list[np.ndarray]] = {name: [] for name in said}
+            encoded: list[tuple[np.ndarray, np.ndarray | None]]
             if of_chat is None:
                 encoded = [(ids, None) for ids in tokenizer.encode(texts)]
             else:
                 first = batch[0][0]
-                if not sum(split["documents"] for split in said.values()) and of_chat.begins_within_a_token(
-                    *first[::2]
-                ):
+                begun = any(split["documents"] for split in said.values())
+                if not begun and of_chat.begins_within_a_token(first.text, first.answers):
                     print(f"{corpus.description}: {_WITHIN}", file=sys.stderr)
-                encoded = of_chat.encode(texts, [document.answers for document, _ in batch])
+                encoded = list(of_chat.encode(texts, [document.answers for document, _ in batch]))
             for (document, held_out), (ids, is_answer) in zip(batch, encoded, strict=True):
                 name = "evaluation" if held_out else "train"
                 tokens[name].append(ids)

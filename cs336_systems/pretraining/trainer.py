@@ -403,9 +403,9 @@ class _Run:
 
     def _evaluate(self, sequences: Sequences) -> None:
         """Log the held-out loss; decide whether it is the best, and whether to go on."""
-        began, how = time.perf_counter(), (self._rank, self._prepared.evaluation_batch)
+        began, batch = time.perf_counter(), self._prepared.evaluation_batch
         shared = self._options.evaluation_sequences, self._prepared.own, self._prepared.place
-        found = {name: evaluate(self._step, part, *how, *shared) for name, part in sequences.parts.items()}
+        found = {name: evaluate(self._step, part, self._rank, batch, *shared) for name, part in sequences.parts.items()}
         loss, tokens = (
             sequences.mean({name: one for name, (one, _) in found.items()}),
             sum(n for _, n in found.values()),

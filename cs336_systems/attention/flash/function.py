@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from cs336_systems.attention.flash.backward import launch_backward
 from cs336_systems.attention.flash.forward import flash_forward_kernel, launch_forward
 from cs336_systems.attention.flash.tiles import with_short_rows
-from cs336_systems.attention.shapes import backward_through, forward_through, kernel_limits, validate
+from cs336_systems.attention.shapes import backward_through, check_starts, forward_through, kernel_limits, validate
 from cs336_systems.kernels.launching import needs_other_device, operator
 
 
@@ -90,7 +90,7 @@ class FlashKernels(torch.autograd.Function):
 
 
 class FlashAttention(FlashKernels):
-    """``FlashAttention.apply(q, k, v, is_causal=False, scale=None)``.
+    """``FlashAttention.apply(q, k, v, is_causal=False, scale=None, starts=None)``.
 
     softmax(scale q k^T) v, exact, without storing a score.
 
@@ -101,6 +101,7 @@ class FlashAttention(FlashKernels):
         is_causal: query i sees the keys j <= i + n_keys - n_queries, so that the last query sees all; a query that sees
             none gives zeros.
         scale: of the scores, 1/sqrt(d) if None.
+        starts: as of ``dispatch.attention``.
 
     Raises:
         ValueError: shapes, dtypes (fp32, bf16 and fp16 are taken), devices or a head dim outside 16..256.
@@ -108,13 +109,21 @@ class FlashAttention(FlashKernels):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        scale: float | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
-        validate(q, k, v, scale=scale)
+        shape = validate(q, k, v, scale=scale)
+        if starts is not None:
+            check_starts(shape, is_causal, starts)
         if reason := kernel_limits(q):
             raise ValueError(reason)
         if needs_other_device(flash_forward_kernel, q.device):
             raise ValueError(
                 f"the Triton kernels need CUDA tensors (or TRITON_INTERPRET=1 before they are imported), got {q.device}"
             )
-        return FlashKernels.forward(ctx, q, k, v, is_causal, scale)
+        return FlashKernels.forward(ctx, q, k, v, is_causal, scale, starts)
