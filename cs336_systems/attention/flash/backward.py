@@ -151,12 +151,15 @@ def flash_dkdv_kernel(
 @triton.jit
 def add_keys(
     dq, q_tile, do_tile, lse_tile, delta_tile, k, v, starts, stride_k, stride_v, first_query, first_key, end_key,
-    n_queries, n_keys, scale_log2,
+    done_from, n_done, n_queries, n_keys, scale_log2,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the share of the keys from first_key up to end_key to dq (unscaled) of one query tile."""
-    for start in tl.range(first_key, end_key, BLOCK_K):
+    """Add the share of the keys that ``forward.attend_keys`` would take to dq (unscaled) of one query tile."""
+    for place in tl.range(first_key, end_key - n_done, BLOCK_K):
+        start = place
+        if MASKED and PACKED:
+            start = tl.where(place < done_from, place, place + n_done)
         k_tile = load_tile(k, start, n_keys, stride_k, BLOCK_K, D, BLOCK_D, CHECK_ROWS=MASKED)
         v_tile = load_tile(v, start, n_keys, stride_v, BLOCK_K, D, BLOCK_D, CHECK_ROWS=MASKED)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
@@ -199,21 +202,19 @@ def flash_dq_kernel(
     lse_tile = load_row_values(lse_log2, first_query, n_queries, float("inf"), BLOCK_Q, CHECK_ROWS=True)
     delta_tile = load_row_values(delta, first_query, n_queries, 0.0, BLOCK_Q, CHECK_ROWS=True)
     dq_sum = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
-    unmasked = 0
+    first, unmasked, n_done = unmasked_end, 0, 0
     if PACKED:
         starts += batch * n_queries
         first, unmasked = document_keys(starts, first_query, n_queries, unmasked_end, BLOCK_Q, BLOCK_K)
-        dq_sum = add_keys(
-            dq_sum, q_tile, do_tile, lse_tile, delta_tile, k, v, starts, stride_k, stride_v, first_query, first,
-            unmasked, n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PACKED, PRECISION,
-        )  # fmt: skip
+        n_done = unmasked_end - unmasked
     dq_sum = add_keys(
         dq_sum, q_tile, do_tile, lse_tile, delta_tile, k, v, starts, stride_k, stride_v, first_query, unmasked,
-        unmasked_end, n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, False, PACKED, PRECISION,
+        unmasked_end, 0, 0, n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, False, PACKED,
+        PRECISION,
     )  # fmt: skip
     dq_sum = add_keys(
-        dq_sum, q_tile, do_tile, lse_tile, delta_tile, k, v, starts, stride_k, stride_v, first_query, unmasked_end,
-        end, n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PACKED, PRECISION,
+        dq_sum, q_tile, do_tile, lse_tile, delta_tile, k, v, starts, stride_k, stride_v, first_query, first, end,
+        unmasked, n_done, n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PACKED, PRECISION,
     )  # fmt: skip
     store_tile(dq, dq_sum * scale, first_query, n_queries, stride_dq, BLOCK_Q, D, BLOCK_D)
 

@@ -19,8 +19,8 @@ Precision: products accumulate in fp32; P is rounded to the inputs' dtype for P 
 
 A row that sees no key (causal, more queries than keys) has o = 0 and lse = -inf.
 
-Packed documents (``starts``): tiles of keys before a tile's first document are not loaded either, and a third loop,
-with masks, takes those in which a document of the tile begins.
+Packed documents (``starts``): tiles of keys before a tile's first document are not loaded either, and the loop with
+masks also takes those in which a document of the tile begins. (With a third loop ptxas serialises every wgmma, C7515.)
 
 Limits: head dims 16 to 256; tiles fit the shared memory of an H100 or H200 (227 KiB), larger ones need not fit others.
 
@@ -49,13 +49,16 @@ from cs336_systems.kernels.launching import ceil_div, launch, next_power_of_2
 
 @triton.jit
 def attend_keys(
-    acc, row_max, row_sum, q_tile, k, v, starts, stride_k, stride_v, first_query, first_key, end_key, n_queries,
-    n_keys, scale_log2,
+    acc, row_max, row_sum, q_tile, k, v, starts, stride_k, stride_v, first_query, first_key, end_key, done_from,
+    n_done, n_queries, n_keys, scale_log2,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys from first_key up to end_key into (acc, row_max, row_sum)."""
-    for start in tl.range(first_key, end_key, BLOCK_K):
+    """Take the keys from first_key up to end_key, but for those done (packed, masked), into (acc, row_max, row_sum)."""
+    for place in tl.range(first_key, end_key - n_done, BLOCK_K):
+        start = place
+        if MASKED and PACKED:
+            start = tl.where(place < done_from, place, place + n_done)
         k_tile = load_tile(k, start, n_keys, stride_k, BLOCK_K, D, BLOCK_D, CHECK_ROWS=MASKED)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if MASKED:
@@ -100,21 +103,18 @@ def flash_forward_kernel(
     acc = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
     row_max = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_Q,), dtype=tl.float32)
-    unmasked = 0
+    first, unmasked, n_done = unmasked_end, 0, 0
     if PACKED:
         starts += batch * n_queries
         first, unmasked = document_keys(starts, first_query, n_queries, unmasked_end, BLOCK_Q, BLOCK_K)
-        acc, row_max, row_sum = attend_keys(
-            acc, row_max, row_sum, q_tile, k, v, starts, stride_k, stride_v, first_query, first, unmasked, n_queries,
-            n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PACKED, PRECISION,
-        )  # fmt: skip
+        n_done = unmasked_end - unmasked
     acc, row_max, row_sum = attend_keys(
-        acc, row_max, row_sum, q_tile, k, v, starts, stride_k, stride_v, first_query, unmasked, unmasked_end,
+        acc, row_max, row_sum, q_tile, k, v, starts, stride_k, stride_v, first_query, unmasked, unmasked_end, 0, 0,
         n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, False, PACKED, PRECISION,
     )  # fmt: skip
     acc, row_max, row_sum = attend_keys(
-        acc, row_max, row_sum, q_tile, k, v, starts, stride_k, stride_v, first_query, unmasked_end, end, n_queries,
-        n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PACKED, PRECISION,
+        acc, row_max, row_sum, q_tile, k, v, starts, stride_k, stride_v, first_query, first, end, unmasked, n_done,
+        n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PACKED, PRECISION,
     )  # fmt: skip
 
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # saw no key: acc is 0 and row_max -inf, which is the answer
