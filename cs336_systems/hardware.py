@@ -49,6 +49,35 @@ PCIE_GEN5_X16 = 64 * GB_PER_S
 
 
 @dataclass(frozen=True)
+class CardClass:
+    """The machine that a class of cards is put into, and how attention runs on them."""
+
+    memory_channels: int
+    """Channels of the host's memory that copies of one card use."""
+    attention_forward: float
+    attention_backward: float
+    """Factors of attention's rates beside those of a data-centre card."""
+
+
+KINDS = {
+    "data centre": CardClass(8, 1.0, 1.0),
+    "workstation": CardClass(4, 0.81, 0.52),
+    "consumer": CardClass(2, 0.81, 0.52),
+}
+"""Classes of cards. Attention of the last two has 99 KiB of shared memory a block, and no asynchronous tensor cores:
+the factors are fitted on the RTX 3090's tenth of ml_dataflow's cells (``answers/ml_dataflow.py``)."""
+
+_CHANNEL_BYTES_PER_S, _COPIED = {PCIE_GEN4_X16: 25.6 * GB_PER_S, PCIE_GEN5_X16: 44.8 * GB_PER_S}, 0.73
+"""Bytes/s of a channel of the host's memory, DDR4-3200 beside PCIe 4 and DDR5-5600 beside PCIe 5, and the share that
+copies get of it (fitted on the RTX 3090's tenth)."""
+
+POWER_SLOPE, ENERGY = 0.3, {"fp8": 0.6}
+"""Watts that a card needs beyond its power for each TFLOP/s of its bf16 peak, and the energy of a FLOP in fp8 beside
+one in bf16. ml_dataflow's tenths of an H100 and an RTX 3090 alone would say 0.36, llm.q's of an H100 and an RTX PRO
+6000 0.2; an H200 multiplies 1.3 times as fast in fp8 as these watts would let it at equal energies."""
+
+
+@dataclass(frozen=True)
 class Hardware:
     """Published peaks of one device. None means: the device has no such unit, or no document says."""
 
@@ -78,6 +107,30 @@ class Hardware:
     datasheet: str | None
     """URL of the NVIDIA document that the figures are from."""
 
+    kind: str | None = None
+    """The class of the card, one of ``KINDS``."""
+
+    watts: float | None = None
+    """Board power, as the datasheet has it: what products may draw."""
+
+    @property
+    def host_memory_bytes_per_s(self) -> float | None:
+        """Bytes/s of the host's memory for copies, in a machine that such cards are put into; None if unknown."""
+        channel = _CHANNEL_BYTES_PER_S.get(self.host_link_bytes_per_s or 0.0)
+        return None if self.kind is None or channel is None else _COPIED * KINDS[self.kind].memory_channels * channel
+
+    def sustained_flops(self, dtype: str) -> float | None:
+        """FLOP/s that the card's power allows in large products of ``dtype``; None where no peak is published.
+
+        Of the peak P it allows 1 / (1 + e P / W), W watts, e the energy of a FLOP beside what the rest of the card
+        draws: ``POWER_SLOPE``. A card without published power gets that of one that needs 1 W a TFLOP/s.
+        """
+        peak = self.peak(dtype)
+        if peak is None:
+            return None
+        tflops_per_watt = peak / TERA / self.watts if self.watts else 1.0
+        return peak / (1 + POWER_SLOPE * ENERGY.get(dtype, 1.0) * tflops_per_watt)
+
     def peak(self, dtype: str) -> float | None:
         """Dense matmul FLOP/s of `dtype`, None where none is published; ValueError for any other name."""
         if dtype not in MATMUL_DTYPES:
@@ -100,6 +153,8 @@ def _gpu(
     gb_per_s: float,
     link_gb_per_s: float | None,
     pcie_gen: int,
+    watts: float,
+    kind: str,
     datasheet: str,
 ) -> Hardware:
     """A GPU in its datasheet's units; TFLOP/s are those of fp32, tf32, fp16 and bf16 alike, and fp8 if it has that."""
@@ -113,11 +168,15 @@ def _gpu(
         None if link_gb_per_s is None else link_gb_per_s * GB_PER_S,
         {4: PCIE_GEN4_X16, 5: PCIE_GEN5_X16}[pcie_gen],
         datasheet,
+        kind,
+        watts,
     )
 
 
 _A100 = (19.5, 156, 312)  # SXM and PCIe alike; fp8 came with Hopper
 _GH100_SXM = (66.9, 494.7, 989.4, 1978.9)
+
+_DC, _WS, _PC = KINDS
 
 _CONTENT = "https://www.nvidia.com/content"
 _GEFORCE = "https://images.nvidia.com/aem-dam/Solutions/geforce"
@@ -138,35 +197,37 @@ _RTX_PRO = (
 )
 
 HARDWARE: tuple[Hardware, ...] = (
-    # name, names after "NVIDIA", TFLOP/s, GiB, GB/s, link GB/s, PCIe generation, datasheet
+    # name, names after "NVIDIA", TFLOP/s, GiB, GB/s, link GB/s, PCIe generation, W, class, datasheet
     # A100 of 40 GB: SXM and PCIe have the same figures throughout.
-    _gpu("A100 40GB", ("A100-SXM4-40GB", "A100-PCIE-40GB"), _A100, 40, 1555, 300, 4, _A100_40GB_PDF),
-    _gpu("A100 SXM 80GB", ("A100-SXM4-80GB",), _A100, 80, 2039, 300, 4, _A100_80GB_PDF),
-    _gpu("A100 PCIe 80GB", ("A100 80GB PCIe",), _A100, 80, 1935, 300, 4, _A100_80GB_PDF),
+    _gpu("A100 40GB", ("A100-SXM4-40GB", "A100-PCIE-40GB"), _A100, 40, 1555, 300, 4, 400, _DC, _A100_40GB_PDF),
+    _gpu("A100 SXM 80GB", ("A100-SXM4-80GB",), _A100, 80, 2039, 300, 4, 400, _DC, _A100_80GB_PDF),
+    _gpu("A100 PCIe 80GB", ("A100 80GB PCIe",), _A100, 80, 1935, 300, 4, 300, _DC, _A100_80GB_PDF),
     # Whitepaper: the SXM datasheet has its figures sparse and rounded, the PCIe card's its memory as 2 TB/s.
-    _gpu("H100 SXM", ("H100 80GB HBM3",), _GH100_SXM, 80, 3350, 450, 5, _HOPPER),
-    _gpu("H100 PCIe", ("H100 PCIe",), (51.2, 378, 756, 1513), 80, 2039, 300, 5, _HOPPER),
+    _gpu("H100 SXM", ("H100 80GB HBM3",), _GH100_SXM, 80, 3350, 450, 5, 700, _DC, _HOPPER),
+    _gpu("H100 PCIe", ("H100 PCIe",), (51.2, 378, 756, 1513), 80, 2039, 300, 5, 350, _DC, _HOPPER),
     # The SXM board; "NVIDIA H200 NVL" is a slower PCIe card. The datasheet prints peaks sparse and rounded (bf16
     # 1,979); chip and clocks are the H100 SXM's, so the whitepaper's unrounded figures hold.
-    _gpu("H200", ("H200",), _GH100_SXM, 141, 4800, 450, 5, _H200),
+    _gpu("H200", ("H200",), _GH100_SXM, 141, 4800, 450, 5, 700, _DC, _H200),
     # The datasheet's HGX B200 column, halved because sparse. It rounds tf32 to 2.2 PFLOP/s sparse; half of bf16, as on
     # A100 and H100, is 1125. fp32: the datasheet's 75; the 2024 brief announced 80, but 148 SMs x 128 cores x 2 x 1.965
     # GHz is 74.5. Memory was announced as 192 GB and 8 TB/s; the datasheet of the shipping part says 180 GB and 7.7
     # TB/s, and drivers report a 7680-bit bus at 3996 MHz, which is 7.67. PCIe: the datasheet's; the brief announced
     # Gen6.
-    _gpu("B200", ("B200",), (75, 1125, 2250, 4500), 180, 7700, 900, 5, _B200),
+    _gpu("B200", ("B200",), (75, 1125, 2250, 4500), 180, 7700, 900, 5, 1000, _DC, _B200),
     # Tensor peaks are printed sparse: 120, 242, 485.
-    _gpu("L4", ("L4",), (30.3, 60, 121, 242.5), 24, 300, None, 4, _L4),
+    _gpu("L4", ("L4",), (30.3, 60, 121, 242.5), 24, 300, None, 4, 72, _DC, _L4),
     # As printed. Its bf16 pair is 362.05 dense | 733 sparse: the dense one is 2 x the L40's 181.05, while clocks (142
     # SMs x 1024 FLOP x 2.52 GHz) and half of 733 both give 366.4: shares read 1.2 % high.
-    _gpu("L40S", ("L40S",), (91.6, 183, 362.05, 733), 48, 864, None, 4, _L40S),
-    _gpu("RTX 3090", ("GeForce RTX 3090",), (35.6, 35.6, 71), 24, 936, 56.25, 4, _RTX_3090),
-    _gpu("RTX 4090", ("GeForce RTX 4090",), (82.6, 82.6, 165.2, 330.3), 24, 1008, None, 4, _RTX_4090),
-    _gpu("RTX 5090", ("GeForce RTX 5090",), (104.8, 104.8, 209.5, 419), 32, 1792, None, 5, _RTX_5090),
+    _gpu("L40S", ("L40S",), (91.6, 183, 362.05, 733), 48, 864, None, 4, 350, _DC, _L40S),
+    _gpu("RTX 3090", ("GeForce RTX 3090",), (35.6, 35.6, 71), 24, 936, 56.25, 4, 350, _PC, _RTX_3090),
+    _gpu("RTX 4090", ("GeForce RTX 4090",), (82.6, 82.6, 165.2, 330.3), 24, 1008, None, 4, 450, _PC, _RTX_4090),
+    _gpu("RTX 5090", ("GeForce RTX 5090",), (104.8, 104.8, 209.5, 419), 32, 1792, None, 5, 575, _PC, _RTX_5090),
     # The 600 W Workstation Edition only: the Server and Max-Q Editions run at other clocks, and no dense figure per
     # dtype was found for them. A professional card: FP32 accumulation runs at full rate. fp32 is the whitepaper's; the
     # datasheet says 125.
-    _gpu("RTX PRO 6000 Blackwell", _RTX_PRO_NAMES, (126.0, 251.9, 503.8, 1007.6), 96, 1792, None, 5, _RTX_PRO),
+    _gpu(
+        "RTX PRO 6000 Blackwell", _RTX_PRO_NAMES, (126.0, 251.9, 503.8, 1007.6), 96, 1792, None, 5, 600, _WS, _RTX_PRO
+    ),
     Hardware("CPU", ("cpu",), {}, None, None, None, None, None),
 )
 

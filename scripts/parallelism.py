@@ -2,6 +2,7 @@
 
     uv run scripts/parallelism.py search --gpus 64 --gpu h100 --size llama3-70b --batch-tokens 4M --tokens 15T
     uv run scripts/parallelism.py published
+    uv run scripts/parallelism.py cards
     uv run scripts/parallelism.py ring --world-size 8
     uv run scripts/parallelism.py forms --device h100 --world-size 8
     uv run scripts/parallelism.py mesh --world-size 256
@@ -10,7 +11,7 @@
     uv run scripts/parallelism.py scaling
     uv run scripts/parallelism.py failures
 
-Nothing is run or measured. search and published predict by the rates that measured steps have; every other
+Nothing is run or measured. search, published and cards predict by the rates that measured steps have; every other
 number is a bound from datasheet peaks. The last line is one JSON object.
 """
 

@@ -3,7 +3,7 @@
     uv run scripts/report.py                      # rewrite documents that are stale, draw the figures
     uv run scripts/report.py --check              # write nothing; list what is stale, unknown or unproven, exit code 1
     uv run scripts/report.py --adopt results/run7 # move a run's rows and digests into profiles/ first
-    uv run scripts/report.py --seal               # list outside.csv and gpu_tests.csv as they are now, then render
+    uv run scripts/report.py --seal               # list what is kept by hand as it is now, then render
 
 Templates are in cs336_systems/answers/pages; cs336_systems/answers/rendering.py describes how they quote numbers and
 tables, and which numbers their text may hold. Rows must match the statistics of their samples and name a commit of the
@@ -31,7 +31,7 @@ class Options:
     machine: str = "h200"
     """With --adopt, the machine of the rows: a folder of profiles/results, part of the GPU's name or cpu."""
     seal: bool = False
-    """List the CSV files that are kept by hand (outside.csv, gpu_tests.csv) as they are now, then render."""
+    """List the CSV files that are kept by hand (what others published, gpu_tests.csv) as they are now, then render."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,7 +5,7 @@ its samples and with each other (``agreement.py``); the lines of a log are as fa
 took.
 
 **Seals.** ``profiles/SHA256SUMS`` lists every committed file that cannot be made again from others, as ``sha256sum``
-writes it: rows, recordings, logs of runs, figures, the runs of GPU tests, and ``outside.csv``. Adopting a run and
+writes it: rows, recordings, logs of runs, figures, the runs of GPU tests, and what others published. Adopting a run and
 drawing a figure seal what they write; ``report.py --seal`` seals the two CSV files that are kept by hand.
 
 **Adopting.** ``scripts/measure_*.sh FOLDER PART...`` write a folder for each part below FOLDER. Its CSVs of rows belong
@@ -38,7 +38,10 @@ from cs336_systems.pretraining.run_records import Device, Evaluation, LoggedStep
 RUNS, TEST_RUNS, SUMS = "runs", "gpu_tests.csv", "SHA256SUMS"
 """Names in ``profiles/``: training runs, the last runs of the tests that need a GPU, and the seals."""
 
-BY_HAND = (TEST_RUNS, "../cs336_systems/answers/outside.csv")
+BY_HAND = (
+    TEST_RUNS,
+    *(f"../cs336_systems/answers/{name}.csv" for name in ("llmq", "ml_dataflow", "outside")),
+)
 """Sealed files that people edit, as ``profiles/`` sees them."""
 
 SEALED = ("results", "digests", RUNS, "figures")

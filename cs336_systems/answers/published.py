@@ -11,6 +11,7 @@ are published: torchtitan's draw 500 W and have slower memory.
 from dataclasses import dataclass, field
 from typing import Any
 
+from cs336_systems.answers.predicted import Cards
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.flops import model_flops
 from cs336_systems.costs.parallelism.layout import Layout
@@ -129,5 +130,5 @@ class Published:
         }
 
 
-ALL_QUESTIONS = (Search, Published, *QUESTIONS)
+ALL_QUESTIONS = (Search, Published, Cards, *QUESTIONS)
 """The questions of ``scripts/parallelism.py``."""

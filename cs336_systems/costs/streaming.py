@@ -26,15 +26,15 @@ and end; ``streaming/schedule.py`` says what they are.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
-from cs336_systems.config import PRECISIONS, ModelConfig, Precision
+from cs336_systems.config import PRECISIONS, ModelConfig, Precision, Recipe
 from cs336_systems.costs.flops import forward_flops, model_flops
 from cs336_systems.costs.kept import LEVELS as ALL_LEVELS
-from cs336_systems.costs.kept import kept_sizes, recomputed, recomputed_flops
+from cs336_systems.costs.kept import STORED, kept_names, kept_sizes, recomputed, recomputed_flops
 from cs336_systems.costs.memory import WIDE, rotary_bytes
-from cs336_systems.hardware import Hardware
+from cs336_systems.costs.rates import Rates
 
 LEVELS = ALL_LEVELS[:3]
 """The levels of which a plan chooses. The fourth would save passes over memory alone, for half of all bytes more."""
@@ -47,65 +47,9 @@ MASTER_MOMENTS = {"exp_avg": 4, "exp_avg_sq": 4, "master": 4}
 HEAD_TOKENS = 2048
 """Tokens whose logits exist at a time: 32,768 x 4096 x 151,936 take 183 ms, as with twice as many (LOG.md)."""
 
-NARROW_HEAD = 64
-"""The widest head, in dimensions, with which attention is slower."""
-NARROW_FORWARD, NARROW_BACKWARD = 0.80, 0.97
-"""Factors of attention's rates for such heads (measured at 16,384 tokens: 491 of 613 TFLOP/s forward, 518 of 534
-backward)."""
 ADD_ROWS_SHARE = 1 / 18
 """The share of the memory's rate that an embedding's backward reaches (measured: 8,192 rows of 4096 in 1.5 to 1.7 ms,
 of 2048 in 0.85)."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The rates that a device sustains, in FLOP/s and bytes/s."""
-
-    products: float
-    attention_forward: float
-    attention_backward: float
-    memory: float
-    """Bytes/s of reads and writes together."""
-    link_alone: float
-    """Bytes/s of the link each way, while the other way rests."""
-    link_out_both: float
-    """Bytes/s from the device, while both ways are busy."""
-    beside_copies: float = 0.995
-    """Relative speed of kernels while one copy runs; two cost twice as much."""
-    copy_latency_s: float = 10e-6
-    """Seconds from the end of what a copy waits for to its first byte."""
-    in_beside_out: float = 1.0
-    """Speed of copies to the device over that of copies from it, while both ways are busy."""
-
-    @classmethod
-    def of(cls, hardware: Hardware, dtype: str = "bf16") -> "Rates":
-        """Rates from published peaks, by the shares of them that an H200 sustains (LOG.md).
-
-        These are: matmuls 642 to 694 TFLOP/s, causal attention of d_head 128 590 forward and 535 backward, 92 % of its
-        memory's bandwidth in one pass, the link 55.5 GB/s one way and, beside kernels of a step, 43.6 to the device
-        while 50.9 leave it, 1 % longer kernels beside copies both ways.
-
-        Raises:
-            ValueError: a peak is not published.
-        """
-        peak, memory, link = hardware.peak(dtype), hardware.memory_bytes_per_s, hardware.host_link_bytes_per_s
-        if peak is None or memory is None or link is None:
-            raise ValueError(
-                f"no {dtype} FLOP/s, memory or host link are published for {hardware.name}: give the rates"
-            )
-        sustained = 0.675 * peak, 0.596 * peak, 0.541 * peak, 0.9 * memory
-        return cls(*sustained, link_alone=55.5 / 64 * link, link_out_both=51 / 64 * link, in_beside_out=0.855)
-
-    @property
-    def link_in_both(self) -> float:
-        """Bytes/s to the device, while the other way is busy too."""
-        return self.link_out_both * self.in_beside_out
-
-    def link_seconds(self, bytes_in: float, bytes_out: float) -> float:
-        """Seconds of copies both ways that begin together."""
-        both = min(bytes_in / self.link_in_both, bytes_out / self.link_out_both)
-        left = bytes_in - both * self.link_in_both + bytes_out - both * self.link_out_both  # of the longer one
-        return both + left / self.link_alone
 
 
 @dataclass(frozen=True)
@@ -122,6 +66,8 @@ class StreamedWork:
     precision: Precision = PRECISIONS["bf16"]
     moments: tuple[tuple[str, int], ...] = tuple(MOMENTS.items())
     """Names of the states that the optimizer keeps, and bytes a parameter of each."""
+    recipe: Recipe = STORED
+    """The recipe of blocks' matmuls; it changes seconds, not the bytes of items."""
 
     def __post_init__(self) -> None:
         short, long = sorted((self.chunk, self.context_length))
@@ -243,11 +189,36 @@ class StreamedWork:
         """
         if (amounts := self._amounts(kind, chunk, level)) is None:
             raise KeyError(kind)
-        narrow, backward = self.config.d_head <= NARROW_HEAD, kind == "backward"
-        attention = rates.attention_backward if backward else rates.attention_forward
-        if narrow:
-            attention *= NARROW_BACKWARD if backward else NARROW_FORWARD
-        return amounts.products / rates.products + amounts.attention / attention + amounts.traffic / rates.memory
+        attention = rates.attention(self.config.d_head)[kind == "backward"]
+        products = rates.quantized if self.recipe.quantized and kind != "head" else rates.products
+        traffic = amounts.traffic + self._quantizing_bytes(kind)
+        operands = rates.operands * self._operand_bytes_per_flop(kind) * amounts.products
+        computed = amounts.products / products + operands / rates.products + amounts.attention / attention
+        return computed + traffic / rates.memory
+
+    @cache  # noqa: B019
+    def _operand_bytes_per_flop(self, kind: str) -> float:
+        """Bytes that a product of (m, k) and (k, n) loads and stores for each of its FLOPs, on average over a block."""
+        config, tokens, width = self.config, self.chunk, self.precision.parameter_bytes
+        d_model, d_ff, words = config.d_model, config.d_ff, config.vocab_size
+        if kind == "head":
+            return width * (tokens * (d_model + words) + d_model * words) / (2 * tokens * d_model * words)
+        shapes = (d_model, config.d_qkv), (config.d_query, d_model), (d_model, 2 * d_ff), (d_ff, d_model)
+        n_bytes = sum(width * (tokens * (k + n) + k * n) for k, n in shapes)
+        if self.recipe.quantized:  # half of what is loaded and stored is in fp8
+            n_bytes *= 3 / 4
+        return n_bytes / sum(2 * tokens * k * n for k, n in shapes)
+
+    def _quantizing_bytes(self, kind: str) -> int:
+        """Bytes that quantized blocks move besides: operands once more, transposed, and gradients read and written so.
+
+        What precedes a matmul writes its operand in fp8 instead of bf16, so that this costs nothing.
+        """
+        if not self.recipe.quantized:
+            return 0
+        d_model, d_ff, d_query, d_qkv = self.config.d_model, self.config.d_ff, self.config.d_query, self.config.d_qkv
+        per_token = {"forward": 2 * d_model + d_query + d_ff, "backward": 4 * (d_qkv + 2 * d_model + 2 * d_ff)}
+        return self.chunk * per_token.get(kind, 0)
 
     def _amounts(self, kind: str, chunk: int, level: str) -> "_Amounts | None":
         """The work of one operation; None of one that does not compute."""
@@ -267,7 +238,7 @@ class StreamedWork:
                 traffic = recomputed(config, *self.batch, self.precision, level).traffic_bytes - always
                 if self.is_long and level != "products":  # k is there, and has been rotated
                     again, traffic = again - keys, traffic - 2 * row * d_kv
-                return _Amounts(again, attention if level == "input" else 0, traffic)
+                return _Amounts(again, 0 if "attended" in kept_names(level) else attention, traffic)
             case "backward":
                 # SwiGLU 5 d_ff, two norms 8 d, rotation 2 (d_query + d_kv), attention's outputs and sums 8 d_query
                 traffic = row * (8 * d_model + 10 * d_query + 2 * d_kv + 5 * d_ff) + always
@@ -278,8 +249,8 @@ class StreamedWork:
                 return _Amounts(keys, 0, row * (2 * d_model + 2 * d_kv))
             case "restore":  # the matmuls behind attention, a norm with its sum, SwiGLU
                 return _Amounts(behind, 0, row * (4 * d_model + 3 * d_ff))
-            case "head":  # its rows' passes are in the rate of products: 665 TFLOP/s (LOG.md)
-                return _Amounts(3 * whole.head, 0, 0)
+            case "head":  # logits are read twice and written once between its products
+                return _Amounts(3 * whole.head, 0, 3 * row * config.vocab_size)
             case "embed":
                 return _Amounts(0, 0, 2 * row * d_model)
             case "embed backward":

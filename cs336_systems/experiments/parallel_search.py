@@ -212,12 +212,10 @@ def _line(candidate: Candidate, job: Job, steps: float) -> Sequence[object]:
 def fsdp_alone(job: Job) -> "Table":
     """Which of the two limits FSDP alone reaches on these GPUs, and the remedy."""
     hardware = job.hardware
-    assert (
-        hardware.link_bytes_per_s is not None and hardware.memory_bytes is not None and hardware.datasheet is not None
-    )
-    peak = hardware.peaks("bf16")[0]
-    rates = peak, hardware.memory_bytes, hardware.link_bytes_per_s
-    device = Device(hardware.name, *rates, GPUS_PER_HOST, job.network_bytes_per_s, hardware.datasheet)
+    link = hardware.link_bytes_per_s or hardware.host_link_bytes_per_s
+    assert link is not None and hardware.memory_bytes is not None
+    rates = hardware.peaks("bf16")[0], hardware.memory_bytes, link
+    device = Device(hardware.name, *rates, GPUS_PER_HOST, job.network_bytes_per_s, hardware.datasheet or "")
     workload = scaling.ModelAndBatch(job.config.n_parameters, job.batch_tokens, job.length)
     limits = scaling.fsdp_step(workload, job.n_gpus, device).limits
     reached = ["reached" if limit else "-" for limit in limits]

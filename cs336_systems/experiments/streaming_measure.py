@@ -21,7 +21,8 @@ from torch import Tensor
 from cs336_systems.blocks import block_ops
 from cs336_systems.case import Parallel, TrainingCase, Unsupported
 from cs336_systems.costs.flops import model_flops
-from cs336_systems.costs.streaming import LaneTimes, Rates
+from cs336_systems.costs.rates import Rates
+from cs336_systems.costs.streaming import LaneTimes
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.experiments.streaming import CPU_PLANS_FOR, StreamingCell
 from cs336_systems.hardware import GIB, Hardware, find_hardware, hardware_named

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cs336_systems.blocks import block_ops
 from cs336_systems.case import Unsupported
-from cs336_systems.costs.streaming import Rates
+from cs336_systems.costs.rates import Rates
 from cs336_systems.distributed.checkpoint_folder import survey
 from cs336_systems.hardware import GIB, Hardware, find_hardware
 from cs336_systems.harness.memory import cublas_workspace_bytes

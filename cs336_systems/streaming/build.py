@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from cs336_systems.costs.streaming import LANES, LaneTimes, Rates, simulate
+from cs336_systems.costs.rates import Rates
+from cs336_systems.costs.streaming import LANES, LaneTimes, simulate
 from cs336_systems.streaming.order import (
     EVICTION_LAG,
     GROUPED,

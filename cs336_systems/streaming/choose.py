@@ -16,7 +16,8 @@ from functools import cache, cached_property
 from itertools import chain, product
 
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
-from cs336_systems.costs.streaming import MOMENTS, LaneTimes, Rates, StreamedWork
+from cs336_systems.costs.rates import Rates
+from cs336_systems.costs.streaming import MOMENTS, LaneTimes, StreamedWork
 from cs336_systems.hardware import GIB
 from cs336_systems.kernels.host_memory import TABLE_SHARE
 from cs336_systems.streaming.build import build, schedule_times

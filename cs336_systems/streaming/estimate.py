@@ -11,7 +11,8 @@ from functools import partial
 from itertools import product
 from operator import itemgetter
 
-from cs336_systems.costs.streaming import Rates, StreamedWork
+from cs336_systems.costs.rates import Rates
+from cs336_systems.costs.streaming import StreamedWork
 from cs336_systems.streaming.plan import RESIDENTS, Keep, Plan
 
 SHARPNESS = 8

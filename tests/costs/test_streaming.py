@@ -7,7 +7,8 @@ import pytest
 from cs336_systems.config import PRECISIONS, resolve_size
 from cs336_systems.costs.flops import hardware_flops, model_flops
 from cs336_systems.costs.kept import bytes_kept
-from cs336_systems.costs.streaming import LEVELS, MASTER_MOMENTS, Rates, StreamedWork, simulate
+from cs336_systems.costs.rates import Rates
+from cs336_systems.costs.streaming import LEVELS, MASTER_MOMENTS, StreamedWork, simulate
 from cs336_systems.hardware import GIB, find_hardware
 
 LLAMA = replace(resolve_size("llama3-8b"), max_context_length=None)
@@ -57,7 +58,7 @@ def test_measured_layer_of_an_h200() -> None:
     assert forward == pytest.approx(13.24, rel=0.02)
     assert forward + backward == pytest.approx(41.4, rel=0.02)
     large = StreamedWork(replace(LLAMA, vocab_size=151_936), 8192, 32_768)
-    assert 1e3 * large.seconds("head", 0, "", RATES) == pytest.approx(184, rel=0.01)
+    assert 1e3 * large.seconds("head", 0, "", RATES) == pytest.approx(184, rel=0.02)
 
 
 def test_restoring_x_runs_the_products_behind_attention() -> None:

@@ -67,7 +67,7 @@ def test_the_four_examples_of_the_help_reach_their_limits(how, limits):
 def test_faults_are_one_sentence(ask):
     for line, message in (
         ("search --gpu h1000", "--gpu h1000: did you mean"),
-        ("search --gpu l4 --size llama3-8b", "no link between GPUs is published for L4"),
+        ("search --gpu cpu", "--gpu cpu: known are a100-40gb"),
         ("search --size llama4", "unknown model size 'llama4'"),
         ("search --batch-tokens 12 --sequence 8", "a batch of 12 tokens is no whole number of sequences of 8"),
         ("search --gpus 127", "no division of 127 GPUs divides 512 sequences and llama3-70b: the nearest"),

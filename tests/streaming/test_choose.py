@@ -8,7 +8,8 @@ from functools import cache
 import pytest
 
 from cs336_systems.config import ModelConfig
-from cs336_systems.costs.streaming import Rates, StreamedWork
+from cs336_systems.costs.rates import Rates
+from cs336_systems.costs.streaming import StreamedWork
 from cs336_systems.hardware import GIB
 from cs336_systems.streaming import choose as search
 from cs336_systems.streaming.choose import Caps, CapsTooSmallError, ChosenPlan, choose, chunk_sizes

@@ -1,15 +1,19 @@
 """The peak memory of one rank of a layout as a closed form, for a search over thousands of them.
 
-The step is a bf16 one with hand-written blocks. The rule for one step is to run it on tensors without storage
-(``training/dry_run.py``); this form follows what that finds, to within a few percent (tests hold it to that), and adds
-what no dry run knows yet: pipeline stages, which keep the activations of several micro-batches. With P parameters of a
-stage on a tensor rank, n ranks that divide states, k bytes of moments a parameter, and what a block keeps,
+The step is a bf16 one with hand-written blocks, whose products may be in fp8. The rule for one step is to run it on
+tensors without storage (``training/dry_run.py``); this form follows what that finds, to within a few percent (tests
+hold it to that), and adds what no dry run knows yet: pipeline stages, which keep the activations of several
+micro-batches. With P parameters of a stage on a tensor rank, n ranks that divide states, k bytes of moments a
+parameter, and what a block keeps,
 
     weights         2 P, of ZeRO 3 2 P / n and two blocks gathered
     moments         k P, from ZeRO 1 on k P / n
     gradients       2 P, from ZeRO 2 on 2 P / n and two blocks before they are scattered
     activations     micro-batches alive (``stages.alive``) x layers x kept bytes / (context x tensor)
     working set     of a block's backward, of the loss in chunks of logits, or of the embedding's backward
+    fp8             each block's weights twice more, a byte a number (transposed, too); of ZeRO 3 once, of its shard
+
+What lies on the host is left out, but for two blocks' inputs and the gradients in flight (``costs/offload.py``).
 
 The largest of three moments counts: the loss, the backward of the last block, when all is kept, and that of the first,
 when all gradients are there. The CUDA context, NCCL's buffers and fragmentation are left out.
@@ -20,9 +24,10 @@ when all gradients are there. The CUDA context, NCCL's buffers and fragmentation
 from functools import cache
 from typing import NamedTuple
 
-from cs336_systems.config import PRECISIONS, ModelConfig
-from cs336_systems.costs.kept import kept_sizes
+from cs336_systems.config import PRECISIONS, ModelConfig, Recipe
+from cs336_systems.costs.kept import STORED, kept_sizes
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, WIDE, PeakMemory, default_chunk, rotary_bytes
+from cs336_systems.costs.offload import IN_FLIGHT_BYTES, STATES
 from cs336_systems.costs.parallelism.bubbles import Stage, alive
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.seconds import BF16_MOMENTS, Moments
@@ -40,23 +45,41 @@ def rank_peak(
     stages: tuple[Stage, ...] = (),
     *,
     moments: Moments = BF16_MOMENTS,
+    recipe: Recipe = STORED,
+    offload: frozenset[str] = frozenset(),
+    whole_gradients: bool = False,
 ) -> PeakMemory:
     """Predict the peak of the fullest rank in a step on sequences of ``length`` tokens.
 
     Args:
         stages: the first, a middle and the last stage of a pipeline, those that there are; by default one has all.
         moments: bytes a parameter that the optimizer keeps, by name.
+        recipe: of blocks' matmuls.
+        offload: names of what lies on the host, of ``costs/offload.py``.
+        whole_gradients: whether ZeRO 3 keeps whole gradients until the last micro-batch, as this suite's FSDP does.
 
     Raises:
         ValueError: the model cannot be divided so, or the schedule does not run so.
     """
-    per_parameter = sum(n_bytes for _, n_bytes in moments)
+    away = {STATES.get(name) for name in offload}
+    per_parameter = sum(n_bytes for name, n_bytes in moments if name not in away)
+    how = _How(per_parameter, recipe, offload, whole_gradients)
     if layout.pipeline == 1:
-        return _stage_peak(config, length, layout, Stage(config.n_layers, True, True), 1.0, per_parameter)
+        return _stage_peak(config, length, layout, Stage(config.n_layers, True, True), 1.0, how)
     kept = alive(layout.schedule, layout.pipeline, layout.n_micro_batches, layout.chunks)
     counts = (kept[0], max(kept[1:-1], default=0.0), kept[-1]) if len(stages) > 2 else (kept[0], kept[-1])
-    peaks = (_stage_peak(config, length, layout, *each, per_parameter) for each in zip(stages, counts, strict=True))
+    peaks = (_stage_peak(config, length, layout, *each, how) for each in zip(stages, counts, strict=True))
     return max(peaks, key=lambda peak: peak.n_bytes)
+
+
+class _How(NamedTuple):
+    """What else decides a rank's bytes."""
+
+    per_parameter: int
+    """Bytes of the optimizer's states on the device."""
+    recipe: Recipe
+    offload: frozenset[str]
+    whole_gradients: bool
 
 
 class _Sizes(NamedTuple):
@@ -75,10 +98,12 @@ class _Sizes(NamedTuple):
 
 
 @cache
-def _sizes(config: ModelConfig, length: int, micro_batch: int, context: int, tensor: int, keep: str) -> _Sizes:
+def _sizes(
+    config: ModelConfig, length: int, micro_batch: int, context: int, tensor: int, keep: str, recipe: Recipe
+) -> _Sizes:
     parts, rows = context * tensor, micro_batch * length // context
     every = kept_sizes(config, micro_batch, length, _BF16, "all")
-    kept = kept_sizes(config, micro_batch, length, _BF16, keep)
+    kept = kept_sizes(config, micro_batch, length, _BF16, keep, recipe)
     stream, whole = every["x"] / parts, every["x"] / context
     again = [name for name in every if name not in kept]
     if "attended" in kept and "gate_up" not in kept:  # the feed-forward's backward comes before that of attention
@@ -96,20 +121,28 @@ def _sizes(config: ModelConfig, length: int, micro_batch: int, context: int, ten
 
 
 def _stage_peak(
-    config: ModelConfig, length: int, layout: Layout, stage: Stage, n_alive: float, per_parameter: int
+    config: ModelConfig, length: int, layout: Layout, stage: Stage, n_alive: float, how: _How
 ) -> PeakMemory:
     """The peak of a rank of one stage that keeps so many micro-batches at once."""
     part, n, zero = config.part(layout.tensor), layout.n_state_shards, layout.zero
-    sizes = _sizes(config, length, layout.micro_batch, layout.context, layout.tensor, layout.keep)
+    sizes = _sizes(config, length, layout.micro_batch, layout.context, layout.tensor, layout.keep, how.recipe)
     weights, block = _WIDTH * stage.n_parameters(part), _WIDTH * part.n_block_parameters
     words = _WIDTH * part.vocab_size * part.d_model
     parts = {
         "parameters": weights / (n if zero == 3 else 1),
-        "optimizer state": per_parameter / _WIDTH * weights / (n if zero else 1),
+        "optimizer state": how.per_parameter / _WIDTH * weights / (n if zero else 1),
         "tables and workspaces": sizes.tables,
     }
-    gradients = weights / (n if zero >= 2 else 1)
+    if how.recipe.quantized:
+        copies = stage.n_layers * block / _WIDTH
+        parts["parameters"] += copies / n if zero == 3 else 2 * copies
+    whole = zero == 3 and how.whole_gradients and layout.n_micro_batches > 1
+    gradients = weights / (n if zero >= 2 and not whole else 1)
+    if "gradients" in how.offload:
+        gradients = min(gradients, IN_FLIGHT_BYTES)
     kept = n_alive * stage.n_layers * sizes.kept
+    if "residual" in how.offload:
+        kept -= n_alive * max(0, stage.n_layers - _PREFETCHED) * sizes.stream
     left = kept * (1 - 1 / n_alive) + sizes.kept  # in the first block's backward of the oldest micro-batch
     earlier = gradients if layout.n_micro_batches > 1 else 0.0
     unscattered = _PREFETCHED * block if zero >= 2 else 0
@@ -122,8 +155,8 @@ def _stage_peak(
     if stage.head:
         at["loss"] = earlier + words, kept + sizes.stream, sizes.loss, words if zero == 3 else 0
     if stage.embedding:
-        whole = words + block if zero >= 2 else 0
-        at["embedding"] = gradients + whole, left - sizes.kept, sizes.embedding, words if zero == 3 else 0
+        last = words + block if zero >= 2 else 0
+        at["embedding"] = gradients + last, left - sizes.kept, sizes.embedding, words if zero == 3 else 0
     names = "gradients", "activations", "temporaries", "gathered parameters"
     states, moments = sum(parts.values()), {name: sum(each) for name, each in at.items()}
     largest = max(moments, key=moments.__getitem__)

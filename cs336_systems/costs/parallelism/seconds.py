@@ -1,15 +1,16 @@
-"""The seconds of a bf16 training step over a mesh of ranks and the stages of a pipeline, before it runs.
+"""The seconds of a training step on one GPU, or over a mesh of ranks and the stages of a pipeline, before it runs.
 
-    compute      products, attention and passes over memory at the rates of ``costs/streaming.py``, divided evenly over
+    compute      products, attention and passes over memory at the rates of ``costs/rates.py``, divided evenly over
                  the ranks that share a batch; in context order ``ring`` the last rank's, who sees most keys; of a
                  pipeline its slowest stage's
     late         kernels are shorter than the host needs to launch them
     bubble       the stage stands still while the pipeline fills and drains (``stages.py``)
-    optimizer    its passes over the weights that the rank updates
+    optimizer    its passes over the weights that the rank updates, or the copies of states that lie on the host
     waiting      messages beside which nothing runs: rows of tensor ranks that travel by collectives, gathered keys,
                  other keys where they take longer than attention, rows between stages of the first and last micro-batch
     slowed       gradients and weights: kernels run longer beside their collectives, by ``SLOWED`` of these' time, and
                  wait for what takes longer than both
+    copies       of blocks' inputs and gradients that lie on the host: what takes longer than the kernels beside them
 
 Messages inside a host take NVLink. A collective that leaves its host does so by the network card of each of its ranks
 there, so that it has the lesser of the link's rate and of those cards' together, and waits for each host once. Between
@@ -25,19 +26,23 @@ rates by the share of NVLink that a ring reaches.
     found.total, found.waiting
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-from cs336_systems.config import ModelConfig
+from cs336_systems.config import ModelConfig, Recipe
 from cs336_systems.costs.communication import Link
 from cs336_systems.costs.fsdp import step_traffic
-from cs336_systems.costs.kept import keep_of_blocks
+from cs336_systems.costs.kept import STORED, keep_of_blocks, kept_names
+from cs336_systems.costs.offload import STATES
 from cs336_systems.costs.parallelism.bubbles import Stage, divide, least_bubble, span_seconds
 from cs336_systems.costs.parallelism.forms import GPUS_PER_HOST, NETWORK_BYTES_PER_S
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.step import GATHER, SCATTER, SEND, Sent, context_sent, tensor_sent
-from cs336_systems.costs.streaming import LEVELS, MOMENTS, Rates, StreamedWork
+from cs336_systems.costs.rates import OURS, Rates, Sustained
+from cs336_systems.costs.streaming import LEVELS, MOMENTS, StreamedWork
 from cs336_systems.hardware import Hardware
 
 ALPHA_S, LINK_SHARE = 25e-6, 0.7
@@ -75,10 +80,11 @@ class StepSeconds:
     slowed: float
     late: float = 0.0
     bubble: float = 0.0
+    copies: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.optimizer + self.waiting + self.slowed + self.late + self.bubble
+        return self.compute + self.optimizer + self.waiting + self.slowed + self.late + self.bubble + self.copies
 
     @property
     def exposed(self) -> float:
@@ -94,6 +100,9 @@ def step_seconds(
     *,
     network_bytes_per_s: float = NETWORK_BYTES_PER_S,
     moments: Moments = BF16_MOMENTS,
+    recipe: Recipe = STORED,
+    offload: frozenset[str] = frozenset(),
+    sustained: Sustained = OURS,
     simulated: bool = True,
     launches: bool = True,
 ) -> StepSeconds:
@@ -102,6 +111,9 @@ def step_seconds(
     Args:
         network_bytes_per_s: what a GPU sends to other hosts, in one direction.
         moments: bytes a parameter that the optimizer keeps, by name.
+        recipe: of blocks' matmuls.
+        offload: names of what lies on the host, of ``costs/offload.py``.
+        sustained: the engine's shares of the device's rates.
         launches: whether kernels may wait for this suite's host, which launches them one by one.
         simulated: whether the bubble is simulated; else it is the least that its schedule can have.
 
@@ -109,17 +121,17 @@ def step_seconds(
         ValueError: a rate of the device is not published, the model or its sequences cannot be divided so, or ``keep``
             is not of a hand-written backward.
     """
-    if hardware.link_bytes_per_s is None and layout.n_ranks > 1:
-        raise ValueError(f"no link between GPUs is published for {hardware.name}")
-    m, parts, rates = layout.n_micro_batches, layout.context * layout.tensor, Rates.of(hardware)
-    work = _work(config, length, layout.keep, moments, rates)
+    m, parts, rates = layout.n_micro_batches, layout.context * layout.tensor, Rates.of(hardware, sustained=sustained)
+    if recipe.quantized and not rates.quantized:
+        raise ValueError(f"{hardware.name} has no products in fp8")
+    work = _work(config, length, layout.keep, moments, rates, recipe)
     stages, part = work.stages(layout.pipeline), _part(config, layout.tensor)
     slowest, fullest = max(stages, key=work.cost), max(stages, key=lambda stage: stage.n_parameters(config))
     own = layout.micro_batch / parts * work.cost(slowest) / work.cost(Stage(config.n_layers, True, True))
     c = layout.context
     uneven = (2 * c - 1) / c - 1 if layout.context_order == "ring" else 0.0
     compute = own * (work.compute + uneven * work.attention)
-    network = _Network(hardware.link_bytes_per_s or 1.0, network_bytes_per_s)
+    network = _Network(hardware.link_bytes_per_s or rates.link_out_both, network_bytes_per_s)
     rows = layout.micro_batch * length // c
     waits = _tensor_waits(_layers(part, slowest.n_layers), rows, layout.keep, layout.tensor, layout.tensor_by, network)
     waits += _context_waits(part, slowest, rows, layout, network, own * work.attention)
@@ -138,13 +150,21 @@ def step_seconds(
         else:
             idle = least_bubble(layout.schedule, layout.pipeline, layout.chunks, durations)
     optimizer = updates / (layout.tensor * layout.n_state_shards)
+    away = sum(n_bytes for name, n_bytes in moments if name in {STATES.get(each) for each in offload})
+    state = away * fullest.n_parameters(part) / layout.n_state_shards
+    gradients = _ITEMSIZE * fullest.n_parameters(part) if "gradients" in offload else 0
+    optimizer = max(optimizer, rates.link_seconds(state + gradients, state))
+    residual = slowest.n_layers * rows * part.d_model * _ITEMSIZE if "residual" in offload else 0
+    forward = own * work.forward
+    copies = max(0.0, rates.link_seconds(0, residual) - forward)
+    copies += max(0.0, rates.link_seconds(residual + gradients, gradients) - (compute - forward))
     waiting = m * waits + _stage_waits(config, rows, layout, network)
-    return StepSeconds(m * compute, optimizer, waiting, slowed, late, idle)
+    return StepSeconds(m * compute, optimizer, waiting, slowed, late, idle, m * copies)
 
 
 def model_stages(config: ModelConfig, length: int, layout: Layout, hardware: Hardware) -> tuple[Stage, ...]:
     """The first, a middle and the last stage of the layout's pipeline, those that there are; errors as above."""
-    return _work(config, length, layout.keep, BF16_MOMENTS, Rates.of(hardware)).stages(layout.pipeline)
+    return _work(config, length, layout.keep, BF16_MOMENTS, Rates.of(hardware), STORED).stages(layout.pipeline)
 
 
 @dataclass(frozen=True)
@@ -195,27 +215,33 @@ class _Work(NamedTuple):
 
 
 @cache
-def _work(config: ModelConfig, length: int, keep: str, moments: Moments, rates: Rates) -> _Work:
-    work = StreamedWork(config.at_context(length), length, length, moments=moments)
-    seconds = {
-        kind: work.seconds(kind, 0, LEVELS[0], rates) for kind in ("head", "embed", "embed backward", "optimizer")
-    }
+def _work(config: ModelConfig, length: int, keep: str, moments: Moments, rates: Rates, recipe: Recipe) -> _Work:
+    stored = StreamedWork(config.at_context(length), length, length, moments=moments)
+    kinds = ("head", "embed", "embed backward", "optimizer")
+    seconds = {kind: stored.seconds(kind, 0, LEVELS[0], rates) for kind in kinds}
     embedding, head = seconds["embed"] + seconds["embed backward"], seconds["head"]
-    blocks = attention = forward = 0.0
-    for kept in keep_of_blocks(keep, config.n_layers):
-        level = kept.split("-")[0]
-        level = "products" if level == "all" else level
-        parts = {kind: work.seconds(kind, 0, level, rates) for kind in ("forward", "recompute", "backward")}
+    blocks = attention = forward = weights = 0.0
+    of_products = stored.hardware_flops("forward", 0, LEVELS[0]) - stored.attention_flops(0)
+    of_attention = rates.attention(config.d_head)
+    for (kept, quantized), n in Counter(_blocks(keep, recipe, config.n_layers)).items():
+        work = replace(stored, recipe=recipe) if quantized else stored
+        parts = {kind: n * work.seconds(kind, 0, kept, rates) for kind in ("forward", "recompute", "backward")}
         blocks += sum(parts.values())
         forward += parts["forward"]
-        again = 1 + (level == "input")
-        attention += work.attention_flops(0) * (again / rates.attention_forward + 2.5 / rates.attention_backward)
-    products = work.hardware_flops("forward", 0, LEVELS[0]) - work.attention_flops(0)
-    weights = config.n_layers * products / rates.products + head / 3
-    updates = config.n_layers * seconds["optimizer"] + work.seconds("fixed optimizer", 0, LEVELS[0], rates)
+        again = 1 + ("attended" not in kept_names(kept))
+        attention += n * stored.attention_flops(0) * (again / of_attention[0] + 2.5 / of_attention[1])
+        weights += n * of_products / (rates.quantized if quantized else rates.products)
+    updates = config.n_layers * seconds["optimizer"] + stored.seconds("fixed optimizer", 0, LEVELS[0], rates)
     compute, block = embedding + head + blocks, blocks / config.n_layers
     forward += seconds["embed"] + head / 3
+    weights += head / 3
     return _Work(config.n_layers, compute, attention, forward, weights, block, embedding, head, updates)
+
+
+def _blocks(keep: str, recipe: Recipe, n_layers: int) -> Iterator[tuple[str, bool]]:
+    """What each block keeps, and whether its matmuls are quantized."""
+    for i, kept in enumerate(keep_of_blocks(keep, n_layers)):
+        yield kept, recipe.quantizes(i, n_layers)
 
 
 @cache

@@ -14,7 +14,8 @@ from functools import cache
 from cs336_systems.case import TrainingCase
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.parallelism.schedules import Schedule, make_schedule
-from cs336_systems.costs.streaming import LEVELS, Rates, StreamedWork
+from cs336_systems.costs.rates import Rates
+from cs336_systems.costs.streaming import LEVELS, StreamedWork
 from cs336_systems.hardware import hardware_named
 
 _KINDS = ("forward", "recompute", "backward", "embed", "embed backward", "head")

@@ -1,0 +1,208 @@
+"""Predictions held against steps that others published: which tenth an engine's shares are fitted on, and what is left.
+
+An engine's kernels are not this suite's, so its ``Sustained`` shares are its own, the same for all its cards but for
+what a card is known to differ in. They are fitted on a named tenth of each card's steps, the tenth with the smallest
+SHA-256 of their names, by least absolute errors in the logarithm of tokens/s. Errors are shown of the other nine.
+
+    uv run scripts/parallelism.py cards                          # errors by engine and card
+    uv run scripts/parallelism.py cards --without rtx3090        # with shares that know nothing of its steps
+    uv run scripts/parallelism.py cards --cells a100.csv         # of other cells, in the columns of ml_dataflow.csv
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from cs336_systems.answers import llmq, ml_dataflow
+from cs336_systems.config import did_you_mean
+from cs336_systems.costs.rates import OURS, Sustained
+from cs336_systems.experiments.parallelism import Answer, table
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Step = TypeVar("Step")
+
+_ROUNDS, _CHANGE, _DAMPED, _LEAST, _RIDGE = 15, 0.02, 0.7, 0.01, 0.005
+"""Of the fit: rounds of weighted least squares, the step of its differences and of each round, the error from which on
+absolute errors count, and the weight of staying where it began."""
+
+
+def named_tenth(names: Sequence[str]) -> set[str]:
+    """The tenth of so many names that constants are fitted on, at least two."""
+    by_hash = sorted(set(names), key=lambda name: sha256(name.encode()).hexdigest())
+    return set(by_hash[: max(2, round(len(by_hash) / 10))])
+
+
+@dataclass(frozen=True)
+class Published(Generic[Step]):
+    """Steps of one engine on one card, and how to predict their tokens/s."""
+
+    steps: Sequence[Step]
+    name: Callable[[Step], str]
+    measured: Callable[[Step], float]
+    predicted: Callable[[Step, Sustained], float]
+
+    def parts(self) -> "tuple[Published[Step], Published[Step]]":
+        """(the tenth to fit, the rest)"""
+        tenth = named_tenth([self.name(step) for step in self.steps])
+        return tuple(
+            replace(self, steps=[step for step in self.steps if (self.name(step) in tenth) is fitted])
+            for fitted in (True, False)
+        )  # type: ignore[return-value]
+
+    def errors(self, shares: Sustained) -> "np.ndarray":
+        """Predicted over published tokens/s, less 1."""
+        import numpy as np
+
+        return np.array([self.predicted(step, shares) / self.measured(step) - 1 for step in self.steps])
+
+
+def fit(published: Sequence[Published[Any]], start: Sustained, names: Sequence[str]) -> Sustained:
+    """The shares with these names that fit the steps, each card's as much as another's; the others stay as they are."""
+    import numpy as np
+
+    def shares(logs: np.ndarray) -> Sustained:
+        return replace(start, **{n: getattr(start, n) * float(np.exp(x)) for n, x in zip(names, logs, strict=True)})
+
+    def missed(logs: np.ndarray) -> np.ndarray:
+        return np.log1p(np.concatenate([each.errors(shares(logs)) for each in published]))
+
+    logs = np.zeros(len(names))
+    even = np.concatenate([np.full(len(each.steps), 1 / len(each.steps)) for each in published])
+    for _ in range(_ROUNDS):
+        now = missed(logs)
+        slopes = np.stack([(missed(logs + _CHANGE * unit) - now) / _CHANGE for unit in np.eye(len(names))], axis=1)
+        weights = even / np.maximum(np.abs(now), _LEAST)
+        left = slopes.T @ (weights[:, None] * slopes) + _RIDGE * len(published) * np.eye(len(names))
+        logs = logs - _DAMPED * np.linalg.solve(left, slopes.T @ (weights * now) + _RIDGE * len(published) * logs)
+    return shares(logs)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A program whose steps were published, and its shares of a card's rates."""
+
+    name: str
+    cards: dict[str, Published[Any]]
+    """Its steps that are predicted to fit, by card."""
+    shares: Sustained
+    fitted: tuple[str, ...]
+    feasible: dict[str, tuple[int, int]]
+    """By card: configurations of which it is predicted rightly whether they fit, and all."""
+
+    def without(self, card: str) -> Sustained:
+        """The shares that the tenths of all other cards give, of this engine.
+
+        Raises:
+            ValueError: it has no other card.
+        """
+        others = [each.parts()[0] for name, each in self.cards.items() if name != card]
+        if not others:
+            raise ValueError(f"--without {card}: {self.name} has no other card")
+        return fit(others, OURS, self.fitted)
+
+
+def ml_dataflow_engine(path: Path = ml_dataflow.CELLS) -> Engine:
+    """The cells of a file; one whose step is predicted not to fit counts as wrong there, and has no error."""
+    cells = ml_dataflow.read_cells(path)
+    missing = list(ml_dataflow.failed_cells(cells))
+    fits = {cell: ml_dataflow.fits(cell) for cell in (*cells, *missing)}
+    cards, feasible = {}, {}
+    for card in dict.fromkeys(cell.gpu for cell in cells):
+        own = [cell for cell in cells if cell.gpu == card]
+        absent = [cell for cell in missing if cell.gpu == card]
+        cards[card] = Published(
+            [cell for cell in own if fits[cell]],
+            ml_dataflow.name,
+            lambda cell: cell.tokens_per_s or 0.0,
+            ml_dataflow.predicted_rate,
+        )
+        right = sum(fits[cell] for cell in own) + sum(not fits[cell] for cell in absent)
+        feasible[card] = right, len(own) + len(absent)
+    return Engine("ml_dataflow", cards, ml_dataflow.SHARES, ml_dataflow.FITTED, feasible)
+
+
+def llmq_engine(path: Path = llmq.ROWS) -> Engine:
+    """The rows of a file."""
+    rows = llmq.read_rows(path)
+    cards, feasible = {}, {}
+    for card in dict.fromkeys(row.card for row in rows):
+        own = [row for row in rows if row.card == card]
+        cards[card] = Published(own, lambda row: row.name, lambda row: row.tokens_per_s, lambda row, s: row.rate(s))
+        feasible[card] = sum(row.fits for row in own), len(own)
+    return Engine("llm.q", cards, llmq.SHARES, llmq.FITTED, feasible)
+
+
+@dataclass(frozen=True)
+class Cards:
+    """Steps that others published on many cards, beside what the predictor says of them."""
+
+    cells: Path = ml_dataflow.CELLS
+    """A file in the columns of ml_dataflow.csv."""
+    rows: Path = llmq.ROWS
+    """A file in the columns of llmq.csv."""
+    without: str | None = None
+    """A card whose steps nothing is fitted on; all of them are shown."""
+
+    def answer(self) -> Answer:
+        engines = ml_dataflow_engine(self.cells), llmq_engine(self.rows)
+        known = [card for engine in engines for card in engine.cards]
+        if self.without is not None and self.without not in known:
+            raise ValueError(
+                f"--without {self.without}: {did_you_mean(self.without, known)}known are {', '.join(known)}"
+            )
+        lines, summary = [], dict[str, Any]()
+        for engine in engines:
+            for card in engine.cards if self.without is None else {self.without} & engine.cards.keys():
+                for group, errors, n_fitted in errors_of(engine, card, known=self.without is None):
+                    right, of = engine.feasible[card]
+                    found = {
+                        "steps": len(errors),
+                        "fitted on": n_fitted,
+                        "median %": 100 * _quantile(errors, 0.5),
+                        "nine of ten %": 100 * _quantile(errors, 0.9),
+                        "largest %": 100 * _quantile(errors, 1.0),
+                        "fits, right %": 100 * right / of,
+                    }
+                    summary[f"{engine.name} {group}"] = found
+                    shown = [n if isinstance(n, int) else f"{n:.1f}" for n in found.values()]
+                    lines.append((engine.name, group, *shown))
+        how = f"nothing fitted on {self.without}" if self.without else "fitted on a named tenth, shown for the others"
+        columns = ("engine", "card", *next(iter(summary.values())))
+        return [
+            table(f"Predicted tokens/s beside published ones, error without its sign: {how}", columns, lines)
+        ], summary
+
+
+def errors_of(engine: Engine, card: str, *, known: bool = True) -> list[tuple[str, "np.ndarray", int]]:
+    """(card and number of GPUs, errors, steps that were fitted on) of the steps that nothing was fitted on.
+
+    A file of other cards than those that the shares were fitted on has none that was.
+
+    Args:
+        known: whether the engine's shares may know the card's named tenth; else all steps count.
+    """
+    steps, shares, n_fitted = engine.cards[card], engine.shares, 0
+    if known and card in _FITTED_CARDS[engine.name]:
+        fitted, steps = steps.parts()
+        n_fitted = len(fitted.steps)
+    elif not known:
+        shares = engine.without(card)
+    errors = steps.errors(shares)
+    if engine.name != "llm.q":
+        return [(card, errors, n_fitted)]
+    several = [step.n_gpus > 1 for step in steps.steps]
+    groups = {f"{card}, one": [not each for each in several], f"{card}, several": several}
+    return [(name, errors[chosen], n_fitted) for name, chosen in groups.items() if any(chosen)]
+
+
+_FITTED_CARDS = {"ml_dataflow": ("h100", "rtx3090"), "llm.q": ("H100", "Pro6000")}
+
+
+def _quantile(errors: "np.ndarray", share: float) -> float:
+    import numpy as np
+
+    return float(np.quantile(np.abs(errors), share))

@@ -1,0 +1,136 @@
+"""The rates that an engine's kernels sustain on a card, from the card's published figures.
+
+    products     peak of the dtype, times what its power lets large products have of it (``hardware.py``), times the
+                 engine's share
+    attention    the engine's share of the same: forward and backward, and with narrow heads
+    memory       the engine's share of the memory's bandwidth, in passes over norms, SwiGLU, moments
+    link         the engine's share of the host link, one way and both ways at once; a desktop's memory feeds both
+
+``Sustained`` holds an engine's shares: ``OURS`` are fitted on an H200. Other engines, whose published steps hold the
+predictor to account, have shares of their own beside their figures (``answers/ml_dataflow.py``, ``answers/llmq.py``).
+
+    Rates.of(hardware_named("rtx-4090")).products           # FLOP/s
+"""
+
+from dataclasses import dataclass
+
+from cs336_systems.hardware import KINDS, Hardware
+
+NARROW_HEAD = 64
+"""The widest head, in dimensions, with which attention is slower."""
+
+
+@dataclass(frozen=True)
+class Sustained:
+    """Shares of a card's rates that the kernels of an engine reach."""
+
+    products: float
+    """Of the peak that the card's power allows; so are those of attention."""
+    attention_forward: float
+    attention_backward: float
+    memory: float
+    link_alone: float
+    """Of the host link's published rate, while the other way rests."""
+    link_out_both: float
+    """From the device, while both ways are busy."""
+    in_beside_out: float = 1.0
+    narrow_forward: float = 0.80
+    """Factors of attention's rates with narrow heads (measured at 16,384 tokens on an H200: 491 of 613 TFLOP/s)."""
+    narrow_backward: float = 0.97
+    """(518 of 534 TFLOP/s.)"""
+    quantized: float = 0.0
+    """Of the peak in fp8, as products; 0 of an engine without."""
+    operands: float = 0.0
+    """FLOPs in bf16 that take as long as a byte that products load or store and their arithmetic does not hide: small
+    matrices have more of them."""
+
+
+OURS = Sustained(
+    products=1.0,
+    attention_forward=0.8487,
+    attention_backward=0.7704,
+    memory=0.70,
+    link_alone=55.5 / 64,
+    link_out_both=51 / 64,
+    in_beside_out=0.855,
+    quantized=1.012,
+    operands=40.0,
+)
+"""Attention and link are as measured on an H200 before 2026-11-25 (LOG.md): causal attention of d_head 128 590 TFLOP/s
+forward and 535 backward, the link 55.5 GB/s one way and, beside kernels of a step, 43.6 to the device while 50.9 leave
+it. The others are fitted to steps on one H200 (rows training-2 and training-4 of Qwen2.5 0.5B to 7B in bf16 and fp8,
+llama-steps), of which none is on an H100."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates that a device sustains, in FLOP/s and bytes/s."""
+
+    products: float
+    attention_forward: float
+    attention_backward: float
+    memory: float
+    """Bytes/s of reads and writes together."""
+    link_alone: float
+    """Bytes/s of the link each way, while the other way rests."""
+    link_out_both: float
+    """Bytes/s from the device, while both ways are busy."""
+    beside_copies: float = 0.995
+    """Relative speed of kernels while one copy runs; two cost twice as much."""
+    copy_latency_s: float = 10e-6
+    """Seconds from the end of what a copy waits for to its first byte."""
+    in_beside_out: float = 1.0
+    """Speed of copies to the device over that of copies from it, while both ways are busy."""
+    narrow_forward: float = OURS.narrow_forward
+    narrow_backward: float = OURS.narrow_backward
+    """Factors of attention's rates where heads are narrow."""
+    quantized: float = 0.0
+    """Products of blocks in fp8; 0 where there are none."""
+    operands: float = 0.0
+    """FLOPs, at the rate of products, that take as long as a byte that products load or store."""
+
+    @classmethod
+    def of(cls, hardware: Hardware, dtype: str = "bf16", sustained: Sustained = OURS) -> "Rates":
+        """The rates of an engine on a card.
+
+        Raises:
+            ValueError: a peak, the memory's rate or the link is not published.
+        """
+        memory, link = hardware.memory_bytes_per_s, hardware.host_link_bytes_per_s
+        if hardware.peak(dtype) is None or memory is None or link is None:
+            raise ValueError(
+                f"no {dtype} FLOP/s, memory or host link are published for {hardware.name}: give the rates"
+            )
+        products, fp8 = hardware.sustained_flops(dtype), hardware.sustained_flops("fp8")
+        assert products is not None
+        fed, kind = hardware.host_memory_bytes_per_s or 2 * link, KINDS[hardware.kind or "data centre"]
+        return cls(
+            sustained.products * products,
+            sustained.attention_forward * kind.attention_forward * products,
+            sustained.attention_backward * kind.attention_backward * products,
+            sustained.memory * memory,
+            link_alone=min(sustained.link_alone * link, fed),
+            link_out_both=min(sustained.link_out_both * link, fed / 2),
+            in_beside_out=sustained.in_beside_out,
+            narrow_forward=sustained.narrow_forward,
+            narrow_backward=sustained.narrow_backward,
+            quantized=sustained.quantized * (fp8 or 0.0),
+            operands=sustained.operands,
+        )
+
+    @property
+    def link_in_both(self) -> float:
+        """Bytes/s to the device, while the other way is busy too."""
+        return self.link_out_both * self.in_beside_out
+
+    def attention(self, d_head: int) -> tuple[float, float]:
+        """FLOP/s of attention forward and backward with heads of this dimension."""
+        if d_head > NARROW_HEAD:
+            return self.attention_forward, self.attention_backward
+        return self.attention_forward * self.narrow_forward, self.attention_backward * self.narrow_backward
+
+    def link_seconds(self, bytes_in: float, bytes_out: float) -> float:
+        """Seconds of copies both ways that begin together."""
+        both = min(bytes_in / self.link_in_both, bytes_out / self.link_out_both)
+        left = bytes_in - both * self.link_in_both + bytes_out - both * self.link_out_both  # of the longer one
+        return both + left / self.link_alone
