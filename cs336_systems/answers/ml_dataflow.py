@@ -60,6 +60,7 @@ _MIB = 2**20
 _WORKSPACE = GIB // 2
 """What attention needs beside sequences of more than 8,192 tokens; its rules say 1 GiB, and steps ran that then do not
 fit. With half, ran or not is right for most cells."""
+_FEW_LAYERS = 3
 _EFFICIENCY = 0.6
 """The share of the peak that it expects of a step, where it asks whether the link keeps up."""
 _LINK_EFFICIENCY = 0.75
@@ -89,10 +90,12 @@ class Cell:
 
     @property
     def hardware(self) -> Hardware:
-        return hardware_named("-".join(_CARD[self.gpu].split()))
+        if self.gpu not in _CARDS:
+            raise ValueError(f"no card {self.gpu!r} in a file of cells: known are {', '.join(_CARDS)}")
+        return hardware_named(_CARDS[self.gpu])
 
 
-_CARD = {
+_CARDS = {
     "h100": "h100 sxm",
     "rtx3090": "rtx 3090",
     "a100": "a100 sxm 80gb",
@@ -109,13 +112,15 @@ class TooLittleMemory(ValueError):
 class Placed(Plan):
     """A plan with the bytes that its rules give it."""
 
-    bytes_out: float = 0.0
-    """Bytes of activations that a round sends to the host."""
+    leaving: tuple[tuple[str, int, int], ...] = ()
+    """Levels of the pairs of layer and chunk that leave the device, how many of each do, and the bytes of one."""
+    room: int = 0
+    """Pairs that have a slot on the device."""
     device_bytes: float = 0.0
     host_bytes_used: float = 0.0
 
     def evicted_bytes(self, keep: Keep) -> float:
-        return self.bytes_out
+        return sum(n * n_bytes for _, n, n_bytes in self.leaving)
 
 
 def read_cells(path: Path = CELLS) -> list[Cell]:
@@ -234,7 +239,8 @@ def place(cell: Cell) -> Placed:
         weights=min(layers, weights),
         gradients=min(layers, gradients),
         clipping=False,
-        bytes_out=kept,
+        leaving=(("products", n_full, full), ("attention", n_attention, attended), ("input", n_only, only)),
+        room=slots,
         device_bytes=used,
         host_bytes_used=state + kept,
     )
@@ -261,6 +267,28 @@ def predicted_rate(cell: Cell, sustained: Sustained) -> float:
 
 
 def step_seconds(plan: Plan, rates: Rates) -> float:
-    """Seconds of a step, all rounds one after the other."""
+    """Seconds of a step, all rounds one after the other.
+
+    With one block for weights and one for gradients, nothing can be fetched beside the kernels of another layer. With
+    room for the pairs of few layers, a pair's copy is waited for by those soon behind it, so that pairs of which all
+    is kept, whose copies take longer than their kernels, do not make up for others.
+    """
     seconds = WorkSeconds.of(plan.work, rates)
-    return plan.rounds * seconds.of_round(plan, plan.keep, alone=True) + seconds.of_optimizer(plan)
+    of_round = seconds.of_round(plan, plan.keep, alone=True)
+    if plan.weights == plan.gradients == 1:
+        of_round += plan.n_layers * 4 * plan.work.layer_bytes / rates.link_alone
+    if isinstance(plan, Placed) and plan.room < _FEW_LAYERS * plan.chunks:
+        of_round += _uneven(plan, seconds)
+    return plan.rounds * of_round + seconds.of_optimizer(plan)
+
+
+def _uneven(plan: Placed, seconds: WorkSeconds) -> float:
+    """Seconds by which copies of pairs outlast the kernels beside them, beyond what they do on average."""
+    forward, backward = seconds.forward / plan.n_layers, seconds.backward / plan.n_layers
+    again = {"products": 0.0, "attention": seconds.recompute_attention, "input": seconds.recompute_input}
+    found = 0.0
+    for kernels in (dict.fromkeys(again, forward), {level: backward + more for level, more in again.items()}):
+        pairs = [(n, n_bytes / seconds.rates.link_alone - kernels[level]) for level, n, n_bytes in plan.leaving]
+        one_by_one = sum(n * max(0.0, late) for n, late in pairs)
+        found += one_by_one - max(0.0, sum(n * late for n, late in pairs))
+    return found
