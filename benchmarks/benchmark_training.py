@@ -2,16 +2,41 @@
 
     uv run benchmarks/benchmark_training.py                                      # a tiny model on a CPU, five seconds
     uv run benchmarks/benchmark_training.py --size qwen2.5-0.5b --batch-size 32 --keep all --out results/
+    uv run benchmarks/benchmark_training.py --print-plan --gpu rtx-pro-6000 --size qwen2.5-7b
+
+With --print-plan nothing is run: it says what each size should cost on a card, as train.py does.
 
 Tokens are random, as only speed is measured. The first steps, which compile, allocate and capture, are left out. Each
 run has a process of its own; on an H200 it takes a minute and a half, at 7B four minutes.
 """
 
-from cs336_systems.experiments.driver import command
-from cs336_systems.experiments.training import EXPERIMENT
-from cs336_systems.report.command_line import exit_with
+import sys
+from dataclasses import replace
 
-main = command(EXPERIMENT, __doc__)
+from cs336_systems.experiments.driver import command
+from cs336_systems.experiments.training import EXPERIMENT, Options, TrainingRunCell, make_cells
+from cs336_systems.pretraining.card_plan import PRINT_PLAN
+from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.report.command_line import exit_with, parse
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, or plan where that is asked for; returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if PRINT_PLAN not in given:
+        return command(EXPERIMENT, __doc__)(arguments)
+    from cs336_systems.report.card_plan import plan_asked
+
+    return plan_asked(given, _runs, EXPERIMENT.name)
+
+
+def _runs(arguments: list[str]) -> list[TrainOptions]:
+    """The runs of the trainer, once for each size."""
+    cells: list[TrainingRunCell] = make_cells(
+        replace(parse(Options, arguments, __doc__), how=("ours",), world_size=(1,))
+    )
+    return list({cell.size: replace(cell.train_options, steps=None) for cell in reversed(cells)}.values())[::-1]
+
 
 if __name__ == "__main__":
     exit_with(EXPERIMENT.name, main)

@@ -33,6 +33,7 @@ Use
 """
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -67,9 +68,9 @@ KINDS = {
 """Classes of cards. Attention of the last two has 99 KiB of shared memory a block, and no asynchronous tensor cores:
 the factors are fitted on the RTX 3090's tenth of ml_dataflow's cells (``answers/ml_dataflow.py``)."""
 
-_CHANNEL_BYTES_PER_S, _COPIED = {PCIE_GEN4_X16: 25.6 * GB_PER_S, PCIE_GEN5_X16: 44.8 * GB_PER_S}, 0.73
-"""Bytes/s of a channel of the host's memory, DDR4-3200 beside PCIe 4 and DDR5-5600 beside PCIe 5, and the share that
-copies get of it (fitted on the RTX 3090's tenth)."""
+_DDR4, _DDR5, _COPIED = 25.6 * GB_PER_S, 44.8 * GB_PER_S, 0.73
+"""Bytes/s of a channel of the host's memory, DDR4-3200 beside PCIe 4 and DDR5-5600 beside what is faster, and the share
+that copies get of it (fitted on the RTX 3090's tenth)."""
 
 POWER_SLOPE, ENERGY = 0.3, {"fp8": 0.6}
 """Watts that a card needs beyond its power for each TFLOP/s of its bf16 peak, and the energy of a FLOP in fp8 beside
@@ -116,8 +117,10 @@ class Hardware:
     @property
     def host_memory_bytes_per_s(self) -> float | None:
         """Bytes/s of the host's memory for copies, in a machine that such cards are put into; None if unknown."""
-        channel = _CHANNEL_BYTES_PER_S.get(self.host_link_bytes_per_s or 0.0)
-        return None if self.kind is None or channel is None else _COPIED * KINDS[self.kind].memory_channels * channel
+        if self.kind is None or self.host_link_bytes_per_s is None:
+            return None
+        channel = _DDR4 if self.host_link_bytes_per_s <= PCIE_GEN4_X16 else _DDR5
+        return _COPIED * KINDS[self.kind].memory_channels * channel
 
     def sustained_flops(self, dtype: str) -> float | None:
         """FLOP/s that the card's power allows in large products of ``dtype``; None where no peak is published.
@@ -237,12 +240,51 @@ def find_hardware(device_name: str) -> Hardware | None:
     return next((hardware for hardware in HARDWARE if device_name in hardware.device_names), None)
 
 
+_DESCRIBED = {"peak": TERA, "bandwidth": GB_PER_S, "memory": GIB, "fp8": TERA, "host": GB_PER_S}
+_DESCRIBED |= {"nvlink": GB_PER_S, "watts": 1.0}
+"""What a card can be described by, and the unit of each: dense TFLOP/s in bf16 and in fp8, GB/s of its memory, GiB,
+GB/s of the host link and of NVLink each way, and its power."""
+_NEEDED = ("peak", "bandwidth", "memory")
+
+
+def hardware_described(text: str) -> Hardware:
+    """A card by its figures: ``peak=165,bandwidth=1008,memory=24``, and fp8, host, nvlink, watts and class if known.
+
+    Without them it has no fp8, 32 GB/s each way to the host, no NVLink, and 1 W a TFLOP/s.
+
+    Raises:
+        ValueError: a figure is no number above 0, unknown, or missing, or the class is unknown.
+    """
+    given = dict(part.partition("=")[::2] for part in text.split(","))
+    kind = given.pop("class", "workstation")
+    if kind not in KINDS:
+        raise ValueError(f"--gpu {text}: class {kind!r} is none of {', '.join(KINDS)}")
+    if unknown := [name for name in given if name not in _DESCRIBED]:
+        raise ValueError(f"--gpu {text}: {unknown[0]!r} is none of {', '.join((*_DESCRIBED, 'class'))}")
+    if missing := [name for name in _NEEDED if name not in given]:
+        raise ValueError(f"--gpu {text}: say {' and '.join(missing)}, too")
+    figures: dict[str, float] = {}
+    for name, value in given.items():
+        try:
+            figures[name] = float(value) * _DESCRIBED[name]
+        except ValueError:
+            figures[name] = 0.0
+        if not 0 < figures[name] < math.inf:
+            raise ValueError(f"--gpu {text}: {name} must be a number above 0, got {value!r}")
+    peaks = {"bf16": figures["peak"]} | ({"fp8": figures["fp8"]} if "fp8" in figures else {})
+    memory, links = int(figures["memory"]), (figures.get("nvlink"), figures.get("host", PCIE_GEN4_X16))
+    return Hardware(text, (), peaks, memory, figures["bandwidth"], *links, None, kind, figures.get("watts"))
+
+
 def hardware_named(name: str) -> Hardware:
-    """The first GPU whose name here begins with these words, whatever their case, with spaces or hyphens between them.
+    """The first GPU whose name here begins with these words, whatever their case, with spaces or hyphens between them;
+    or the one that figures describe.
 
     Raises:
         ValueError: no such GPU; the message has the nearest names, and all that are known.
     """
+    if "=" in name:
+        return hardware_described(name)
     words = name.lower().replace("-", " ").split()
     gpus = {hardware.name.lower().replace(" ", "-"): hardware for hardware in HARDWARE if hardware.peak_flops}
     for known, hardware in gpus.items():

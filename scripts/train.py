@@ -13,7 +13,11 @@ The text is Python's standard library unless --data names another. The same comm
 checkpoint in --out. After Ctrl-C or SIGTERM the command finishes the step, saves and exits, with code 130 or 0; a
 second Ctrl-C ends it at once. A file for --config FILE.toml sets options, which those on the command line override;
 the command prints such a file with --print-config. With --print-memory it prints the predicted memory on device and
-host. In both cases it trains nothing.
+host. With --print-plan it says what the run should cost on the card of --gpu, which need not be here: what fits, the
+fastest choices, tokens/s, days, energy; --gpus, --host-gib, --run-tokens 100B, --price-per-gpu-hour and --picture FILE
+say more. In all three cases it trains nothing.
+
+    uv run scripts/train.py --print-plan --gpu rtx-4090 --host-gib 64 --size llama3-8b --context-length 8192
 """
 
 import argparse
@@ -30,6 +34,7 @@ from typing import Any, get_args, get_type_hints
 
 from cs336_systems.config import did_you_mean
 from cs336_systems.declared import flag
+from cs336_systems.pretraining.card_plan import PRINT_PLAN
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.report import command_line
 from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with
@@ -43,6 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its node, which may lack what others have
     try:
+        if PRINT_PLAN in given:
+            return _print_plan(given)
         options = parse([one for one in given if one not in (_PRINT, _PRINT_MEMORY)])
         if not given and options.device == "cpu":
             options = replace(options, walltime=options.CPU_WALLTIME)
@@ -116,6 +123,17 @@ def to_toml(options: TrainOptions) -> str:
     values = {field.name.replace("_", "-"): getattr(options, field.name) for field in fields(options)}
     lines = ((name, "none" if value is None else value) for name, value in values.items())
     return "\n".join(f"{name} = {json.dumps(value, default=str, ensure_ascii=False)}" for name, value in lines)
+
+
+def _print_plan(given: list[str]) -> int:
+    from cs336_systems.report.card_plan import plan_asked
+
+    def run(arguments: list[str]) -> list[TrainOptions]:
+        options = parse(arguments)
+        options.check()
+        return [options]
+
+    return plan_asked(given, run, NAME)
 
 
 def _print_memory(options: TrainOptions) -> None:

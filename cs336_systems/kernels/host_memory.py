@@ -46,9 +46,6 @@ from cs336_systems.kernels.allocating import computes, imagined_on_host
 
 ALIGNMENT = 256
 """Bytes, of every tensor in a slab: more than any copy engine or kernel asks for."""
-TABLE_SHARE = 8 / 4096
-"""Bytes of a GPU that each byte pinned for it costs: its page tables have an entry for each page of the host. Measured
-on an H200: 0.739 GiB outside torch with nothing pinned, 0.878 with 71.4 GiB."""
 _UNLIMITED = ("max", str(2**63 - mmap.PAGESIZE))
 """The contents of a limit file without a limit: v2 has this word, v1 its largest number of whole pages."""
 

@@ -16,10 +16,10 @@ from functools import cache, cached_property
 from itertools import chain, product
 
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
+from cs336_systems.costs.memory import TABLE_SHARE
 from cs336_systems.costs.rates import Rates
 from cs336_systems.costs.streaming import MOMENTS, LaneTimes, StreamedWork
 from cs336_systems.hardware import GIB
-from cs336_systems.kernels.host_memory import TABLE_SHARE
 from cs336_systems.streaming.build import build, schedule_times
 from cs336_systems.streaming.estimate import WorkSeconds, best_keep, neighbours
 from cs336_systems.streaming.order import TooFewSlotsError

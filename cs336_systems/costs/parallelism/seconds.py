@@ -30,7 +30,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from math import inf
+from typing import Any, NamedTuple
 
 from cs336_systems.config import ModelConfig, Recipe
 from cs336_systems.costs.communication import Link
@@ -150,21 +151,55 @@ def step_seconds(
         else:
             idle = least_bubble(layout.schedule, layout.pipeline, layout.chunks, durations)
     optimizer = updates / (layout.tensor * layout.n_state_shards)
-    away = sum(n_bytes for name, n_bytes in moments if name in {STATES.get(each) for each in offload})
-    state = away * fullest.n_parameters(part) / layout.n_state_shards
-    gradients = _ITEMSIZE * fullest.n_parameters(part) if "gradients" in offload else 0
-    optimizer = max(optimizer, rates.link_seconds(state + gradients, state))
-    residual = slowest.n_layers * rows * part.d_model * _ITEMSIZE if "residual" in offload else 0
-    forward = own * work.forward
-    copies = max(0.0, rates.link_seconds(0, residual) - forward)
-    copies += max(0.0, rates.link_seconds(residual + gradients, gradients) - (compute - forward))
+    away, copied = _offloaded(part, fullest, slowest, rows, layout, moments, offload, rates)
+    copies = max(0.0, copied - compute - waits - late / m)
     waiting = m * waits + _stage_waits(config, rows, layout, network)
-    return StepSeconds(m * compute, optimizer, waiting, slowed, late, idle, m * copies)
+    return StepSeconds(m * compute, max(optimizer, away), waiting, slowed, late, idle, m * copies)
+
+
+CLASSES: dict[str, dict[str, float]] = {
+    "products": {"products": inf, "quantized": inf},
+    "attention": {"attention_forward": inf, "attention_backward": inf},
+    "passes over memory": {"memory": inf},
+}
+"""Classes of kernels, and the shares of an engine for which they take no time."""
+
+
+def by_class(config: ModelConfig, length: int, layout: Layout, hardware: Hardware, **how: Any) -> dict[str, float]:
+    """Seconds of a step by class of kernel, the optimizer, and what links add; they sum up to its total."""
+    sustained = how.pop("sustained", OURS)
+    step = step_seconds(config, length, layout, hardware, sustained=sustained, **how)
+    found = {}
+    for name, free in CLASSES.items():
+        without = step_seconds(config, length, layout, hardware, sustained=replace(sustained, **free), **how)
+        found[name] = step.compute - without.compute
+    links = step.waiting + step.slowed + step.copies
+    return found | {"optimizer": step.optimizer, "links": links, "standing still": step.late + step.bubble}
 
 
 def model_stages(config: ModelConfig, length: int, layout: Layout, hardware: Hardware) -> tuple[Stage, ...]:
     """The first, a middle and the last stage of the layout's pipeline, those that there are; errors as above."""
     return _work(config, length, layout.keep, BF16_MOMENTS, Rates.of(hardware), STORED).stages(layout.pipeline)
+
+
+def _offloaded(
+    part: ModelConfig,
+    fullest: Stage,
+    slowest: Stage,
+    rows: int,
+    layout: Layout,
+    moments: Moments,
+    offload: frozenset[str],
+    rates: Rates,
+) -> tuple[float, float]:
+    """Seconds of copies of what lies on the host: at the end of a step, and beside each micro-batch's kernels."""
+    parameters = fullest.n_parameters(part)
+    keys = {STATES.get(name) for name in offload}
+    states = sum(n_bytes for name, n_bytes in moments if name in keys) * parameters / layout.n_state_shards
+    gradients = _ITEMSIZE * parameters if "gradients" in offload else 0
+    inputs = slowest.n_layers * rows * part.d_model * _ITEMSIZE if "residual" in offload else 0
+    beside = rates.link_seconds(0, inputs) + rates.link_seconds(inputs + gradients, gradients)
+    return rates.link_seconds(states + gradients, states), beside
 
 
 @dataclass(frozen=True)

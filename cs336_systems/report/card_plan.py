@@ -1,0 +1,179 @@
+"""A plan of ``pretraining/card_plan.py`` on the console and as a picture: ``--print-plan`` of commands that train.
+
+code = print_plans([options], asked)       # tables, a sentence on fp8, and one JSON object
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cs336_systems.hardware import GIB, find_hardware
+from cs336_systems.pretraining.card_plan import ERRORS, PRINT_PLAN, Asked, CardPlan, Way
+from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.report.command_line import n_gpus
+from cs336_systems.report.tables import Table, show
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_BAR = 30
+"""Characters of a step's whole time."""
+
+
+def plan_asked(arguments: Sequence[str], runs: Callable[[list[str]], Sequence[TrainOptions]], command: str) -> int:
+    """Plan the runs that the arguments describe, beside the options of the plan itself; returns the exit code.
+
+    Raises:
+        ValueError: an option that makes no sense, or nothing fits.
+    """
+    asked, rest = Asked.taken_from(arguments)
+    if not asked.gpu:
+        asked = replace(asked, gpu=_card_here())
+    return print_plans(runs(rest), asked, command)
+
+
+def _card_here() -> str:
+    """The name of the GPU that is here.
+
+    Raises:
+        ValueError: there is none, or no peaks of it are on record.
+    """
+    if not n_gpus():
+        raise ValueError(f"{PRINT_PLAN} needs --gpu where there is none: a name, such as rtx-4090, or its figures")
+    import torch
+
+    name = torch.cuda.get_device_name()
+    if (hardware := find_hardware(name)) is None:
+        raise ValueError(
+            f"no peaks are on record for {name}: describe it, as in --gpu peak=165,bandwidth=1008,memory=24"
+        )
+    return hardware.name
+
+
+def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str) -> int:
+    """Print the plans of some runs, draw the picture of the last if asked, and end with one JSON object."""
+    summary: dict[str, Any] = {"command": command, "gpu": asked.gpu, "gpus": asked.gpus}
+    for options in runs:
+        plan = CardPlan.of(options, asked)
+        for each in (ways_table(plan), memory_table(plan), classes_table(plan)):
+            show(each, "auto")
+            print()
+        print(*sentences(plan), sep="\n")
+        summary[plan.config.name] = {name: _figures(plan, way) for name, way in plan.best.items()}
+        if asked.picture is not None:
+            from cs336_systems.report.figures import save
+
+            save(classes_figure(plan), Path(asked.picture))
+            print(f"{asked.picture}: the time of a step by class of kernel")
+    print(json.dumps(summary))
+    return 0
+
+
+def _figures(plan: CardPlan, way: Way) -> dict[str, Any]:
+    figures = {"how": str(way), "tokens_per_s": way.tokens_per_s, "step_s": _step_seconds(plan, way)}
+    figures |= {"device_gib": way.device_bytes / GIB, "host_gib": way.host_bytes * plan.asked.gpus / GIB}
+    return figures | {"hours": plan.hours(way), "kwh": plan.kwh(way), "price": plan.price(way), "error": plan.error}
+
+
+def _step_seconds(plan: CardPlan, way: Way) -> float:
+    return way.streamed.times.span if way.streamed else plan.tokens_per_step / way.tokens_per_s
+
+
+def ways_table(plan: CardPlan) -> Table:
+    """The run as asked and the fastest ways, in tokens/s of all cards."""
+    import pandas as pd
+
+    lines = []
+    own = plan.as_asked
+    for name, way in (*([("as asked", own)] if own else []), *plan.best.items()):
+        fits = way.device_bytes <= plan.device_bytes and way.host_bytes <= max(plan.host_bytes, 0)
+        fits = fits or way.streamed is not None
+        spare = (plan.device_bytes - way.device_bytes) / GIB
+        low, high = (way.tokens_per_s * (1 + sign * plan.error) for sign in (-1, 1))
+        light = plan.light(way)
+        kwh, price = plan.kwh(way), plan.price(way)
+        lines.append(
+            {
+                "way": name,
+                "fits": f"{spare:.1f} GiB spare"
+                if fits
+                else f"no, {-spare:.1f} GiB short"
+                if spare < 0
+                else "host short",
+                "tokens/s": f"{way.tokens_per_s:,.0f}",
+                "from - to": f"{low:,.0f} - {high:,.0f}",
+                "step s": f"{_step_seconds(plan, way):.3g}",
+                "light %": "" if light is None else f"{100 * light:.1f}",
+                "days": f"{plan.hours(way) / 24:,.2f}",
+                "kWh": "" if kwh is None else f"{kwh:,.0f}",
+                **({} if price is None else {"price": f"{price:,.0f}"}),
+                "how": str(way),
+            }
+        )
+    cards = f"{plan.asked.gpus} x {plan.hardware.name}" if plan.asked.gpus > 1 else plan.hardware.name
+    caption = (
+        f"{plan.config.name} on {cards}, sequences of {plan.length:,}, {plan.tokens_per_step:,} tokens a step, "
+        f"{plan.run_tokens:.3g} tokens in all: predicted, nothing was run"
+    )
+    notes = {"light %": "share of the speed of light", "kWh": "of the cards alone, at their full power"}
+    return Table(caption, pd.DataFrame(lines), notes, {"how": 0, "tokens/s": 0})
+
+
+def memory_table(plan: CardPlan) -> Table:
+    """Memory of one card by segment, of the fastest way, and what is on the host."""
+    import pandas as pd
+
+    way = plan.fastest
+    lines = [(name, f"{n / GIB:,.2f}") for name, n in way.device_parts.items() if n]
+    lines += [("all of it", f"{way.device_bytes / GIB:,.2f}"), ("tensors may take", f"{plan.device_bytes / GIB:,.2f}")]
+    if way.host_bytes:
+        lines.append(("on the host, all ranks", f"{way.host_bytes * plan.asked.gpus / GIB:,.2f}"))
+    return Table("Memory of one card with the fastest way", pd.DataFrame(lines, columns=["segment", "GiB"]))
+
+
+def classes_table(plan: CardPlan) -> Table:
+    """Seconds of a step by class of kernel, a bar beside each."""
+    import pandas as pd
+
+    seconds = plan.classes(plan.fastest)
+    whole = sum(seconds.values())
+    lines = [
+        (name, f"{each:.3g}", f"{100 * each / whole:.1f}", "#" * round(_BAR * each / whole))
+        for name, each in seconds.items()
+    ]
+    frame = pd.DataFrame(lines, columns=["class", "s", "%", "share"])
+    return Table("Time of its step by class of kernel", frame)
+
+
+def sentences(plan: CardPlan) -> list[str]:
+    """What a plan says in words."""
+    error = f"{100 * plan.error:.0f} %"
+    known = plan.hardware.name in ERRORS
+    fitted = "nine of ten known steps of this card were that near" if known else "nothing was fitted on this card"
+    return [
+        f"Fastest: train.py {plan.command(plan.fastest)}",
+        plan.fp8_pays,
+        f"The range is {error} each way: {fitted}.",
+    ]
+
+
+def classes_figure(plan: CardPlan) -> Figure:
+    """A bar for each way that fits, of the time of a thousand tokens by class of kernel."""
+    from cs336_systems.report.figures import OKABE_ITO, panels
+
+    figure, (panel,) = panels(1, 1, 7.5, 1.0 + 0.6 * len(plan.best))
+    for row, way in enumerate(plan.best.values()):
+        seconds = plan.classes(way)
+        left, unit = 0.0, 1e6 / way.tokens_per_s / sum(seconds.values())
+        for colour, (name, each) in zip(OKABE_ITO, seconds.items(), strict=False):
+            panel.barh(row, each * unit, left=left, color=colour, label=name if row == 0 else None)
+            left += each * unit
+    panel.set_yticks(range(len(plan.best)), list(plan.best))
+    panel.set_xlabel("ms for a thousand tokens")
+    panel.set_title(f"{plan.config.name} on {plan.asked.gpus} x {plan.hardware.name}, predicted", fontsize=10)
+    figure.legend(loc="outside lower center", fontsize=8, ncols=3, frameon=False)
+    return figure

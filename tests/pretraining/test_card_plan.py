@@ -1,0 +1,171 @@
+"""Plans for cards that are not here: what fits, what is fastest, that better cards are never slower, faults, time."""
+
+import json
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.config import resolve_size
+from cs336_systems.costs.parallelism.layout import Layout
+from cs336_systems.costs.parallelism.seconds import by_class, step_seconds
+from cs336_systems.hardware import GIB, KINDS, hardware_described, hardware_named
+from cs336_systems.pretraining.card_plan import RECIPES, Asked, CardPlan, NothingFits
+from cs336_systems.pretraining.options import TrainOptions
+
+
+def plan(size="qwen2.5-1.5b", length=1024, options=None, **asked):
+    run = TrainOptions(size=size, context_length=length, **(options or {}))
+    return CardPlan.of(run, Asked(**{"gpu": "h100", **asked}))
+
+
+def test_the_best_way_fits_and_no_other_is_faster():
+    found = plan()
+    for dtype, way in found.best.items():
+        assert way.device_bytes <= found.device_bytes
+        for keep in ("all", "products-ffn", "input"):
+            for micro_batch in (1, 16, 64):
+                other = replace(way.layout, keep=keep, micro_batch=micro_batch, n_micro_batches=512 // micro_batch)
+                tried = found.way(dtype, other, frozenset(), RECIPES[dtype])
+                assert tried.device_bytes > found.device_bytes or tried.tokens_per_s <= way.tokens_per_s
+    assert sum(found.classes(found.fastest).values()) == pytest.approx(found.fastest.seconds.total)
+
+
+def test_our_own_run_is_predicted_as_it_was_measured():
+    """58,905 tokens/s on an H100 (training-2), on which nothing was fitted."""
+    assert plan().best["bf16"].tokens_per_s == pytest.approx(58_905, rel=0.06)
+
+
+def test_what_does_not_fit_says_by_how_much():
+    with pytest.raises(NothingFits, match=r"llama3-8b at 8,192 tokens does not fit 1 x RTX 4090: .* needs 6\d\.\d GiB"):
+        _ = plan("llama3-8b", 8192, gpu="rtx-4090").best
+    streamed = plan("llama3-8b", 8192, gpu="rtx-4090", host_gib=64).best["streamed"]
+    assert streamed.device_bytes <= 24 * GIB and streamed.host_bytes <= 64 * GIB
+    assert 1000 < streamed.tokens_per_s < 2600
+    with pytest.raises(NothingFits, match=r"the host is \d+(\.\d)? GiB short"):
+        _ = plan("llama3-70b", 8192, gpu="rtx-4090", host_gib=64).best
+
+
+def test_offload_needs_a_host_and_ranks_divide():
+    alone, several = plan("llama3-70b", 8192, gpus=8), plan("llama3-70b", 8192, gpus=8, host_gib=1024)
+    assert all(not way.offload and way.host_bytes == 0 for way in alone.best.values())
+    assert several.fastest.tokens_per_s >= alone.fastest.tokens_per_s
+    for way in (*alone.best.values(), *several.best.values()):
+        assert way.layout.n_ranks == 8 and several.runs(way)
+        assert 8 * way.host_bytes <= 1024 * GIB
+
+
+def test_fp8_pays_where_products_decide():
+    assert "pays here" in plan("qwen2.5-7b", gpu="rtx-pro-6000").fp8_pays
+    assert plan(gpu="a100-sxm-80gb").fp8_pays == "fp8: A100 SXM 80GB has no products in fp8."
+    slow = "peak=100,fp8=100,bandwidth=600,memory=80,watts=400"
+    assert "does not pay here" in plan(gpu=slow).fp8_pays
+
+
+def test_time_energy_and_price_follow_from_tokens():
+    found = plan(gpus=4, run_tokens=1e10, price_per_gpu_hour=2.5)
+    way = found.fastest
+    hours = 1e10 / way.tokens_per_s / 3600
+    assert (found.hours(way), found.price(way)) == (pytest.approx(hours), pytest.approx(2.5 * 4 * hours))
+    assert found.kwh(way) == pytest.approx(4 * 0.7 * hours)
+    assert plan(options={"steps": 100}).run_tokens == 100 * 524_288
+    assert plan().price(way) is None
+
+
+def _random_card(rng):
+    figures = {"peak": rng.uniform(20, 2500), "bandwidth": rng.uniform(200, 8000), "memory": rng.uniform(40, 192)}
+    figures |= {"host": rng.uniform(8, 128), "watts": rng.uniform(70, 1200), "nvlink": rng.uniform(20, 900)}
+    figures["fp8"] = figures["peak"] * rng.uniform(1, 2)
+    said = ",".join(f"{name}={value:.4g}" for name, value in figures.items())
+    return hardware_described(f"{said},class={rng.choice(list(KINDS))}")
+
+
+def _better(card, rng):
+    """The card with one of its figures raised."""
+    name = rng.choice(["peak", "fp8", "memory_bytes_per_s", "host_link_bytes_per_s", "link_bytes_per_s", "watts"])
+    factor = rng.choice([1.001, 1.1, 3])
+    if name in ("peak", "fp8"):
+        dtype = "bf16" if name == "peak" else "fp8"
+        return replace(card, peak_flops={**card.peak_flops, dtype: factor * card.peak_flops[dtype]})
+    return replace(card, **{name: factor * getattr(card, name)})
+
+
+def test_better_cards_are_never_slower():
+    """Over a thousand random cards, of which one figure is raised, and random layouts."""
+    rng, config = random.Random(0), resolve_size("qwen2.5-0.5b")
+    for _ in range(1000):
+        card = _random_card(rng)
+        layout = rng.choice(
+            [
+                Layout(micro_batch=8, n_micro_batches=2, keep=rng.choice(["all", "input"])),
+                Layout(shards=8, zero=rng.choice([1, 3]), n_micro_batches=rng.choice([1, 4])),
+                Layout(tensor=2, replicas=2, tensor_by=rng.choice(["collectives", "copies"])),
+            ]
+        )
+        how = {
+            "recipe": rng.choice(list(RECIPES.values())),
+            "offload": rng.choice([frozenset(), frozenset({"m", "v"})]),
+        }
+        how["offload"] |= rng.choice([frozenset(), frozenset({"residual"})])
+        better = _better(card, rng)
+        before, after = (step_seconds(config, 1024, layout, each, **how).total for each in (card, better))
+        assert after <= before * (1 + 1e-12), (card.name, better, layout, how)
+
+
+def test_plans_of_better_cards_are_never_slower():
+    """With more memory, too, which nothing but the choice among what fits depends on."""
+    rng, said = random.Random(1), []
+    for _ in range(20):
+        card = _random_card(rng)
+        better = replace(card, memory_bytes=int(1.3 * card.memory_bytes)) if rng.random() < 0.5 else _better(card, rng)
+        found = [replace(plan(gpus=2, host_gib=256), hardware=each) for each in (card, better)]
+        for dtype in found[0].best:
+            rates = [each.best[dtype].tokens_per_s for each in found]
+            assert rates[1] >= rates[0] * (1 - 1e-12), (card.name, dtype)
+            said.append(rates[1] > rates[0])
+    assert any(said)
+
+
+def test_classes_of_kernels_sum_up_to_the_step():
+    for layout in (Layout(), Layout(shards=4, zero=3, n_micro_batches=2)):
+        seconds = by_class(resolve_size("llama3-8b"), 8192, layout, hardware_named("h100"), recipe=RECIPES["fp8"])
+        total = step_seconds(resolve_size("llama3-8b"), 8192, layout, hardware_named("h100"), recipe=RECIPES["fp8"])
+        assert sum(seconds.values()) == pytest.approx(total.total)
+        assert min(seconds.values()) >= 0 and seconds["products"] > seconds["attention"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--gpu rtx-9090", "--gpu rtx-9090: did you mean rtx-"),
+        ("--gpu peak=100,bandwidth=900", "say memory, too"),
+        ("--gpu peak=100,bandwidth=900,memory=-2", "memory must be a number above 0, got '-2'"),
+        ("--gpu peak=100,bandwidth=900,memory=24,speed=2", "'speed' is none of peak"),
+        ("--gpu h100 --price-per-gpu-hour -1", "--price-per-gpu-hour must not be negative, got -1"),
+        ("--gpu h100 --gpus 0", "--gpus must be positive"),
+        ("--gpu h100 --host-gib nan", "--host-gib must be positive and finite, got nan"),
+        ("--gpu h100 --run-tokens many", "--run-tokens: invalid"),
+        ("--gpu h100 --dtype fp32 --optimizer torch-fused", "plans steps in bf16 and fp8, and --dtype is fp32"),
+        ("", "--print-plan needs --gpu"),
+    ],
+)
+def test_faults_are_one_sentence(load_script, monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr("cs336_systems.report.card_plan.n_gpus", lambda: 0)
+    assert load_script("scripts/train.py").main(["--print-plan", *arguments.split()]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", ["scripts/train.py", "benchmarks/benchmark_training.py"])
+def test_the_commands_print_a_plan_soon(load_script, tmp_path, capsys, script):
+    start = time.perf_counter()
+    picture = tmp_path / "plan.png"
+    words = f"--print-plan --gpu rtx-pro-6000 --size qwen2.5-7b --run-tokens 1B --picture {picture}"
+    assert load_script(script).main(words.split()) == 0
+    assert time.perf_counter() - start < 15  # alone on two cores it takes two seconds
+    out = capsys.readouterr().out
+    assert "fp8 pays here" in out and picture.stat().st_size > 5000
+    figures = json.loads(out.splitlines()[-1])["qwen2.5-7b"]
+    assert figures["fp8"]["tokens_per_s"] > figures["bf16"]["tokens_per_s"]
+    assert figures["bf16"]["hours"] == pytest.approx(1e9 / figures["bf16"]["tokens_per_s"] / 3600)
