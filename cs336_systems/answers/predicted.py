@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cs336_systems.answers import llmq, ml_dataflow
+from cs336_systems.answers.own_steps import OwnStep, own_steps
 from cs336_systems.config import did_you_mean
 from cs336_systems.costs.rates import OURS, Sustained
 from cs336_systems.experiments.parallelism import Answer, table
@@ -23,7 +24,12 @@ from cs336_systems.experiments.parallelism import Answer, table
 if TYPE_CHECKING:
     import numpy as np
 
+    from cs336_systems.report.tables import Table
+
 Step = TypeVar("Step")
+
+OWN_SECONDS, OWN_PEAK = 0.05, 0.03
+"""The errors that predictions of this suite's own steps and peaks should stay below."""
 
 _ROUNDS, _CHANGE, _DAMPED, _LEAST, _RIDGE = 15, 0.02, 0.7, 0.01, 0.005
 """Of the fit: rounds of weighted least squares, the step of its differences and of each round, the error from which on
@@ -171,10 +177,36 @@ class Cards:
                     shown = [n if isinstance(n, int) else f"{n:.1f}" for n in found.values()]
                     lines.append((engine.name, group, *shown))
         how = f"nothing fitted on {self.without}" if self.without else "fitted on a named tenth, shown for the others"
+        caption = f"Predicted tokens/s beside published ones, error without its sign: {how}"
         columns = ("engine", "card", *next(iter(summary.values())))
-        return [
-            table(f"Predicted tokens/s beside published ones, error without its sign: {how}", columns, lines)
-        ], summary
+        own, of_own = own_table()
+        return [table(caption, columns, lines), own], summary | of_own
+
+
+def own_table() -> "tuple[Table, dict[str, Any]]":
+    """Errors of this suite's own committed steps and peaks, by card, and the same for a program."""
+    import numpy as np
+
+    groups: dict[str, list[OwnStep]] = {}
+    for step in own_steps():
+        groups.setdefault(step.group, []).append(step)
+    lines, summary = [], dict[str, Any]()
+    for group, steps in groups.items():
+        seconds = np.array([step.seconds_error for step in steps])
+        peaks = np.array([error for step in steps if (error := step.memory_error) is not None])
+        found = {
+            "steps": len(steps),
+            "median %": 100 * _quantile(seconds, 0.5),
+            "within 5 %": int((np.abs(seconds) <= OWN_SECONDS).sum()),
+            "largest %": 100 * _quantile(seconds, 1.0),
+            "peaks": len(peaks),
+            "within 3 %": int((np.abs(peaks) <= OWN_PEAK).sum()),
+            "largest of peaks %": 100 * _quantile(peaks, 1.0) if len(peaks) else None,
+        }
+        summary[f"ours {group}"] = found
+        lines.append((group, *("" if n is None else n if isinstance(n, int) else f"{n:.1f}" for n in found.values())))
+    columns = ("card", *next(iter(summary.values())))
+    return table("This suite's own steps and peaks; rates are fitted on those of one H200", columns, lines), summary
 
 
 def errors_of(engine: Engine, card: str, *, known: bool = True) -> list[tuple[str, "np.ndarray", int]]:

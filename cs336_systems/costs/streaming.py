@@ -205,9 +205,8 @@ class StreamedWork:
             return width * (tokens * (d_model + words) + d_model * words) / (2 * tokens * d_model * words)
         shapes = (d_model, config.d_qkv), (config.d_query, d_model), (d_model, 2 * d_ff), (d_ff, d_model)
         n_bytes = sum(width * (tokens * (k + n) + k * n) for k, n in shapes)
-        if self.recipe.quantized:  # half of what is loaded and stored is in fp8
-            n_bytes *= 3 / 4
-        return n_bytes / sum(2 * tokens * k * n for k, n in shapes)
+        in_fp8 = 3 / 4 if self.recipe.quantized else 1.0  # half of what is loaded and stored
+        return in_fp8 * n_bytes / sum(2 * tokens * k * n for k, n in shapes)
 
     def _quantizing_bytes(self, kind: str) -> int:
         """Bytes that quantized blocks move besides: operands once more, transposed, and gradients read and written so.

@@ -191,7 +191,8 @@ class CardPlan:
                 for zero, keep, tensor_by in product(levels, KEEPS, by):
                     yield Layout(
                         tensor_by=tensor_by,
-                        **({"shards": data} if zero else {"replicas": data}),
+                        shards=data if zero else 1,
+                        replicas=1 if zero else data,
                         tensor=tensor,
                         zero=zero,
                         keep=keep,
@@ -282,7 +283,7 @@ class CardPlan:
                 offload=tuple(sorted(way.offload)),  # type: ignore[arg-type]
                 zero=layout.zero,
                 tensor=layout.tensor,
-                tensor_by=layout.tensor_by,
+                tensor_by=layout.tensor_by,  # type: ignore[arg-type]
                 matmul_dtype=way.recipe.matmul,
             ).check()
         except ValueError:
@@ -316,7 +317,8 @@ class CardPlan:
             return None
         zero = own.zero if data > 1 else 0
         layout = Layout(
-            **({"shards": data} if zero else {"replicas": data}),
+            shards=data if zero else 1,
+            replicas=1 if zero else data,
             tensor=own.tensor,
             zero=zero,
             keep=case.keep,

@@ -1,0 +1,100 @@
+"""This suite's own steps and peaks, as committed, beside what the predictor says of them.
+
+Rows of ``benchmark_training.py`` on H100s and H200s (``profiles/results``). ``costs/rates.py`` is fitted on steps of
+one H200 among them; nothing is fitted on several GPUs' or an H100's, and nothing of memory. Rows of one setting count
+once, by the median of their medians.
+
+    for step in own_steps(): step.seconds_error, step.memory_error
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from cs336_systems.config import Recipe, resolve_size
+from cs336_systems.costs.parallelism.layout import Layout
+from cs336_systems.costs.parallelism.rank_memory import rank_peak
+from cs336_systems.costs.parallelism.seconds import step_seconds
+from cs336_systems.experiments.fp8 import RECIPES
+from cs336_systems.hardware import GIB, find_hardware
+from cs336_systems.harness.record import read_rows
+
+RESULTS = Path(__file__).resolve().parents[2] / "profiles/results"
+PARTS = ("h200/training", "h200/training-2", "h200/training-4", "h100/training-2")
+_SETTINGS = [
+    "gpu",
+    "size",
+    "context_length",
+    "world_size",
+    "zero",
+    "recipe",
+    "keep",
+    "batch_size",
+    "total_batch_tokens",
+]
+
+
+@dataclass(frozen=True)
+class OwnStep:
+    """A step of this suite's trainer."""
+
+    gpu: str
+    size: str
+    length: int
+    layout: Layout
+    recipe: Recipe
+    step_s: float
+    peak_gib: float | None
+
+    @property
+    def group(self) -> str:
+        """The card, and whether it was one, on steps of which rates were fitted on an H200."""
+        return f"{self.gpu.removeprefix('NVIDIA ').split()[0]}, {'one' if self.layout.n_ranks == 1 else 'several'}"
+
+    @property
+    def seconds_error(self) -> float:
+        """Predicted over measured seconds, less 1."""
+        hardware = find_hardware(self.gpu)
+        assert hardware is not None
+        found = step_seconds(resolve_size(self.size), self.length, self.layout, hardware, recipe=self.recipe)
+        return found.total / self.step_s - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """Predicted over measured peak, less 1; None where it was not recorded."""
+        if self.peak_gib is None:
+            return None
+        config = resolve_size(self.size)
+        peak = rank_peak(config, self.length, self.layout, recipe=self.recipe, whole_gradients=True)
+        return peak.n_bytes / GIB / self.peak_gib - 1
+
+
+@cache
+def own_steps() -> tuple[OwnStep, ...]:
+    """All steps of the trainer whose ranks share them, or that one GPU runs."""
+    return tuple(_read())
+
+
+def _read() -> Iterator[OwnStep]:
+    for part in PARTS:
+        rows = read_rows(RESULTS / part / "benchmark_training.csv")
+        rows = rows[(rows["status"] == "ok") & (rows["how"] == "ours")]
+        rows = rows[rows["apart"].astype(str) != "on"] if "apart" in rows else rows
+        medians = rows.pivot_table(index=_SETTINGS, columns="metric", values="median", aggfunc="median").reset_index()
+        for row in medians.to_dict("records"):
+            ranks, zero = int(row["world_size"]), int(row["zero"]) if int(row["world_size"]) > 1 else 0
+            layout = Layout(
+                shards=ranks if zero else 1,
+                replicas=1 if zero else ranks,
+                zero=zero,
+                keep=row["keep"],
+                micro_batch=int(row["batch_size"]),
+                n_micro_batches=int(row["total_batch_tokens"] / row["context_length"] / row["batch_size"] / ranks),
+            )
+            peak = row.get("peak_memory")
+            yield OwnStep(
+                *(row["gpu"], row["size"], int(row["context_length"]), layout, RECIPES[row["recipe"]]),
+                row["step"] / 1000,
+                None if peak is None or peak != peak else float(peak),
+            )
