@@ -16,6 +16,7 @@ from PIL import Image
 
 from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.evidence import seal
+from cs336_systems.answers.predicted import points, scatter_figure
 from cs336_systems.answers.training import of_bf16_commands, rates_of_others
 from cs336_systems.case import SCHEDULES
 from cs336_systems.costs.parallelism.pipeline import simulate
@@ -123,6 +124,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_mesh_four.png": of_rows(mesh_figure, "mesh-four"),
         "h200_training.png": Drawing(rates_figure, lambda: _with_others(rows("training").frame())),
         "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),
+        "predicted_cards.png": Drawing(scatter_figure, lambda: (points(),)),
         "pipeline_schedules.png": Drawing(pipelines_figure, lambda: (timelines,)),
     }
 

@@ -23,6 +23,7 @@ from cs336_systems.experiments.parallelism import Answer, table
 
 if TYPE_CHECKING:
     import numpy as np
+    from matplotlib.figure import Figure
 
     from cs336_systems.report.tables import Table
 
@@ -31,7 +32,7 @@ Step = TypeVar("Step")
 OWN_SECONDS, OWN_PEAK = 0.05, 0.03
 """The errors that predictions of this suite's own steps and peaks should stay below."""
 
-_ROUNDS, _CHANGE, _DAMPED, _LEAST, _RIDGE = 15, 0.02, 0.7, 0.01, 0.005
+_ROUNDS, _CHANGE, _DAMPED, _LEAST, _RIDGE = 12, 0.02, 0.7, 0.01, 0.005
 """Of the fit: rounds of weighted least squares, the step of its differences and of each round, the error from which on
 absolute errors count, and the weight of staying where it began."""
 
@@ -183,6 +184,18 @@ class Cards:
         return [table(caption, columns, lines), own], summary | of_own
 
 
+def unknown_table() -> "Table":
+    """Errors where nothing is fitted on a card: an engine's shares are those that its other cards' tenths give."""
+    lines = []
+    for engine in (ml_dataflow_engine(), llmq_engine()):
+        for card in engine.cards:
+            for group, errors, _ in errors_of(engine, card, known=False):
+                shown = (f"{100 * _quantile(errors, share):.1f}" for share in (0.5, 0.9, 1.0))
+                lines.append((engine.name, group, len(errors), *shown))
+    columns = ("engine", "card", "steps", "median %", "nine of ten %", "largest %")
+    return table("The same, with nothing fitted on the card", columns, lines)
+
+
 def own_table() -> "tuple[Table, dict[str, Any]]":
     """Errors of this suite's own committed steps and peaks, by card, and the same for a program."""
     import numpy as np
@@ -238,3 +251,42 @@ def _quantile(errors: "np.ndarray", share: float) -> float:
     import numpy as np
 
     return float(np.quantile(np.abs(errors), share))
+
+
+def predicted_steps() -> int:
+    """The number of published steps that nothing was fitted on and that are predicted to fit."""
+    engines = ml_dataflow_engine(), llmq_engine()
+    return sum(len(card.parts()[1].steps) for each in engines for card in each.cards.values())
+
+
+Points = dict[str, list[tuple[float, float]]]
+"""(published, predicted) tokens/s by engine and card."""
+
+
+def points() -> Points:
+    """Every step that nothing was fitted on and that is predicted to fit, to four digits."""
+    found: Points = {}
+    for engine in (ml_dataflow_engine(), llmq_engine()):
+        for card, published in engine.cards.items():
+            _, rest = published.parts()
+            found[f"{engine.name}, {card}"] = [
+                (float(f"{rest.measured(step):.4g}"), float(f"{rest.predicted(step, engine.shares):.4g}"))
+                for step in rest.steps
+            ]
+    return found
+
+
+def scatter_figure(found: Points) -> "Figure":
+    """Predicted over published tokens/s of each step, by engine and card, with lines ten percent above and below."""
+    from cs336_systems.report.figures import OKABE_ITO, panels
+
+    figure, (panel,) = panels(1, 1, 7.0, 4.0)
+    for colour, (name, pairs) in zip(OKABE_ITO, found.items(), strict=False):
+        rates, ratios = zip(*((published, predicted / published) for published, predicted in pairs), strict=True)
+        panel.scatter(rates, ratios, s=8, color=colour, label=name, alpha=0.6, linewidths=0)
+    for ratio in (0.9, 1.0, 1.1):
+        panel.axhline(ratio, color="0.4", linewidth=0.8, linestyle="-" if ratio == 1.0 else ":")
+    panel.set_xscale("log")
+    panel.set(xlabel="published tokens/s", ylabel="predicted / published")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return figure

@@ -8,6 +8,7 @@ from typing import Any
 from cs336_systems.answers import calculations, handout, training
 from cs336_systems.answers.committed import Committed, Rows
 from cs336_systems.answers.pivot import pivot, quoted
+from cs336_systems.answers.predicted import predicted_steps, unknown_table
 from cs336_systems.answers.published import ALL_QUESTIONS
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import cost
@@ -45,6 +46,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     ),
     *(calculations.rung_messages, calculations.collectives_predictions, calculations.ddp_predictions),
     *(training.outside, training.outside_table, training.llmq_rates, training.training_rates_table),
+    *(predicted_steps, unknown_table),
     *(training.fp8_rates_table, training.scaling_table),
     *(cost, model_units, state_bytes, link_bytes_per_step, resolve_size, communication_limit),
     *(attention_tables.comparison_table, attention_tables.account_table, attention_tables.time_over),
