@@ -119,7 +119,7 @@ class Way:
         """Return how it runs, in a few words."""
         if self.streamed is not None:
             plan = self.streamed.plan
-            return f"streamed, {plan.order} rounds of {plan.round_tokens:,} tokens in chunks of {plan.work.chunk:,}"
+            return f"streamed, {plan.rounds} {plan.order} rounds of {plan.round_tokens:,} tokens"
         layout = self.layout
         words = [f"--keep {layout.keep}", f"--batch-size {layout.micro_batch}"]
         words += [f"--offload {' '.join(sorted(self.offload))}"] if self.offload else []
