@@ -57,16 +57,18 @@ class CardClass:
     """Channels of the host's memory that copies of one card use."""
     attention_forward: float
     attention_backward: float
-    """Factors of attention's rates beside those of a data-centre card."""
+    """Factors of attention's rates beside those of the first class."""
 
 
 KINDS = {
     "data centre": CardClass(8, 1.0, 1.0),
+    "data centre without WGMMA": CardClass(8, 0.81, 0.52),
     "workstation": CardClass(4, 0.81, 0.52),
     "consumer": CardClass(2, 0.81, 0.52),
 }
-"""Classes of cards. Attention of the last two has 99 KiB of shared memory a block, and no asynchronous tensor cores:
-the factors are fitted on the RTX 3090's tenth of ml_dataflow's cells (``answers/ml_dataflow.py``)."""
+"""Classes of cards. The first has tensor cores that run beside their warps' other work (WGMMA, from Hopper on), for
+which FlashAttention-3 and this suite's ``hopper`` are written; on the others attention is FlashAttention-2's. Their
+factors are fitted on the RTX 3090's tenth of ml_dataflow's cells (``answers/ml_dataflow.py``)."""
 
 _DDR4, _DDR5, _COPIED = 25.6 * GB_PER_S, 44.8 * GB_PER_S, 0.73
 """Bytes/s of a channel of the host's memory, DDR4-3200 beside PCIe 4 and DDR5-5600 beside what is faster, and the share
@@ -179,7 +181,7 @@ def _gpu(
 _A100 = (19.5, 156, 312)  # SXM and PCIe alike; fp8 came with Hopper
 _GH100_SXM = (66.9, 494.7, 989.4, 1978.9)
 
-_DC, _WS, _PC = KINDS
+_DC, _OLD_DC, _WS, _PC = KINDS
 
 _CONTENT = "https://www.nvidia.com/content"
 _GEFORCE = "https://images.nvidia.com/aem-dam/Solutions/geforce"
@@ -202,9 +204,9 @@ _RTX_PRO = (
 HARDWARE: tuple[Hardware, ...] = (
     # name, names after "NVIDIA", TFLOP/s, GiB, GB/s, link GB/s, PCIe generation, W, class, datasheet
     # A100 of 40 GB: SXM and PCIe have the same figures throughout.
-    _gpu("A100 40GB", ("A100-SXM4-40GB", "A100-PCIE-40GB"), _A100, 40, 1555, 300, 4, 400, _DC, _A100_40GB_PDF),
-    _gpu("A100 SXM 80GB", ("A100-SXM4-80GB",), _A100, 80, 2039, 300, 4, 400, _DC, _A100_80GB_PDF),
-    _gpu("A100 PCIe 80GB", ("A100 80GB PCIe",), _A100, 80, 1935, 300, 4, 300, _DC, _A100_80GB_PDF),
+    _gpu("A100 40GB", ("A100-SXM4-40GB", "A100-PCIE-40GB"), _A100, 40, 1555, 300, 4, 400, _OLD_DC, _A100_40GB_PDF),
+    _gpu("A100 SXM 80GB", ("A100-SXM4-80GB",), _A100, 80, 2039, 300, 4, 400, _OLD_DC, _A100_80GB_PDF),
+    _gpu("A100 PCIe 80GB", ("A100 80GB PCIe",), _A100, 80, 1935, 300, 4, 300, _OLD_DC, _A100_80GB_PDF),
     # Whitepaper: the SXM datasheet has its figures sparse and rounded, the PCIe card's its memory as 2 TB/s.
     _gpu("H100 SXM", ("H100 80GB HBM3",), _GH100_SXM, 80, 3350, 450, 5, 700, _DC, _HOPPER),
     _gpu("H100 PCIe", ("H100 PCIe",), (51.2, 378, 756, 1513), 80, 2039, 300, 5, 350, _DC, _HOPPER),
@@ -218,10 +220,10 @@ HARDWARE: tuple[Hardware, ...] = (
     # Gen6.
     _gpu("B200", ("B200",), (75, 1125, 2250, 4500), 180, 7700, 900, 5, 1000, _DC, _B200),
     # Tensor peaks are printed sparse: 120, 242, 485.
-    _gpu("L4", ("L4",), (30.3, 60, 121, 242.5), 24, 300, None, 4, 72, _DC, _L4),
+    _gpu("L4", ("L4",), (30.3, 60, 121, 242.5), 24, 300, None, 4, 72, _OLD_DC, _L4),
     # As printed. Its bf16 pair is 362.05 dense | 733 sparse: the dense one is 2 x the L40's 181.05, while clocks (142
     # SMs x 1024 FLOP x 2.52 GHz) and half of 733 both give 366.4: shares read 1.2 % high.
-    _gpu("L40S", ("L40S",), (91.6, 183, 362.05, 733), 48, 864, None, 4, 350, _DC, _L40S),
+    _gpu("L40S", ("L40S",), (91.6, 183, 362.05, 733), 48, 864, None, 4, 350, _OLD_DC, _L40S),
     _gpu("RTX 3090", ("GeForce RTX 3090",), (35.6, 35.6, 71), 24, 936, 56.25, 4, 350, _PC, _RTX_3090),
     _gpu("RTX 4090", ("GeForce RTX 4090",), (82.6, 82.6, 165.2, 330.3), 24, 1008, None, 4, 450, _PC, _RTX_4090),
     _gpu("RTX 5090", ("GeForce RTX 5090",), (104.8, 104.8, 209.5, 419), 32, 1792, None, 5, 575, _PC, _RTX_5090),

@@ -1,8 +1,10 @@
 """The hardware table: strict matching, dense peaks, and a few anchors computed by hand elsewhere."""
 
+from dataclasses import replace
+
 import pytest
 
-from cs336_systems.hardware import HARDWARE, find_hardware, hardware_named
+from cs336_systems.hardware import HARDWARE, KINDS, find_hardware, hardware_named
 
 GPUS = [hardware for hardware in HARDWARE if hardware.name != "CPU"]
 GEFORCE = ("RTX 3090", "RTX 4090", "RTX 5090")
@@ -72,3 +74,40 @@ def test_a_name_as_people_type_it_finds_whole_words() -> None:
     for name, near in (("h20", "h200"), ("l40", "l40s"), ("a10", "a100"), ("a100-80gb", "a100-sxm-80gb"), ("", "")):
         with pytest.raises(ValueError, match=f"--gpu {name}: .*{near}"):
             hardware_named(name)
+
+
+def test_every_gpu_sustains_less_than_its_peak_and_more_in_fp8():
+    for gpu in (each for each in HARDWARE if each.peak_flops):
+        assert gpu.kind in KINDS and gpu.watts and gpu.watts > 50
+        share = gpu.sustained_flops("bf16") / gpu.peak("bf16")
+        assert 0.5 < share < 1, gpu.name
+        assert gpu.sustained_flops("fp8") is None or gpu.sustained_flops("fp8") > 1.5 * gpu.sustained_flops("bf16")
+        assert gpu.host_memory_bytes_per_s > 0
+
+
+def test_power_limits_what_a_card_sustains():
+    """An H100 of 700 W has 1.4 TFLOP/s a watt, one of 350 W 2.2: 70 and 61 % of the peak at 0.3 W a TFLOP/s."""
+    sxm, pcie = (hardware_named(name) for name in ("h100-sxm", "h100-pcie"))
+    assert sxm.sustained_flops("bf16") == pytest.approx(989.4e12 / (1 + 0.3 * 989.4 / 700))
+    assert pcie.sustained_flops("bf16") / pcie.peak("bf16") < sxm.sustained_flops("bf16") / sxm.peak("bf16")
+    more = replace(sxm, watts=2 * sxm.watts)
+    assert more.sustained_flops("bf16") > sxm.sustained_flops("bf16")
+    assert find_hardware("cpu").sustained_flops("bf16") is None
+
+
+def test_a_card_is_described_by_its_figures():
+    gpu = hardware_named("peak=165,bandwidth=1008,memory=24,fp8=330,host=32,watts=450,class=consumer")
+    assert gpu.peaks("bf16") == (165e12, 1008e9) and gpu.peak("fp8") == 330e12
+    assert gpu.memory_bytes == 24 * 2**30 and gpu.link_bytes_per_s is None
+    listed = hardware_named("rtx-4090")
+    assert gpu.host_memory_bytes_per_s == listed.host_memory_bytes_per_s
+    assert gpu.sustained_flops("bf16") == pytest.approx(listed.sustained_flops("bf16"), rel=0.01)
+    assert hardware_named("peak=165,bandwidth=1008,memory=24").peak("fp8") is None
+    for text, message in (
+        ("peak=165", "say bandwidth and memory, too"),
+        ("peak=x,bandwidth=1,memory=1", "peak must be a number above 0, got 'x'"),
+        ("peak=1,bandwidth=1,memory=inf", "memory must be a number above 0, got 'inf'"),
+        ("peak=1,bandwidth=1,memory=1,class=phone", "class 'phone' is none of data centre"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hardware_named(text)
