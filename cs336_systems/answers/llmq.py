@@ -1,9 +1,9 @@
 """The steps that llm.q published, their options in this suite's words, and what they should cost by its arithmetic.
 
-``llmq.csv`` has the rows of https://github.com/IST-DASLab/llmq (benchmarks/, read 2026-11-27): a machine, the options
-of its ``train``, median tokens/s of a few steps, and their share of the speed of light. Sequences have 1,024 tokens;
-model, optimizer's states and master weights are bf16. The optimizer's state is sharded over GPUs (its ZeRO 1), weights
-and gradients if asked.
+``llmq.csv`` has the rows of https://github.com/IST-DASLab/llmq (benchmarks/): a machine, the options of its ``train``,
+median tokens/s of a few steps, and their share of the speed of light. Sequences have 1,024 tokens; model, optimizer's
+states and master weights are bf16. The optimizer's state is sharded over GPUs (its ZeRO 1), weights and gradients if
+asked.
 
     recompute: swiglu, norm, ffn, att, block     ``keep``: all without what they name; block is input
     offload: opt-m, opt-v, master, residual      ``offload``; master weights are the bf16 weights of an fp8 step
@@ -32,7 +32,7 @@ SHARES = replace(OURS, products=1.073, memory=0.722, quantized=1.041)
 """This engine's shares of a card's rates, the same for all cards, fitted on the named tenth of each card's rows."""
 FITTED = ("products", "memory", "quantized")
 
-LENGTH, STEP_TOKENS = 1024, 524_288
+LENGTH = 1024
 _CARDS = {"H100": "h100 sxm", "Pro6000": "rtx pro 6000", "4090": "rtx 4090", "5090": "rtx 5090"}
 _MACHINE = re.compile(r"(\w+)x(\d+)")
 _OPTION = re.compile(r"--?([a-z-]+)(?:=(\S+))?")

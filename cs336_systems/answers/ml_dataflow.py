@@ -1,25 +1,25 @@
 """The steps that ml_dataflow published, as its rules place them, and what they should cost by this suite's arithmetic.
 
 ``ml_dataflow.csv`` has 1,130 cells of https://github.com/als244/ml_dataflow (bench/reproduce_results/recorded_data): a
-card, a model, a length, and limits on device and host memory, with what that engine then used and reached. Only limits,
-model and length are read for a prediction. ``place`` follows its rules (transformer_record_throughput.c): chunks of
-8,192 tokens, on a data-centre card of Hopper 16,384; as many sequences a round as have a layer's weights in
-activations; as many whole layers on the device as fit; of what lies on the host, attention's output first, then all,
-if the link keeps up with that.
+card, a model, a length, and limits on device and host memory, with what that engine then used and reached. A prediction
+reads limits, model, length and rounds a step. ``place`` follows the engine's rules
+(transformer_record_throughput.c): chunks of 8,192 tokens, on Hopper 16,384; as many sequences a round as have a layer's
+weights in activations; as many whole layers on the device as fit; of what lies on the host, attention's output first,
+then all, if the link keeps up with that.
 
 Rounds are sequential, so a step is a ``Plan`` of ``streaming/plan.py`` with other bytes, and its seconds are those of
 ``streaming/estimate.py``.
 
-    place(Cell("h100", 8, 8192, 24, 75)).device_gib, step_seconds(cell, rates)
+    place(Cell("h100", "8", 8192, 24, 75)).device_bytes, predicted_rate(cell, SHARES)
 """
 
 import csv
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.rates import OURS, Rates, Sustained
@@ -57,16 +57,15 @@ FITTED = (
 )
 
 _MIB = 2**20
-_WORKSPACE = GIB // 2
+_WORKSPACE, _WITHOUT_WORKSPACE = GIB // 2, 8192
 """What attention needs beside sequences of more than 8,192 tokens; its rules say 1 GiB, and steps ran that then do not
 fit. With half, ran or not is right for most cells."""
 _FEW_LAYERS = 3
+"""Layers with room for whose pairs copies are waited for pair by pair."""
 _EFFICIENCY = 0.6
 """The share of the peak that it expects of a step, where it asks whether the link keeps up."""
 _LINK_EFFICIENCY = 0.75
 """The share of the link's published rate that it expects."""
-_STEP_S, _OF_1B = 6.0, 1.0
-"""Seconds that a step of 1B should take, from which its rounds follow."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +163,16 @@ def failed_cells(cells: list[Cell]) -> Iterator[Cell]:
             before = own
 
 
+class _Pairs(NamedTuple):
+    """The pairs of layer and chunk of a round, and bytes of what one keeps by level."""
+
+    chunks: int
+    n: int
+    products: int
+    attention: int
+    input: int
+
+
 @cache
 def place(cell: Cell) -> Placed:
     """The plan of a step.
@@ -171,79 +180,96 @@ def place(cell: Cell) -> Placed:
     Raises:
         TooLittleMemory: none fits the limits.
     """
-    config, length, hardware = cell.config, cell.length, cell.hardware
-    least = 16_384 if cell.gpu == "h100" else 8192
-    chunk = least * math.ceil(length / least) if length < least else least
-    chunk = least if length <= least else next(n for n in range(least, length + 1) if length % n == 0)
+    config, length, n = cell.config, cell.length, 16_384 if cell.gpu == "h100" else 8192
+    chunk = n if length <= n else next(each for each in range(n, length + 1) if length % each == 0)
     work = StreamedWork(config, length, chunk)
-    d, d_kv, d_ff, words, layers = config.d_model, config.d_kv, config.d_ff, config.vocab_size, config.n_layers
-    per_sequence = work.chunks_per_sequence
-    full = chunk * (2 * (4 * d + 2 * d_kv + 2 * d_ff))
-    layer = work.layer_bytes
-    groups = max(1, round(layer / full / per_sequence))
-    chunks, pairs = per_sequence * groups, per_sequence * groups * layers
-
-    workspace = 200 * _MIB + (_WORKSPACE if length > 8192 else 0)
-    context = 2 * 2 * max(chunk, length) * d_kv * 2
-    table = words * d * 2
-    ends = 8 * table
-    fixed = workspace + context + ends + 2 * chunks * chunk * d * 2 + chunk * words * 2 + 2 * chunk * d * 2 + full
-    fixed += chunk * ((d + words) * 2 + 4) + chunk * (d + d_ff) * 2 + 200 * _MIB
-    left = cell.device_cap_gib * GIB - fixed
-    if left < 2 * layer + 2 * full:
-        raise TooLittleMemory(f"{(2 * layer + 2 * full - left) / GIB:.2f} GiB of the device are missing")
-    whole = min(layers, int(left // (2 * layer + chunks * full)))
-    weights, gradients = max(1, whole), max(1, whole)
-    slots = whole * chunks if whole else int((left - 2 * layer) // full)
-    spare = left - weights * 2 * layer - slots * full
-    if 0 < whole < layers:
-        if spare > layer:
-            weights, spare = weights + 1, spare - layer
-        slots += min(pairs - slots, int(spare // full))
-    slots = min(slots, pairs)
-    used = fixed + (weights + gradients) * layer + slots * full
-
-    state = 2 * table + 4 * layers * layer + 2 * chunks * chunk * d * 2
-    host = cell.host_cap_gib * GIB - state
-    home = pairs - slots
-    only = chunk * (2 * (d + 2 * d_kv) + 8)
-    attended = only + chunk * (2 * d + 4 * config.n_heads)
-    if host < home * only:
-        raise TooLittleMemory(f"{(home * only - host) / GIB:.2f} GiB of the host are missing")
-    n_attention = min(home, int((host - home * only) // (attended - only)))
-    n_only = home - n_attention
-    n_full = min(n_attention, int((host - n_attention * attended - n_only * only) // (full - attended)))
-    n_attention -= n_full
-    if n_only == 0 and length <= chunk and home >= slots:
-        windows = home // slots
-        peak = hardware.peak("bf16")
-        assert peak is not None and hardware.host_link_bytes_per_s is not None
-        flops = work.hardware_flops("forward", 0, "products") * slots
-        most = flops / (_EFFICIENCY * peak) * _LINK_EFFICIENCY * hardware.host_link_bytes_per_s
-        room = int(max(0.0, most - attended * slots) // (full - attended))
-        if attended * slots > most:
-            n_full = 0
-        elif room == 0:
-            n_full = min(n_full, home % slots)
-        else:
-            n_full = min(n_full, home - max(0, slots - room) * windows)
-        n_attention = home - n_full
-    kept = n_full * full + n_attention * attended + n_only * only
-    keep = Keep(n_full + n_attention + slots, n_full + slots)
+    least = chunk * (2 * (config.d_model + 2 * config.d_kv) + 8)
+    attended = least + chunk * (2 * config.d_model + 4 * config.n_heads)
+    whole = chunk * 2 * (4 * config.d_model + 2 * config.d_kv + 2 * config.d_ff)
+    groups = max(1, round(work.layer_bytes / whole / work.chunks_per_sequence))
+    chunks = work.chunks_per_sequence * groups
+    pairs = _Pairs(chunks, chunks * config.n_layers, whole, attended, least)
+    weights, gradients, room, device_bytes = _on_device(cell, work, pairs)
+    leaving, host_bytes = _on_host(cell, work, pairs, room)
+    n_products, n_attention = leaving[0][1], leaving[1][1]
     return Placed(
         work,
         chunks,
         cell.rounds,
         "sequential",
-        keep,
-        weights=min(layers, weights),
-        gradients=min(layers, gradients),
+        Keep(n_products + n_attention + room, n_products + room),
+        weights=weights,
+        gradients=gradients,
         clipping=False,
-        leaving=(("products", n_full, full), ("attention", n_attention, attended), ("input", n_only, only)),
-        room=slots,
-        device_bytes=used,
-        host_bytes_used=state + kept,
+        leaving=leaving,
+        room=room,
+        device_bytes=device_bytes,
+        host_bytes_used=host_bytes,
     )
+
+
+def _on_device(cell: Cell, work: StreamedWork, pairs: _Pairs) -> tuple[int, int, int, float]:
+    """Blocks of weights and of gradients, pairs that have room, and all bytes: whole layers as far as they fit."""
+    config, layer, chunk, n_layers = work.config, work.layer_bytes, work.chunk, work.config.n_layers
+    d_model, words = config.d_model, config.vocab_size
+    logits, row = chunk * words * 2, chunk * d_model * 2
+    fixed = 400 * _MIB + (_WORKSPACE if cell.length > _WITHOUT_WORKSPACE else 0)
+    fixed += 2 * 2 * max(chunk, cell.length) * config.d_kv * 2  # keys and values of a sequence, and their gradients
+    fixed += 2 * 8 * words * d_model  # embedding and head with all their state
+    fixed += 2 * pairs.chunks * row + 2 * row + pairs.products  # between layers, norms again, gradients of one pair
+    fixed += 2 * logits + row + 4 * chunk + chunk * (d_model + config.d_ff) * 2  # head, and a workspace
+    left = cell.device_cap_gib * GIB - fixed
+    if (short := 2 * layer + 2 * pairs.products - left) > 0:
+        raise TooLittleMemory(f"{short / GIB:.2f} GiB of the device are missing")
+    whole = min(n_layers, int(left // (2 * layer + pairs.chunks * pairs.products)))
+    weights = gradients = max(1, whole)
+    room = whole * pairs.chunks if whole else int((left - 2 * layer) // pairs.products)
+    spare = left - 2 * weights * layer - room * pairs.products
+    if 0 < whole < n_layers:
+        if spare > layer:
+            weights, spare = weights + 1, spare - layer
+        room += int(spare // pairs.products)
+    room = min(room, pairs.n)
+    used = fixed + (weights + gradients) * layer + room * pairs.products
+    return min(n_layers, weights), min(n_layers, gradients), room, used
+
+
+def _on_host(cell: Cell, work: StreamedWork, pairs: _Pairs, room: int) -> tuple[tuple[tuple[str, int, int], ...], int]:
+    """How many pairs leave the device at each level, and all bytes of the host."""
+    config = work.config
+    state = 2 * config.vocab_size * config.d_model * 2 + 4 * config.n_layers * work.layer_bytes
+    state += 2 * pairs.chunks * work.chunk * config.d_model * 2
+    left, home = int(cell.host_cap_gib * GIB) - state, pairs.n - room
+    if (short := home * pairs.input - left) > 0:
+        raise TooLittleMemory(f"{short / GIB:.2f} GiB of the host are missing")
+    n_attention = min(home, (left - home * pairs.input) // (pairs.attention - pairs.input))
+    n_input = home - n_attention
+    left -= n_attention * pairs.attention + n_input * pairs.input
+    n_products = min(n_attention, left // (pairs.products - pairs.attention))
+    if n_input == 0 and not work.is_long and home >= room:
+        n_products = min(n_products, _carried(cell, work, pairs, room))
+    n_attention -= n_products
+    leaving = (
+        ("products", n_products, pairs.products),
+        ("attention", n_attention, pairs.attention),
+        ("input", n_input, pairs.input),
+    )
+    return leaving, state + sum(n * n_bytes for _, n, n_bytes in leaving)
+
+
+def _carried(cell: Cell, work: StreamedWork, pairs: _Pairs, room: int) -> int:
+    """The most pairs of which all may leave, so that the link keeps up: by windows of as many pairs as have room."""
+    home = pairs.n - room
+    flops_per_s, link = cell.hardware.peaks("bf16")[0], cell.hardware.host_link_bytes_per_s
+    assert link is not None
+    seconds = room * work.hardware_flops("forward", 0, "products") / (_EFFICIENCY * flops_per_s)
+    spare = seconds * _LINK_EFFICIENCY * link - room * pairs.attention
+    if spare < 0:
+        return 0
+    of_window = int(spare // (pairs.products - pairs.attention))
+    if of_window == 0:
+        return home % room
+    return home - max(0, room - of_window) * (home // room)
 
 
 def fits(cell: Cell) -> bool:

@@ -15,6 +15,7 @@ from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.pretraining.card_plan import ERRORS, PRINT_PLAN, Asked, CardPlan, Way
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.report.command_line import n_gpus
+from cs336_systems.report.run_console import memory_table
 from cs336_systems.report.tables import Table, show
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str) -> int
     summary: dict[str, Any] = {"command": command, "gpu": asked.gpu, "gpus": asked.gpus}
     for options in runs:
         plan = CardPlan.of(options, asked)
-        for each in (ways_table(plan), memory_table(plan), classes_table(plan)):
+        for each in (ways_table(plan), memory_table(segments(plan)), classes_table(plan)):
             show(each, "auto")
             print()
         print(*sentences(plan), sep="\n")
@@ -123,16 +124,12 @@ def ways_table(plan: CardPlan) -> Table:
     return Table(caption, pd.DataFrame(lines), notes, {"how": 0, "tokens/s": 0})
 
 
-def memory_table(plan: CardPlan) -> Table:
-    """Memory of one card by segment, of the fastest way, and what is on the host."""
-    import pandas as pd
-
+def segments(plan: CardPlan) -> dict[str, int]:
+    """Bytes of one card by segment, of the fastest way, and what is on the host."""
     way = plan.fastest
-    lines = [(name, f"{n / GIB:,.2f}") for name, n in way.device_parts.items() if n]
-    lines += [("all of it", f"{way.device_bytes / GIB:,.2f}"), ("tensors may take", f"{plan.device_bytes / GIB:,.2f}")]
-    if way.host_bytes:
-        lines.append(("on the host, all ranks", f"{way.host_bytes * plan.asked.gpus / GIB:,.2f}"))
-    return Table("Memory of one card with the fastest way", pd.DataFrame(lines, columns=["segment", "GiB"]))
+    found = {name: n_bytes for name, n_bytes in way.device_parts.items() if n_bytes}
+    found |= {"in all": way.device_bytes, "tensors may take": int(plan.device_bytes)}
+    return found | ({"on the host, all ranks": way.host_bytes * plan.asked.gpus} if way.host_bytes else {})
 
 
 def classes_table(plan: CardPlan) -> Table:
