@@ -11,6 +11,7 @@ SHA-256 of their names, by least absolute errors in the logarithm of tokens/s. E
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -263,6 +264,7 @@ Points = dict[str, list[tuple[float, float]]]
 """(published, predicted) tokens/s by engine and card."""
 
 
+@cache
 def points() -> Points:
     """Every step that nothing was fitted on and that is predicted to fit, to four digits."""
     found: Points = {}

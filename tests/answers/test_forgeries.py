@@ -29,8 +29,8 @@ PAGE, OVERVIEW = "profiles/gpu_tests.md", "profiles/digests/README.md"
 TESTS, OUTSIDE = "profiles/gpu_tests.csv", "cs336_systems/answers/outside.csv"
 GRAPHS = ("h200_training",)
 FIGURES = [f"profiles/figures/{n}.png" for n in (*GRAPHS, "h200_attention_bf16_d64", "h200_attention_bf16_d128")]
-SCHEDULES = "profiles/figures/pipeline_schedules.png"
-SEALED = (GRID, FLASH, TRAINING, RUN, NSYS, FIGURE, SCHEDULES, *FIGURES, TESTS, OUTSIDE)
+SCHEDULES, CARDS = "profiles/figures/pipeline_schedules.png", "profiles/figures/predicted_cards.png"
+SEALED = (GRID, FLASH, TRAINING, RUN, NSYS, FIGURE, SCHEDULES, CARDS, *FIGURES, TESTS, OUTSIDE)
 
 
 @pytest.fixture(scope="module")
