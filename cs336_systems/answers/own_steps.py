@@ -18,7 +18,6 @@ from cs336_systems.costs.parallelism.rank_memory import rank_peak
 from cs336_systems.costs.parallelism.seconds import step_seconds
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.hardware import GIB, find_hardware
-from cs336_systems.harness.record import read_rows
 
 RESULTS = Path(__file__).resolve().parents[2] / "profiles/results"
 PARTS = ("h200/training", "h200/training-2", "h200/training-4", "h100/training-2")
@@ -77,6 +76,8 @@ def own_steps() -> tuple[OwnStep, ...]:
 
 
 def _read() -> Iterator[OwnStep]:
+    from cs336_systems.harness.record import read_rows  # brings pandas, which --help need not wait for
+
     for part in PARTS:
         rows = read_rows(RESULTS / part / "benchmark_training.csv")
         rows = rows[(rows["status"] == "ok") & (rows["how"] == "ours")]
