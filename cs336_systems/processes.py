@@ -11,6 +11,7 @@ dies with its parent; and it is the first that the kernel's out-of-memory killer
 that the server can start before anything slow is imported.
 """
 
+import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -26,6 +27,9 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
+
+_PR_SET_PDEATHSIG = 1
+"""Of ``linux/prctl.h``."""
 
 EXIT_GRACE_S = 10.0
 """A process without further work may take this long to clean up before it is killed."""
@@ -70,6 +74,12 @@ class FreshProcess:
 
     def is_alive(self) -> bool:
         return self._process.is_alive()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process alone, if it is alive."""
+        assert self._process.pid is not None
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, number)
 
     def receive(self, deadline: float | None = None) -> Any:
         """The next object that the process sends.
@@ -118,6 +128,8 @@ def _oom_kills() -> int:
 
 def _run(connection: Any, body: Callable[..., None], args: tuple[Any, ...]) -> None:
     os.setsid()
+    if sys.platform == "linux":  # the fork server ends with who started it; this also ends a process that is stopped
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_die_with_parent, daemon=True).start()

@@ -7,6 +7,7 @@
     uv run scripts/train.py --config runs/web.toml --steps 2000
     uv run scripts/train.py --print-config > run.toml
     torchrun --nproc-per-node 8 scripts/train.py --zero 1 --out runs/eight
+    uv run scripts/train.py --replicas 2 --agree every-step                                 # replicas that may die
     uv run scripts/train.py --size llama3-8b --context-length 8192 --device-gib 24 --host-gib 75   # one GPU, streamed
 
 The text is Python's standard library unless --data names another. The same command again resumes from the newest
@@ -165,17 +166,42 @@ def _print_memory(options: TrainOptions) -> None:
     show(memory_table(segments), "auto")
 
 
-def _train(options: TrainOptions) -> int:
-    import torch
-
-    from cs336_systems.distributed.process_group import joined
-    from cs336_systems.pretraining.trainer import NonFiniteStep, RankAlone, train
+def _train_replicas(options: TrainOptions) -> int:
+    """Start the replicas here, then draw, export and say what came of it."""
+    from cs336_systems.pretraining.replicas import train_replicas
     from cs336_systems.report.run_console import RunConsole
 
     started = time.perf_counter()
+    ended = train_replicas(options, partial(RunConsole, options.log_every))
+    logs = [folder for name in ended.logs if (folder := options.out / f"replica-{name}").exists()]
+    code = {"interrupted": INTERRUPTED, "failed": 1}.get(ended.reason, 1 if ended.complaint else 0)
+    if ended.complaint:
+        complain(NAME, ended.complaint)
+    return _conclude(options, ended, logs, code, started) if logs else code
+
+
+def _train(options: TrainOptions) -> int:
+    import torch
+
+    from cs336_systems.distributed.process_group import joined, launched
+    from cs336_systems.pretraining.agreement import Agreement, FirstAlone, agreement_of
+    from cs336_systems.pretraining.trainer import NonFiniteStep, RankAlone, train
+    from cs336_systems.report.run_console import RunConsole
+
+    if options.agree and options.lighthouse is None:
+        if launched():
+            raise ValueError(
+                f"--agree {options.agree} under torchrun is one replica: --lighthouse and --replica say which"
+            )
+        return _train_replicas(options)
+    started = time.perf_counter()
     with joined(options.device) as rank:
         try:
-            outcome = train(options, rank, RunConsole(options.log_every))
+            agreement = Agreement()
+            if options.lighthouse is not None and options.replica is not None:
+                agreement = agreement_of(options, rank, options.lighthouse, options.replica)
+            console = FirstAlone(RunConsole(options.log_every), agreement)
+            outcome = train(options, rank, console, agreement=agreement)
         except RankAlone as error:
             return complain(NAME, error)
         except NonFiniteStep:  # which the console has said
@@ -190,13 +216,24 @@ def _train(options: TrainOptions) -> int:
     code = {"interrupted": INTERRUPTED}.get(outcome.reason, 1 if outcome.complaint else 0)
     if rank.rank:
         return code
+    return _conclude(options, outcome, [agreement.folder(options.out)], code, started)
+
+
+def _conclude(options: TrainOptions, outcome: Any, logs: list[Path], code: int, started: float) -> int:
+    """Draw the logs, export the model, and say what came of it; returns the exit code.
+
+    Args:
+        outcome: an ``Outcome`` of the trainer, or ``Ended`` of its replicas.
+    """
     line: dict[str, Any] = {"command": NAME, "out": str(options.out)}
-    made = {"picture": (_draw, f"loss, norm, learning rate and throughput of {outcome.steps:,} steps")}
-    if options.export and outcome.reason in ("done", "walltime", "no gain") and not outcome.complaint:
-        made["exported"] = (partial(_export, step=outcome.best_step), "the model for Hugging Face")
+    draw = partial(_draw, options.out, logs)
+    made = {"picture": (draw, f"loss, norm, learning rate and throughput of {outcome.steps:,} steps")}
+    if options.export and outcome.reason in ("done", "walltime", "no gain") and not code:
+        export = partial(_export, options.out, outcome.best_step)
+        made["exported"] = (export, "the model for Hugging Face")
     for name, (make, what) in made.items():
         try:
-            line[name] = str(make(options.out))
+            line[name] = str(make())
         except (ValueError, OSError) as error:  # what was learned is saved
             code = code or 1
             complain(NAME, error)
@@ -206,26 +243,26 @@ def _train(options: TrainOptions) -> int:
         limits = {"walltime": f"--walltime {options.walltime} s has passed; ", "no gain": "the loss falls no more; "}
         limit = limits.get(outcome.reason, "")
         print(f"{options.out}: {limit}the same command goes on from step {outcome.steps:,}")
-    line |= _figures(options.out) | {"reason": outcome.reason, "resumed_at": outcome.first_step}
+    line |= _figures(logs) | {"reason": outcome.reason, "resumed_at": outcome.first_step}
     print(json.dumps(line | {"s": round(time.perf_counter() - started, 2)}))
     return code
 
 
-def _draw(folder: Path) -> Path:
+def _draw(folder: Path, logs: list[Path]) -> Path:
     from cs336_systems.pretraining.run_log import LOG
     from cs336_systems.report.figures import save
     from cs336_systems.report.run_figure import read_runs, run_figure
 
     picture = (folder / LOG).with_suffix(".png")
-    save(run_figure(read_runs([folder])), picture)
+    save(run_figure(read_runs(logs)), picture)
     return picture
 
 
-def _figures(folder: Path) -> dict[str, Any]:
+def _figures(logs: list[Path]) -> dict[str, Any]:
+    """Of the log that has the most steps."""
     from cs336_systems.report.run_figure import read_runs, summary
 
-    (run,) = read_runs([folder]).values()
-    return summary(run)
+    return max(map(summary, read_runs(logs).values()), key=lambda figures: figures["steps"])
 
 
 def _export(folder: Path, step: int | None) -> Path:

@@ -13,6 +13,7 @@ Reading takes one process and no GPU, whatever the number of ranks that wrote, a
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def write_run_json(folder: Path, model: ModelOfRun) -> ModelOfRun:
         return there
     folder.mkdir(parents=True, exist_ok=True)
     copy_tokenizer(model.tokenizer, folder)
-    unfinished = folder / f".{RUN}.tmp"
+    unfinished = folder / f".{RUN}.{os.getpid()}.tmp"  # replicas may write it at the same time
     content = {"layout": LAYOUT, "model": asdict(model.config), "eos_id": model.eos_id}
     unfinished.write_text(json.dumps(content, indent=1), encoding="utf-8")
     flush(unfinished)

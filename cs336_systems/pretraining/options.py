@@ -23,6 +23,7 @@ from cs336_systems.case import (
 from cs336_systems.config import PACKING, ModelConfig, resolve_size
 from cs336_systems.costs.kept import default_keep
 from cs336_systems.declared import flag, like, option, option_name, options_in, options_of
+from cs336_systems.pretraining.replica_options import ReplicaFields, replica_refusal
 from cs336_systems.pretraining.schedules import LearningRate, ScheduleKind
 from cs336_systems.pretraining.sources import sources_of
 from cs336_systems.refusals import refusal
@@ -85,7 +86,12 @@ class TrainerCase(TrainingCase):
     gather_by: GatherBy = like(
         Parallel, "gather_by", help="How --zero 3 gathers weights: in collectives, or by copies within one host."
     )
-    replicas: int = like(Parallel, "replicas")
+    replicas: int = like(
+        Parallel,
+        "replicas",
+        help="Copies of the model. Without --agree, of FSDP's shards (hybrid sharding): weights are divided over the "
+        "ranks of each, and gradients averaged over all. With --agree, training worlds that may die.",
+    )
     tensor: int = like(Parallel, "tensor")
     tensor_by: GatherBy = like(
         *(Parallel, "tensor_by"),
@@ -118,7 +124,7 @@ class TrainerCase(TrainingCase):
 
 
 @dataclass(frozen=True)
-class RunFields:
+class RunFields(ReplicaFields):
     """The options of a training run that do not describe its step."""
 
     CPU_DEFAULTS: ClassVar[dict[str, Any]] = {
@@ -273,11 +279,13 @@ class TrainOptions(_Options):
         for refused, sentence in _REFUSALS:
             if refused(self):
                 raise ValueError(sentence.format(o=self))
+        if reason := replica_refusal(self):
+            raise ValueError(reason)
         if self.capped:
             self._check_caps()
         sharing = self.pipeline, self.context, self.tensor
         config = ModelConfig("any", 64, 192, 10_000, 4) if self.init else resolve_size(self.size)
-        if reason := refusal(self.training_case(config, math.prod((self.replicas, *sharing)))):
+        if reason := refusal(self.training_case(config, math.prod((self.copies_in_world, *sharing)))):
             raise ValueError(reason)
 
     @property
@@ -303,6 +311,16 @@ class TrainOptions(_Options):
             raise ValueError(f"--chunk {self.chunk} does not divide {whole} evenly")
 
     @property
+    def copies_in_world(self) -> int:
+        """Copies of FSDP's shards in one world of ranks; replicas that agree are worlds of their own."""
+        return 1 if self.agree else self.replicas
+
+    @property
+    def worlds(self) -> int:
+        """The worlds of ranks that train together when all are there."""
+        return self.replicas if self.agree else 1
+
+    @property
     def kept(self) -> dict[str, str]:
         """The columns ``keep`` and ``checkpoint`` that --keep means; under caps the most."""
         if self.capped:
@@ -310,8 +328,8 @@ class TrainOptions(_Options):
         return kept_as(self.keep or default_keep(self.kernels, self.matmul_dtype))
 
     def data_ranks(self, world_size: int) -> int:
-        """The ranks of so many that have batches of their own; ValueError if the mesh does not fit."""
-        copies = {"replicas": self.replicas, "pipeline": self.pipeline}
+        """The ranks of a world of so many that have batches of their own; ValueError if the mesh does not fit."""
+        copies = {"replicas": self.copies_in_world, "pipeline": self.pipeline}
         _, replicas, shards, *_ = mesh_shape(world_size, self.context, self.tensor, **copies)
         return replicas * shards
 
@@ -323,17 +341,18 @@ class TrainOptions(_Options):
         """
         if self.total_batch_tokens is None:
             return self.accumulate
-        tokens = self.batch_size * self.context_length * self.data_ranks(world_size)
+        n_data = self.data_ranks(world_size) * self.worlds
+        tokens = self.batch_size * self.context_length * n_data
         if self.total_batch_tokens % tokens:
             asked = f"--total-batch-tokens {self.total_batch_tokens:,} is no multiple of {tokens:,}"
-            n_data = self.data_ranks(world_size)
             size = f"--batch-size {self.batch_size} of {self.context_length} tokens on {n_data} ranks"
             raise ValueError(f"{asked}, the tokens of a micro-batch: {size}")
         return self.total_batch_tokens // tokens
 
     def tokens_per_step(self, world_size: int) -> int:  # type: ignore[override]
-        """Tokens per step of all ranks."""
-        return self.micro_batches(world_size) * self.batch_size * self.context_length * self.data_ranks(world_size)
+        """Tokens per step of all ranks of all replicas."""
+        n_data = self.data_ranks(world_size) * self.worlds
+        return self.micro_batches(world_size) * self.batch_size * self.context_length * n_data
 
     def n_steps(self, n_sequences: int, world_size: int) -> int:
         """Steps of the whole run, on data of so many sequences."""
@@ -359,6 +378,7 @@ class TrainOptions(_Options):
             "size": replace(config, context_length=self.context_length),
             "accumulate": self.micro_batches(world_size),
             "checkpoint": "none",
+            "replicas": self.copies_in_world,
             "offload": "-".join(self.offload) or "none",
             "world_size": world_size,
             **self.kept,
@@ -403,7 +423,10 @@ _REFUSALS: tuple[tuple[Callable[[TrainOptions], bool], str], ...] = (
         "--deterministic and --attention hopper need blocks with a hand-written backward, not --keep autograd",
     ),
     (lambda o: o.gather_by == "copies" and o.zero != 3, "--gather-by copies is for --zero 3, got --zero {o.zero}"),
-    (lambda o: o.replicas > 1 and o.zero != 3, "--replicas {o.replicas} is for --zero 3, got --zero {o.zero}"),
+    (
+        lambda o: o.copies_in_world > 1 and o.zero != 3,
+        "--replicas {o.replicas} is for --zero 3, got --zero {o.zero}, or for --agree",
+    ),
     (
         lambda o: o.tensor_by != Parallel.tensor_by and o.tensor == 1,
         "--tensor-by {o.tensor_by} is for --tensor of 2 or more, got 1",

@@ -47,7 +47,7 @@ from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.precision import parameter_dtype
 from cs336_systems.training.step import TrainStep
 
-_MAY_DIFFER = ("data", "walltime", "log_every", "tensorboard", "wandb", "export")
+MAY_DIFFER = ("data", "walltime", "log_every", "tensorboard", "wandb", "export")
 """Options that need not be the same on all ranks: a folder on each node, whose tokens are compared, a limit that holds
 for all, and those of the first rank alone."""
 _VOCABULARY_MULTIPLE = 64
@@ -62,7 +62,7 @@ class PreparedRun:
         train: the sequences to learn.
         evaluation: the held-out sequences; None if there is no evaluation.
         evaluation_batch: sequences at a time, of each rank.
-        tokens_per_step: tokens of all ranks.
+        tokens_per_step: tokens of all ranks, of all replicas.
         mesh: the ranks, where some share a batch.
         place: this rank's number among those that have batches of their own, and theirs.
     """
@@ -120,11 +120,11 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
             sentence, and nothing is lost.
         OSError: something cannot be read or written.
     """
-    _check_alike(lambda: _asked(options))
+    _check_alike(lambda: must_be_alike(options))
     if options.capped and rank.world_size > 1:
         raise ValueError(f"--device-gib and --host-gib are for one rank, and here are {rank.world_size}")
     sources = sources_of(options.data or on_rank_0(default_data))
-    _check_alike(lambda: _found(options, sources))
+    _check_alike(lambda: data_identity(options, sources))
     datasets = [Dataset.open(source.folder) for source in sources]
     dataset = datasets[0]
     for each in datasets:
@@ -149,7 +149,9 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
         raise ValueError(reason)
     mesh, n_data = mesh_of(case, rank), options.data_ranks(rank.world_size)
     place = (mesh.place("data") if mesh else rank.rank, n_data)
-    loader = Loader(train, tokens_per_step // length, seed=options.seed, rank=place[0], world_size=n_data)
+    loader = Loader(
+        train, tokens_per_step // (length * options.worlds), seed=options.seed, rank=place[0], world_size=n_data
+    )
     step: TrainStep | CappedStep
     if options.capped:
         step = CappedStep(options, case, rank.device)
@@ -243,14 +245,14 @@ def _check_alike(say: Callable[[], dict[str, Any]]) -> None:
         raise ValueError(f"all ranks must train the same: {', '.join(others)}")
 
 
-def _asked(options: TrainOptions) -> dict[str, Any]:
+def must_be_alike(options: TrainOptions) -> dict[str, Any]:
     """The options that must be the same on all ranks; raises ValueError as their ``check`` does."""
     options.check()
-    own = {flag(name): value for name, value in asdict(options).items() if name not in _MAY_DIFFER}
+    own = {flag(name): value for name, value in asdict(options).items() if name not in MAY_DIFFER}
     return own | {"whether there is --data": options.data is not None}
 
 
-def _found(options: TrainOptions, sources: list[Source]) -> dict[str, Any]:
+def data_identity(options: TrainOptions, sources: list[Source]) -> dict[str, Any]:
     """Data and model as this rank finds them; ValueError or OSError if it finds none."""
     found: dict[str, Any] = {"the shares of --data": [str(source.share) for source in sources]}
     for number, source in enumerate(sources, 1):
@@ -283,8 +285,8 @@ def _check_chat(options: TrainOptions, dataset: Dataset) -> None:
     """Raise ValueError for options that do not go with the targets of the data, as all of them or answers alone."""
     if options.packing and not dataset.chat:
         raise ValueError(f"--packing is for conversations, and {dataset.folder} was made without --chat")
-    if dataset.chat and (options.context > 1 or options.pipeline > 1 or options.capped):
-        fault = "--context or --pipeline of 2 or more, nor with --device-gib"
+    if dataset.chat and (options.context > 1 or options.pipeline > 1 or options.capped or options.agree is not None):
+        fault = "--context or --pipeline of 2 or more, nor with --device-gib or --agree"
         raise ValueError(f"conversations, as in {dataset.folder}, do not go together with {fault}")
 
 

@@ -17,7 +17,7 @@ more, ``outlier`` and ``quantization``.
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -154,6 +154,50 @@ class LoggedCheckpoint(Record):
     stall_seconds: float
     seconds: float
     waited_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Membership(Record):
+    """Which replicas there are from a step on; replica k of n has the k-th of n equal parts of a step's sequences.
+
+    Attributes:
+        there: their names, in the order of k.
+        number: the k of the replica that writes this.
+        sequence: the place of the step's first sequence in the endless order of ``loader.py``.
+        waited_seconds: the time until they had agreed on it, and this replica had the others' state.
+        healed_seconds: the part of that in which it took over the state; 0 if it had it.
+        gone: names of those that were there before and have died since; they may be there again.
+        lost: places in the endless order that replicas have learned from since the last average, the first and the one
+            after the last; the parts of those that are gone are in no weights. Of equal numbers if nothing is lost.
+    """
+
+    kind = "replicas"
+    step: int
+    there: Sequence[str]
+    number: int
+    sequence: int
+    waited_seconds: float
+    healed_seconds: float
+    gone: Sequence[str] = ()
+    lost: Sequence[int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Dropped(Record):
+    """A step of ``every-step``, or an average of ``diloco``, that changes nothing, and why.
+
+    Attributes:
+        sequences: places in the endless order of all that the replicas had in hand: the first, and the one after the
+            last; they are dealt again unless ``again`` is False.
+        seconds: from the beginning of the step, or of the average, until it was dropped.
+    """
+
+    kind = "dropped"
+    step: int
+    reason: str
+    sequences: Sequence[int]
+    again: bool
+    seconds: float
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.shards import wait_for_parameters
 from cs336_systems.harness.memory import free_bytes
+from cs336_systems.pretraining.agreement import Agreement
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.deferred import Deferred, Done
 from cs336_systems.pretraining.loader import Sequences, evaluate
@@ -133,11 +134,12 @@ class RankAlone(ValueError):
     """A fault of one rank's data, of which the others know nothing."""
 
 
-def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
+def train(options: TrainOptions, rank: Rank, *sinks: Sink, agreement: Agreement | None = None) -> Outcome:
     """Make the steps that are still to be made; a collective.
 
     Args:
         sinks: to which the first rank tells what it also writes to the log.
+        agreement: how this world of ranks trains one model with others; by default there are none.
 
     Raises:
         ValueError: options, data, folder, weights or device do not serve, or the run has made more steps already; one
@@ -148,20 +150,29 @@ def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
         NonFiniteStep: a loss or a gradient is not finite; checkpoints are as they were.
     """
     ends_at = None if options.walltime is None else time.monotonic() + options.walltime
-    return run_prepared(prepare(options, rank), rank, *sinks, ends_at=ends_at)
+    return run_prepared(prepare(options, rank), rank, *sinks, ends_at=ends_at, agreement=agreement)
 
 
-def run_prepared(prepared: PreparedRun, rank: Rank, *sinks: Sink, ends_at: float | None = None) -> Outcome:
+def run_prepared(
+    prepared: PreparedRun,
+    rank: Rank,
+    *sinks: Sink,
+    ends_at: float | None = None,
+    agreement: Agreement | None = None,
+) -> Outcome:
     """``train`` for a run that is prepared, for callers that look at its model afterwards.
 
     Args:
         ends_at: when to save and end, by ``time.monotonic``.
     """
+    agreement = agreement or Agreement()
     with ExitStack() as stack:
         stack.enter_context(prepared.loader)
         passed_over: list[str] = []
-        first_step, best = _resume(prepared, passed_over.append)
-        log = stack.enter_context(_open_log(prepared, first_step, sinks))
+        stack.callback(agreement.leave)
+        made, best = _resume(prepared, passed_over.append)
+        first_step = agreement.join(prepared, made)
+        log = stack.enter_context(_open_log(prepared, first_step, agreement.folder(prepared.options.out), sinks))
         for sentence in passed_over:
             log.say(sentence, "warning")
         for record in introduction(prepared, rank):
@@ -171,7 +182,7 @@ def run_prepared(prepared: PreparedRun, rank: Rank, *sinks: Sink, ends_at: float
         keep: dict[str, Any] = {"keep_last": options.keep_last, "keep_every": options.keep_every}
         saver = stack.enter_context(BackgroundSaver(options.out, step.model, step.optimizer, **keep))
         stack.callback(gc.unfreeze)  # also objects that the caller has frozen
-        return _Run(prepared, rank, log, saver, first_step, best).to_the_end(stop)
+        return _Run(prepared, rank, log, saver, first_step, best, agreement).to_the_end(stop)
 
 
 @dataclass
@@ -205,19 +216,19 @@ def _resume(prepared: PreparedRun, tell: Callable[[str], None]) -> tuple[int, _B
     return found.step, _Best(**found.extra.get("best", {}))
 
 
-def _open_log(prepared: PreparedRun, first_step: int, sinks: Sequence[Sink]) -> RunLog:
+def _open_log(prepared: PreparedRun, first_step: int, folder: Path, sinks: Sequence[Sink]) -> RunLog:
     """The first rank's log, begun; other ranks' log goes nowhere; a collective, as it may fail there."""
     options = prepared.options
-    logs, path = [RunLog()], options.out / LOG
+    logs, path = [RunLog()], folder / LOG
     asked = Session(asdict(options), asdict(TrainOptions.default(options.device)), prepared.n_steps, first_step)
 
     def open_it() -> None:
         run = read_run(path) if path.exists() else None
         before = run.last(Session) if run and first_step else None
         data = run.last(Data) if run and first_step else None
-        trackers: list[Sink] = [TensorBoard(options.out, first_step)] if options.tensorboard else []
+        trackers: list[Sink] = [TensorBoard(folder, first_step)] if options.tensorboard else []
         if options.wandb is not None:
-            trackers.append(WeightsAndBiases(options.out, options.wandb, resume=first_step > 0))
+            trackers.append(WeightsAndBiases(folder, options.wandb, resume=first_step > 0))
         log = RunLog(LogFile(path), *sinks, *trackers)
         try:
             log.write(asked)
@@ -250,9 +261,19 @@ class _Run:
     """A run under way."""
 
     def __init__(
-        self, prepared: PreparedRun, rank: Rank, log: RunLog, saver: BackgroundSaver, first_step: int, best: _Best
+        self,
+        prepared: PreparedRun,
+        rank: Rank,
+        log: RunLog,
+        saver: BackgroundSaver,
+        first_step: int,
+        best: _Best,
+        agreement: Agreement,
     ) -> None:
         self._prepared, self._rank, self._log, self._saver = prepared, rank, log, saver
+        self._agreement = agreement
+        self._tokens: dict[int, int] = {}  # of steps that are not told yet
+        self._due: set[str] = set()
         self._options, self._step = prepared.options, prepared.step
         self._best = best
         self._first_step = self._made = self._saved_step = first_step
@@ -263,25 +284,35 @@ class _Run:
         # A step's exchange of reasons to stop would otherwise come after its gathers of weights on NCCL's stream, and
         # whoever waits for it wait for these. Before the step it comes after those of the step before.
         self._sends_under_forward = rank.world_size > 1 and isinstance(prepared.step.optimizer, ShardedOptimizer)
+        self._sends_under_forward |= agreement.on  # which tells the other worlds in the step
         self._reason: str | None = None  # to end, as all ranks know it
 
     def to_the_end(self, stop: StopRequests) -> Outcome:
         """Make the steps that are left, unless there is a reason to stop; raises as ``train``."""
         deferred = Deferred(self._rank.device, _VALUES)
         try:
-            if self._made == 0 and self._prepared.evaluation is not None:
+            if self._made == 0 and self._agreement.first and self._prepared.evaluation is not None:
                 self._evaluate(self._prepared.evaluation)
             while self._made < self._prepared.n_steps and self._reason is None:
-                self._tell(deferred.push(*self._queue_step(stop, deferred)), self._made - 1)
+                queued = self._queue_step(stop, deferred)
+                self._tell_of_worlds()
+                if queued is None:
+                    continue
+                self._tell(deferred.push(*queued), self._made - 1)
+                if self._agreement.on and self._agreement.at_average:
+                    self._tell(deferred.flush(), self._made)  # all worlds stop at one step
                 self._look_at_memory()
                 self._tell_saves(self._saver.finished())
                 self._look_at_gpu()
-                self._made += 1
+                self._made = self._agreement.end(self._made)
                 self._evaluate_and_save(deferred)
         except NonFiniteStep as error:
             self._fail(error)
             raise
         except ValueError as error:  # of the data: tokens that no step has seen
+            if self._agreement.on:
+                self._fail(error)
+                raise
             if self._rank.world_size > 1:
                 self._fail(error)
                 raise RankAlone(f"rank {self._rank.rank}: {error}") from error
@@ -305,23 +336,42 @@ class _Run:
         self._log.say(str(error), "error")
         self._log.write(End(self._made, "failed"))
 
-    def _queue_step(self, stop: StopRequests, deferred: Deferred) -> list[Tensor]:
-        """Give the device one step; returns ``_VALUES``."""
+    def _tell_of_worlds(self) -> None:
+        for record in self._agreement.told():
+            self._log.write(record)
+        if self._agreement.hopeless:
+            raise NonFiniteStep(self._agreement.hopeless)
+
+    def _queue_step(self, stop: StopRequests, deferred: Deferred) -> list[Tensor] | None:
+        """Give the device one step; returns ``_VALUES``, or None if the step does not count."""
+        self._made = self._agreement.begin(self._made)
+        if self._made >= self._prepared.n_steps:  # with the state of others
+            return None
         rate = self._prepared.rate(self._made)
         for group in self._step.optimizer.param_groups:
             group["lr"] = rate
         batch = [self._prepared.own(each) for each in next(self._prepared.loader)]
         deferred.begin()
         before = self._exchange_reasons(stop) if self._sends_under_forward else None
+        if before is not None and self._agreement.on:
+            if before[1] is not None:
+                before[1].wait()
+            self._agreement.reasons = before[0]
         self._step(*batch)
+        if not self._agreement.kept:
+            return None
         if self._made == self._first_step:
             # Python's collector looks at later objects alone from here on. Most objects are of modules and stay, and
             # going through them takes 0.1 to 0.3 s in some step: longer than the host is ahead of a GPU.
             gc.collect()
             gc.freeze()
         reasons, exchange = before or self._exchange_reasons(stop)
-        if exchange is not None:
+        if self._agreement.on:
+            reasons = self._agreement.reasons
+        elif exchange is not None:
             exchange.wait()
+        tokens = self._prepared.tokens_per_step // self._options.worlds
+        self._tokens[self._made] = tokens * self._agreement.n_there
         guard = self._step.guard
         assert guard is not None and guard.loss is not None and guard.norm is not None
         return [guard.loss, guard.norm, *reasons]
@@ -377,7 +427,7 @@ class _Run:
         if done is None:
             return
         loss, norm = done.values["loss"], done.values["norm"]
-        rate, tokens = self._prepared.rate(step), self._prepared.tokens_per_step
+        rate, tokens = self._prepared.rate(step), self._tokens.pop(step)
         self._log.write(LoggedStep(step, done.seconds, tokens, loss, norm, rate, done.around_seconds))
         self._reason = next((reason for reason in reversed(REASONS) if done.values[reason]), self._reason)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -387,13 +437,16 @@ class _Run:
     def _evaluate_and_save(self, deferred: Deferred) -> None:
         """Do what is due after this step; only then the host waits for the device."""
         options, done = self._options, self._made == self._prepared.n_steps
-        evaluates, saves = (
-            every is not None and (done or self._made % every == 0)
-            for every in (options.evaluate_every, options.save_every)
-        )
-        if not (evaluates or saves or done or self._reason is not None):
+        for what, every in (("evaluation", options.evaluate_every), ("checkpoint", options.save_every)):
+            if every is not None and (done or self._made % every == 0):
+                self._due.add(what)
+        if not self._agreement.at_average or not (self._due or done or self._reason is not None):
             return
         self._tell(deferred.flush(), self._made - 1)
+        evaluates, saves = ("evaluation" in self._due, "checkpoint" in self._due)
+        self._due.clear()
+        if not self._agreement.first:  # which does it for all
+            return
         if evaluates and self._prepared.evaluation is not None:
             self._evaluate(self._prepared.evaluation)
             saves = saves or (options.keep_best and self._best.step == self._made)
@@ -428,7 +481,8 @@ class _Run:
         if isinstance(self._step, CappedStep):
             extra["chunking"] = asdict(self._step.chunking)
         extra["best"] = asdict(self._best)
-        self._saver.save(self._made, extra, self._best.step if self._options.keep_best else None)
+        with self._agreement.saving():
+            self._saver.save(self._made, extra, self._best.step if self._options.keep_best else None)
         self._saved_step = self._made
         self._tell_saves(self._saver.finished())
 

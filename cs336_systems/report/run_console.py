@@ -4,7 +4,8 @@
     [V] step 50 [ 50.0%] | time  1103 ms | loss 3.1190
     [C] step 50 [ 50.0%] | stall   210 ms | written  4102 ms | 2.76 GiB
 
-T is a step; V an evaluation and C a checkpoint after so many steps, for which training waited as long as it stalled;
+T is a step; V an evaluation and C a checkpoint after so many steps, for which training waited as long as it stalled; R
+what befell replicas;
 lr is the learning rate, tps are tokens per second of all ranks, sol is their share of the speed of light, and left is
 the time that the steps still to be made take at the median of the last hundred, without evaluations. A sink of the
 run's log, which hands it every record and has all of them whole; piped, lines are plain, and each is out at once.
@@ -25,11 +26,13 @@ from cs336_systems.hardware import GIB
 from cs336_systems.pretraining.run_records import (
     Data,
     Device,
+    Dropped,
     End,
     Evaluation,
     Light,
     LoggedCheckpoint,
     LoggedStep,
+    Membership,
     Memory,
     Message,
     Model,
@@ -110,6 +113,19 @@ class RunConsole:
                 of_gib = record.n_bytes / GIB
                 size = f"{of_gib:.2f} GiB" if of_gib >= 1 else f"{1024 * of_gib:.1f} MiB"
                 return f"[C] {self._place(record.step, record.step)} | {waited} | {size}", "cyan"
+            case Membership():
+                there = f"replicas {', '.join(record.there)} there"
+                healed = f", state taken over in {record.healed_seconds:.2f} s" if record.healed_seconds else ""
+                gone = f", died: {', '.join(record.gone)}" if record.gone else ""
+                first, end = record.lost
+                lost = (
+                    f", its part of sequences {first:,} to {end - 1:,} is lost" if record.gone and first < end else ""
+                )
+                return f"[R] {self._place(record.step, record.step)} | {there}{healed}{gone}{lost}", "magenta"
+            case Dropped():
+                hand = "dealt again" if record.again else "not learned"
+                of = f"sequences {record.sequences[0]:,} to {record.sequences[1] - 1:,} are {hand}"
+                return f"[R] {self._place(record.step, record.step)} | dropped: {record.reason}; {of}", "yellow"
             case Message():
                 style = {"info": "", "warning": "yellow", "error": "bold red"}[record.level]
                 return record.text if record.level == "info" else f"{record.level}: {record.text}", style

@@ -91,7 +91,7 @@ class GradientGuard:
         if host_gradients is not None and device.type == "cuda":
             norm = host_gradients.norm()
         else:
-            shares, whole = _gradients(model, optimizer)
+            shares, whole = gradients_of(model, optimizer)
             if self.mesh is not None:
                 twice = on_two_stages(getattr(model, "module", model))
                 return self._norm_on(self.mesh, shares or {}, whole, twice, mean)
@@ -145,7 +145,7 @@ class GradientGuard:
         return grad_norm(gradients, self._tables.setdefault(name, norm_table()))
 
 
-def _gradients(
+def gradients_of(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
     """(Gradients of which this rank has a share, None if there are none such; those that it has whole), by name."""

@@ -126,6 +126,8 @@ class TrainStep:
         self.device = self._parameters[0].device
         self.loss: Tensor | None = None
         """The last batch's loss so far, detached. With ``counted_over`` its mean over these ranks is the loss."""
+        self.before_update: Callable[[TrainStep], bool] | None = None
+        """Called when gradients are reduced, before they are clipped, which it may change; False drops the step."""
 
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Run one step on ids and targets (batch, seq); returns the loss before the update, a detached scalar."""
@@ -227,6 +229,8 @@ class TrainStep:
     def _optimize(self) -> None:
         if self.update is not None:
             self.update.finish()
+            return
+        if self.before_update is not None and not self.before_update(self):
             return
         if self.guard is not None:
             self.guard(self.model, self.optimizer, self.loss)

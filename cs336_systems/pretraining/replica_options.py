@@ -1,0 +1,167 @@
+"""Options of training replicas that may die: how they agree, who they are, and which faults they are tried with.
+
+    --replicas 4 --agree every-step --fail "kill 1 at 40; stall 0 at 60 for 20s; nan 2 at 80"
+
+Without ``--agree``, ``--replicas`` is a dimension of the mesh (hybrid sharding). Imports no torch.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cs336_systems.declared import option
+
+Agree = Literal["every-step", "diloco"]
+FaultKind = Literal["kill", "stall", "nan"]
+
+_FAULT = re.compile(r"(kill|nan) (\d+) at (\d+)|(stall) (\d+) at (\d+) for (\d+(?:\.\d+)?) ?s")
+
+
+@dataclass(frozen=True)
+class ReplicaFields:
+    """The options of a run about replicas that agree, besides their number."""
+
+    agree: Agree | None = None
+    """How --replicas, each a training world of its own that may die and return, stay one model: every-step averages
+    gradients in each step; diloco averages changes of weights every --agree-every steps. None makes replicas a
+    dimension of one world, which dies as a whole. Needs the extra replicas."""
+    agree_every: int = option(100, "Steps of each replica between two averages of --agree diloco.", sign="positive")
+    agree_fragments: int = option(
+        1, "Parts of the weights that --agree diloco averages one after the other.", sign="positive"
+    )
+    agree_delay: int = option(
+        0, "Steps for which --agree diloco trains on while an average is under way.", sign="not negative"
+    )
+    agree_dtype: Literal["same", "fp8"] = "same"
+    """Dtype in which --agree diloco sends changes of weights: their own, or fp8, which needs --device cuda."""
+    agree_timeout: float = option(
+        60.0,
+        "Seconds for which replicas wait for one that lives but does not answer. One that is killed is noticed sooner.",
+        sign="positive",
+    )
+    outer_learning_rate: float = option(
+        0.7, "Learning rate of the outer optimizer of --agree diloco, SGD on changes of weights.", sign="not negative"
+    )
+    outer_momentum: float = option(
+        0.9, "Nesterov momentum of the outer optimizer; 0 is plain SGD.", sign="not negative"
+    )
+    ranks_per_replica: int = option(
+        1, "Ranks of each replica that this command starts, among which --zero and the mesh divide.", sign="positive"
+    )
+    lighthouse: str | None = None
+    """Address of a lighthouse that runs already, as http://node0:29510 (torchft_lighthouse starts one): this command,
+    or its torchrun, is then one replica. By default the command starts a lighthouse and all replicas here."""
+    replica: str | None = None
+    """Name of this replica at the --lighthouse, unlike those of the others."""
+    fail: str | None = None
+    """Faults to try replicas with, as in "kill 1 at 40; stall 0 at 60 for 20s; nan 2 at 80": real signals to replica 1
+    in step 40, and so on."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of a replica in a step; ``seconds`` are those of a stall."""
+
+    kind: FaultKind
+    replica: int
+    step: int
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        """Return it as ``--fail`` has it."""
+        return f"{self.kind} {self.replica} at {self.step}" + f" for {self.seconds:g}s" * (self.kind == "stall")
+
+
+def faults_of(fail: str | None) -> tuple[Fault, ...]:
+    """The faults that ``--fail`` names, by step.
+
+    Raises:
+        ValueError: one is not spelled so.
+    """
+    found = []
+    for part in (part.strip() for part in (fail or "").split(";")):
+        if not part:
+            continue
+        if (match := _FAULT.fullmatch(part)) is None:
+            raise ValueError(f'--fail has "kill 1 at 40", "nan 2 at 80" or "stall 0 at 60 for 20s", got {part!r}')
+        kind, replica, step, stall, stalled, at, seconds = match.groups()
+        if stall:
+            found.append(Fault("stall", int(stalled), int(at), float(seconds)))
+        else:
+            found.append(Fault(kind, int(replica), int(step)))  # type: ignore[arg-type]
+    return tuple(sorted(found, key=lambda fault: fault.step))
+
+
+def _stray(o: Any) -> str | None:
+    """The first option that says nothing without ``--agree diloco``, or without ``--agree``, and is given."""
+    of_diloco = ("agree_every", "agree_fragments", "agree_delay", "agree_dtype", "outer_learning_rate")
+    of_any = ("agree_timeout", "ranks_per_replica", "lighthouse", "replica", "fail")
+    names = (() if o.agree == "diloco" else (*of_diloco, "outer_momentum")) + (() if o.agree else of_any)
+    plain = ReplicaFields()
+    changed = (name for name in names if getattr(o, name) != getattr(plain, name))
+    return next((f"--{name.replace('_', '-')} {getattr(o, name)}" for name in changed), None)
+
+
+REPLICA_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda o: _stray(o) is not None and o.agree is None,
+        "{stray} is for replicas that agree: --agree every-step or --agree diloco",
+    ),
+    (lambda o: _stray(o) is not None, "{stray} is for --agree diloco, got --agree {o.agree}"),
+    (
+        lambda o: (o.lighthouse is None) != (o.replica is None),
+        "--lighthouse and --replica are one thing: give both or none, got {o.lighthouse} and {o.replica}",
+    ),
+    (
+        lambda o: o.lighthouse is not None and o.fail is not None,
+        "--fail {o.fail!r} is for replicas that this command starts, not with --lighthouse {o.lighthouse}",
+    ),
+    (
+        lambda o: any(fault.replica >= o.replicas for fault in faults_of(o.fail)),
+        "--fail {o.fail!r} names a replica that is not there: --replicas {o.replicas} are counted from 0",
+    ),
+    (
+        lambda o: o.agree is not None and o.capped,
+        "--agree {o.agree} does not go together with --device-gib and --host-gib",
+    ),
+    (
+        lambda o: o.agree is not None and (o.keep_best or o.stop_after_no_gain is not None),
+        "--agree {o.agree} evaluates on one replica alone: not with --keep-best or --stop-after-no-gain",
+    ),
+    (
+        lambda o: o.agree is not None and (o.cuda_graph == "on" or bool(o.offload)),
+        "--agree {o.agree} needs gradients and states on the device and the host's word in each step: not with "
+        "--cuda-graph on or --offload",
+    ),
+    (
+        lambda o: o.agree == "diloco" and o.zero in (1, 2),
+        "--agree diloco averages all weights that an optimizer updates: --zero must be 0 or 3, got {o.zero}",
+    ),
+    (
+        lambda o: o.agree == "diloco" and o.agree_every % o.agree_fragments != 0,
+        "--agree-every {o.agree_every} is no multiple of --agree-fragments {o.agree_fragments}",
+    ),
+    (
+        lambda o: o.agree == "diloco" and o.agree_delay >= o.agree_every // o.agree_fragments,
+        "--agree-delay {o.agree_delay} must be less than the steps between two averages, --agree-every {o.agree_every} "
+        "over --agree-fragments {o.agree_fragments}",
+    ),
+    (
+        lambda o: o.agree == "diloco" and o.steps is not None and o.steps % o.agree_every != 0,
+        "--steps {o.steps} is no multiple of --agree-every {o.agree_every}: replicas end on an average",
+    ),
+    (
+        lambda o: o.agree_dtype == "fp8" and o.device != "cuda",
+        "--agree-dtype fp8 quantizes in Triton kernels, which need --device cuda, got {o.device}",
+    ),
+)
+"""As ``options._REFUSALS``; ``stray`` is the first option without its ``--agree``."""
+
+
+def replica_refusal(options: Any) -> str | None:
+    """Why no replicas can agree as the options of a run say, in one sentence, or None if they can."""
+    for refused, sentence in REPLICA_REFUSALS:
+        if refused(options):
+            return sentence.format(o=options, stray=_stray(options))
+    return None

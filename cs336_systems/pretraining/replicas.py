@@ -1,0 +1,359 @@
+"""Replicas of a run on this machine: a lighthouse and N worlds of ranks are started, watched, and started again.
+
+    ended = train_replicas(options, functools.partial(RunConsole, options.log_every))
+
+Each replica is a world as torchrun would start it, of fresh processes; if one of its ranks dies, the others are ended
+and the replica comes back, to take over the state of one that trains. The lighthouse comes back on its port. Ctrl-C and
+SIGTERM end all replicas after a step that they agree on. Whatever becomes of this process, nothing stays behind.
+
+Faults of ``--fail`` are real signals: a replica in the middle of a step asks for its own, SIGKILL, SIGSTOP or SIGUSR1
+(NaN), and waits until this process has sent it.
+"""
+
+import heapq
+import multiprocessing.connection
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.replica_options import Fault, faults_of
+from cs336_systems.pretraining.run_log import Sink
+from cs336_systems.pretraining.run_records import Record, Session
+from cs336_systems.processes import Died, FreshProcess, start_server
+
+HEARTBEAT_TIMEOUT_S = 1.5
+"""Seconds without a heartbeat, of which a replica sends ten a second, after which it counts as gone."""
+_TICK_MS = 20
+_START_S = 60.0
+_LAST_S = 30.0
+"""Seconds for which replicas may go on once another one has made the last step."""
+_MOST_FAILURES = 3
+"""Starts in a row that do not come as far as training, after which a replica is given up."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the replicas ended.
+
+    Attributes:
+        reason: that of ``trainer.Outcome``, or failed.
+        first_step, steps: of the replica that ended with the most steps.
+        complaint: why a replica, or its last checkpoint, has failed.
+        logs: names of the replicas, whose logs are in folders of the run.
+        best_step: always None, as replicas keep no best checkpoint.
+    """
+
+    reason: str
+    first_step: int
+    steps: int
+    complaint: str | None
+    logs: tuple[str, ...]
+    best_step: int | None = None
+
+
+class Refused(ValueError):
+    """Bad input that a replica found."""
+
+
+def train_replicas(options: TrainOptions, console: Callable[[], Sink], tell: Callable[[str], None] = print) -> Ended:
+    """Train with all replicas here until they end.
+
+    Args:
+        console: makes the sink that shows the first replica's records; a module-level function.
+        tell: takes sentences about replicas that are started, die or are hit.
+
+    Raises:
+        ValueError: torchft is not installed, the machine has too few GPUs, or a replica refuses options or data.
+    """
+    os.environ.setdefault("RUST_LOG", "error")  # torchft says several lines a step otherwise
+    try:
+        import torchft  # noqa: F401
+    except ImportError:
+        raise ValueError("replicas that agree need torchft: uv sync --extra replicas") from None
+    from cs336_systems.distributed.process_group import check_device
+
+    check_device(options.device, options.replicas * options.ranks_per_replica)
+    start_server("cs336_systems.pretraining.trainer", "cs336_systems.pretraining.replica_agreement", "torch._dynamo")
+    return _Watch(options, console, tell).to_the_end()
+
+
+class _Replica:
+    """A replica's processes, one for each rank; the first speaks for it."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.name = number, str(number)
+        self.ranks: list[FreshProcess] = []
+        self.trains = self.given_up = False
+        self.ended: Any = None  # its outcome
+        self.n_failures = 0
+
+    def start(self, options: TrainOptions, console: Callable[[], Sink], lighthouse: str, faults: list[Fault]) -> None:
+        import torch.distributed as dist
+
+        n, n_all = options.ranks_per_replica, options.replicas * options.ranks_per_replica
+        timeout = timedelta(seconds=600)
+        self._store = dist.TCPStore("127.0.0.1", 0, n, is_master=True, wait_for_workers=False, timeout=timeout)
+        self.trains = False
+        self.ranks = [
+            FreshProcess(
+                _be_a_rank,
+                _variables(rank, self.number, n, n_all, self._store.port),
+                (options, lighthouse, self.name, faults),
+                console,
+            )
+            for rank in range(n)
+        ]
+
+    def end(self) -> None:
+        for rank in self.ranks:
+            rank.end()
+        self.ranks = []
+
+    def send_signal(self, number: signal.Signals) -> None:
+        for rank in self.ranks:
+            rank.send_signal(number)
+
+
+def _variables(rank: int, replica: int, n: int, n_all: int, port: int) -> dict[str, str]:
+    """The environment of a rank; those of all replicas share the machine."""
+    from cs336_systems.distributed.process_group import rank_variables
+
+    cores = len(os.sched_getaffinity(0))
+    shared = {"OMP_NUM_THREADS": max(1, cores // n_all), "LOCAL_WORLD_SIZE": n_all}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(number) for number in range(n_all)]
+    gpu = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[replica * n : (replica + 1) * n])}
+    return rank_variables(rank, n, port) | {name: str(value) for name, value in shared.items()} | gpu
+
+
+class _Watch:
+    """Watches the lighthouse and the replicas."""
+
+    def __init__(self, options: TrainOptions, console: Callable[[], Sink], tell: Callable[[str], None]) -> None:
+        self._options, self._console, self._tell = options, console, tell
+        self._replicas = [_Replica(number) for number in range(options.replicas)]
+        self._faults = list(faults_of(options.fail))
+        self._waking: list[tuple[float, int, FreshProcess]] = []  # when, and which process, is to go on
+        self._lighthouse: FreshProcess | None = None
+        self._port = 0
+        self._stopping = False
+        self._ends_at: float | None = None
+        self._complaint: str | None = None
+
+    def to_the_end(self) -> Ended:
+        with _signals(self._stop):
+            try:
+                self._start_lighthouse()
+                for replica in self._replicas:
+                    self._start(replica)
+                while any(replica.ranks for replica in self._replicas):
+                    self._look()
+            finally:
+                for replica in self._replicas:
+                    replica.end()
+                if self._lighthouse is not None:
+                    self._lighthouse.end()
+        for fault in self._faults:
+            self._tell(f"{fault}: it did not come to that")
+        ended = [replica.ended for replica in self._replicas if replica.ended is not None]
+        names = tuple(replica.name for replica in self._replicas)
+        if not ended:
+            return Ended("failed", 0, 0, self._complaint or "no replica is left", names)
+        last = max(ended, key=lambda outcome: outcome.steps)
+        complaint = next((outcome.complaint for outcome in ended if outcome.complaint), None)
+        return Ended(last.reason, last.first_step, last.steps, complaint, names)
+
+    def _start_lighthouse(self) -> None:
+        self._lighthouse = FreshProcess(_be_the_lighthouse, self._port, round(1000 * self._options.agree_timeout))
+        self._port = self._lighthouse.receive(time.monotonic() + _START_S)
+
+    def _start(self, replica: _Replica) -> None:
+        faults = [fault for fault in self._faults if fault.replica == replica.number]
+        replica.start(self._options, self._console, f"http://127.0.0.1:{self._port}", faults)
+
+    def _look(self) -> None:
+        """Wait for the next word or death of somebody, and see to it."""
+        assert self._lighthouse is not None
+        speakers = {rank.connection: (one, rank) for one in self._replicas for rank in one.ranks}
+        now = time.monotonic()
+        while self._waking and self._waking[0][0] <= now:
+            heapq.heappop(self._waking)[2].send_signal(signal.SIGCONT)
+        if self._ends_at is not None and now >= self._ends_at:
+            for replica in self._replicas:
+                replica.end()
+            return
+        pause = max(0.0, min(0.5, self._waking[0][0] - now)) if self._waking else 0.5
+        ready = multiprocessing.connection.wait([self._lighthouse.connection, *speakers], pause)
+        if self._lighthouse.connection in ready:
+            self._lighthouse.end()
+            self._tell("the lighthouse has died and is started again")
+            self._start_lighthouse()
+        for replica, rank in (speakers[each] for each in ready if each in speakers):  # type: ignore[index]
+            if rank in replica.ranks:
+                self._hear(replica, rank)
+
+    def _hear(self, replica: _Replica, rank: FreshProcess) -> None:
+        try:
+            kind, said = rank.receive()
+        except Died as death:
+            self._lost(replica, f"has died: {death}")
+            return
+        if kind == "trains":
+            replica.trains, replica.n_failures = True, 0
+        elif kind == "fault":
+            self._hit(rank, said)
+        elif kind == "refused":
+            if not any(one.trains for one in self._replicas):
+                raise Refused(said)
+            replica.end()
+            self._complaint = f"replica {replica.name} does not come back: {said}"
+            self._tell(self._complaint)
+        elif kind == "failed":
+            self._lost(replica, f"has failed: {said}")
+        elif kind == "ended" and replica.ended is None:
+            replica.ended = said
+            for one in replica.ranks:
+                one.end(grace_s=10.0)
+            replica.ranks = []
+            self._let_end()
+
+    def _let_end(self) -> None:
+        """Once one replica has made the last step: those that train make it, too, and the others end."""
+        self._stopping = True
+        self._ends_at = self._ends_at or time.monotonic() + _LAST_S + self._options.agree_timeout
+        for replica in self._replicas:
+            if replica.ranks and not replica.trains:
+                replica.end()
+
+    def _lost(self, replica: _Replica, how: str) -> None:
+        """A replica is no longer there: let it come back."""
+        replica.end()
+        replica.n_failures += not replica.trains
+        self._complaint = f"replica {replica.name} {how.splitlines()[0]}"
+        if self._stopping or replica.n_failures > _MOST_FAILURES:
+            self._tell(self._complaint)
+            return
+        self._tell(f"{self._complaint}; it is started again")
+        self._start(replica)
+
+    def _hit(self, rank: FreshProcess, fault: Fault) -> None:
+        """Send the signal for which a replica waits, and let it go on."""
+        self._faults.remove(fault)
+        self._tell(f"fault: {fault}")
+        number = {"kill": signal.SIGKILL, "stall": signal.SIGSTOP, "nan": signal.SIGUSR1}[fault.kind]
+        if fault.kind == "stall":
+            heapq.heappush(self._waking, (time.monotonic() + fault.seconds, id(rank), rank))
+        rank.send_signal(number)
+        with suppress(OSError):
+            rank.connection.send("go on")
+
+    def _stop(self) -> None:
+        """Ask all replicas to save and end."""
+        self._stopping = True
+        for replica in self._replicas:
+            replica.send_signal(signal.SIGTERM)
+
+
+@contextmanager
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM calls ``stop``, a second one does what it always did."""
+    earlier: dict[int, Any] = {}
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, earlier[number])
+        stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        earlier[number] = signal.signal(number, hear)
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def _be_the_lighthouse(connection: Any, port: int, join_timeout_ms: int) -> None:
+    """Run a lighthouse at the port, or any if that is 0, until the other end hangs up."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind=f"[::]:{port}",
+        min_replicas=1,
+        join_timeout_ms=join_timeout_ms,
+        quorum_tick_ms=_TICK_MS,
+        heartbeat_timeout_ms=round(1000 * HEARTBEAT_TIMEOUT_S),
+    )
+    connection.send(int(server.address().rsplit(":", 1)[1]))
+    with suppress(EOFError):
+        connection.recv()
+    server.shutdown()
+
+
+class _Speaker:
+    """A sink that tells the watch when this replica trains."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def write(self, record: Record) -> None:
+        if isinstance(record, Session):
+            self._connection.send(("trains", record.first_step))
+
+    def close(self) -> None:
+        pass
+
+
+class _Trouble:
+    """What befalls this replica: it asks for each fault in the middle of its step."""
+
+    def __init__(self, connection: Any, faults: list[Fault]) -> None:
+        self._connection, self._faults, self._nan = connection, list(faults), False
+        signal.signal(signal.SIGUSR1, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._nan = True
+
+    def __call__(self, step: int) -> bool:
+        for fault in [each for each in self._faults if each.step == step]:
+            self._faults.remove(fault)
+            self._connection.send(("fault", fault))
+            self._connection.recv()
+        nan, self._nan = self._nan, False
+        return nan
+
+
+def _be_a_rank(
+    connection: Any,
+    variables: dict[str, str],
+    asked: tuple[TrainOptions, str, str, list[Fault]],
+    console: Callable[[], Sink],
+) -> None:
+    """Be a rank of a replica, and say how it ended."""
+    from cs336_systems.distributed.process_group import joined, take_place
+    from cs336_systems.pretraining.agreement import FirstAlone, agreement_of
+    from cs336_systems.pretraining.trainer import NonFiniteStep, train
+
+    take_place(variables)
+    options, lighthouse, name, faults = asked
+    said: tuple[str, Any]
+    try:
+        with joined(options.device) as rank:
+            alone = rank.rank > 0
+            trouble = _Trouble(connection, [] if alone else faults)
+            agreement = agreement_of(options, rank, lighthouse, name, trouble)
+            sinks: list[Sink] = [] if alone else [_Speaker(connection), FirstAlone(console(), agreement)]
+            said = "ended", train(options, rank, *sinks, agreement=agreement)
+    except (ValueError, OSError) as error:
+        said = "refused", str(error)
+    except NonFiniteStep as error:
+        said = "failed", str(error)
+    except RuntimeError as error:  # of torch and torchft: who has gone
+        said = "failed", f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    connection.send(said)
