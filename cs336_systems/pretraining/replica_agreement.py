@@ -53,10 +53,12 @@ from cs336_systems.training.step import TrainStep
 
 HEARTBEAT_S = 0.1
 CONNECT_S = 10.0
-_QUORUM_S = 86_400.0
-"""The wait for a quorum, which ends sooner by heartbeats: a replica may be busy for as long as --agree-timeout."""
+_QUORUM_S = 3600
+"""The longest wait for a quorum: under DiLoCo, for those who are still training. Who is gone is known by heartbeats."""
+_LIGHTHOUSE_RETRIES = _QUORUM_S
+"""Attempts to reach a lighthouse that has died: torchft spreads them over the time of the quorum, one a second."""
 _RETRIES = 20
-"""Failed attempts in a row to form a group, or to reach the lighthouse, before a replica gives up."""
+"""Failed attempts in a row to form a group before a step is tried without."""
 _BUCKET_BYTES = 25 * 1024**2
 _NAME_BYTES = 64
 _MIX = 0.5
@@ -198,7 +200,7 @@ class ReplicaAgreement(Agreement):
             replica_id=name,
             heartbeat_interval=timedelta(seconds=HEARTBEAT_S),
             checkpoint_transport=self._transport,
-            quorum_retries=_RETRIES,
+            quorum_retries=_LIGHTHOUSE_RETRIES,
         )
         self._manager.replica = self
 

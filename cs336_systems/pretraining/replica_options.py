@@ -15,7 +15,9 @@ from cs336_systems.declared import option
 Agree = Literal["every-step", "diloco"]
 FaultKind = Literal["kill", "stall", "nan"]
 
-_FAULT = re.compile(r"(kill|nan) (\d+) at (\d+)|(stall) (\d+) at (\d+) for (\d+(?:\.\d+)?) ?s")
+LIGHTHOUSE = "lighthouse"
+
+_FAULT = re.compile(r"(kill|nan) (\d+|lighthouse) at (\d+)|(stall) (\d+) at (\d+) for (\d+(?:\.\d+)?) ?s")
 
 
 @dataclass(frozen=True)
@@ -55,22 +57,28 @@ class ReplicaFields:
     replica: str | None = None
     """Name of this replica at the --lighthouse, unlike those of the others."""
     fail: str | None = None
-    """Faults to try replicas with, as in "kill 1 at 40; stall 0 at 60 for 20s; nan 2 at 80": real signals to replica 1
-    in step 40, and so on."""
+    """Faults to try replicas with, as in "kill 1 at 40; stall 0 at 60 for 20s; nan 2 at 80; kill lighthouse at 90":
+    real signals to replica 1 in step 40, and so on."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a replica in a step; ``seconds`` are those of a stall."""
+    """A fault in a step of a replica; ``seconds`` are those of a stall.
+
+    Attributes:
+        replica: the one that is in that step.
+        whom: its number, or the lighthouse.
+    """
 
     kind: FaultKind
     replica: int
     step: int
     seconds: float = 0.0
+    whom: str = ""
 
     def __str__(self) -> str:
         """Return it as ``--fail`` has it."""
-        return f"{self.kind} {self.replica} at {self.step}" + f" for {self.seconds:g}s" * (self.kind == "stall")
+        return f"{self.kind} {self.whom or self.replica} at {self.step}" + f" for {self.seconds:g}s" * (self.kind == "stall")
 
 
 def faults_of(fail: str | None) -> tuple[Fault, ...]:
@@ -86,7 +94,11 @@ def faults_of(fail: str | None) -> tuple[Fault, ...]:
         if (match := _FAULT.fullmatch(part)) is None:
             raise ValueError(f'--fail has "kill 1 at 40", "nan 2 at 80" or "stall 0 at 60 for 20s", got {part!r}')
         kind, replica, step, stall, stalled, at, seconds = match.groups()
-        if stall:
+        if replica == LIGHTHOUSE:
+            if kind == "nan":
+                raise ValueError(f"--fail cannot give a lighthouse NaN, got {part!r}")
+            found.append(Fault("kill", 0, int(step), whom=LIGHTHOUSE))
+        elif stall:
             found.append(Fault("stall", int(stalled), int(at), float(seconds)))
         else:
             found.append(Fault(kind, int(replica), int(step)))  # type: ignore[arg-type]

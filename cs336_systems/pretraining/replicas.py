@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.pretraining.replica_options import Fault, faults_of
+from cs336_systems.pretraining.replica_options import LIGHTHOUSE, Fault, faults_of
 from cs336_systems.pretraining.run_log import Sink
 from cs336_systems.pretraining.run_records import Record, Session
 from cs336_systems.processes import Died, FreshProcess, start_server
@@ -62,12 +62,19 @@ class Refused(ValueError):
     """Bad input that a replica found."""
 
 
-def train_replicas(options: TrainOptions, console: Callable[[], Sink], tell: Callable[[str], None] = print) -> Ended:
+def train_replicas(
+    options: TrainOptions,
+    console: Callable[[], Sink],
+    tell: Callable[[str], None] = print,
+    *,
+    come_back: bool = True,
+) -> Ended:
     """Train with all replicas here until they end.
 
     Args:
         console: makes the sink that shows the first replica's records; a module-level function.
         tell: takes sentences about replicas that are started, die or are hit.
+        come_back: whether a replica that dies is started again.
 
     Raises:
         ValueError: torchft is not installed, the machine has too few GPUs, or a replica refuses options or data.
@@ -81,7 +88,7 @@ def train_replicas(options: TrainOptions, console: Callable[[], Sink], tell: Cal
 
     check_device(options.device, options.replicas * options.ranks_per_replica)
     start_server("cs336_systems.pretraining.trainer", "cs336_systems.pretraining.replica_agreement", "torch._dynamo")
-    return _Watch(options, console, tell).to_the_end()
+    return _Watch(options, console, tell, come_back).to_the_end()
 
 
 class _Replica:
@@ -90,7 +97,7 @@ class _Replica:
     def __init__(self, number: int) -> None:
         self.number, self.name = number, str(number)
         self.ranks: list[FreshProcess] = []
-        self.trains = self.given_up = False
+        self.trains = False
         self.ended: Any = None  # its outcome
         self.n_failures = 0
 
@@ -136,8 +143,10 @@ def _variables(rank: int, replica: int, n: int, n_all: int, port: int) -> dict[s
 class _Watch:
     """Watches the lighthouse and the replicas."""
 
-    def __init__(self, options: TrainOptions, console: Callable[[], Sink], tell: Callable[[str], None]) -> None:
-        self._options, self._console, self._tell = options, console, tell
+    def __init__(
+        self, options: TrainOptions, console: Callable[[], Sink], tell: Callable[[str], None], come_back: bool
+    ) -> None:
+        self._options, self._console, self._tell, self._come_back = options, console, tell, come_back
         self._replicas = [_Replica(number) for number in range(options.replicas)]
         self._faults = list(faults_of(options.fail))
         self._waking: list[tuple[float, int, FreshProcess]] = []  # when, and which process, is to go on
@@ -237,7 +246,7 @@ class _Watch:
         replica.end()
         replica.n_failures += not replica.trains
         self._complaint = f"replica {replica.name} {how.splitlines()[0]}"
-        if self._stopping or replica.n_failures > _MOST_FAILURES:
+        if self._stopping or not self._come_back or replica.n_failures > _MOST_FAILURES:
             self._tell(self._complaint)
             return
         self._tell(f"{self._complaint}; it is started again")
@@ -250,7 +259,9 @@ class _Watch:
         number = {"kill": signal.SIGKILL, "stall": signal.SIGSTOP, "nan": signal.SIGUSR1}[fault.kind]
         if fault.kind == "stall":
             heapq.heappush(self._waking, (time.monotonic() + fault.seconds, id(rank), rank))
-        rank.send_signal(number)
+        hit = self._lighthouse if fault.whom == LIGHTHOUSE else rank
+        assert hit is not None
+        hit.send_signal(number)
         with suppress(OSError):
             rank.connection.send("go on")
 
