@@ -78,7 +78,9 @@ class Fault:
 
     def __str__(self) -> str:
         """Return it as ``--fail`` has it."""
-        return f"{self.kind} {self.whom or self.replica} at {self.step}" + f" for {self.seconds:g}s" * (self.kind == "stall")
+        return f"{self.kind} {self.whom or self.replica} at {self.step}" + f" for {self.seconds:g}s" * (
+            self.kind == "stall"
+        )
 
 
 def faults_of(fail: str | None) -> tuple[Fault, ...]:

@@ -13,11 +13,13 @@ import torch
 from cs336_systems.pretraining.run_log import LogFile, RunLog, read_run
 from cs336_systems.pretraining.run_records import (
     KINDS,
+    Dropped,
     Evaluation,
     GpuState,
     Light,
     LoggedCheckpoint,
     LoggedStep,
+    Membership,
     Message,
     Session,
     from_line,
@@ -44,6 +46,8 @@ def test_what_is_written_is_read_as_records_and_as_frames(path):
         *steps,
         LoggedCheckpoint(12, 2**30, 0.2, 4.1),
         Message("a warning, with [brackets]", "warning"),
+        Membership(12, ["0", "b"], 1, 96, 1.5, 0.1, ["1"], [80, 96]),
+        Dropped(12, "a replica died", [96, 112], True, 0.2),
     ]
     assert {record.kind for record in records} == set(KINDS)
     write(path, *records)
