@@ -55,6 +55,8 @@ class Stage:
 def divide(n_layers: int, n_stages: int, embedding: float, head: float) -> tuple[Stage, ...]:
     """The first, a middle and the last stage, those that there are, of the division whose slowest stage is fastest.
 
+    Every stage has a block, as in the division that runs (``stages.py``).
+
     Args:
         embedding, head: their work, in blocks.
 
@@ -67,7 +69,7 @@ def divide(n_layers: int, n_stages: int, embedding: float, head: float) -> tuple
         return (Stage(n_layers, True, True),)
     for work in sorted({k + end for k in range(n_layers + 1) for end in (0.0, embedding, head)}):
         first, last, middle = floor(work - embedding + 1e-9), floor(work - head + 1e-9), floor(work + 1e-9)
-        if min(first, last) >= 0 and first + last + (n_stages - 2) * middle >= n_layers:
+        if min(first, last) >= 1 and first + last + (n_stages - 2) * middle >= n_layers:
             break
     found = [Stage(first, True, False), Stage(middle, False, False), Stage(last, False, True)]
     return tuple(found if n_stages > 2 else found[::2])

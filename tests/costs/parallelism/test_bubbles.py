@@ -23,7 +23,7 @@ def test_no_division_has_a_faster_slowest_stage(n_stages, embedding, head):
         assert sum(counts) >= n_layers
         least = min(
             max(own + embedding * (i == 0) + head * (i == n_stages - 1) for i, own in enumerate(each))
-            for each in product(range(n_layers + 1), repeat=n_stages)
+            for each in product(range(1, n_layers + 1), repeat=n_stages)
             if sum(each) == n_layers
         )
         assert max(stage.cost(embedding, head) for stage in found) == pytest.approx(least)
@@ -32,6 +32,7 @@ def test_no_division_has_a_faster_slowest_stage(n_stages, embedding, head):
 def test_a_head_takes_the_place_of_blocks():
     assert [stage.n_layers for stage in divide(80, 4, 0.0, 1.2)] == [21, 21, 19]
     assert divide(80, 1, 0.0, 1.2) == (Stage(80, True, True),)
+    assert [stage.n_layers for stage in divide(28, 16, 0.15, 3.0)] == [3, 4, 1]
     with pytest.raises(ValueError, match="8 layers cannot be divided into 9 stages"):
         divide(8, 9, 0.0, 0.0)
 
