@@ -89,7 +89,7 @@ REFUSED = [
         "pipeline 2 with offload residual",
     ),
     (replace(SHARING, how=Parallel(pipeline=3)), "2 blocks do not make 3 parts"),
-    (replace(SHARING, how=Parallel(pipeline=2, pipeline_schedule="zbv")), "2 blocks do not make 4 parts"),
+    (replace(SHARING, how=Parallel(pipeline=2, pipeline_schedule="zbv")), "4 parts of a pipeline, 2 on each"),
     (replace(SHARING, how=Parallel(pipeline=2, pipeline_schedule="dualpipev")), "needs 4 micro-batches for 2 stages"),
     (replace(SHARING, how=Parallel(pipeline=2, pipeline_schedule="interleaved")), "got 1 micro-batches over 2"),
     (replace(SHARING, cuda_graph="on"), "cuda_graph on is for one rank"),

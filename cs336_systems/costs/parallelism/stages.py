@@ -39,13 +39,14 @@ def divide(plan: Schedule, config: ModelConfig) -> tuple[slice, ...]:
     Raises:
         ValueError: there are fewer blocks than parts.
     """
+    if config.n_layers < (n_parts := len(plan.places)):
+        how = f"{plan.chunks} on each of {plan.stages} stages of {plan.name}"
+        raise ValueError(f"{config.n_layers} blocks do not make {n_parts} parts of a pipeline, {how}")
     return _divide(plan.places, plan.stages, config.at_context(config.context_length))
 
 
 @cache
 def _divide(places: tuple[tuple[int, int], ...], stages: int, config: ModelConfig) -> tuple[slice, ...]:
-    if config.n_layers < len(places):
-        raise ValueError(f"{config.n_layers} blocks do not make {len(places)} parts of a pipeline")
     ends = end_blocks(config)
     counts, loads = [1] * len(places), [0.0] * stages
     for part, (stage, _) in enumerate(places):
