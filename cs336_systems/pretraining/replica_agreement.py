@@ -45,8 +45,8 @@ from cs336_systems.distributed.stretches import Stretch
 from cs336_systems.pretraining.agreement import OUTER_MOMENTUM, Agreement, Trouble, checksum
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import PreparedRun, data_identity, must_be_alike
-from cs336_systems.pretraining.sources import sources_of
 from cs336_systems.pretraining.run_records import Dropped, Membership, Record
+from cs336_systems.pretraining.sources import sources_of
 from cs336_systems.pretraining.trainer import REASONS
 from cs336_systems.training.clipping import gradients_of
 from cs336_systems.training.step import TrainStep
