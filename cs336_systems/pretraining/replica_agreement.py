@@ -100,7 +100,7 @@ class _Transport(HTTPTransport[Any]):
 
     def __init__(self, timeout: timedelta) -> None:
         super().__init__(timeout, num_chunks=0)
-        self._server.RequestHandlerClass.log_message = lambda *_: None  # type: ignore[method-assign]
+        self._server.RequestHandlerClass.log_message = lambda *_: None
 
     @classmethod
     def _load_from_address(cls, address: str, timeout: timedelta) -> object:

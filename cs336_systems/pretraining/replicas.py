@@ -204,7 +204,7 @@ class _Watch:
             self._lighthouse.end()
             self._tell("the lighthouse has died and is started again")
             self._start_lighthouse()
-        for replica, rank in (speakers[each] for each in ready if each in speakers):  # type: ignore[index]
+        for replica, rank in (speakers[each] for each in ready if each in speakers):
             if rank in replica.ranks:
                 self._hear(replica, rank)
 
@@ -281,8 +281,8 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
         signal.signal(number, earlier[number])
         stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        earlier[number] = signal.signal(number, hear)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        earlier[each] = signal.signal(each, hear)
     try:
         yield
     finally:
