@@ -59,6 +59,9 @@ _LIGHTHOUSE_RETRIES = _QUORUM_S
 """Attempts to reach a lighthouse that has died: torchft spreads them over the time of the quorum, one a second."""
 _RETRIES = 20
 """Failed attempts in a row to form a group before a step is tried without."""
+_JOIN_S = 3.0
+"""Seconds for which gloo waits, five times, until another member of a new group connects: one of them may have died
+since they agreed, and those who notice have gone on to agree anew."""
 _BUCKET_BYTES = 25 * 1024**2
 _NAME_BYTES = 64
 _MIX = 0.5
@@ -124,6 +127,15 @@ class _Gloo(ProcessGroupGloo):
     def configure(self, *args: Any, **kwargs: Any) -> None:
         self.changed = True
         super().configure(*args, **kwargs)
+
+    def _create_pg(self, *args: Any, **kwargs: Any) -> Any:
+        whole, self._timeout = self._timeout, min(self._timeout, timedelta(seconds=_JOIN_S))
+        try:
+            group = super()._create_pg(*args, **kwargs)
+        finally:
+            self._timeout = whole
+        group._get_backend(torch.device("cpu")).set_timeout(whole)
+        return group
 
 
 class _Nccl(ProcessGroupNCCL):

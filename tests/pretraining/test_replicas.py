@@ -1,0 +1,174 @@
+"""Replicas that die, stall or make NaN: what is lost, who goes on, and with which bits."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cs336_systems.distributed.process_group import joined
+from cs336_systems.pretraining.replica_options import Fault, faults_of
+from cs336_systems.pretraining.replicas import Refused, train_replicas
+from cs336_systems.pretraining.run_log import LOG, read_run
+from cs336_systems.pretraining.run_records import Dropped, LoggedStep, Membership
+from cs336_systems.pretraining.trainer import train
+
+from .trained import losses_and_norms, options, write_dataset
+
+torchft = pytest.importorskip("torchft")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Quiet:
+    """A sink that keeps nothing."""
+
+    def write(self, record):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_dataset(tmp_path / "data")
+    return tmp_path
+
+
+def run(folder, n=2, agree="every-step", come_back=True, **changes):
+    """How it ended, what was told, and the log of each replica."""
+    told: list[str] = []
+    asked = options(folder, replicas=n, agree=agree, **{"agree_timeout": 20.0, "batch_size": 4} | changes)
+    ended = train_replicas(asked, Quiet, told.append, come_back=come_back)
+    logs = [asked.out / f"replica-{name}" for name in ended.logs]
+    return ended, told, [log for log in logs if (log / LOG).exists()]
+
+
+def train_alone(asked):
+    with joined() as rank:
+        train(asked, rank)
+
+
+def test_replicas_train_what_one_process_trains(folder):
+    """To another order of addition; and both have the same bits."""
+    ended, told, logs = run(folder, steps=6)
+    assert (ended.reason, ended.steps, ended.complaint, told) == ("done", 6, None, [])
+    one, two = map(losses_and_norms, logs)
+    assert one == two
+    whole = options(folder, steps=6, out=folder / "whole", batch_size=8)
+    train_alone(whole)
+    for ours, theirs in zip(one, losses_and_norms(whole.out), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5)
+
+
+def test_what_one_had_in_hand_when_it_died_is_learned_by_the_others_with_the_bits_of_a_run_without_it(folder):
+    ended, told, logs = run(folder, steps=5, fail="kill 1 at 0", come_back=False)
+    assert (ended.reason, ended.steps) == ("done", 5)
+    assert [line.partition(":")[0] for line in told] == ["fault", "replica 1 has died"]
+    alone = options(folder, steps=5, out=folder / "alone", batch_size=4)
+    train_alone(alone)
+    assert losses_and_norms(logs[0]) == losses_and_norms(alone.out)
+    (dropped,) = read_run(logs[0] / LOG).all(Dropped)
+    assert (dropped.step, tuple(dropped.sequences), dropped.again) == (0, (0, 8), True)
+
+
+@pytest.mark.slow
+def test_killed_and_stalled_replicas_come_back_and_no_step_is_lost(folder):
+    """A step that was dropped is made again with the same sequences; what is in the log of both is the same."""
+    faults = "kill 1 at 3; stall 0 at 6 for 0.5s; nan 1 at 8; kill lighthouse at 10"
+    ended, told, logs = run(folder, steps=14, fail=faults)
+    assert (ended.reason, ended.steps) == ("done", 14), told
+    assert [line for line in told if line.startswith("fault")] == [f"fault: {part}" for part in faults.split("; ")]
+    first, second = (read_run(log / LOG) for log in logs)
+    steps = {each.step: (each.loss, each.norm) for each in first.all(LoggedStep)}
+    assert list(steps) == list(range(14))
+    for each in second.all(LoggedStep):
+        assert steps[each.step] == (each.loss, each.norm)
+    dropped = {each.step: tuple(each.sequences) for each in first.all(Dropped)}
+    assert dropped.keys() >= {3, 8}
+    there = {each.step: each for each in first.all(Membership)}
+    assert "1" in there[3].gone
+    for step, (start, _) in dropped.items():
+        assert there[step].sequence == start  # dealt again from where they were
+    assert any(each.healed_seconds > 0 for each in second.all(Membership))  # took over the state of the other
+
+
+@pytest.mark.slow
+def test_diloco_of_one_replica_that_takes_whole_steps_outside_is_plain_training(folder):
+    """The change of the weights is applied as it is: by an outer learning rate of 1 without momentum."""
+    outer = {"agree_every": 2, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
+    ended, _, logs = run(folder, 1, "diloco", steps=6, evaluate_every=None, **outer)
+    assert (ended.reason, ended.steps) == ("done", 6)
+    plain = options(folder, steps=6, out=folder / "plain", batch_size=4, evaluate_every=None)
+    train_alone(plain)
+    for ours, theirs in zip(losses_and_norms(logs[0]), losses_and_norms(plain.out), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_diloco_replicas_learn_apart_and_resume_together(folder):
+    """Each has sequences of its own between averages; a later command goes on from the common weights."""
+    ended, told, logs = run(folder, 2, "diloco", steps=6, agree_every=3, fail="kill 1 at 4")
+    assert (ended.reason, ended.steps) == ("done", 6), told
+    one = losses_and_norms(logs[0])
+    assert one[0] != losses_and_norms(logs[1])[0]
+    ended, _, logs = run(folder, 2, "diloco", steps=9, agree_every=3)
+    assert (ended.first_step, ended.steps) == (6, 9)
+    assert sum(loss for loss, _ in one[:2]) > sum(loss for loss, _ in losses_and_norms(logs[0])[-2:])
+
+
+def test_a_replica_that_trains_something_else_or_whose_data_are_missing_is_refused(folder):
+    with pytest.raises(Refused, match="nowhere"):
+        run(folder, data=folder / "nowhere")
+
+
+REFUSED = {
+    "--agree every-step --replicas 2 --fail 'kill 2 at 1'": "names a replica that is not there",
+    "--agree every-step --replicas 2 --fail 'burn 1 at 1'": "got 'burn 1 at 1'",
+    "--agree diloco --replicas 2 --agree-every 0": "--agree-every must be positive, got 0",
+    "--agree diloco --replicas 2 --agree-every 3 --agree-fragments 2": "no multiple of --agree-fragments 2",
+    "--agree-every 5": "is for replicas that agree",
+    "--agree every-step --replicas 2 --keep-best": "not with --keep-best",
+    "--agree every-step --lighthouse http://127.0.0.1:9 --replica a": "http://127.0.0.1:9",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "sentence"), REFUSED.items())
+def test_bad_input_is_one_sentence(folder, arguments, sentence):
+    command = [sys.executable, "scripts/train.py", *shlex.split(arguments), "--data", folder / "data"]
+    began = time.monotonic()
+    found = subprocess.run([*command, "--out", folder / "run"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr.count("\n")) == (2, 1), found.stderr
+    assert sentence in found.stderr
+    assert time.monotonic() - began < 60
+
+
+def test_faults_are_read_by_step():
+    assert faults_of("nan 2 at 80; kill 1 at 40;stall 0 at 60 for 20s") == (
+        Fault("kill", 1, 40),
+        Fault("stall", 0, 60, 20.0),
+        Fault("nan", 2, 80),
+    )
+
+
+@pytest.mark.slow
+def test_nothing_stays_behind_a_command_that_is_killed(folder):
+    """Neither ranks nor lighthouse nor fork server."""
+    command = [sys.executable, "scripts/train.py", "--size", "tiny", "--replicas", "2", "--agree", "every-step"]
+    command += ["--data", str(folder / "data"), "--out", str(folder / "run"), "--steps", "100000", "--log-every", "1"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    assert any(line.startswith("[T]") for line in process.stdout)
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert len(below) >= 3
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(below, timeout=15)
+    assert not alive
