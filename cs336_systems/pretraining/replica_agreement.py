@@ -59,9 +59,10 @@ _LIGHTHOUSE_RETRIES = _QUORUM_S
 """Attempts to reach a lighthouse that has died: torchft spreads them over the time of the quorum, one a second."""
 _RETRIES = 20
 """Failed attempts in a row to form a group before a step is tried without."""
-_JOIN_S = 3.0
-"""Seconds for which gloo waits, five times, until another member of a new group connects: one of them may have died
-since they agreed, and those who notice have gone on to agree anew."""
+_JOIN_S = 1.0
+"""Seconds for which gloo waits, five times, until another member of a new group connects. One may have died since they
+agreed; and a lighthouse that is started again counts its groups from the beginning, so that the first finds addresses of
+an older one in the store."""
 _BUCKET_BYTES = 25 * 1024**2
 _NAME_BYTES = 64
 _MIX = 0.5
