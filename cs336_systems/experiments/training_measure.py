@@ -33,7 +33,8 @@ from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.peer import peer_model, peer_optimizer, peer_step
 from cs336_systems.pretraining.run_records import Light, LoggedStep, Memory, Record
 from cs336_systems.pretraining.sources import sources_of
-from cs336_systems.pretraining.trainer import StopRequests, train
+from cs336_systems.pretraining.stop_requests import StopRequests
+from cs336_systems.pretraining.trainer import train
 from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
 
 _STEPS_OF_DATA = 4

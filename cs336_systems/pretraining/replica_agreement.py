@@ -47,7 +47,7 @@ from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import PreparedRun, data_identity, must_be_alike
 from cs336_systems.pretraining.run_records import Dropped, Membership, Record
 from cs336_systems.pretraining.sources import sources_of
-from cs336_systems.pretraining.trainer import REASONS
+from cs336_systems.pretraining.stop_requests import REASONS
 from cs336_systems.training.clipping import gradients_of
 from cs336_systems.training.step import TrainStep
 
@@ -61,8 +61,8 @@ _RETRIES = 20
 """Failed attempts in a row to form a group before a step is tried without."""
 _JOIN_S = 1.0
 """Seconds for which gloo waits, five times, until another member of a new group connects. One may have died since they
-agreed; and a lighthouse that is started again counts its groups from the beginning, so that the first finds addresses of
-an older one in the store."""
+agreed; and a lighthouse that is started again counts its groups from the beginning, so that the first finds addresses
+of an older one in the store."""
 _BUCKET_BYTES = 25 * 1024**2
 _NAME_BYTES = 64
 _MIX = 0.5
@@ -124,6 +124,7 @@ class _Gloo(ProcessGroupGloo):
     """Knows whether its members have changed since somebody looked."""
 
     changed = False
+    _timeout: timedelta
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
         self.changed = True

@@ -17,15 +17,12 @@ model. Ctrl-C, SIGTERM and a time limit end it after the step that runs, with a 
 import gc
 import math
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,12 +52,10 @@ from cs336_systems.pretraining.run_records import (
     Session,
     changed_options,
 )
+from cs336_systems.pretraining.stop_requests import REASONS, StopRequests
 
 NO_GAIN = "no gain"
 """The reason to end a run whose held-out loss does not fall any more, which all ranks know by themselves."""
-REASONS = ("walltime", "terminated", "interrupted")
-"""Reasons to end a run early: its time limit, SIGTERM, Ctrl-C."""
-_SIGNALS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
 
 _VALUES = ("loss", "norm", *REASONS)
 """Values of each step, read a step late; a reason to stop is the number of ranks that have it."""
@@ -70,41 +65,6 @@ _GPU_EVERY = 10
 
 _COPIES = 0.8
 """The share of free host memory that copies of checkpoints may take."""
-
-
-class StopRequests:
-    """Listens for signals while it is entered, in the main thread; elsewhere none arrives, and only time counts.
-
-    A second signal of the same kind does what it always did.
-
-    Args:
-        ends_at: a value of ``time.monotonic``; None for no end.
-    """
-
-    def __init__(self, ends_at: float | None = None) -> None:
-        self._ends_at = ends_at
-        self._signalled: str | None = None
-        self._earlier: dict[int, Any] = {}
-
-    @property
-    def asked(self) -> str | None:
-        """One of ``REASONS`` if the run should end."""
-        if self._signalled is None and self._ends_at is not None and time.monotonic() >= self._ends_at:
-            return "walltime"
-        return self._signalled
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._earlier = {number: signal.signal(number, self._hear) for number in _SIGNALS}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._earlier.items():
-            signal.signal(number, handler)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = _SIGNALS[signal.Signals(number)]
-        signal.signal(number, self._earlier.pop(number))
 
 
 @dataclass(frozen=True)
