@@ -59,7 +59,7 @@ def share_by_torch(model: TransformerLM, ranks: DeviceMesh, *, in_pieces: bool =
     of_block: dict[str, ParallelStyle] = {
         **dict.fromkeys(("ln1", "ln2"), SequenceParallel()),
         "attn": PrepareModuleInput(
-            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+            input_layouts=(Shard(1), None, None, None), desired_input_layouts=(Replicate(), None, None, None)
         ),
         "ffn": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
         **dict.fromkeys(("attn.q_proj", "attn.k_proj", "attn.v_proj", "ffn.w1", "ffn.w3"), ColwiseParallel()),
