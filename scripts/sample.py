@@ -91,8 +91,6 @@ def _sample(options: SampleOptions) -> int:
     import torch
 
     from cs336_systems.pretraining.checkpoint import load_trained
-    from cs336_systems.pretraining.sampling import generate
-    from cs336_systems.pretraining.tokenizer import TextStream
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     trained = load_trained(options.model, device=options.device, dtype=dtype)
@@ -104,18 +102,7 @@ def _sample(options: SampleOptions) -> int:
     if options.chat:
         return _chat(options, trained, [text] if text else _lines(), drawn)
     prompt = tokenizer.encode([text])[0][:-1].tolist() or [tokenizer.eos_id]
-    started = time.perf_counter()
-    ids: list[int] = []
-    stream = TextStream(tokenizer)
-    for token_id in generate(trained.model, prompt, **drawn, eos_ids=trained.eos_ids, n_ids=tokenizer.vocab_size):
-        if not ids:
-            print(text, end="", flush=True)
-        ids.append(token_id)
-        if token_id not in trained.eos_ids:
-            print(stream.push(token_id), end="", flush=True)
-    print(stream.rest())
-    seconds = time.perf_counter() - started
-
+    ids, seconds = _generated(trained, prompt, trained.eos_ids, drawn, before=text)
     stopped = "end of text" if ids[-1] in trained.eos_ids else "max tokens"
     if stopped == "max tokens" and len(ids) < options.max_tokens:
         stopped, context = "context full", trained.model.config.context_length
@@ -127,8 +114,26 @@ def _sample(options: SampleOptions) -> int:
     return 0
 
 
+def _generated(
+    trained: Any, prompt: list[int], stops: frozenset[int], drawn: dict[str, Any], before: str = ""
+) -> tuple[list[int], float]:
+    """Print what follows a prompt as it comes, behind ``before``; returns its ids and the seconds."""
+    from cs336_systems.pretraining.sampling import generate
+    from cs336_systems.pretraining.tokenizer import TextStream
+
+    started, ids, stream = time.perf_counter(), list[int](), TextStream(trained.tokenizer)
+    for token_id in generate(trained.model, prompt, **drawn, eos_ids=stops, n_ids=trained.tokenizer.vocab_size):
+        if not ids:
+            print(before, end="", flush=True)
+        ids.append(token_id)
+        if token_id not in stops:
+            print(stream.push(token_id), end="", flush=True)
+    print(stream.rest())
+    return ids, time.perf_counter() - started
+
+
 def _lines() -> Iterator[str]:
-    """What is typed, line by line."""
+    """The lines of the standard input that are not blank."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -140,8 +145,7 @@ def _lines() -> Iterator[str]:
 
 def _chat(options: SampleOptions, trained: Any, turns: Iterable[str], drawn: dict[str, Any]) -> int:
     from cs336_systems.pretraining.chat import ChatEncoder, ChatTemplate
-    from cs336_systems.pretraining.sampling import generate
-    from cs336_systems.pretraining.tokenizer import TOKENIZER, TextStream
+    from cs336_systems.pretraining.tokenizer import TOKENIZER
 
     tokenizer, path = trained.tokenizer, options.model.resolve()
     template = ChatTemplate.find(path if (path / TOKENIZER).exists() else path.parent, eos=tokenizer.eos_token)
@@ -152,13 +156,7 @@ def _chat(options: SampleOptions, trained: Any, turns: Iterable[str], drawn: dic
     for turn in turns:
         messages.append({"role": "user", "content": turn})
         ((prompt, _),) = encoder.encode([template.render(messages, answer_next=True)], [()])
-        started, ids, stream = time.perf_counter(), list[int](), TextStream(tokenizer)
-        for token_id in generate(trained.model, prompt.tolist(), **drawn, eos_ids=stops, n_ids=tokenizer.vocab_size):
-            ids.append(token_id)
-            if token_id not in stops:
-                print(stream.push(token_id), end="", flush=True)
-        print(stream.rest())
-        took = time.perf_counter() - started
+        ids, took = _generated(trained, prompt.tolist(), stops, drawn)
         n_new, seconds = n_new + len(ids), seconds + took
         print(f"{NAME}: {len(ids):,} tokens, {len(ids) / took:,.1f} tokens/s", file=sys.stderr)
         answer = tokenizer.decode([token_id for token_id in ids if token_id not in stops])

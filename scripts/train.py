@@ -267,11 +267,12 @@ def _figures(logs: list[Path]) -> dict[str, Any]:
 
 def _export(folder: Path, step: int | None) -> Path:
     """The checkpoint of a step, or the newest."""
+    from cs336_systems.distributed.checkpoint_folder import name_of
     from cs336_systems.pretraining.checkpoint import load_weights
     from cs336_systems.pretraining.export import export_saved
 
     gc.collect()  # slabs of a streamed step, which refers to itself
-    saved = load_weights(folder if step is None else folder / f"step-{step:08d}")
+    saved = load_weights(folder if step is None else folder / name_of(step))
     return export_saved(folder / f"hf-{saved.step}", saved).folder
 
 

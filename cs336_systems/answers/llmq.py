@@ -99,9 +99,8 @@ class Row:
     @property
     def layout(self) -> Layout:
         zero = 3 if "shard-weights" in self._given else 2 if "shard-gradients" in self._given else int(self.n_gpus > 1)
-        return Layout(
-            shards=self.n_gpus,
-            zero=zero,
+        return Layout.of_data(
+            *(self.n_gpus, zero),
             keep=self.keep,
             micro_batch=int(self._given["batch-size"]),
             n_micro_batches=int(self._given["grad-accumulation"]),

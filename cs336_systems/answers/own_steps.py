@@ -85,10 +85,8 @@ def _read() -> Iterator[OwnStep]:
         medians = rows.pivot_table(index=_SETTINGS, columns="metric", values="median", aggfunc="median").reset_index()
         for row in medians.to_dict("records"):
             ranks, zero = int(row["world_size"]), int(row["zero"]) if int(row["world_size"]) > 1 else 0
-            layout = Layout(
-                shards=ranks if zero else 1,
-                replicas=1 if zero else ranks,
-                zero=zero,
+            layout = Layout.of_data(
+                *(ranks, zero),
                 keep=row["keep"],
                 micro_batch=int(row["batch_size"]),
                 n_micro_batches=int(row["total_batch_tokens"] / row["context_length"] / row["batch_size"] / ranks),

@@ -11,6 +11,8 @@ On an H200 Qwen2.5-14B (two micro-batches of 16 sequences of 1,024, ``keep`` inp
 with m and v on the host. Gradients on the host have passed their tests there (``profiles/gpu_tests.md``).
 """
 
+from collections.abc import Iterable
+
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.kept import check_known
 from cs336_systems.costs.memory import WIDE
@@ -23,6 +25,11 @@ BATCH_ELEMENTS = 2**25
 """Elements that the optimizer fetches together: 64 MiB of bf16 state take 1.2 ms at 55 GB/s, a hundred launches."""
 IN_FLIGHT_BYTES = 2**30
 """Bytes of gradients that may be in flight to the host: a block of 14B has 0.5 GiB, all made at once."""
+
+
+def state_keys(names: Iterable[str]) -> set[str]:
+    """The optimizer's keys for those of ``OFFLOADS`` that are its states."""
+    return {STATES[name] for name in names if name in STATES}
 
 
 def offloaded(case: TrainingCase) -> frozenset[str]:

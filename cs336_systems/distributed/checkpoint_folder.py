@@ -60,6 +60,11 @@ class StoredCheckpoint:
     marker: dict[str, Any]
 
 
+def name_of(step: int) -> str:
+    """The name of the checkpoint after so many steps."""
+    return f"step-{step:08d}"
+
+
 def read(path: Path, step: int | None = None) -> StoredCheckpoint:
     """One checkpoint, or of this step alone, digests unchecked; ValueError if it is not complete, or OSError."""
     try:
@@ -152,7 +157,7 @@ def begin(folder: Path, step: int) -> tuple[Path, int]:
             discard(path)
     complete, unreadable = survey(folder)
     tell_of(unreadable)
-    temporary = folder / f".step-{step:08d}.tmp"
+    temporary = folder / f".{name_of(step)}.tmp"
     temporary.mkdir()
     now = time.time_ns()
     return temporary, max(now, complete[-1].saved_at + 1) if complete else now  # clocks may be set back
@@ -171,7 +176,7 @@ def publish(temporary: Path, marker: dict[str, Any]) -> Path:
     body = {"layout": LAYOUT} | marker
     write_through(temporary / MARKER, [json.dumps(body | {"crc32": _digest(body)}, indent=1).encode()])
     _flush(temporary)
-    final = temporary.with_name(f"step-{marker['step']:08d}")
+    final = temporary.with_name(name_of(marker["step"]))
     if os.path.lexists(final):
         aside = final.with_name(f".{final.name}.old-{time.time_ns()}")
         try:

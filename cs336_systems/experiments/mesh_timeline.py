@@ -1,7 +1,7 @@
 """When do the stages of a pipeline wait? Each operation's begin and end, beside a simulation of the same schedule.
 
-A stage is idle while it has nothing to do but to wait for a message. The prediction runs the schedule's lists with the
-measured mean time of each operation of each part: it says what the order of work alone leaves idle.
+A stage is idle while none of its operations runs, until the last stage is done. The prediction runs the schedule's
+lists with the measured mean time of each operation of each part: it says what the order of work alone leaves idle.
 """
 
 from __future__ import annotations

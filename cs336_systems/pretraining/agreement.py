@@ -97,10 +97,12 @@ def agreement_of(
     """
     os.environ.setdefault("RUST_LOG", "error")  # torchft says several lines a step otherwise
     try:
-        from cs336_systems.pretraining import replica_agreement
+        from cs336_systems.pretraining.diloco import OuterSteps
+        from cs336_systems.pretraining.every_step import EveryStep
     except ImportError as error:
         raise ValueError(f"replicas that agree need torchft: uv sync --extra replicas ({error})") from None
-    return replica_agreement.agreement_of(options, rank, lighthouse, name, trouble)
+    kind = OuterSteps if options.agree == "diloco" else EveryStep
+    return kind(options, rank, lighthouse, name, trouble)
 
 
 class FirstAlone:

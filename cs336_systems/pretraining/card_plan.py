@@ -21,7 +21,7 @@ from typing import Any
 
 from cs336_systems.config import ModelConfig, Recipe, resolve_size
 from cs336_systems.costs.kept import STORED
-from cs336_systems.costs.offload import STATES
+from cs336_systems.costs.offload import state_keys
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.rank_memory import rank_peak
 from cs336_systems.costs.parallelism.search import USABLE, divisors
@@ -41,8 +41,9 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 USUAL = 16_384
 """Tokens of a micro-batch."""
 ERRORS = {"H100 SXM": 0.06, "H200": 0.06, "RTX 3090": 0.12, "RTX PRO 6000 Blackwell": 0.12}
-"""The error that nine of ten predictions stay below, by card; ``UNFITTED`` where nothing was fitted on its steps,
-``SEVERAL`` on more GPUs than four."""
+"""The error that nine of ten predictions stay below, by card, of this suite's own steps on an H100 and an H200 and of
+others' on the rest (profiles/your-card.md); ``UNFITTED`` where nothing was fitted on a card's steps, ``SEVERAL`` on
+more GPUs than four."""
 UNFITTED, SEVERAL = 0.2, 0.15
 EFFORT = 4000
 """Operations that are simulated in each part of the search for a streamed plan: 70B takes two seconds."""
@@ -184,17 +185,13 @@ class CardPlan:
             if sequences % data:
                 continue
             for micro_batch in (each for each in self._micro_batches if sequences // data % each == 0):
-                levels, by = (
-                    (0, 1, 3) if data > 1 else (0,),
-                    ("collectives", "copies") if tensor > 1 else ("collectives",),
-                )
+                levels = (0, 1, 3) if data > 1 else (0,)
+                by = ("collectives", "copies") if tensor > 1 else ("collectives",)
                 for zero, keep, tensor_by in product(levels, KEEPS, by):
-                    yield Layout(
+                    yield Layout.of_data(
+                        *(data, zero),
                         tensor_by=tensor_by,
-                        shards=data if zero else 1,
-                        replicas=1 if zero else data,
                         tensor=tensor,
-                        zero=zero,
                         keep=keep,
                         micro_batch=micro_batch,
                         n_micro_batches=sequences // data // micro_batch,
@@ -227,7 +224,7 @@ class CardPlan:
     def _on_host(self, layout: Layout, offload: frozenset[str]) -> int:
         """Bytes on the host of one rank."""
         parameters = self.config.part(layout.tensor).n_parameters
-        states = sum(n for name, n in self.moments if name in {STATES.get(each) for each in offload})
+        states = sum(n_bytes for name, n_bytes in self.moments if name in state_keys(offload))
         inputs = layout.micro_batch * self.length * self.config.d_model * 2 * self.config.n_layers
         return states * parameters // layout.n_state_shards + inputs * ("residual" in offload)
 
@@ -315,12 +312,9 @@ class CardPlan:
         shared = own.context * own.pipeline * own.replicas > 1 or self.asked.gpus % own.tensor
         if not case.written_out or shared or sequences % (data * own.batch_size):
             return None
-        zero = own.zero if data > 1 else 0
-        layout = Layout(
-            shards=data if zero else 1,
-            replicas=1 if zero else data,
+        layout = Layout.of_data(
+            *(data, own.zero if data > 1 else 0),
             tensor=own.tensor,
-            zero=zero,
             keep=case.keep,
             micro_batch=own.batch_size,
             n_micro_batches=sequences // data // own.batch_size,
@@ -347,11 +341,8 @@ class CardPlan:
 
     def light(self, way: Way) -> float | None:
         """The share of the speed of light that a way reaches."""
-        block = "fp8" if way.recipe.quantized else "bf16"
-        n = self.asked.gpus
-        return speed_of_light(self.config, self.length, self.hardware, block_dtype=block, n_devices=n).share(
-            way.tokens_per_s
-        )
+        how: dict[str, Any] = {"block_dtype": "fp8" if way.recipe.quantized else "bf16", "n_devices": self.asked.gpus}
+        return speed_of_light(self.config, self.length, self.hardware, **how).share(way.tokens_per_s)
 
     def classes(self, way: Way) -> dict[str, float]:
         """Seconds of a step by class of kernel."""

@@ -167,10 +167,9 @@ class ChatTemplate:
 
 def _marked(text: str) -> Iterator[tuple[int, int]]:
     """The spans between marks, counted without these."""
-    done = 0
-    for part in text.split(_BEGIN)[:1]:
-        done += len(part)
-    for part in text.split(_BEGIN)[1:]:
+    before, *parts = text.split(_BEGIN)
+    done = len(before)
+    for part in parts:
         inside, _, outside = part.partition(_END)
         yield done, done + len(inside)
         done += len(inside) + len(outside)

@@ -227,9 +227,8 @@ class Loader:
         for name, own in self._identity.items():
             if (then := state.get(name, 0)) != own:
                 raise ValueError(f"the data were at a position for {name} {then:,}, and this run has {own:,}")
-        places = zip(
-            self._sequences.fingerprint, state.get("fingerprint", ()), strict=False
-        )  # () in states before 2026-11-27
+        saved = state.get("fingerprint", ())  # none in states before 2026-11-27
+        places = zip(self._sequences.fingerprint, saved, strict=False)
         if sum(now != then for now, then in places) > 1:  # a broken token may have been mended in one of them
             fault = "has as many tokens as the data of the saved run, but other ones: name another --out"
             first = next(iter(self._sequences.parts.values()))

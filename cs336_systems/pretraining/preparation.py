@@ -47,7 +47,7 @@ from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.precision import parameter_dtype
 from cs336_systems.training.step import TrainStep
 
-MAY_DIFFER = ("data", "walltime", "log_every", "tensorboard", "wandb", "export")
+_MAY_DIFFER = ("data", "walltime", "log_every", "tensorboard", "wandb", "export")
 """Options that need not be the same on all ranks: a folder on each node, whose tokens are compared, a limit that holds
 for all, and those of the first rank alone."""
 _VOCABULARY_MULTIPLE = 64
@@ -162,23 +162,8 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
         step, batch = _step(options, case, rank, masked=dataset.chat), options.batch_size
     model = ModelOfRun(config, dataset.tokenizer, dataset.eos_id)
     on_rank_0(lambda: write_run_json(options.out, model))
-    run = (
-        options,
-        datasets,
-        train,
-        evaluation,
-        batch,
-        config,
-        loader,
-        n_steps,
-        rate,
-        case,
-        step,
-        tokens_per_step,
-        mesh,
-        place,
-    )
-    return PreparedRun(*run)
+    learned = options, datasets, train, evaluation, batch
+    return PreparedRun(*learned, config, loader, n_steps, rate, case, step, tokens_per_step, mesh, place)
 
 
 def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
@@ -248,7 +233,7 @@ def _check_alike(say: Callable[[], dict[str, Any]]) -> None:
 def must_be_alike(options: TrainOptions) -> dict[str, Any]:
     """The options that must be the same on all ranks; raises ValueError as their ``check`` does."""
     options.check()
-    own = {flag(name): value for name, value in asdict(options).items() if name not in MAY_DIFFER}
+    own = {flag(name): value for name, value in asdict(options).items() if name not in _MAY_DIFFER}
     return own | {"whether there is --data": options.data is not None}
 
 

@@ -87,7 +87,8 @@ def train_replicas(
     from cs336_systems.distributed.process_group import check_device
 
     check_device(options.device, options.replicas * options.ranks_per_replica)
-    start_server("cs336_systems.pretraining.trainer", "cs336_systems.pretraining.replica_agreement", "torch._dynamo")
+    ways = (f"cs336_systems.pretraining.{name}" for name in ("trainer", "every_step", "diloco"))
+    start_server(*ways, "torch._dynamo")
     return _Watch(options, console, tell, come_back).to_the_end()
 
 

@@ -419,10 +419,8 @@ class _Run:
         began, batch = time.perf_counter(), self._prepared.evaluation_batch
         shared = self._options.evaluation_sequences, self._prepared.own, self._prepared.place
         found = {name: evaluate(self._step, part, self._rank, batch, *shared) for name, part in sequences.parts.items()}
-        loss, tokens = (
-            sequences.mean({name: one for name, (one, _) in found.items()}),
-            sum(n for _, n in found.values()),
-        )
+        loss = sequences.mean({name: one for name, (one, _) in found.items()})
+        tokens = sum(n for _, n in found.values())
         by_source = {}
         if len(found) > 1:
             epochs = self._prepared.loader.epochs()

@@ -122,7 +122,7 @@ def test_diloco_replicas_learn_apart_and_resume_together(folder):
     assert sum(loss for loss, _ in one[:2]) > sum(loss for loss, _ in losses_and_norms(logs[0])[-2:])
 
 
-def test_a_replica_that_trains_something_else_or_whose_data_are_missing_is_refused(folder):
+def test_replicas_whose_data_are_missing_are_refused(folder):
     with pytest.raises(Refused, match="nowhere"):
         run(folder, data=folder / "nowhere")
 

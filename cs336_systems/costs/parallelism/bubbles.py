@@ -4,6 +4,8 @@ Embedding and head cost as much as some blocks, so the first and the last stage 
 stage is found. Schedules are simulated (``pipeline.py``) with the slowest stage's durations on all of them, over as few
 micro-batches as needed until each further group of as many as there are stages adds the same seconds.
 
+Limits: zbv and dualpipev have the head on the first stage; here it is on the last.
+
     first, middle, last = divide(n_layers=80, n_stages=4, embedding=0.0, head=1.2)
     span_seconds("zb-h1", 4, 512, 1, durations)
 """
@@ -110,7 +112,7 @@ def span_seconds(
 
 
 def least_bubble(schedule: str, n_stages: int, chunks: int, durations: Mapping[str, float]) -> float:
-    """Seconds that a stage stands still at least, by ``pipeline.py``'s table; 0 for a schedule that is not in it."""
+    """Seconds that a stage stands still at least, by ``schedules.py``'s table; 0 for a schedule that is not in it."""
     forward, inputs, weights = (durations[kind] for kind in "FBW")
     late = {"gpipe": forward + inputs + weights, "zb-h1": forward + inputs - weights}
     late |= {"1f1b": late["gpipe"], "interleaved": late["gpipe"] / chunks}

@@ -16,6 +16,7 @@ where a step has several micro-batches: it keeps whole gradients, and scatters t
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 DIMENSIONS = ("tensor", "context", "shard", "replica", "pipeline")
 """From the innermost to the outermost."""
@@ -59,6 +60,11 @@ class Layout:
             raise ValueError(f"ZeRO has the levels {', '.join(map(str, ZERO_LEVELS))}, got {self.zero}")
         if self.zero == 0 and self.shards > 1:
             raise ValueError(f"ZeRO 0 divides no states: {self.shards} shards are replicas")
+
+    @classmethod
+    def of_data(cls, n: int, zero: int, **others: Any) -> "Layout":
+        """The layout of n groups of ranks with sequences of their own: shards where ZeRO divides, else replicas."""
+        return cls(replicas=1 if zero else n, shards=n if zero else 1, zero=zero, **others)
 
     @property
     def data(self) -> int:

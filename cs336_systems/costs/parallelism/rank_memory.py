@@ -2,14 +2,14 @@
 
 The step is a bf16 one with hand-written blocks, whose products may be in fp8. The rule for one step is to run it on
 tensors without storage (``training/dry_run.py``); this form follows what that finds, to within a few percent (tests
-hold it to that), and adds what no dry run knows yet: pipeline stages, which keep the activations of several
-micro-batches. With P parameters of a stage on a tensor rank, n ranks that divide states, k bytes of moments a
-parameter, and what a block keeps,
+hold it to that), and covers pipeline stages, which keep the activations of several micro-batches. With P
+parameters of a stage on a tensor rank, n ranks that divide states, k bytes of moments a parameter, and what a block
+keeps,
 
     weights         2 P, of ZeRO 3 2 P / n and two blocks gathered
     moments         k P, from ZeRO 1 on k P / n
     gradients       2 P, from ZeRO 2 on 2 P / n and two blocks before they are scattered
-    activations     micro-batches alive (``stages.alive``) x layers x kept bytes / (context x tensor)
+    activations     micro-batches alive (``bubbles.alive``) x layers x kept bytes / (context x tensor)
     working set     of a block's backward, of the loss in chunks of logits, or of the embedding's backward
     fp8             each block's weights twice more, a byte a number (transposed, too); of ZeRO 3 once, of its shard
 
@@ -27,7 +27,7 @@ from typing import NamedTuple
 from cs336_systems.config import PRECISIONS, ModelConfig, Recipe
 from cs336_systems.costs.kept import STORED, kept_sizes
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, WIDE, PeakMemory, default_chunk, rotary_bytes
-from cs336_systems.costs.offload import IN_FLIGHT_BYTES, STATES
+from cs336_systems.costs.offload import IN_FLIGHT_BYTES, state_keys
 from cs336_systems.costs.parallelism.bubbles import Stage, alive
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.seconds import BF16_MOMENTS, Moments
@@ -61,7 +61,7 @@ def rank_peak(
     Raises:
         ValueError: the model cannot be divided so, or the schedule does not run so.
     """
-    away = {STATES.get(name) for name in offload}
+    away = state_keys(offload)
     per_parameter = sum(n_bytes for name, n_bytes in moments if name not in away)
     how = _How(per_parameter, recipe, offload, whole_gradients)
     if layout.pipeline == 1:

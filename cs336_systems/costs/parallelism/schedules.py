@@ -11,8 +11,8 @@ several parts of the model ("chunks"): chunk c of stage s is part c p + s, or un
     1f1b          p - s - 1 forwards ahead at stage s, then one backward each  (p-1)(F + B + W)       p - s
     interleaved   1f1b over v thin stages on each device                       (p-1)(F + B + W) / v   more than 1f1b
     zb-h1         1f1b with W put off, by s micro-batches at stage s           (p-1)(F + B - W)       p
-    zbv           V-shaped; B first, then F as far as memory allows, W last    near zero              p
-    dualpipev     V-shaped; F of one chunk and BW of the other in turn         less than 1f1b         p
+    zbv           V-shaped; B first, then F as far as memory allows, W last    less than zb-h1        p
+    dualpipev     V-shaped; F of one chunk and BW of the other in turn         less than zb-h1        p + 1/2
 
 (Interleaved at stage s: min(m, (2(p-s-1) + (v-1)p + 1) / v). Zero-bubble as far as W is no longer than F and B.)
 

@@ -4,7 +4,7 @@
                  the ranks that share a batch; in context order ``ring`` the last rank's, who sees most keys; of a
                  pipeline its slowest stage's
     late         kernels are shorter than the host needs to launch them
-    bubble       the stage stands still while the pipeline fills and drains (``stages.py``)
+    bubble       the stage stands still while the pipeline fills and drains (``bubbles.py``)
     optimizer    its passes over the weights that the rank updates, or the copies of states that lie on the host
     waiting      messages beside which nothing runs: rows of tensor ranks that travel by collectives, gathered keys,
                  other keys where they take longer than attention, rows between stages of the first and last micro-batch
@@ -37,7 +37,7 @@ from cs336_systems.config import ModelConfig, Recipe
 from cs336_systems.costs.communication import Link
 from cs336_systems.costs.fsdp import step_traffic
 from cs336_systems.costs.kept import STORED, keep_of_blocks, kept_names
-from cs336_systems.costs.offload import STATES
+from cs336_systems.costs.offload import state_keys
 from cs336_systems.costs.parallelism.bubbles import Stage, divide, least_bubble, span_seconds
 from cs336_systems.costs.parallelism.forms import GPUS_PER_HOST, NETWORK_BYTES_PER_S
 from cs336_systems.costs.parallelism.layout import Layout
@@ -194,7 +194,7 @@ def _offloaded(
 ) -> tuple[float, float]:
     """Seconds of copies of what lies on the host: at the end of a step, and beside each micro-batch's kernels."""
     parameters = fullest.n_parameters(part)
-    keys = {STATES.get(name) for name in offload}
+    keys = state_keys(offload)
     states = sum(n_bytes for name, n_bytes in moments if name in keys) * parameters / layout.n_state_shards
     gradients = _ITEMSIZE * parameters if "gradients" in offload else 0
     inputs = slowest.n_layers * rows * part.d_model * _ITEMSIZE if "residual" in offload else 0

@@ -1,0 +1,143 @@
+"""Replicas that train by themselves and average the changes of their weights now and then (DiLoCo)."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torchft.local_sgd import DiLoCo
+
+from cs336_systems.pretraining.agreement import OUTER_MOMENTUM
+from cs336_systems.pretraining.replica_agreement import ReplicaAgreement, said_of
+from cs336_systems.pretraining.run_records import Dropped
+from cs336_systems.training.step import TrainStep
+
+_MIX = 0.5
+"""The share of a replica's own weights in those that follow a delayed average, without which the steps of the delay
+would be lost; that of Streaming DiLoCo (arXiv 2501.18512)."""
+
+
+class OuterSteps(ReplicaAgreement):
+    """DiLoCo: each replica takes its own steps, and an outer optimizer some on the mean of what they have changed.
+
+    A replica begins with a round of steps without gradients, which change nothing: at its end it takes over the state
+    of the others, or those that begin together meet. In this one average it stands for the peer whose state it has.
+    """
+
+    def _come(self) -> None:
+        options, optimizer = self._options, self._step.optimizer
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        fragments = _fragments(parameters, options.agree_fragments)
+        how: dict[str, Any] = {"lr": options.outer_learning_rate, "momentum": options.outer_momentum}
+        how |= {"nesterov": options.outer_momentum > 0}
+        self._outer = [torch.optim.SGD(fragment.parameters(), **how) for fragment in fragments]
+        for outer in self._outer:
+            for parameter in outer.param_groups[0]["params"]:
+                if (momentum := optimizer.state.get(parameter, {}).pop(OUTER_MOMENTUM, None)) is not None:
+                    outer.state[parameter]["momentum_buffer"] = momentum
+        self._diloco = DiLoCo(
+            self._manager,
+            fragments,
+            optimizer,
+            self._outer,
+            options.agree_every,
+            backup_device=self._rank.device,
+            should_quantize=options.agree_dtype == "fp8",
+            fragment_sync_delay=options.agree_delay,
+            fragment_update_alpha=_MIX if options.agree_delay else 0.0,
+        )
+        self._asked = torch.zeros_like(self.reasons)
+        self._diloco.__enter__()
+        optimizer.register_step_post_hook(self._after_step)
+        self._coming, self._averaged_at = True, self._prepared.loader.taken
+        apart = options.agree_every // options.agree_fragments
+        while True:
+            for _ in range(apart - options.agree_delay):
+                optimizer.step()
+            if self._made > self._first_step:  # from others, which train on
+                break
+            for _ in range(options.agree_delay):
+                optimizer.step()
+            if self._all_there and self.at_average:
+                break
+            time.sleep(0.05)
+        self._coming = False
+
+    def begin(self, made: int) -> int:
+        self._made, self.at_average = made, False
+        return made
+
+    def before_update(self, step: TrainStep) -> bool:
+        self._gradients(step)
+        self._asked = self.reasons.clone()
+        self.reasons = torch.zeros_like(self.reasons)
+        return True
+
+    def end(self, made: int) -> int:
+        return self._made if self._healed and self._made != made else made + 1
+
+    def _made_by_peer(self) -> int:
+        return self._made + (not self._coming)
+
+    def _apart_for(self) -> tuple[int, int]:
+        taken = self._prepared.loader.taken
+        return (taken if self._healed else self._averaged_at), taken
+
+    def _after_step(self, *_: Any) -> None:
+        """After an inner step, and the average that it may have brought."""
+        verdict, self._manager.verdict = self._manager.verdict, None
+        if verdict is None:
+            return
+        self.at_average = verdict
+        first, self._averaged_at = self._averaged_at, self._prepared.loader.taken
+        if verdict:
+            asked = self._asked.float()
+            self._manager.allreduce(asked).wait()
+            if self._manager.errored() is None:
+                self.reasons = asked
+        elif not self._coming:
+            error = self._manager.errored()
+            reason = said_of(error.original_exception if error else None)
+            sequences = first, self._averaged_at
+            self._records.append(Dropped(self._made, reason, sequences, False, 0.0))
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        states = self._step.optimizer.state
+        held = [
+            (states[parameter], state["momentum_buffer"])
+            for outer in self._outer
+            for parameter, state in outer.state.items()
+            if state.get("momentum_buffer") is not None
+        ]
+        for state, momentum in held:
+            state[OUTER_MOMENTUM] = momentum
+        try:
+            yield
+        finally:
+            for state, _ in held:
+                del state[OUTER_MOMENTUM]
+
+    def leave(self) -> None:
+        if hasattr(self, "_diloco"):
+            self._diloco.__exit__(None, None, None)
+        super().leave()
+
+
+def _fragments(parameters: list[nn.Parameter], n: int) -> list[nn.Module]:
+    """Parameters, in their order, divided into so many modules of about as many elements.
+
+    Raises:
+        ValueError: there are fewer parameters.
+    """
+    if n > len(parameters):
+        raise ValueError(f"--agree-fragments {n} of {len(parameters)} parameters")
+    total, before, place = sum(parameter.numel() for parameter in parameters), 0, -1
+    fragments = [nn.Module() for _ in range(n)]
+    for number, parameter in enumerate(parameters):
+        place = max(min(before * n // total, place + 1), n - len(parameters) + number)  # none is empty
+        fragments[place].register_parameter(str(number), parameter)
+        before += parameter.numel()
+    return fragments

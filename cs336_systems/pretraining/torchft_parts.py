@@ -1,0 +1,107 @@
+"""torchft's transport, process groups and manager, as replicas need them (``replica_agreement.py``)."""
+
+import time
+import urllib.request
+import warnings
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed._serialization import _streaming_load
+from torch.utils._pytree import tree_map_only
+from torchft.checkpointing import HTTPTransport
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+
+_RETRIES = 20
+"""Failed attempts in a row to form a group before a step is tried without."""
+_JOIN_S = 1.0
+"""Seconds for which gloo waits, five times, until another member of a new group connects. One may have died since they
+agreed; and a lighthouse that is started again counts its groups from the beginning, so that the first finds addresses
+of an older one in the store."""
+
+
+class Transport(HTTPTransport[Any]):
+    """Fetches a peer's state, of which nothing but tensors and plain values is unpickled, and takes the time."""
+
+    seconds = 0.0
+
+    def __init__(self, timeout: timedelta) -> None:
+        super().__init__(timeout, num_chunks=0)
+        self._server.RequestHandlerClass.log_message = lambda *_: None
+
+    @classmethod
+    def _load_from_address(cls, address: str, timeout: timedelta) -> object:
+        with warnings.catch_warnings(), urllib.request.urlopen(address, timeout=timeout.total_seconds()) as response:
+            warnings.filterwarnings("ignore", "The given buffer is not writable")  # so tensors get memory of their own
+            return tree_map_only(Tensor, torch.clone, _streaming_load(response, weights_only=True))
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        began = time.perf_counter()
+        try:
+            return super().recv_checkpoint(src_rank, metadata, step, timeout)
+        finally:
+            self.seconds = time.perf_counter() - began
+
+
+class Gloo(ProcessGroupGloo):
+    """Knows whether its members have changed since somebody looked."""
+
+    changed = False
+    _timeout: timedelta
+
+    def configure(self, *args: Any, **kwargs: Any) -> None:
+        self.changed = True
+        super().configure(*args, **kwargs)
+
+    def _create_pg(self, *args: Any, **kwargs: Any) -> Any:
+        whole, self._timeout = self._timeout, min(self._timeout, timedelta(seconds=_JOIN_S))
+        try:
+            group = super()._create_pg(*args, **kwargs)
+        finally:
+            self._timeout = whole
+        group._get_backend(torch.device("cpu")).set_timeout(whole)
+        return group
+
+
+class Nccl(ProcessGroupNCCL):
+    """As ``Gloo``."""
+
+    changed = False
+
+    def configure(self, *args: Any, **kwargs: Any) -> None:
+        self.changed = True
+        super().configure(*args, **kwargs)
+
+
+class Reported(Protocol):
+    """Who is told of quorums."""
+
+    def before_quorum(self) -> None:
+        """Called before one is asked for."""
+
+    def after_quorum(self, seconds: float) -> None:
+        """Called when the state is that of the others, after so many seconds."""
+
+
+class ReportingManager(Manager):
+    """torchft's manager, which tells its replica of each quorum and each verdict."""
+
+    replica: "Reported"
+    verdict: bool | None = None
+    """The last ``should_commit``, until somebody has looked."""
+
+    def start_quorum(self, *args: Any, **kwargs: Any) -> None:
+        began = time.perf_counter()
+        self.replica.before_quorum()
+        for _ in range(_RETRIES):
+            super().start_quorum(*args, **kwargs)
+            if self.errored() is None:
+                break
+            super().should_commit()  # no, which makes the lighthouse form another group
+        self.replica.after_quorum(time.perf_counter() - began)
+
+    def should_commit(self, *args: Any, **kwargs: Any) -> bool:
+        self.verdict = super().should_commit(*args, **kwargs)
+        return self.verdict
