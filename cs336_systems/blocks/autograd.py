@@ -34,6 +34,7 @@ from cs336_systems.blocks.weights import BlockGradients, BlockWeights, merge_
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import keep_of_blocks, kept_names
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy
+from cs336_systems.kernels.own_gradient import adds_to, own_gradient
 from cs336_systems.model import ModelOps, TransformerBlock, TransformerLM
 from cs336_systems.model.layers import Placement
 from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
@@ -130,28 +131,18 @@ def _gradients_there(parameters: Mapping[str, Tensor], *, in_backward: bool) -> 
     """The parameters' own gradients, if a backward may add to them where they are.
 
     A product that adds to its result reads and writes a gradient once; autograd, given another, reads two and writes
-    one besides. Hooks that run after accumulation do so, too, where autograd is given none.
+    one besides.
     """
     gradients: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
-        if parameter.grad is None or not parameter.is_leaf or parameter._backward_hooks:
+        if (gradient := own_gradient(parameter)) is None:
             return None
-        gradients[name] = parameter.grad
+        gradients[name] = gradient
     if not gradients:
         return None
-    if in_backward and not _adds_to(next(iter(parameters.values()))):
+    if in_backward and not adds_to(next(iter(parameters.values()))):
         return None
     return BlockGradients.there(gradients)
-
-
-def _adds_to(parameter: Tensor) -> bool:
-    """Whether the backward that runs adds to the parameter's gradient; ``torch.autograd.grad`` leaves it as it is."""
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
-    try:
-        adds: bool = torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # which it raises of parameters if torch.autograd.grad runs
-        return False
-    return adds
 
 
 def _finish(later: Later, vectors: BlockGradients, parameters: Mapping[str, Tensor]) -> None:

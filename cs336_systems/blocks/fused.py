@@ -1,7 +1,7 @@
 """The fused kernels as a written-out block calls them: every operation between its matrix products is one launch.
 
-Products of forward, SwiGLU included, are kernels of our own for the shapes where those are faster
-(``kernels/products.py``); others are torch's. Attention is causal, on slices of q | k | v, with gradients written into
+Products are torch's, kernels of our own for the shapes where those are faster, SwiGLU included, or what was measured to
+be fastest (``kernels/matmul.py``). Attention is causal, on slices of q | k | v, with gradients written into
 given slices:
 
     ops = dataclasses.replace(KERNELS, **FLASH_ATTENTION)
@@ -23,8 +23,14 @@ from cs336_systems.blocks.maxima import FusedQuantizers, Quantizers
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.kernels.absmax import absmax, row_and_column_absmax
 from cs336_systems.kernels.column_sums import column_sums
+from cs336_systems.kernels.matmul import (
+    add_product_,
+    product_,
+    product_backward_,
+    swiglu_product_,
+    weight_backward_,
+)
 from cs336_systems.kernels.norm_rotate import norm_rotate, norm_rotate_backward_
-from cs336_systems.kernels.products import product_, swiglu_product_
 from cs336_systems.kernels.quantize import quantize, quantize_blocks, transpose_bytes
 from cs336_systems.kernels.quantize_parts import PartsQuantizer
 from cs336_systems.kernels.rms_norm import add_rms_norm_forward, rms_norm_backward, rms_norm_forward
@@ -38,6 +44,9 @@ KERNELS = BlockOps(
     add_rms_norm_forward=add_rms_norm_forward,
     rms_norm_backward=rms_norm_backward,
     product_=product_,
+    add_product_=add_product_,
+    product_backward_=product_backward_,
+    weight_backward_=weight_backward_,
     swiglu_product_=swiglu_product_,
     swiglu_backward_=swiglu_backward_,
     column_sums=column_sums,
@@ -45,7 +54,7 @@ KERNELS = BlockOps(
     norm_rotate=norm_rotate,
     norm_rotate_backward_=norm_rotate_backward_,
 )
-"""All operations but attention and the products of backward, which are torch's."""
+"""All operations but attention."""
 QUANTIZERS = Quantizers(
     *(absmax, row_and_column_absmax, quantize, quantize_blocks, transpose_bytes, PartsQuantizer, swiglu_forward),
     raised=True,

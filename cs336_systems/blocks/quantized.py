@@ -17,8 +17,8 @@ Tensor ranks gather bytes. Each quantizes its own rows by the largest magnitude 
 what arrives is to the bit the whole, quantized on one rank; its transpose is made of the bytes that arrived. Weights,
 and what a rank computes of its own heads or its own part of the feed-forward width, have a scale for each rank.
 
-Gradients of weights that add to earlier ones: the product is rounded to the gradient's dtype, then the sum is, where a
-product in bf16 rounds the sum alone; ``_scaled_mm`` adds to nothing.
+Gradients of weights that add to earlier ones: the sum is rounded once, as of a product in bf16; on CUDA devices with
+scales by row or block the product is rounded before (``_scaled_mm`` adds to nothing).
 
 Weights are quantized each time they are read, or, with ``remember``, once until they change. A change is seen by their
 version, which operations in place raise, and ``FusedAdamW``. Collectives into flat memory and replayed graphs write
@@ -39,6 +39,7 @@ from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import NONE, Maxima, Operand, Products, stored
 from cs336_systems.config import Recipe
 from cs336_systems.costs.kept import SCALED_BLOCK
+from cs336_systems.kernels.matmul import multiply_scaled_
 from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
 ACTIVATIONS = ("normed1", "attended", "normed2", "product")
@@ -260,10 +261,7 @@ class QuantizedProducts(Products):
         return self._sum(dy, weight)
 
     def backward_weight_(self, ops: BlockOps, gradient: Tensor, dy: Quantized, x: Quantized, accumulate: bool) -> None:
-        if accumulate:
-            gradient.add_(self._multiply(dy, x))
-        else:
-            self._multiply(dy, x, out=gradient)
+        self._multiply(dy, x, out=gradient, adds=accumulate)
 
     def kept(self, name: str, operand: Operand) -> dict[str, Tensor]:
         columns = operand.whole_columns()
@@ -304,11 +302,18 @@ class QuantizedProducts(Products):
         return _operand(found, x_RK.dtype)
 
     def _multiply(
-        self, a: Quantized, b: Quantized, bias: Tensor | None = None, *, fast: bool = False, out: Tensor | None = None
-    ) -> Tensor:
-        """a b^T + bias, of (M, K), (N, K) and (N,)."""
+        self,
+        a: Quantized,
+        b: Quantized,
+        bias: Tensor | None = None,
+        *,
+        out: Tensor,
+        fast: bool = False,
+        adds: bool = False,
+    ) -> None:
+        """out = a b^T + bias, of (M, K), (N, K) and (N,); or, with ``adds``, that and what out was."""
         multiply = _emulated if a.values.is_cpu else _scaled_mm
-        return multiply(a, b, bias, fast, out, by=self.recipe.scaling)
+        multiply(a, b, bias, fast, out, adds, by=self.recipe.scaling)
 
 
 Arrived = Callable[[str, bool], tuple[Tensor, Tensor]]
@@ -353,23 +358,32 @@ def block_products(kernels: str, recipe: Recipe, *, remember: bool = False, rank
     return QuantizedProducts(recipe, QUANTIZERS, remember, ranks)
 
 
-def _scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor | None, *, by: str) -> Tensor:
+def _scaled_mm(
+    a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor, adds: bool, *, by: str
+) -> None:
     """Multiply by the library's product, which with scales by block adds up in fp32 and adds no bias."""
+    if by == "tensor" and bias is None:
+        multiply_scaled_(out, a.values, b.values.T, (a.scale, b.scale), adds=adds, fast=fast)
+        return
+    if adds:
+        product = torch.empty_like(out)
+        _scaled_mm(a, b, bias, fast, product, False, by=by)
+        out.add_(product)
+        return
     scale_a, scale_b = a.scale, b.scale
     if by == "row":
         scale_b = scale_b.T
     if by == "block":  # along M and N first
         scale_a, scale_b = scale_a.T.contiguous().T, scale_b.T.contiguous()
-    how: dict[str, Any] = {"out_dtype": a.dtype}
+    how: dict[str, Any] = {"out_dtype": a.dtype, "out": out}
     if by != "block":
         how |= {"bias": bias, "use_fast_accum": fast}
-    if out is not None:
-        how["out"] = out
-    product: Tensor = torch._scaled_mm(a.values, b.values.T, scale_a, scale_b, **how)
-    return product if bias is None or by != "block" else product.add_(bias)
+    torch._scaled_mm(a.values, b.values.T, scale_a, scale_b, **how)
+    if bias is not None and by == "block":
+        out.add_(bias)
 
 
-def _emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor | None, *, by: str) -> Tensor:
+def _emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor, adds: bool, *, by: str) -> None:
     """Multiply quantized values in at least fp32."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if by == "block":
@@ -378,7 +392,9 @@ def _emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: 
         product = a.values.to(wide) @ b.values.to(wide).T * (a.scale.view(-1, 1) * b.scale.view(1, -1))
     if bias is not None:
         product += bias
-    return product.to(a.dtype) if out is None else out.copy_(product)
+    if adds:
+        product += out
+    out.copy_(product)
 
 
 def _unscaled(x: Quantized, dtype: torch.dtype) -> Tensor:

@@ -141,16 +141,20 @@ def launch_rows_of_ranks(
 
 
 @triton.jit
-def scale_kernel(x, factor, n_elements, BLOCK: tl.constexpr):
-    """Multiply x by the one factor in place."""
+def scale_kernel(x, factor, out, n_elements, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """out = x times the one factor, or, with ADD, that and what out was."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n_elements
-    tl.store(x + at, tl.load(x + at, mask=inside).to(tl.float32) * tl.load(factor), mask=inside)
+    scaled = tl.load(x + at, mask=inside).to(tl.float32) * tl.load(factor)
+    if ADD:
+        scaled += tl.load(out + at, mask=inside).to(tl.float32)
+    tl.store(out + at, scaled, mask=inside)
 
 
-def scale_(x: Tensor, factor: Tensor) -> None:
-    """Contiguous x times a factor () in fp32, in place, rounded once.
+def scale_(x: Tensor, factor: Tensor, onto: Tensor | None = None) -> None:
+    """Contiguous x times a factor () in fp32, in place or added to ``onto``, which is like x; rounded once.
 
     0.7 ms for the gradients of 32,768 x 4096 x 151,936 by their bytes, where torch's multiplication takes 3.5.
     """
-    launch(scale_kernel, (ceil_div(x.numel(), SCALE_BLOCK),), x, factor, x.numel(), BLOCK=SCALE_BLOCK)
+    out, adds = (x, False) if onto is None else (onto, True)
+    launch(scale_kernel, (ceil_div(x.numel(), SCALE_BLOCK),), *(x, factor, out, x.numel()), ADD=adds, BLOCK=SCALE_BLOCK)

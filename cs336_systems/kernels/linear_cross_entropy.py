@@ -15,7 +15,7 @@ its own dtype: each product is added in fp32 and rounded once per chunk. A sum k
 chunk of logits, and those, rounded to bf16, cost more precision than sixteen roundings of the sum.
 
 In plain PyTorch it runs on any device and in any float dtype; ``fused``, rows are turned by ``cross_entropy_rows.py``
-and logits multiplied by ``products.py``, in fp32 and bf16 (in fp16, 1/n would underflow in dlogits).
+and products are those of ``matmul.py``, in fp32 and bf16 (in fp16, 1/n would underflow in dlogits).
 
 FLOPs: 6 T V D, of which 4 T V D for the gradients. At 32,768 x 151,936 and d 4096 in bf16 an H200 takes 183 to 185 ms
 fused, 660 to 670 TFLOP/s (LOG.md).
@@ -36,6 +36,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cs336_systems.costs.memory import default_chunk
+from cs336_systems.kernels.matmul import by_torch_, multiply_
+from cs336_systems.kernels.own_gradient import adds_to, own_gradient
 from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
 IGNORED = -100
@@ -127,7 +129,6 @@ def _in_chunks(
         asked["ranks"] = ranks
     if fused:
         from cs336_systems.kernels.cross_entropy_rows import launch_rows, launch_rows_of_ranks  # brings Triton along
-        from cs336_systems.kernels.products import product_
 
         scale = denominator.to(torch.float32).reciprocal()
         rows: Callable[..., None] = partial(launch_rows if n_ranks == 1 else launch_rows_of_ranks, scale=scale, **asked)
@@ -136,6 +137,7 @@ def _in_chunks(
     else:
         rows = partial(plain_rows, denominator=denominator, **asked)
         width, chunk = n_words, chunk or PLAIN_CHUNK
+    multiply = multiply_ if fused else by_torch_
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     losses = torch.empty(n_tokens * n_ranks, dtype=wide, device=x_TD.device)
     lse = torch.empty_like(losses)
@@ -151,18 +153,14 @@ def _in_chunks(
         logits = buffer[: len(x), :n_words]
         if fused:
             buffer[:, n_words:].fill_(-torch.inf)
-            product_(logits, x, weight_VD)
-        else:
-            torch.mm(x, weight_VD.T, out=logits)
+        multiply(logits, x, weight_VD.T)
         rows(logits, targets, losses[rows_of_all], lse[rows_of_all])
         if dx_TD is not None and n_ranks == 1:
-            torch.mm(logits, weight_VD, out=dx_TD[part])
+            multiply(dx_TD[part], logits, weight_VD)
         elif dx_TD is not None:
             dx_TD[part] = ranks.scatter(torch.mm(logits, weight_VD))
-        if grad_weight is not None and (accumulate or start):
-            grad_weight.addmm_(logits.t(), x)
-        elif grad_weight is not None:
-            torch.mm(logits.t(), x, out=grad_weight)
+        if grad_weight is not None:
+            multiply(grad_weight, logits.t(), x, grad_weight if accumulate or start else None)
     if fused:
         return losses.sum() * scale, lse
     total = losses.new_zeros(())
@@ -211,13 +209,14 @@ class _Known(torch.autograd.Function):
     """``apply(x, weight, fused, (loss, dx, dweight))`` is the loss, whose gradients by x and weight are known already.
 
     Backward multiplies them, in place, by the gradient that arrives; copies of them, if another backward is to come.
+    Fused, the weight's is added to the gradient that it has, if there is one.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, fused: bool, known: tuple[Tensor, Any, Any]) -> Tensor:
         loss, *gradients = known
         ctx.save_for_backward(*gradients)
-        ctx.fused = fused
+        ctx.fused, ctx.weight = fused, weight
         return loss
 
     @staticmethod
@@ -231,6 +230,11 @@ class _Known(torch.autograd.Function):
         scale_: Callable[..., object] = Tensor.mul_
         if ctx.fused:
             from cs336_systems.kernels.cross_entropy_rows import scale_
+
+            own = own_gradient(ctx.weight)
+            if found[1] is not None and own is not None and own.is_contiguous() and adds_to(ctx.weight):
+                scale_(found[1], arriving, own)
+                found[1] = None
         for gradient in found:
             if gradient is not None:
                 scale_(gradient, arriving)

@@ -8,14 +8,14 @@ fp32) and send them to memory, a half of the columns at a time, while the next t
 by column within bands of rows, so that what the running programs read stays in the L2 cache.
 
 A GPU that multiplies without pause is bound by its power limit: an H200 runs this at 1.4 of its 2.0 GHz (LOG.md). The
-kernel is used for weights of the shapes in ``FASTER``, others go to torch; its results were cuBLAS's to the bit in all
-35 that were compared.
+kernel is used for weights of the shapes in ``FASTER``, others go to torch (``matmul.py``); its results were cuBLAS's to
+the bit in all 35 that were compared.
 
 Limits: bf16 and fp16, compute capability 9.0, rows that begin at multiples of 16 bytes, with SwiGLU columns of the
 result a multiple of 256, and enough tiles to fill the device twice; other tensors go to torch.
 
-    product_(y, x, weight)                       # y (R, N) = x (R, K) W^T
-    z = swiglu_product_(gate_up, x, weight)      # gate_up (R, 2F) = x W^T, and its product (R, F)
+    launch_product(x, weight, y)                 # y (R, N) = x (R, K) W^T
+    launch_product(x, weight, gate_up, z)        # gate_up (R, 2F) = x W^T, and its product z (R, F)
 
 Shape legend: R rows, K and N columns of a weight and its rows, F d_ff.
 """
@@ -33,7 +33,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from cs336_systems.kernels.assembly import sigmoid_of
 from cs336_systems.kernels.copy_engine import ALIGNMENT_BYTES, Ring, add_barriers, aggregate, can_be_copied, descriptor
 from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, n_multiprocessors
-from cs336_systems.kernels.swiglu import swiglu_forward
 
 DEPTH = gl.constexpr(64)
 """Elements of one step along the sum: 128 bytes, the widest row that shared memory swizzles."""
@@ -294,17 +293,3 @@ def launch_product(x: Tensor, weight: Tensor, out: Tensor, product: Tensor | Non
     with torch.cuda.device_of(x):
         run(triton.runtime.driver.active.get_current_stream(x.get_device()), *addresses)
     return True
-
-
-def product_(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """out (R, N) = x (R, K) times weight (N, K) transposed."""
-    if (*weight.shape, False) not in FASTER or not launch_product(x, weight, out):
-        torch.mm(x, weight.T, out=out)
-
-
-def swiglu_product_(gate_up: Tensor, x: Tensor, weight: Tensor, product: Tensor) -> None:
-    """product = silu(gate) * up (R, F), with gate | up (R, 2F) = x (R, K) times weight (2F, K) transposed."""
-    if (*weight.shape, True) in FASTER and launch_product(x, weight, gate_up, product):
-        return
-    torch.mm(x, weight.T, out=gate_up)
-    swiglu_forward(gate_up, out=product)

@@ -1,6 +1,7 @@
 """Quantized products by kernels, where Triton's interpreter or a GPU can run them; and the GPU's product itself."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -172,16 +173,32 @@ def test_the_emulation_is_the_gpus_product_within_its_rounding(recipe):
     by = RECIPES[recipe].scaling
     for name, (a, b, added) in pairs.items():
         wide = [replace(operand, dtype=torch.float64) for operand in (a, b)]
-        product, exact = (_emulated(*wide, each, False, None, by=by) for each in (None, added))
+        product, exact = (multiplied(_emulated, *wide, each, by=by) for each in (None, added))
         rounded = exact.abs() if added is None or by != "block" else exact.abs() + 1.01 * product.abs()
         for fast in (False, True):
             every = a.values.shape[1] if fast and by != "block" else 128  # scales by block leave no choice
             bound = 2**-8 * rounded + 1.01 * sums_may_lose(*(unscaled(each, by) for each in (a, b)), every)
-            got = _scaled_mm(a, b, added, fast, None, by=by)
+            got = multiplied(_scaled_mm, a, b, added, fast=fast, by=by)
             assert ((got.double() - exact).abs() <= bound).all(), (name, fast)
-        out = torch.full_like(got, float("nan"))
-        _scaled_mm(a, b, None, False, out, by=by)
-        assert torch.equal(out, _scaled_mm(a, b, None, False, None, by=by))
+        once, twice = (multiplied(_scaled_mm, a, b, None, adds_to=there, by=by) for there in (0.0, 100.0))
+        roundings = 2**-8 * (1 if by == "tensor" else 2) * (once.double().abs() + 101)
+        assert ((twice.double() - once.double() - 100).abs() <= roundings).all(), name
+
+
+def multiplied(
+    multiply: Callable[..., None],
+    a: Quantized,
+    b: Quantized,
+    bias: torch.Tensor | None,
+    *,
+    by: str,
+    fast: bool = False,
+    adds_to: float | None = None,
+) -> torch.Tensor:
+    """a b^T + bias, added to a number if one is given."""
+    out = a.empty(len(b.values)).fill_(math.nan if adds_to is None else adds_to)
+    multiply(a, b, bias, fast, out, adds_to is not None, by=by)
+    return out
 
 
 def unscaled(x: Quantized, by: str) -> torch.Tensor:

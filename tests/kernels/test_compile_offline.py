@@ -78,6 +78,7 @@ LAUNCHES = {
     "rms_norm_backward long": f"{NORM}_backward(*2 * [zeros(48, 8192)], zeros(8192), ones(48), zeros(48, 8192))",
     "transpose_bytes": "quantize.transpose_bytes(zeros(512, 4096, dtype=torch.uint8))",
     "scale": "cross_entropy_rows.scale_(zeros(50257, 16), ones(()))",
+    "scale added": "cross_entropy_rows.scale_(zeros(50257, 16), ones(()), zeros(50257, 16))",
     "quantize tensor": f"{QUANTIZE}(zeros(512, 4096), ones(()), fp8)",
     "quantize row": (f"{QUANTIZE}(zeros(512, 4096), ones(512, 1), fp8, absmax_t=ones(1, 4096), transposed=True)"),
     "quantize_blocks block": f"{QUANTIZE}_blocks(zeros(512, 4096), fp8, transposed=True)",

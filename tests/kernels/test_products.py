@@ -8,7 +8,8 @@ import triton
 from torch import Tensor
 
 from cs336_systems.kernels import products
-from cs336_systems.kernels.products import launch_product, product_, swiglu_product_
+from cs336_systems.kernels.matmul import product_, swiglu_product_
+from cs336_systems.kernels.products import launch_product
 from cs336_systems.kernels.swiglu import swiglu_forward
 from tests.kernels.against_fp64 import ON_GPU, check, random
 

@@ -1,0 +1,239 @@
+"""Matrix products by the kernel that was measured to be the fastest for their shape, where ``choose`` has measured.
+
+    choose([Asked(out, a, b), ...])              # once, before training
+    multiply_(out, a, b)                         # out = a b
+    multiply_(out, a, b, addend)                 # out = addend + a b, rounded once
+    multiply_scaled_(out, a, b, scales)          # of fp8 matrices
+    swiglu_product_(gate_up, x, weight, z)       # gate | up = x W^T, and its product z, in one launch
+
+Method. Torch takes cuBLASLt's first candidate. Under the power limit, where large products run, others can be faster
+(LOG.md): each candidate, and our own kernel (``products.py``), multiplies normally distributed numbers for a while, and
+the one with the least time is remembered. Only kernels whose result is torch's to the bit take part: a
+choice, which may differ from run to run, changes no number. Shapes that were not measured go to torch, those in
+``products.FASTER`` to our kernel.
+
+Shape legend: a (M, K), b (K, N), out (M, N).
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cs336_systems.kernels.cublaslt import Spec, candidates, serves, spec
+
+ROUNDS, SECONDS = 2, 0.05
+"""How often each candidate is measured, and for how long; candidates take turns."""
+LEAST_GAIN = 0.02
+"""Share of time below which a product keeps the kernel that it has: what is faster alone may not be among others."""
+WARM_SECONDS = 0.3
+"""Time of products before the first measurement, after which the clock is that under the power limit."""
+
+Multiply = Callable[..., None]
+_DEFAULT = "before"
+_chosen: dict[Spec, Multiply] = {}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A product that will be made often, by tensors of its shapes, whose numbers are replaced.
+
+    Attributes:
+        adds: whether it will be given an addend.
+        scales: of fp8 operands, as ``multiply_scaled_`` takes them.
+        fast: likewise.
+    """
+
+    out: Tensor
+    a: Tensor
+    b: Tensor
+    adds: bool = False
+    scales: tuple[Tensor, Tensor] | None = None
+    fast: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was measured of a product: seconds of the kernel that it had before, and of the chosen one."""
+
+    spec: Spec
+    seconds_before: float
+    seconds: float
+    kernel: str
+    """before, ours, or cuBLASLt's candidate by its place among ``candidates``."""
+
+
+def multiply_(out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None = None) -> None:
+    """out = a b, or addend + a b, rounded once; the addend may be out."""
+    chosen = _chosen.get(spec(out, a, b, adds=addend is not None)) if _chosen else None
+    (chosen or _unmeasured)(out, a, b, addend)
+
+
+def multiply_scaled_(
+    out: Tensor, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], *, adds: bool = False, fast: bool = False
+) -> None:
+    """out = scales a b of fp8 matrices, or that and what out was, summed in fp32 and rounded once.
+
+    Args:
+        scales: fp32, of a and of b, one element each.
+        adds: whether to add to out, for which torch has no operation. A product that ``cublaslt.py`` does not serve is
+            rounded before it is added.
+        fast: as ``use_fast_accum`` of ``torch._scaled_mm``.
+    """
+    asked = spec(out, a, b, adds=adds, fast=fast)
+    if not adds or serves(asked):
+        (_chosen.get(asked) or _first(asked))(out, a, b, out if adds else None, scales)
+    elif not out.is_meta:
+        product = torch.empty_like(out)
+        _scaled_by_torch(product, a, b, None, scales, fast=fast)
+        out.add_(product)
+
+
+def choose(asked_for: Iterable[Asked]) -> list[Choice]:
+    """Measure each product's candidates on the device of its tensors, and remember the fastest.
+
+    It takes about half a second for each product, and memory for its tensors and once more for its result.
+    """
+    choices: list[Choice] = []
+    for asked in asked_for:
+        wanted = spec(asked.out, asked.a, asked.b, adds=asked.adds, fast=asked.fast)
+        if not serves(wanted):
+            continue
+        for operand in (asked.a, asked.b):
+            _fill(operand)
+        if not choices:
+            _seconds(partial(_call, asked, _first(wanted)), WARM_SECONDS)
+        choices.append(_choose(asked, wanted))
+    return choices
+
+
+def product_(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """out (R, N) = x (R, K) times weight (N, K) transposed."""
+    multiply_(out, x, weight.T)
+
+
+def add_product_(out: Tensor, addend: Tensor, x: Tensor, weight: Tensor) -> None:
+    """out (R, N) = addend + x (R, K) times weight (N, K) transposed, rounded once; out may be addend."""
+    multiply_(out, x, weight.T, addend)
+
+
+def product_backward_(dx: Tensor, dy: Tensor, weight: Tensor) -> None:
+    """dx (R, K) = dy (R, N) times weight (N, K)."""
+    multiply_(dx, dy, weight)
+
+
+def weight_backward_(gradient: Tensor, dy: Tensor, x: Tensor, accumulate: bool) -> None:
+    """gradient (N, K) = dy (R, N) transposed times x (R, K), or that and what it was."""
+    multiply_(gradient, dy.T, x, gradient if accumulate else None)
+
+
+def swiglu_product_(gate_up: Tensor, x: Tensor, weight: Tensor, product: Tensor) -> None:
+    """product = silu(gate) * up (R, F), with gate | up (R, 2F) = x (R, K) times weight (2F, K) transposed."""
+    from cs336_systems.kernels import products  # brings Triton along, as below
+    from cs336_systems.kernels.swiglu import swiglu_forward
+
+    if (*weight.shape, True) in products.FASTER and products.launch_product(x, weight, gate_up, product):
+        return
+    product_(gate_up, x, weight)
+    swiglu_forward(gate_up, out=product)
+
+
+def _unmeasured(out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None) -> None:
+    if addend is None and b.stride(0) == 1:
+        from cs336_systems.kernels import products
+
+        if (b.shape[1], b.shape[0], False) in products.FASTER and products.launch_product(a, b.T, out):
+            return
+    by_torch_(out, a, b, addend)
+
+
+def by_torch_(out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None = None) -> None:
+    """``multiply_`` by torch's kernel."""
+    if addend is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(addend, a, b, out=out)
+
+
+def _scaled_by_torch(
+    out: Tensor, a: Tensor, b: Tensor, addend: None, scales: tuple[Tensor, Tensor], *, fast: bool
+) -> None:
+    torch._scaled_mm(a, b, *scales, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+
+
+def _ours(out: Tensor, a: Tensor, b: Tensor, addend: None) -> None:
+    from cs336_systems.kernels import products
+
+    if not products.launch_product(a, b.T, out):
+        raise RuntimeError(f"no kernel of ours for {tuple(a.shape)} by {tuple(b.shape)}")
+
+
+def _first(asked: Spec) -> Multiply:
+    """The kernel that is taken where none was chosen."""
+    if asked.dtypes[1].itemsize > 1:
+        return _unmeasured
+    return candidates(asked)[0] if asked.adds else partial(_scaled_by_torch, fast=asked.fast)
+
+
+def _choose(asked: Asked, wanted: Spec) -> Choice:
+    kernels: dict[str, Multiply] = {_DEFAULT: _first(wanted)}
+    kernels |= {f"candidate {i}": kernel for i, kernel in enumerate(candidates(wanted))}
+    if not asked.adds and asked.scales is None and asked.b.stride(0) == 1:
+        kernels["ours"] = _ours
+    expected = _result(asked, kernels[_DEFAULT])
+    seconds = {name: math.inf for name, kernel in kernels.items() if _gives(expected, asked, kernel)}
+    del expected
+    for _ in range(ROUNDS):
+        for name in seconds:
+            seconds[name] = min(seconds[name], _seconds(partial(_call, asked, kernels[name]), SECONDS))
+    best = min(seconds, key=lambda name: seconds[name])
+    if seconds[best] > (1 - LEAST_GAIN) * seconds[_DEFAULT]:
+        best = _DEFAULT
+    _chosen[wanted] = kernels[best]
+    return Choice(wanted, seconds[_DEFAULT], seconds[best], best)
+
+
+def _call(asked: Asked, kernel: Multiply) -> None:
+    scales = () if asked.scales is None else (asked.scales,)
+    kernel(asked.out, asked.a, asked.b, asked.out if asked.adds else None, *scales)
+
+
+def _result(asked: Asked, kernel: Multiply) -> Tensor:
+    asked.out.fill_(1)
+    _call(asked, kernel)
+    return asked.out.clone()
+
+
+def _gives(expected: Tensor, asked: Asked, kernel: Multiply) -> bool:
+    """Whether the kernel serves the product, with these bits."""
+    asked.out.fill_(1)
+    try:
+        _call(asked, kernel)
+    except RuntimeError:
+        return False
+    return torch.equal(asked.out, expected)
+
+
+def _seconds(call: Callable[[], None], at_least: float) -> float:
+    """Mean seconds of calls that together take about so long, once warm."""
+    call()
+    torch.cuda.synchronize()
+    start, n_calls, more = time.perf_counter(), 0, 1
+    while (taken := time.perf_counter() - start) < at_least:
+        for _ in range(more):
+            call()
+        torch.cuda.synchronize()
+        n_calls, more = n_calls + more, min(2 * more, 32)
+    return taken / n_calls
+
+
+def _fill(operand: Tensor) -> None:
+    """Normally distributed numbers, on which power depends, some rows at a time for memory's sake."""
+    rows_first = operand if operand.stride(-1) == 1 else operand.T
+    generator = torch.Generator(operand.device).manual_seed(0)
+    for part in rows_first.split(max(1, 2**22 // rows_first.shape[1])):
+        part.copy_(torch.randn(part.shape, generator=generator, device=part.device))

@@ -1,0 +1,59 @@
+"""The products of a training step, to be measured before it: by ``kernels.matmul.choose``.
+
+choose(products_of(case, device))
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cs336_systems.case import TrainingCase
+from cs336_systems.costs.memory import default_chunk
+from cs336_systems.kernels.matmul import Asked
+from cs336_systems.training.precision import parameter_dtype
+
+
+def products_of(case: TrainingCase, device: torch.device) -> Iterator[Asked]:
+    """Each product that blocks and head of a rank make in a micro-batch, one after the other, with memory of its own.
+
+    Not among them are products with a bias, and that of gate | up where SwiGLU is computed with it.
+    """
+    from cs336_systems.kernels.products import FASTER  # brings Triton along
+
+    config, dtype, recipe = case.config, parameter_dtype(case.precision), case.recipe
+    rows, d, d_ff = case.batch_size * case.context_length, config.d_model, config.d_ff
+    weights = {
+        "qkv": (config.d_qkv, d),
+        "output": (d, config.d_query),
+        "gate_up": (2 * d_ff, d),
+        "down": (d, d_ff),
+    }
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def operand(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float8_e4m3fn if recipe.quantized else dtype, device=device)
+
+    scales = (torch.ones((), device=device), torch.ones((), device=device)) if recipe.quantized else None
+    adding = (False, True) if case.accumulate > 1 else (False,)
+    for name, (n, k) in weights.items():
+        with_swiglu = name == "gate_up" and not recipe.quantized and (n, k, True) in FASTER
+        if not with_swiglu and not (name == "qkv" and config.qkv_bias):
+            adds, fast = name in ("output", "down") and not recipe.quantized, recipe.fast_accumulation
+            yield Asked(empty(rows, n), operand(rows, k), operand(n, k).T, adds, scales, fast)
+        if recipe.quantized:
+            yield Asked(empty(rows, k), operand(rows, n), operand(k, n).T, False, scales)
+            for adds in adding:
+                yield Asked(empty(n, k), operand(n, rows), operand(k, rows).T, adds, scales)
+        else:
+            yield Asked(empty(rows, k), operand(rows, n), operand(n, k))
+            for adds in adding:
+                yield Asked(empty(n, k), operand(rows, n).T, operand(rows, k), adds)
+    chunk = min(rows, default_chunk(rows, config.vocab_size, dtype.itemsize))
+    logits = empty(chunk, -(-config.vocab_size // 16) * 16)[:, : config.vocab_size]
+    yield Asked(logits, empty(chunk, d), empty(config.vocab_size, d).T)
+    yield Asked(empty(chunk, d), logits, empty(config.vocab_size, d))
+    for adds in (False, True):
+        yield Asked(empty(config.vocab_size, d), logits.T, empty(chunk, d), adds)
