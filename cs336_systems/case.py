@@ -326,6 +326,13 @@ class TrainingCase:
         values=KERNELS,
         words="{} kernels",
     )
+    matmul_kernels: str = option(
+        "library",
+        "Kernels of matmuls with --kernels fused: the library's own choice; or measured, which tries cuBLASLt's "
+        "candidates for each shape before the first step, for 15 to 30 s, and takes the fastest with the same bits.",
+        values=("library", "measured"),
+        words="matmul kernels {}",
+    )
     keep: str = option("autograd", KEEP_HELP, asked=None, words="keep {}")
     master: str = option(
         "none",

@@ -153,6 +153,15 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         "offload {case.offload} copies beside the step, which a CUDA graph does not hold",
     ),
     (
+        lambda case: case.matmul_kernels == "measured" and not (case.kernels == "fused" and case.device == "cuda"),
+        "matmul_kernels measured needs device cuda and kernels fused, got {case.device} and {case.kernels}",
+    ),
+    (
+        lambda case: case.matmul_kernels == "measured" and case.parallel.ranks_per_batch > 1,
+        "matmul_kernels measured is for ranks with batches of their own, got tensor {parallel.tensor}, context "
+        "{parallel.context}, pipeline {parallel.pipeline}",
+    ),
+    (
         lambda case: case.cuda_graph == "on" and case.device != "cuda",
         "cuda_graph on needs device cuda, got {case.device}",
     ),

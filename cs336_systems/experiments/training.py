@@ -49,7 +49,7 @@ did nothing there, while 3 gathered on one rank what was whole."""
 
 MEDIANS = ("tokens_per_s", "speed_of_light", "peak_memory", "predicted_peak_memory")
 _RUN = ("device", "size", "context_length", "batch_size", "dtype", "seed")
-_WORDS = ("kernels", "keep", "attention", "cuda_graph")
+_WORDS = ("kernels", "keep", "attention", "cuda_graph", "matmul_kernels")
 """Columns that are options of train.py, for all ways and for ours."""
 
 COMMAND = ("argv", "commit", "host")
@@ -105,6 +105,7 @@ class TrainingRunCell:
     keep: str = option("products", "For ours, what blocks keep for backward, as for train.py.")
     attention: str = option("hopper", "For ours, as for train.py.")
     cuda_graph: str = option("on", "For ours, as for train.py.", values=("off", "on"))
+    matmul_kernels: str = option("library", "For ours, as for train.py.", values=("library", "measured"))
     warmup: int = option(6, "Steps before the recorded ones.", several=False, sign="not negative")
     seconds: float = option(60.0, "Least duration of the recorded steps.", several=False)
     seed: int = 0

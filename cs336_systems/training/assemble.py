@@ -40,6 +40,7 @@ from cs336_systems.distributed.pipeline import Pipeline, keep_stage
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.tensor import fill_from_whole, tensor_ops
 from cs336_systems.distributed.tensor_travel import tensor_ranks
+from cs336_systems.kernels.matmul import choose
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.refusals import refusal
 from cs336_systems.training.activation_checkpointing import checkpointed_stack
@@ -52,6 +53,7 @@ from cs336_systems.training.parallel import make_parallel_optimizer, wrap
 from cs336_systems.training.pipelined import PipelinedByTorch, PipelinedStep
 from cs336_systems.training.precision import matmul_dtype, parameter_dtype, recipe_unsupported_reason
 from cs336_systems.training.precision import unsupported_reason as precision_reason
+from cs336_systems.training.product_choice import products_of
 from cs336_systems.training.step import TrainStep, cross_entropy, masked_cross_entropy
 
 
@@ -95,6 +97,9 @@ def build_model(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps =
     """Steps 1 to 3 but for the loss: the model of this rank before it is wrapped; raises as ``assemble``."""
     device = rank.device if rank else torch.device(case.device)
     check_supported(case, device)
+    if case.matmul_kernels == "measured":
+        choose(products_of(case, device))
+        torch.cuda.empty_cache()
     return build_unchecked(case, device, mesh_of(case, rank), ops)
 
 
