@@ -1,80 +1,19 @@
-"""The division of a model's layers into pipeline stages, and the time that a schedule lets a stage stand still.
+"""The time for which a schedule lets a stage stand still, for stages that all take as long as the slowest.
 
-Embedding and head cost as much as some blocks, so the first and the last stage hold fewer of these: the least largest
-stage is found. Schedules are simulated (``pipeline.py``) with the slowest stage's durations on all of them, over as few
-micro-batches as needed until each further group of as many as there are stages adds the same seconds.
+Schedules are simulated (``pipeline.py``) over as few micro-batches as needed until each further group of as many as
+there are stages adds the same seconds.
 
-Limits: zbv and dualpipev have the head on the first stage; here it is on the last.
-
-    first, middle, last = divide(n_layers=80, n_stages=4, embedding=0.0, head=1.2)
     span_seconds("zb-h1", 4, 512, 1, durations)
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from math import floor, isclose
+from math import isclose
 
-from cs336_systems.config import ModelConfig
-from cs336_systems.costs.fsdp import Shape, model_units
 from cs336_systems.costs.parallelism import pipeline
 
 SIMULATED = 3
 """Groups of micro-batches, each as many as there are stages, that are simulated before the rhythm is looked for."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """The part of a model that one rank of a pipeline holds."""
-
-    n_layers: int
-    embedding: bool
-    head: bool
-
-    def cost(self, embedding: float, head: float) -> float:
-        """The stage's work in blocks, for the work of embedding and head in blocks."""
-        return self.n_layers + self.embedding * embedding + self.head * head
-
-    def units(self, part: ModelConfig) -> list[list[Shape]]:
-        """Parameter shapes, unit by unit (``costs/fsdp.py``), of this stage of what a tensor rank holds.
-
-        A head that is tied to the embedding is a unit of a stage that has the head alone.
-        """
-        embedding, *blocks = model_units(part)
-        blocks, ends = blocks[: part.n_layers][:1] * self.n_layers, blocks[part.n_layers :]
-        tied_away = [embedding] if part.tie_embeddings and not self.embedding else []
-        return [*([embedding] if self.embedding else []), *blocks, *([*ends, *tied_away] if self.head else [])]
-
-    def n_parameters(self, part: ModelConfig) -> int:
-        """The parameters of this stage of what a tensor rank holds."""
-        words = part.vocab_size * part.d_model
-        tied = part.tie_embeddings and self.embedding and self.head
-        ends = (self.embedding + self.head - tied) * words + self.head * part.d_model
-        return self.n_layers * part.n_block_parameters + ends
-
-
-@cache
-def divide(n_layers: int, n_stages: int, embedding: float, head: float) -> tuple[Stage, ...]:
-    """The first, a middle and the last stage, those that there are, of the division whose slowest stage is fastest.
-
-    Every stage has a block, as in the division that runs (``stages.py``).
-
-    Args:
-        embedding, head: their work, in blocks.
-
-    Raises:
-        ValueError: there are no stages, or more stages than layers.
-    """
-    if not 1 <= n_stages <= n_layers:
-        raise ValueError(f"{n_layers} layers cannot be divided into {n_stages} stages")
-    if n_stages == 1:
-        return (Stage(n_layers, True, True),)
-    for work in sorted({k + end for k in range(n_layers + 1) for end in (0.0, embedding, head)}):
-        first, last, middle = floor(work - embedding + 1e-9), floor(work - head + 1e-9), floor(work + 1e-9)
-        if min(first, last) >= 1 and first + last + (n_stages - 2) * middle >= n_layers:
-            break
-    found = [Stage(first, True, False), Stage(middle, False, False), Stage(last, False, True)]
-    return tuple(found if n_stages > 2 else found[::2])
 
 
 def simulates(schedule: str, n_stages: int, n_micro_batches: int, chunks: int) -> bool:

@@ -28,9 +28,10 @@ from cs336_systems.config import PRECISIONS, ModelConfig, Recipe
 from cs336_systems.costs.kept import STORED, kept_sizes
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, WIDE, PeakMemory, default_chunk, rotary_bytes
 from cs336_systems.costs.offload import IN_FLIGHT_BYTES, state_keys
-from cs336_systems.costs.parallelism.bubbles import Stage, alive
+from cs336_systems.costs.parallelism.bubbles import alive
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.seconds import BF16_MOMENTS, Moments
+from cs336_systems.costs.parallelism.stages import Stage, stages_of
 
 _BF16 = PRECISIONS["bf16"]
 _WIDTH = _BF16.parameter_bytes
@@ -42,7 +43,6 @@ def rank_peak(
     config: ModelConfig,
     length: int,
     layout: Layout,
-    stages: tuple[Stage, ...] = (),
     *,
     moments: Moments = BF16_MOMENTS,
     recipe: Recipe = STORED,
@@ -52,7 +52,6 @@ def rank_peak(
     """Predict the peak of the fullest rank in a step on sequences of ``length`` tokens.
 
     Args:
-        stages: the first, a middle and the last stage of a pipeline, those that there are; by default one has all.
         moments: bytes a parameter that the optimizer keeps, by name.
         recipe: of blocks' matmuls.
         offload: names of what lies on the host, of ``costs/offload.py``.
@@ -64,11 +63,14 @@ def rank_peak(
     away = state_keys(offload)
     per_parameter = sum(n_bytes for name, n_bytes in moments if name not in away)
     how = _How(per_parameter, recipe, offload, whole_gradients)
-    if layout.pipeline == 1:
-        return _stage_peak(config, length, layout, Stage(config.n_layers, True, True), 1.0, how)
-    kept = alive(layout.schedule, layout.pipeline, layout.n_micro_batches, layout.chunks)
-    counts = (kept[0], max(kept[1:-1], default=0.0), kept[-1]) if len(stages) > 2 else (kept[0], kept[-1])
-    peaks = (_stage_peak(config, length, layout, *each, how) for each in zip(stages, counts, strict=True))
+    kept = (1.0,)
+    if layout.pipeline > 1:
+        kept = alive(layout.schedule, layout.pipeline, layout.n_micro_batches, layout.chunks)
+    stages = stages_of(config, length, layout.pipeline, layout.schedule, layout.chunks)
+    most: dict[Stage, float] = {}
+    for stage, n_alive in zip(stages, kept, strict=True):
+        most[stage] = max(most.get(stage, 0.0), n_alive)
+    peaks = (_stage_peak(config, length, layout, *each, how) for each in most.items())
     return max(peaks, key=lambda peak: peak.n_bytes)
 
 

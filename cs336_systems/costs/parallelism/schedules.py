@@ -30,7 +30,7 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 from cs336_systems.case import SCHEDULES
@@ -78,8 +78,7 @@ class Schedule:
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
         """(stage, chunk) of each part of the model."""
-        found = {self.part(s, c): (s, c) for s in range(self.stages) for c in range(self.chunks)}
-        return tuple(found[part] for part in range(len(found)))
+        return places_of(self.name, self.stages, self.chunks)
 
     def forwards(self, microbatches: int) -> "Schedule":
         """The forwards alone, of the first so many micro-batches."""
@@ -158,7 +157,7 @@ def make_schedule(
         raise ValueError(f"interleaved needs two or more chunks and a multiple of the stages, got {asked}")
     if name == "dualpipev" and microbatches < 2 * stages:
         raise ValueError(f"dualpipev needs {2 * stages} micro-batches for {stages} stages, got {microbatches}")
-    chunks = chunks if name == "interleaved" else 2 if name in VEE else 1
+    chunks = _chunks(name, chunks)
     if isinstance(durations, Mapping):
         durations = [durations] * (stages * chunks)
     check_durations(durations, stages * chunks)
@@ -168,6 +167,17 @@ def make_schedule(
         by_stage: Callable[..., list[Operation]] = _dual_pipe if name == "dualpipev" else _one_direction
         orders = [by_stage(name, stage, stages, microbatches, chunks) for stage in range(stages)]
     return Schedule(name, stages, microbatches, chunks, tuple(map(tuple, orders)))
+
+
+@cache
+def places_of(name: str, stages: int, chunks: int = 1) -> tuple[tuple[int, int], ...]:
+    """(stage, chunk) of each part of the model under a schedule of ``make_schedule``."""
+    found = {_part(name, stages, s, c): (s, c) for s in range(stages) for c in range(_chunks(name, chunks))}
+    return tuple(found[part] for part in range(len(found)))
+
+
+def _chunks(name: str, chunks: int) -> int:
+    return chunks if name == "interleaved" else 2 if name in VEE else 1
 
 
 def check_durations(durations: Sequence[Mapping[str, float]], n_parts: int) -> None:

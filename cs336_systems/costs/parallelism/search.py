@@ -21,7 +21,8 @@ from cs336_systems.costs.parallelism.bubbles import simulates
 from cs336_systems.costs.parallelism.forms import GPUS_PER_HOST, NETWORK_BYTES_PER_S, check_positive
 from cs336_systems.costs.parallelism.layout import ZERO_LEVELS, Layout
 from cs336_systems.costs.parallelism.rank_memory import rank_peak
-from cs336_systems.costs.parallelism.seconds import Moments, StepSeconds, model_stages, step_seconds
+from cs336_systems.costs.parallelism.schedules import places_of
+from cs336_systems.costs.parallelism.seconds import Moments, StepSeconds, step_seconds
 from cs336_systems.costs.streaming import LEVELS, MASTER_MOMENTS
 from cs336_systems.hardware import GIB, Hardware
 
@@ -83,8 +84,7 @@ class Job:
         )
 
     def peak_bytes(self, layout: Layout) -> int:
-        stages = model_stages(self.config, self.length, layout, self.hardware)
-        return rank_peak(self.config, self.length, layout, stages, moments=self.moments).n_bytes
+        return rank_peak(self.config, self.length, layout, moments=self.moments).n_bytes
 
     def mfu(self, seconds: float) -> float:
         """Model FLOP/s of a step over the peak; attention counts causal (``costs/flops.py``)."""
@@ -135,21 +135,24 @@ class Job:
     def _schedules(self, n_stages: int, n_micro_batches: int) -> list[tuple[str, int]]:
         """The schedules and numbers of chunks that run so many stages and micro-batches.
 
-        Chunks are alike: blocks, with or without embedding and head in the place of one each, divide evenly among them.
+        Chunks of ``interleaved`` are alike: blocks, with or without embedding and head in the place of one each, divide
+        evenly among them. Every chunk has a block.
         """
         if n_stages == 1:
             return [("1f1b", 1)]
         blocks = self.config.n_layers
-        chunks = [
-            n for n in range(1, blocks // n_stages + 1) if n == 1 or blocks % (n * n_stages) in (0, n * n_stages - 2)
-        ]
+        chunks = [n for n in range(2, blocks // n_stages + 1) if blocks % (n * n_stages) in (0, n * n_stages - 2)]
         asked = [(name, n) for name in SCHEDULES for n in (chunks if name == "interleaved" else [1])]
+        asked = [(name, n) for name, n in asked if len(places_of(name, n_stages, n)) <= blocks]
         return [(name, n) for name, n in asked if simulates(name, n_stages, n_micro_batches, n)]
 
 
 def _divisions_of_states(mesh: Layout) -> Iterator[tuple[int, int]]:
-    """(ZeRO level, ranks along shard): levels 1 and 2 divide over all data ranks, 3 also over some of them."""
-    for zero in ZERO_LEVELS:
+    """(ZeRO level, ranks along shard): levels 1 and 2 divide over all data ranks, 3 also over some of them.
+
+    Stages of a pipeline hold whole weights and gradients, so that they divide the optimizer's states alone.
+    """
+    for zero in ZERO_LEVELS[: 2 if mesh.pipeline > 1 else None]:
         if zero == 0 or mesh.data * mesh.context > 1:
             for shards in {0: [1], 1: [mesh.data], 2: [mesh.data]}.get(zero, divisors(mesh.data)):
                 if zero == 0 or shards * mesh.context > 1:

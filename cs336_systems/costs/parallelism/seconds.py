@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple
 
@@ -38,9 +39,11 @@ from cs336_systems.costs.communication import Link
 from cs336_systems.costs.fsdp import step_traffic
 from cs336_systems.costs.kept import STORED, keep_of_blocks, kept_names
 from cs336_systems.costs.offload import state_keys
-from cs336_systems.costs.parallelism.bubbles import Stage, divide, least_bubble, span_seconds
+from cs336_systems.costs.parallelism.bubbles import least_bubble, span_seconds
 from cs336_systems.costs.parallelism.forms import GPUS_PER_HOST, NETWORK_BYTES_PER_S
 from cs336_systems.costs.parallelism.layout import Layout
+from cs336_systems.costs.parallelism.schedules import places_of
+from cs336_systems.costs.parallelism.stages import Stage, stages_of
 from cs336_systems.costs.parallelism.step import GATHER, SCATTER, SEND, Sent, context_sent, tensor_sent
 from cs336_systems.costs.rates import OURS, Rates, Sustained
 from cs336_systems.costs.streaming import LEVELS, MOMENTS, StreamedWork
@@ -126,7 +129,8 @@ def step_seconds(
     if recipe.quantized and not rates.quantized:
         raise ValueError(f"{hardware.name} has no products in fp8")
     work = _work(config, length, layout.keep, moments, rates, recipe)
-    stages, part = work.stages(layout.pipeline), _part(config, layout.tensor)
+    part = _part(config, layout.tensor)
+    stages = stages_of(config, length, layout.pipeline, layout.schedule, layout.chunks)
     slowest, fullest = max(stages, key=work.cost), max(stages, key=lambda stage: stage.n_parameters(config))
     own = layout.micro_batch / parts * work.cost(slowest) / work.cost(Stage(config.n_layers, True, True))
     c = layout.context
@@ -175,11 +179,6 @@ def by_class(config: ModelConfig, length: int, layout: Layout, hardware: Hardwar
         found[name] = step.compute - without.compute
     links = step.waiting + step.slowed + step.copies
     return found | {"optimizer": step.optimizer, "links": links, "standing still": step.late + step.bubble}
-
-
-def model_stages(config: ModelConfig, length: int, layout: Layout, hardware: Hardware) -> tuple[Stage, ...]:
-    """The first, a middle and the last stage of the layout's pipeline, those that there are; errors as above."""
-    return _work(config, length, layout.keep, BF16_MOMENTS, Rates.of(hardware), STORED).stages(layout.pipeline)
 
 
 def _offloaded(
@@ -241,12 +240,9 @@ class _Work(NamedTuple):
     updates: float
     """The optimizer's passes over all weights."""
 
-    def stages(self, n_stages: int) -> tuple[Stage, ...]:
-        return divide(self.n_layers, n_stages, self.embedding / self.block, self.head / self.block)
-
     def cost(self, stage: Stage) -> float:
         """Seconds of a stage's forward and backward."""
-        return self.block * stage.cost(self.embedding / self.block, self.head / self.block)
+        return self.block * stage.n_layers + self.embedding * stage.embedding + self.head * stage.head
 
 
 @cache
@@ -334,12 +330,14 @@ def _ring_bytes(sent: Sent, n_ranks: int) -> float:
 
 
 def _stage_waits(config: ModelConfig, rows: int, layout: Layout, network: _Network) -> float:
-    """Seconds in which the first micro-batch's rows reach the last stage, and its gradients come back."""
+    """Seconds in which the first micro-batch's rows reach the model's last part, and its gradients come back."""
     if layout.pipeline == 1:
         return 0.0
     link = network.neighbours(layout.pipeline, layout.stride("pipeline"))
     n_bytes = rows * config.d_model * _ITEMSIZE / layout.tensor
-    return 2 * (layout.pipeline * layout.chunks - 1) * (link.alpha_s + n_bytes / link.bytes_per_s)
+    places = places_of(layout.schedule, layout.pipeline, layout.chunks)
+    crossed = sum(here != there for (here, _), (there, _) in pairwise(places))
+    return 2 * crossed * (link.alpha_s + n_bytes / link.bytes_per_s)
 
 
 def _slowed(part: ModelConfig, stage: Stage, layout: Layout, network: _Network, beside: float) -> float:

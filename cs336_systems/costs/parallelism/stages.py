@@ -6,19 +6,48 @@ which differ little between GPUs.
 
     plan = plan_of(case)                               # None without a pipeline
     blocks = divide(plan, case.config)                 # slices of the model's blocks, by part
+    stages_of(config, 8192, 4, "zbv")                  # the stages of the same division, for a search
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.config import ModelConfig
-from cs336_systems.costs.parallelism.schedules import Schedule, make_schedule
+from cs336_systems.costs.fsdp import Shape, model_units
+from cs336_systems.costs.parallelism.schedules import Schedule, make_schedule, places_of
 from cs336_systems.costs.rates import Rates
 from cs336_systems.costs.streaming import LEVELS, StreamedWork
 from cs336_systems.hardware import hardware_named
 
 _KINDS = ("forward", "recompute", "backward", "embed", "embed backward", "head")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of a model that one rank of a pipeline holds."""
+
+    n_layers: int
+    embedding: bool
+    head: bool
+
+    def units(self, part: ModelConfig) -> list[list[Shape]]:
+        """Parameter shapes, unit by unit (``costs/fsdp.py``), of this stage of what a tensor rank holds.
+
+        A head that is tied to the embedding is a unit of a stage that has the head alone.
+        """
+        embedding, *blocks = model_units(part)
+        blocks, ends = blocks[: part.n_layers][:1] * self.n_layers, blocks[part.n_layers :]
+        tied_away = [embedding] if part.tie_embeddings and not self.embedding else []
+        return [*([embedding] if self.embedding else []), *blocks, *([*ends, *tied_away] if self.head else [])]
+
+    def n_parameters(self, part: ModelConfig) -> int:
+        """The parameters of this stage of what a tensor rank holds."""
+        words = part.vocab_size * part.d_model
+        tied = part.tie_embeddings and self.embedding and self.head
+        ends = (self.embedding + self.head - tied) * words + self.head * part.d_model
+        return self.n_layers * part.n_block_parameters + ends
 
 
 def plan_of(case: TrainingCase) -> Schedule | None:
@@ -39,16 +68,35 @@ def divide(plan: Schedule, config: ModelConfig) -> tuple[slice, ...]:
     Raises:
         ValueError: there are fewer blocks than parts.
     """
-    if config.n_layers < (n_parts := len(plan.places)):
-        how = f"{plan.chunks} on each of {plan.stages} stages of {plan.name}"
-        raise ValueError(f"{config.n_layers} blocks do not make {n_parts} parts of a pipeline, {how}")
-    return _divide(plan.places, plan.stages, config.at_context(config.context_length))
+    counts = _divide(plan.name, plan.stages, plan.chunks, config)
+    starts = [sum(counts[:part]) for part in range(len(counts))]
+    return tuple(slice(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
 @cache
-def _divide(places: tuple[tuple[int, int], ...], stages: int, config: ModelConfig) -> tuple[slice, ...]:
+def stages_of(
+    config: ModelConfig, length: int, n_stages: int, schedule: str = "1f1b", chunks: int = 1
+) -> tuple[Stage, ...]:
+    """The stages of a pipeline on sequences of ``length`` tokens, by the division of ``divide``; raises as that."""
+    if n_stages == 1:
+        return (Stage(config.n_layers, True, True),)
+    n_layers, places = [0] * n_stages, places_of(schedule, n_stages, chunks)
+    counts = _divide(schedule, n_stages, chunks, config.at_context(length))
+    for (stage, _), count in zip(places, counts, strict=True):
+        n_layers[stage] += count
+    first, last = (places[part][0] for part in (0, -1))
+    return tuple(Stage(own, stage == first, stage == last) for stage, own in enumerate(n_layers))
+
+
+@cache
+def _divide(schedule: str, n_stages: int, chunks: int, config: ModelConfig) -> tuple[int, ...]:
+    """The number of blocks of each part."""
+    places = places_of(schedule, n_stages, chunks)
+    if config.n_layers < len(places):
+        how = f"{len(places) // n_stages} on each of {n_stages} stages of {schedule}"
+        raise ValueError(f"{config.n_layers} blocks do not make {len(places)} parts of a pipeline, {how}")
     ends = end_blocks(config)
-    counts, loads = [1] * len(places), [0.0] * stages
+    counts, loads = [1] * len(places), [0.0] * n_stages
     for part, (stage, _) in enumerate(places):
         loads[stage] += 1 + (ends[0] if part == 0 else 0) + (ends[1] if part == len(places) - 1 else 0)
     for _ in range(config.n_layers - len(places)):
@@ -56,22 +104,15 @@ def _divide(places: tuple[tuple[int, int], ...], stages: int, config: ModelConfi
         part = min(range(len(places)), key=lambda part: (loads[places[part][0]], counts[part], -part))
         counts[part] += 1
         loads[places[part][0]] += 1
-    starts = [sum(counts[:part]) for part in range(len(places))]
-    return tuple(slice(start, start + count) for start, count in zip(starts, counts, strict=True))
+    return tuple(counts)
 
 
 def stage_parameters(case: TrainingCase) -> list[int]:
     """The number of parameters of each stage of a case's pipeline, on one of its tensor ranks; of one stage without."""
-    config, plan = case.config.part(case.parallel.tensor), plan_of(case)
-    if plan is None:
-        return [config.n_parameters]
-    counts, embedding = [0] * plan.stages, config.vocab_size * config.d_model
-    for (stage, _), blocks in zip(plan.places, divide(plan, case.config), strict=True):
-        counts[stage] += (blocks.stop - blocks.start) * config.n_block_parameters
-    first, last = (plan.places[part][0] for part in (0, -1))
-    counts[first] += embedding
-    counts[last] += config.d_model + (0 if config.tie_embeddings and first == last else embedding)
-    return counts
+    how, part = case.parallel, case.config.part(case.parallel.tensor)
+    length = case.config.context_length
+    stages = stages_of(case.config, length, how.pipeline, how.pipeline_schedule, how.pipeline_chunks)
+    return [stage.n_parameters(part) for stage in stages]
 
 
 def end_blocks(config: ModelConfig) -> tuple[float, float]:

@@ -7,9 +7,9 @@ import pytest
 from cs336_systems.case import Parallel, TrainingCase
 from cs336_systems.config import PRECISIONS, resolve_size
 from cs336_systems.costs.kept import bytes_kept
-from cs336_systems.costs.parallelism.bubbles import divide
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.rank_memory import rank_peak
+from cs336_systems.costs.parallelism.stages import stages_of
 from cs336_systems.costs.streaming import LEVELS, MOMENTS
 from cs336_systems.training.dry_run import dry_run
 
@@ -76,9 +76,7 @@ def test_it_is_close_to_a_dry_run(size, length, how):
 
 
 def peak(config=LLAMA, **how):
-    layout = Layout(**how)
-    stages = divide(config.n_layers, layout.pipeline, 0.0, 2.0)
-    return rank_peak(config, 8192, layout, stages)
+    return rank_peak(config, 8192, Layout(**how))
 
 
 def test_each_zero_level_divides_more():
@@ -106,10 +104,10 @@ def test_stages_keep_as_many_micro_batches_as_their_schedule():
     kept = {}
     for schedule in ("1f1b", "gpipe"):
         kept[schedule] = peak(pipeline=4, n_micro_batches=12, schedule=schedule).parts["activations"]
-    first, middle, last = (stage.n_layers for stage in divide(32, 4, 0.0, 2.0))
-    assert (first, middle, last) == (9, 9, 7)
-    assert kept["1f1b"] == pytest.approx(4 * first * one, rel=1e-3)
-    assert kept["gpipe"] == pytest.approx(12 * first * one, rel=1e-3)
+    n_layers = [stage.n_layers for stage in stages_of(LLAMA, 8192, 4)]
+    assert n_layers == [8, 8, 9, 7]
+    assert kept["1f1b"] == pytest.approx(4 * n_layers[0] * one, rel=1e-3)
+    assert kept["gpipe"] == pytest.approx(12 * n_layers[2] * one, rel=1e-3)
 
 
 def test_the_longest_kept_of_a_micro_batch_grows_with_its_sequences():

@@ -8,6 +8,7 @@ import pytest
 from cs336_systems.case import SCHEDULES
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.parallelism import seconds
+from cs336_systems.costs.parallelism.schedules import VEE
 from cs336_systems.costs.parallelism.search import USABLE, Candidate, Job, Search, divisors
 from cs336_systems.hardware import GIB, find_hardware, hardware_named
 
@@ -38,6 +39,8 @@ def test_every_layout_uses_all_gpus_and_the_whole_batch_once(found):
         assert layout.n_ranks == 16
         assert layout.data * layout.micro_batch * layout.n_micro_batches == 32
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
+    assert {layout.zero for layout in layouts if layout.pipeline > 1} == {0, 1}  # the others do not run
+    assert {layout.pipeline for layout in layouts if layout.schedule in VEE} == {2, 4}  # eight blocks, two chunks each
     assert {layout.schedule for layout in layouts if layout.pipeline > 1} == set(SCHEDULES)
     assert {layout.pipeline for layout in layouts} == {1, 2, 4, 8}  # there are eight blocks
     assert {layout.tensor for layout in layouts} == {1, 2, 4, 8}  # and eight heads of keys
