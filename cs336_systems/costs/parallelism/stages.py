@@ -68,6 +68,9 @@ def divide(plan: Schedule, config: ModelConfig) -> tuple[slice, ...]:
     Raises:
         ValueError: there are fewer blocks than parts.
     """
+    if config.n_layers < (n_parts := len(plan.places)):
+        how = f"{plan.chunks} on each of {plan.stages} stages of {plan.name}"
+        raise ValueError(f"{config.n_layers} blocks do not make {n_parts} parts of a pipeline, {how}")
     counts = _divide(plan.name, plan.stages, plan.chunks, config)
     starts = [sum(counts[:part]) for part in range(len(counts))]
     return tuple(slice(start, start + count) for start, count in zip(starts, counts, strict=True))
@@ -77,7 +80,13 @@ def divide(plan: Schedule, config: ModelConfig) -> tuple[slice, ...]:
 def stages_of(
     config: ModelConfig, length: int, n_stages: int, schedule: str = "1f1b", chunks: int = 1
 ) -> tuple[Stage, ...]:
-    """The stages of a pipeline on sequences of ``length`` tokens, by the division of ``divide``; raises as that."""
+    """The stages of a pipeline on sequences of ``length`` tokens, by the division of ``divide``.
+
+    With up to two blocks fewer than parts, embedding or head is a part of its own, as in Megatron.
+
+    Raises:
+        ValueError: there are fewer blocks.
+    """
     if n_stages == 1:
         return (Stage(config.n_layers, True, True),)
     n_layers, places = [0] * n_stages, places_of(schedule, n_stages, chunks)
@@ -92,13 +101,16 @@ def stages_of(
 def _divide(schedule: str, n_stages: int, chunks: int, config: ModelConfig) -> tuple[int, ...]:
     """The number of blocks of each part."""
     places = places_of(schedule, n_stages, chunks)
-    if config.n_layers < len(places):
-        how = f"{len(places) // n_stages} on each of {n_stages} stages of {schedule}"
-        raise ValueError(f"{config.n_layers} blocks do not make {len(places)} parts of a pipeline, {how}")
-    ends = end_blocks(config)
-    counts, loads = [1] * len(places), [0.0] * n_stages
-    for part, (stage, _) in enumerate(places):
-        loads[stage] += 1 + (ends[0] if part == 0 else 0) + (ends[1] if part == len(places) - 1 else 0)
+    counts, missing = [1] * len(places), max(0, len(places) - config.n_layers)
+    if missing > 2:
+        raise ValueError(f"{config.n_layers} blocks are too few for {len(places)} parts of a pipeline of {schedule}")
+    for part in (-1, 0)[:missing]:
+        counts[part] = 0
+    (first, _), (last, _), loads = places[0], places[-1], [0.0] * n_stages
+    for (stage, _), count in zip(places, counts, strict=True):
+        loads[stage] += count
+    for stage, end in zip((first, last), end_blocks(config), strict=True):
+        loads[stage] += end
     for _ in range(config.n_layers - len(places)):
         # Of the stage with least to do, the part with fewest blocks; ties go to later parts, which wait for the others.
         part = min(range(len(places)), key=lambda part: (loads[places[part][0]], counts[part], -part))

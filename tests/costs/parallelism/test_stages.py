@@ -59,8 +59,18 @@ def test_a_head_takes_the_place_of_blocks(ends):
     config = replace(TINY, n_layers=80)
     assert [stage.n_layers for stage in stages_of(config, 128, 4)] == [20, 20, 21, 19]
     assert stages_of(config, 128, 1) == (Stage(80, True, True),)
+    few = replace(TINY, n_layers=8)
+    assert [stage.n_layers for stage in stages_of(few, 128, 9)] == [1] * 8 + [0]
     with pytest.raises(ValueError, match="8 blocks do not make 9 parts of a pipeline, 1 on each of 9 stages of 1f1b"):
-        stages_of(replace(TINY, n_layers=8), 128, 9)
+        divide(make_schedule("1f1b", 9, 9), few)
+    with pytest.raises(ValueError, match="8 blocks are too few for 11 parts of a pipeline of 1f1b"):
+        stages_of(few, 128, 11)
+
+
+def test_ends_may_be_parts_of_their_own():
+    """Llama 3.1 405B on 16 stages of 8 chunks: 126 blocks and the two ends (Llama team 2024, section 3.3.2)."""
+    found = stages_of(resolve_size("llama3.1-405b"), 8192, 16, "interleaved", 8)
+    assert [stage.n_layers for stage in found] == [7, *[8] * 14, 7]
 
 
 def test_v_schedules_have_both_ends_on_the_first_stage():
