@@ -72,6 +72,12 @@ def _whole_gradients(parallel: Parallel) -> bool:
     return parallel.wrapper not in ("fsdp", "fsdp2", "torch-ddp")
 
 
+def _beside_stages(parallel: Parallel) -> bool:
+    """Whether FSDP is asked for what it does not do under a pipeline."""
+    asked = parallel.gather_by, parallel.compute_dtype, parallel.update
+    return asked != ("collectives", "same", "after-backward")
+
+
 def _updates_early(case: TrainingCase) -> bool:
     return case.parallel.update != "after-backward"
 
@@ -245,18 +251,29 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
     (
         lambda case: case.parallel.ranks_per_batch > 1 and not (case.written_out or case.parallel.by_torch),
         "tensor {parallel.tensor}, context {parallel.context}, pipeline {parallel.pipeline} with keep autograd: ranks "
-        "share blocks with a hand-written backward, " + ", ".join(LEVELS),
+        "that share a batch need keep " + " or ".join(LEVELS),
+    ),
+    (
+        lambda case: case.parallel.pipeline > 1 and case.parallel.optimizer_state == "scattered-gradients",
+        "pipeline {parallel.pipeline} with ZeRO stage 2: gradients stay whole until all micro-batches are done, so it "
+        "needs as much memory as ZeRO stage 1; use stage 1, or 3",
     ),
     (
         lambda case: (
             case.parallel.pipeline > 1
-            and not (
-                _whole_gradients(case.parallel)
-                and case.parallel.optimizer_state in ("replicated", "owned", "scattered")
+            and (
+                not (_whole_gradients(case.parallel) or case.parallel.wrapper == "fsdp")
+                or case.parallel.optimizer_state == "torch-zero"
             )
         ),
         "pipeline {parallel.pipeline} with wrapper {parallel.wrapper}, optimizer's state {parallel.optimizer_state}: "
-        "stages hold whole parameters and gradients; the optimizer's state can be sharded (ZeRO stage 1)",
+        "stages run under this suite's data parallelism, ZeRO stage 1 or FSDP",
+    ),
+    (
+        lambda case: case.parallel.pipeline > 1 and case.parallel.wrapper == "fsdp" and _beside_stages(case.parallel),
+        "pipeline {parallel.pipeline} with FSDP gathers weights by collectives, in their own dtype, and updates them "
+        "after backward: not with gather_by {parallel.gather_by}, compute_dtype {parallel.compute_dtype} or update "
+        "{parallel.update}",
     ),
     (
         lambda case: case.parallel.pipeline > 1 and bool({"gradients", "residual"} & offloaded(case)),

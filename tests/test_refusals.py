@@ -81,8 +81,10 @@ REFUSED = [
     (replace(SHARING, how=Parallel(context=2)), "context 2 with wrapper none"),
     (replace(SHARING, how=Parallel("bucketed", replicas=2)), "replicas 2 .* wrapper bucketed"),
     (replace(SHARING, how=Parallel("bucketed", context=2, max_ctas=8)), "max_ctas 8 .* context 2"),
-    (replace(SHARING, how=Parallel("fsdp", pipeline=2)), "pipeline 2 with wrapper fsdp"),
-    (replace(SHARING, how=Parallel(optimizer_state="scattered-gradients", pipeline=2)), "state scattered-gradients"),
+    (replace(SHARING, how=Parallel("fsdp2", pipeline=2)), "pipeline 2 with wrapper fsdp2"),
+    (replace(SHARING, how=Parallel("fsdp", gather_by="copies", pipeline=2)), "not with gather_by copies"),
+    (replace(SHARING, how=Parallel("fsdp", compute_dtype="bf16", pipeline=2)), "compute_dtype bf16 or"),
+    (replace(SHARING, how=Parallel(optimizer_state="scattered-gradients", pipeline=2)), "use stage 1, or 3"),
     (replace(SHARING, how=Parallel(pipeline=2), offload="gradients"), "gradients is for one rank"),
     (
         replace(SHARING, how=Parallel(pipeline=2), kernels="fused", attention="flash", offload="residual"),

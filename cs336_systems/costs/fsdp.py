@@ -82,7 +82,7 @@ def state_bytes(units: Sequence[Sequence[Shape]], world_size: int, element_bytes
     return StateBytes(held, held, 2 * held)
 
 
-def _padded(unit: Sequence[Shape], world_size: int) -> int:
+def padded_elements(unit: Sequence[Shape], world_size: int) -> int:
     """Elements of a unit's sharded parameters, padded to equal shards."""
     return sum(world_size * shard_elements(shape, world_size) for shape in unit if is_sharded(shape))
 
@@ -119,7 +119,7 @@ def step_traffic(
     gathers = [
         (size, 1 if number in quantized else compute_bytes)
         for number, unit in enumerate(units)
-        if (size := _padded(unit, world_size))
+        if (size := padded_elements(unit, world_size))
     ]
     sizes = [size for size, _ in gathers]
     replicated = sum(prod(shape) for unit in units for shape in unit if not is_sharded(shape))

@@ -28,7 +28,7 @@ dicts are refused, because ``torch.distributed.checkpoint`` would take this rank
 tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -115,6 +115,8 @@ class FSDP(NotCopied, nn.Module):
         turns = Turns(self.device, self.process_group, taken=peer_copies, replicas=replicas)
         sharded = ShardedUnits(module, turns, predicate=units, quantized=quantized, compute_dtype=compute_dtype)
         self.module = module
+        self.part: Hashable = None
+        """The part of the module that the next forward runs; units are expected to be those of that part's last one."""
         self.units = sharded.units
         self.groups: list[ShardedGroup] = sharded.groups
         self.replicated: list[ManagedParameter] = sharded.replicated.parameters
@@ -136,7 +138,7 @@ class FSDP(NotCopied, nn.Module):
         self._members.check()
         if self.compute_dtype is not None:
             args, kwargs = tree_map(self._cast, (args, kwargs))
-        with self._order.forward():
+        with self._order.forward(self.part):
             return self.module(*args, **kwargs)
 
     def _cast(self, value: Any) -> Any:

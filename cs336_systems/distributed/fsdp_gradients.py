@@ -264,8 +264,9 @@ class Gradients:
         if not group.trainable:
             return
         if not self.synchronize:
-            for parameter, gradient in zip(group.trainable, take_gradients(group.trainable), strict=True):
-                parameter.accumulated = None if gradient is None else gradient.to(group.dtype)
+            if group.is_cast:  # others stay where they are, so that the next backward may add to them in place
+                for parameter, gradient in zip(group.trainable, take_gradients(group.trainable), strict=True):
+                    parameter.accumulated = None if gradient is None else gradient.to(group.dtype)
             self._accumulated[group] = None
             return
         # Only one is under way: with the group that backward fills, no more than two have whole gradients in memory.
@@ -288,7 +289,8 @@ class Gradients:
     def end_backward(self) -> None:
         """Take gradients that came after their group was reduced, as backward ends, and average if that is due."""
         for group in self.groups:
-            if group.has_gradients:  # it came after its group was reduced: a reduction adds to what is there
+            # They came after their group was reduced, unless earlier passes have accumulated them.
+            if group.has_gradients and (group.is_cast or group not in self._accumulated):
                 self.take(group)
         self.send()
         self.replicated.collect()

@@ -165,6 +165,11 @@ class ShardedGroup:
             self._copies = Copies(outputs, rows)
 
     @property
+    def is_cast(self) -> bool:
+        """Whether the unsharded parameters, and so their gradients, have another dtype than the shards."""
+        return self.compute_dtype != self.dtype
+
+    @property
     def trainable(self) -> list[ShardedParameter]:
         """The parameters that take part in a reduction."""
         return [parameter for parameter in self.parameters if parameter.sharded_param.requires_grad]

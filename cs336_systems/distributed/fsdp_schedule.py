@@ -19,7 +19,7 @@ and again for their backward: where a model has such segments, the losses of all
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -63,7 +63,8 @@ class GatherOrder:
         self.prefetch = prefetch
         self._turns, self._quantized_rows = sharded.turns, sharded.quantized_rows
         self._agreement = Agreement(sharded.turns.group, sharded.turns.replicas)
-        self._complete = Forward()  # the last forward that came to its end: the next one is expected to be like it
+        self._complete: dict[Hashable, Forward] = {}
+        """The last forward of each part that came to its end: the next one of that part is expected to be like it."""
         self._forward = Forward()
         self._n_to_come = 0  # the number of forwards since the last backward that a backward may come to
         self._backward: Backward | None = None
@@ -75,7 +76,8 @@ class GatherOrder:
         ours = weakref.ref(self)
 
         def announce(_: Tensor) -> None:
-            if (order := ours()) is not None:  # Python cannot collect cycles through tensors' hooks
+            order = ours()  # Python cannot collect cycles through tensors' hooks
+            if order is not None and inside_backward():  # and not by the products of a block that were put off
                 order._current_backward()
 
         for parameter in self.replicated.parameters:
@@ -89,8 +91,8 @@ class GatherOrder:
     # forward
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Let the wrapped module run in the body, from its beginning to its end."""
+    def forward(self, part: Hashable = None) -> Iterator[None]:
+        """Let the wrapped module, or a part of it, run in the body, from its beginning to its end."""
         if inside_backward():
             yield
             return
@@ -98,7 +100,7 @@ class GatherOrder:
         self._agree("begins a forward", gathers=True)
         self._free_idle()
         self._turns.begin_reading()
-        self._forward = Forward(self._complete)
+        self._forward = Forward(self._complete.get(part))
         returned = False
         try:
             for slot, guard in self._guards:
@@ -117,7 +119,7 @@ class GatherOrder:
         self._forward.n_inside = len(self._forward.units)
         if not (self._forward.as_expected and self._forward.runs):  # without a backward to come
             self._free_idle()
-        self._complete = self._forward
+        self._complete[part] = self._forward
 
     def run(self, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a unit's own code with its parameters unsharded; RuntimeError while another unit is running."""

@@ -36,25 +36,23 @@ class Elsewhere(nn.Module):
     """Stands for a module that another stage has, and draws what that would, so that every stage's numbers are those
     of a model in one process."""
 
+    place: Tensor
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._away = (module,)  # a tuple, in which torch finds no module
         for tensor in module.parameters():
             tensor.untyped_storage().resize_(0)  # a dry run counts storages on meta, too
-        self._device = torch.device("meta")
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "Elsewhere":
-        self._device = fn(torch.empty(0, device="meta")).device
-        return self
+        self.register_buffer("place", torch.empty(0, device="meta"), persistent=False)  # moves with the model
 
     def reset_parameters(self) -> None:
         """Advance torch's generator as the module's own would."""
         (module,) = self._away
-        if self._device.type == "meta":
+        if self.place.is_meta:
             return
         for part in module.modules():
             if callable(reset := getattr(part, "reset_parameters", None)):
-                part.to_empty(device=self._device)
+                part.to_empty(device=self.place.device)
                 reset()
                 part.to(device="meta")
 

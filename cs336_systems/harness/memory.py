@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.case import TrainingCase
-from cs336_systems.costs.fsdp import is_sharded, model_units, state_bytes
+from cs336_systems.costs.fsdp import is_sharded, state_bytes
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PeakMemory
 from cs336_systems.costs.offload import offloaded, state_bytes_per_parameter
-from cs336_systems.costs.parallelism.stages import stage_parameters
+from cs336_systems.costs.parallelism.stages import stages_of_case
 from cs336_systems.distributed.peer_memory import mapped_bytes
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.hardware import GIB
@@ -135,16 +135,18 @@ def predicted_states(case: TrainingCase, world_size: int) -> dict[str, int]:
     """
     how, width, away = case.parallel, case.precision.parameter_bytes, offloaded(case)
     world_size //= how.tensor * how.pipeline
-    units = model_units(case.config.part(how.tensor))
-    n_weights = n_gradients = n_states = max(stage_parameters(case))
+    part = case.config.part(how.tensor)
+    fullest = max(stages_of_case(case), key=lambda stage: stage.n_parameters(part))
+    n_weights = n_gradients = n_states = fullest.n_parameters(part)
     if how.wrapper in ("fsdp", "fsdp2"):
-        n_weights = n_gradients = n_states = state_bytes(units, world_size // how.replicas, 1).parameters
+        shards = state_bytes(fullest.units(part), world_size // how.replicas, 1).parameters
+        n_weights = n_gradients = n_states = shards
     if how.optimizer_state != "replicated":
         n_states //= world_size
     if how.optimizer_state == "scattered-gradients" or (how.optimizer_state == "scattered" and case.accumulate == 1):
         n_gradients //= world_size
     if how.update != "after-backward":
-        n_gradients = sum(prod(shape) for unit in units for shape in unit if not is_sharded(shape))
+        n_gradients = sum(prod(shape) for unit in fullest.units(part) for shape in unit if not is_sharded(shape))
     found = {"weights": width * n_weights, "gradients": 0 if "gradients" in away else width * n_gradients}
     per_parameter = state_bytes_per_parameter(case)
     return found | {name: n_states * n_bytes for name, n_bytes in per_parameter.items() if name not in away}

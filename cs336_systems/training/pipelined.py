@@ -8,7 +8,8 @@ autograd, and gradients of weights where the schedule has put them, by ``blocks.
 same bits under every schedule as in one process with as many micro-batches, as each part adds them up in their order;
 but that of a tied embedding, whose two parts are added up in another order.
 
-Gradients of ranks with the same weights are averaged when all micro-batches are done.
+Gradients of ranks with the same weights are averaged when all micro-batches are done. Under FSDP each pass of a part
+gathers that part's blocks, and whole gradients stay on the rank until then.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from cs336_systems.blocks.autograd import Works, put_off
 from cs336_systems.config import MODES
 from cs336_systems.costs.parallelism.schedules import Operation
 from cs336_systems.distributed.ddp import DDP
+from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.pipeline import Pipeline, on_two_stages
 from cs336_systems.model.tensor_ranks import ALONE
 from cs336_systems.training.precision import matmul_precision
@@ -87,7 +89,7 @@ class PipelinedStep(_StageStep):
     def __init__(self, *args: Any, blocks: Sequence[slice], **options: Any) -> None:
         super().__init__(*args, **options)
         self.blocks = blocks
-        model: Any = self.model.module if isinstance(self.model, DDP) else self.model
+        model: Any = self.model.module if isinstance(self.model, (DDP, FSDP)) else self.model
         self._loaded: set[tuple[torch.Size, bool]] = set()
         self._tied = [p for name, p in model.named_parameters() if name in on_two_stages(model)]
         self._width, self._n_tensor = model.config.d_model, getattr(model, "tensor_ranks", ALONE).n_ranks
@@ -146,11 +148,11 @@ class PipelinedStep(_StageStep):
         self.loss = self._everywhere(losses)
         if not trains:
             return
-        if isinstance(self.model, DDP):
+        if isinstance(self.model, (DDP, FSDP)):
             self.model.finish_gradient_synchronization()
         for parameter in self._tied:  # after averages, so that both ends have the same bits
             assert parameter.grad is not None
-            parameter.grad += self.pipeline.exchange_ends(parameter.grad)
+            parameter.grad += self.pipeline.exchange_ends(parameter.grad.detach())
         if mode == "backward":
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -177,12 +179,16 @@ class PipelinedStep(_StageStep):
                     torch.autograd.backward(y, None if self._is_last(operation) else torch.zeros_like(y))
                 for product in later:
                     product()
+        if isinstance(self.model, FSDP):
+            self.model.zero_grad()  # also what it has accumulated
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         torch.cuda.synchronize(self.device)
 
     def _forward(self, operation: Operation, x: Tensor | None, token_ids: Tensor, targets: Tensor) -> Tensor:
         part = self.pipeline.plan.part(self.pipeline.stage, operation.chunk)
+        if isinstance(self.model, FSDP):
+            self.model.part = part
         y: Tensor = self.model(token_ids, targets, x, self.blocks[part])
         return y
 

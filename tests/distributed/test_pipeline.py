@@ -5,6 +5,7 @@ import re
 import signal
 import time
 import weakref
+from collections import Counter
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -16,12 +17,13 @@ from cs336_systems.case import SCHEDULES, Parallel
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import LEVELS
 from cs336_systems.costs.parallelism.schedules import Schedule
-from cs336_systems.costs.parallelism.stages import plan_of, stage_parameters
-from cs336_systems.costs.parallelism.step import SEND, pipeline_sent
+from cs336_systems.costs.parallelism.stages import divide, plan_of, stages_of_case
+from cs336_systems.costs.parallelism.step import GATHER, REDUCE, SCATTER, SEND, pipeline_sent, sharded_sent
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.ranked import PreparedStep, check_replicas
 from cs336_systems.harness.traffic import Traffic
-from cs336_systems.training.assemble import assemble, random_batch
+from cs336_systems.training.assemble import assemble, mesh_of, random_batch
+from cs336_systems.training.step import local_gradients
 
 from .checks import checks_of, on_each, on_gpus, on_ranks, spawn
 from .test_mesh import WAYS, WIDE, Meshed, alone, compare, compare_on_gpus, hand_over, ignoring
@@ -47,6 +49,8 @@ def run_of(pipeline, schedule, way="alone", config=LLAMA, accumulate=4, case=(),
 
 
 FP8 = {"matmul_dtype": "e4m3"}
+QUANTIZED = replace(LLAMA, name="tiny-quantized", n_kv_heads=8, context_length=32)
+KINDS = {GATHER: "_allgather_base", SCATTER: "reduce_scatter_tensor_coalesced", REDUCE: "allreduce"}
 ON_TWO = [
     run_of(2, "zb-h1", config=NORMED, case={"z_loss": 1e-2}),
     *(run_of(2, name, config=TIED) for name in SCHEDULES),
@@ -68,6 +72,13 @@ ON_EIGHT = [
     run_of(2, "zb-h1", "ddp", NORMED, tensor=2, context=2, tensor_by="copies"),
     run_of(4, "1f1b", "ddp", TIED, tensor=2),
     run_of(2, "1f1b", "ddp", TIED),
+    run_of(2, "zbv", "fsdp", NORMED, tensor=2),
+    run_of(2, "zb-h1", "fsdp", TIED, replicas=2),
+]
+SHARDED = [
+    *(run_of(2, name, "fsdp", TIED) for name in SCHEDULES),
+    run_of(2, "zb-h1", "fsdp", NORMED, accumulate=3),
+    run_of(2, "zbv", "fsdp", QUANTIZED, context=2, case=FP8),
 ]
 
 
@@ -81,7 +92,8 @@ def gradients_on(rank: Rank | None, cases):
             for each in passes:
                 each()
             losses.append(step.loss)
-            gradients |= {(number, name): p.grad.clone() for name, p in step.model.named_parameters()}
+            module = getattr(step.model, "module", step.model)
+            gradients |= {(number, name): p.grad.detach().clone() for name, p in module.named_parameters()}
             update()
         found.append((torch.stack(losses), gradients))
     return found
@@ -100,7 +112,7 @@ def compare_bits(world_size, cases, expected=None):
 
 
 def test_every_schedule_has_the_bits_of_one_process():
-    compare_bits(2, [run_of(2, name) for name in SCHEDULES])
+    compare_bits(2, [run_of(2, name, way) for way in ("alone", "fsdp") for name in SCHEDULES])
     compare_bits(2, [run_of(2, name, case={"dtype": "bf16", "keep": "input"}) for name in ("1f1b", "zb-h1", "zbv")])
 
 
@@ -148,6 +160,11 @@ def test_four_ranks_train_what_one_process_trains():
 
 
 @pytest.mark.slow
+def test_shards_of_stages_train_what_one_process_trains():
+    compare(4, SHARDED)
+
+
+@pytest.mark.slow
 def test_eight_ranks_train_what_one_process_trains():
     compare(8, ON_EIGHT)
 
@@ -162,9 +179,10 @@ HAND_OVER = {
     1: [mesh_run(1, 1, "ddp")],
     4: [
         *(handed(2, "zbv", "zero-1"), handed(2, "zb-h1", tensor=2), mesh_run(2, 1, "fsdp"), handed(4, "gpipe")),
+        handed(2, "zb-h1", "fsdp"),
         handed(2, "1f1b", "zero-1", bucket_size_mb=0.03),  # both ends cut a tied embedding, in different places
     ],
-    8: [handed(2, "1f1b", "zero-1", tensor=2), handed(4, "zb-h1", "zero-owned"), handed(2, "zbv", "zero-1", context=2)],
+    8: [handed(2, "1f1b", "zero-1", tensor=2), handed(4, "zb-h1", "zero-owned"), handed(2, "zbv", "fsdp", context=2)],
 }
 
 
@@ -193,7 +211,8 @@ def counted(rank: Rank, cases):
         predicted = pipeline_sent(*asked, case.precision.parameter_bytes, case.parallel.tensor)
         found.append((len(sent), sum(sent), predicted[SEND]))
         held = sum(p.numel() for p in step.model.parameters())
-        assert held == stage_parameters(case)[step.pipeline.stage], str(case)
+        part = case.config.part(case.parallel.tensor)
+        assert held == stages_of_case(case)[step.pipeline.stage].n_parameters(part), str(case)
     return found
 
 
@@ -208,6 +227,32 @@ def test_a_boundary_sends_a_micro_batch_of_rows_in_each_direction():
         if case.config.tie_embeddings and schedule == "1f1b":
             n_messages, n_bytes = n_messages + 1, n_bytes + 96 * 32 * itemsize
         assert stages == [(n_messages, n_bytes, n_bytes)] * 2, str(case)
+
+
+def counted_of_shards(rank: Rank, cases):
+    """Bytes of what FSDP sends on a stage in a second step by kind, and those predicted."""
+    found = []
+    for case in cases:
+        step, batch, plan = assemble(case, rank), random_batch(case, rank), plan_of(case)
+        step(*batch)  # in which no unit is expected
+        with Traffic() as log:
+            step(*batch)
+        sent = Counter({kind: sum(e.n_bytes for e in log.sent if e.kind == KINDS[kind]) for kind in KINDS})
+        if step.pipeline.stage == plan.places[-1][0]:
+            sent[REDUCE] -= 8  # the number of targets that count
+        shards = mesh_of(case, rank).shards.size()
+        asked = case.config, plan, divide(plan, case.config), step.pipeline.stage, case.precision.parameter_bytes
+        found.append((sent, sharded_sent(*asked, shards)))
+        held = sum(p.shape.numel() for p in step.model.managed_parameters())
+        assert held == stages_of_case(case)[step.pipeline.stage].n_parameters(case.config), str(case)
+    return found
+
+
+def test_shards_are_gathered_for_each_pass_and_reduced_once():
+    cases = [run_of(2, name, "fsdp", config) for name in SCHEDULES for config in (LLAMA, TIED)]
+    for of_rank in on_ranks(counted_of_shards, 4, cases):
+        for case, (sent, predicted) in zip(cases, of_rank, strict=True):
+            assert sent == predicted, (case.parallel.pipeline_schedule, str(case))
 
 
 @pytest.mark.slow
@@ -243,6 +288,7 @@ def evaluated(rank: Rank | None, cases):
 
 def test_evaluation_and_modes():
     cases = [run_of(2, name, case={"z_loss": 1e-2}) for name in SCHEDULES]
+    cases += [run_of(2, name, "fsdp", case={"z_loss": 1e-2}) for name in ("1f1b", "zbv")]
     (right,) = evaluated(None, [replace(cases[0], how=Parallel())])
     for found in on_ranks(evaluated, 2, cases):
         torch.testing.assert_close(torch.stack(found), right.expand(len(cases), -1), rtol=1e-6, atol=0)
@@ -290,6 +336,23 @@ def check_outputs_of_a_stage_are_freed_when_they_have_been_taken(rank: Rank):
         step(*random_batch(case, rank))
     assert len(outputs) == len(alive) == 4
     assert alive == [0] * 4
+
+
+def check_kernels_are_loaded_without_a_trace(rank: Rank):
+    """Work on zeros, as before a GPU's first messages, leaves no gradients that a step would add to."""
+    for way in ("alone", "fsdp"):
+        case, kept = run_of(2, "zb-h1", way), []
+        for loads in (False, True):
+            step, batch = assemble(case, rank), random_batch(case, rank)
+            if loads:
+                device, step.device = step.device, SimpleNamespace(type="cuda")
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(torch.cuda, "synchronize", lambda _: None)
+                    with local_gradients(step.model, step.optimizer):
+                        step._load_kernels(*(each[:2] for each in batch), trains=True)
+                step.device = device
+            kept.append([step(*batch), step(*batch)])
+        assert all(map(torch.equal, *kept)), way
 
 
 def check_a_pass_that_failed_is_not_followed_by_another(rank: Rank):

@@ -4,9 +4,9 @@ Every stage works through its list (``schedules.py``), each operation as early a
 of the model may differ, as embedding and head are on some stage, and a result may take time to reach another stage.
 
 Bubble is idle time per stage from the first operation on any stage to the last; its fraction is of that whole time,
-where the papers divide by the work ("bubble / ideal"). GPipe and 1F1B have the same bubble: 1F1B buys memory,
-interleaving buys bubble with sends (v times as many), zero-bubble with memory of what W needs. More micro-batches
-shrink every bubble as 1/m.
+where the papers divide by the work ("bubble / ideal"). GPipe and 1F1B have the same bubble, and 1F1B needs less memory.
+A smaller one costs interleaving (v p - 1) / (p - 1) times the sends, zero-bubble schedules the memory of what W needs.
+A bubble hardly depends on the number of micro-batches m, so that its fraction falls nearly as 1/m.
 
 Limits: activations are counted in micro-batches of a whole stage, as if all parts kept as much, and live until W.
 

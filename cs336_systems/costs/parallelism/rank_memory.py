@@ -2,7 +2,7 @@
 
 The step is a bf16 one with hand-written blocks, whose products may be in fp8. The rule for one step is to run it on
 tensors without storage (``training/dry_run.py``); this form follows what that finds, to within a few percent (tests
-hold it to that), and covers pipeline stages, which keep the activations of several micro-batches. With P
+hold it to that). Pipeline stages keep the activations of several micro-batches. With P
 parameters of a stage on a tensor rank, n ranks that divide states, k bytes of moments a parameter, and what a block
 keeps,
 

@@ -152,9 +152,11 @@ def make_schedule(
         raise ValueError(f"unknown schedule {name!r}: known are {', '.join(SCHEDULES)}")
     if stages < 1 or microbatches < 1:
         raise ValueError(f"stages and micro-batches must be positive, got {stages} and {microbatches}")
-    if name == "interleaved" and (chunks < 2 or microbatches % stages):
-        asked = f"chunks {chunks}" if chunks < 2 else f"{microbatches} micro-batches over {stages} stages"
-        raise ValueError(f"interleaved needs two or more chunks and a multiple of the stages, got {asked}")
+    if name == "interleaved" and chunks < 2:
+        raise ValueError(f"interleaved needs two or more chunks of blocks on each stage, got {chunks}")
+    if name == "interleaved" and microbatches % stages:
+        asked = f"{microbatches} micro-batches over {stages} stages"
+        raise ValueError(f"interleaved needs a multiple of the stages as micro-batches, got {asked}")
     if name == "dualpipev" and microbatches < 2 * stages:
         raise ValueError(f"dualpipev needs {2 * stages} micro-batches for {stages} stages, got {microbatches}")
     chunks = _chunks(name, chunks)

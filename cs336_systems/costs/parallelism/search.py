@@ -84,7 +84,8 @@ class Job:
         )
 
     def peak_bytes(self, layout: Layout) -> int:
-        return rank_peak(self.config, self.length, layout, moments=self.moments).n_bytes
+        whole = layout.pipeline > 1  # a stage's gradients are reduced when all micro-batches are done
+        return rank_peak(self.config, self.length, layout, moments=self.moments, whole_gradients=whole).n_bytes
 
     def mfu(self, seconds: float) -> float:
         """Model FLOP/s of a step over the peak; attention counts causal (``costs/flops.py``)."""
@@ -150,9 +151,9 @@ class Job:
 def _divisions_of_states(mesh: Layout) -> Iterator[tuple[int, int]]:
     """(ZeRO level, ranks along shard): levels 1 and 2 divide over all data ranks, 3 also over some of them.
 
-    Stages of a pipeline hold whole weights and gradients, so that they divide the optimizer's states alone.
+    Stages of a pipeline hold whole gradients, so that level 2 would be as 1.
     """
-    for zero in ZERO_LEVELS[: 2 if mesh.pipeline > 1 else None]:
+    for zero in (each for each in ZERO_LEVELS if each != 2 or mesh.pipeline == 1):
         if zero == 0 or mesh.data * mesh.context > 1:
             for shards in {0: [1], 1: [mesh.data], 2: [mesh.data]}.get(zero, divisors(mesh.data)):
                 if zero == 0 or shards * mesh.context > 1:

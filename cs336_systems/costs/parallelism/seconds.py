@@ -356,10 +356,12 @@ def _slowed(part: ModelConfig, stage: Stage, layout: Layout, network: _Network, 
     if n_shards > 1:
         link, hosts = network.ring(n_shards, layout.stride("context"))
         latency = n_units * HOST_ALPHA_S * (hosts - 1)
+        half = (n_shards - 1) / n_shards * gradients / link.bytes_per_s + latency
         if layout.zero == 3:
             each = _sharded_bytes(part, stage, n_shards) / link.bytes_per_s + 3 * latency
+            if layout.pipeline > 1:  # whose gradients are reduced when all micro-batches are done
+                each, once = max(0.0, each - half), once + half
         else:
-            half = (n_shards - 1) / n_shards * gradients / link.bytes_per_s + latency
             each, once = (half, once + half) if layout.zero == 2 else (0.0, once + 2 * half)
     last = max(SLOWED * (each + once), each + once - beside)
     return last + (layout.n_micro_batches - 1) * max(SLOWED * each, each - beside)

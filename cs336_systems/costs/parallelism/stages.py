@@ -119,12 +119,10 @@ def _divide(schedule: str, n_stages: int, chunks: int, config: ModelConfig) -> t
     return tuple(counts)
 
 
-def stage_parameters(case: TrainingCase) -> list[int]:
-    """The number of parameters of each stage of a case's pipeline, on one of its tensor ranks; of one stage without."""
-    how, part = case.parallel, case.config.part(case.parallel.tensor)
-    length = case.config.context_length
-    stages = stages_of(case.config, length, how.pipeline, how.pipeline_schedule, how.pipeline_chunks)
-    return [stage.n_parameters(part) for stage in stages]
+def stages_of_case(case: TrainingCase) -> tuple[Stage, ...]:
+    """The stages of a case's pipeline; without one a single stage."""
+    how, length = case.parallel, case.config.context_length
+    return stages_of(case.config, length, how.pipeline, how.pipeline_schedule, how.pipeline_chunks)
 
 
 def end_blocks(config: ModelConfig) -> tuple[float, float]:

@@ -15,11 +15,14 @@ pipeline sends R D e / t to the next one forward, and as much to the one before 
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 
 from cs336_systems.config import ModelConfig, Recipe
+from cs336_systems.costs.fsdp import model_units, padded_elements, step_traffic
 from cs336_systems.costs.kept import STORED, keep_of_blocks, kept_names
 from cs336_systems.costs.parallelism.schedules import Schedule
+from cs336_systems.costs.parallelism.stages import Stage
 
 GATHER, SCATTER, REDUCE, SEND = "all-gather", "reduce-scatter", "all-reduce", "send"
 
@@ -112,3 +115,33 @@ def pipeline_sent(
     if config.tie_embeddings and stages[0] != stages[-1] and stage in (stages[0], stages[-1]):
         sent += config.vocab_size // n_tensor * config.d_model
     return Counter({SEND: sent * itemsize})
+
+
+def sharded_sent(
+    config: ModelConfig, plan: Schedule, blocks: Sequence[slice], stage: int, itemsize: int, n_shards: int
+) -> Sent:
+    """Count what FSDP sends on a stage in a step, but for a pipeline's first one, beside ``pipeline_sent``.
+
+    Each pass of a part gathers that part's units; a forward leaves its last unit for a backward that follows it at
+    once. Gradients are reduced once.
+
+    Args:
+        config: of what a tensor rank holds.
+        blocks: those of each part of the model.
+    """
+    words, block, *_ = (padded_elements(unit, n_shards) for unit in model_units(config))
+    units: list[list[int | str]] = [list(range(own.start, own.stop)) for own in blocks]
+    units[0].insert(0, "embedding")
+    units[-1].append("embedding" if config.tie_embeddings else "head")
+    gathered, there = 0, set[int | str]()
+    for operation in (each for each in plan.orders[stage] if each.kind != "W"):
+        own = units[plan.part(stage, operation.chunk)]
+        forward = operation.kind == "F"
+        gathered += sum(words if isinstance(unit, str) else block for unit in set(own) - (set() if forward else there))
+        there = {own[-1]} if forward else set()
+    n_blocks = sum(own.stop - own.start for (of, _), own in zip(plan.places, blocks, strict=True) if of == stage)
+    held = Stage(n_blocks, *(plan.places[part][0] == stage for part in (0, -1))).units(config)
+    messages = step_traffic(held, n_shards, compute_bytes=itemsize, gradient_bytes=itemsize).messages
+    return Counter(
+        {GATHER: gathered * itemsize, SCATTER: messages["reduce-scatter"] // n_shards, REDUCE: messages["all-reduce"]}
+    )

@@ -16,20 +16,22 @@ from cs336_systems.training.dry_run import dry_run
 CLOSE = 0.05
 ALONE = Layout()
 LLAMA = resolve_size("llama3-8b")
+STAGED = [(2, {"schedule": "1f1b"}), (4, {"schedule": "zb-h1", "keep": "input"}), (4, {"schedule": "zbv"})]
 
 
 @dataclass(frozen=True)
 class Ranked(TrainingCase):
-    """A step of a layout without stages."""
+    """A step of a layout."""
 
     layout: Layout = ALONE
 
     @property
     def parallel(self) -> Parallel:
-        layout, alone = self.layout, self.layout.n_ranks == self.layout.tensor
+        layout, alone = self.layout, self.layout.n_ranks == self.layout.tensor * self.layout.pipeline
         wrapper = "none" if alone else {0: "bucketed", 3: "fsdp"}[layout.zero]
         replicas = layout.replicas if layout.zero else 1
-        return Parallel(wrapper, replicas=replicas, tensor=layout.tensor, context=layout.context)
+        mesh = {name: getattr(layout, name) for name in ("tensor", "context", "pipeline")}
+        return Parallel(wrapper, replicas=replicas, pipeline_schedule=layout.schedule, **mesh)
 
 
 def dry_bytes(size, length, layout, master):
@@ -62,6 +64,10 @@ def dry_bytes(size, length, layout, master):
         ("llama3-70b", 8192, {"keep": "products", "zero": 3, "shards": 64, "master": "fp32"}),
         ("qwen2.5-1.5b", 4096, {"keep": "input", "zero": 3, "shards": 4, "micro_batch": 4}),  # tied, with biases
         ("qwen3-4b", 4096, {"keep": "attention", "zero": 3, "shards": 2, "tensor": 2}),  # tied, heads normed
+        *(
+            ("llama3-8b", 8192, {"n_micro_batches": 4, "pipeline": 2, "zero": 3, "shards": n} | how)
+            for n, how in STAGED
+        ),
     ],
 )
 def test_it_is_close_to_a_dry_run(size, length, how):
@@ -69,7 +75,8 @@ def test_it_is_close_to_a_dry_run(size, length, how):
     master = how.pop("master", "none")
     layout = Layout(**how)
     moments = MOMENTS | ({"master": 4} if master == "fp32" else {})
-    found = rank_peak(resolve_size(size), length, layout, moments=tuple(moments.items())).n_bytes
+    how = {"moments": tuple(moments.items()), "whole_gradients": layout.pipeline > 1}
+    found = rank_peak(resolve_size(size), length, layout, **how).n_bytes
     dry = dry_bytes(size, length, layout, master)
     print(f"{size}, {layout}: closed form {found / 2**30:.2f}, dry run {dry / 2**30:.2f} GiB, {found / dry - 1:+.1%}")
     assert found == pytest.approx(dry, rel=CLOSE)
