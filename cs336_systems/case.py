@@ -298,7 +298,8 @@ class TrainingCase:
     optimizer: str = option(
         "reference",
         "AdamW: reference is plain PyTorch; torch-fused is torch's fused kernel; fused is this suite's kernel, which "
-        "rounds bf16 stochastically and needs a CUDA device.",
+        "rounds bf16 stochastically and needs a CUDA device. muon is Muon for matrices of blocks, and AdamW for the "
+        "rest.",
         values=OPTIMIZERS,
         words="{}",
         shown=True,

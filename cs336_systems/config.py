@@ -128,10 +128,14 @@ class ModelConfig:
     @property
     def n_block_parameters(self) -> int:
         """The number of parameters of one block: four attention projections, three SwiGLU matrices, norms, biases."""
-        attention = self.d_model * (self.d_qkv + self.d_query)
         biases = self.d_qkv if self.qkv_bias else 0
         norms = 2 * self.d_model + (2 * self.d_head if self.qk_norm else 0)
-        return attention + biases + 3 * self.d_model * self.d_ff + norms
+        return self.n_block_matrices + biases + norms
+
+    @property
+    def n_block_matrices(self) -> int:
+        """The number of elements of one block's matrices."""
+        return self.d_model * (self.d_qkv + self.d_query + 3 * self.d_ff)
 
     @property
     def n_parameters(self) -> int:
@@ -318,8 +322,9 @@ KERNELS = ("reference", "fused")
 """How operations between matmuls run: in plain PyTorch, or each in one Triton kernel. On Hopper, fused also has a
 kernel for forward's matmuls at shapes where it is faster."""
 
-OPTIMIZERS = ("reference", "torch-fused", "fused")
-"""AdamW in plain PyTorch, torch's fused kernel, or this suite's, which rounds bf16 stochastically."""
+OPTIMIZERS = ("reference", "torch-fused", "fused", "muon")
+"""AdamW in plain PyTorch, torch's fused kernel, or this suite's, which rounds bf16 stochastically; Muon for matrices of
+blocks with AdamW for all else."""
 
 MODES = ("forward", "backward", "step")
 """forward: without gradients; backward: forward and backward; step: forward, backward and optimizer."""

@@ -78,6 +78,12 @@ def _beside_stages(parallel: Parallel) -> bool:
     return asked != ("collectives", "same", "after-backward")
 
 
+def _whole_matrices(parallel: Parallel) -> bool:
+    """Whether each matrix has a rank that updates the whole of it."""
+    owned = parallel.optimizer_state in ("replicated", "owned")
+    return owned and parallel.wrapper not in ("fsdp", "fsdp2") and parallel.tensor == 1
+
+
 def _updates_early(case: TrainingCase) -> bool:
     return case.parallel.update != "after-backward"
 
@@ -179,6 +185,16 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         lambda case: case.cuda_graph == "on" and case.optimizer == "reference",
         "cuda_graph on with optimizer reference: it counts steps on the host, which a graph cannot hold; use "
         "torch-fused or fused",
+    ),
+    (
+        lambda case: case.cuda_graph == "on" and case.optimizer == "muon",
+        "cuda_graph on with optimizer muon: it draws random numbers by the host's count of steps, which a graph cannot "
+        "hold",
+    ),
+    (
+        lambda case: case.optimizer == "muon" and not _whole_matrices(case.parallel),
+        "optimizer muon updates whole matrices, which wrapper {parallel.wrapper}, optimizer's state "
+        "{parallel.optimizer_state} and tensor {parallel.tensor} would cut: ZeRO stages 0 and 1 leave them whole",
     ),
     (
         lambda case: case.compile == "whole-model" and (case.checkpoint != "none" or case.parallel.wrapper != "none"),

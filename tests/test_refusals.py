@@ -73,6 +73,10 @@ REFUSED = [
     (replace(GRAPH, device="cpu", optimizer="torch-fused"), "cuda_graph on needs device cuda, got cpu"),
     (replace(SCATTERED, cuda_graph="on"), "cuda_graph on is for one rank"),
     (replace(GRAPH, optimizer="reference"), "cuda_graph on with optimizer reference"),
+    (replace(GRAPH, optimizer="muon"), "cuda_graph on with optimizer muon"),
+    (replace(SCATTERED, optimizer="muon"), "optimizer muon updates whole matrices, .* state scattered and tensor 1"),
+    (replace(SHARING, optimizer="muon"), "muon .* wrapper bucketed, .* and tensor 2 would cut"),
+    (replace(EARLY, optimizer="muon"), "muon .* wrapper fsdp"),
     (replace(PLAIN, compile="whole-model", checkpoint="full"), "whole-model leaves no boundaries .* checkpoint full"),
     (replace(EARLY, how=Parallel("bucketed", update="under-backward")), "wrapper fsdp, got bucketed"),
     (replace(EARLY, keep="autograd", how=Parallel(tensor=2)), "tensor 2, context 1, pipeline 1 with keep autograd"),
@@ -142,6 +146,8 @@ def test_what_is_next_to_it_is_served():
         replace(SCATTERED, offload="m-v"),
         replace(EARLY, keep="input", offload="residual"),
         replace(PLAIN, dtype="autocast-bf16", compile="on", checkpoint="every-2"),
+        replace(FUSED, optimizer="muon"),
+        replace(SCATTERED, optimizer="muon", how=Parallel("bucketed", optimizer_state="owned")),
     ):
         assert refusal(case) is None
 

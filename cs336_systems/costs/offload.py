@@ -12,6 +12,7 @@ with m and v on the host. Gradients on the host have passed their tests there (`
 """
 
 from collections.abc import Iterable
+from fractions import Fraction
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.kept import check_known
@@ -44,10 +45,16 @@ def offloaded(case: TrainingCase) -> frozenset[str]:
     return names
 
 
-def state_bytes_per_parameter(case: TrainingCase) -> dict[str, int]:
-    """Bytes that each of the optimizer's states takes for a parameter, by name."""
-    moments = dict.fromkeys(("m", "v"), case.moment_bytes)
-    return moments if case.master == "none" else moments | {"master": WIDE}
+def state_bytes_per_parameter(case: TrainingCase) -> dict[str, Fraction]:
+    """Bytes that each of the optimizer's states takes for a parameter, by name: the mean over the model.
+
+    Muon keeps no second moment of the matrices of blocks.
+    """
+    config, has_second = case.config, Fraction(1)
+    if case.optimizer == "muon":
+        has_second -= Fraction(config.n_layers * config.n_block_matrices, config.n_parameters)
+    moments = {"m": Fraction(case.moment_bytes), "v": case.moment_bytes * has_second}
+    return moments if case.master == "none" else moments | {"master": Fraction(WIDE)}
 
 
 def host_bytes(case: TrainingCase, world_size: int = 1) -> dict[str, int]:
@@ -56,7 +63,7 @@ def host_bytes(case: TrainingCase, world_size: int = 1) -> dict[str, int]:
     width = case.precision.parameter_bytes
     sharded = case.parallel.wrapper == "fsdp" or case.parallel.optimizer_state != "replicated"
     n_states = config.n_parameters // (world_size // case.parallel.replicas if sharded else 1)
-    found = {name: n_states * n_bytes for name, n_bytes in state_bytes_per_parameter(case).items()}
+    found = {name: int(n_states * n_bytes) for name, n_bytes in state_bytes_per_parameter(case).items()}
     found["gradients"] = config.n_parameters * width
     found["residual"] = config.n_layers * batch_size * seq_len * config.d_model * width
     return {name: found[name] for name in OFFLOADS if name in names}

@@ -149,7 +149,7 @@ def predicted_states(case: TrainingCase, world_size: int) -> dict[str, int]:
         n_gradients = sum(prod(shape) for unit in fullest.units(part) for shape in unit if not is_sharded(shape))
     found = {"weights": width * n_weights, "gradients": 0 if "gradients" in away else width * n_gradients}
     per_parameter = state_bytes_per_parameter(case)
-    return found | {name: n_states * n_bytes for name, n_bytes in per_parameter.items() if name not in away}
+    return found | {name: int(n_states * n_bytes) for name, n_bytes in per_parameter.items() if name not in away}
 
 
 def check_fit(case: TrainingCase, mode: str = "step", rank: Rank | None = None, *, force: bool = False) -> int:

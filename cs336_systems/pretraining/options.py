@@ -49,9 +49,10 @@ class TrainerCase(TrainingCase):
         TrainingCase,
         "optimizer",
         asked="fused",
-        values=("torch-fused", "fused"),
+        values=("torch-fused", "fused", "muon"),
         help="AdamW: torch-fused is torch's fused kernel; fused is this suite's kernel, which rounds bf16 "
-        "stochastically and needs a CUDA device.",
+        "stochastically and needs a CUDA device. muon is Muon for the matrices of blocks, with the same learning rate, "
+        "and AdamW for all else.",
     )
     cuda_graph: str = like(
         TrainingCase,
@@ -120,6 +121,8 @@ class TrainerCase(TrainingCase):
             return Parallel("fsdp", gather_by=self.gather_by, replicas=self.replicas, **mesh)
         if self.zero == 0:
             return Parallel("bucketed", **mesh)
+        if self.zero == 1 and self.optimizer == "muon":  # which updates whole matrices
+            return Parallel("bucketed", optimizer_state="owned", **mesh)
         return Parallel(optimizer_state="scattered" if self.zero == 1 else "scattered-gradients", **mesh)
 
 
@@ -421,6 +424,10 @@ _REFUSALS: tuple[tuple[Callable[[TrainOptions], bool], str], ...] = (
     (
         lambda o: o.deterministic and o.attention == "hopper" and o.kept["keep"] == "autograd",
         "--deterministic and --attention hopper need blocks with a hand-written backward, not --keep autograd",
+    ),
+    (
+        lambda o: o.optimizer == "muon" and o.agree is not None,
+        "--agree {o.agree} does not go together with --optimizer muon",
     ),
     (lambda o: o.gather_by == "copies" and o.zero != 3, "--gather-by copies is for --zero 3, got --zero {o.zero}"),
     (

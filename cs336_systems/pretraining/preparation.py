@@ -328,6 +328,8 @@ def _step(options: TrainOptions, case: TrainerCase, rank: Rank, *, masked: bool)
     if options.optimizer == "fused":
         moments = {"same": None, "fp32": torch.float32, "bf16": torch.bfloat16}[options.moments]
         fused = {"state_dtype": moments, "seed": options.seed}
+    elif options.optimizer == "muon" and rank.device.type == "cuda":
+        fused = {"seed": options.seed}
     guard = GradientGuard(options.clip or float("inf"))
     step = finish(model, case, rank, guard=guard, masked=masked, decay="matrices", **options.adamw, **fused)
     if isinstance(step.optimizer, ShardedOptimizer) and not case.compiled:
@@ -353,7 +355,7 @@ def predicted_segments(case: TrainerCase, total: int | None) -> dict[str, int]:
     states = {name: n_bytes for name, n_bytes in states.items() if name not in away}
     parts = dict(predicted_peak(case, world_size=case.world_size).parts)
     of_states, loss = parts.pop("optimizer state", 0), parts.pop("loss", 0)
-    shares = {name: of_states * n_bytes // sum(states.values()) for name, n_bytes in states.items()}
+    shares = {name: int(of_states * n_bytes / sum(states.values())) for name, n_bytes in states.items()}
     segments = {"weights": parts.pop("parameters"), "gradients": parts.pop("gradients", 0), **shares}
     segments |= {"activations": sum(parts.values()), "head and loss": loss}
     segments["in all"] = sum(segments.values())

@@ -99,8 +99,8 @@ def decay_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
     return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
 
-def optimizer_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Class and arguments of a name in ``config.OPTIMIZERS``.
+def optimizer_class(name: str, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Class and arguments of a name in ``config.OPTIMIZERS``, for parameters on this device.
 
     Raises:
         ValueError: no such optimizer.
@@ -113,6 +113,14 @@ def optimizer_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, A
         from cs336_systems.training.fused_adamw import FusedAdamW  # brings Triton along
 
         return FusedAdamW, {}
+    if name == "muon" and device.type == "cpu":
+        from cs336_systems.training.muon import TorchMuon
+
+        return TorchMuon, {"fused": True}
+    if name == "muon":
+        from cs336_systems.training.fused_muon import FusedMuon
+
+        return FusedMuon, {}
     raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZERS)}")
 
 

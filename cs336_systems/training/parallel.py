@@ -30,6 +30,7 @@ from cs336_systems.distributed.process_group import Rank, limited_group
 from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, SHARD, ShardedOptimizer
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
+from cs336_systems.training.muon import muon_groups
 from cs336_systems.training.optimizer import decay_groups, optimizer_class
 
 Group = dist.ProcessGroup | None
@@ -169,9 +170,11 @@ def make_parallel_optimizer(
         ValueError: there is no such optimizer, or no such place for its state.
     """
     params: list[Any] = list(model.parameters())
-    if decay == "matrices":
+    cls, options = optimizer_class(name, params[0].device)
+    if name == "muon":
+        params = muon_groups(model, decay_vectors=decay == "all")
+    elif decay == "matrices":
         params = decay_groups(params)
-    cls, options = optimizer_class(name)
     options |= hyperparameters
     if parallel.optimizer_state == "replicated":
         return cls(params, **options)

@@ -97,6 +97,7 @@ QUANTIZED = {"matmul_dtype": "e4m3"}
         ({"total_batch_tokens": 1024, "accumulate": 2}, "--total-batch-tokens 1024 and --accumulate 2"),
         ({"total_batch_tokens": 1000}, "--total-batch-tokens 1,000 is no multiple of 1,024"),
         ({"moments": "bf16"}, "--moments bf16 needs --optimizer fused, got torch-fused"),
+        ({"optimizer": "muon", "moments": "fp32"}, "--moments fp32 needs --optimizer fused, got muon"),
         ({"z_loss": 1e-4}, "--z-loss 0.0001 "),
         ({"deterministic": True, "attention": "hopper", "keep": "autograd"}, "--deterministic and --attention hopper"),
         ({"gather_by": "copies", "zero": 2}, "--zero 2"),

@@ -12,7 +12,7 @@ from cs336_systems.case import Parallel, TrainingCase, Unsupported
 from cs336_systems.config import MODEL_SIZES, ModelConfig, resolve_size
 from cs336_systems.costs.kept import LEVELS, bytes_kept
 from cs336_systems.costs.memory import PARTS
-from cs336_systems.harness.memory import cublas_workspace_bytes, predicted_bytes
+from cs336_systems.harness.memory import cublas_workspace_bytes, predicted_bytes, predicted_states
 from cs336_systems.kernels.allocating import computes
 from cs336_systems.training import assemble, random_batch
 from cs336_systems.training.dry_run import dry_run
@@ -161,6 +161,10 @@ def test_states_take_their_bytes_on_the_device_or_none():
     assert states(optimizer="torch-fused") == states()
     assert states(master="fp32") - states() == 4 * n
     assert states(offload="m-v") < 0.1 * n
+    n_second = n - SMALL.n_layers * SMALL.n_block_matrices  # of AdamW's part
+    assert states(optimizer="muon") == pytest.approx(2 * (n + n_second), rel=0.03)
+    muon = predicted_states(fused(optimizer="muon"), 1)
+    assert (muon["m"], muon["v"]) == (2 * n, 2 * n_second)
     assert states(master="fp32", offload="master-m") == pytest.approx(2 * n, rel=0.06)
 
 
