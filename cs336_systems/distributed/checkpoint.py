@@ -188,6 +188,8 @@ def resume_checkpoint(
 ) -> StoredCheckpoint | None:
     """Read the checkpoint of ``folder`` that was written last into the model and the optimizer; a collective.
 
+    ``folder`` may also be one checkpoint.
+
     One that is damaged is told of, by ``tell`` on the first rank, and the one before it read in its place. Returns the
     one that was read, or None if the folder holds no checkpoint.
 

@@ -86,13 +86,21 @@ def read(path: Path, step: int | None = None) -> StoredCheckpoint:
 
 
 def survey(folder: Path) -> tuple[list[StoredCheckpoint], dict[Path, str]]:
-    """The complete checkpoints of a folder, oldest first, digests unchecked, and why each of the others is not."""
+    """The complete checkpoints of a folder, oldest first, digests unchecked, and why each of the others is not.
+
+    ``folder`` may also be one checkpoint, which is then the only one.
+    """
     complete, unreadable = [], {}
-    for path in sorted(folder.iterdir()) if folder.exists() else []:
-        if (found := _CHECKPOINT.fullmatch(path.name)) is None or path.is_file():
-            continue
+    steps: dict[Path, int | None] = {}
+    if folder.exists() and is_checkpoint(folder):
+        steps[folder] = None
+    else:
+        for path in sorted(folder.iterdir()) if folder.exists() else []:
+            if (found := _CHECKPOINT.fullmatch(path.name)) is not None and not path.is_file():
+                steps[path] = int(found[1] or found[2])
+    for path, step in steps.items():
         try:
-            complete.append(read(path, int(found[1] or found[2])))
+            complete.append(read(path, step))
         except (OSError, ValueError) as error:
             unreadable[path] = str(error)
     return sorted(complete, key=lambda stored: stored.saved_at), unreadable

@@ -27,6 +27,7 @@ from cs336_systems.distributed.checkpoint_folder import survey
 from cs336_systems.hardware import GIB, Hardware, find_hardware
 from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.model.hf_weights import load_hf_weights
+from cs336_systems.pretraining.checkpoint import goes_on_from
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.streaming.choose import (
     EFFORT,
@@ -95,8 +96,8 @@ class Chunking:
 
     @classmethod
     def of_run(cls, options: TrainOptions) -> "Chunking | None":
-        """The chunking of the newest checkpoint in the run's folder, if it cuts a step of the options, too."""
-        complete, _ = survey(options.out)
+        """The chunking of the checkpoint from which the run goes on, if it cuts a step of the options, too."""
+        complete, _ = survey(goes_on_from(options.out, options.resume_from))
         if not complete or (found := complete[-1].extra.get("chunking")) is None:
             return None
         chunking, length = cls(**found), options.context_length

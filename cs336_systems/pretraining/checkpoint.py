@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cs336_systems.config import ModelConfig, RopeScaling
 from cs336_systems.distributed.checkpoint import find_checkpoint, load_whole_model
-from cs336_systems.distributed.checkpoint_folder import is_checkpoint
+from cs336_systems.distributed.checkpoint_folder import is_checkpoint, survey
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights, read_json
 from cs336_systems.pretraining.dataset import flush
@@ -118,6 +118,28 @@ def read_run_json(folder: Path) -> ModelOfRun:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error}") from None
     raise ValueError(f"{file} is of layout {layout}; this version reads {LAYOUT}")
+
+
+def goes_on_from(out: Path, resume_from: Path | None) -> Path:
+    """Where a run takes up a checkpoint: in its own folder, or, as long as that has none, where it is to resume from.
+
+    Raises:
+        ValueError: there is no complete checkpoint, or it is in the run's own folder.
+        OSError: something cannot be read.
+    """
+    if resume_from is None or any(survey(out)):
+        return out
+    asked, folder = f"--resume-from {resume_from}", resume_from.parent
+    if out.resolve() in (resume_from.resolve(), folder.resolve()):
+        raise ValueError(f"{asked} is in --out {out}: a run that goes on from an earlier step has a new folder")
+    if not resume_from.exists():
+        there = ", ".join(stored.path.name for stored in survey(folder)[0]) or "no complete checkpoint"
+        raise ValueError(f"{asked} does not exist: {folder} has {there}")
+    complete, unreadable = survey(resume_from)
+    if not complete:
+        why = "".join(f": {reason}" for reason in list(unreadable.values())[:1])
+        raise ValueError(f"{asked} is no complete checkpoint, nor a run that has one{why}")
+    return resume_from
 
 
 def load_weights(path: Path) -> SavedModel:

@@ -152,6 +152,9 @@ class RunFields(ReplicaFields):
     """What becomes of conversations that are longer than the context."""
     out: Path = Path("runs/first")
     """Folder of the run, for log, checkpoints and export. A run with checkpoints resumes from the newest."""
+    resume_from: Path | None = None
+    """Checkpoint of another run, such as runs/first/step-00000400, or that run for its newest: go on from there into a
+    new --out, with this command's options. The other run stays as it is."""
     device: Literal["cpu", "cuda"] = "cuda"
     """Device on which to run; under torchrun each rank has its own GPU."""
     total_batch_tokens: int | None = option(
@@ -392,7 +395,7 @@ class TrainOptions(_Options):
 
 _OF_QUANTIZED = ("gradient_dtype", "scaling", "fp8_skip_first", "fp8_skip_last")
 """Options for quantized matmuls alone."""
-_ALTERNATIVES = (("steps", "epochs"), ("total_batch_tokens", "accumulate"))
+_ALTERNATIVES = (("steps", "epochs"), ("init", "resume_from"), ("total_batch_tokens", "accumulate"))
 """Pairs of options that say the same thing in two ways."""
 _UNDER_CAPS: dict[str, list[Any]] = {
     **{
@@ -428,6 +431,10 @@ _REFUSALS: tuple[tuple[Callable[[TrainOptions], bool], str], ...] = (
     (
         lambda o: o.optimizer == "muon" and o.agree is not None,
         "--agree {o.agree} does not go together with --optimizer muon",
+    ),
+    (
+        lambda o: o.resume_from is not None and o.agree is not None,
+        "--agree {o.agree} does not go together with --resume-from {o.resume_from}",
     ),
     (lambda o: o.gather_by == "copies" and o.zero != 3, "--gather-by copies is for --zero 3, got --zero {o.zero}"),
     (

@@ -29,7 +29,7 @@ from cs336_systems.harness.provenance import device_state, host_name, memory_use
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
-from cs336_systems.pretraining.checkpoint import ModelOfRun, write_run_json
+from cs336_systems.pretraining.checkpoint import ModelOfRun, goes_on_from, write_run_json
 from cs336_systems.pretraining.conversations import Conversations
 from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.dataset import Dataset, TokenStream
@@ -65,6 +65,7 @@ class PreparedRun:
         tokens_per_step: tokens of all ranks, of all replicas.
         mesh: the ranks, where some share a batch.
         place: this rank's number among those that have batches of their own, and theirs.
+        origin: the folder, or the checkpoint, from which the run goes on if there is one: its own, or another run's.
     """
 
     options: TrainOptions
@@ -81,6 +82,7 @@ class PreparedRun:
     tokens_per_step: int
     mesh: Mesh | None
     place: tuple[int, int]
+    origin: Path
 
     @property
     def dataset(self) -> Dataset:
@@ -123,6 +125,7 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     _check_alike(lambda: must_be_alike(options))
     if options.capped and rank.world_size > 1:
         raise ValueError(f"--device-gib and --host-gib are for one rank, and here are {rank.world_size}")
+    origin = on_rank_0(lambda: goes_on_from(options.out, options.resume_from))
     sources = sources_of(options.data or on_rank_0(default_data))
     _check_alike(lambda: data_identity(options, sources))
     datasets = [Dataset.open(source.folder) for source in sources]
@@ -163,7 +166,7 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     model = ModelOfRun(config, dataset.tokenizer, dataset.eos_id)
     on_rank_0(lambda: write_run_json(options.out, model))
     learned = options, datasets, train, evaluation, batch
-    return PreparedRun(*learned, config, loader, n_steps, rate, case, step, tokens_per_step, mesh, place)
+    return PreparedRun(*learned, config, loader, n_steps, rate, case, step, tokens_per_step, mesh, place, origin)
 
 
 def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:

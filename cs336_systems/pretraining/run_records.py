@@ -276,12 +276,12 @@ def from_line(line: bytes) -> Record | None:
 
 def changed_options(before: Session, now: Session) -> str:
     """The options that differ between two sessions of a run, in words: ``--chunk 64 (32), --matmul-dtype e4m3 (same)``.
-    The run's folder and its walltime do not count.
+    The run's folder, where it resumes from and its walltime do not count.
     """
     read = from_line(to_line(now))
     assert isinstance(read, Session)
     changed = [name for name, value in read.options.items() if before.options.get(name, value) != value]
-    shown = [name for name in changed if name not in ("out", "walltime")]
+    shown = [name for name in changed if name not in ("out", "resume_from", "walltime")]
     return ", ".join(f"--{name.replace('_', '-')} {read.options[name]} ({before.options[name]})" for name in shown)
 
 

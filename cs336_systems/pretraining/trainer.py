@@ -130,9 +130,9 @@ def run_prepared(
         stack.enter_context(prepared.loader)
         passed_over: list[str] = []
         stack.callback(agreement.leave)
-        made, best = _resume(prepared, passed_over.append)
+        made, best, found = _resume(prepared, passed_over.append)
         first_step = agreement.join(prepared, made)
-        log = stack.enter_context(_open_log(prepared, first_step, agreement.folder(prepared.options.out), sinks))
+        log = stack.enter_context(_open_log(prepared, first_step, agreement.folder(prepared.options.out), sinks, found))
         for sentence in passed_over:
             log.say(sentence, "warning")
         for record in introduction(prepared, rank):
@@ -160,30 +160,39 @@ class _Best:
             self.n_since += 1
 
 
-def _resume(prepared: PreparedRun, tell: Callable[[str], None]) -> tuple[int, _Best]:
-    """Take up the newest checkpoint that is whole; returns the steps that it has made, 0 if there is none."""
+def _resume(prepared: PreparedRun, tell: Callable[[str], None]) -> tuple[int, _Best, Path | None]:
+    """Take up the newest checkpoint that is whole; returns the steps that it has made, 0 if there is none, and it."""
     step, options = prepared.step, prepared.options
     groups: list[dict[str, Any]] = step.optimizer.param_groups
     asked = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    found = resume_checkpoint(options.out, step.model, step.optimizer, tell=tell)
+    found = resume_checkpoint(prepared.origin, step.model, step.optimizer, tell=tell)
     if found is None:
-        return 0, _Best()
+        return 0, _Best(), None
     if found.step > prepared.n_steps:
         raise ValueError(f"{found.path} has made more than the {prepared.n_steps:,} steps that the run is to have")
     for group, hyperparameters in zip(step.optimizer.param_groups, asked, strict=True):
         group.update(hyperparameters)  # as this command has them, not the one that saved
     prepared.loader.load_state_dict(found.extra["loader"])
-    return found.step, _Best(**found.extra.get("best", {}))
+    if prepared.origin != options.out:  # whose best checkpoint is not in this run's folder
+        return found.step, _Best(), found.path
+    return found.step, _Best(**found.extra.get("best", {})), found.path
 
 
-def _open_log(prepared: PreparedRun, first_step: int, folder: Path, sinks: Sequence[Sink]) -> RunLog:
-    """The first rank's log, begun; other ranks' log goes nowhere; a collective, as it may fail there."""
-    options = prepared.options
+def _open_log(
+    prepared: PreparedRun, first_step: int, folder: Path, sinks: Sequence[Sink], found: Path | None
+) -> RunLog:
+    """The first rank's log, begun; other ranks' log goes nowhere; a collective, as it may fail there.
+
+    Args:
+        found: the checkpoint that the run has taken up.
+    """
+    options, foreign = prepared.options, found is not None and prepared.origin != prepared.options.out
     logs, path = [RunLog()], folder / LOG
     asked = Session(asdict(options), asdict(TrainOptions.default(options.device)), prepared.n_steps, first_step)
 
     def open_it() -> None:
-        run = read_run(path) if path.exists() else None
+        earlier = found.parent / LOG if found is not None and foreign else path
+        run = read_run(earlier) if earlier.exists() else None
         before = run.last(Session) if run and first_step else None
         data = run.last(Data) if run and first_step else None
         trackers: list[Sink] = [TensorBoard(folder, first_step)] if options.tensorboard else []
@@ -192,6 +201,8 @@ def _open_log(prepared: PreparedRun, first_step: int, folder: Path, sinks: Seque
         log = RunLog(LogFile(path), *sinks, *trackers)
         try:
             log.write(asked)
+            if foreign:
+                log.say(f"goes on from {found}")
             if before is not None and (changes := changed_options(before, asked)):
                 log.say(f"unlike the session before: {changes}")
             if data is not None and data.tokens_per_step != prepared.tokens_per_step:

@@ -99,6 +99,42 @@ def test_a_run_that_resumes_is_the_run_that_was_not_interrupted_and_keeps_some_c
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_from_a_step_of_another_which_stays_as_it_is(whole, alone, tmp_path):
+    def there():
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in (whole / "run").rglob("*")}
+
+    before, source = there(), whole / "run" / "step-00000004"
+    asked = options(whole, out=tmp_path / "run", resume_from=source, save_every=3, keep_last=20)
+    for changes, said in (
+        ({"resume_from": whole / "run" / "step-00000011"}, f"step-00000011 does not exist: {whole / 'run'} has step-0"),
+        ({"resume_from": tmp_path / "400"}, f"400 does not exist: {tmp_path} has no complete checkpoint"),
+        ({"resume_from": whole / "data"}, "data is no complete checkpoint, nor a run that has one"),
+        ({"resume_from": whole / "data", "out": whole / "data"}, "a run that goes on from an earlier step has a new"),
+        ({"steps": 3}, "step-00000004 has made more than the 3 steps"),
+        ({"init": whole}, "--resume-from .*: give one of them"),
+    ):
+        with pytest.raises(ValueError, match=said) as refusal:
+            train(replace(asked, **changes), alone)
+        assert "\n" not in str(refusal.value)
+    outcome = train(replace(asked, walltime=1e-9), alone)
+    assert (outcome.first_step, outcome.reason) == (4, "walltime")
+    assert there() == before
+    said = [one.text for one in read_run(tmp_path / "run" / LOG).all(Message)]
+    assert said == [f"goes on from {source}", "unlike the session before: --save-every 3 (1)"]
+    outcome = train(asked, alone)  # the same command goes on from its own checkpoint
+    assert outcome.first_step > 4 and outcome.steps == 10
+    assert len(read_run(tmp_path / "run" / LOG).all(Message)) == 2
+    steps = read_run(tmp_path / "run" / LOG).all(LoggedStep)
+    assert [(one.loss, one.norm) for one in steps] == losses_and_norms(whole / "run")[4:]
+    assert_equal_weights(tmp_path / "run", whole / "run")
+    newest = options(whole, out=tmp_path / "more", resume_from=whole / "run", steps=12, keep_best=True)
+    outcome = train(newest, alone)  # where the loss of the other run's best does not count
+    assert (outcome.first_step, outcome.steps, outcome.best_step) == (10, 12, 12)
+    _, changed = read_run(tmp_path / "more" / LOG).all(Message)
+    assert changed.text.startswith("unlike the session before: --steps 12 (10), ")
+
+
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_which_the_log_says(whole, alone, tmp_path, recwarn):
     shutil.copytree(whole / "run", tmp_path / "run")
     for later in (9, 10):
