@@ -14,6 +14,7 @@ import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 
@@ -341,3 +342,14 @@ def did_you_mean(
     """Return a question that names the known names nearest to ``given``, with a space behind it; "" if none is near."""
     near = difflib.get_close_matches(given, list(known), n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(map(show, near))}? " if near else ""
+
+
+def how_to_download(path: Path, kind: str = "") -> str:
+    """Return the end of a sentence on a path that is not there: how to fetch it, if it looks like a name on the hub.
+
+    Args:
+        kind: arguments of ``hf download``, each with a blank behind it.
+    """
+    if path.is_absolute() or len(path.parts) != 2 or ".." in path.parts or Path(path.parts[0]).exists():
+        return ""
+    return f"; nothing is downloaded here: hf download {path} {kind}--local-dir {path.name} fetches it"

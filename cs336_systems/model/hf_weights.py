@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cs336_systems.config import ModelConfig, RopeScaling
+from cs336_systems.config import ModelConfig, RopeScaling, how_to_download
 from cs336_systems.model.transformer import TransformerLM
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -66,9 +66,7 @@ def to_hf_name(name: str) -> str:
 def _folder(path: str | os.PathLike[str]) -> Path:
     folder = Path(path)
     if not folder.is_dir():
-        fetch = f"; nothing is downloaded here: hf download {folder} --local-dir {folder.name} fetches it"
-        named = not folder.is_absolute() and len(folder.parts) == 2 and ".." not in folder.parts
-        raise FileNotFoundError(f"no checkpoint folder at {folder}{fetch if named else ''}")
+        raise FileNotFoundError(f"no checkpoint folder at {folder}{how_to_download(folder)}")
     return folder
 
 

@@ -3,12 +3,12 @@
     corpus = Corpus.find([Path("books")], suffixes=(".txt", ".md"))  # a folder, each file a document
     for document in corpus.documents(): ...
 
-The order is that of the paths given, and of names within a folder. What is not UTF-8 text is refused, so that no text
-is changed silently; only in the standard library, whose tests hold such files, such bytes become U+FFFD. Documents
-without text are left out. Only the present document, or the present rows of Parquet, are in memory.
+The order is that of the paths given, and of names within a folder. Files may be compressed (``unpacked.py``). Text is
+UTF-8, or what a byte-order mark or the caller says; anything else is refused, so that no text is changed silently. Only
+in the standard library, whose tests hold such files, such bytes become U+FFFD. Documents without text are left out.
+Only the present document, or the present rows of Parquet, are in memory.
 """
 
-import codecs
 import json
 import os
 import platform
@@ -16,10 +16,13 @@ import sysconfig
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from dataclasses import field as declared
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
+from cs336_systems.config import how_to_download
 from cs336_systems.pretraining.chat import Answers, ChatReader
+from cs336_systems.pretraining.unpacked import PACKED, Utf8File, plain_name, unpacked
 
 SUFFIXES = (".py", ".txt", ".md", ".jsonl", ".parquet")
 """Suffixes of the files that are taken from folders, unless others are asked for."""
@@ -27,9 +30,11 @@ MOST_BYTES = 64 * 2**20
 """The most bytes of a document in a text file: one without separators is rarely meant to be one document."""
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
 _CHUNK_BYTES = 2**20
+
+WITHOUT_TEXT, HALF_PAIRS = "rows without text left out", "rows with halves of surrogate pairs, which became ?"
+REPLACED, RECODED = "files not UTF-8 in places, where bytes became U+FFFD", "files read as "
 
 
 class Document(NamedTuple):
@@ -48,9 +53,11 @@ class Corpus:
         name: a short one, for folders.
         field: the field of a JSON line, or the column of Parquet, that holds the text.
         separator: the text between the documents of a text file; without one each file is a document.
-        strict: refuse text that is not UTF-8.
+        strict: refuse text that is in another encoding.
+        encoding: that of files without a byte-order mark; UTF-8 if None.
         skipped: how many files of each other suffix the folders have, the most frequent first.
         chat: reads each JSON line as a conversation instead.
+        counted: what the last pass over all files has left out, replaced or recoded, and how often.
     """
 
     name: str
@@ -59,8 +66,10 @@ class Corpus:
     field: str = "text"
     separator: str | None = None
     strict: bool = True
+    encoding: str | None = None
     skipped: tuple[tuple[str, int], ...] = ()
     chat: ChatReader | None = None
+    counted: Counter[str] = declared(default_factory=Counter)
 
     @classmethod
     def find(
@@ -70,6 +79,7 @@ class Corpus:
         suffixes: Sequence[str] = SUFFIXES,
         field: str = "text",
         separator: str | None = None,
+        encoding: str | None = None,
     ) -> Self:
         """The files that paths name; without a path, the standard library of the running Python.
 
@@ -77,8 +87,13 @@ class Corpus:
             suffixes: those of the files that are taken from folders, in upper or lower case; hidden files are not.
 
         Raises:
-            ValueError: a path is not there, a folder has no such files, one is compressed, or the separator is empty.
+            ValueError: a path is not there, a folder has no such files, one is compressed in a way that is not read,
+                the encoding is unknown, or the separator is empty.
         """
+        try:
+            "".encode(encoding or "utf-8")
+        except LookupError:
+            raise ValueError(f"--encoding {encoding} is unknown; known are latin-1, cp1252, utf-16, ...") from None
         if separator == "":
             raise ValueError("a separator of documents has at least one character")
         if not paths:
@@ -88,16 +103,19 @@ class Corpus:
         skipped: Counter[str] = Counter()
         for path in paths:
             if not path.exists():
-                raise ValueError(f"{path} does not exist")
+                is_file = plain_name(path).suffix.lower() in (*suffixes, *_JSON_LINES)
+                fetch = "" if is_file else how_to_download(path, "--repo-type dataset ")
+                raise ValueError(f"{path} does not exist{fetch}")
             files, others = _files(path, suffixes) if path.is_dir() else ((path,), Counter())
             if not files:
                 raise ValueError(f"folder {path} has no files that end in {', '.join(suffixes)}")
             found |= dict.fromkeys(files)
             skipped += others
-        if packed := [path for path in found if path.suffix.lower() in _COMPRESSED]:
+        if packed := [path for path in found if path.suffix.lower() == ".zip" or _is_packed_parquet(path)]:
             raise ValueError(f"{packed[0]} is compressed: unpack it first")
-        name, description = paths[0].resolve().stem, ", ".join(map(str, paths))
-        return cls(name, description, tuple(found), field, separator, skipped=tuple(skipped.most_common()))
+        name, description = plain_name(paths[0].resolve()).stem, ", ".join(map(str, paths))
+        how: dict[str, Any] = {"encoding": encoding, "skipped": tuple(skipped.most_common())}
+        return cls(name, description, tuple(found), field, separator, **how)
 
     @property
     def n_bytes(self) -> int:
@@ -108,25 +126,39 @@ class Corpus:
         """All documents, in order.
 
         Raises:
-            ValueError: a file is not what its name says, no UTF-8 text, lacks the field, is too large to be one
-                document, or needs a library that is not installed.
+            ValueError: a file is not what its name says, no text in its encoding, lacks the field, is too large to be
+                one document, or needs a library that is not installed.
             OSError: a file cannot be read.
         """
-        if self.chat is not None:
-            self.chat.counted.clear()
+        self.counted.clear()
         for path in self.files:
-            suffix = path.suffix.lower()
+            suffix = plain_name(path).suffix.lower()
             if self.chat is not None and suffix not in _JSON_LINES:
                 raise ValueError(f"{path} has no conversations: --chat reads {', '.join(_JSON_LINES)}")
-            if self.chat is not None:
-                found = _conversations(path, self.chat)
-            elif suffix in _JSON_LINES:
-                found = _json_lines(path, self.field)
-            elif suffix == ".parquet":
-                found = _parquet(path, self.field)
-            else:
-                found = _text(path, self.separator, self.strict)
+            found = _parquet(path, self.field, self.counted) if suffix == ".parquet" else self._of_text(path, suffix)
             yield from (document for document in found if document.text)
+
+    def _of_text(self, path: Path, suffix: str) -> Iterator[Document]:
+        """The documents of a text file or of JSON lines."""
+        with unpacked(path, self.encoding) as file:
+            if file.encoding != "utf-8":
+                self.counted[RECODED + file.encoding] += 1
+            if self.chat is not None:
+                found = _conversations(path, file, self.chat)
+            elif suffix in _JSON_LINES:
+                found = _json_lines(path, file, self.field, self.counted)
+            else:
+                found = _text(path, file, self.separator, None if self.strict else self.counted)
+            n_told = 0
+            for document in found:
+                if not file.direct:
+                    document, n_told = document._replace(file_bytes=file.n_read - n_told), file.n_read
+                yield document
+
+
+def _is_packed_parquet(path: Path) -> bool:
+    """Whether it is Parquet, which has its own compression, within another."""
+    return path.suffix.lower() in PACKED and plain_name(path).suffix.lower() == ".parquet"
 
 
 def _files(
@@ -147,35 +179,37 @@ def _files(
         seen.add(real)
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
         for path in (Path(parent, name) for name in names if not name.startswith(".")):
-            suffix = path.suffix.lower()
-            plain = path.stem if suffix in _COMPRESSED else path.name
-            if plain.lower().endswith(wanted):
+            if plain_name(path).name.lower().endswith(wanted):
                 found.append(path)
             else:
-                others[suffix or "without suffix"] += 1
+                others[path.suffix.lower() or "without suffix"] += 1
     return tuple(sorted(found)), others
 
 
-def _text(path: Path, separator: str | None, strict: bool) -> Iterator[Document]:
-    rest, end, start = b"", (separator or "").encode(), 0
-    with path.open("rb") as file:
-        if strict:
-            start = _after_byte_order_mark(file)
-        while chunk := file.read(_CHUNK_BYTES):
-            *pieces, rest = (rest + chunk).split(end) if end else [rest + chunk]
-            if len(rest) > MOST_BYTES:
-                size = f"{len(rest) / 2**20:.0f} MiB or more"
-                raise ValueError(f"{path} has a document of {size}: --separator says where its documents end")
-            for piece in pieces:
-                text = _decoded(piece, str(path), start) if strict else piece.decode(errors="replace")
-                start += len(piece) + len(end)
-                yield Document(text, len(piece) + len(end))
-    yield Document(_decoded(rest, str(path), start) if strict else rest.decode(errors="replace"), len(rest))
+def _text(path: Path, file: Utf8File, separator: str | None, replaced: Counter[str] | None) -> Iterator[Document]:
+    """Documents up to each separator; with a counter of ``REPLACED``, whatever their bytes are."""
+    rest, end, start, is_whole = b"", (separator or "").encode(), file.start, True
 
+    def decoded(data: bytes) -> str:
+        nonlocal is_whole
+        if replaced is None:
+            return _decoded(data, str(path), start)
+        text = data.decode(errors="replace")
+        is_whole = is_whole and text.encode() == data
+        return text
 
-def _after_byte_order_mark(file: BinaryIO) -> int:
-    """Go to where the text of a new file begins, and return that position: behind the mark that some editors write."""
-    return file.seek(len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0)
+    while chunk := file.read(_CHUNK_BYTES):
+        *pieces, rest = (rest + chunk).split(end) if end else [rest + chunk]
+        if len(rest) > MOST_BYTES:
+            size = f"{len(rest) / 2**20:.0f} MiB or more"
+            raise ValueError(f"{path} has a document of {size}: --separator says where its documents end")
+        for piece in pieces:
+            text = decoded(piece)
+            start += len(piece) + len(end)
+            yield Document(text, len(piece) + len(end))
+    yield Document(decoded(rest), len(rest))
+    if replaced is not None and not is_whole:
+        replaced[REPLACED] += 1
 
 
 def _decoded(data: bytes, place: str, start: int) -> str:
@@ -188,43 +222,44 @@ def _decoded(data: bytes, place: str, start: int) -> str:
     except UnicodeDecodeError as error:
         first = error.start
     fault = f"{place} is no UTF-8 text from byte {start + first:,} on"
-    raise ValueError(f"{fault}: convert it first, as with iconv -f ENCODING -t UTF-8, or leave it out")
+    raise ValueError(f"{fault}: if it is text, --encoding says in which encoding, such as latin-1")
 
 
-def _conversations(path: Path, chat: ChatReader) -> Iterator[Document]:
-    for row, place, n_bytes in _rows(path):
+def _conversations(path: Path, file: Utf8File, chat: ChatReader) -> Iterator[Document]:
+    for row, place, n_bytes in _rows(path, file):
         text, answers = chat.read(row, place)
         yield Document(text, n_bytes, answers)
 
 
-def _json_lines(path: Path, field: str) -> Iterator[Document]:
-    for row, place, n_bytes in _rows(path):
+def _json_lines(path: Path, file: Utf8File, field: str, counted: Counter[str]) -> Iterator[Document]:
+    for row, place, n_bytes in _rows(path, file):
         if not isinstance(row, dict) or field not in row:
             has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             raise ValueError(f"{place}: no text under {field!r}, it has {has}")
         text = row[field] or ""  # null is left out, as that of Parquet
         if not isinstance(text, str):
             raise ValueError(f"{place}: no text under {field!r}, it has {type(text).__name__} there")
-        yield Document(text.encode(errors="replace").decode(), n_bytes)  # JSON can spell half a surrogate pair
+        whole = text.encode(errors="replace").decode()  # JSON can spell half a surrogate pair
+        counted[WITHOUT_TEXT] += not text
+        counted[HALF_PAIRS] += whole != text
+        yield Document(whole, n_bytes)
 
 
-def _rows(path: Path) -> Iterator[tuple[Any, str, int]]:
+def _rows(path: Path, file: Utf8File) -> Iterator[tuple[Any, str, int]]:
     """The value of each line, its place in words, and its bytes."""
-    with path.open("rb") as file:
-        _after_byte_order_mark(file)
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            content = _decoded(line, place, 0)
-            try:
-                row = json.loads(content)
-            except ValueError as error:
-                raise ValueError(f"{place}: not JSON, of which each line has to be one object: {error}") from None
-            yield row, place, len(line)
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        content = _decoded(line, place, 0)
+        try:
+            row = json.loads(content)
+        except ValueError as error:
+            raise ValueError(f"{place}: not JSON, of which each line has to be one object: {error}") from None
+        yield row, place, len(line)
 
 
-def _parquet(path: Path, field: str) -> Iterator[Document]:
+def _parquet(path: Path, field: str, counted: Counter[str]) -> Iterator[Document]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -238,6 +273,7 @@ def _parquet(path: Path, field: str) -> Iterator[Document]:
                 for text in rows.column(0).to_pylist():
                     if text is not None and not isinstance(text, str):
                         raise ValueError(f"{path}: column {field!r} holds {type(text).__name__}, not text")
+                    counted[WITHOUT_TEXT] += not text
                     yield Document(text or "", share)
     except ArrowException as error:
         raise ValueError(f"{path} cannot be read: {error}") from error

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Definition
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from cs336_systems.config import how_to_download
+
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER = "tokenizer.json"
 BESIDE_TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
@@ -191,7 +193,7 @@ def load_tokenizer(path: Path, eos: str | int | None = None) -> JsonTokenizer:
     """
     file = path / TOKENIZER if path.is_dir() else path
     if not file.exists():
-        raise ValueError(f"tokenizer {path}: there is no {file}")
+        raise ValueError(f"tokenizer {path}: there is no {file}{how_to_download(path)}")
     config = file.with_name("tokenizer_config.json")
     try:
         if eos is None and config.exists():

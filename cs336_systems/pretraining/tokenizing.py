@@ -17,7 +17,6 @@ With ``--chat`` each JSON line is a conversation (``chat.py``), and files of mar
 
 import hashlib
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -53,13 +52,16 @@ class TokenizeOptions:
     """From text to token files, split into training and evaluation."""
 
     input: tuple[Path, ...] = ()
-    """Text, .jsonl and .parquet files, and folders of such; by default the standard library of the running Python."""
+    """Text, .jsonl and .parquet files, and folders of such; all but the last also as .gz, .zst, .bz2 or .xz. By default
+    the standard library of the running Python."""
     suffix: tuple[str, ...] = SUFFIXES
     """Suffixes of the files that are taken from folders."""
     field: str = "text"
     """Field of a JSON line or Parquet row that holds the text."""
     separator: str | None = None
     """Separator between the documents of a text file, such as <|endoftext|>; by default each file is a document."""
+    encoding: str | None = None
+    """Encoding of files without a byte-order mark, such as latin-1; by default UTF-8."""
     chat: bool = False
     """Each JSON line is a conversation: messages (role and content), or prompt and completion. The tokenizer's chat
     template makes it text, and only the answers are to be learned."""
@@ -103,13 +105,14 @@ def tokenize(options: TokenizeOptions) -> Dataset:
         OSError: something cannot be read or written.
     """
     options.check()
-    corpus = Corpus.find(options.input, suffixes=options.suffix, field=options.field, separator=options.separator)
+    how: dict[str, Any] = {"field": options.field, "separator": options.separator, "encoding": options.encoding}
+    corpus = Corpus.find(options.input, suffixes=options.suffix, **how)
     template = None
     if options.chat:
         made_here = options.tokenizer in ("bpe", "bytes")
         own = None if made_here else Path(options.tokenizer)
         template = ChatTemplate.find(own, options.chat_template, options.eos_token)
-        corpus = replace(corpus, chat=ChatReader(template, Counter()))
+        corpus = replace(corpus, chat=ChatReader(template, corpus.counted))
     out = options.out or default_folder(options, corpus)
     if out.exists() and not (out / MANIFEST).exists():
         raise ValueError(f"--out {out} is there and no dataset; name another folder")
@@ -137,10 +140,9 @@ def tokenize(options: TokenizeOptions) -> Dataset:
                 (folder / TEMPLATE).write_text(template.source, encoding="utf-8")
             described = corpus.description, len(corpus.files), splits
             describe(folder, tokenizer.json(), named, *described, chat=options.chat)
-    if corpus.chat is not None:
-        for what, number in corpus.chat.counted.items():
-            if number:
-                print(f"{number:,} {what}", file=sys.stderr)
+    for what, number in corpus.counted.items():
+        if number:
+            print(f"{number:,} {what}", file=sys.stderr)
     return Dataset.open(out)
 
 

@@ -1,7 +1,12 @@
 """Documents of each kind of file, in their order; damaged and missing ones are named with their line."""
 
+import bz2
+import gzip
 import json
+import lzma
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -62,12 +67,13 @@ def test_files_are_taken_for_what_they_are_or_refused(tmp_path):
     assert dict(corpus.skipped) == {".rst": 1, "without suffix": 1}
     (inside / "b.JSONL").rename(inside / "web.json")
     assert texts(inside / "web.json") == ["one", "\0"]
-    (inside / "g.jsonl.GZ").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"g.jsonl.GZ is compressed"):
-        texts(inside)
+    for name in ("g.jsonl.ZIP", "g.parquet.gz"):
+        (inside / name).write_bytes(b"")
+        with pytest.raises(ValueError, match=f"{name} is compressed"):
+            texts(inside)
+        (inside / name).unlink()
     for content, byte in (
         (b"a|caf\xe9", 5),
-        ("a".encode("utf-16"), 0),
         ("ab".encode("utf-16-le"), 1),
         (b"PK\3\4\0", 4),
         (b"\x1f\x8b", 1),
@@ -88,10 +94,6 @@ def test_texts_that_are_no_document(tmp_path, monkeypatch):
         texts(path)
     with pytest.raises(ValueError, match="separator"):
         texts(path, separator="")
-    for name in ("a.jsonl.gz", "a.txt.zst"):
-        path.rename(path := tmp_path / name)
-        with pytest.raises(ValueError, match=f"{name} is compressed"):
-            texts(path)
 
 
 def test_lines_of_json(tmp_path):
@@ -128,5 +130,88 @@ def test_parquet(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"a.parquet cannot be read: "):
         texts(path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"a.parquet needs pyarrow: uv sync --extra parquet"):
-        texts(path)
+    for name in ("a.parquet", "a.txt.zst"):
+        path.rename(path := tmp_path / name)
+        with pytest.raises(ValueError, match=f"{name} needs pyarrow: uv sync --extra parquet"):
+            texts(path)
+
+
+def zstd(data: bytes) -> bytes:
+    pyarrow = pytest.importorskip("pyarrow")
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as packed:
+        packed.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+PACK = {".gz": gzip.compress, ".zst": zstd, ".bz2": bz2.compress, ".XZ": lzma.compress}
+LINES = '{"text": "caf\u00e9\u2028"}\n\n{"text": "two"}\n'  # a line's end for Python, not for JSON lines
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_compressed_files_are_unpacked_whole_or_refused(suffix, tmp_path):
+    pack, folder = PACK[suffix], tmp_path / "texts"
+    folder.mkdir()
+    (folder / f"a.jsonl{suffix}").write_bytes(pack(LINES.encode()))
+    (folder / f"b.txt{suffix}").write_bytes(pack(b"one|") + pack("zwei ü".encode()))  # two, one after the other
+    corpus = Corpus.find([folder], separator="|")
+    found = list(corpus.documents())
+    assert [document.text for document in found] == ["café\u2028", "two", "one", "zwei ü"]
+    assert sum(document.file_bytes for document in found) == corpus.n_bytes
+    assert Corpus.find([folder / f"a.jsonl{suffix}"]).name == "a"
+    whole = (folder / f"a.jsonl{suffix}").read_bytes()
+    for broken in (whole[:-9], b"no such thing, but longer", whole[: len(whole) // 2]):
+        (folder / f"a.jsonl{suffix}").write_bytes(broken)
+        with pytest.raises(ValueError, match=rf"a.jsonl{suffix} cannot be unpacked: "):
+            texts(folder)
+
+
+def test_a_mark_or_the_caller_says_the_encoding_and_what_becomes_of_text_is_counted(tmp_path):
+    for encoding in ("utf-8-sig", "utf-16", "utf-32"):
+        (tmp_path / "a.jsonl").write_bytes(LINES.encode(encoding))
+        (tmp_path / "b.txt").write_bytes("Größe|\r\n€".encode(encoding))
+        corpus = Corpus.find([tmp_path], separator="|", encoding="cp1252")  # for files without a mark
+        assert [document.text for document in corpus.documents()] == ["café\u2028", "two", "Größe", "\r\n€"]
+        marked = encoding.removesuffix("-sig")
+        assert dict(+corpus.counted) == ({} if marked == "utf-8" else {f"files read as {marked}-le": 2})
+    (tmp_path / "b.txt").write_bytes("Größe|\r\n€".encode("cp1252"))
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress("Größe".encode("latin-1")))
+    named = Corpus.find([tmp_path / "b.txt", tmp_path / "c.txt.gz"], encoding="cp1252")
+    assert [document.text for document in named.documents()] == ["Größe|\r\n€", "Größe"]
+    with pytest.raises(ValueError, match=r"b.txt is no UTF-8 text from byte 2 on: .* --encoding says"):
+        texts(tmp_path / "b.txt")
+    (tmp_path / "b.txt").write_bytes("Größe".encode("utf-16")[:-1])
+    with pytest.raises(ValueError, match=r"b.txt is no utf-16-le text: truncated data"):
+        texts(tmp_path / "b.txt")
+    for unknown in ("latin-99", "base64"):
+        with pytest.raises(ValueError, match=f"--encoding {unknown} is unknown"):
+            texts(tmp_path, encoding=unknown)
+
+
+def test_rows_that_are_left_out_or_changed_are_counted_in_each_pass(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": ["a", None, "", None]}), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text('{"text": null}\n{"text": "\\ud800"}\n')
+    corpus = Corpus.find([tmp_path])
+    for _ in range(2):
+        assert [document.text for document in corpus.documents()] == ["a", "?"]
+        assert dict(corpus.counted) == {
+            "rows without text left out": 4,
+            "rows with halves of surrogate pairs, which became ?": 1,
+        }
+    (tmp_path / "c.py").write_bytes(b"caf\xe9\n")
+    lenient = replace(Corpus.find([tmp_path / "c.py"]), strict=False)
+    assert [document.text for document in lenient.documents()] == ["caf\ufffd\n"]
+    assert dict(lenient.counted) == {"files not UTF-8 in places, where bytes became U+FFFD": 1}
+
+
+def test_a_name_of_the_hub_says_how_to_download(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="hf download org/web --repo-type dataset --local-dir web fetches it$"):
+        texts(Path("org/web"))
+    (tmp_path / "org").mkdir()
+    for path in ("org/web", "texts/web.jsonl.gz"):
+        with pytest.raises(ValueError, match=f"^{path} does not exist$"):
+            texts(Path(path))

@@ -49,6 +49,10 @@ def test_a_run_says_what_it_made_and_where(run, monkeypatch):
     def full(writer, tokens):
         raise OSError(28, "No space left on device")
 
+    Path("rows.jsonl").write_text('{"text": "a"}\n{"text": null}\n{"text": "b"}\n')
+    code, _, err = run("--input", "rows.jsonl", "--tokenizer", "bytes", "--evaluation-fraction", "0")
+    assert (code, err) == (0, "1 rows without text left out\n")
+    Path("rows.jsonl").unlink()
     monkeypatch.setattr(TokenWriter, "append", full)
     code, out, err = run("--input", "source", "--tokenizer", "bytes", "--out", "full")
     assert (code, out, err) == (2, "", "tokenize_data: full: No space left on device\n")
@@ -60,6 +64,8 @@ def test_a_run_says_what_it_made_and_where(run, monkeypatch):
     [
         (["--input", "nowhere"], "nowhere"),
         (["--tokenizer", "nowhere"], "nowhere"),
+        (["--tokenizer", "org/model"], "hf download org/model --local-dir model fetches it"),
+        (["--input", "source", "--encoding", "latin-99"], "--encoding latin-99 is unknown"),
         (["--evaluation-fraction", "1"], "--evaluation-fraction 1 "),
         (["--eos-token", "<e>"], "--eos-token <e> "),
         (["--input", "source", "--vocab-size", "10"], "got 10"),
