@@ -252,6 +252,28 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
+ADAPTED = ("qkv", "output", "gate_up", "down")
+"""The matrices of a block that may have adapters: q, k and v; attention's output; gate and up; down."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): x W^T + alpha / rank (x A^T) B^T, of which W is frozen.
+
+    Each of q, k, v, gate and up has an A of its own, as in peft.
+    """
+
+    rank: int
+    alpha: float
+    on: tuple[str, ...] = ADAPTED
+    """Names of ``ADAPTED``."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of the low-rank part."""
+        return self.alpha / self.rank
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How the four matmuls of a block multiply: as its tensors are stored, or quantized to eight-bit floats.

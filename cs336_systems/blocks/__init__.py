@@ -1,5 +1,6 @@
 """A Transformer block with its backward written out: what it keeps for backward is a choice."""
 
+from cs336_systems.blocks.adapters import adapt
 from cs336_systems.blocks.autograd import WrittenOutBlock, head_ops, write_out
 from cs336_systems.blocks.block import backward, forward, recall
 from cs336_systems.blocks.ops import REFERENCE, BlockOps, block_ops
@@ -15,6 +16,7 @@ __all__ = [
     "QuantizedProducts",
     "Saved",
     "WrittenOutBlock",
+    "adapt",
     "backward",
     "block_ops",
     "block_products",

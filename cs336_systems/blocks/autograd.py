@@ -71,6 +71,12 @@ class _Call:
     kept: tuple[str, ...]
     parameters: tuple[str, ...]
     host_inputs: HostInputs | None
+    adapter_scale: float
+
+    def weights(self, parameters: Mapping[str, Tensor]) -> BlockWeights:
+        """What a pass reads, of which products are told."""
+        self.products.at([parameter for name, parameter in parameters.items() if ".lora_" not in name])
+        return BlockWeights.of(parameters, self.adapter_scale)
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -80,12 +86,11 @@ class _BlockFunction(torch.autograd.Function):
     def forward(
         ctx: Any, call: _Call, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, *parameters: Tensor
     ) -> Tensor:
-        weights = BlockWeights.of(dict(zip(call.parameters, parameters, strict=True)))
+        weights = call.weights(dict(zip(call.parameters, parameters, strict=True)))
         saved, x = Saved(call.kept), x.contiguous()
         ctx.away = None
         if call.host_inputs is not None and call.kept:
             saved, ctx.away = Saved(name for name in call.kept if name != "x"), call.host_inputs.send(x)
-        call.products.at(parameters)
         y = forward(x, weights, saved, call.ops, call.config, cos, sin, products=call.products, starts=starts)
         ctx.call, ctx.saved_names, ctx.starts = call, tuple(saved.tensors), starts
         ctx.save_for_backward(cos, sin, *parameters, *saved.tensors.values())
@@ -112,8 +117,7 @@ class _BlockFunction(torch.autograd.Function):
         later: Later | None = [] if _put_off else None
         there = None if later is not None else _gradients_there(trained, in_backward=True)
         grads = there or BlockGradients.empty(parameters, trained, vectors_only=later is not None)
-        weights = BlockWeights.of(parameters)
-        call.products.at(tuple(parameters.values()))
+        weights = call.weights(parameters)
         how = call.ops, call.config, cos, sin
         options: dict[str, Any] = {"products": call.products, "accumulate": there is not None, "later": later}
         options["starts"] = ctx.starts
@@ -191,6 +195,8 @@ class WrittenOutBlock(TransformerBlock):
     ) -> None:
         super().__init__(config, **placement)
         self.config, self.block_ops, self.products = config, block_ops, products
+        self.adapter_scale = 0.0
+        """The factor of the adapters' products, if the matrices have some (``adapters.py``)."""
         self.kept, self.host_inputs = kept_names(keep, quantized=products.quantized), host_inputs
         merge_(self)
 
@@ -216,7 +222,7 @@ class WrittenOutBlock(TransformerBlock):
                 raise ValueError(f"x is {x.dtype} and {name} {parameter.dtype}: a written-out block has one dtype")
         recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters.values()))
         kept = self.kept if recorded else ()
-        call = _Call(self.block_ops, self.products, self.config, kept, tuple(parameters), self.host_inputs)
+        call = _Call(self.block_ops, self.products, self.config, kept, tuple(parameters), self.host_inputs, self.adapter_scale)
         return _BlockFunction.apply(call, x, cos, sin, starts, *parameters.values())
 
 

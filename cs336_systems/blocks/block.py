@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cs336_systems.blocks.adapters import Adapter
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import NONE, STORED, Maxima, Operand, Products
 from cs336_systems.blocks.saved import APART, Saved
@@ -75,6 +76,25 @@ class _Stages:
         """An activation, by its name among ``Saved``'s, as products read it."""
         return self.products.read(name, x, self.maxima, rows=rows, columns=columns)
 
+    def adapter(self, name: str) -> Adapter | None:
+        """The adapter of the matrix of this name, if it has one."""
+        a, b = (getattr(self.weights, f"{name}_{each}") for each in "ab")
+        if a is None:
+            return None
+        config = self.config
+        widths = {"qkv": (config.d_query, config.d_kv, config.d_kv), "gate_up": (config.d_ff, config.d_ff)}
+        return Adapter(a, b, widths.get(name, (config.d_model,)), self.weights.adapter_scale)
+
+    def adapt_(self, name: str, out_RN: Tensor, x_RK: Operand) -> None:
+        """Add what the adapter of the matrix of this name, if it has one, makes of the product's operand."""
+        if (adapter := self.adapter(name)) is not None:
+            adapter.add_(out_RN, self.products.by_rows(x_RK))
+
+    def adapt_backward_(self, name: str, dx_RK: Tensor, dy_RN: Operand) -> Tensor | None:
+        """Add what an adapter's backward makes of the result's gradient; returns that of its low-rank product."""
+        adapter = self.adapter(name)
+        return None if adapter is None else adapter.backward_(dx_RK, self.products.by_rows(dy_RN))
+
     def norm1(self, x_RD: Tensor, rstd_R: Tensor | None = None) -> tuple[Any, Tensor]:
         """The norm of x, to be read, and its statistic, which may be known."""
         how = self.weights.ln1, self.config.rms_norm_eps, self.maxima.raised("normed1")
@@ -94,6 +114,8 @@ class _Stages:
             n_heads, n_kv_heads = (n_heads, 0) if name == "q" else (0, n_kv_heads)
         out = self.place(name, x_RD, (n_heads + 2 * n_kv_heads) * config.d_head)
         self.products.forward_(self.ops, out, normed1_RD, weight, bias)
+        assert name not in APART or self.weights.qkv_a is None, "two projections have no adapter"
+        self.adapt_("qkv", out, normed1_RD)
         if not config.qk_norm:
             self.rotate_(out, n_heads, n_kv_heads, inverse=False)
         return out
@@ -161,6 +183,7 @@ class _Stages:
         """The residual stream after attention, its norm, to be read, and the norm's statistic."""
         attended = self.read("attended", attended_RD, columns=False)
         branch = self.products.sum_forward(self.ops, attended, self.rows_of("output"))
+        self.adapt_("output", branch, attended)
         del attended
         how = self.weights.ln2, self.config.rms_norm_eps, self.maxima.raised("normed2")
         return self.products.add_norm(self.ops, x_RD, branch, *how)
@@ -168,10 +191,14 @@ class _Stages:
     def gate_up(self, x_RD: Tensor, normed2_RD: Operand) -> Tensor:
         gate_up = self.place("gate_up", x_RD, self.weights.gate_up.shape[0])
         self.products.forward_(self.ops, gate_up, normed2_RD, self.rows_of("gate_up"))
+        self.adapt_("gate_up", gate_up, normed2_RD)
         return gate_up
 
     def feed(self, x_RD: Tensor, normed2_RD: Operand) -> tuple[Tensor, Tensor]:
         """gate | up and SwiGLU's product of it."""
+        if self.weights.gate_up_a is not None:
+            gate_up = self.gate_up(x_RD, normed2_RD)
+            return gate_up, self.products.swiglu(self.ops, gate_up, self.maxima)
         gate_up, weight = self.place("gate_up", x_RD, self.weights.gate_up.shape[0]), self.rows_of("gate_up")
         return gate_up, self.products.swiglu_forward_(self.ops, gate_up, normed2_RD, weight, self.maxima)
 
@@ -309,6 +336,7 @@ def forward(
     else:
         y = residual if "residual" not in saved.names else torch.empty_like(residual)
     products.add_forward_(ops, y, residual, product, stages.rows_of("down"))
+    stages.adapt_("down", y, product)
     return y.view_as(x_BSD)
 
 
@@ -329,8 +357,7 @@ class _Writer:
     """Writes gradients of weights, or adds to them."""
 
     gradients: BlockGradients
-    products: Products
-    ops: BlockOps
+    stages: _Stages
     accumulate: bool
     later: Later | None
     """Takes the products, if they are for later."""
@@ -343,7 +370,16 @@ class _Writer:
             return
         # Without this writer, whose list it may join: a cycle would keep what it reads until Python's collector comes.
         read = dy_RN.whole_columns(), x_RM.whole_columns()
-        write = partial(_write_product, self.products, self.ops, name, *read)
+        self._now_or_later(partial(_write_product, self.stages.products, self.stages.ops, name, *read))
+
+    def adapter(self, name: str, dy_RN: Operand, x_RM: Operand, dh_Rr: Tensor | None) -> None:
+        """Write the gradients of the matrix's adapter, if it has one; dh is that of its low-rank product."""
+        if (adapter := self.stages.adapter(name)) is not None:
+            products = self.stages.products
+            read = products.by_rows(dy_RN), products.by_columns(x_RM), dh_Rr
+            self._now_or_later(partial(_write_adapter, adapter, self.stages.ops, name, *read))
+
+    def _now_or_later(self, write: Callable[[BlockGradients, bool], None]) -> None:
         if self.later is None:
             write(self.gradients, self.accumulate)
         else:
@@ -361,6 +397,20 @@ def _write_product(
     products: Products, ops: BlockOps, name: str, dy: Any, x: Any, gradients: BlockGradients, accumulate: bool
 ) -> None:
     products.backward_weight_(ops, getattr(gradients, name), dy, x, accumulate)
+
+
+def _write_adapter(
+    adapter: Adapter,
+    ops: BlockOps,
+    name: str,
+    dy: Tensor,
+    x: Tensor,
+    dh: Tensor,
+    gradients: BlockGradients,
+    accumulate: bool,
+) -> None:
+    da, db = (getattr(gradients, f"{name}_{each}") for each in "ab")
+    adapter.gradients_(ops.weight_backward_, da, db, dy, x, dh, accumulate)
 
 
 def backward(
@@ -393,7 +443,7 @@ def backward(
     """
     of_dy = products.maxima(dy_BSD, saved.tensors)
     stages = _Stages(weights, ops, products, of_dy, config, cos, sin, {}, _documents(starts))
-    maxima, write = products.gradient_maxima(dy_BSD), _Writer(grads, products, ops, accumulate, later)
+    maxima, write = products.gradient_maxima(dy_BSD), _Writer(grads, stages, accumulate, later)
     recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 
     gate_up, with_product = recalled.take("gate_up"), "product" not in recalled.operands
@@ -401,15 +451,20 @@ def backward(
     if products.ranks.under_products:
         recalled.operand("normed2")  # whose rows travel meanwhile
     dproduct = products.backward(ops, dy_read, stages.columns_of("down"))
+    dh = stages.adapt_backward_("down", dproduct, dy_read)
     asked = {"with_product": with_product, "columns": grads.gate_up is not None}
     again, dgate_up = products.swiglu_backward_(ops, dproduct, gate_up, stages.maxima, maxima, **asked)
     del dproduct, gate_up
-    write.product("down", dy_read, recalled.operand("product") if again is None else again)
+    again = recalled.operand("product") if again is None else again
+    write.product("down", dy_read, again)
+    write.adapter("down", dy_read, again, dh)
     del dy_read, again
     recalled.forget("product")
     residual = recalled["residual"]  # before its norm, which it brings with it if it has to be computed again
     write.product("gate_up", dgate_up, recalled.operand("normed2"))
     dnormed2 = products.sum_backward(ops, dgate_up, stages.columns_of("gate_up"))
+    dh = stages.adapt_backward_("gate_up", dnormed2, dgate_up)
+    write.adapter("gate_up", dgate_up, recalled.operand("normed2"), dh)
     del dgate_up
     recalled.forget("normed2")
     how = weights.ln2, recalled["rstd2"], dy
@@ -422,8 +477,11 @@ def backward(
     if products.ranks.under_products:
         recalled.operand("normed1")
     dattended = products.backward(ops, dy_read, stages.columns_of("output"))
-    write.product("output", dy_read, stages.read("attended", recalled["attended"], rows=False))
-    del dy_read
+    dh = stages.adapt_backward_("output", dattended, dy_read)
+    attended = stages.read("attended", recalled["attended"], rows=False)
+    write.product("output", dy_read, attended)
+    write.adapter("output", dy_read, attended, dh)
+    del dy_read, attended
     projected = recalled.projected()
     dqkv = dattended.new_empty(dattended.shape[0], config.d_qkv)
     ops.attention_backward(
@@ -448,7 +506,9 @@ def backward(
     del dqkv
     write.product("qkv", dy_read, recalled.operand("normed1"))
     dnormed1 = products.sum_backward(ops, dy_read, stages.columns_of("qkv"))
-    del dy_read
+    dh = stages.adapt_backward_("qkv", dnormed1, dy_read)
+    write.adapter("qkv", dy_read, recalled.operand("normed1"), dh)
+    del dy_read, dh
     recalled.forget("normed1")
     how = weights.ln1, recalled["rstd1"], dresidual
     dx, dgains["ln1"] = ops.rms_norm_backward(dnormed1, recalled["x"], *how, **maxima.raised("dx"))

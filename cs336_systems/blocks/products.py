@@ -169,6 +169,10 @@ class Products:
             ops.swiglu_product_(gate_up[part], rows, weight, product[part])
         return product
 
+    def swiglu(self, ops: BlockOps, gate_up: Tensor, maxima: Maxima) -> Tensor:
+        """SwiGLU of gate | up that are there."""
+        return ops.swiglu(gate_up)
+
     def swiglu_backward_(
         self,
         ops: BlockOps,
@@ -204,6 +208,16 @@ class Products:
     def backward_weight_(self, ops: BlockOps, gradient: Tensor, dy: Any, x: Any, accumulate: bool) -> None:
         """dy^T x, of columns; written into ``gradient``, or added to it."""
         ops.weight_backward_(gradient, dy, x, accumulate)
+
+    def by_rows(self, x: Operand) -> Tensor:
+        """A matrix (R, K) in the block's dtype, with the values that its rows have for products."""
+        rows: Tensor = x.rows
+        return rows
+
+    def by_columns(self, x: Operand) -> Tensor:
+        """A matrix (R, K) in the block's dtype, with the values that its columns have for products."""
+        columns: Tensor = x.whole_columns()
+        return columns
 
     def kept(self, name: str, operand: Operand) -> dict[str, Tensor]:
         """The tensors that are kept of one of ``costs.kept.OPERANDS``, by names in ``KEPT``."""

@@ -225,6 +225,9 @@ class QuantizedProducts(Products):
 
     def swiglu_forward_(self, ops: BlockOps, gate_up: Tensor, x: Operand, weight: Quantized, maxima: Maxima) -> Tensor:
         self.forward_(ops, gate_up, x, weight)
+        return self.swiglu(ops, gate_up, maxima)
+
+    def swiglu(self, ops: BlockOps, gate_up: Tensor, maxima: Maxima) -> Tensor:
         slopes = maxima.steepest(gate_up) if isinstance(maxima, FoundMaxima) else {}
         product: Tensor = self.quantizers.swiglu(gate_up, **maxima.raised("product"), **slopes)
         return product
@@ -262,6 +265,12 @@ class QuantizedProducts(Products):
 
     def backward_weight_(self, ops: BlockOps, gradient: Tensor, dy: Quantized, x: Quantized, accumulate: bool) -> None:
         self._multiply(dy, x, out=gradient, adds=accumulate)
+
+    def by_rows(self, x: Operand) -> Tensor:
+        return _stored(x.rows, by=self.recipe.scaling)
+
+    def by_columns(self, x: Operand) -> Tensor:
+        return _stored(x.whole_columns(), by=self.recipe.scaling).T
 
     def kept(self, name: str, operand: Operand) -> dict[str, Tensor]:
         columns = operand.whole_columns()
@@ -395,6 +404,12 @@ def _emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: 
     if adds:
         product += out
     out.copy_(product)
+
+
+def _stored(x: Quantized, *, by: str) -> Tensor:
+    """The matrix again in the dtype from before, with what quantizing has cost."""
+    scale = spread(x.scale, x.values.shape[1]) if by == "block" else x.scale
+    return x.values.to(x.dtype).mul_(scale)
 
 
 def _unscaled(x: Quantized, dtype: torch.dtype) -> Tensor:

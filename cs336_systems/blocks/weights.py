@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.config import ADAPTED
+
 PARTS: dict[str, tuple[str, ...]] = {
     "ln1": ("ln1.weight",),
     "qkv": ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight"),
@@ -24,7 +26,12 @@ PARTS: dict[str, tuple[str, ...]] = {
     "gate_up": ("ffn.w1.weight", "ffn.w3.weight"),
     "down": ("ffn.w2.weight",),
 }
-"""The parameters of the reference block that each weight holds, from its first row on."""
+PARTS |= {
+    f"{name}_{letter.lower()}": tuple(part.replace(".weight", f".lora_{letter}.weight") for part in PARTS[name])
+    for name in ADAPTED
+    for letter in "AB"
+}
+"""The parameters of a block that each weight holds, from its first row on: the reference block's, and adapters'."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +59,23 @@ class BlockWeights:
     """(E,), the gain of the norm that each head of q passes."""
     k_norm: Tensor | None = None
     """(E,)"""
+    qkv_a: Tensor | None = None
+    """(3 r, D): the adapters of q, k and v, of rank r."""
+    qkv_b: Tensor | None = None
+    """(P, r)"""
+    output_a: Tensor | None = None
+    output_b: Tensor | None = None
+    gate_up_a: Tensor | None = None
+    gate_up_b: Tensor | None = None
+    down_a: Tensor | None = None
+    down_b: Tensor | None = None
+    adapter_scale: float = 0.0
 
     @classmethod
-    def of(cls, parameters: Mapping[str, Tensor]) -> "BlockWeights":
-        """Make weights of a reference block's parameters: views where they lie one after the other, else copies."""
-        return cls(**{name: merged([parameters[part].detach() for part in parts]) for name, parts in _held(parameters)})
+    def of(cls, parameters: Mapping[str, Tensor], adapter_scale: float = 0.0) -> "BlockWeights":
+        """Make weights of a block's parameters: views where they lie one after the other, else copies."""
+        held = {name: merged([parameters[part].detach() for part in parts]) for name, parts in _held(parameters)}
+        return cls(**held, adapter_scale=adapter_scale)
 
 
 @dataclass(frozen=True)
@@ -72,6 +91,14 @@ class BlockGradients:
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    qkv_a: Tensor | None = None
+    qkv_b: Tensor | None = None
+    output_a: Tensor | None = None
+    output_b: Tensor | None = None
+    gate_up_a: Tensor | None = None
+    gate_up_b: Tensor | None = None
+    down_a: Tensor | None = None
+    down_b: Tensor | None = None
 
     @classmethod
     def empty(

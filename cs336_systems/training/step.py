@@ -123,6 +123,7 @@ class TrainStep:
         self.loss_function, self.accumulate = loss_function, accumulate
         self.guard, self.update, self.counted_over = guard, update, counted_over
         self._parameters = tuple(model.parameters())
+        self._trained = tuple(parameter for parameter in self._parameters if parameter.requires_grad)
         self.device = self._parameters[0].device
         self.loss: Tensor | None = None
         """The last batch's loss so far, detached. With ``counted_over`` its mean over these ranks is the loss."""
@@ -240,4 +241,4 @@ class TrainStep:
 
     def _weights_changed(self) -> None:
         """Raise the version counters of the weights, so that what was computed from them is known to be stale."""
-        torch.autograd.graph.increment_version(self._parameters)
+        torch.autograd.graph.increment_version(self._trained)

@@ -1,0 +1,134 @@
+"""Adapters against autograd through the merged weights, at each level of what is kept, and with quantized products."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.blocks import REFERENCE, adapt, block_products, write_out
+from cs336_systems.blocks.products import STORED
+from cs336_systems.blocks.weights import PARTS
+from cs336_systems.config import ADAPTED, Lora, Recipe
+from cs336_systems.model import TransformerLM
+
+from .cases import LLAMA, QWEN, QWEN3
+
+LORA = Lora(rank=4, alpha=6.0)
+IDS = torch.arange(4 * 12).view(4, 12) * 7 % 50
+WIDE = replace(LLAMA, name="wide", d_model=32, d_ff=48, n_heads=4)
+"""Of sizes that products in fp8 take."""
+LEVELS = ["input", "attention", "products", "all", "all-norm-qkv-ffn"]
+
+
+def written_out(config, keep="products", products=STORED, dtype=torch.float64) -> TransformerLM:
+    torch.manual_seed(0)
+    model = TransformerLM(config, dtype=dtype)
+    write_out(model, REFERENCE, keep, products)
+    return model
+
+
+def adapted(config, keep="products", lora=LORA, products=STORED, dtype=torch.float64) -> TransformerLM:
+    """With a B that is not zero."""
+    model = written_out(config, keep, products, dtype)
+    adapt(model, lora)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def loss_of(logits: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), IDS.flatten())
+
+
+def by_autograd(model: TransformerLM, lora: Lora) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of the reference model at W + s B A, and the gradients of A and B, all by autograd."""
+    own = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+    weights = {name: p for name, p in own.items() if ".lora_" not in name}
+    for name in weights:
+        if (a := own.get(name.replace(".weight", ".lora_A.weight"))) is not None:
+            b = own[name.replace(".weight", ".lora_B.weight")]
+            weights[name] = own[name] + lora.alpha / lora.rank * b @ a
+    reference = TransformerLM(model.config, dtype=torch.float64)
+    loss = loss_of(torch.func.functional_call(reference, weights, IDS))
+    loss.backward()
+    return loss, {name: p.grad for name, p in own.items() if p.requires_grad}
+
+
+@pytest.mark.parametrize("on", [ADAPTED, ("qkv",), ("output", "gate_up"), ("down",)], ids="-".join)
+@pytest.mark.parametrize("config", [LLAMA, QWEN, QWEN3], ids=lambda config: config.name)
+def test_loss_and_gradients_are_those_of_the_formula(config, on):
+    lora = Lora(4, 6.0, on)
+    model = adapted(config, lora=lora)
+    loss, expected = by_autograd(model, lora)
+    assert len(expected) == 2 * config.n_layers * sum(len(PARTS[name]) for name in on)
+    ours = loss_of(model(IDS))
+    ours.backward()
+    torch.testing.assert_close(ours, loss)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad is (".lora_" in name) is (name in expected), name
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, expected[name], msg=lambda m, name=name: f"{name}: {m}")
+        else:
+            assert parameter.grad is None, name
+
+
+@pytest.mark.parametrize("recipe", ["same", "tensor", "row", "block"])
+def test_each_level_gives_the_same_bits_and_two_backwards_add_up(recipe):
+    found = []
+    products = STORED if recipe == "same" else block_products("reference", Recipe("e4m3", scaling=recipe), remember=True)
+    for keep in LEVELS:
+        model = adapted(WIDE, keep, products=products, dtype=torch.float32)
+        for _ in range(2):
+            loss_of(model(IDS)).backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+        assert len(found[-1]) == 14 * WIDE.n_layers
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["same", "tensor"])
+def test_a_block_whose_b_is_zero_computes_as_without_adapters(recipe):
+    products = STORED if recipe == "same" else block_products("reference", Recipe("e4m3", scaling=recipe))
+    x = torch.randn(2, 16, WIDE.d_model, dtype=torch.bfloat16)
+    results = []
+    plain = written_out(WIDE, products=products, dtype=torch.bfloat16)
+    ours = copy.deepcopy(plain)
+    adapt(ours, LORA)
+    for model in (plain, ours):
+        own = x.clone().requires_grad_()
+        y = model.layers[0](own, *model.rotary(16))
+        y.backward(torch.ones_like(y))
+        results.append((y.detach(), own.grad))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+def test_quantized_adapters_are_near_those_of_stored_matrices():
+    """Adapters read what quantized products read, which differs by the rounding to three bits."""
+    gradients = []
+    for products in (STORED, block_products("reference", Recipe("e4m3"))):
+        model = adapted(WIDE, products=products, dtype=torch.float32)
+        loss_of(model(IDS)).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    exact, quantized = gradients
+    assert 0 < (quantized - exact).norm() / exact.norm() < 0.2
+
+
+def test_frozen_weights_are_quantized_once():
+    products = block_products("reference", Recipe("e4m3"), remember=True)
+    model = adapted(WIDE, products=products, dtype=torch.float32)
+    own = model.layers[0].products
+    made = []
+    quantize = own._quantize
+    own._quantize = lambda *given, **how: made.append(how.get("square", False)) or quantize(*given, **how)
+    for _ in range(2):
+        loss_of(model(IDS)).backward()
+        torch.autograd.graph.increment_version([p for p in model.parameters() if p.requires_grad])
+    assert sum(made) == 4
+
+
+def test_a_rank_beyond_a_matrix_is_refused():
+    with pytest.raises(ValueError, match=r"rank of 9 is larger than attn.k_proj.weight, which is \d+ x \d+"):
+        adapt(written_out(LLAMA), Lora(9, 9.0, ("qkv",)))
