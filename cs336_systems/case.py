@@ -21,6 +21,7 @@ from cs336_systems.config import (
     OPTIMIZERS,
     PRECISIONS,
     SCALINGS,
+    Lora,
     ModelConfig,
     Precision,
     Recipe,
@@ -421,6 +422,16 @@ class TrainingCase:
     def z_loss(self) -> float:
         """The coefficient of the squared log-sum-exp that is added to the loss; the trainer overrides this."""
         return 0.0
+
+    @property
+    def lora(self) -> Lora | None:
+        """The adapters that are trained instead of the weights, if any; the trainer overrides this."""
+        return None
+
+    @property
+    def n_trained(self) -> int:
+        """The number of parameters that are trained, of the whole model."""
+        return self.config.n_parameters if self.lora is None else self.lora.n_parameters(self.config)
 
     @property
     def moment_bytes(self) -> int:

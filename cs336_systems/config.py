@@ -273,6 +273,21 @@ class Lora:
         """The factor of the low-rank part."""
         return self.alpha / self.rank
 
+    def n_parameters(self, config: "ModelConfig") -> int:
+        """The number of parameters of all adapters of a model."""
+        d_model, d_query, d_kv, d_ff = config.d_model, config.d_query, config.d_kv, config.d_ff
+        rows_and_columns = {
+            "qkv": 3 * d_model + d_query + 2 * d_kv,
+            "output": d_query + d_model,
+            "gate_up": 2 * (d_model + d_ff),
+            "down": d_ff + d_model,
+        }
+        return config.n_layers * self.rank * sum(rows_and_columns[name] for name in self.on)
+
+    def __str__(self) -> str:
+        """In a few words, for people."""
+        return f"rank {self.rank}, alpha {self.alpha:g}, on {' '.join(self.on)}"
+
 
 @dataclass(frozen=True)
 class Recipe:

@@ -123,6 +123,16 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         "its own, which {attentions} have",
     ),
     (
+        lambda case: case.lora is not None and not case.written_out,
+        "LoRA of rank {case.lora.rank} with keep autograd: adapters are in blocks with a hand-written backward, "
+        + ", ".join(LEVELS),
+    ),
+    (
+        lambda case: case.lora is not None and max(case.parallel.tensor, case.parallel.pipeline) > 1,
+        "LoRA of rank {case.lora.rank} with tensor {parallel.tensor}, pipeline {parallel.pipeline}: ranks that share "
+        "matrices or divide blocks have no adapters",
+    ),
+    (
         lambda case: case.written_out and case.precision.autocast,
         "keep {case.keep} with dtype {case.precision.name}: blocks with a hand-written backward run in one dtype, "
         "fp32, tf32 or bf16",

@@ -2,6 +2,9 @@
 
     uv run scripts/export.py runs/stdlib                            # the newest checkpoint: runs/stdlib/hf-STEP
     uv run scripts/export.py runs/stdlib/step-00000200 --out models/stdlib
+    uv run scripts/export.py runs/lora --adapter                    # adapters alone, for peft: runs/lora/adapter-STEP
+
+Adapters (train.py --lora-rank) are merged into the weights that they were trained beside, unless --adapter is given.
 
 Needs one process and no GPU, however many ranks trained. The folder appears only when it is complete.
 """
@@ -26,7 +29,9 @@ class ExportOptions:
     checkpoint: tyro.conf.Positional[Path]
     """Folder of a run, whose newest complete checkpoint is taken, or one of its checkpoints."""
     out: Path | None = None
-    """New folder; by default RUN/hf-STEP."""
+    """New folder; by default RUN/hf-STEP, or RUN/adapter-STEP."""
+    adapter: bool = False
+    """Export the adapters alone, as peft's folder, of a run that trains adapters."""
     replace: bool = False
     """Also replace another model's folder. An earlier export is replaced anyway, if no other files were added to it."""
 
@@ -48,6 +53,8 @@ def _export(options: ExportOptions) -> int:
     from cs336_systems.pretraining.export import check_target, export_saved
 
     started = time.perf_counter()
+    if options.adapter:
+        return _export_adapter(options, started)
     if options.out is not None:
         check_target(options.out, options.replace)  # before anything long
     saved = load_weights(options.checkpoint)
@@ -64,6 +71,24 @@ def _export(options: ExportOptions) -> int:
         print(f"note: {note}")
     line = {"command": NAME, "out": str(exported.folder), "step": saved.step, "dtype": dtype_name}
     line |= {"parameters": config.n_parameters, "bytes": n_bytes, "files": list(exported.files)}
+    print(json.dumps(line | {"s": round(time.perf_counter() - started, 2)}))
+    return 0
+
+
+def _export_adapter(options: ExportOptions, started: float) -> int:
+    from cs336_systems.pretraining.adapters import export_adapter
+    from cs336_systems.pretraining.checkpoint import load_weights
+
+    saved = load_weights(options.checkpoint, merge=False)
+    for path, reason in saved.skipped.items():
+        print(f"{NAME}: {path} is passed over: {reason}", file=sys.stderr)
+    if (adapters := saved.model.adapters) is None:
+        raise ValueError(f"--adapter is for runs with --lora-rank, and {options.checkpoint} trains all weights")
+    out = options.out or saved.model.tokenizer.parent / f"adapter-{saved.step}"
+    files = export_adapter(out, saved.adapters, adapters)
+    n = sum(tensor.numel() for tensor in saved.adapters.values())
+    print(f"{out}: adapters of {adapters.lora} at step {saved.step:,}, {n:,} parameters, for {adapters.base}")
+    line = {"command": NAME, "out": str(out), "step": saved.step, "parameters": n, "files": files}
     print(json.dumps(line | {"s": round(time.perf_counter() - started, 2)}))
     return 0
 

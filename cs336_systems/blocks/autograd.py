@@ -222,7 +222,9 @@ class WrittenOutBlock(TransformerBlock):
                 raise ValueError(f"x is {x.dtype} and {name} {parameter.dtype}: a written-out block has one dtype")
         recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters.values()))
         kept = self.kept if recorded else ()
-        call = _Call(self.block_ops, self.products, self.config, kept, tuple(parameters), self.host_inputs, self.adapter_scale)
+        call = _Call(
+            self.block_ops, self.products, self.config, kept, tuple(parameters), self.host_inputs, self.adapter_scale
+        )
         return _BlockFunction.apply(call, x, cos, sin, starts, *parameters.values())
 
 

@@ -62,8 +62,8 @@ def host_bytes(case: TrainingCase, world_size: int = 1) -> dict[str, int]:
     names, (config, batch_size, seq_len) = offloaded(case), case.work
     width = case.precision.parameter_bytes
     sharded = case.parallel.wrapper == "fsdp" or case.parallel.optimizer_state != "replicated"
-    n_states = config.n_parameters // (world_size // case.parallel.replicas if sharded else 1)
+    n_states = case.n_trained // (world_size // case.parallel.replicas if sharded else 1)
     found = {name: int(n_states * n_bytes) for name, n_bytes in state_bytes_per_parameter(case).items()}
-    found["gradients"] = config.n_parameters * width
+    found["gradients"] = case.n_trained * width
     found["residual"] = config.n_layers * batch_size * seq_len * config.d_model * width
     return {name: found[name] for name in OFFLOADS if name in names}

@@ -4,11 +4,13 @@
     light.seconds_per_token           # of forward and backward on one device; None where a peak is unknown
     light.share(tokens_per_s)         # of an achieved rate; 1 is the bound itself
 
-A step has three parts, which may multiply in dtypes of their own:
+A step has parts, which may multiply in dtypes of their own:
 
     blocks      the four products of each block, 6 x their parameters per token
     attention   scores and values, 6 x layers x heads x d_head x context per token: the causal half, counted once
     head        6 x vocabulary x d_model per token
+    adapters    6 x their parameters, if they are trained in place of the weights (LoRA); blocks and head, whose frozen
+                weights get no gradients, are then 4 x their parameters
 
 each over the peak of its dtype, added up, and divided by the number of devices. With blocks in fp8 the bound falls by
 less than half, as the other parts stay; in one dtype a share of it is MFU. What recomputation repeats is not
@@ -23,12 +25,14 @@ counted, nor is what only moves bytes.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.config import Lora, ModelConfig, Precision
 from cs336_systems.costs.flops import forward_flops
 from cs336_systems.hardware import Hardware
 
 _TRAINING = 3
 """Forward's products, and two more for each in backward."""
+_FROZEN = 2
+"""As many where the weight is frozen: backward gives the input's gradient alone."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ def speed_of_light(
     dtype: str = "bf16",
     n_stored_blocks: int = 0,
     n_devices: int = 1,
+    lora: Lora | None = None,
 ) -> SpeedOfLight:
     """The bound of training on sequences of ``context_length`` tokens.
 
@@ -77,6 +82,7 @@ def speed_of_light(
         dtype: of attention and head.
         n_stored_blocks: whose products are of ``dtype`` all the same, as a recipe that skips blocks leaves them; a part
             of its own.
+        lora: adapters, in ``dtype``, that are trained instead of the weights.
 
     Raises:
         ValueError: no such dtype, or no device.
@@ -91,10 +97,12 @@ def speed_of_light(
         **({"stored blocks": (dtype, stored)} if n_stored_blocks else {}),
         "attention": (dtype, forward.attention),
         "head": (dtype, forward.head),
+        **({"adapters": (dtype, 2 * lora.n_parameters(config) * context_length)} if lora else {}),
     }
     parts = {}
     for name, (part_dtype, flops) in counted.items():
-        per_token = _TRAINING * flops / context_length
+        times = _TRAINING if lora is None or name in ("attention", "adapters") else _FROZEN
+        per_token = times * flops / context_length
         peak = hardware.peak(part_dtype) if hardware else None
         parts[name] = LightPart(part_dtype, per_token, per_token / (peak * n_devices) if peak else None)
     return SpeedOfLight(parts)

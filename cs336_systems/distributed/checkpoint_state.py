@@ -40,7 +40,10 @@ _DECOUPLED = "decoupled_weight_decay"
 
 
 class NamedState:
-    """The model is under FSDP, under this suite's DDP, or whole and equal on every rank; without extra state."""
+    """The model is under FSDP, under this suite's DDP, or whole and equal on every rank; without extra state.
+
+    Parameters that it names in ``not_saved`` are left out, as weights that are frozen and stored elsewhere.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._module = model.module if isinstance(model, (FSDP, DDP)) else model
@@ -56,7 +59,8 @@ class NamedState:
             }
         else:
             held = {name: Stretch.whole(parameter) for name, parameter in self._module.named_parameters()}
-        self._shares = {name: self._of_whole(name, stretch) for name, stretch in held.items()}
+        not_saved: frozenset[str] = getattr(self._module, "not_saved", frozenset())
+        self._shares = {name: self._of_whole(name, one) for name, one in held.items() if name not in not_saved}
         self._name_of = {share.values: name for name, share in self._shares.items()}
 
     def model(self) -> dict[str, Stretch]:

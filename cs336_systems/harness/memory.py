@@ -141,6 +141,9 @@ def predicted_states(case: TrainingCase, world_size: int) -> dict[str, int]:
     if how.wrapper in ("fsdp", "fsdp2"):
         shards = state_bytes(fullest.units(part), world_size // how.replicas, 1).parameters
         n_weights = n_gradients = n_states = shards
+    if case.lora is not None:
+        n_gradients = n_states = case.n_trained // (world_size // how.replicas if how.wrapper == "fsdp" else 1)
+        n_weights += n_states
     if how.optimizer_state != "replicated":
         n_states //= world_size
     if how.optimizer_state == "scattered-gradients" or (how.optimizer_state == "scattered" and case.accumulate == 1):

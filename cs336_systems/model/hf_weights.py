@@ -44,6 +44,7 @@ _HF_BLOCK_MODULES = {
     **{"ffn.w1": "mlp.gate_proj", "ffn.w2": "mlp.down_proj", "ffn.w3": "mlp.up_proj"},
 }
 _BLOCK = re.compile(r"layers\.(\d+)\.(.+)")
+_ADAPTER = re.compile(r"(.+)\.(lora_[AB])\.weight")
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 """Buffers that checkpoints of before 2023 carry; the rotary tables follow from the config."""
 
@@ -51,9 +52,13 @@ _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 def to_hf_name(name: str) -> str:
     """Hugging Face's name of our parameter: ``layers.0.ffn.w1.weight`` -> ``model.layers.0.mlp.gate_proj.weight``.
 
+    Of an adapter's, ``layers.0.ffn.w1.lora_A.weight``, it is peft's below ``base_model.model``.
+
     Raises:
         ValueError: no parameter of a ``TransformerLM`` has that name.
     """
+    if adapter := _ADAPTER.fullmatch(name):
+        return f"{to_hf_name(adapter[1] + '.weight').removesuffix('.weight')}.{adapter[2]}.weight"
     module, _, kind = name.rpartition(".")
     block = _BLOCK.fullmatch(module)
     inner = _HF_BLOCK_MODULES.get(block[2]) if block else None
@@ -100,7 +105,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / shard for shard in shards]
 
 
-def _open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:
+def open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """Weight name -> the mapped file that holds it; files close with ``stack``."""
     stored: dict[str, Any] = {}
     for file in _weight_files(folder):
@@ -149,6 +154,8 @@ def _check_fit(stored: dict[str, Any], targets: Mapping[str, Tensor], config: Mo
 def load_hf_weights(model: TransformerLM, path: str | os.PathLike[str]) -> None:
     """Copy the checkpoint in the folder ``path`` into ``model``, and fill the rotary tables, which no file holds.
 
+    Adapters, which the folder of a model does not have, stay as they are.
+
     Where the model ties its embeddings, the checkpoint may leave ``lm_head.weight`` out or carry an equal one.
 
     Raises:
@@ -157,11 +164,12 @@ def load_hf_weights(model: TransformerLM, path: str | os.PathLike[str]) -> None:
             stored dtype is not floating point (a quantised checkpoint), or the model is still on the meta device.
     """
     folder = _folder(path)
-    targets = {to_hf_name(name): parameter for name, parameter in model.named_parameters()}
+    own = ((name, parameter) for name, parameter in model.named_parameters() if not _ADAPTER.fullmatch(name))
+    targets = {to_hf_name(name): parameter for name, parameter in own}
     if any(parameter.is_meta for parameter in targets.values()):
         raise ValueError("the model is on the meta device and has no storage to load into; call to_empty first")
     with ExitStack() as stack:
-        stored = _open_weights(folder, stack)
+        stored = open_weights(folder, stack)
         _check_fit(stored, targets, model.config, folder)
         for name, parameter in targets.items():
             parameter.copy_(stored[name].get_tensor(name))

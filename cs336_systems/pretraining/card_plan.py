@@ -163,6 +163,9 @@ class CardPlan:
         case = replace(options, total_batch_tokens=None).training_case(config, 1)
         if case.dtype != "bf16":
             raise ValueError(f"{PRINT_PLAN} plans steps in bf16 and fp8, and --dtype is {case.dtype}")
+        if case.lora is not None:
+            fault = f"{PRINT_PLAN} plans steps that train all weights, not --lora-rank {case.lora.rank}"
+            raise ValueError(f"{fault}: --print-memory predicts what one with adapters needs")
         masters = (("master", 4),) if case.master == "fp32" else ()
         moments = (*((name, case.moment_bytes) for name, _ in BF16_MOMENTS), *masters)
         return cls(config, length, hardware, asked, tokens, moments, options)

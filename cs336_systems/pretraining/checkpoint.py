@@ -4,7 +4,8 @@
     saved = load_weights(Path("runs/stdlib"))                     # the newest; or one: runs/stdlib/step-00000200
 
     runs/stdlib/
-      run.json                  layout, the fields of ModelConfig, the id of the token that ends documents
+      run.json                  layout, the fields of ModelConfig, the id of the token that ends documents; adapters and
+                                the weights that they belong to, if adapters are trained (``adapters.py``)
       tokenizer.json            a copy, with the files that transformers reads beside it
       log.jsonl                 the run's records (``run_records.py``)
       step-00000200/            a checkpoint, as distributed/checkpoint.py writes it
@@ -16,6 +17,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from cs336_systems.distributed.checkpoint import find_checkpoint, load_whole_mod
 from cs336_systems.distributed.checkpoint_folder import is_checkpoint, survey
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights, read_json
+from cs336_systems.pretraining.adapters import AdaptersOfRun
 from cs336_systems.pretraining.dataset import flush
 from cs336_systems.pretraining.tokenizer import TOKENIZER, JsonTokenizer, copy_tokenizer, load_tokenizer
 
@@ -40,6 +43,8 @@ class ModelOfRun:
     config: ModelConfig
     tokenizer: Path
     eos_id: int
+    adapters: AdaptersOfRun | None = None
+    """What is trained instead of the weights, if they are frozen."""
 
     def load_tokenizer(self) -> JsonTokenizer:
         """The tokenizer.
@@ -60,7 +65,8 @@ class SavedModel:
     """The model of a checkpoint.
 
     Attributes:
-        weights: whole tensors on the CPU, by the names of a ``TransformerLM``.
+        weights: whole tensors on the CPU, by the names of a ``TransformerLM``; adapters are merged into their matrices.
+        adapters: the parameters of adapters alone, if these were trained.
         skipped: checkpoints that were passed over as damaged, and why.
     """
 
@@ -69,6 +75,7 @@ class SavedModel:
     step: int
     weights: dict[str, Tensor]
     skipped: dict[Path, str]
+    adapters: dict[str, Tensor]
 
 
 def write_run_json(folder: Path, model: ModelOfRun) -> ModelOfRun:
@@ -81,7 +88,7 @@ def write_run_json(folder: Path, model: ModelOfRun) -> ModelOfRun:
     loaded = model.load_tokenizer()
     if (folder / RUN).exists():
         there = read_run_json(folder)
-        was, now = ({"eos_id": one.eos_id} | asdict(one.config) for one in (there, model))
+        was, now = (_identity(one) for one in (there, model))
         others = [f"{name} is {was[name]} there and {now[name]} here" for name in now if was[name] != now[name]]
         if not others and there.load_tokenizer().json() != loaded.json():
             others.append("its tokenizer is another")
@@ -93,10 +100,18 @@ def write_run_json(folder: Path, model: ModelOfRun) -> ModelOfRun:
     copy_tokenizer(model.tokenizer, folder)
     unfinished = folder / f".{RUN}.{os.getpid()}.tmp"  # replicas may write it at the same time
     content = {"layout": LAYOUT, "model": asdict(model.config), "eos_id": model.eos_id}
+    content |= {} if model.adapters is None else {"adapters": model.adapters.as_json()}
     unfinished.write_text(json.dumps(content, indent=1), encoding="utf-8")
     flush(unfinished)
     unfinished.replace(folder / RUN)
     return read_run_json(folder)
+
+
+def _identity(model: ModelOfRun) -> dict[str, Any]:
+    """What a run cannot change, by name."""
+    found, adapters = {"eos_id": model.eos_id} | asdict(model.config), model.adapters
+    lora = None if adapters is None else str(adapters.lora)
+    return found | {"LoRA": lora, "the checksum of its base": adapters and adapters.checksum}
 
 
 def read_run_json(folder: Path) -> ModelOfRun:
@@ -114,7 +129,8 @@ def read_run_json(folder: Path) -> ModelOfRun:
         if layout == LAYOUT:
             scaling = fields["rope_scaling"]
             config = ModelConfig(**fields | {"rope_scaling": scaling and RopeScaling(**scaling)})
-            return ModelOfRun(config, folder / TOKENIZER, content["eos_id"])
+            adapters = AdaptersOfRun.from_json(content["adapters"]) if "adapters" in content else None
+            return ModelOfRun(config, folder / TOKENIZER, content["eos_id"], adapters)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error}") from None
     raise ValueError(f"{file} is of layout {layout}; this version reads {LAYOUT}")
@@ -142,17 +158,27 @@ def goes_on_from(out: Path, resume_from: Path | None) -> Path:
     return resume_from
 
 
-def load_weights(path: Path) -> SavedModel:
+def load_weights(path: Path, *, merge: bool = True) -> SavedModel:
     """The model of a checkpoint, or of the newest sound one in the folder of a run.
 
+    Args:
+        merge: read the base of adapters, too, and add them to its matrices; otherwise there are no weights.
+
     Raises:
-        ValueError: there is no run, no checkpoint, none that is whole, or it is of another model.
+        ValueError: there is no run, no checkpoint, none that is whole, or it is of another model; the base of its
+            adapters is not where it was.
         OSError: something cannot be read.
     """
     model = read_run_json(path.resolve().parent if is_checkpoint(path) else path)
     stored, skipped = find_checkpoint(path)
-    parameters = dict(TransformerLM(model.config, device="meta").named_parameters())
-    return SavedModel(model, stored.path, stored.step, load_whole_model(stored, parameters), skipped)
+    config, adapters, own = model.config, model.adapters, dict[str, Tensor]()
+    if adapters is None:
+        weights = load_whole_model(stored, dict(TransformerLM(config, device="meta").named_parameters()))
+    else:
+        shapes = adapters.shapes(config)
+        own = load_whole_model(stored, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+        weights = adapters.merged(own, config) if merge else {}
+    return SavedModel(model, stored.path, stored.step, weights, skipped, own)
 
 
 @dataclass(frozen=True)

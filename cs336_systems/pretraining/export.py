@@ -108,7 +108,9 @@ def export(
 
 def export_saved(folder: Path, saved: SavedModel, **how: Any) -> Exported:
     """``export`` of a checkpoint, whose origin is noted."""
-    origin = {"checkpoint": str(saved.path), "step": saved.step, "model": saved.model.config.name}
+    origin: dict[str, Any] = {"checkpoint": str(saved.path), "step": saved.step, "model": saved.model.config.name}
+    if saved.model.adapters is not None:
+        origin["adapters merged into"] = saved.model.adapters.as_json()
     return export(folder, saved.weights, saved.model, origin=origin, **how)
 
 

@@ -20,9 +20,10 @@ from cs336_systems.case import (
     kept_as,
     mesh_shape,
 )
-from cs336_systems.config import PACKING, ModelConfig, resolve_size
+from cs336_systems.config import PACKING, Lora, ModelConfig, resolve_size
 from cs336_systems.costs.kept import default_keep
 from cs336_systems.declared import flag, like, option, option_name, options_in, options_of
+from cs336_systems.pretraining.lora_options import LORA_REFUSALS, LoraFields
 from cs336_systems.pretraining.replica_options import ReplicaFields, replica_refusal
 from cs336_systems.pretraining.schedules import LearningRate, ScheduleKind
 from cs336_systems.pretraining.sources import sources_of
@@ -106,6 +107,7 @@ class TrainerCase(TrainingCase):
     pipeline_schedule: str = like(Parallel, "pipeline_schedule")
     pipeline_chunks: int = like(Parallel, "pipeline_chunks")
     world_size: int = 1
+    lora: Lora | None = None
 
     @property
     def moment_bytes(self) -> int:
@@ -127,7 +129,7 @@ class TrainerCase(TrainingCase):
 
 
 @dataclass(frozen=True)
-class RunFields(ReplicaFields):
+class RunFields(LoraFields, ReplicaFields):
     """The options of a training run that do not describe its step."""
 
     CPU_DEFAULTS: ClassVar[dict[str, Any]] = {
@@ -282,7 +284,7 @@ class TrainOptions(_Options):
             if name in asked:
                 raise ValueError(f"{asked[name]} is for quantized matmuls, and --matmul-dtype is same")
         sources_of(self.data)
-        for refused, sentence in _REFUSALS:
+        for refused, sentence in (*_REFUSALS, *LORA_REFUSALS):
             if refused(self):
                 raise ValueError(sentence.format(o=self))
         if reason := replica_refusal(self):
@@ -331,7 +333,8 @@ class TrainOptions(_Options):
         """The columns ``keep`` and ``checkpoint`` that --keep means; under caps the most."""
         if self.capped:
             return {"keep": "products"}
-        return kept_as(self.keep or default_keep(self.kernels, self.matmul_dtype))
+        by_default = "products" if self.lora else default_keep(self.kernels, self.matmul_dtype)
+        return kept_as(self.keep or by_default)
 
     def data_ranks(self, world_size: int) -> int:
         """The ranks of a world of so many that have batches of their own; ValueError if the mesh does not fit."""
@@ -386,6 +389,7 @@ class TrainOptions(_Options):
             "checkpoint": "none",
             "replicas": self.copies_in_world,
             "offload": "-".join(self.offload) or "none",
+            "lora": self.lora,
             "world_size": world_size,
             **self.kept,
         }
@@ -405,6 +409,7 @@ _UNDER_CAPS: dict[str, list[Any]] = {
         "pipeline": [1],
         "offload": [()],
         "keep": [None],
+        "lora_rank": [None],
         "compile": ["off"],
         "cuda_graph": ["off"],
     },

@@ -28,6 +28,7 @@ from cs336_systems.harness.memory import check_fit, is_predictable, predicted_pe
 from cs336_systems.harness.provenance import device_state, host_name, memory_used_bytes, versions
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
+from cs336_systems.pretraining.adapters import AdaptersOfRun
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.checkpoint import ModelOfRun, goes_on_from, write_run_json
 from cs336_systems.pretraining.conversations import Conversations
@@ -163,7 +164,10 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
         if rank.device.type == "cpu":
             _check_fit(case, rank)
         step, batch = _step(options, case, rank, masked=dataset.chat), options.batch_size
-    model = ModelOfRun(config, dataset.tokenizer, dataset.eos_id)
+    lora, adapters = options.lora, None
+    if lora is not None and init is not None:
+        adapters = on_rank_0(lambda: AdaptersOfRun.of(lora, init))
+    model = ModelOfRun(config, dataset.tokenizer, dataset.eos_id, adapters)
     on_rank_0(lambda: write_run_json(options.out, model))
     learned = options, datasets, train, evaluation, batch
     return PreparedRun(*learned, config, loader, n_steps, rate, case, step, tokens_per_step, mesh, place, origin)
@@ -178,6 +182,8 @@ def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
     elif options.zero and rank.world_size == options.tensor * options.pipeline:
         yield Message(f"--zero {options.zero} shards nothing: no two ranks hold the same weights", "warning")
     yield Model(config.name, config.n_parameters, config.context_length)
+    if (lora := options.lora) is not None:
+        yield Message(f"adapters of {lora}: {lora.n_parameters(config):,} parameters are trained, the rest is frozen")
     datasets = prepared.datasets
     n_learned, n_held_out = (
         sum(each.manifest["splits"].get(name, {"tokens": 0})["tokens"] for each in datasets)
@@ -197,7 +203,7 @@ def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
         yield Memory(predicted_segments(prepared.case, device.memory_bytes))
     dtype, recipe, hardware = step.precision.matmul_dtype, prepared.case.recipe, find_hardware(device.name)
     how: dict[str, Any] = {"dtype": dtype, "block_dtype": "fp8" if recipe.quantized else dtype}
-    how |= {"n_stored_blocks": recipe.n_skipped, "n_devices": rank.world_size}
+    how |= {"n_stored_blocks": recipe.n_skipped, "n_devices": rank.world_size, "lora": prepared.case.lora}
     light = speed_of_light(config, options.context_length, hardware, **how)
     yield Light({name: asdict(part) for name, part in light.parts.items()}, light.seconds_per_token)
 

@@ -6,7 +6,7 @@ Optimisations are applied from outside, in one order:
    as a value;
 2. the model is built in the precision's parameter dtype, on its device (on ``meta`` for our FSDP, which never holds it
    whole), and its blocks' backward is written out, if asked, each with what it keeps and how its products are
-   quantized; the model then computes its own loss;
+   quantized; the model then computes its own loss. Adapters are put beside their matrices, and the rest is frozen;
 3. blocks and loss are compiled, if asked: each block by itself, as torchtitan does, because equal blocks then share one
    compilation (or the whole model, for comparison, or the loss alone). Checkpointed segments run compiled blocks, but a
    selective policy is compiled with its block, because it must see the block's operators;
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from cs336_systems.attention.dispatch import attention_op
 from cs336_systems.attention.dispatch import unsupported_reason as attention_reason
-from cs336_systems.blocks import block_ops, block_products, head_ops, write_out
+from cs336_systems.blocks import adapt, block_ops, block_products, head_ops, write_out
 from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.costs.offload import STATES, offloaded
@@ -131,6 +131,8 @@ def build_unchecked(
         if context:
             of_blocks = context_ops(of_blocks, context, case.parallel.context_order)
         write_out(model, of_blocks, case.keep, products, inputs_on_host=away)
+    if case.lora is not None:
+        adapt(model, case.lora)
     if stages:
         assert mesh is not None
         keep_stage(model, stages, divide(stages, case.config), mesh.place("pipeline"))

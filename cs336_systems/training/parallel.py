@@ -155,7 +155,7 @@ def make_parallel_optimizer(
     group: Group = None,
     **hyperparameters: Any,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a name in ``config.OPTIMIZERS``, with its state where ``parallel`` says.
+    """The optimizer of a name in ``config.OPTIMIZERS``, over what is not frozen, its state where ``parallel`` says.
 
     ``replicated``: on every rank. ``owned``: each tensor's on one rank, for gradients that a wrapper averages.
     ``scattered``: ZeRO stage 1, which reduces the gradients itself; ``scattered-gradients``: stage 2, which keeps its
@@ -169,7 +169,7 @@ def make_parallel_optimizer(
     Raises:
         ValueError: there is no such optimizer, or no such place for its state.
     """
-    params: list[Any] = list(model.parameters())
+    params: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     cls, options = optimizer_class(name, params[0].device)
     if name == "muon":
         params = muon_groups(model, decay_vectors=decay == "all")

@@ -78,7 +78,9 @@ def test_loss_and_gradients_are_those_of_the_formula(config, on):
 @pytest.mark.parametrize("recipe", ["same", "tensor", "row", "block"])
 def test_each_level_gives_the_same_bits_and_two_backwards_add_up(recipe):
     found = []
-    products = STORED if recipe == "same" else block_products("reference", Recipe("e4m3", scaling=recipe), remember=True)
+    products = (
+        STORED if recipe == "same" else block_products("reference", Recipe("e4m3", scaling=recipe), remember=True)
+    )
     for keep in LEVELS:
         model = adapted(WIDE, keep, products=products, dtype=torch.float32)
         for _ in range(2):

@@ -1,0 +1,125 @@
+"""The adapters of a run, and the weights that they belong to: in ``run.json``, merged, and as peft's folder.
+
+    adapters = AdaptersOfRun.of(lora, Path("Qwen2.5-0.5B"))     # in run.json, beside the model
+    merged = adapters.merged(own, config)                       # base + scale B A, by the names of a TransformerLM
+    export_adapter(Path("out"), own, adapters)                  # what peft.PeftModel.from_pretrained(base, "out") loads
+
+Checkpoints of such a run hold adapters alone, so the base must stay where it is. Its checksum is of names, shapes and
+dtypes of all tensors and of each one's first row: enough to tell a model from one that was trained further, without
+reading all of it.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cs336_systems.blocks.adapters import adapter_shapes
+from cs336_systems.config import Lora, ModelConfig
+from cs336_systems.model import TransformerLM
+from cs336_systems.model.hf_weights import load_hf_weights, open_weights, to_hf_name
+from cs336_systems.pretraining.dataset import published
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The names of peft's files."""
+
+
+@dataclass(frozen=True)
+class AdaptersOfRun:
+    """What is trained beside which weights."""
+
+    lora: Lora
+    base: Path
+    """The Hugging Face folder of the weights."""
+    checksum: str
+
+    @classmethod
+    def of(cls, lora: Lora, base: Path) -> Self:
+        """Describe adapters of the weights in a folder; raises as ``load_hf_weights``."""
+        return cls(lora, base.resolve(), checksum_of(base))
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Read what ``as_json`` wrote; raises KeyError and TypeError."""
+        lora = Lora(content["rank"], content["alpha"], tuple(content["on"]))
+        return cls(lora, Path(content["base"]), content["checksum"])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values for ``run.json``."""
+        lora = self.lora
+        of_lora = {"rank": lora.rank, "alpha": lora.alpha, "on": list(lora.on)}
+        return of_lora | {"base": str(self.base), "checksum": self.checksum}
+
+    def shapes(self, config: ModelConfig) -> dict[str, tuple[int, int]]:
+        """The adapters' parameters in a model of this shape."""
+        whole = TransformerLM(config, device="meta").named_parameters()
+        return adapter_shapes({name: tuple(parameter.shape) for name, parameter in whole}, self.lora)
+
+    @torch.no_grad()
+    def merged(self, own: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+        """Return the base with scale B A added to the adapted matrices, which is computed in fp32 and rounded once.
+
+        Args:
+            own: the adapters' parameters, whole, on the CPU, in the dtype in which the run had the base, too.
+
+        Raises:
+            ValueError: the folder of the base holds other weights than when the run began, or none.
+            OSError: it cannot be read.
+        """
+        if not self.base.is_dir() or checksum_of(self.base) != self.checksum:
+            raise ValueError(f"the run trains adapters of the weights in {self.base}, which are not there any more")
+        dtype = next(iter(own.values())).dtype
+        model = TransformerLM(config, device="meta", dtype=dtype).to_empty(device="cpu")
+        load_hf_weights(model, self.base)
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        for name in own:
+            if name.endswith(".lora_A.weight"):
+                module = name.removesuffix(".lora_A.weight")
+                a, b = own[name].float(), own[f"{module}.lora_B.weight"].float()
+                weight = weights[f"{module}.weight"]
+                weight.copy_(weight.float().addmm_(b, a, alpha=self.lora.scale))
+        return weights
+
+
+def checksum_of(folder: Path) -> str:
+    """Eight hexadecimal digits that tell the weights of a Hugging Face folder from others; raises as reading them."""
+    found = 0
+    with ExitStack() as stack:
+        for name, file in sorted(open_weights(folder, stack).items()):
+            part = file.get_slice(name)
+            head = f"{name} {part.get_shape()} {part.get_dtype()}".encode()
+            row = part[:1].contiguous().view(torch.uint8).numpy().tobytes()
+            found = zlib.crc32(head + row, found)
+    return f"{found:08x}"
+
+
+def export_adapter(folder: Path, own: Mapping[str, Tensor], adapters: AdaptersOfRun) -> list[str]:
+    """Write a folder that peft loads beside the base, in the place of an earlier one; returns the names of its files.
+
+    Raises:
+        ValueError: the folder is there and holds something else.
+        OSError: it cannot be written.
+    """
+    if folder.exists() and not (folder.is_dir() and {each.name for each in folder.iterdir()} <= {CONFIG, WEIGHTS}):
+        raise ValueError(f"{folder} is there and has other files than adapters; name another")
+    lora = adapters.lora
+    modules = sorted({to_hf_name(name).rsplit(".", 3)[1] for name in own})
+    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+    described = {
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(adapters.base)},
+        **{"r": lora.rank, "lora_alpha": alpha, "target_modules": modules, "lora_dropout": 0.0, "bias": "none"},
+        **{"fan_in_fan_out": False, "use_rslora": False, "use_dora": False, "init_lora_weights": True},
+        **{"modules_to_save": None, "inference_mode": True},
+    }
+    with published(folder) as hidden:
+        weights = {f"base_model.model.{to_hf_name(name)}": tensor.contiguous() for name, tensor in own.items()}
+        save_file(weights, hidden / WEIGHTS, metadata={"format": "pt"})
+        (hidden / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    return [CONFIG, WEIGHTS]
