@@ -101,9 +101,9 @@ def adapt(model: TransformerLM, lora: Lora) -> None:
         shapes = adapter_shapes({name: tuple(p.shape) for name, p in block.named_parameters()}, lora)
         for name, (d_out, d_in) in shapes.items():
             linear, factor, _ = name.rsplit(".", 2)
-            owner = block.get_submodule(linear)
-            setattr(owner, factor, _Factor(d_out, d_in, owner.weight, zero=factor == "lora_B"))
-        block.adapter_scale = lora.scale
+            weight = block.get_parameter(f"{linear}.weight")
+            setattr(block.get_submodule(linear), factor, _Factor(d_out, d_in, weight, zero=factor == "lora_B"))
+        block.adapter_scale = lora.scale  # type: ignore[assignment]
         merge_(block)
 
 

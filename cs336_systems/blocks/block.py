@@ -374,7 +374,7 @@ class _Writer:
 
     def adapter(self, name: str, dy_RN: Operand, x_RM: Operand, dh_Rr: Tensor | None) -> None:
         """Write the gradients of the matrix's adapter, if it has one; dh is that of its low-rank product."""
-        if (adapter := self.stages.adapter(name)) is not None:
+        if (adapter := self.stages.adapter(name)) is not None and dh_Rr is not None:
             products = self.stages.products
             read = products.by_rows(dy_RN), products.by_columns(x_RM), dh_Rr
             self._now_or_later(partial(_write_adapter, adapter, self.stages.ops, name, *read))

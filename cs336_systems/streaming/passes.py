@@ -261,7 +261,8 @@ class Passes:
         dy.copy_(dx)
 
     def _weights(self, operation: Operation) -> BlockWeights:
-        return BlockWeights(**self._of(operation, "weights"))
+        weights: dict[str, Any] = self._of(operation, "weights")
+        return BlockWeights(**weights)
 
     def _saved(self, operation: Operation, own: Mapping[str, Tensor], *, context: bool = True) -> Saved:
         """The tensors of level ``products`` in slots; with keys and values of a long sequence if ``context``."""

@@ -19,8 +19,12 @@ from cs336_systems.pretraining.export import export, export_saved
 from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.tokenizer import ByteTokenizer
 from cs336_systems.pretraining.trainer import run_prepared, train
+from tests.distributed.checks import spawn
 from tests.pretraining.checkpointed import FAMILIES, LLAMA, model_of, write_tokenizer
-from tests.pretraining.trained import options, write_dataset
+from tests.pretraining.trained import options, train_each, write_dataset
+
+BASE = replace(LLAMA, d_ff=64)
+"""Of sizes that products in fp8 take."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,7 @@ def folder(tmp_path_factory) -> Path:
     """With data, and the folders of two models to begin with."""
     folder = tmp_path_factory.mktemp("lora")
     write_dataset(folder / "data")
-    for name, config in (("llama", LLAMA), ("qwen", FAMILIES["qwen"])):
+    for name, config in (("llama", BASE), ("qwen", FAMILIES["qwen"])):
         model = ModelOfRun(config, write_tokenizer(folder / "tokenizer"), ByteTokenizer.eos_id)
         export(folder / name, model_of(config).state_dict(), model)
     return folder
@@ -201,8 +205,8 @@ def test_options_that_do_not_serve_are_one_sentence(folder, alone, changes, comp
 
 def test_another_base_or_rank_is_refused(folder, alone, trained, tmp_path):
     before = (folder / "run" / "run.json").read_text()
-    other = ModelOfRun(LLAMA, folder / "tokenizer" / "tokenizer.json", ByteTokenizer.eos_id)
-    export(tmp_path / "llama", model_of(LLAMA, seed=1).state_dict(), other)
+    other = ModelOfRun(BASE, folder / "tokenizer" / "tokenizer.json", ByteTokenizer.eos_id)
+    export(tmp_path / "llama", model_of(BASE, seed=1).state_dict(), other)
     for changes, complaint in (
         ({"init": tmp_path / "llama"}, "the checksum of its base is"),
         ({"lora_rank": 2}, "LoRA is rank 4, alpha 6, on qkv output gate_up down there and rank 2"),
@@ -219,3 +223,27 @@ def test_another_base_or_rank_is_refused(folder, alone, trained, tmp_path):
         assert load_weights(folder / "run", merge=False).adapters
     finally:
         weights.with_suffix(".away").rename(weights)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_what_one_does(folder, alone):
+    """Adapters' gradients are averaged or sharded; the frozen weights stay whole, or are gathered."""
+
+    def of(name, **changes):
+        rows = {"batch_size": 4, "total_batch_tokens": 128, "steps": 3, "evaluate_every": None}
+        return lora_options(folder, name, **rows | changes)
+
+    quantized = {"matmul_dtype": "e4m3"}
+    ways = {f"zero-{zero}": {"zero": zero} for zero in (0, 1, 2, 3)} | {"context": {"context": 2, "zero": 3}}
+    ways["fp8"] = quantized | {"zero": 3}
+    train(of("one", batch_size=8), alone)
+    train(of("one-fp8", **quantized), alone)
+    outcomes = spawn(train_each, 2, [of(name, **changes) for name, changes in ways.items()], timeout_s=120)
+    assert all(outcome.reason == "done" for outcome in outcomes[0])
+    for name in ways:
+        one, found = (load_weights(folder / each, merge=False).adapters for each in ("one", name))
+        if name == "fp8":
+            one = load_weights(folder / "one-fp8", merge=False).adapters
+        for key, tensor in one.items():
+            torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=2e-2 if name == "fp8" else 1e-4)
+    assert train(of("zero-3", steps=4), alone).first_step == 3  # of the whole adapters
