@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.config import Lora
 from cs336_systems.refusals import REFUSALS, refusal
 
 PLAIN = TrainingCase(size="tiny", context_length=64)
@@ -47,6 +48,14 @@ class AttentionAlone(Shared):
         return True
 
 
+@dataclass(frozen=True)
+class Adapted(Shared):
+    """A case that trains adapters."""
+
+    lora: Lora | None = None
+
+
+ADAPTED = Adapted("cpu", "tiny", 4, 64, keep="input", lora=Lora(4, 8.0))
 ALONE = AttentionAlone("cuda", "tiny", 4, 64, "bf16", "sdpa-cudnn", how=CONTEXT_BY_TORCH)
 
 REFUSED = [
@@ -60,6 +69,8 @@ REFUSED = [
         replace(PLAIN, keep="all", attention="sdpa-flash"),
         "attention sdpa-flash: .* which reference, flash, hopper have",
     ),
+    (replace(ADAPTED, keep="autograd"), "LoRA of rank 4 with keep autograd"),
+    (replace(ADAPTED, how=Parallel("bucketed", tensor=2)), "LoRA of rank 4 with tensor 2, pipeline 1"),
     (replace(PLAIN, keep="all", dtype="autocast-bf16"), "keep all with dtype autocast-bf16"),
     (replace(PLAIN, keep="all", compile="on"), "keep all with compile on"),
     (replace(PLAIN, keep="all", checkpoint="every-2"), "keep all with checkpoint every-2"),
@@ -141,6 +152,7 @@ def test_what_is_next_to_it_is_served():
         *(PLAIN, FUSED, FP8, GRAPH, SCATTERED, EARLY, SHARING),
         *(ALONE, replace(ALONE, attention="sdpa-flash", how=replace(CONTEXT_BY_TORCH, context_order="torch-gathered"))),
         *(PLAIN, FUSED, FP8, GRAPH, SCATTERED, EARLY, SHARING, SHARING_FP8),
+        *(ADAPTED, replace(ADAPTED, how=Parallel("bucketed", context=2))),
         replace(FP8, keep="1xall+products", **on_cpu),
         replace(FUSED, master="fp32", offload="master-m-v-gradients-residual"),
         replace(SCATTERED, offload="m-v"),

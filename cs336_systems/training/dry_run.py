@@ -373,5 +373,5 @@ def _note_moments(step: TrainStep, live: LiveStorages) -> None:
     for name, module in named:
         module.register_forward_pre_hook(comes(name, "loss" if name == "loss" else "activations"))
         module.register_forward_hook(leaves(f"{name} backward"))
-    for parameter in step.model.parameters():
+    for parameter in (each for each in step.model.parameters() if each.requires_grad):
         parameter.register_post_accumulate_grad_hook(lambda p: live.label("gradients", [p.grad]))

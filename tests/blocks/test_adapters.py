@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.blocks import REFERENCE, adapt, block_products, write_out
+from cs336_systems.blocks import REFERENCE, adapt, block_ops, block_products, write_out
 from cs336_systems.blocks.products import STORED
 from cs336_systems.blocks.weights import PARTS
 from cs336_systems.config import ADAPTED, Lora, Recipe
 from cs336_systems.model import TransformerLM
 
 from .cases import LLAMA, QWEN, QWEN3
+from .test_kernels import CPU, CUDA
 
 LORA = Lora(rank=4, alpha=6.0)
 IDS = torch.arange(4 * 12).view(4, 12) * 7 % 50
@@ -129,6 +130,30 @@ def test_frozen_weights_are_quantized_once():
         loss_of(model(IDS)).backward()
         torch.autograd.graph.increment_version([p for p in model.parameters() if p.requires_grad])
     assert sum(made) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [CUDA, CPU])
+def test_kernels_with_adapters(device):
+    """The same bits at each level, and as without adapters where B is zero; near the plain operations."""
+    fused, found = block_ops("fused", "flash"), {}
+    models = {"plain": written_out(WIDE, dtype=torch.float32), "reference": adapted(WIDE, dtype=torch.float32)}
+    models |= {"products": adapted(WIDE, dtype=torch.float32), "all": adapted(WIDE, "all", dtype=torch.float32)}
+    models["zero"] = copy.deepcopy(models["plain"])
+    adapt(models["zero"], LORA)
+    for name, model in models.items():
+        block = model.to(device).layers[0]
+        block.block_ops = REFERENCE if name == "reference" else fused
+        torch.manual_seed(3)
+        x = torch.randn(2, 16, WIDE.d_model).to(device).requires_grad_()
+        y = block(x, *model.rotary(16))
+        y.backward(torch.ones_like(y))
+        own = [parameter.grad for key, parameter in block.named_parameters() if ".lora_" in key]
+        found[name] = [y.detach(), x.grad, *own]
+    assert all(torch.equal(one, other) for one, other in zip(found["plain"], found["zero"][:2], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(found["products"], found["all"], strict=True))
+    assert len(found["all"]) == 2 + 14
+    torch.testing.assert_close(found["all"], found["reference"], rtol=1e-4, atol=1e-4)
 
 
 def test_a_rank_beyond_a_matrix_is_refused():
