@@ -48,6 +48,7 @@ class Ended:
         complaint: why a replica, or its last checkpoint, has failed.
         logs: names of the replicas, whose logs are in folders of the run.
         best_step: always None, as replicas keep no best checkpoint.
+        hits: the faults that came, and when each did, in seconds since 1970 as in logs.
     """
 
     reason: str
@@ -56,6 +57,7 @@ class Ended:
     complaint: str | None
     logs: tuple[str, ...]
     best_step: int | None = None
+    hits: tuple[tuple[Fault, float], ...] = ()
 
 
 class Refused(ValueError):
@@ -150,6 +152,7 @@ class _Watch:
         self._options, self._console, self._tell, self._come_back = options, console, tell, come_back
         self._replicas = [_Replica(number) for number in range(options.replicas)]
         self._faults = list(faults_of(options.fail))
+        self._hits: list[tuple[Fault, float]] = []
         self._waking: list[tuple[float, int, FreshProcess]] = []  # when, and which process, is to go on
         self._lighthouse: FreshProcess | None = None
         self._port = 0
@@ -174,11 +177,12 @@ class _Watch:
             self._tell(f"{fault}: it did not come to that")
         ended = [replica.ended for replica in self._replicas if replica.ended is not None]
         names = tuple(replica.name for replica in self._replicas)
+        hits = tuple(self._hits)
         if not ended:
-            return Ended("failed", 0, 0, self._complaint or "no replica is left", names)
+            return Ended("failed", 0, 0, self._complaint or "no replica is left", names, hits=hits)
         last = max(ended, key=lambda outcome: outcome.steps)
         complaint = next((outcome.complaint for outcome in ended if outcome.complaint), None)
-        return Ended(last.reason, last.first_step, last.steps, complaint, names)
+        return Ended(last.reason, last.first_step, last.steps, complaint, names, hits=hits)
 
     def _start_lighthouse(self) -> None:
         self._lighthouse = FreshProcess(_be_the_lighthouse, self._port, round(1000 * self._options.agree_timeout))
@@ -256,6 +260,7 @@ class _Watch:
     def _hit(self, rank: FreshProcess, fault: Fault) -> None:
         """Send the signal for which a replica waits, and let it go on."""
         self._faults.remove(fault)
+        self._hits.append((fault, time.time()))
         self._tell(f"fault: {fault}")
         number = {"kill": signal.SIGKILL, "stall": signal.SIGSTOP, "nan": signal.SIGUSR1}[fault.kind]
         if fault.kind == "stall":

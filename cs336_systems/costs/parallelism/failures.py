@@ -8,6 +8,13 @@ restarting)
 
     E = M exp(restart / M) (exp((interval + save) / M) - 1)        goodput = interval / E
 
+Replicas that drop the step in which one of them dies train on without it. With ``step`` seconds a step, and ``stop``
+seconds from a failure until the others train again, a step takes on average
+
+    E = (M + stop) (exp(step / M) - 1)        goodput = step / E / (1 + away / (n M))
+
+since one of n replicas is missing for ``away`` seconds more (failures while training stands still are left out).
+
 Optima: Young (1974) takes sqrt(2 save M), right while save and interval are short against M; Daly's higher order form
 adds (1/3 sqrt(save / 2M) + save / 18 M) of it and subtracts ``save``, and is M from save = 2 M on. The exact optimum
 solves exp((interval + save) / M) (1 - interval / M) = 1, found here by bisection; it does not depend on the restart.
@@ -103,3 +110,39 @@ class Job:
             if high - low <= 1e-12 * high:
                 break
         return (low + high) / 2
+
+
+@dataclass(frozen=True)
+class ReplicatedJob:
+    """The costs that failures have for replicas that average gradients in every step, in seconds.
+
+    Raises:
+        ValueError: a time is not positive or negative, or there are fewer than two replicas.
+    """
+
+    mtbf_s: float
+    """Seconds of training between failures of any of the replicas."""
+    n_replicas: int
+    step_s: float
+    stop_s: float
+    """Seconds from a failure until the others begin the step again."""
+    back_s: float
+    """Seconds from a failure until the dead replica trains again."""
+
+    def __post_init__(self) -> None:
+        if self.n_replicas < 2:
+            raise ValueError(f"replicas that go on without one must be at least 2, got {self.n_replicas}")
+        if not (self.mtbf_s > 0 and self.step_s > 0):
+            raise ValueError(f"time between failures and step must be positive, got {self.mtbf_s} and {self.step_s}")
+        if self.stop_s < 0 or self.back_s < 0:
+            raise ValueError(f"times after a failure must not be negative, got {self.stop_s} and {self.back_s}")
+
+    @property
+    def goodput(self) -> float:
+        """The share of all replicas' time that becomes steps kept."""
+        try:
+            expected_s = (self.mtbf_s + self.stop_s) * math.expm1(self.step_s / self.mtbf_s)
+        except OverflowError:
+            return 0.0
+        away_s = max(0.0, self.back_s - self.stop_s)
+        return self.step_s / expected_s / (1 + away_s / (self.n_replicas * self.mtbf_s))

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from cs336_systems.costs.parallelism.failures import DAY, Job, mean_time_between_failures
+from cs336_systems.costs.parallelism.failures import DAY, Job, ReplicatedJob, mean_time_between_failures
 
 JOBS = [Job(3600.0, 10.0), Job(8640.0, 60.0, 300.0), Job(864.0, 60.0, 300.0), Job(600.0, 1500.0)]
 
@@ -56,7 +56,35 @@ def test_more_nodes_fail_more_often():
     assert mean_time_between_failures(100, 20) == pytest.approx(DAY / 2)
 
 
+def shares(job: ReplicatedJob, n_steps: int, random_: random.Random) -> list[float]:
+    """Goodput of each of some stretches of ``n_steps`` steps, with failures of replicas drawn one by one."""
+    found = []
+    for _ in range(40):
+        elapsed, learned, away = 0.0, 0, [0.0] * job.n_replicas
+        for _ in range(n_steps):
+            while (gap := random_.expovariate(1 / job.mtbf_s)) < job.step_s:
+                failed = elapsed + gap
+                away[random_.randrange(job.n_replicas)] = failed + job.back_s
+                elapsed = failed + job.stop_s
+            learned += sum(until <= elapsed for until in away)
+            elapsed += job.step_s
+        found.append(learned * job.step_s / (job.n_replicas * elapsed))
+    return found
+
+
+@pytest.mark.parametrize(
+    "job", [ReplicatedJob(8.0, 4, 0.2, 1.6, 1.6), ReplicatedJob(50.0, 4, 1.0, 5.0, 40.0)], ids=["in time", "late"]
+)
+def test_goodput_of_replicas_is_that_of_replicas_that_fail_at_random(job):
+    found = shares(job, 2000, random.Random(0))
+    error = statistics.stdev(found) / len(found) ** 0.5
+    assert abs(statistics.fmean(found) - job.goodput) < max(4 * error, 0.01 * (job.back_s > job.stop_s))
+
+
 def test_bad_input():
+    for wrong in ((0.0, 4, 1.0, 1.0, 1.0), (1.0, 1, 1.0, 1.0, 1.0), (1.0, 2, 1.0, -1.0, 1.0)):
+        with pytest.raises(ValueError, match=r"got (0.0|1|-1.0)"):
+            ReplicatedJob(*wrong)
     for wrong in ((0, 1), (1, 0), (1, 1, -1)):
         with pytest.raises(ValueError, match="got (0|-1)"):
             Job(*wrong)
