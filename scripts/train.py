@@ -216,7 +216,8 @@ def _train(options: TrainOptions) -> int:
     code = {"interrupted": INTERRUPTED}.get(outcome.reason, 1 if outcome.complaint else 0)
     if rank.rank:
         return code
-    return _conclude(options, outcome, [agreement.folder(options.out)], code, started)
+    log = agreement.folder(options.out)
+    return _conclude(options, outcome, [log], code, started) if log.exists() else code
 
 
 def _conclude(options: TrainOptions, outcome: Any, logs: list[Path], code: int, started: float) -> int:

@@ -17,6 +17,7 @@ is any other name: rename a checkpoint to have it kept. The newest is the one wr
 at a time saves into a folder, and all ranks must see the same one.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -24,7 +25,8 @@ import shutil
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,18 @@ def begin(folder: Path, step: int) -> tuple[Path, int]:
     temporary.mkdir()
     now = time.time_ns()
     return temporary, max(now, complete[-1].saved_at + 1) if complete else now  # clocks may be set back
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[Path]:
+    """Keep other processes that lock it out of a folder, where its file system has locks; yields the folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        os.close(descriptor)
 
 
 def publish(temporary: Path, marker: dict[str, Any]) -> Path:

@@ -173,7 +173,7 @@ def _predicted(line: Line) -> float | None:
 
 
 def _undisturbed(line: Line) -> Line | None:
-    return line.peer(kills="0") if line.settings["how"] == REPLICAS and line.settings["kills"] != "0" else None
+    return line.peer(kills=0) if line.settings["how"] == REPLICAS and line.settings["kills"] else None
 
 
 def _of_undisturbed(line: Line) -> float | None:

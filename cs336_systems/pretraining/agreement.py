@@ -20,6 +20,7 @@ from torch import Tensor
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_records import Evaluation, LoggedCheckpoint, LoggedStep, Membership, Message, Record
+from cs336_systems.pretraining.stop_requests import StopRequests
 
 if TYPE_CHECKING:
     from cs336_systems.pretraining.preparation import PreparedRun
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 
 OUTER_MOMENTUM = "outer_momentum"
 """The outer optimizer's momentum among the states of a parameter in a checkpoint."""
+
+
+class StoppedWaiting(RuntimeError):
+    """A world that waits for others is asked to end, and they do not come."""
+
 
 Trouble = Callable[[int], bool]
 """Told the number of a step in whose middle this replica is; returns whether its gradients are to be NaN."""
@@ -43,6 +49,7 @@ class Agreement:
         at_average: whether all worlds have the same weights after the last step, so that one may save or stop.
         reasons: (n,) of this world's ranks that have each reason to stop, and after a step at an average of all.
         hopeless: why this world must stop: its own numbers were not finite twice in a row.
+        stop: who asks this world to end, as the trainer sets it before ``join``.
     """
 
     on = False
@@ -50,6 +57,7 @@ class Agreement:
     kept = at_average = True
     reasons: Tensor
     hopeless: str | None = None
+    stop: StopRequests | None = None
 
     @property
     def first(self) -> bool:
@@ -61,13 +69,13 @@ class Agreement:
         return out
 
     def join(self, prepared: "PreparedRun", made: int) -> int:
-        """Begin, after ``made`` steps; returns the steps that are made when this returns."""
+        """Begin, after ``made`` steps; returns the steps that are made when this returns; raises ``StoppedWaiting``."""
         for state in getattr(prepared.step.optimizer, "state", {}).values():
             state.pop(OUTER_MOMENTUM, None)  # the run was under DiLoCo before
         return made
 
     def begin(self, made: int) -> int:
-        """Before a step: agree on who is there, and which sequences each takes."""
+        """Before a step: agree on who is there, and which sequences each takes; raises ``StoppedWaiting``."""
         return made
 
     def end(self, made: int) -> int:

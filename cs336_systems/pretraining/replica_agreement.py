@@ -32,7 +32,7 @@ from cs336_systems.distributed.checkpoint_state import OPTIMIZER, NamedState
 from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.distributed.shards import wait_for_parameters
 from cs336_systems.distributed.stretches import Stretch
-from cs336_systems.pretraining.agreement import Agreement, Trouble, checksum
+from cs336_systems.pretraining.agreement import Agreement, StoppedWaiting, Trouble, checksum
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import PreparedRun, data_identity, must_be_alike
 from cs336_systems.pretraining.run_records import Membership, Record
@@ -94,7 +94,7 @@ class ReplicaAgreement(Agreement, ABC):
         self._lives: list[str] = []
         self._records: list[Record] = []
         self._made = self._first_step = 0
-        self._healed = False
+        self._healed = self._joined = False
         timeout, host = timedelta(seconds=options.agree_timeout), socket.gethostname()
         self._store: dist.TCPStore | None = None
 
@@ -143,6 +143,7 @@ class ReplicaAgreement(Agreement, ABC):
         alike[f"the checksum of weights after {made} steps"] = repr(weights)
         self._alike = alike
         self._come()
+        self._joined = True
         return self._made
 
     @abstractmethod
@@ -168,8 +169,14 @@ class ReplicaAgreement(Agreement, ABC):
 
     def before_quorum(self) -> None:
         """Called by the manager."""
+        if not self._joined and self.is_to_end():
+            raise StoppedWaiting(f"replica {self._name} was asked to end before the others came")
         wait_for_parameters(self._step.model)
         self._healed, self._transport.seconds = False, 0.0
+
+    def is_to_end(self) -> bool:
+        """Called by the manager while it waits for a quorum."""
+        return self.stop is not None and self.stop.asked is not None
 
     def after_quorum(self, seconds: float) -> None:
         """Called by the manager, when the state is that of the others."""

@@ -1,5 +1,6 @@
 """torchft's transport, process groups and manager, as replicas need them (``replica_agreement.py``)."""
 
+import math
 import time
 import urllib.request
 import warnings
@@ -14,12 +15,20 @@ from torchft.checkpointing import HTTPTransport
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
+from cs336_systems.pretraining.agreement import StoppedWaiting
+
 _RETRIES = 20
 """Failed attempts in a row to form a group before a step is tried without."""
 _JOIN_S = 1.0
 """Seconds for which gloo waits, five times, until another member of a new group connects. One may have died since they
 agreed; and a lighthouse that is started again counts its groups from the beginning, so that the first finds addresses
 of an older one in the store."""
+
+
+_LOOK_S = 0.2
+"""Seconds between two looks at whether a replica that waits for a quorum is to end."""
+_GRACE_S = 5.0
+"""Seconds for which one that is to end still waits: mostly the others come, and all end after the same step."""
 
 
 class Transport(HTTPTransport[Any]):
@@ -84,6 +93,9 @@ class Reported(Protocol):
     def after_quorum(self, seconds: float) -> None:
         """Called when the state is that of the others, after so many seconds."""
 
+    def is_to_end(self) -> bool:
+        """Asked now and then until then."""
+
 
 class ReportingManager(Manager):
     """torchft's manager, which tells its replica of each quorum and each verdict."""
@@ -101,6 +113,20 @@ class ReportingManager(Manager):
                 break
             super().should_commit()  # no, which makes the lighthouse form another group
         self.replica.after_quorum(time.perf_counter() - began)
+
+    def wait_quorum(self) -> None:
+        """Wait for the quorum, or until the replica is to end and nobody comes; raises ``StoppedWaiting`` then."""
+        assert self._quorum_future is not None
+        gives_up_at = math.inf
+        while time.monotonic() < gives_up_at:
+            try:
+                return self._quorum_future.result(_LOOK_S)
+            except TimeoutError:
+                if self._quorum_future.done():  # it is the quorum's own
+                    raise
+            if gives_up_at == math.inf and self.replica.is_to_end():
+                gives_up_at = time.monotonic() + _GRACE_S
+        raise StoppedWaiting(f"asked to end, and no quorum came within {_GRACE_S:g} s")
 
     def should_commit(self, *args: Any, **kwargs: Any) -> bool:
         self.verdict = super().should_commit(*args, **kwargs)

@@ -30,12 +30,13 @@ from torch import Tensor
 
 from cs336_systems.distributed.background_checkpoint import BackgroundSaver, Saved
 from cs336_systems.distributed.checkpoint import resume_checkpoint
+from cs336_systems.distributed.checkpoint_folder import locked, survey
 from cs336_systems.distributed.peer_memory import mapped_bytes
 from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.shards import wait_for_parameters
 from cs336_systems.harness.memory import free_bytes
-from cs336_systems.pretraining.agreement import Agreement
+from cs336_systems.pretraining.agreement import Agreement, StoppedWaiting
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.deferred import Deferred, Done
 from cs336_systems.pretraining.loader import Sequences, evaluate
@@ -131,13 +132,17 @@ def run_prepared(
         passed_over: list[str] = []
         stack.callback(agreement.leave)
         made, best, found = _resume(prepared, passed_over.append)
-        first_step = agreement.join(prepared, made)
+        stop = agreement.stop = stack.enter_context(StopRequests(ends_at))
+        try:
+            first_step = agreement.join(prepared, made)
+        except StoppedWaiting:
+            assert stop.asked is not None
+            return Outcome(prepared.options.out, made, made, stop.asked, None)
         log = stack.enter_context(_open_log(prepared, first_step, agreement.folder(prepared.options.out), sinks, found))
         for sentence in passed_over:
             log.say(sentence, "warning")
         for record in introduction(prepared, rank):
             log.write(record)
-        stop = stack.enter_context(StopRequests(ends_at))
         step, options = prepared.step, prepared.options
         keep: dict[str, Any] = {"keep_last": options.keep_last, "keep_every": options.keep_every}
         saver = stack.enter_context(BackgroundSaver(options.out, step.model, step.optimizer, **keep))
@@ -277,6 +282,10 @@ class _Run:
                 self._look_at_gpu()
                 self._made = self._agreement.end(self._made)
                 self._evaluate_and_save(deferred)
+        except StoppedWaiting as error:
+            self._reason = stop.asked
+            self._log.say(str(error), "warning")
+            self._save_alone()
         except NonFiniteStep as error:
             self._fail(error)
             raise
@@ -454,6 +463,20 @@ class _Run:
             self._saver.save(self._made, extra, self._best.step if self._options.keep_best else None)
         self._saved_step = self._made
         self._tell_saves(self._saver.finished())
+
+    def _save_alone(self) -> None:
+        """Save where other worlds do not come, unless another that waits in vain has saved the same step by then."""
+        if self._options.save_every is None or not self._agreement.at_average:
+            return
+        with ExitStack() as claim:
+
+            def is_missing() -> bool:
+                folder = claim.enter_context(locked(self._options.out))
+                return all(stored.step != self._made for stored in survey(folder)[0])
+
+            if on_rank_0(is_missing):
+                self._save()
+                self._tell_saves(self._saver.wait())
 
     def _tell_saves(self, saves: Sequence[Saved]) -> None:
         for one in saves:

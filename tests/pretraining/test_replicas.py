@@ -11,16 +11,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cs336_systems.distributed.checkpoint_folder import survey
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining.replica_options import Fault, faults_of
 from cs336_systems.pretraining.replicas import Refused, train_replicas
 from cs336_systems.pretraining.run_log import LOG, read_run
-from cs336_systems.pretraining.run_records import Dropped, LoggedStep, Membership
+from cs336_systems.pretraining.run_records import Dropped, End, LoggedStep, Membership
 from cs336_systems.pretraining.trainer import train
 
 from .trained import losses_and_norms, options, write_dataset
 
-torchft = pytest.importorskip("torchft")
+LighthouseServer = pytest.importorskip("torchft.coordination").LighthouseServer
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -172,3 +173,42 @@ def test_nothing_stays_behind_a_command_that_is_killed(folder):
     process.wait()
     _, alive = psutil.wait_procs(below, timeout=15)
     assert not alive
+
+
+@pytest.mark.slow
+def test_replicas_that_die_at_once_go_on_from_the_newest_checkpoint(folder):
+    """With all of them, and as if nothing had happened."""
+    ended, told, logs = run(folder, steps=9, save_every=4, fail="kill 0 at 6; kill 1 at 6")
+    assert (ended.reason, ended.first_step, ended.steps) == ("done", 4, 9), told
+    assert [line for line in told if "started again" in line] == told[2:] and len(told) == 4
+    undisturbed, _, others = run(folder, steps=9, save_every=4, out=folder / "undisturbed")
+    assert undisturbed.reason == "done"
+    for log in logs:
+        assert losses_and_norms(log) == losses_and_norms(others[0])
+
+
+@pytest.mark.slow
+def test_a_replica_that_waits_in_vain_saves_and_ends_when_it_is_asked_to(folder):
+    """Its lighthouse is gone, and would be waited for."""
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, quorum_tick_ms=20)
+    address = f"http://127.0.0.1:{server.address().rsplit(':', 1)[1]}"
+    command = [sys.executable, "scripts/train.py", "--size", "tiny", "--agree", "every-step", "--context-length", "16"]
+    command += ["--lighthouse", address, "--replica", "a", "--data", str(folder / "data"), "--out", str(folder / "run")]
+    command += ["--steps", "100000", "--log-every", "1", "--evaluate-every", "100000", "--save-every", "100000"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        assert any(line.startswith("[T] step  ") for line in process.stdout)
+        server.shutdown()
+        time.sleep(1.0)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    log = read_run(folder / "run" / "replica-a" / LOG)
+    end, made = log.last(End), len(log.all(LoggedStep))
+    assert end is not None and (end.reason, end.step) == ("terminated", made)
+    (saved,) = survey(folder / "run")[0]
+    assert saved.step == made > 0
