@@ -42,8 +42,7 @@ class EveryStep(ReplicaAgreement):
         flats = list(_packed(gradients))
         sent = [torch.cat([loss, self.reasons.to(loss)]), *(flat for flat, _ in flats)]
         own_is_finite = _finite(sent)
-        for work in [self._manager.allreduce(flat) for flat in sent]:
-            work.wait()
+        self._average(sent)
         if self._manager.errored() is None and not _finite(sent):
             self._manager.report_error(FloatingPointError("a loss or a gradient is not finite"))
         error = self._manager.errored()
@@ -57,6 +56,10 @@ class EveryStep(ReplicaAgreement):
         else:
             self._drop(error.original_exception if error else None, own_is_finite)
         return self.kept
+
+    def _average(self, sent: list[Tensor]) -> None:
+        for work in [self._manager.allreduce(flat) for flat in sent]:
+            work.wait()
 
     def _drop(self, error: Exception | None, own_is_finite: bool) -> None:
         """Note why the step is dropped."""

@@ -1,5 +1,6 @@
 """torchft's transport, process groups and manager, as replicas need them (``replica_agreement.py``)."""
 
+import gc
 import math
 import time
 import urllib.request
@@ -111,6 +112,7 @@ class ReportingManager(Manager):
             super().start_quorum(*args, **kwargs)
             if self.errored() is None:
                 break
+            self._hang_up()
             super().should_commit()  # no, which makes the lighthouse form another group
         self.replica.after_quorum(time.perf_counter() - began)
 
@@ -129,5 +131,18 @@ class ReportingManager(Manager):
         raise StoppedWaiting(f"asked to end, and no quorum came within {_GRACE_S:g} s")
 
     def should_commit(self, *args: Any, **kwargs: Any) -> bool:
+        self._hang_up()
         self.verdict = super().should_commit(*args, **kwargs)
         return self.verdict
+
+    def _hang_up(self) -> None:
+        """After an error that not all replicas have met, close this one's connections, so that all meet one.
+
+        Of four on a ring one is not connected with the one that died, and would wait for neighbours that have given up.
+        """
+        error = self.errored()
+        if error is None or isinstance(error.original_exception, FloatingPointError):
+            return
+        error.original_exception.with_traceback(None)  # whose frames hold works, and these gloo's connections
+        self._pg.abort(errored=False)
+        gc.collect()
