@@ -46,7 +46,7 @@ class Agreement:
         number: of this world among those that are there; -1 before ``join``.
         n_there: how many are there.
         kept: whether the last step counts; if not, its data come again.
-        at_average: whether all worlds have the same weights after the last step, so that one may save or stop.
+        at_average: whether the last step ended in an average, so that one may save, evaluate or stop.
         reasons: (n,) of this world's ranks that have each reason to stop, and after a step at an average of all.
         hopeless: why this world must stop: its own numbers were not finite twice in a row.
         stop: who asks this world to end, as the trainer sets it before ``join``.
@@ -58,6 +58,11 @@ class Agreement:
     reasons: Tensor
     hopeless: str | None = None
     stop: StopRequests | None = None
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that this rank has sent to other worlds, but for a state that one took over."""
+        return 0.0
 
     @property
     def first(self) -> bool:
@@ -83,8 +88,13 @@ class Agreement:
         return made + 1
 
     @contextmanager
+    def common_weights(self) -> Iterator[None]:
+        """While this is open after a step at an average, the model has the weights that are the same in all worlds."""
+        yield
+
+    @contextmanager
     def saving(self) -> Iterator[None]:
-        """While this is open, the optimizer holds all that a checkpoint needs."""
+        """While this is open, the optimizer holds all that a checkpoint needs, and the model the common weights."""
         yield
 
     def told(self) -> list[Record]:

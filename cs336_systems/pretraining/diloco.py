@@ -104,6 +104,30 @@ class OuterSteps(ReplicaAgreement):
             self._records.append(Dropped(self._made, reason, sequences, False, 0.0))
 
     @contextmanager
+    def common_weights(self) -> Iterator[None]:
+        """Those of the last average of each fragment, which this replica's own have left since in all fragments but
+        one; and with a delay also in that."""
+        if self._options.agree_fragments == 1 and self._options.agree_delay == 0:
+            yield
+            return
+        self._manager.disallow_state_dict_read()
+        self._swap_weights()
+        try:
+            yield
+        finally:
+            self._swap_weights()
+            self._manager.allow_state_dict_read()
+
+    @torch.no_grad()
+    def _swap_weights(self) -> None:
+        """Exchange the model's weights and those of the last averages."""
+        for fragment in self._diloco._fragments:
+            for name, parameter in fragment._model_fragment.named_parameters():
+                average, own = fragment.original_parameters[name], parameter.detach().clone()
+                parameter.copy_(average)
+                average.copy_(own)
+
+    @contextmanager
     def saving(self) -> Iterator[None]:
         states = self._step.optimizer.state
         held = [
@@ -115,7 +139,8 @@ class OuterSteps(ReplicaAgreement):
         for state, momentum in held:
             state[OUTER_MOMENTUM] = momentum
         try:
-            yield
+            with self.common_weights():
+                yield
         finally:
             for state, _ in held:
                 del state[OUTER_MOMENTUM]

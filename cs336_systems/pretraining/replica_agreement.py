@@ -146,6 +146,10 @@ class ReplicaAgreement(Agreement, ABC):
         self._joined = True
         return self._made
 
+    @property
+    def sent_bytes(self) -> float:
+        return self._group.sent_bytes
+
     @abstractmethod
     def _come(self) -> None:
         """Wait for the first quorum of this session."""

@@ -14,7 +14,9 @@ from torch.distributed._serialization import _streaming_load
 from torch.utils._pytree import tree_map_only
 from torchft.checkpointing import HTTPTransport
 from torchft.manager import Manager
-from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+
+from cs336_systems.costs.communication import cost
 
 from cs336_systems.pretraining.agreement import StoppedWaiting
 
@@ -55,15 +57,37 @@ class Transport(HTTPTransport[Any]):
             self.seconds = time.perf_counter() - began
 
 
-class Gloo(ProcessGroupGloo):
-    """Knows whether its members have changed since somebody looked."""
+class _Watched(ProcessGroup):
+    """Knows whether its members have changed since somebody looked, and how many bytes have left.
+
+    Attributes:
+        sent_bytes: bytes that this rank has sent, if each collective went around a ring (``costs/communication.py``).
+    """
 
     changed = False
-    _timeout: timedelta
+    sent_bytes = 0.0
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
         self.changed = True
         super().configure(*args, **kwargs)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        self._count("all_reduce", tensors)
+        return super().allreduce(tensors, opts)
+
+    def allgather(self, output_tensors: list[list[Tensor]], input_tensor: list[Tensor], opts: Any) -> Any:
+        self._count("all_gather", output_tensors[0])
+        return super().allgather(output_tensors, input_tensor, opts)
+
+    def _count(self, collective: str, tensors: list[Tensor]) -> None:
+        n_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.sent_bytes += cost(collective, self.size(), n_bytes).wire_bytes
+
+
+class Gloo(_Watched, ProcessGroupGloo):
+    """Gives up soon on a member that does not connect."""
+
+    _timeout: timedelta
 
     def _create_pg(self, *args: Any, **kwargs: Any) -> Any:
         whole, self._timeout = self._timeout, min(self._timeout, timedelta(seconds=_JOIN_S))
@@ -75,14 +99,8 @@ class Gloo(ProcessGroupGloo):
         return group
 
 
-class Nccl(ProcessGroupNCCL):
-    """As ``Gloo``."""
-
-    changed = False
-
-    def configure(self, *args: Any, **kwargs: Any) -> None:
-        self.changed = True
-        super().configure(*args, **kwargs)
+class Nccl(_Watched, ProcessGroupNCCL):
+    """Between GPUs."""
 
 
 class Reported(Protocol):

@@ -438,7 +438,10 @@ class _Run:
         """Log the held-out loss; decide whether it is the best, and whether to go on."""
         began, batch = time.perf_counter(), self._prepared.evaluation_batch
         shared = self._options.evaluation_sequences, self._prepared.own, self._prepared.place
-        found = {name: evaluate(self._step, part, self._rank, batch, *shared) for name, part in sequences.parts.items()}
+        with self._agreement.common_weights():
+            found = {
+                name: evaluate(self._step, part, self._rank, batch, *shared) for name, part in sequences.parts.items()
+            }
         loss = sequences.mean({name: one for name, (one, _) in found.items()})
         tokens = sum(n for _, n in found.values())
         by_source = {}

@@ -1,0 +1,117 @@
+"""A run of replicas that agree, each on a rank of its own, and what it learned and sent by each evaluation."""
+
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+from cs336_systems.case import Unsupported
+from cs336_systems.distributed.process_group import Rank, alone, on_rank_0
+from cs336_systems.experiments.diloco import STDLIB, DilocoCell
+from cs336_systems.harness.record import Metric
+from cs336_systems.pretraining.agreement import agreement_of
+from cs336_systems.pretraining.preparation import default_data
+from cs336_systems.pretraining.run_records import Dropped, Evaluation, LoggedStep, Membership, Model, Record, Session
+from cs336_systems.pretraining.trainer import train
+
+_PATIENCE = timedelta(seconds=600)
+"""The time for which replicas that live are waited for: nobody is to die here."""
+_TOLERANCE = 0.01
+"""The share by which bytes may differ from arithmetic, which counts no losses, no reasons to stop and no padding."""
+MIB = 2**20
+
+
+class Watch:
+    """A sink that notes at each evaluation what had been sent by then."""
+
+    def __init__(self) -> None:
+        self.sent_bytes = lambda: 0.0
+        self._before = 0.0
+        self.steps: list[LoggedStep] = []
+        self.evaluations: list[tuple[Evaluation, float]] = []
+        self.there: set[int] = set()
+        self.n_parameters = 0
+        self.dropped: Dropped | None = None
+
+    def write(self, record: Record) -> None:
+        if isinstance(record, Session):
+            self._before = self.sent_bytes()  # by replicas that met
+        elif isinstance(record, Model):
+            self.n_parameters = record.n_parameters
+        elif isinstance(record, LoggedStep):
+            self.steps.append(record)
+        elif isinstance(record, Evaluation):
+            self.evaluations.append((record, self.sent_bytes() - self._before))
+        elif isinstance(record, Membership):
+            self.there.add(len(record.there))
+        elif isinstance(record, Dropped):
+            self.dropped = record
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def _lighthouse(rank: Rank) -> Iterator[str]:
+    """The address of a lighthouse on the first rank; a collective."""
+    from torchft.coordination import LighthouseServer
+
+    servers = []
+
+    def begin() -> str:
+        patience = round(1000 * _PATIENCE.total_seconds())
+        servers.append(LighthouseServer("[::]:0", rank.world_size, join_timeout_ms=patience, quorum_tick_ms=20))
+        return f"http://127.0.0.1:{servers[0].address().rsplit(':', 1)[1]}"
+
+    try:
+        yield on_rank_0(begin)
+    finally:
+        for server in servers:
+            server.shutdown()
+
+
+def measure(cell: DilocoCell, rank: Rank) -> list[Metric]:
+    """Held-out loss, tokens and bytes at each evaluation, and the last; seconds of a step.
+
+    Returns:
+        No metrics on ranks but the first.
+
+    Raises:
+        Unsupported: torchft is not installed.
+        RuntimeError: a replica was missing, an average failed, or bytes are not those of arithmetic.
+    """
+    try:
+        import torchft  # noqa: F401
+    except ImportError:
+        raise Unsupported("replicas that agree need torchft: uv sync --extra replicas") from None
+    watch = Watch()
+    with tempfile.TemporaryDirectory() as name, _lighthouse(rank) as address:
+        data = on_rank_0(default_data) if cell.data == STDLIB else Path(cell.data)
+        folder = Path(on_rank_0(lambda: name))
+        options = replace(cell.train_options, data=data, out=folder)
+        with alone(rank) as own:
+            agreement = agreement_of(options, own, address, str(rank.rank))
+            watch.sent_bytes = lambda: agreement.sent_bytes
+            train(options, own, watch, agreement=agreement)
+    if watch.dropped or watch.there != {rank.world_size}:
+        raise RuntimeError(f"{watch.there} replicas of {rank.world_size} were there; {watch.dropped}")
+    if rank.rank:
+        return []  # the first replica has the evaluations
+    tokens = [step.tokens for step in watch.steps]
+    losses = [evaluation.loss for evaluation, _ in watch.evaluations]
+    sent = [n_bytes for _, n_bytes in watch.evaluations]
+    predicted = cell.predicted_bytes(watch.n_parameters)
+    if abs(sent[-1] - predicted) > _TOLERANCE * predicted:
+        raise RuntimeError(f"a replica has sent {sent[-1]:,.0f} bytes, and arithmetic says {predicted:,.0f}")
+    return [
+        Metric("held_out_loss", "nats", losses[-1:]),
+        Metric("sent", "MiB", [sent[-1] / MIB]),
+        Metric("sent_per_token", "bytes", [rank.world_size * sent[-1] / sum(tokens)]),
+        Metric("step", "ms", [1000 * statistics.median(step.seconds for step in watch.steps)]),
+        Metric("loss_at", "nats", losses),
+        Metric("tokens_at", "tokens", [sum(tokens[: evaluation.step]) for evaluation, _ in watch.evaluations]),
+        Metric("sent_at", "MiB", [n_bytes / MIB for n_bytes in sent]),
+    ]
