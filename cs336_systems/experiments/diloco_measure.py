@@ -55,7 +55,7 @@ class Watch:
 
 
 @contextmanager
-def _lighthouse(rank: Rank) -> Iterator[str]:
+def lighthouse(rank: Rank) -> Iterator[str]:
     """The address of a lighthouse on the first rank; a collective."""
     from torchft.coordination import LighthouseServer
 
@@ -88,7 +88,7 @@ def measure(cell: DilocoCell, rank: Rank) -> list[Metric]:
     except ImportError:
         raise Unsupported("replicas that agree need torchft: uv sync --extra replicas") from None
     watch = Watch()
-    with tempfile.TemporaryDirectory() as name, _lighthouse(rank) as address:
+    with tempfile.TemporaryDirectory() as name, lighthouse(rank) as address:
         data = on_rank_0(default_data) if cell.data == STDLIB else Path(cell.data)
         folder = Path(on_rank_0(lambda: name))
         options = replace(cell.train_options, data=data, out=folder)

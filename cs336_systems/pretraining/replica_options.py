@@ -36,7 +36,7 @@ class ReplicaFields:
         0, "Steps for which --agree diloco trains on while an average is under way.", sign="not negative"
     )
     agree_dtype: Literal["same", "fp8"] = "same"
-    """Dtype in which --agree diloco sends changes of weights: their own, or fp8, which needs --device cuda."""
+    """Dtype in which --agree diloco sends changes of weights: their own, or fp8 with a scale for each 256."""
     agree_timeout: float = option(
         60.0,
         "Seconds for which replicas wait for one that lives but does not answer. One that is killed is noticed sooner.",
@@ -164,10 +164,6 @@ REPLICA_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda o: o.agree == "diloco" and o.steps is not None and o.steps % o.agree_every != 0,
         "--steps {o.steps} is no multiple of --agree-every {o.agree_every}: replicas end on an average",
-    ),
-    (
-        lambda o: o.agree_dtype == "fp8" and o.device != "cuda",
-        "--agree-dtype fp8 quantizes in Triton kernels, which need --device cuda, got {o.device}",
     ),
 )
 """As ``options._REFUSALS``; ``stray`` is the first option without its ``--agree``."""

@@ -11,17 +11,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed._serialization import _streaming_load
+from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 from torchft.checkpointing import HTTPTransport
-from torchft.manager import Manager
+from torchft.manager import Manager, _ManagedWork
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+from torchft.work import _DummyWork
 
 from cs336_systems.costs.communication import cost
-
+from cs336_systems.costs.parallelism.local_steps import SCALED
 from cs336_systems.pretraining.agreement import StoppedWaiting
 
 _RETRIES = 20
 """Failed attempts in a row to form a group before a step is tried without."""
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _JOIN_S = 1.0
 """Seconds for which gloo waits, five times, until another member of a new group connects. One may have died since they
 agreed; and a lighthouse that is started again counts its groups from the beginning, so that the first finds addresses
@@ -164,3 +168,42 @@ class ReportingManager(Manager):
         error.original_exception.with_traceback(None)  # whose frames hold works, and these gloo's connections
         self._pg.abort(errored=False)
         gc.collect()
+
+    def allreduce(self, tensor: Tensor, should_quantize: bool = False, *args: Any, **kwargs: Any) -> Any:
+        """As torchft's, but in 8 bits on all devices: each rank gathers the bytes of all and takes their mean itself,
+        in one order, so that all have the same bits."""
+        if not should_quantize:
+            return super().allreduce(tensor, False, *args, **kwargs)
+        if self.errored():
+            return _DummyWork(tensor)
+        if not self.is_participating():
+            tensor.zero_()
+        own, n_there = in_8_bits(tensor), self.num_participants()
+        of_all = [torch.empty_like(own) for _ in range(self._pg.size())]
+
+        def mean(_: Any) -> Tensor:
+            return tensor.copy_(torch.stack([from_8_bits(each, tensor) for each in of_all]).sum(0) / n_there)
+
+        try:
+            work = _ManagedWork(self, self._pg.allgather([of_all], [own], AllgatherOptions()), tensor)
+        except RuntimeError as error:
+            self.report_error(error)
+            return _DummyWork(tensor)
+        work.get_future().then(mean)
+        return work
+
+
+def in_8_bits(tensor: Tensor) -> Tensor:
+    """A float32 scale for each ``SCALED`` elements, and then all elements in float8 e4m3: (n bytes,) uint8."""
+    flat = tensor.detach().flatten().float()
+    rows = pad(flat, (0, -len(flat) % SCALED)).view(-1, SCALED)
+    scales = (rows.abs().amax(1, keepdim=True) / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+    values = (rows / scales).to(torch.float8_e4m3fn).flatten()[: len(flat)]
+    return torch.cat([scales.flatten().view(torch.uint8), values.view(torch.uint8)])
+
+
+def from_8_bits(sent: Tensor, like: Tensor) -> Tensor:
+    """What ``in_8_bits`` has made of a tensor of the shape and dtype of ``like``."""
+    scales, values = sent.tensor_split([len(sent) - like.numel()])
+    each = scales.view(torch.float32).repeat_interleave(SCALED)[: like.numel()]
+    return (values.view(torch.float8_e4m3fn).float() * each).view(like.shape).to(like.dtype)

@@ -1,0 +1,101 @@
+"""Replicas that average weights: which bits they share, what they send, and when it is data parallelism."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cs336_systems.costs.parallelism.local_steps import sent_bytes_per_step
+from cs336_systems.distributed.process_group import alone
+from cs336_systems.experiments.diloco_measure import Watch, lighthouse
+from cs336_systems.pretraining.agreement import agreement_of, checksum
+from cs336_systems.pretraining.preparation import prepare
+from cs336_systems.pretraining.run_records import LoggedStep
+from cs336_systems.pretraining.trainer import run_prepared
+from tests.distributed.checks import on_ranks
+
+from .trained import options, write_dataset
+
+pytest.importorskip("torchft")
+
+
+class Averages(Watch):
+    """Notes at each average the checksums of the weights of all, and of this replica's own; and the last weights."""
+
+    def __init__(self, agreement, prepared):
+        super().__init__()
+        self._agreement, self._parameters = agreement, list(prepared.step.model.parameters())
+        asked = prepared.options
+        self._apart = asked.agree_every // asked.agree_fragments if asked.agree == "diloco" else 1
+        self.sent_bytes = lambda: agreement.sent_bytes
+        self.common, self.own = {}, {}
+
+    def write(self, record):
+        super().write(record)
+        if isinstance(record, LoggedStep) and self._agreement.at_average and (record.step + 1) % self._apart == 0:
+            self.own[record.step] = checksum(self._parameters)
+            with self._agreement.common_weights():
+                self.common[record.step] = checksum(self._parameters)
+            assert checksum(self._parameters) == self.own[record.step]
+            self.sent = self.sent_bytes() - self._before
+            self.last = [parameter.detach().clone() for parameter in self._parameters]
+
+
+def train_apart(rank, runs):
+    """For each run checksums of common and own weights by step, bytes that were sent, parameters, the last weights."""
+    found = []
+    for asked in runs:
+        with lighthouse(rank) as address, alone(rank) as own:
+            agreement = agreement_of(asked, own, address, str(rank.rank))
+            prepared = prepare(asked, own)
+            watch = Averages(agreement, prepared)
+            run_prepared(prepared, own, watch, agreement=agreement)
+        found.append((watch.common, watch.own, watch.sent, watch.n_parameters, watch.last))
+    return found
+
+
+WAYS = [{"agree_fragments": 1}, {"agree_fragments": 2}, {"agree_fragments": 2, "agree_delay": 1}]
+WAYS.append({"agree_fragments": 2, "agree_dtype": "fp8"})
+EPS = 1e8
+"""So large that AdamW is SGD with momentum, linear in gradients: the mean of its steps is its step by their mean."""
+LINEAR = {"eps": EPS, "learning_rate": 0.3 * EPS, "weight_decay": 0.0, "clip": None, "agree_timeout": 30.0}
+WHOLE = {"agree_every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What two replicas tell of each way, of data parallelism, and of DiLoCo that is to be that."""
+    folder = tmp_path_factory.mktemp("diloco")
+    write_dataset(folder / "data")
+    plain = options(
+        folder, replicas=2, batch_size=4, save_every=None, export=False, evaluate_every=None, warmup_steps=0
+    )
+    ways = [replace(plain, agree="diloco", steps=8, agree_every=4, agree_timeout=30.0, **way) for way in WAYS]
+    steps = [replace(plain, agree=agree, steps=6, **LINEAR) for agree in ("every-step", "diloco")]
+    runs = [*ways, steps[0], replace(steps[1], **WHOLE)]
+    return list(zip(*on_ranks(train_apart, 2, runs), strict=True))
+
+
+@pytest.mark.parametrize("number", range(len(WAYS)))
+def test_replicas_hold_the_same_bits_after_each_average_and_send_what_arithmetic_says(trained, number):
+    way = WAYS[number]
+    (common, own, sent, n_parameters, _), (peers_common, peers_own, *_) = trained[number]
+    n = way["agree_fragments"]
+    assert list(common) == list(range(4 // n - 1, 8, 4 // n))
+    assert common == peers_common
+    assert len(set(common.values())) == 2 * n  # each average moves them
+    apart = n > 1 or "agree_delay" in way
+    assert all((own[step] == common[step] == peers_own[step]) is not apart for step in own)
+    predicted = 8 * sent_bytes_per_step(n_parameters, 2, 4, in_8_bits="agree_dtype" in way)
+    assert sent == pytest.approx(predicted, rel=2e-3)
+
+
+def test_averages_of_whole_steps_are_data_parallelism(trained):
+    """In each of six steps a weight is rounded three times more, and each difference once; twice that for its effect on
+    later gradients."""
+    (*_, expected), (*_, found) = trained[len(WAYS)][0], trained[len(WAYS) + 1][0]
+    largest = max(each.abs().max().item() for each in expected)
+    bound = 2 * 6 * 4 * 2**-24 * largest
+    off = max((one - other).abs().max().item() for one, other in zip(expected, found, strict=True))
+    assert off <= bound
+    assert not all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
