@@ -19,7 +19,9 @@ import re
 import secrets
 import socket
 from abc import ABC, abstractmethod
+from contextlib import closing
 from datetime import timedelta
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -57,7 +59,7 @@ _MAY_DIFFER = ("--out", "--replica", "--lighthouse", "--fail")
 
 
 def _check_reachable(lighthouse: str) -> None:
-    """Raise ValueError unless something listens at the address."""
+    """Raise ValueError unless a lighthouse answers at the address; its page comes by HTTP from the same port."""
     parts = urlsplit(lighthouse)
     try:
         port = parts.port
@@ -66,8 +68,10 @@ def _check_reachable(lighthouse: str) -> None:
     if parts.scheme != "http" or not parts.hostname or port is None:
         raise ValueError(f"--lighthouse must be an address such as http://node0:29510, got {lighthouse!r}")
     try:
-        socket.create_connection((parts.hostname, port), timeout=CONNECT_S).close()
-    except OSError as error:
+        with closing(HTTPConnection(parts.hostname, port, timeout=CONNECT_S)) as connection:
+            connection.request("GET", "/")
+            connection.getresponse()
+    except (OSError, HTTPException) as error:
         raise ValueError(f"no lighthouse answers at {lighthouse}: {error}") from None
 
 

@@ -1,0 +1,104 @@
+"""Commands that act as machines, each a replica of its own, at one lighthouse."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.distributed.process_group import joined
+from cs336_systems.pretraining.agreement import agreement_of
+from cs336_systems.pretraining.run_log import LOG, read_run
+from cs336_systems.pretraining.run_records import End, LoggedStep, Membership
+
+from .trained import options, write_dataset
+
+pytest.importorskip("torchft")
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = "--device cpu --size tiny --context-length 16 --batch-size 4 --steps 1000000 --warmup-steps 3 --save-every 20"
+SMALL += " --evaluate-every None --no-export --agree every-step --replicas 2 --agree-timeout 20"
+
+
+@pytest.fixture
+def lighthouse():
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer("127.0.0.1:0", 1, join_timeout_ms=20_000, quorum_tick_ms=20, heartbeat_timeout_ms=1500)
+    yield f"http://127.0.0.1:{server.address().rsplit(':', 1)[1]}"
+    server.shutdown()
+
+
+class Machine:
+    """A folder in which train.py runs as one replica."""
+
+    def __init__(self, name, folder, lighthouse):
+        self.name, self.out = name, folder / f"machine-{name}"
+        self._command = [sys.executable, "scripts/train.py", *SMALL.split(), "--data", str(folder / "data")]
+        self._command += ["--out", str(self.out), "--lighthouse", lighthouse, "--replica", name]
+
+    def start(self):
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        said = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "env": environment}
+        self.process = subprocess.Popen(self._command, cwd=ROOT, **said)
+
+    def records(self, kind):
+        path = self.out / f"replica-{self.name}" / LOG
+        return read_run(path).all(kind) if path.exists() else []
+
+    def wait_for(self, happened):
+        """Wait until the newest who-is-there and the newest step satisfy ``happened``."""
+        for _ in range(1200):
+            there, steps = self.records(Membership), self.records(LoggedStep)
+            if there and steps and happened(there[-1], steps[-1].step):
+                return
+            assert self.process.poll() is None, self.process.communicate()[1]
+            time.sleep(0.1)
+        pytest.fail(f"it did not happen to {self.name}")
+
+
+@pytest.mark.slow
+def test_two_commands_train_as_one_and_a_killed_one_comes_back_when_it_is_started_again(tmp_path, lighthouse):
+    """Each saves and logs to a folder of its own; the one that evaluates and saves dies."""
+    write_dataset(tmp_path / "data")
+    one, two = (Machine(name, tmp_path, lighthouse) for name in ("a", "b"))
+    try:
+        one.start()
+        two.start()
+        two.wait_for(lambda newest, step: list(newest.there) == ["a", "b"] and step >= 20)
+        one.process.send_signal(signal.SIGKILL)
+        one.process.wait()
+        two.wait_for(lambda newest, step: list(newest.there) == ["b"] and step > newest.step)
+        one.start()
+        two.wait_for(lambda newest, step: list(newest.there) == ["a", "b"] and step > newest.step + 3)
+        two.process.send_signal(signal.SIGTERM)
+        assert [each.process.wait(60) for each in (one, two)] == [0, 0]
+    finally:
+        for each in (one, two):
+            each.process.kill()
+            each.process.communicate()
+    gone = [list(each.gone) for each in two.records(Membership) if each.gone]
+    assert gone == [["a"]]
+    assert one.records(Membership)[-1].healed_seconds > 0
+    (first_end, second_end) = one.records(End)[-1], two.records(End)[-1]
+    assert (first_end.step, first_end.reason) == (second_end.step, second_end.reason) == (first_end.step, "terminated")
+    losses = {step.step: step.loss for step in two.records(LoggedStep)}
+    assert list(losses) == list(range(second_end.step))
+    back = one.records(Membership)[-1].step
+    together = {step.step: step.loss for step in one.records(LoggedStep) if step.step >= back}
+    assert together and together == {step: losses[step] for step in together}
+
+
+def test_a_lighthouse_that_does_not_answer_is_named_within_ten_seconds(tmp_path, monkeypatch):
+    """Nobody listens at one port; at the other somebody does, and never speaks: in so many seconds, which are less
+    here."""
+    monkeypatch.setattr("cs336_systems.pretraining.replica_agreement.CONNECT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent, joined() as rank:
+        for port in (9, silent.getsockname()[1]):
+            address = f"http://127.0.0.1:{port}"
+            with pytest.raises(ValueError, match=f"^no lighthouse answers at {address}: "):
+                agreement_of(options(tmp_path, agree="every-step"), rank, address, "a")
