@@ -63,7 +63,7 @@ def rank_peak(
     away = state_keys(offload)
     per_parameter = sum(n_bytes for name, n_bytes in moments if name not in away)
     how = _How(per_parameter, recipe, offload, whole_gradients)
-    kept = (1.0,)
+    kept: tuple[float, ...] = (1.0,)
     if layout.pipeline > 1:
         kept = alive(layout.schedule, layout.pipeline, layout.n_micro_batches, layout.chunks)
     stages = stages_of(config, length, layout.pipeline, layout.schedule, layout.chunks)
