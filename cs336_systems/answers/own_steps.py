@@ -2,7 +2,7 @@
 
 Rows of ``benchmark_training.py`` on H100s and H200s (``profiles/results``). ``costs/rates.py`` is fitted on steps of
 one H200 among them; nothing is fitted on several GPUs' or an H100's, and nothing of memory. Rows of one setting count
-once, by the median of their medians.
+once, by the median of their medians; those of measured kernels of matmuls, which the rates do not know, do not.
 
     for step in own_steps(): step.seconds_error, step.memory_error
 """
@@ -20,7 +20,7 @@ from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.hardware import GIB, find_hardware
 
 RESULTS = Path(__file__).resolve().parents[2] / "profiles/results"
-PARTS = ("h200/training", "h200/training-2", "h200/training-4", "h100/training-2")
+PARTS = ("h200/training", "h200/training-2", "h200/training-4", "h100/training-2", "h100/training")
 _SETTINGS = [
     "gpu",
     "size",
@@ -81,7 +81,8 @@ def _read() -> Iterator[OwnStep]:
     for part in PARTS:
         rows = read_rows(RESULTS / part / "benchmark_training.csv")
         rows = rows[(rows["status"] == "ok") & (rows["how"] == "ours")]
-        rows = rows[rows["apart"].astype(str) != "on"] if "apart" in rows else rows
+        for name, other in (("apart", "on"), ("matmul_kernels", "measured")):
+            rows = rows[rows[name].astype(str) != other] if name in rows else rows
         medians = rows.pivot_table(index=_SETTINGS, columns="metric", values="median", aggfunc="median").reset_index()
         for row in medians.to_dict("records"):
             ranks, zero = int(row["world_size"]), int(row["zero"]) if int(row["world_size"]) > 1 else 0
