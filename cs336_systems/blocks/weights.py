@@ -114,8 +114,11 @@ class BlockGradients:
         for name, parts in _held(parameters):
             first = parameters[parts[0]]
             if not wanted.isdisjoint(parts):
-                device = "meta" if vectors_only and first.dim() > 1 else first.device
-                found[name] = first.new_empty(sum(_rows(parameters, parts)), *first.shape[1:], device=device)
+                shape = sum(_rows(parameters, parts)), *first.shape[1:]
+                if vectors_only and first.dim() > 1:
+                    found[name] = first.new_empty((), device="meta").expand(shape)  # a dry run counts what is on meta
+                else:
+                    found[name] = first.new_empty(shape)
         return cls(**found)
 
     @classmethod

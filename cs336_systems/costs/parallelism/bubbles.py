@@ -25,13 +25,16 @@ def simulates(schedule: str, n_stages: int, n_micro_batches: int, chunks: int) -
     return True
 
 
-def alive(schedule: str, n_stages: int, n_micro_batches: int, chunks: int) -> tuple[float, ...]:
+def alive(schedule: str, n_stages: int, n_micro_batches: int, chunks: int, put_off: float = 1.0) -> tuple[float, ...]:
     """For each stage, the most micro-batches whose activations it keeps at once.
+
+    Args:
+        put_off: as in ``Timeline.peaks``.
 
     Raises:
         ValueError: as ``pipeline.simulate``.
     """
-    return _in_rhythm(schedule, n_stages, n_micro_batches, chunks, 1.0, 1.0, 1.0)[1:]
+    return _in_rhythm(schedule, n_stages, n_micro_batches, chunks, 1.0, 1.0, 1.0, put_off)[1:]
 
 
 def span_seconds(
@@ -58,19 +61,19 @@ def least_bubble(schedule: str, n_stages: int, chunks: int, durations: Mapping[s
     return max(0.0, (n_stages - 1) * late.get(schedule, 0.0))
 
 
-def _in_rhythm(schedule: str, n_stages: int, n_micro_batches: int, chunks: int, *durations: float) -> tuple[float, ...]:
+def _in_rhythm(schedule: str, n_stages: int, n_micro_batches: int, chunks: int, *how: float) -> tuple[float, ...]:
     """Span and activations alive by stage, of so few micro-batches that the last two groups added the same."""
     groups = SIMULATED
     while (more := -(-n_micro_batches // max(1, n_stages)) - groups) > 0:
         few = n_micro_batches - more * n_stages
-        runs = (_simulated(schedule, n_stages, few - i * n_stages, chunks, *durations) for i in range(3))
+        runs = (_simulated(schedule, n_stages, few - i * n_stages, chunks, *how) for i in range(3))
         ran = [run for run in runs if run is not None]
         if len(ran) == 3:
             steps, earlier = ([b - a for a, b in zip(ran[i + 1], ran[i], strict=True)] for i in (0, 1))
             if all(isclose(*each, rel_tol=1e-9, abs_tol=1e-9) for each in zip(steps, earlier, strict=True)):
                 return tuple(last + more * step for last, step in zip(ran[0], steps, strict=True))
         groups *= 2
-    whole = _simulated(schedule, n_stages, n_micro_batches, chunks, *durations)
+    whole = _simulated(schedule, n_stages, n_micro_batches, chunks, *how)
     if whole is None:
         pipeline.simulate(schedule, n_stages, n_micro_batches, chunks=chunks)  # which says why not
         raise AssertionError(schedule)
@@ -79,7 +82,14 @@ def _in_rhythm(schedule: str, n_stages: int, n_micro_batches: int, chunks: int, 
 
 @cache
 def _simulated(
-    schedule: str, n_stages: int, few: int, chunks: int, forward: float, inputs: float, weights: float
+    schedule: str,
+    n_stages: int,
+    few: int,
+    chunks: int,
+    forward: float,
+    inputs: float,
+    weights: float,
+    put_off: float = 1.0,
 ) -> tuple[float, ...] | None:
     """Span, and activations alive by stage, of a simulated schedule; None if it does not run so."""
     durations = {"F": forward, "B": inputs, "W": weights}
@@ -87,4 +97,4 @@ def _simulated(
         timeline = pipeline.simulate(schedule, n_stages, few, chunks=chunks, durations=durations)
     except ValueError:
         return None
-    return timeline.span, *timeline.peak_activations
+    return timeline.span, *timeline.peaks(put_off)

@@ -8,7 +8,8 @@ where the papers divide by the work ("bubble / ideal"). GPipe and 1F1B have the 
 A smaller one costs interleaving (v p - 1) / (p - 1) times the sends, zero-bubble schedules the memory of what W needs.
 A bubble hardly depends on the number of micro-batches m, so that its fraction falls nearly as 1/m.
 
-Limits: activations are counted in micro-batches of a whole stage, as if all parts kept as much, and live until W.
+Limits: activations are counted in micro-batches of a whole stage, as if all parts kept as much; what W needs counts as
+much as what B needs, unless it is said.
 
     timeline = simulate("zb-h1", stages=4, microbatches=8)
     timeline.bubble_fraction, timeline.peak_activations
@@ -66,17 +67,25 @@ class Timeline:
     @property
     def peak_activations(self) -> tuple[float, ...]:
         """For each stage, the most micro-batches whose activations are alive at once, in units of a whole stage."""
-        return tuple(max(alive for _, alive in self.activations(stage)) for stage in range(self.plan.stages))
+        return self.peaks(1.0)
 
-    def activations(self, stage: int) -> list[tuple[float, float]]:
-        """(time, micro-batches alive) after each change on a stage: from the start of F to the end of W."""
-        changes: list[tuple[float, int]] = []
+    def peaks(self, put_off: float) -> tuple[float, ...]:
+        """``peak_activations`` where what W needs is ``put_off`` times as large as what B needs."""
+        stages = range(self.plan.stages)
+        return tuple(max(alive for _, alive in self.activations(stage, put_off)) for stage in stages)
+
+    def activations(self, stage: int, put_off: float = 1.0) -> list[tuple[float, float]]:
+        """(time, micro-batches alive) after each change on a stage: from the start of F to the end of W.
+
+        Args:
+            put_off: what counts for a micro-batch between B and W.
+        """
+        changes: list[tuple[float, float]] = []
+        after = {"B": put_off - 1, "W": -put_off, "BW": -1.0}
         for timed in self.operations[stage]:
-            if timed.operation.kind == "F":
-                changes.append((timed.start, 1))
-            elif "W" in timed.operation.kind:
-                changes.append((timed.end, -1))
-        alive, found = 0, []
+            kind = timed.operation.kind
+            changes.append((timed.start, 1.0) if kind == "F" else (timed.end, after[kind]))
+        alive, found = 0.0, []
         for time, change in sorted(changes):
             alive += change
             found.append((time, alive / self.plan.chunks))

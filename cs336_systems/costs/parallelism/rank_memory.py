@@ -10,6 +10,7 @@ keeps,
     moments         k P, from ZeRO 1 on k P / n
     gradients       2 P, from ZeRO 2 on 2 P / n and two blocks before they are scattered
     activations     micro-batches alive (``bubbles.alive``) x layers x kept bytes / (context x tensor)
+                    between B and W what both read for the products that are put off
     working set     of a block's backward, of the loss in chunks of logits, or of the embedding's backward
     fp8             each block's weights twice more, a byte a number (transposed, too); of ZeRO 3 once, of its shard
 
@@ -30,6 +31,7 @@ from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, WIDE, PeakMemory,
 from cs336_systems.costs.offload import IN_FLIGHT_BYTES, state_keys
 from cs336_systems.costs.parallelism.bubbles import alive
 from cs336_systems.costs.parallelism.layout import Layout
+from cs336_systems.costs.parallelism.schedules import SPLIT
 from cs336_systems.costs.parallelism.seconds import BF16_MOMENTS, Moments
 from cs336_systems.costs.parallelism.stages import Stage, stages_of
 
@@ -65,7 +67,9 @@ def rank_peak(
     how = _How(per_parameter, recipe, offload, whole_gradients)
     kept: tuple[float, ...] = (1.0,)
     if layout.pipeline > 1:
-        kept = alive(layout.schedule, layout.pipeline, layout.n_micro_batches, layout.chunks)
+        sizes = _sizes_of(config, length, layout, recipe)
+        asked = layout.schedule, layout.pipeline, layout.n_micro_batches, layout.chunks
+        kept = alive(*asked, round(sizes.put_off / sizes.kept, 2) if layout.schedule in SPLIT else 1.0)
     stages = stages_of(config, length, layout.pipeline, layout.schedule, layout.chunks)
     most: dict[Stage, float] = {}
     for stage, n_alive in zip(stages, kept, strict=True):
@@ -91,6 +95,8 @@ class _Sizes(NamedTuple):
     """Of the rank's own rows, d_model wide."""
     kept: float
     """By one block."""
+    put_off: float
+    """What one block holds between B and W: both operands of four products that give gradients of weights."""
     work: float
     """In a block's backward, beside what it keeps and the gradients of its weights."""
     loss: float
@@ -119,7 +125,13 @@ def _sizes(
     loss = chunk * (words + (2 * config.d_model if tensor > 1 else 0)) * _WIDTH + 2 * stream
     sums = WIDE * (rows // 10 + min(rows, words)) * config.d_model
     tables = rotary_bytes(config.at_context(length)) + 2 * CUBLAS_WORKSPACE_BYTES + 2 * rows * 8
-    return _Sizes(stream, sum(kept.values()) / parts, work, loss, sums + stream, tables)
+    wide = 3 * config.d_ff + config.d_query + config.d_qkv  # these are columns of tensor ranks
+    put_off = rows * (4 * config.d_model + wide / tensor) * (1 if recipe.quantized else _WIDTH)
+    return _Sizes(stream, sum(kept.values()) / parts, put_off, work, loss, sums + stream, tables)
+
+
+def _sizes_of(config: ModelConfig, length: int, layout: Layout, recipe: Recipe) -> _Sizes:
+    return _sizes(config, length, layout.micro_batch, layout.context, layout.tensor, layout.keep, recipe)
 
 
 def _stage_peak(
@@ -127,7 +139,7 @@ def _stage_peak(
 ) -> PeakMemory:
     """The peak of a rank of one stage that keeps so many micro-batches at once."""
     part, n, zero = config.part(layout.tensor), layout.n_state_shards, layout.zero
-    sizes = _sizes(config, length, layout.micro_batch, layout.context, layout.tensor, layout.keep, how.recipe)
+    sizes = _sizes_of(config, length, layout, how.recipe)
     weights, block = _WIDTH * stage.n_parameters(part), _WIDTH * part.n_block_parameters
     words = _WIDTH * part.vocab_size * part.d_model
     parts = {

@@ -40,6 +40,8 @@ Kind = Literal["F", "B", "W", "BW"]
 
 VEE = ("zbv", "dualpipev")
 """Schedules whose second chunks lie in the opposite order."""
+SPLIT = ("zb-h1", *VEE)
+"""Schedules in which W comes apart from B."""
 
 
 UNIT: Mapping[str, float] = {"F": 1.0, "B": 1.0, "W": 1.0}

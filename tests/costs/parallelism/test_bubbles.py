@@ -31,7 +31,7 @@ def test_a_rhythm_that_begins_late_is_waited_for(monkeypatch):
     def late(schedule, n_stages, m, *, chunks, durations=None):
         if m < 8:
             raise ValueError(f"needs 8 microbatches, got {m}")
-        return SimpleNamespace(span=float(10 * m + min(m, 20) ** 2), peak_activations=(float(min(m, 9)),))
+        return SimpleNamespace(span=float(10 * m + min(m, 20) ** 2), peaks=lambda _: (float(min(m, 9)),))
 
     monkeypatch.setattr(pipeline, "simulate", late)
     bubbles._simulated.cache_clear()

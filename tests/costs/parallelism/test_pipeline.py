@@ -166,7 +166,7 @@ def test_bad_input():
         *(("2f2b", 2, 2, 1), ("1f1b", 0, 2, 1), ("dualpipev", 2, 3, 2)),
         *(("interleaved", 2, 2, 1), ("interleaved", 4, 6, 2)),
     ):
-        with pytest.raises(ValueError, match="2f2b|got 0 and 2|got 3|got chunks 1|got 6 micro-batches over 4"):
+        with pytest.raises(ValueError, match="2f2b|got 0 and 2|got 3|on each stage, got 1|got 6 micro-batches over 4"):
             simulate(schedule, stages, microbatches, chunks=chunks)
     with pytest.raises(ValueError, match="durations must be positive"):
         run("1f1b", 2, 2, UNIT | {"F": 0.0})

@@ -16,7 +16,7 @@ from cs336_systems.training.dry_run import dry_run
 CLOSE = 0.05
 ALONE = Layout()
 LLAMA = resolve_size("llama3-8b")
-STAGED = [(2, {"schedule": "1f1b"}), (4, {"schedule": "zb-h1", "keep": "input"}), (4, {"schedule": "zbv"})]
+STAGED = [(2, {"schedule": "1f1b"}), (4, {"schedule": "zb-h1"}), (2, {"schedule": "zbv"})]
 
 
 @dataclass(frozen=True)
