@@ -166,6 +166,8 @@ class CardPlan:
         if case.lora is not None:
             fault = f"{PRINT_PLAN} plans steps that train all weights, not --lora-rank {case.lora.rank}"
             raise ValueError(f"{fault}: --print-memory predicts what one with adapters needs")
+        if case.optimizer == "muon":
+            raise ValueError(f"{PRINT_PLAN} knows the time and the moments of AdamW, and --optimizer is muon")
         masters = (("master", 4),) if case.master == "fp32" else ()
         moments = (*((name, case.moment_bytes) for name, _ in BF16_MOMENTS), *masters)
         return cls(config, length, hardware, asked, tokens, moments, options)

@@ -147,6 +147,7 @@ def test_classes_of_kernels_sum_up_to_the_step():
         ("--gpu h100 --host-gib nan", "--host-gib must be positive and finite, got nan"),
         ("--gpu h100 --run-tokens many", "--run-tokens: invalid"),
         ("--gpu h100 --dtype fp32 --optimizer torch-fused", "plans steps in bf16 and fp8, and --dtype is fp32"),
+        ("--gpu h100 --optimizer muon", "knows the time and the moments of AdamW, and --optimizer is muon"),
         ("", "--print-plan needs --gpu"),
     ],
 )
