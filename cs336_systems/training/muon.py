@@ -18,9 +18,9 @@ The parameters are apart already (``blocks/weights.py``), so nothing has to be c
 The AdamW of all else is torch's fused one on a CPU and this suite's on a GPU (``fused_muon.py``). The products of the
 iteration are in bf16, and all else is computed in fp32.
 
-Measured on a CPU (train.py's size tiny on the standard library, fp32, one seed; learning rates 0.003, 0.01, 0.02): after
-800 steps the held-out loss is 5.00, 4.66, 4.56 with Muon, and 4.99, 4.73, 4.76 with AdamW; Muon passes AdamW's best in a
-run of 600 steps (4.72). So the best learning rate is not quite the same, and a larger one is worth a try.
+Measured on a CPU (train.py's size tiny on the standard library, fp32, one seed; learning rates 0.003, 0.01, 0.02):
+after 800 steps the held-out loss is 5.00, 4.66, 4.56 with Muon, and 4.99, 4.73, 4.76 with AdamW; Muon passes AdamW's
+best in a run of 600 steps (4.72). So the best learning rate is not quite the same, and a larger one is worth a try.
 
 Limits: whole matrices, so neither ZeRO 2 and 3 nor tensor parallelism; no states in host memory, no FP32 master
 weights, no CUDA graph (``refusals.py``).
