@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.blocks.quantized import QuantizedProducts
 from cs336_systems.blocks.weights import PARTS, merge_
 from cs336_systems.config import Lora
 from cs336_systems.model import TransformerLM
@@ -103,6 +104,8 @@ def adapt(model: TransformerLM, lora: Lora) -> None:
             linear, factor, _ = name.rsplit(".", 2)
             weight = block.get_parameter(f"{linear}.weight")
             setattr(block.get_submodule(linear), factor, _Factor(d_out, d_in, weight, zero=factor == "lora_B"))
+        if isinstance(block.products, QuantizedProducts):
+            block.products.frozen = True
         block.adapter_scale = lora.scale  # type: ignore[assignment]
         merge_(block)
 

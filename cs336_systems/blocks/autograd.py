@@ -201,7 +201,14 @@ class WrittenOutBlock(TransformerBlock):
         merge_(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "WrittenOutBlock":
-        """``nn.Module._apply``, which ``to`` and ``to_empty`` call: it moves every parameter by itself."""
+        """``nn.Module._apply``, which ``to`` and ``to_empty`` call: it moves every parameter by itself.
+
+        Raises:
+            RuntimeError: weights are in memory as what is made of them alone (``QuantizedProducts.frozen``).
+        """
+        for name, p in self.named_parameters():
+            if p.numel() and not (p.is_meta or p.untyped_storage().nbytes()):
+                raise RuntimeError(f"{name} is there in fp8 alone, and cannot be moved or cast")
         super()._apply(fn, recurse)
         merge_(self)
         self.products.at(())

@@ -365,12 +365,14 @@ class _Writer:
     def product(self, name: str, dy_RN: Operand, x_RM: Operand) -> None:
         """Write the gradient of W in y = x W^T."""
         if getattr(self.gradients, name) is None:
-            dy_RN.wait()
-            x_RM.wait()
             return
         # Without this writer, whose list it may join: a cycle would keep what it reads until Python's collector comes.
         read = dy_RN.whole_columns(), x_RM.whole_columns()
         self._now_or_later(partial(_write_product, self.stages.products, self.stages.ops, name, *read))
+
+    def wants(self, name: str) -> bool:
+        """Whether a matrix or its adapter has a gradient to be written, which reads the product's operand."""
+        return any(getattr(self.gradients, each) is not None for each in (name, f"{name}_a", f"{name}_b"))
 
     def adapter(self, name: str, dy_RN: Operand, x_RM: Operand, dh_Rr: Tensor | None) -> None:
         """Write the gradients of the matrix's adapter, if it has one; dh is that of its low-rank product."""
@@ -446,25 +448,28 @@ def backward(
     maxima, write = products.gradient_maxima(dy_BSD), _Writer(grads, stages, accumulate, later)
     recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 
-    gate_up, with_product = recalled.take("gate_up"), "product" not in recalled.operands
+    gate_up, with_product = recalled.take("gate_up"), write.wants("down") and "product" not in recalled.operands
     dy_read = products.read_gradient("dy", dy, maxima, columns=grads.down is not None)
-    if products.ranks.under_products:
+    if products.ranks.under_products and write.wants("gate_up"):
         recalled.operand("normed2")  # whose rows travel meanwhile
     dproduct = products.backward(ops, dy_read, stages.columns_of("down"))
     dh = stages.adapt_backward_("down", dproduct, dy_read)
     asked = {"with_product": with_product, "columns": grads.gate_up is not None}
     again, dgate_up = products.swiglu_backward_(ops, dproduct, gate_up, stages.maxima, maxima, **asked)
     del dproduct, gate_up
-    again = recalled.operand("product") if again is None else again
-    write.product("down", dy_read, again)
-    write.adapter("down", dy_read, again, dh)
+    if write.wants("down"):
+        again = recalled.operand("product") if again is None else again
+        write.product("down", dy_read, again)
+        write.adapter("down", dy_read, again, dh)
     del dy_read, again
     recalled.forget("product")
     residual = recalled["residual"]  # before its norm, which it brings with it if it has to be computed again
-    write.product("gate_up", dgate_up, recalled.operand("normed2"))
+    if write.wants("gate_up"):
+        write.product("gate_up", dgate_up, recalled.operand("normed2"))
     dnormed2 = products.sum_backward(ops, dgate_up, stages.columns_of("gate_up"))
     dh = stages.adapt_backward_("gate_up", dnormed2, dgate_up)
-    write.adapter("gate_up", dgate_up, recalled.operand("normed2"), dh)
+    if write.wants("gate_up"):
+        write.adapter("gate_up", dgate_up, recalled.operand("normed2"), dh)
     del dgate_up
     recalled.forget("normed2")
     how = weights.ln2, recalled["rstd2"], dy
@@ -474,14 +479,16 @@ def backward(
     recalled.forget("residual")
 
     dy_read = products.read_gradient("dresidual", dresidual, maxima, columns=grads.output is not None)
-    if products.ranks.under_products:
+    if products.ranks.under_products and write.wants("qkv"):
         recalled.operand("normed1")
     dattended = products.backward(ops, dy_read, stages.columns_of("output"))
     dh = stages.adapt_backward_("output", dattended, dy_read)
-    attended = stages.read("attended", recalled["attended"], rows=False)
-    write.product("output", dy_read, attended)
-    write.adapter("output", dy_read, attended, dh)
-    del dy_read, attended
+    if write.wants("output"):
+        attended = stages.read("attended", recalled["attended"], rows=False)
+        write.product("output", dy_read, attended)
+        write.adapter("output", dy_read, attended, dh)
+        del attended
+    del dy_read
     projected = recalled.projected()
     dqkv = dattended.new_empty(dattended.shape[0], config.d_qkv)
     ops.attention_backward(
@@ -504,10 +511,12 @@ def backward(
         write.vector(grads.qkv_bias, ops.column_sums(dqkv))
     dy_read = products.read_gradient("dqkv", dqkv, maxima, columns=grads.qkv is not None)
     del dqkv
-    write.product("qkv", dy_read, recalled.operand("normed1"))
+    if write.wants("qkv"):
+        write.product("qkv", dy_read, recalled.operand("normed1"))
     dnormed1 = products.sum_backward(ops, dy_read, stages.columns_of("qkv"))
     dh = stages.adapt_backward_("qkv", dnormed1, dy_read)
-    write.adapter("qkv", dy_read, recalled.operand("normed1"), dh)
+    if write.wants("qkv"):
+        write.adapter("qkv", dy_read, recalled.operand("normed1"), dh)
     del dy_read, dh
     recalled.forget("normed1")
     how = weights.ln1, recalled["rstd1"], dresidual

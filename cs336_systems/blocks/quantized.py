@@ -23,6 +23,7 @@ scales by row or block the product is rounded before (``_scaled_mm`` adds to not
 Weights are quantized each time they are read, or, with ``remember``, once until they change. A change is seen by their
 version, which operations in place raise, and ``FusedAdamW``. Collectives into flat memory and replayed graphs write
 without raising it, so who lets them must (``torch.autograd.graph.increment_version``), as ``training.TrainStep`` does.
+Weights that are frozen, beside adapters, are in memory in fp8 alone once they have been read: two bytes a number.
 FSDP, which fills and frees the same parameters again and again, must not remember; it may quantize weights itself and
 hand them over (``receive``), as ``distributed/fsdp_quantized.py`` does to move half the bytes.
 """
@@ -94,6 +95,9 @@ class QuantizedProducts(Products):
         self.recipe, self.quantizers, self.remember = recipe, quantizers, remember
         self._weights: dict[str, Operand] = {}
         self._versions: _Versions = []
+        self.frozen = False
+        """Whether weights never change: those that are remembered then give back the memory in which they are stored,
+        as nothing else reads it."""
         self.arrived: Arrived | None = None
         """A function that gives weights as who moves them has quantized them; None where they are quantized here."""
 
@@ -190,7 +194,10 @@ class QuantizedProducts(Products):
         if not self.remember:
             return self._quantize(weight_NK, dtype, rows, columns, square=True)
         if name not in self._weights:
+            assert weight_NK.is_meta or weight_NK.untyped_storage().nbytes(), name
             self._weights[name] = self._quantize(weight_NK, dtype, True, True, square=True)
+            if self.frozen:
+                weight_NK.untyped_storage().resize_(0)
         return self._weights[name]
 
     def at(self, parameters: Sequence[Tensor]) -> None:

@@ -119,7 +119,7 @@ def test_quantized_adapters_are_near_those_of_stored_matrices():
     assert 0 < (quantized - exact).norm() / exact.norm() < 0.2
 
 
-def test_frozen_weights_are_quantized_once():
+def test_frozen_weights_are_quantized_once_and_there_in_fp8_alone():
     products = block_products("reference", Recipe("e4m3"), remember=True)
     model = adapted(WIDE, products=products, dtype=torch.float32)
     own = model.layers[0].products
@@ -130,6 +130,10 @@ def test_frozen_weights_are_quantized_once():
         loss_of(model(IDS)).backward()
         torch.autograd.graph.increment_version([p for p in model.parameters() if p.requires_grad])
     assert sum(made) == 4
+    names = [part for name in ADAPTED for part in PARTS[name]]
+    assert not any(model.layers[0].get_parameter(name).untyped_storage().nbytes() for name in names)
+    with pytest.raises(RuntimeError, match="there in fp8 alone"):
+        model.to(torch.float64)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The memory of a device by segment, predicted and measured."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,6 +64,23 @@ def test_states_alone_where_the_peak_is_not_predicted():
     assert on_host == {"gradients on the host", "m on the host", "v on the host"}
     assert away["gradients"] == 0 and not away.keys() & {"m", "v"}
     assert away["master"] == pytest.approx(2 * away["weights"], rel=2e-3)
+
+
+def test_adapters_alone_have_gradients_and_states():
+    lora = {"lora_rank": 16, "init": Path("base")}
+    n_adapters = 2 * 16 * 2 * (3 * 896 + 896 + 2 * 128 + 2 * 896 + 2 * (896 + 4864) + 4864 + 896)  # bf16
+    weights = parameter_bytes(QWEN, case_of().precision) + n_adapters
+    plain = predicted_segments(case_of(), H200)
+    for changes in ({}, {"accumulate": 4}, {"kernels": "reference"}):
+        segments = predicted_segments(case_of(**lora, **changes), H200)
+        assert segments["m"] == segments["v"] == pytest.approx(n_adapters, rel=0.02)
+        assert segments["weights"] == pytest.approx(weights, rel=0.01)
+        if changes:
+            assert segments["gradients"] == pytest.approx(n_adapters, rel=0.02)
+        if "kernels" not in changes:  # no states and, in the loss, no gradient of the head
+            assert segments["in all"] < plain["in all"] - 2.5 * parameter_bytes(QWEN, case_of().precision)
+    away = predicted_segments(case_of(**lora, offload=("m", "v")), H200)
+    assert away["m on the host"] == n_adapters
 
 
 @pytest.mark.gpu
