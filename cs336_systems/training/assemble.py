@@ -124,8 +124,7 @@ def build_unchecked(
     if tensor:
         fill_from_whole(model, ranks)
     if case.written_out:
-        remember = case.parallel.wrapper not in ("fsdp", "fsdp2")  # which fill the same parameters again and again
-        products = block_products(case.kernels, case.recipe, remember=remember, ranks=ranks)
+        products = block_products(case.kernels, case.recipe, remember=True, ranks=ranks)
         away = "residual" in offloaded(case)
         of_blocks = block_ops(case.kernels, case.attention, deterministic=case.deterministic)
         if context:

@@ -143,6 +143,10 @@ def wrap(model: TransformerLM, parallel: Parallel, rank: Rank | None, mesh: Mesh
         raise ValueError(f"unknown wrapper {parallel.wrapper!r}: known are none, {', '.join(WRAPPERS)}")
     if rank is None:
         raise ValueError(f"wrapper {parallel.wrapper!r} needs a process group, this process has joined none")
+    if parallel.wrapper in ("fsdp", "fsdp2"):  # which fill the same parameters again and again
+        for block in model.layers:
+            if isinstance(block, WrittenOutBlock) and isinstance(block.products, QuantizedProducts):
+                block.products.remember = False
     return WRAPPERS[parallel.wrapper](model, parallel, rank, mesh)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.config import MODEL_SIZES, PRECISIONS, resolve_size
+from cs336_systems.config import MODEL_SIZES, PRECISIONS, Lora, resolve_size
 from cs336_systems.costs.flops import hardware_flops, model_flops
 from cs336_systems.costs.speed_of_light import least_ms, speed_of_light
 from cs336_systems.hardware import find_hardware
@@ -44,6 +44,16 @@ def test_where_a_peak_is_unknown_so_is_the_time(hardware):
     assert light.parts["head"].flops_per_token > 0
     assert light.parts["blocks"].seconds_per_token is light.seconds_per_token is light.share(1e5) is None
     assert (light.parts["head"].seconds_per_token is not None) == (hardware is A100)
+
+
+def test_frozen_weights_take_two_products_and_adapters_three():
+    whole, adapted = (speed_of_light(QWEN, 1024, H200, lora=lora) for lora in (None, Lora(16, 32.0)))
+    for name, part in whole.parts.items():
+        share = 1 if name == "attention" else 2 / 3
+        assert adapted.parts[name].flops_per_token == pytest.approx(share * part.flops_per_token)
+    rows_and_columns = 3 * 896 + 896 + 2 * 128 + 2 * 896 + 2 * (896 + 4864) + 4864 + 896
+    assert adapted.parts["adapters"].flops_per_token == 6 * 24 * 16 * rows_and_columns
+    assert adapted.seconds_per_token == pytest.approx(sum(p.seconds_per_token for p in adapted.parts.values()))
 
 
 def test_bad_input_is_refused():
