@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 REPLICAS, RESTART = "replicas", "restart"
 NODES = (1, 100, 1_000, 10_000)
 """Nodes of the jobs whose goodput is predicted."""
-_DRAWN = tuple(round(10 ** (power / 8)) for power in range(8, 41))
-"""Nodes in the figure, from 10 to 100,000."""
+_DRAWN = (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
+"""Nodes in the figure."""
 _QUIET_STEPS = 2
 """Steps at the beginning and at the end of a run in which nobody is killed."""
 
@@ -127,6 +127,7 @@ def make_cells(options: Any) -> list[FailureCell]:
 
     Raises:
         ValueError: a value that no run can have.
+        OSError: the data cannot be read.
     """
     resolve_size(options.size).at_context(options.context_length)
     if options.replicas < 2:
@@ -144,6 +145,10 @@ def make_cells(options: Any) -> list[FailureCell]:
         cells.append(cell_of(FailureCell, options, how=RESTART, steps=steps, kills=options.restarts))
     for cell in cells:
         cell.train_options.check()
+    if options.data:
+        from cs336_systems.pretraining.dataset import Dataset
+
+        Dataset.open(Path(options.data))
     return cells
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -112,25 +113,21 @@ def of_the_run(logs: Sequence[Sequence[Record]], n_steps: int) -> list[Metric]:
     Raises:
         RuntimeError: a step or the loss at the end is in no log.
     """
-    first: dict[int, LoggedStep] = {}
-    hit: set[int] = set()
+    kept: dict[int, LoggedStep] = {}
     for log in logs:
-        for record in log:
-            if isinstance(record, LoggedStep) and (record.step not in first or record.at < first[record.step].at):
-                first[record.step] = record
-            elif isinstance(record, Dropped):
-                hit.add(record.step)
-            elif isinstance(record, Session):
-                hit.add(record.first_step)
+        own = {record.step: record for record in log if isinstance(record, LoggedStep)}  # of a step made again the last
+        kept |= {step: own[step] for step in own if step not in kept or own[step].at < kept[step].at}
+    hit = {each.step for log in logs for each in log if isinstance(each, Dropped)}
+    hit |= {each.first_step for log in logs for each in log if isinstance(each, Session)}
     losses = [each.loss for log in logs for each in log if isinstance(each, Evaluation) and each.step == n_steps]
-    if missing := [step for step in range(n_steps) if step not in first]:
+    if missing := [step for step in range(n_steps) if step not in kept]:
         raise RuntimeError(f"step {missing[0]} of {n_steps} is in no log")
     if not losses:
         raise RuntimeError("the run did not end with an evaluation")
-    steps = [first[step] for step in range(1, n_steps)]
-    seconds, whole = steps[-1].at - first[0].at, max(step.tokens for step in steps)
-    learned = sum(step.tokens for step in steps)
-    plain = fmean(step.seconds for step in steps if step.step not in hit and step.tokens == whole)
+    steps = [kept[step] for step in range(n_steps)]
+    seconds, whole = steps[-1].at - steps[0].at, max(step.tokens for step in steps)
+    learned = sum(step.tokens for step in steps[1:])
+    plain = fmean(now.at - before.at for before, now in pairwise(steps) if now.step not in hit and now.tokens == whole)
     stalls = [each.stall_seconds for log in logs for each in log if isinstance(each, LoggedCheckpoint)]
     return [
         Metric("run_tokens_per_s", "1/s", [learned / seconds]),

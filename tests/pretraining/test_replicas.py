@@ -212,3 +212,12 @@ def test_a_replica_that_waits_in_vain_saves_and_ends_when_it_is_asked_to(folder)
     assert end is not None and (end.reason, end.step) == ("terminated", made)
     (saved,) = survey(folder / "run")[0]
     assert saved.step == made > 0
+
+
+@pytest.mark.slow
+def test_who_is_not_connected_with_the_dead_one_does_not_wait_for_it(folder):
+    """Of four replicas on gloo's ring each is connected with two."""
+    ended, told, logs = run(folder, 4, steps=4, batch_size=2, fail="kill 3 at 2", come_back=False)
+    assert (ended.reason, ended.steps) == ("done", 4), told
+    dropped = [each.seconds for log in logs for each in read_run(log / LOG).all(Dropped)]
+    assert len(dropped) == 3 and max(dropped) < 10  # of 20 s that --agree-timeout is
