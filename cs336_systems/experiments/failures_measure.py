@@ -111,7 +111,7 @@ def of_the_run(logs: Sequence[Sequence[Record]], n_steps: int) -> list[Metric]:
         logs: the records of each replica, or of the one log that there is.
 
     Raises:
-        RuntimeError: a step or the loss at the end is in no log.
+        RuntimeError: a step or the loss at the end is in no log, or somebody died in every step.
     """
     kept: dict[int, LoggedStep] = {}
     for log in logs:
@@ -127,7 +127,10 @@ def of_the_run(logs: Sequence[Sequence[Record]], n_steps: int) -> list[Metric]:
     steps = [kept[step] for step in range(n_steps)]
     seconds, whole = steps[-1].at - steps[0].at, max(step.tokens for step in steps)
     learned = sum(step.tokens for step in steps[1:])
-    plain = fmean(now.at - before.at for before, now in pairwise(steps) if now.step not in hit and now.tokens == whole)
+    pairs = [(before, now) for before, now in pairwise(steps) if now.step not in hit and now.tokens == whole]
+    if not pairs:
+        raise RuntimeError(f"there is no step of {n_steps} in which nobody died")
+    plain = fmean(now.at - before.at for before, now in pairs)
     stalls = [each.stall_seconds for log in logs for each in log if isinstance(each, LoggedCheckpoint)]
     return [
         Metric("run_tokens_per_s", "1/s", [learned / seconds]),
