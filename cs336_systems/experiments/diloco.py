@@ -142,12 +142,11 @@ def make_cells(options: Any) -> list[DilocoCell]:
         from cs336_systems.pretraining.dataset import Dataset
 
         Dataset.open(Path(options.data))
-    cells: list[DilocoCell] = []
-    plain: dict[str, Any] = dict.fromkeys(_OF_DILOCO)
+    cells, no_diloco = list[DilocoCell](), dict[str, Any].fromkeys(_OF_DILOCO)
     for repeat in range(options.seeds):
         turn = {"repeat": (repeat,), "seed": (options.seed + repeat,)}
         for cell in every(DilocoCell, options, **turn):
-            cells += [replace(cell, agree="diloco"), replace(cell, **plain)]
+            cells += [replace(cell, agree="diloco"), replace(cell, **no_diloco)]
     for cell in cells:
         cell.train_options.check()
         cell.train_options.micro_batches(1)
