@@ -76,6 +76,7 @@ def trained(tmp_path_factory):
     return list(zip(*on_ranks(train_apart, 2, runs), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(WAYS)))
 def test_replicas_hold_the_same_bits_after_each_average_and_send_what_arithmetic_says(trained, number):
     way = WAYS[number]
@@ -90,6 +91,7 @@ def test_replicas_hold_the_same_bits_after_each_average_and_send_what_arithmetic
     assert sent == pytest.approx(predicted, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_averages_of_whole_steps_are_data_parallelism(trained):
     """In each of six steps a weight is rounded three times more, and each difference once; twice that for its effect on
     later gradients."""
