@@ -142,7 +142,8 @@ def make_cells(options: Any) -> list[DilocoCell]:
         from cs336_systems.pretraining.dataset import Dataset
 
         Dataset.open(Path(options.data))
-    cells, no_diloco = list[DilocoCell](), dict[str, Any].fromkeys(_OF_DILOCO)
+    cells: list[DilocoCell] = []
+    no_diloco: dict[str, Any] = dict.fromkeys(_OF_DILOCO)
     for repeat in range(options.seeds):
         turn = {"repeat": (repeat,), "seed": (options.seed + repeat,)}
         for cell in every(DilocoCell, options, **turn):
