@@ -202,6 +202,10 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         "hold",
     ),
     (
+        lambda case: case.optimizer == "muon" and case.lora is not None,
+        "optimizer muon with LoRA of rank {case.lora.rank}: it is for the matrices of blocks, which are frozen",
+    ),
+    (
         lambda case: case.optimizer == "muon" and not _whole_matrices(case.parallel),
         "optimizer muon updates whole matrices, which wrapper {parallel.wrapper}, optimizer's state "
         "{parallel.optimizer_state} and tensor {parallel.tensor} would cut: ZeRO stages 0 and 1 leave them whole",

@@ -172,6 +172,27 @@ def test_autograd_scales_by_the_arriving_gradient(reduction: str, fused: bool) -
         torch.testing.assert_close(public(x_BSD, weight, targets_BS, reduction=reduction, chunk=5), expected.detach())
 
 
+@EITHER
+def test_a_second_micro_batch_adds_to_the_weights_gradient(fused: bool) -> None:
+    """To half of what the first one gave, in the memory that it has; ``torch.autograd.grad`` leaves it as it is."""
+    x, weight, targets = (t.requires_grad_(t.is_floating_point()) for t in make(12, 50, 8))
+    once = formula(x, weight, targets).dweight
+    (0.5 * of_either(x, weight, targets, chunk=5, fused=fused)).backward()
+    first = weight.grad
+    assert first is not None
+    loss = 0.25 * of_either(x, weight, targets, chunk=5, fused=fused)
+    torch.testing.assert_close(torch.autograd.grad(loss, weight, retain_graph=True)[0], 0.25 * once)
+    torch.testing.assert_close(first, 0.5 * once)
+    loss.backward()
+    assert weight.grad is first
+    torch.testing.assert_close(first, 0.75 * once)
+    seen = []
+    weight.register_hook(seen.append)
+    (0.25 * of_either(x, weight, targets, chunk=5, fused=fused)).backward()
+    torch.testing.assert_close(seen[0], 0.25 * once)
+    torch.testing.assert_close(weight.grad, once)
+
+
 @pytest.mark.parametrize("wrong", [-1, 2**40])
 def test_targets_out_of_range_are_refused_or_make_nan(wrong: int) -> None:
     x, weight, _ = make(3, 11, 4)
