@@ -3,8 +3,8 @@
     uv run --extra replicas benchmarks/benchmark_failures.py                       # on two CPU cores, two minutes
     uv run --extra replicas benchmarks/benchmark_failures.py --replicas 4 --steps 2000 --kills 40 --timeout 3000
 
-Processes are killed by SIGKILL at random steps. From what was measured, goodput is predicted for jobs of 1 to 10,000
-nodes, with ten failures per 1,000 node-days.
+Processes are killed by SIGKILL at random steps. From what was measured, goodput is predicted for jobs of up to
+10,000 nodes, with ten failures per 1,000 node-days.
 """
 
 from cs336_systems.experiments.driver import command

@@ -179,6 +179,15 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         "matmul_kernels measured needs device cuda and kernels fused, got {case.device} and {case.kernels}",
     ),
     (
+        lambda case: (
+            case.matmul_kernels == "measured"
+            and _quantized(case)
+            and (case.scaling, case.gradient_dtype) != ("tensor", "e4m3")
+        ),
+        "matmul_kernels measured with matmul_dtype {case.matmul_dtype} needs scaling tensor and gradient_dtype e4m3, "
+        "got {case.scaling} and {case.gradient_dtype}",
+    ),
+    (
         lambda case: case.matmul_kernels == "measured" and case.parallel.ranks_per_batch > 1,
         "matmul_kernels measured is for ranks with batches of their own, got tensor {parallel.tensor}, context "
         "{parallel.context}, pipeline {parallel.pipeline}",

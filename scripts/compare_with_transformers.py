@@ -57,7 +57,9 @@ def _compare(options: TrainOptions) -> int:
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"the other run is of one rank, got {os.environ['WORLD_SIZE']}")
-    for name in ("z_loss", "walltime"):
+    if options.optimizer == "muon":
+        raise ValueError("--optimizer muon is what the other run does not have: it updates by AdamW")
+    for name in ("z_loss", "walltime", "lora_rank", "agree", "resume_from"):
         if value := getattr(options, name):
             raise ValueError(f"--{name.replace('_', '-')} {value} is what the other run does not have")
     folder = options.out

@@ -53,6 +53,8 @@ def _export(options: ExportOptions) -> int:
     from cs336_systems.pretraining.export import check_target, export_saved
 
     started = time.perf_counter()
+    if options.adapter and options.replace:
+        raise ValueError("--replace is for whole models, not with --adapter: name another --out")
     if options.adapter:
         return _export_adapter(options, started)
     if options.out is not None:

@@ -6,6 +6,9 @@ Of y = x W^T + s (x A^T) B^T, W (N, K) gets no gradient. With h = x A^T and dh =
 
     dx = dy W + dh A        dA = dh^T x        dB = s dy^T h
 
+Shape legend: x (R, K), y (R, N), A (r, K), B (N, r), and s = alpha / rank. A matrix of n
+parts (q, k, v: 3; gate, up: 2) has an A of n r rows.
+
 h, r numbers a token, is computed again in backward, which reads x anyway. q, k and v have an A of their own each, one
 after the other in one matrix, and so have gate and up; each B adds to its own columns. Parameters have peft's names
 below the matrix they belong to (``attn.q_proj.lora_A.weight``), its shapes, and its initial values: A uniform within
@@ -66,7 +69,7 @@ class Adapter:
         dh_Rr: Tensor,
         accumulate: bool,
     ) -> None:
-        """Write dA and dB, or add to them, where there is memory for them; by ``ops.weight_backward_``."""
+        """Write dA to ``da`` and dB to ``db``, or add; None skips one. ``weight_backward_`` is as in ``BlockOps``."""
         if da is not None:
             weight_backward_(da, dh_Rr, x_RK, accumulate)
         if db is not None:

@@ -73,7 +73,9 @@ class DilocoCell:
     batch_size: int = option(32, "The most sequences of a micro-batch.", several=False, sign="positive")
     context_length: int = option(1024, "Tokens per sequence.", several=False, sign="positive")
     dtype: str = option("autocast-bf16", "As for train.py.", values=("fp32", "bf16", "autocast-bf16"), several=False)
-    evaluate_every: int = option(100, "Steps between evaluations, at the next average.", several=False, sign="positive")
+    evaluate_every: int = option(
+        100, "Steps between evaluations; one between averages waits.", several=False, sign="positive"
+    )
     evaluation_sequences: int = option(512, "Held-out sequences.", several=False, sign="positive")
     repeat: int = 0
     seed: int = 0

@@ -4,10 +4,10 @@ Three runs of ``train.py``'s trainer on the same tokens per step: replicas that 
 alone; the same with processes killed at random steps; and as many data-parallel ranks, all of which are started again
 from the newest checkpoint when one is killed. ``failures_measure.py`` runs them and reads seconds from their logs.
 
-Goodput is the share of time that became steps kept: kept steps, at the mean time of steps in which nobody died, over
-the time from the end of the first step to the end of the last. It is predicted by ``costs/parallelism/failures.py``
-from the median cost of a kill and the number of kills, and then for jobs of more nodes, as many replicas as here, each
-with an equal part of the nodes. Limits: all processes are of one machine. A replica comes back from a server that has
+Goodput is the share of time that became steps kept: their number, times the mean time of a step in which nobody died,
+over the time from the first step's end to the last's. It is predicted by ``costs/parallelism/failures.py``
+from the median cost of a kill and the number of kills, and then for jobs of more nodes, divided among as
+many replicas as here. Limits: all processes are of one machine. A replica comes back from a server that has
 imported everything (as ``train.py --replicas`` starts it), restarted ranks are new interpreters; a node that has to be
 replaced takes longer, and while it does, the other replicas train and the restarted job waits.
 """
@@ -79,7 +79,7 @@ class FailureCell:
 
     @property
     def at(self) -> list[tuple[int, int]]:
-        """The kills by step: (step, number of the replica). Restarted runs have one in each interval but the first."""
+        """The kills by step: (step, number of the replica). Restarts: in each interval but the first and last."""
         chance = random.Random(self.seed)
         if self.how == RESTART:
             starts = [self.save_every * interval for interval in range(1, self.kills + 1)]

@@ -8,9 +8,9 @@
 
 Method. Torch takes cuBLASLt's first candidate. Under the power limit, where large products run, others can be faster
 (LOG.md): each candidate, and our own kernel (``products.py``), multiplies normally distributed numbers for a while, and
-the one with the least time is remembered. Only kernels whose result is torch's to the bit take part: a
-choice, which may differ from run to run, changes no number. Shapes that were not measured go to torch, those in
-``products.FASTER`` to our kernel.
+the one with the least time is remembered. Only kernels with the bits of the one taken by
+default take part: a choice, which may differ from run to run, changes no number. By default torch multiplies, our
+kernel at shapes in ``products.FASTER``, and cuBLASLt's first candidate where fp8 products add.
 
 Shape legend: a (M, K), b (K, N), out (M, N).
 """
@@ -40,12 +40,12 @@ _chosen: dict[Spec, Multiply] = {}
 
 @dataclass(frozen=True)
 class Asked:
-    """A product that will be made often, by tensors of its shapes, whose numbers are replaced.
+    """A product to be measured; the numbers in its three tensors are overwritten.
 
     Attributes:
         adds: whether it will be given an addend.
         scales: of fp8 operands, as ``multiply_scaled_`` takes them.
-        fast: likewise.
+        fast: as ``multiply_scaled_`` takes it.
     """
 
     out: Tensor
@@ -96,7 +96,7 @@ def multiply_scaled_(
 def choose(asked_for: Iterable[Asked]) -> list[Choice]:
     """Measure each product's candidates on the device of its tensors, and remember the fastest.
 
-    It takes about half a second for each product, and memory for its tensors and once more for its result.
+    It takes about a second for each product, and memory for its tensors and once more for its result.
     """
     choices: list[Choice] = []
     for asked in asked_for:

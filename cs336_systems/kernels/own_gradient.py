@@ -1,13 +1,14 @@
-"""Gradients of parameters to which a backward adds where they are, in place of a second tensor that autograd adds."""
+"""Let a backward add to ``parameter.grad`` in place, where autograd would else add a second tensor to it."""
 
 import torch
 from torch import Tensor
 
 
 def own_gradient(parameter: Tensor) -> Tensor | None:
-    """The gradient that a parameter has, if autograd, given none, leaves the same as if it was given what is added.
+    """Return ``parameter.grad`` if a backward may add to it and give autograd None; None if it must give its own.
 
-    Hooks that run after accumulation do so, too, where autograd is given none; hooks on gradients have nothing to see.
+    It may if the parameter is a leaf, has a gradient, and has no hooks on gradients, which would have nothing to see.
+    Hooks after accumulation run all the same.
     """
     if parameter.grad is None or not parameter.is_leaf or parameter._backward_hooks:
         return None
@@ -15,7 +16,7 @@ def own_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def adds_to(parameter: Tensor) -> bool:
-    """Whether the backward that runs adds to the parameter's gradient; ``torch.autograd.grad`` leaves it as it is."""
+    """Whether the backward that runs adds to ``parameter.grad``; ``torch.autograd.grad`` does not."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         adds: bool = torch._C._will_engine_execute_node(node)

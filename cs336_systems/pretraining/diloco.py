@@ -20,7 +20,7 @@ would be lost; that of Streaming DiLoCo (arXiv 2501.18512)."""
 
 
 class OuterSteps(ReplicaAgreement):
-    """DiLoCo: each replica takes its own steps, and an outer optimizer some on the mean of what they have changed.
+    """DiLoCo: each replica takes its own steps, and an outer optimizer steps on the mean change of their weights.
 
     A replica begins with a round of steps without gradients, which change nothing: at its end it takes over the state
     of the others, or those that begin together meet. In this one average it stands for the peer whose state it has.
@@ -105,8 +105,10 @@ class OuterSteps(ReplicaAgreement):
 
     @contextmanager
     def common_weights(self) -> Iterator[None]:
-        """Those of the last average of each fragment, which this replica's own have left since in all fragments but
-        one; and with a delay also in that."""
+        """While this is open, the model has the weights of each fragment's last average.
+
+        The replica's own have moved on since, except in the fragment averaged last; with a delay, in that one, too.
+        """
         if self._options.agree_fragments == 1 and self._options.agree_delay == 0:
             yield
             return

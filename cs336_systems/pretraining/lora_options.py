@@ -21,7 +21,7 @@ class LoraFields:
     lora_alpha: float | None = option(
         None, "Adapters' products are multiplied by this over the rank; by default twice the rank.", sign="positive"
     )
-    lora_on: tuple[Literal["qkv", "output", "gate_up", "down"], ...] = ("qkv", "output", "gate_up", "down")
+    lora_on: tuple[Literal["qkv", "output", "gate_up", "down"], ...] = ADAPTED  # type: ignore[assignment]
     """Matrices with adapters: qkv (queries, keys and values), output (of attention), gate_up and down (of the
     feed-forward)."""
 

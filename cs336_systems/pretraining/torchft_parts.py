@@ -24,7 +24,7 @@ from cs336_systems.costs.parallelism.local_steps import SCALED
 from cs336_systems.pretraining.agreement import StoppedWaiting
 
 _RETRIES = 20
-"""Failed attempts in a row to form a group before a step is tried without."""
+"""Failed attempts in a row to form a group before a step is tried without one."""
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _JOIN_S = 1.0
 """Seconds for which gloo waits, five times, until another member of a new group connects. One may have died since they
@@ -39,7 +39,11 @@ _GRACE_S = 5.0
 
 
 class Transport(HTTPTransport[Any]):
-    """Fetches a peer's state, of which nothing but tensors and plain values is unpickled, and takes the time."""
+    """Fetches a peer's state, of which nothing but tensors and plain values is unpickled.
+
+    Attributes:
+        seconds: how long the last one took.
+    """
 
     seconds = 0.0
 
@@ -104,11 +108,11 @@ class Gloo(_Watched, ProcessGroupGloo):
 
 
 class Nccl(_Watched, ProcessGroupNCCL):
-    """Between GPUs."""
+    """NCCL's process group, for replicas on GPUs."""
 
 
 class Reported(Protocol):
-    """Who is told of quorums."""
+    """The calls that a ``ReportingManager`` makes to its replica."""
 
     def before_quorum(self) -> None:
         """Called before one is asked for."""
@@ -117,7 +121,7 @@ class Reported(Protocol):
         """Called when the state is that of the others, after so many seconds."""
 
     def is_to_end(self) -> bool:
-        """Asked now and then until then."""
+        """Asked every ``_LOOK_S`` seconds while a quorum is awaited; True gives it up after ``_GRACE_S``."""
 
 
 class ReportingManager(Manager):

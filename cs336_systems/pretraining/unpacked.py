@@ -42,7 +42,7 @@ _UNPACK: dict[str, Callable[[BinaryIO], Any]] = {
     ".zst": _zstandard,
 }
 PACKED = (*_UNPACK, ".zip")
-"""Suffixes of compressed files, in lower case; those of archives, which have many files in them, are not read."""
+"""Suffixes of compressed files, in lower case; an archive is recognised to be refused (``corpus.py``)."""
 
 
 def plain_name(path: Path) -> Path:
@@ -55,8 +55,8 @@ class Utf8File:
 
     Attributes:
         encoding: the file's own.
-        start: the bytes of its mark.
-        direct: whether bytes here are bytes of the file.
+        start: the number of bytes of its mark.
+        direct: whether what is read are the file's bytes, neither unpacked nor encoded anew.
     """
 
     def __init__(self, raw: BinaryIO, file: io.BufferedReader, encoding: str | None, *, packed: bool) -> None:

@@ -1,11 +1,11 @@
-"""Muon (``muon.py``) before this suite's fused AdamW, for GPUs: bf16 is rounded stochastically.
+"""Muon (``muon.py``) with this suite's fused AdamW, for GPUs: bf16 is rounded stochastically.
 
 Most updates of a weight are smaller than half the distance between two bf16 numbers, and to nearest they would be lost
 (``kernels/adamw.py``). Random bits are torch's, from the seed, the matrix's number among all parameters of the model's
 optimizer, and the number of its updates: the same whoever owns the matrix, and after a resume.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ _PRIME = 1_000_003
 
 
 class FusedMuon(Muon, FusedAdamW):
-    """Takes the arguments of ``FusedAdamW``; masters and states in host memory are AdamW's parameters' alone."""
+    """Takes the arguments of ``FusedAdamW``; cases refuse masters and states in host memory."""
 
-    def __init__(self, params: Iterable[Any], *args: Any, offload: Collection[str] = (), **kwargs: Any) -> None:
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         self._matrices: set[Tensor] = set()
         self._n_made: dict[Tensor, int] = {}
         """Updates of each matrix, as the host counts them: it need not wait for the device's own count."""
-        super().__init__(params, *args, offload=offload, **kwargs)
+        super().__init__(params, *args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``Muon.add_param_group``."""

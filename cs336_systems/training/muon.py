@@ -22,8 +22,8 @@ Measured on a CPU (train.py's size tiny on the standard library, fp32, one seed;
 after 800 steps the held-out loss is 5.00, 4.66, 4.56 with Muon, and 4.99, 4.73, 4.76 with AdamW; Muon passes AdamW's
 best in a run of 600 steps (4.72). So the best learning rate is not quite the same, and a larger one is worth a try.
 
-Limits: whole matrices, so neither ZeRO 2 and 3 nor tensor parallelism; no states in host memory, no FP32 master
-weights, no CUDA graph (``refusals.py``).
+Limits: whole matrices, so neither ZeRO 2 or 3 nor tensor parallelism; no adapters, no states in host memory, no FP32
+master weights, no CUDA graph (``refusals.py``).
 """
 
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ def muon_groups(model: nn.Module, *, decay_vectors: bool) -> list[dict[str, Any]
 
 
 class Muon(torch.optim.Optimizer):
-    """Updates groups with ``muon`` by Muon, and leaves the others to the AdamW that this class is put before.
+    """Updates groups with ``muon`` by Muon, and leaves the others to the AdamW with which it is mixed.
 
     ``state`` of a matrix is ``step``, as AdamW counts it, and ``momentum_buffer``.
     """
@@ -136,7 +136,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class TorchMuon(Muon, torch.optim.AdamW):
-    """Muon before torch's AdamW, which is given ``fused=True``."""
+    """Muon for matrices, and for the rest torch's AdamW, which is given ``fused=True``."""
 
     def step(self, closure: Callable[[], float] | None = None, *, grad_scale: Tensor | None = None) -> Any:
         """As ``Muon.step``; by default with the scale that ``GradientGuard`` leaves for torch's AdamW."""

@@ -15,9 +15,9 @@ from cs336_systems.training.precision import parameter_dtype
 
 
 def products_of(case: TrainingCase, device: torch.device) -> Iterator[Asked]:
-    """Each product that blocks and head of a rank make in a micro-batch, one after the other, with memory of its own.
+    """The products of a micro-batch for which ``kernels.matmul`` may choose a kernel, with tensors of their own.
 
-    Not among them are products with a bias, and that of gate | up where SwiGLU is computed with it.
+    Left out are products with a bias, gate | up where its kernel computes SwiGLU, too, and blocks that fp8 skips.
     """
     from cs336_systems.kernels.products import FASTER  # brings Triton along
 
