@@ -58,6 +58,8 @@ class Adapted(Shared):
 ADAPTED = Adapted("cpu", "tiny", 4, 64, keep="input", lora=Lora(4, 8.0))
 ALONE = AttentionAlone("cuda", "tiny", 4, 64, "bf16", "sdpa-cudnn", how=CONTEXT_BY_TORCH)
 
+BY_ROW = {"dtype": "bf16", "matmul_dtype": "e4m3", "scaling": "row"}
+
 REFUSED = [
     (replace(FP8, kernels="reference", keep="autograd"), "e4m3 with keep autograd"),
     (replace(FP8, fp8_skip_first=-1), "got -1 and 0"),
@@ -69,6 +71,10 @@ REFUSED = [
         replace(PLAIN, keep="all", attention="sdpa-flash"),
         "attention sdpa-flash: .* which reference, flash, hopper have",
     ),
+    (replace(PLAIN, matmul_kernels="measured"), "measured needs device cuda and kernels fused"),
+    (replace(FUSED, matmul_kernels="measured", device="cuda", **BY_ROW), "scaling tensor .* got row and e4m3"),
+    (replace(SHARING, kernels="fused", attention="flash", matmul_kernels="measured"), "their own, got tensor 2"),
+    (replace(ADAPTED, optimizer="muon"), "muon with LoRA of rank 4"),
     (replace(ADAPTED, keep="autograd"), "LoRA of rank 4 with keep autograd"),
     (replace(ADAPTED, how=Parallel("bucketed", tensor=2)), "LoRA of rank 4 with tensor 2, pipeline 1"),
     (replace(PLAIN, keep="all", dtype="autocast-bf16"), "keep all with dtype autocast-bf16"),

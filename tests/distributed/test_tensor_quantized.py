@@ -239,7 +239,9 @@ def check_micro_batches_add_up(rank: Rank):
             model = build(QWEN3, ranks, dtype=torch.bfloat16)
             model(*batch(QWEN3, number)).backward()
             found.append([parameter.grad for parameter in model.parameters()])
-        assert all(torch.equal(one + other, own) for one, other, own in zip(*found, both.values(), strict=True))
+        for one, other, own in zip(*found, both.values(), strict=True):  # each rounded, as the sum is, to 8 bits
+            roundings = 2**-7 * (one.abs().float() + other.abs().float())
+            assert ((one.float() + other.float() - own.float()).abs() <= roundings).all()
 
 
 def check_rows_travel_in_eight_bits(rank: Rank):

@@ -84,6 +84,7 @@ def test_every_option_of_a_case_reaches_its_cells():
     other = {"size": "tiny", "batch_size": 3, "context_length": 64, "dtype": "bf16", "attention": "hopper"}
     other |= {"compile": "off", "checkpoint": "none", "optimizer": "fused", "accumulate": 2, "cuda_graph": "off"}
     other |= {"kernels": "fused", "keep": "all", "master": "fp32", "offload": "m-v", "matmul_dtype": "e4m3"}
+    other |= {"matmul_kernels": "library"}
     other |= {"gradient_dtype": "e5m2", "scaling": "row", "fp8_skip_first": 1, "fp8_skip_last": 0}
     assert other.keys() == {each.name for each, _ in options_in(TrainingCase)}
     several = {each.name for each, of in options_in(TrainingCase) if of.several}

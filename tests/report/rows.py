@@ -20,6 +20,7 @@ SETTINGS = {
     "master": "none",
     "offload": "none",
     "matmul_dtype": "same",
+    "matmul_kernels": "library",
     "gradient_dtype": "e4m3",
     "scaling": "tensor",
     "fp8_skip_first": 0,
