@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,8 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
-ADAPTED = ("qkv", "output", "gate_up", "down")
+Adapted = Literal["qkv", "output", "gate_up", "down"]
+ADAPTED: tuple[Adapted, ...] = get_args(Adapted)
 """The matrices of a block that may have adapters: q, k and v; attention's output; gate and up; down."""
 
 

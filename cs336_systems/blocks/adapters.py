@@ -6,8 +6,8 @@ Of y = x W^T + s (x A^T) B^T, W (N, K) gets no gradient. With h = x A^T and dh =
 
     dx = dy W + dh A        dA = dh^T x        dB = s dy^T h
 
-Shape legend: x (R, K), y (R, N), A (r, K), B (N, r), and s = alpha / rank. A matrix of n
-parts (q, k, v: 3; gate, up: 2) has an A of n r rows.
+Shape legend: x (R, K), y (R, N), A (r, K), B (N, r), and s = alpha / rank. A matrix of n parts (q, k, v: 3; gate, up:
+2) has an A of n r rows.
 
 h, r numbers a token, is computed again in backward, which reads x anyway. q, k and v have an A of their own each, one
 after the other in one matrix, and so have gate and up; each B adds to its own columns. Parameters have peft's names

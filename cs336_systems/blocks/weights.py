@@ -64,12 +64,19 @@ class BlockWeights:
     qkv_b: Tensor | None = None
     """(P, r)"""
     output_a: Tensor | None = None
+    """(r, H E)"""
     output_b: Tensor | None = None
+    """(D, r)"""
     gate_up_a: Tensor | None = None
+    """(2 r, D)"""
     gate_up_b: Tensor | None = None
+    """(2F, r)"""
     down_a: Tensor | None = None
+    """(r, F)"""
     down_b: Tensor | None = None
+    """(D, r)"""
     adapter_scale: float = 0.0
+    """Alpha over the rank."""
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor], adapter_scale: float = 0.0) -> "BlockWeights":

@@ -148,9 +148,12 @@ class Kernel:
 def candidates(asked: Spec, most: int = MOST) -> tuple[Kernel, ...]:
     """The kernels that need no workspace, first the one that the library expects to be fastest.
 
+    Args:
+        most: how many are asked for; there may be fewer.
+
     Raises:
         RuntimeError: the library refuses.
-        ValueError: it has no kernel.
+        ValueError: it has no kernel, or ``serves`` says no.
     """
     if not serves(asked):
         raise ValueError(f"cuBLASLt is not asked for {asked}")

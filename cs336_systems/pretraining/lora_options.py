@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from cs336_systems.config import ADAPTED, Lora
+from cs336_systems.config import ADAPTED, Adapted, Lora
 from cs336_systems.declared import option
 
 
@@ -21,7 +21,7 @@ class LoraFields:
     lora_alpha: float | None = option(
         None, "Adapters' products are multiplied by this over the rank; by default twice the rank.", sign="positive"
     )
-    lora_on: tuple[Literal["qkv", "output", "gate_up", "down"], ...] = ADAPTED  # type: ignore[assignment]
+    lora_on: tuple[Adapted, ...] = ADAPTED
     """Matrices with adapters: qkv (queries, keys and values), output (of attention), gate_up and down (of the
     feed-forward)."""
 

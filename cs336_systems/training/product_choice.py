@@ -1,7 +1,4 @@
-"""The products of a training step, to be measured before it: by ``kernels.matmul.choose``.
-
-choose(products_of(case, device))
-"""
+"""The products of a training step, for ``kernels.matmul.choose`` to measure before it."""
 
 from collections.abc import Iterator
 
