@@ -81,8 +81,8 @@ def _read() -> Iterator[OwnStep]:
     for part in PARTS:
         rows = read_rows(RESULTS / part / "benchmark_training.csv")
         rows = rows[(rows["status"] == "ok") & (rows["how"] == "ours")]
-        for name, other in (("apart", "on"), ("matmul_kernels", "measured")):
-            rows = rows[rows[name].astype(str) != other] if name in rows else rows
+        for name, plain in (("apart", "off"), ("matmul_kernels", "library"), ("offload", "none")):
+            rows = rows[rows[name].astype(str).isin(["nan", plain])] if name in rows else rows  # older rows lack some
         medians = rows.pivot_table(index=_SETTINGS, columns="metric", values="median", aggfunc="median").reset_index()
         for row in medians.to_dict("records"):
             ranks, zero = int(row["world_size"]), int(row["zero"]) if int(row["world_size"]) > 1 else 0

@@ -49,7 +49,7 @@ did nothing there, while 3 gathered on one rank what was whole."""
 
 MEDIANS = ("tokens_per_s", "speed_of_light", "peak_memory", "predicted_peak_memory")
 _RUN = ("device", "size", "context_length", "batch_size", "dtype", "seed")
-_WORDS = ("kernels", "keep", "attention", "cuda_graph", "matmul_kernels")
+_WORDS = ("kernels", "keep", "attention", "cuda_graph", "matmul_kernels", "offload")
 """Columns that are options of train.py, for all ways and for ours."""
 
 COMMAND = ("argv", "commit", "host")
@@ -106,6 +106,7 @@ class TrainingRunCell:
     attention: str = option("hopper", "For ours, as for train.py.")
     cuda_graph: str = option("on", "For ours, as for train.py.", values=("off", "on"))
     matmul_kernels: str = option("library", "For ours, as for train.py.", values=("library", "measured"))
+    offload: str = option("none", "For ours, as for train.py, but joined by hyphens, as in m-v.")
     warmup: int = option(6, "Steps before the recorded ones.", several=False, sign="not negative")
     seconds: float = option(60.0, "Least duration of the recorded steps.", several=False)
     seed: int = 0
@@ -131,7 +132,9 @@ class TrainingRunCell:
             asked = {name: TrainOptions.CPU_DEFAULTS[name] for name in ("optimizer", "kernels")}
         ours = ("zero", "gather_by", "tensor", "context", *_WORDS) if self.how == "ours" else ()
         asked |= {name: getattr(self, name) for name in (*_RUN, *ours)}
-        asked |= as_options(self.recipe) if self.how == "ours" else {}
+        if self.how == "ours":
+            asked |= as_options(self.recipe)
+            asked["offload"] = () if self.offload == "none" else tuple(self.offload.split("-"))
         asked["total_batch_tokens"] = self.total_batch_tokens * self.n_together // self.world_size
         return TrainOptions(steps=1_000_000, evaluate_every=None, save_every=None, export=False, **asked)
 
@@ -142,7 +145,8 @@ class TrainingRunCell:
         ranks = f"on {self.world_size} ranks, {shared}" if self.world_size > 1 else ""
         shape = f"{self.size} {self.batch_size} x {self.context_length} {self.dtype}"
         graph = "CUDA graph" if self.cuda_graph == "on" else ""
-        words = (shape, self.how, self.recipe, self.kernels, self.keep, self.attention, graph, ranks)
+        away = f"offload {self.offload}" if self.offload not in ("", "none") else ""
+        words = (shape, self.how, self.recipe, self.kernels, self.keep, away, self.attention, graph, ranks)
         return " ".join(filter(None, words))
 
 
