@@ -24,8 +24,10 @@
 #   torchao-1.5b      385  1.5B at 32
 #   torchao-3b        405  3B at 16
 #   torchao-7b        460  7B at 16, ours keeping products
-#   80gb              420  the fastest that fits 80 GB, 40 s each, which llm.q published on an H100: 0.5B, 1.5B and 7B, the
-#                          latter by steps of 131,072, in fp8 and bf16; at 0.5B by measured kernels of matmuls
+#   80gb              260  the fastest that fits 80 GB, 40 s each, which llm.q published on an H100: 0.5B and 1.5B in fp8
+#                          and bf16; at 0.5B by measured kernels of matmuls
+#   80gb-large        420  the same of 3B and 7B, with moments on the host, but 3B in fp8, which is by measured kernels
+#   80gb-host         340  14B in bf16, and Llama 3 8B at 8,192 tokens in fp8, with moments on the host
 #   ranks-0.5b        400  0.5B at 32 on two GPUs: ZeRO-1, ZeRO-3 in two ways, apart; and on one (FOLDER/training-2)
 #   ranks-1.5b        430  the same of 1.5B at 16
 #   ranks-7b          525  of 7B at 8, keeping products
@@ -51,7 +53,7 @@ training() { into training "${ours[@]}" --kernels fused "$@"; }
 read -r -a worlds <<<"${RANKS:-1 2}"
 most=$(printf '%s\n' "${worlds[@]}" | sort -n | tail -1)
 on_80gb() { # size, then the shape and the recipe
-  DURATION=${DURATION:-40} into training "${ours[@]}" --kernels fused --how ours --warmup 1 --size "qwen2.5-$1" "${@:2}"
+  DURATION=${DURATION:-40} into training "${ours[@]}" --kernels fused --how ours --warmup 1 --size "$1" "${@:2}"
 }
 in_worlds() { # size, then the recipe
   local shape=(--batch-size 16)
@@ -82,13 +84,18 @@ for part in "$@"; do
     graph)
       training --size qwen2.5-0.5b --batch-size 32 --how ours --cuda-graph on --warmup 5 ;;
     80gb)
-      on_80gb 0.5b --batch-size 32 --matmul-kernels measured --recipe e4m3
-      on_80gb 0.5b --batch-size 32 --matmul-kernels measured
-      on_80gb 1.5b --batch-size 32 --recipe e4m3
-      on_80gb 1.5b --batch-size 16
-      seven=(--batch-size 4 --total-batch-tokens 131072)
-      on_80gb 7b "${seven[@]}" --keep products-norm-swiglu-ffn --recipe e4m3
-      on_80gb 7b "${seven[@]}" --keep products ;;
+      on_80gb qwen2.5-0.5b --batch-size 32 --matmul-kernels measured --recipe e4m3
+      on_80gb qwen2.5-0.5b --batch-size 32 --matmul-kernels measured
+      on_80gb qwen2.5-1.5b --batch-size 32 --recipe e4m3
+      on_80gb qwen2.5-1.5b --batch-size 16 ;;
+    80gb-large)
+      on_80gb qwen2.5-3b --batch-size 16 --matmul-kernels measured --recipe e4m3
+      on_80gb qwen2.5-3b --batch-size 16 --offload m-v
+      on_80gb qwen2.5-7b --batch-size 8 --offload m-v --recipe e4m3
+      on_80gb qwen2.5-7b --batch-size 8 --offload m-v ;;
+    80gb-host)
+      on_80gb qwen2.5-14b --batch-size 4 --keep products --offload m-v
+      on_80gb llama3-8b --context-length 8192 --batch-size 1 --offload m-v --recipe e4m3 ;;
     fp8-0.5b|fp8-7b)
       in_fp8 "${part#fp8-}" --how ours --recipe stored e4m3 ;;
     fp8-1.5b)
