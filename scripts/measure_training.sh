@@ -26,7 +26,8 @@
 #   torchao-7b        460  7B at 16, ours keeping products
 #   80gb              260  the fastest that fits 80 GB, 40 s each, which llm.q published on an H100: 0.5B and 1.5B in fp8
 #                          and bf16; at 0.5B by measured kernels of matmuls
-#   80gb-large        420  the same of 3B and 7B, with moments on the host, but 3B in fp8, which is by measured kernels
+#   80gb-large        420  the same of 3B and 7B, with moments on the host, but 3B in fp8, which is by measured kernels;
+#                          7B in bf16 by steps of 262,144
 #   80gb-host         340  14B in bf16, and Llama 3 8B at 8,192 tokens in fp8, with moments on the host
 #   ranks-0.5b        400  0.5B at 32 on two GPUs: ZeRO-1, ZeRO-3 in two ways, apart; and on one (FOLDER/training-2)
 #   ranks-1.5b        430  the same of 1.5B at 16
@@ -92,7 +93,7 @@ for part in "$@"; do
       on_80gb qwen2.5-3b --batch-size 16 --matmul-kernels measured --recipe e4m3
       on_80gb qwen2.5-3b --batch-size 16 --offload m-v
       on_80gb qwen2.5-7b --batch-size 8 --offload m-v --recipe e4m3
-      on_80gb qwen2.5-7b --batch-size 8 --offload m-v ;;
+      on_80gb qwen2.5-7b --batch-size 8 --offload m-v --total-batch-tokens 262144 ;;
     80gb-host)
       on_80gb qwen2.5-14b --batch-size 4 --keep products --offload m-v
       on_80gb llama3-8b --context-length 8192 --batch-size 1 --offload m-v --recipe e4m3 ;;
