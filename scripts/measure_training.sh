@@ -29,6 +29,10 @@
 #   80gb-large        420  the same of 3B and 7B, with moments on the host, but 3B in fp8, which is by measured kernels;
 #                          7B in bf16 by steps of 262,144
 #   80gb-host         340  14B in bf16, and Llama 3 8B at 8,192 tokens in fp8, with moments on the host
+#   finetuning        480  rows of 2,048 tokens, steps of 131,072, 20 s each: 0.5B at 16 rows, before it packed
+#                          conversations by flash and hopper, then TRL's SFTTrainer in each way that its packages allow
+#   lora              150  adapters of rank 16 at 7B, a row at a time, beside forward and input gradients alone; in bf16
+#                          and in e4m3
 #   ranks-0.5b        400  0.5B at 32 on two GPUs: ZeRO-1, ZeRO-3 in two ways, apart; and on one (FOLDER/training-2)
 #   ranks-1.5b        430  the same of 1.5B at 16
 #   ranks-7b          525  of 7B at 8, keeping products
@@ -40,7 +44,7 @@
 # ranks. DURATION is the least time of the steps after the warm-up (default: 60, in seconds).
 #
 # Data are random tokens of the model's vocabulary, which the rows say. Peers need transformers, liger-kernel and torchao
-# (uv sync); without them their rows say so. Rows are appended to FOLDER/training; uv run scripts/report.py --adopt FOLDER
+# (uv sync), and trl, datasets and flash-attn-4 (pip install); without them their rows say so. Rows are appended to FOLDER/training; uv run scripts/report.py --adopt FOLDER
 # moves them to profiles/results/<gpu>/. PYTHON picks the interpreter (default: uv run). Run nothing else on the host.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_training.sh FOLDER PART...}
@@ -53,6 +57,9 @@ ours=(--keep all --cuda-graph off --warmup 2)
 training() { into training "${ours[@]}" --kernels fused "$@"; }
 read -r -a worlds <<<"${RANKS:-1 2}"
 most=$(printf '%s\n' "${worlds[@]}" | sort -n | tail -1)
+in_rows_of_2048() { # of finetuning and lora, whose rows lie apart: their tokens are not those of pre-training
+  DURATION=${DURATION:-20} into finetuning "${ours[@]}" --kernels fused --context-length 2048 "$@"
+}
 on_80gb() { # size, then the shape and the recipe
   DURATION=${DURATION:-40} into training "${ours[@]}" --kernels fused --how ours --warmup 1 --size "$1" "${@:2}"
 }
@@ -97,6 +104,14 @@ for part in "$@"; do
     80gb-host)
       on_80gb qwen2.5-14b --batch-size 4 --keep products --offload m-v
       on_80gb llama3-8b --context-length 8192 --batch-size 1 --offload m-v --recipe e4m3 ;;
+    finetuning)
+      in_rows_of_2048 --size qwen2.5-0.5b --batch-size 16 --total-batch-tokens 131072 --conversations off packed \
+        --attention hopper flash --how ours trl trl-flash trl-flash-compiled trl-flex trl-compiled ;;
+    lora)
+      for recipe in stored e4m3; do
+        in_rows_of_2048 --size qwen2.5-7b --batch-size 1 --total-batch-tokens 32768 --recipe "$recipe" --lora-rank 16 \
+          --keep products all --how ours input-gradients
+      done ;;
     fp8-0.5b|fp8-7b)
       in_fp8 "${part#fp8-}" --how ours --recipe stored e4m3 ;;
     fp8-1.5b)

@@ -82,7 +82,7 @@ def _read() -> Iterator[OwnStep]:
         rows = read_rows(RESULTS / part / "benchmark_training.csv")
         rows = rows[(rows["status"] == "ok") & (rows["how"] == "ours")]
         for name, plain in (("apart", "off"), ("matmul_kernels", "library"), ("offload", "none")):
-            rows = rows[rows[name].astype(str).isin(["nan", plain])] if name in rows else rows  # older rows lack some
+            rows = rows[rows[name] == plain] if name in rows else rows
         medians = rows.pivot_table(index=_SETTINGS, columns="metric", values="median", aggfunc="median").reset_index()
         for row in medians.to_dict("records"):
             ranks, zero = int(row["world_size"]), int(row["zero"]) if int(row["world_size"]) > 1 else 0

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cs336_systems.case import Parallel
-from cs336_systems.config import ATTENTIONS, MODEL_SIZES, resolve_size
+from cs336_systems.config import ATTENTIONS, MODEL_SIZES, PACKING, resolve_size
 from cs336_systems.costs.kept import check_known
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
@@ -35,11 +35,22 @@ if TYPE_CHECKING:
 TORCHAO = {"torchao-tensorwise": "e4m3-e5m2", "torchao-rowwise": "e4m3-row"}
 """Ways of torchao, and the recipe of ours that has the same formats and scales."""
 
+TRL = {
+    "trl": {},
+    "trl-compiled": {"torch_compile": True},
+    "trl-flex": {"attn_implementation": "flex_attention"},
+    "trl-flash": {"attn_implementation": "flash_attention_4"},
+    "trl-flash-compiled": {"attn_implementation": "flash_attention_4", "torch_compile": True},
+}
+"""Ways of TRL's SFTTrainer, and what they are told besides: arguments, and attention's name, by default sdpa."""
+
 LIBRARIES = {
     "ours": (),
+    "input-gradients": (),
     "transformers": ("transformers",),
     "transformers-liger": ("transformers", "liger-kernel"),
     **dict.fromkeys(TORCHAO, ("transformers", "torchao")),
+    **dict.fromkeys(TRL, ("trl", "transformers", "liger-kernel", "flash-attn-4")),
 }
 """The ways to train, and the distributions that each takes."""
 
@@ -51,6 +62,10 @@ MEDIANS = ("tokens_per_s", "speed_of_light", "peak_memory", "predicted_peak_memo
 _RUN = ("device", "size", "context_length", "batch_size", "dtype", "seed")
 _WORDS = ("kernels", "keep", "attention", "cuda_graph", "matmul_kernels", "offload")
 """Columns that are options of train.py, for all ways and for ours."""
+PACKED = (*PACKING, "")
+"""Attentions of packed conversations, where one is named."""
+OURS = ("ours", "input-gradients")
+"""Ways that run our blocks."""
 
 COMMAND = ("argv", "commit", "host")
 """Columns that tell the runs of one command from those of another."""
@@ -72,7 +87,8 @@ class TrainingRunCell:
         "ours",
         "ours: the trainer of train.py. The others: a plain loop over transformers' model, compiled whole on a GPU; "
         "with Liger's kernels, each block compiled by itself; with torchao's float8 in blocks, one scale per tensor or "
-        "row, each block and the loss compiled by itself.",
+        "row, each block and the loss compiled by itself; TRL's SFTTrainer, for packed conversations, with Liger. "
+        "input-gradients: ours without adapters, weights' gradients and optimizer, a bound on how fast adapters train.",
         values=tuple(LIBRARIES),
         asked=("ours", "transformers", "transformers-liger"),
     )
@@ -107,6 +123,15 @@ class TrainingRunCell:
     cuda_graph: str = option("on", "For ours, as for train.py.", values=("off", "on"))
     matmul_kernels: str = option("library", "For ours, as for train.py.", values=("library", "measured"))
     offload: str = option("none", "For ours, as for train.py, but joined by hyphens, as in m-v.")
+    conversations: str = option(
+        "off",
+        "For ours and TRL, rows of conversations of 50 to 1,500 tokens of 2,048, or as large a part of other contexts, "
+        "two thirds of each to be learned: packed, or padded, one a row. off: tokens without end.",
+        values=("off", "packed", "padded"),
+    )
+    lora_rank: int = option(
+        0, "For ours, rank of adapters that are trained in place of weights; 0 trains all.", sign="not negative"
+    )
     warmup: int = option(6, "Steps before the recorded ones.", several=False, sign="not negative")
     seconds: float = option(60.0, "Least duration of the recorded steps.", several=False)
     seed: int = 0
@@ -120,6 +145,11 @@ class TrainingRunCell:
         return self.how
 
     @property
+    def lengths(self) -> tuple[int, int]:
+        """The fewest and the most tokens of a conversation."""
+        return max(3, self.context_length * 50 // 2048), self.context_length * 1500 // 2048
+
+    @property
     def n_together(self) -> int:
         """Ranks that share a step."""
         return 1 if self.apart == "on" else self.world_size
@@ -130,11 +160,12 @@ class TrainingRunCell:
         asked: dict[str, Any] = {}
         if self.device == "cpu":
             asked = {name: TrainOptions.CPU_DEFAULTS[name] for name in ("optimizer", "kernels")}
-        ours = ("zero", "gather_by", "tensor", "context", *_WORDS) if self.how == "ours" else ()
+        ours = ("zero", "gather_by", "tensor", "context", *_WORDS) if self.how in OURS else ()
         asked |= {name: getattr(self, name) for name in (*_RUN, *ours)}
-        if self.how == "ours":
+        if self.how in OURS:
             asked |= as_options(self.recipe)
             asked["offload"] = () if self.offload == "none" else tuple(self.offload.split("-"))
+        asked |= {"packing": self.how in OURS and self.conversations == "packed", "lora_rank": self.lora_rank or None}
         asked["total_batch_tokens"] = self.total_batch_tokens * self.n_together // self.world_size
         return TrainOptions(steps=1_000_000, evaluate_every=None, save_every=None, export=False, **asked)
 
@@ -146,7 +177,9 @@ class TrainingRunCell:
         shape = f"{self.size} {self.batch_size} x {self.context_length} {self.dtype}"
         graph = "CUDA graph" if self.cuda_graph == "on" else ""
         away = f"offload {self.offload}" if self.offload not in ("", "none") else ""
-        words = (shape, self.how, self.recipe, self.kernels, self.keep, away, self.attention, graph, ranks)
+        rows = f"{self.conversations} conversations" if self.conversations != "off" else ""
+        lora = f"LoRA of rank {self.lora_rank}" if self.lora_rank else ""
+        words = (shape, self.how, self.recipe, self.kernels, self.keep, away, self.attention, graph, rows, lora, ranks)
         return " ".join(filter(None, words))
 
 
@@ -166,7 +199,7 @@ Options: Any = options_of(TrainingRunCell, Asked)
 
 def make_cells(options: Any) -> list[TrainingRunCell]:
     """Each size in each way; what others do not have is asked of ours alone. Ranks that share nothing run once, at
-    ZeRO 0; the ways to gather differ at ZeRO 3 only.
+    ZeRO 0; the ways to gather differ at ZeRO 3 only; conversations are packed for those attentions that can.
 
     Raises:
         ValueError: a value that no run can have.
@@ -183,15 +216,21 @@ def make_cells(options: Any) -> list[TrainingRunCell]:
     for size, how in itertools.product(options.size, options.how):
         resolve_size(size)
         ways = of_ranks | dict.fromkeys(_WORDS, ("",)) | {"recipe": (TORCHAO.get(how, "stored"),)}
-        ways = {name: getattr(options, name) for name in ways} if how == "ours" else ways
+        ways |= {"conversations": ("packed" if how in TRL else "off",), "lora_rank": (0,)}
+        if how == "ours":
+            ways = {name: getattr(options, name) for name in ways}
+        elif how == "input-gradients":
+            ways |= {name: getattr(options, name) for name in (*_WORDS, "conversations")}
         for values in itertools.product(*ways.values()):
             own = dict(zip(ways, values, strict=True)) | {"size": size, "how": how, "library": _library(how)}
             if own["world_size"] == 1 or own["apart"] == "on":
                 own |= {"zero": 0, "apart": "off" if own["world_size"] == 1 else "on", "tensor": 1, "context": 1}
             own["gather_by"] = own["gather_by"] if own["zero"] == 3 else "collectives"
+            if own["conversations"] == "packed" and len(options.attention) > 1 and own["attention"] not in PACKED:
+                continue  # of several, those that can
             cell = cell_of(TrainingRunCell, options, data=TrainingRunCell.data, **own)
             replace(cell, apart="off").train_options.micro_batches(cell.world_size)
-            if how == "ours":
+            if how in OURS:
                 cell.train_options.check()
             cells.append(cell)
     return list(dict.fromkeys(cells))
@@ -228,6 +267,30 @@ def _over_one_rank(line: Line) -> Spread | None:
     return next(filter(None, ratios), None)
 
 
+def _of_conversations(metric: str, line: Line) -> float | None:
+    return None if line.settings.get("conversations", "off") == "off" else line.median(metric)
+
+
+def _over_fastest(line: Line, **settings: object) -> Spread | None:
+    """Useful tokens/s over those of the fastest line with these settings and the same shape, in the same command."""
+    same = {name: line.settings.get(name) for name in ("size", "context_length", "recipe")} | settings
+    peers = [peer for peer in line.lines.values() if all(peer.settings.get(name) == same[name] for name in same)]
+    peers = [peer for peer in peers if peer.median("useful_tokens_per_s")]
+    fastest = max(peers, key=lambda peer: peer.median("useful_tokens_per_s") or 0.0, default=None)
+    return line.repeats_over("useful_tokens_per_s", fastest)
+
+
+def _over_pre_training(line: Line) -> Spread | None:
+    if line.settings.get("conversations", "off") == "off":
+        return None
+    return _over_fastest(line, how="ours", conversations="off", lora_rank="0")
+
+
+def _over_input_gradients(line: Line) -> Spread | None:
+    adapts = line.settings.get("lora_rank", "0") not in ("0", "")
+    return _over_fastest(line, how="input-gradients", recipe="stored") if adapts else None
+
+
 def _first_loss(line: Line) -> float | None:
     losses = line.run.loc[line.run["metric"] == "loss", "samples"]
     return next(iter(losses.iloc[-1]), None) if len(losses) else None
@@ -237,12 +300,19 @@ TRAINING_TABLE = ResultTable(
     settings=(
         *("gpu", "device", "size", "batch_size", "context_length", "total_batch_tokens", "dtype", "how"),
         *("world_size", "zero", "gather_by", "tensor", "context", "apart", "recipe", *_WORDS),
+        *("conversations", "lora_rank"),
         *("data", "warmup", "seconds"),
     ),
     always=("size", "how", "recipe"),
     columns=(
         Column("step ms", "step", ",.1f"),
         Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN, note="median of the steps after the first few"),
+        *(
+            Column(f"{name}/s", partial(_of_conversations, f"{name}_per_s"), ",.0f", optional=True, note=note)
+            for name, note in (("useful_tokens", "without padding"), ("targets", "tokens of answers"))
+        ),
+        Column("x pre-training", _over_pre_training, ".3f", optional=True, note="useful tokens, in the same command"),
+        Column("x input gradients", _over_input_gradients, ".3f", optional=True),
         Column("x", _speedup, ".3f", optional=True, note="times as fast as stored products in the same command"),
         Column("x one rank", _over_one_rank, ".3f", optional=True, note="times as fast as one, in the same command"),
         Column("speed of light %", "speed_of_light", ".1f", optional=True),

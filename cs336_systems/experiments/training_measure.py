@@ -21,18 +21,18 @@ from cs336_systems.case import Unsupported
 from cs336_systems.config import resolve_size
 from cs336_systems.distributed.process_group import Rank, alone, on_every_rank, on_rank_0
 from cs336_systems.experiments.block_measure import with_float8
+from cs336_systems.experiments.finetuning_measure import data_of, train_on_input_gradients, train_trl, useful_shares
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.experiments.ranked import largest
-from cs336_systems.experiments.training import TORCHAO, TrainingRunCell
+from cs336_systems.experiments.training import TORCHAO, TRL, TrainingRunCell
 from cs336_systems.harness.clock import in_gib
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.record import Metric
-from cs336_systems.pretraining.dataset import Dataset, write_random_tokens
+from cs336_systems.pretraining.dataset import write_random_conversations, write_random_tokens
 from cs336_systems.pretraining.loader import Loader, Sequences
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.peer import peer_model, peer_optimizer, peer_step
 from cs336_systems.pretraining.run_records import Light, LoggedStep, Memory, Record
-from cs336_systems.pretraining.sources import sources_of
 from cs336_systems.pretraining.stop_requests import StopRequests
 from cs336_systems.pretraining.trainer import train
 from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
@@ -92,7 +92,11 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
     independent = cell.apart == "on"
     with tempfile.TemporaryDirectory() as name:
         vocab_size, tokens = resolve_size(cell.size).vocab_size, _STEPS_OF_DATA * cell.total_batch_tokens + 1
-        data = write_random_tokens(Path(name) / "data", tokens, max(vocab_size, 264), cell.seed)
+        of_data = Path(name) / "data", tokens, max(vocab_size, 264)
+        if cell.conversations == "off":
+            data = write_random_tokens(*of_data, cell.seed)
+        else:
+            data = write_random_conversations(*of_data, cell.lengths, cell.seed)
         folder = name if independent else on_rank_0(lambda: name)  # a run has one folder, which ranks must agree on
         options = replace(cell.train_options, data=data, out=Path(folder) / "run")
         watch = Watch(cell, _N_LEFT if cell.how == "ours" else 0)
@@ -100,8 +104,13 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
         with alone(rank) if independent else nullcontext(rank) as own:
             if cell.how == "ours":
                 train(options, own, watch)
+            elif cell.how == "input-gradients":
+                train_on_input_gradients(cell, options, own, watch)
+            elif cell.how in TRL:
+                train_trl(cell, options, own, watch)
             else:
                 _train_peer(cell, options, own, watch)
+        in_use, targets = useful_shares(cell, options)
         peak = meter.peak_bytes()
         of_all = None if peak is None else largest(peak, rank)
         of_ranks = on_every_rank(lambda: watch.steady) if independent else [watch.steady]
@@ -109,14 +118,18 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
         return []  # the first rank has the log
     medians_ms = [1000 * statistics.median(s.seconds for s in steps) if steps else math.nan for steps in of_ranks]
     steps = of_ranks[medians_ms.index(max(medians_ms))]
+    rates = [len(of_ranks) * step.tokens / step.seconds for step in steps]
     metrics = [
         Metric("step", "ms", [1000 * step.seconds for step in steps]),
-        Metric("tokens_per_s", "1/s", [len(of_ranks) * step.tokens / step.seconds for step in steps]),
+        Metric("tokens_per_s", "1/s", rates),
+        Metric("useful_tokens_per_s", "1/s", [in_use * rate for rate in rates], derived=True),
+        Metric("targets_per_s", "1/s", [targets * rate for rate in rates], derived=True),
         Metric("loss", "nats", [step.loss for step in steps]),
     ]
     if independent:
         metrics.append(Metric("step_of_ranks", "ms, the median of each rank", medians_ms))
-    if watch.light is not None and (bound := watch.light.seconds_per_token) is not None:
+    # Attention of the bound is that of whole rows.
+    if cell.conversations == "off" and watch.light is not None and (bound := watch.light.seconds_per_token) is not None:
         shares = [100 * bound * step.tokens / step.seconds for step in steps]
         metrics.append(Metric("speed_of_light", "%", shares, derived=True))
     metrics += [] if of_all is None else in_gib(peak_memory=of_all)
@@ -126,10 +139,8 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
 
 
 def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: Watch) -> None:
-    assert options.data is not None and options.steps is not None
-    dataset = Dataset.open(sources_of(options.data)[0].folder)
-    assert dataset.train is not None
-    config = replace(resolve_size(options.size).at_context(options.context_length), vocab_size=dataset.vocab_size)
+    dataset, config = data_of(options)
+    assert dataset.train is not None and options.steps is not None
     precision = options.training_case(config, 1).precision
     torch.manual_seed(options.seed)
     with_liger, on_gpu = cell.how == "transformers-liger", rank.device.type == "cuda"

@@ -53,7 +53,8 @@ EARLIER: dict[str, dict[str, Any]] = {
     "host_gib": {"peer": ""},
     "tensor_by": {name: getattr(Parallel, name) for name in ("replicas", *PIPELINE)},
     "profiler": {"repeat": 0},
-    "total_batch_tokens": {"recipe": "stored", "library": "", "gather_by": Parallel.gather_by, "apart": "off"},
+    "total_batch_tokens": {"recipe": "stored", "library": "", "gather_by": Parallel.gather_by, "apart": "off"}
+    | {"conversations": "off", "lora_rank": 0, "matmul_kernels": "library", "offload": "none"},
     "prefetch": {"update": Parallel.update, "gather_by": Parallel.gather_by, "do_bench": "off", "losses": 0},
 }
 """The settings that a benchmark's earlier rows lack, with their values then, by a column that tells its rows."""

@@ -67,9 +67,10 @@ class Conversations(Sequences):
             )
         super().__init__(stream, context_length, vocab_size, device)
         room = len(self) * context_length
+        self.share_in_use, self.share_of_targets = float(places.sum() / room), float(n_targets.sum() / room)
         self.said = (
             f"{len(places):,} conversations in {len(self):,} rows of {context_length:,} tokens: "
-            f"{100 * places.sum() / room:.1f}% of them in use, {100 * n_targets.sum() / room:.1f}% targets"
+            f"{100 * self.share_in_use:.1f}% of them in use, {100 * self.share_of_targets:.1f}% targets"
         )
         if n := int(too_long.sum()):
             self.said += f"; {n:,} beyond the context {'are cut' if long == 'cut' else 'are dropped'}"

@@ -337,13 +337,36 @@ def write_random_tokens(folder: Path, n_tokens: int, vocab_size: int, seed: int 
         ValueError: the vocabulary is smaller than that of bytes, whose tokenizer it has.
         OSError: it cannot be written, or is there.
     """
+    _write_random(folder, n_tokens, vocab_size, seed, None)
+    return folder
+
+
+def write_random_conversations(
+    folder: Path, n_tokens: int, vocab_size: int, lengths: tuple[int, int], seed: int = 0
+) -> Path:
+    """As ``write_random_tokens``, conversations of uniformly random length, ``n_tokens`` or somewhat more.
+
+    Args:
+        lengths: the fewest and the most tokens of one. Its first third is a question, the rest an answer.
+    """
+    drawn = np.random.default_rng(seed + 1).integers(lengths[0], lengths[1] + 1, size=-(-n_tokens // lengths[0]))
+    drawn = drawn[: np.searchsorted(np.cumsum(drawn), n_tokens) + 1]
+    marks = np.full(drawn.sum(), ANSWER, np.uint8)
+    for end, length in zip(np.cumsum(drawn), drawn, strict=True):
+        begin = end - length
+        marks[begin : begin + length // 3] = 0
+        marks[begin] |= BEGIN
+    _write_random(folder, len(marks), vocab_size, seed, marks)
+    return folder
+
+
+def _write_random(folder: Path, n_tokens: int, vocab_size: int, seed: int, marks: NDArray[np.uint8] | None) -> None:
     if vocab_size < ByteTokenizer.vocab_size:
         raise ValueError(f"random tokens need a vocabulary of {ByteTokenizer.vocab_size} or more, got {vocab_size}")
     folder.mkdir(parents=True)
     eos_id = ByteTokenizer.eos_id
     with TokenWriter(folder, "train", vocab_size=vocab_size, eos_id=eos_id) as writer:
-        writer.append(np.random.default_rng(seed).integers(vocab_size, size=n_tokens))
+        writer.append(np.random.default_rng(seed).integers(vocab_size, size=n_tokens), marks)
     split = {"files": writer.files, "documents": 1, "bytes": 4 * n_tokens, "tokens": n_tokens}
     tokenizer = {"name": "none", "vocab_size": vocab_size, "eos_id": eos_id}
-    describe(folder, ByteTokenizer().json(), tokenizer, "random tokens", 1, {"train": split})
-    return folder
+    describe(folder, ByteTokenizer().json(), tokenizer, "random tokens", 1, {"train": split}, chat=marks is not None)

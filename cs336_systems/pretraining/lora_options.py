@@ -40,8 +40,8 @@ LORA_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--lora-alpha and --lora-on are for adapters: give --lora-rank, too",
     ),
     (
-        lambda o: o.lora_rank is not None and o.init is None,
-        "--lora-rank {o.lora_rank} needs --init: adapters are trained beside weights that are there",
+        lambda o: o.lora_rank is not None and o.init is None and o.save_every is not None,
+        "--lora-rank {o.lora_rank} needs --init: adapters are of use beside the weights that they were trained with",
     ),
     (lambda o: not o.lora_on, "--lora-on needs at least one of " + ", ".join(ADAPTED)),
     (

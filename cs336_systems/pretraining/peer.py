@@ -52,9 +52,15 @@ class PeerModel(nn.Module):
 
 
 def peer_model(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, *, liger: bool, weights: Path | None = None
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    liger: bool,
+    weights: Path | None = None,
+    attention: str = "sdpa",
 ) -> PeerModel:
-    """The shape with random weights, or with those of a Hugging Face folder.
+    """The shape with random weights, or with those of a Hugging Face folder; attention by transformers' name.
 
     Raises:
         Unsupported: transformers or Liger is not installed.
@@ -69,7 +75,7 @@ def peer_model(
             (apply_liger_kernel_to_qwen2 if config.qkv_bias else apply_liger_kernel_to_llama)()
     except ImportError as error:
         raise Unsupported(f"a peer is not there ({error}): uv sync") from error
-    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
+    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     if weights is not None:
         if not sys.stderr.isatty():
             disable_progress_bar()

@@ -52,6 +52,19 @@ def test_independent_replicas_train_as_the_one_that_they_are_beside():
     assert (peer.world_size, peer.apart) == (1, "off")
 
 
+def test_conversations_and_adapters_are_asked_of_ours_and_trl_always_packs():
+    asked = replace(GPU, how=("ours", "transformers", "trl", "input-gradients"), size=("qwen2.5-7b",), batch_size=1)
+    asked = replace(asked, attention=("flash",), cuda_graph=("off",))
+    cells = make_cells(replace(asked, conversations=("off", "packed"), lora_rank=(16,)))
+    found = [(cell.how, cell.conversations, cell.lora_rank, cell.train_options.packing) for cell in cells]
+    assert found == [
+        *(("ours", "off", 16, False), ("ours", "packed", 16, True)),
+        *(("transformers", "off", 0, False), ("trl", "packed", 0, False)),
+        *(("input-gradients", "off", 0, False), ("input-gradients", "packed", 0, True)),
+    ]
+    assert len({str(cell) for cell in cells}) == len(cells)
+
+
 @pytest.mark.parametrize(
     ("fault", "value"),
     [
@@ -107,6 +120,25 @@ def test_runs_end_once_they_have_been_steady_for_long_enough():
     assert list(frame["x one rank"]) == ["–"] * 3 + [f"{rate / rates[0]:.3f}" for rate in rates[3:]]
     assert list(frame["x"]) == ["–", f"{rates[1] / rates[0]:.3f}", *["–"] * 3]
     assert rates_figure(rows, {}) is not None
+
+
+@pytest.mark.slow
+def test_useful_tokens_are_those_of_conversations_and_nothing_is_trained_for_the_bound_of_adapters():
+    few = replace(CPU, seconds=0.2, warmup=1, total_batch_tokens=512, context_length=64, keep=("products",))
+    cells = make_cells(replace(few, conversations=("off", "packed", "padded")))
+    cells += make_cells(replace(few, how=("ours", "input-gradients"), lora_rank=(4,)))
+    with joined("cpu") as rank:
+        measured = measure_all(rank, cells)
+    found = [{metric.name: metric.samples for metric in metrics} for metrics in measured]
+    useful = [samples["useful_tokens_per_s"][0] / samples["tokens_per_s"][0] for samples in found]
+    assert useful[0] == useful[3] == useful[4] == 1 and 0.9 < useful[1] <= 1 and 0.3 < useful[2] < 0.5
+    targets = [samples["targets_per_s"][0] / samples["useful_tokens_per_s"][0] for samples in found]
+    assert targets[1] == pytest.approx(targets[2]) and 0.66 < targets[1] < 0.72  # two thirds, and rounding
+    assert found[4]["loss"][0] == pytest.approx(found[3]["loss"][0], rel=1e-3)  # after one small step of adapters
+    frame = TRAINING_TABLE.of(rows_of(cells, measured)).frame
+    shown = frame["x pre-training"].tolist()
+    assert shown[0] == shown[3] == shown[4] == "–" and "–" not in shown[1:3]
+    assert frame["x input gradients"][:3].tolist() == ["–"] * 3 and frame["x input gradients"][3] != "–"
 
 
 @pytest.mark.slow
