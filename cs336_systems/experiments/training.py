@@ -274,7 +274,11 @@ def _of_conversations(metric: str, line: Line) -> float | None:
 def _over_fastest(line: Line, **settings: object) -> Spread | None:
     """Useful tokens/s over those of the fastest line with these settings and the same shape, in the same command."""
     same = {name: line.settings.get(name) for name in ("size", "context_length", "recipe")} | settings
-    peers = [peer for peer in line.lines.values() if all(peer.settings.get(name) == same[name] for name in same)]
+    peers = [
+        peer
+        for peer in line.lines.values()
+        if all(str(peer.settings.get(name)) == str(value) for name, value in same.items())
+    ]
     peers = [peer for peer in peers if peer.median("useful_tokens_per_s")]
     fastest = max(peers, key=lambda peer: peer.median("useful_tokens_per_s") or 0.0, default=None)
     return line.repeats_over("useful_tokens_per_s", fastest)
@@ -283,11 +287,11 @@ def _over_fastest(line: Line, **settings: object) -> Spread | None:
 def _over_pre_training(line: Line) -> Spread | None:
     if line.settings.get("conversations", "off") == "off":
         return None
-    return _over_fastest(line, how="ours", conversations="off", lora_rank="0")
+    return _over_fastest(line, how="ours", conversations="off", lora_rank=0)
 
 
 def _over_input_gradients(line: Line) -> Spread | None:
-    adapts = line.settings.get("lora_rank", "0") not in ("0", "")
+    adapts = str(line.settings.get("lora_rank", 0)) not in ("0", "")
     return _over_fastest(line, how="input-gradients", recipe="stored") if adapts else None
 
 

@@ -124,7 +124,7 @@ def test_runs_end_once_they_have_been_steady_for_long_enough():
 
 @pytest.mark.slow
 def test_useful_tokens_are_those_of_conversations_and_nothing_is_trained_for_the_bound_of_adapters():
-    few = replace(CPU, seconds=0.2, warmup=1, total_batch_tokens=512, context_length=64, keep=("products",))
+    few = replace(CPU, seconds=0.1, warmup=1, total_batch_tokens=256, context_length=64, keep=("products",))
     cells = make_cells(replace(few, conversations=("off", "packed", "padded")))
     cells += make_cells(replace(few, how=("ours", "input-gradients"), lora_rank=(4,)))
     with joined("cpu") as rank:
