@@ -41,14 +41,14 @@ MODELS: dict[str, ModelConfig] = {
 
 SHARES = replace(
     OURS,
-    products=1.113,
-    attention_forward=0.910,
-    attention_backward=0.861,
-    memory=0.388,
-    link_alone=0.860,
-    link_out_both=0.687,
-    narrow_forward=0.598,
-    narrow_backward=0.816,
+    products=1.168,
+    attention_forward=0.925,
+    attention_backward=0.856,
+    memory=0.353,
+    link_alone=0.896,
+    link_out_both=0.654,
+    narrow_forward=0.491,
+    narrow_backward=0.922,
 )
 """This engine's shares of a card's rates, the same for all cards, fitted on the named tenth of each card's cells."""
 FITTED = (

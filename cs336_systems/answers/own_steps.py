@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from cs336_systems.config import Recipe, resolve_size
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.rank_memory import rank_peak
 from cs336_systems.costs.parallelism.seconds import step_seconds
+from cs336_systems.costs.rates import ADDS_SINCE, OURS, SUMS_APART, Sustained
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.hardware import GIB, find_hardware
 
@@ -31,6 +33,7 @@ _SETTINGS = [
     "keep",
     "batch_size",
     "total_batch_tokens",
+    "apart_sums",
 ]
 
 
@@ -45,6 +48,7 @@ class OwnStep:
     recipe: Recipe
     step_s: float
     peak_gib: float | None
+    sustained: Sustained = OURS
 
     @property
     def group(self) -> str:
@@ -56,7 +60,8 @@ class OwnStep:
         """Predicted over measured seconds, less 1."""
         hardware = find_hardware(self.gpu)
         assert hardware is not None
-        found = step_seconds(resolve_size(self.size), self.length, self.layout, hardware, recipe=self.recipe)
+        how: dict[str, Any] = {"recipe": self.recipe, "sustained": self.sustained}
+        found = step_seconds(resolve_size(self.size), self.length, self.layout, hardware, **how)
         return found.total / self.step_s - 1
 
     @property
@@ -83,6 +88,7 @@ def _read() -> Iterator[OwnStep]:
         rows = rows[(rows["status"] == "ok") & (rows["how"] == "ours")]
         for name, plain in (("apart", "off"), ("matmul_kernels", "library"), ("offload", "none")):
             rows = rows[rows[name] == plain] if name in rows else rows
+        rows["apart_sums"] = rows["timestamp"].astype(str) < ADDS_SINCE
         medians = rows.pivot_table(index=_SETTINGS, columns="metric", values="median", aggfunc="median").reset_index()
         for row in medians.to_dict("records"):
             ranks, zero = int(row["world_size"]), int(row["zero"]) if int(row["world_size"]) > 1 else 0
@@ -97,4 +103,5 @@ def _read() -> Iterator[OwnStep]:
                 *(row["gpu"], row["size"], int(row["context_length"]), layout, RECIPES[row["recipe"]]),
                 row["step"] / 1000,
                 None if peak is None or peak != peak else float(peak),
+                SUMS_APART if row["apart_sums"] else OURS,
             )

@@ -2,7 +2,7 @@
 
     products     peak of the dtype, times what its power lets large products have of it (``hardware.py``), times the
                  engine's share
-    attention    the engine's share of the same: forward and backward, and with narrow heads
+    attention    the engine's share of the same: forward and backward, with narrow heads and short sequences
     memory       the engine's share of the memory's bandwidth, in passes over norms, SwiGLU, moments
     link         the engine's share of the host link, one way and both ways at once; a desktop's memory feeds both
 
@@ -12,12 +12,16 @@ predictor to account, have shares of their own beside their figures (``answers/m
     Rates.of(hardware_named("rtx-4090")).products           # FLOP/s
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cs336_systems.hardware import KINDS, Hardware
 
 NARROW_HEAD = 64
 """The widest head, in dimensions, with which attention is slower."""
+HALF_FORWARD, HALF_BACKWARD = 500, 1000
+"""Tokens of a causal sequence with which attention reaches half of its rate with long ones (``hopper`` on an H200, TFLOP/s
+forward and backward: d_head 128 568 and 469 at 4,096 tokens, 613 and 538 at 16,384; d_head 64 380 and 319 at 2,048, 491
+and 518 at 16,384; rows of attention-training)."""
 
 
 @dataclass(frozen=True)
@@ -43,23 +47,31 @@ class Sustained:
     operands: float = 0.0
     """FLOPs in bf16 that take as long as a byte that products load or store and their arithmetic does not hide: small
     matrices have more of them."""
+    added: float = 1.0
+    """Passes over the gradients of weights that each micro-batch but the first makes beside the products' own writing:
+    a product that adds reads them once; a sum apart reads both and writes."""
 
 
 OURS = Sustained(
-    products=1.0,
-    attention_forward=0.8487,
-    attention_backward=0.7704,
-    memory=0.70,
+    products=0.9955,
+    attention_forward=0.8746,
+    attention_backward=0.8174,
+    memory=0.80,
     link_alone=55.5 / 64,
     link_out_both=51 / 64,
     in_beside_out=0.855,
-    quantized=1.012,
-    operands=40.0,
+    quantized=0.9642,
+    operands=19.5,
 )
-"""Attention and link are as measured on an H200 before 2026-11-25 (LOG.md): causal attention of d_head 128 590 TFLOP/s
-forward and 535 backward, the link 55.5 GB/s one way and, beside kernels of a step, 43.6 to the device while 50.9 leave
-it. The others are fitted to steps on one H200 (rows training-2 and training-4 of Qwen2.5 0.5B to 7B in bf16 and fp8,
-llama-steps), of which none is on an H100."""
+"""Attention, memory and link are as measured alone on an H200 (rows of attention-training; norms and SwiGLU at 0.6 to
+0.9 of the bandwidth and AdamW at 0.8, rows of kernels; the link 55.5 GB/s one way and, beside kernels of a step, 43.6 to
+the device while 50.9 leave it, LOG.md). Products, quantized and operands were fitted on 2026-11-28 to all steps on one
+H200 (rows of training, training-2 and training-4 of Qwen2.5 0.5B to 7B in bf16 and fp8), of which none is on an H100."""
+
+SUMS_APART = replace(OURS, added=3.0)
+"""Until ``ADDS_SINCE`` a product wrote a gradient of its own, which another kernel then added."""
+ADDS_SINCE = "2026-11-28T09:00"
+"""The time of the commit (2e7c03d5) since which all products add to the gradients that are there."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,8 @@ class Rates:
     """Products of blocks in fp8; 0 where there are none."""
     operands: float = 0.0
     """FLOPs, at the rate of products, that take as long as a byte that products load or store."""
+    added: float = 1.0
+    """Passes over gradients, as of ``Sustained``."""
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str = "bf16", sustained: Sustained = OURS) -> "Rates":
@@ -116,6 +130,7 @@ class Rates:
             narrow_backward=sustained.narrow_backward,
             quantized=sustained.quantized * (fp8 or 0.0),
             operands=sustained.operands,
+            added=sustained.added,
         )
 
     @property
@@ -123,11 +138,13 @@ class Rates:
         """Bytes/s to the device, while the other way is busy too."""
         return self.link_out_both * self.in_beside_out
 
-    def attention(self, d_head: int) -> tuple[float, float]:
-        """FLOP/s of attention forward and backward with heads of this dimension."""
+    def attention(self, d_head: int, length: float) -> tuple[float, float]:
+        """FLOP/s of causal attention forward and backward with heads of this dimension on so many tokens."""
+        forward = self.attention_forward / (1 + HALF_FORWARD / length)
+        backward = self.attention_backward / (1 + HALF_BACKWARD / length)
         if d_head > NARROW_HEAD:
-            return self.attention_forward, self.attention_backward
-        return self.attention_forward * self.narrow_forward, self.attention_backward * self.narrow_backward
+            return forward, backward
+        return forward * self.narrow_forward, backward * self.narrow_backward
 
     def link_seconds(self, bytes_in: float, bytes_out: float) -> float:
         """Seconds of copies both ways that begin together."""

@@ -47,6 +47,10 @@ MASTER_MOMENTS = {"exp_avg": 4, "exp_avg_sq": 4, "master": 4}
 HEAD_TOKENS = 2048
 """Tokens whose logits exist at a time: 32,768 x 4096 x 151,936 take 183 ms, as with twice as many (LOG.md)."""
 
+TILE = 256
+"""Columns of a result that one tile of cuBLASLt's usual kernels has. Where they do not divide a matrix, as the 896 of
+0.5B, another kernel can be faster: 2.4 and 3.8 % of 0.5B's step in bf16 and fp8, nothing of 7B's (LOG.md)."""
+
 ADD_ROWS_SHARE = 1 / 18
 """The share of the memory's rate that an embedding's backward reaches (measured: 8,192 rows of 4096 in 1.5 to 1.7 ms,
 of 2048 in 0.85)."""
@@ -189,21 +193,50 @@ class StreamedWork:
         """
         if (amounts := self._amounts(kind, chunk, level)) is None:
             raise KeyError(kind)
-        attention = rates.attention(self.config.d_head)[kind == "backward"]
+        length = 2 * (chunk % self.chunks_per_sequence) * self.chunk + self.batch[1]  # of one with as many keys a query
+        attention = rates.attention(self.config.d_head, length)[kind == "backward"]
         products = rates.quantized if self.recipe.quantized and kind != "head" else rates.products
-        traffic = amounts.traffic + self._quantizing_bytes(kind)
+        traffic = amounts.traffic + self._quantizing_bytes(kind) + rates.added * self.gradient_bytes(kind)
         operands = rates.operands * self._operand_bytes_per_flop(kind) * amounts.products
-        computed = amounts.products / products + operands / rates.products + amounts.attention / attention
+        multiplied = amounts.products * self._tiles(kind) / products
+        computed = multiplied + operands / rates.products + amounts.attention / attention
         return computed + traffic / rates.memory
+
+    @cache  # noqa: B019
+    def _tiles(self, kind: str) -> float:
+        """FLOPs of whole tiles over those asked for: results are computed in tiles of ``TILE`` columns.
+
+        Gradients of weights are counted without, as either side can be the columns.
+        """
+        d_model = self.config.d_model
+        if kind == "head":
+            return (_whole(self.config.vocab_size) + _whole(d_model) + 1) / 3
+        shapes = self._shapes
+        flops = sum(k * n for k, n in shapes)
+        forward = sum(k * n * _whole(n) for k, n in shapes) / flops
+        if kind != "backward":
+            return forward
+        return (sum(k * n * _whole(k) for k, n in shapes) / flops + 1) / 2
+
+    @property
+    def _shapes(self) -> tuple[tuple[int, int], ...]:
+        """(columns read, columns written) of a block's products in forward."""
+        d_model, d_ff = self.config.d_model, self.config.d_ff
+        return (d_model, self.config.d_qkv), (self.config.d_query, d_model), (d_model, 2 * d_ff), (d_ff, d_model)
+
+    def gradient_bytes(self, kind: str) -> int:
+        """Bytes of the gradients of weights that an operation's products add to."""
+        head = self.config.vocab_size * self.config.d_model * self.precision.parameter_bytes
+        return {"backward": self.layer_bytes, "head": head}.get(kind, 0)
 
     @cache  # noqa: B019
     def _operand_bytes_per_flop(self, kind: str) -> float:
         """Bytes that a product of (m, k) and (k, n) loads and stores for each of its FLOPs, on average over a block."""
         config, tokens, width = self.config, self.chunk, self.precision.parameter_bytes
-        d_model, d_ff, words = config.d_model, config.d_ff, config.vocab_size
+        d_model, words = config.d_model, config.vocab_size
         if kind == "head":
             return width * (tokens * (d_model + words) + d_model * words) / (2 * tokens * d_model * words)
-        shapes = (d_model, config.d_qkv), (config.d_query, d_model), (d_model, 2 * d_ff), (d_ff, d_model)
+        shapes = self._shapes
         n_bytes = sum(width * (tokens * (k + n) + k * n) for k, n in shapes)
         in_fp8 = 3 / 4 if self.recipe.quantized else 1.0  # half of what is loaded and stored
         return in_fp8 * n_bytes / sum(2 * tokens * k * n for k, n in shapes)
@@ -265,6 +298,11 @@ class StreamedWork:
     def _optimizer_bytes(self, parameters: int) -> int:
         """Bytes that the optimizer moves: it reads weights, gradients and moments and writes weights and moments."""
         return parameters * (3 * self.precision.parameter_bytes + 2 * sum(n for _, n in self.moments))
+
+
+def _whole(columns: int) -> float:
+    """Columns in whole tiles over columns."""
+    return -(-columns // TILE) * TILE / columns
 
 
 class _Amounts(NamedTuple):

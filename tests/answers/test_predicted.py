@@ -142,5 +142,5 @@ def test_own_steps_are_near_and_their_peaks_nearer():
     steps = own_steps()
     assert len(steps) > 70 and {step.group for step in steps} >= {"H200, one", "H200, several", "H100, one"}
     errors = np.abs([step.seconds_error for step in steps])
-    assert np.mean(errors <= 0.05) > 0.9 and errors.max() < 0.08
+    assert np.mean(errors <= 0.05) > 0.95 and errors.max() < 0.06
     assert max(abs(step.memory_error) for step in steps if step.memory_error is not None) < 0.03

@@ -115,7 +115,7 @@ def test_on_long_sequences_x_of_some_layers_is_restored(monkeypatch: pytest.Monk
     assert choice.plan.input_every > 1
     check(choice.plan, choice.schedule)
     monkeypatch.setattr(search, "INPUT_EVERY", (1,))
-    assert choice.tokens_per_s > 1.03 * long().tokens_per_s
+    assert choice.tokens_per_s > 1.02 * long().tokens_per_s
 
 
 def test_plans_and_chunks_that_cannot_be_are_refused() -> None:

@@ -61,11 +61,12 @@ SLOWED = 0.5
 """Seconds by which kernels run longer, a second of collectives beside them (fitted to llama3-8b at 8,192 tokens under
 FSDP on two and four H200s, rows of mesh-tensor and mesh-four: 46 of 76 ms and 58 of 114)."""
 
-BLOCK_HOST_S, PART_HOST_S, COPIES_HOST_S = 1.6e-3, 3.3e-3, 10.6e-3
-"""Seconds of the host for a block's forward and backward, for each further part of the keys that a context rank takes
-up, and where tensor ranks copy rows (of launch-bound steps: 38.5 ms in 24 blocks of 0.5B, LOG.md; 378 ms in 32 blocks
-on four context ranks, row of mesh-four; 392 to 433 ms by copies on two and four tensor ranks, mesh-tensor and
-mesh-four)."""
+BLOCK_HOST_S, BLOCK_HOST_FP8_S, PART_HOST_S, COPIES_HOST_S = 1.6e-3, 4.1e-3, 3.3e-3, 10.55e-3
+"""Seconds of the host for a block's forward and backward, for the same in fp8, for each further part of the keys that a
+context rank takes up, and where tensor ranks copy rows. Of launch-bound steps: 38.5 ms in 24 blocks of 0.5B and, in fp8,
+115 ms in 28 blocks of 7B beside other jobs (LOG.md); 378 ms in 32 blocks on four context ranks (row of mesh-four); 392
+to 433 ms by copies on two and four tensor ranks (mesh-tensor, mesh-four). A block has 54 launches, in fp8 75: as many as
+let the host be ahead by 1,024 (rows of training-2, host_lead)."""
 
 Moments = tuple[tuple[str, int], ...]
 """Names of the states that the optimizer keeps, and bytes a parameter of each."""
@@ -128,11 +129,12 @@ def step_seconds(
     m, parts, rates = layout.n_micro_batches, layout.context * layout.tensor, Rates.of(hardware, sustained=sustained)
     if recipe.quantized and not rates.quantized:
         raise ValueError(f"{hardware.name} has no products in fp8")
-    work = _work(config, length, layout.keep, moments, rates, recipe)
+    work = _work(config, length, layout.micro_batch, layout.keep, moments, rates, recipe)
     part = _part(config, layout.tensor)
     stages = stages_of(config, length, layout.pipeline, layout.schedule, layout.chunks)
     slowest, fullest = max(stages, key=work.cost), max(stages, key=lambda stage: stage.n_parameters(config))
-    own = layout.micro_batch / parts * work.cost(slowest) / work.cost(Stage(config.n_layers, True, True))
+    whole = Stage(config.n_layers, True, True)
+    own = work.cost(slowest) / work.cost(whole) / parts
     c = layout.context
     uneven = (2 * c - 1) / c - 1 if layout.context_order == "ring" else 0.0
     compute = own * (work.compute + uneven * work.attention)
@@ -142,13 +144,15 @@ def step_seconds(
     waits += _context_waits(part, slowest, rows, layout, network, own * work.attention)
     slowed = _slowed(part, fullest, layout, network, compute)
     updates = work.updates * fullest.n_parameters(config) / config.n_parameters
-    host = BLOCK_HOST_S + (PART_HOST_S * (c - 1) if layout.context_order != "gathered" else 0.0)
+    host = (BLOCK_HOST_FP8_S if recipe.quantized else BLOCK_HOST_S) + (PART_HOST_S * (c - 1) if layout.context_order != "gathered" else 0.0)
     host += COPIES_HOST_S if layout.tensor > 1 and layout.tensor_by == "copies" else 0.0
-    late = max(0.0, m * (slowest.n_layers * host - compute - waits) - slowed) if launches else 0.0
+    adds = work.adds * fullest.n_parameters(config) / config.n_parameters / layout.tensor
+    late = max(0.0, m * (slowest.n_layers * host - compute - waits) - (m - 1) * adds - slowed) if launches else 0.0
     idle = 0.0
     if layout.pipeline > 1:
-        each = compute + waits + late / m
-        durations = {"F": own * work.forward + (waits + late / m) / 2, "W": own * work.weights}
+        added = (m - 1) / m * adds
+        each = compute + added + waits + late / m
+        durations = {"F": own * work.forward + (waits + late / m) / 2, "W": own * work.weights + added}
         durations["B"] = each - durations["F"] - durations["W"]
         if simulated:
             idle = span_seconds(layout.schedule, layout.pipeline, m, layout.chunks, durations) - m * each
@@ -158,7 +162,7 @@ def step_seconds(
     away, copied = _offloaded(part, fullest, slowest, rows, layout, moments, offload, rates)
     copies = max(0.0, copied - compute - waits - late / m)
     waiting = m * waits + _stage_waits(config, rows, layout, network)
-    return StepSeconds(m * compute, max(optimizer, away), waiting, slowed, late, idle, m * copies)
+    return StepSeconds(m * compute + (m - 1) * adds, max(optimizer, away), waiting, slowed, late, idle, m * copies)
 
 
 CLASSES: dict[str, dict[str, float]] = {
@@ -224,7 +228,7 @@ class _Network:
 
 
 class _Work(NamedTuple):
-    """The seconds of a whole model on one sequence, on one GPU."""
+    """The seconds of a whole model on one micro-batch, on one GPU."""
 
     n_layers: int
     compute: float
@@ -239,6 +243,8 @@ class _Work(NamedTuple):
     head: float
     updates: float
     """The optimizer's passes over all weights."""
+    adds: float
+    """What products that add to gradients take longer than those that write them."""
 
     def cost(self, stage: Stage) -> float:
         """Seconds of a stage's forward and backward."""
@@ -246,14 +252,18 @@ class _Work(NamedTuple):
 
 
 @cache
-def _work(config: ModelConfig, length: int, keep: str, moments: Moments, rates: Rates, recipe: Recipe) -> _Work:
-    stored = StreamedWork(config.at_context(length), length, length, moments=moments)
+def _work(
+    config: ModelConfig, length: int, micro_batch: int, keep: str, moments: Moments, rates: Rates, recipe: Recipe
+) -> _Work:
+    stored = StreamedWork(config.at_context(length), length, micro_batch * length, moments=moments)
+    added = stored.gradient_bytes("head") + config.n_layers * stored.gradient_bytes("backward")
+    adds, rates = rates.added * added / rates.memory, replace(rates, added=0.0)
     kinds = ("head", "embed", "embed backward", "optimizer")
     seconds = {kind: stored.seconds(kind, 0, LEVELS[0], rates) for kind in kinds}
     embedding, head = seconds["embed"] + seconds["embed backward"], seconds["head"]
     blocks = attention = forward = weights = 0.0
     of_products = stored.hardware_flops("forward", 0, LEVELS[0]) - stored.attention_flops(0)
-    of_attention = rates.attention(config.d_head)
+    of_attention = rates.attention(config.d_head, length)
     for (kept, quantized), n in Counter(_blocks(keep, recipe, config.n_layers)).items():
         work = replace(stored, recipe=recipe) if quantized else stored
         parts = {kind: n * work.seconds(kind, 0, kept, rates) for kind in ("forward", "recompute", "backward")}
@@ -266,7 +276,7 @@ def _work(config: ModelConfig, length: int, keep: str, moments: Moments, rates: 
     compute, block = embedding + head + blocks, blocks / config.n_layers
     forward += seconds["embed"] + head / 3
     weights += head / 3
-    return _Work(config.n_layers, compute, attention, forward, weights, block, embedding, head, updates)
+    return _Work(config.n_layers, compute, attention, forward, weights, block, embedding, head, updates, adds)
 
 
 def _blocks(keep: str, recipe: Recipe, n_layers: int) -> Iterator[tuple[str, bool]]:
