@@ -57,11 +57,49 @@ of 2048 in 0.85)."""
 
 
 @dataclass(frozen=True)
+class Share:
+    """What one rank of a ring has of a model: each layer is on one rank, and so is the head with its norm.
+
+    The embedding is with the first layer. From layer to layer, and on to the head, activations stay on a rank or go to
+    another; their gradients come back.
+
+    Raises:
+        ValueError: a rank has neither a layer nor the head.
+    """
+
+    rank: int
+    owners: tuple[int, ...]
+    """The rank of each layer, and last that of the head."""
+
+    def __post_init__(self) -> None:
+        if idle := set(range(self.n_ranks)) - set(self.owners[:-1]):
+            raise ValueError(f"{len(self.owners) - 1} layers leave rank {min(idle)} of a ring without one")
+
+    @property
+    def n_ranks(self) -> int:
+        return max(self.rank, *self.owners) + 1
+
+    @classmethod
+    def dealt(cls, config: ModelConfig, rank: int, n_ranks: int) -> "Share | None":
+        """A rank's share of layers that are dealt in turn; None of a single rank.
+
+        The head is on the last rank, which has the fewest layers, but on the first if it is tied to the embedding.
+        """
+        if n_ranks == 1:
+            return None
+        head = 0 if config.tie_embeddings else n_ranks - 1
+        if config.n_layers < n_ranks:
+            raise ValueError(f"{config.n_layers} layers are too few for a ring of {n_ranks} ranks")
+        return cls(rank, (*(layer % n_ranks for layer in range(config.n_layers)), head))
+
+
+@dataclass(frozen=True)
 class StreamedWork:
     """The pieces of a step on sequences of ``context_length`` tokens in chunks of ``chunk``.
 
     Raises:
-        ValueError: one of the two lengths does not divide the other, or the precision has autocast.
+        ValueError: one of the two lengths does not divide the other, the precision has autocast, or a tied embedding
+            is not on the rank of its head.
     """
 
     config: ModelConfig
@@ -72,6 +110,8 @@ class StreamedWork:
     """Names of the states that the optimizer keeps, and bytes a parameter of each."""
     recipe: Recipe = STORED
     """The recipe of blocks' matmuls; it changes seconds, not the bytes of items."""
+    share: Share | None = None
+    """The part of the model that a rank of a ring has; all of it if None."""
 
     def __post_init__(self) -> None:
         short, long = sorted((self.chunk, self.context_length))
@@ -81,6 +121,32 @@ class StreamedWork:
             )
         if self.precision.autocast:
             raise ValueError(f"streamed blocks run in one dtype: {self.precision.name} is not served")
+        if self.config.tie_embeddings and self.owner(0) != self.owner(self.config.n_layers):
+            raise ValueError(
+                f"a tied embedding is on one rank: the first layer is on {self.owner(0)}, the head on another"
+            )
+
+    def owner(self, layer: int) -> int:
+        """The rank that has a layer; of layer L that of the head."""
+        return self.share.owners[layer] if self.share else 0
+
+    @property
+    def rank(self) -> int:
+        return self.share.rank if self.share else 0
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that are here."""
+        return tuple(layer for layer in range(self.config.n_layers) if self.owner(layer) == self.rank)
+
+    @property
+    def has_embedding(self) -> bool:
+        return self.owner(0) == self.rank
+
+    @property
+    def has_head(self) -> bool:
+        """Whether head and final norm are here."""
+        return self.owner(self.config.n_layers) == self.rank
 
     @property
     def chunks_per_sequence(self) -> int:
@@ -138,12 +204,14 @@ class StreamedWork:
 
     @property
     def _fixed_parameters(self) -> int:
-        """Parameters of embedding, head and final norm."""
-        return self.config.n_parameters - self.config.n_layers * self.config.n_block_parameters
+        """Parameters of embedding, head and final norm, as far as they are here."""
+        config, matrices = self.config, self.has_embedding + (self.has_head and not self.config.tie_embeddings)
+        return matrices * config.vocab_size * config.d_model + self.has_head * config.d_model
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that stay on the device: embedding, head and final norm with all their state, and the rotary tables.
+        """Bytes that stay on the device: embedding, head and final norm with all their state, as far as they are here,
+        and the rotary tables.
 
         A tied embedding has two gradients, added up at the end of a step. A sequence that is longer than a chunk has a
         place for what one chunk adds to the gradients of its keys and values.
@@ -151,7 +219,7 @@ class StreamedWork:
         config, width = self.config, self.precision.parameter_bytes
         per_parameter = 2 * width + sum(n for _, n in self.moments)
         found = self._fixed_parameters * per_parameter + rotary_bytes(config.at_context(self.context_length))
-        found += config.vocab_size * config.d_model * width if config.tie_embeddings else 0
+        found += config.vocab_size * config.d_model * width if config.tie_embeddings and self.has_head else 0
         return found + (self.context_length * 2 * config.d_kv * width if self.is_long else 0)
 
     @property
@@ -167,7 +235,7 @@ class StreamedWork:
             attention += (d_query + config.d_kv * (1 + self.chunks_per_sequence * self.is_long)) * width
         head = 3 * d_model * width  # norm, its gradient, and x
         logits = min(tokens, HEAD_TOKENS) * config.vocab_size * width
-        return max(tokens * max(feed_forward, attention), tokens * head + logits)
+        return max(tokens * max(feed_forward, attention), (tokens * head + logits) * self.has_head)
 
     # operations
 
@@ -316,7 +384,11 @@ class _Amounts(NamedTuple):
     """Bytes that passes over memory read and write."""
 
 
-LANES = ("in", "compute", "out")
+LANES = ("in", "compute", "out", "send", "receive")
+"""The last two carry messages to and from other ranks of a ring."""
+
+MESSAGE_BYTES_PER_S = 40e9
+"""Rate of a message between two ranks of a host, by two thread blocks over NVLink (``distributed/pipeline.py``)."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +399,7 @@ class LaneTimes:
     starts: Sequence[float]
     ends: Sequence[float]
     waited_for: Mapping[str, float]
-    """Seconds in which the compute lane stood still, by the lane that it waited for."""
+    """Seconds in which the compute lane stood still, by the lane that it waited for; of ``compute`` for other ranks."""
 
     @property
     def span(self) -> float:
@@ -336,57 +408,130 @@ class LaneTimes:
     @property
     def busy(self) -> dict[str, float]:
         """Seconds in which each lane works."""
-        found = dict.fromkeys(LANES, 0.0)
+        found = dict.fromkeys((*LANES[:3], *self.lanes), 0.0)
         for lane, start, end in zip(self.lanes, self.starts, self.ends, strict=True):
             found[lane] += end - start
         return found
 
 
+class Lanes(NamedTuple):
+    """The operations of one rank, in the order in which it enqueues them."""
+
+    lanes: Sequence[str]
+    """Lane of each operation."""
+    amounts: Sequence[float]
+    """Bytes of each copy and message; of all others the seconds that they take alone on the device."""
+    waits: Sequence[Sequence[int]]
+    """Indices of the operations that each waits for; they stand earlier."""
+
+
 def simulate(lanes: Sequence[str], amounts: Sequence[float], waits: Sequence[Sequence[int]], rates: Rates) -> LaneTimes:
-    """Run operations as early as lanes and waits allow.
+    """``simulate_ranks`` of one rank, for which every message is there when it is wanted."""
+    (times,) = simulate_ranks([Lanes(lanes, amounts, waits)], [], rates)
+    return times
+
+
+def simulate_ranks(
+    ranks: Sequence[Lanes], together: Sequence[Sequence[tuple[int, int]]], rates: Rates
+) -> list[LaneTimes]:
+    """Run the operations of ranks as early as lanes and waits allow.
 
     Args:
-        lanes: lane of each operation.
-        amounts: bytes of each copy; of all others the seconds that they take alone on the device.
-        waits: indices of the operations that each waits for; they stand earlier.
+        together: (rank, operation) of those that begin at one time, as sends with their receives do.
 
     Raises:
         ValueError: an operation waits for itself or a later one.
+        RuntimeError: ranks wait for each other in a circle.
     """
-    for i, needed in enumerate(waits):
-        if any(j >= i for j in needed):
-            raise ValueError(f"operation {i} waits for {max(needed)}, which does not stand before it")
-    queues = {lane: [i for i, own in enumerate(lanes) if own == lane] for lane in LANES}
-    heads = dict.fromkeys(LANES, 0)
-    free = dict.fromkeys(LANES, 0.0)
-    starts, ends = [0.0] * len(lanes), [-1.0] * len(lanes)
-    left: dict[str, float] = {}  # what is left of the operation that each lane runs
-    stalled = dict.fromkeys(LANES, 0.0)
+    for of_rank in ranks:
+        for i, needed in enumerate(of_rank.waits):
+            if any(j >= i for j in needed):
+                raise ValueError(f"operation {i} waits for {max(needed)}, which does not stand before it")
+    machines = [_Machine(each, rates) for each in ranks]
+    partners = {member: [each for each in group if each != member] for group in together for member in group}
     now = 0.0
     while True:
-        for lane in LANES:
-            if lane in left or heads[lane] == len(queues[lane]):
-                continue
-            i = queues[lane][heads[lane]]
-            if all(ends[j] >= 0 for j in waits[i]):
-                if lane == "compute":
-                    last = max(waits[i], key=lambda j: ends[j], default=None)
-                    if last is not None and ends[last] > free[lane]:
-                        stalled[lanes[last]] += now - free[lane]
-                starts[i], left[lane] = now, amounts[i]
-                if lane != "compute":
-                    left[lane] += rates.copy_latency_s * rates.link_alone
-        if not left:
+        began = True
+        while began:
+            began = False
+            for rank, machine in enumerate(machines):
+                for lane, i in machine.ready():
+                    others = partners.get((rank, i), ())
+                    if all(machines[other].is_ready(j) for other, j in others):
+                        machine.begin(lane, i, now)
+                        for other, j in others:
+                            machines[other].begin(machines[other].of.lanes[j], j, now)
+                        began = True
+        steps = [step for machine in machines if (step := machine.next_end()) is not None]
+        if not steps:
             break
-        copies = ("in" in left) + ("out" in left)
+        now += min(steps)
+        for machine in machines:
+            machine.advance(min(steps), now)
+    for rank, machine in enumerate(machines):
+        if stuck := machine.stuck():
+            raise RuntimeError(f"ranks wait for each other in a circle: operations {stuck} of rank {rank} never begin")
+    return [LaneTimes(machine.of.lanes, machine.starts, machine.ends, machine.stalled) for machine in machines]
+
+
+class _Machine:
+    """One rank while its operations run."""
+
+    def __init__(self, of: Lanes, rates: Rates) -> None:
+        self.of, self.rates = of, rates
+        self.queues = {lane: [i for i, own in enumerate(of.lanes) if own == lane] for lane in LANES}
+        self.queues = {lane: queue for lane, queue in self.queues.items() if queue}
+        self.heads = dict.fromkeys(self.queues, 0)
+        self.free = dict.fromkeys(self.queues, 0.0)
+        self.starts, self.ends = [0.0] * len(of.lanes), [-1.0] * len(of.lanes)
+        self.left: dict[str, float] = {}
+        """What is left of the operation that each lane runs."""
+        self.stalled = dict.fromkeys((*LANES[:3], *self.queues), 0.0)
+        self.speeds: dict[str, float] = {}
+
+    def ready(self) -> list[tuple[str, int]]:
+        """The next operations of lanes that are free, as far as what they wait for on this rank has ended."""
+        found, ends = [], self.ends
+        for lane, queue in self.queues.items():
+            if lane not in self.left and self.heads[lane] < len(queue):
+                i = queue[self.heads[lane]]
+                if all(ends[j] >= 0 for j in self.of.waits[i]):
+                    found.append((lane, i))
+        return found
+
+    def is_ready(self, i: int) -> bool:
+        return (self.of.lanes[i], i) in self.ready()
+
+    def begin(self, lane: str, i: int, now: float) -> None:
+        if lane in self.left:
+            return  # with its partner
+        self.starts[i], self.left[lane] = now, self.of.amounts[i]
+        if lane == "compute":
+            last = max(self.of.waits[i], key=lambda j: self.ends[j], default=None)
+            if last is not None and self.ends[last] > self.free[lane]:
+                self.stalled[self.of.lanes[last]] += now - self.free[lane]
+            elif now > self.free[lane]:
+                self.stalled[lane] += now - self.free[lane]
+        elif lane in ("in", "out"):
+            self.left[lane] += self.rates.copy_latency_s * self.rates.link_alone
+
+    def next_end(self) -> float | None:
+        """Seconds until the next operation ends, if any runs."""
+        if not self.left:
+            return None
+        rates, copies = self.rates, ("in" in self.left) + ("out" in self.left)
         into, out = (rates.link_in_both, rates.link_out_both) if copies == 2 else (rates.link_alone, rates.link_alone)
-        speeds = {"in": into, "compute": 1 - copies * (1 - rates.beside_copies), "out": out}
-        step = min(left[lane] / speeds[lane] for lane in left)
-        now += step
-        for lane in list(left):
-            left[lane] -= step * speeds[lane]
-            if left[lane] <= 1e-9 * max(1.0, speeds[lane]):
-                del left[lane]
-                ends[queues[lane][heads[lane]]], free[lane] = now, now
-                heads[lane] += 1
-    return LaneTimes(lanes, starts, ends, stalled)
+        self.speeds = {"in": into, "compute": 1 - copies * (1 - rates.beside_copies), "out": out}
+        self.speeds |= dict.fromkeys(("send", "receive"), MESSAGE_BYTES_PER_S)
+        return min(left / self.speeds[lane] for lane, left in self.left.items())
+
+    def advance(self, seconds: float, now: float) -> None:
+        for lane in list(self.left):
+            self.left[lane] -= seconds * self.speeds[lane]
+            if self.left[lane] <= 1e-9 * max(1.0, self.speeds[lane]):
+                del self.left[lane]
+                self.ends[self.queues[lane][self.heads[lane]]] = self.free[lane] = now
+                self.heads[lane] += 1
+
+    def stuck(self) -> list[int]:
+        return [queue[self.heads[lane]] for lane, queue in self.queues.items() if self.heads[lane] < len(queue)]

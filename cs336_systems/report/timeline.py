@@ -48,7 +48,7 @@ _CHARACTERS_ACROSS = 210
 """Characters of the labels' size that fit between the axes."""
 _BLOCK = re.compile(rf"(?:^|\.)layers\.\d+{re.escape(BACKWARD)}$")
 
-_LANE_NAMES = {"in": "to the device", "compute": "kernels", "out": "to the host"}
+_LANE_NAMES = {"in": "to the device", "compute": "kernels", "out": "to the host", "send": "sent", "receive": "received"}
 _BLUE, _VERMILION, _GREEN, _PINK, _ORANGE, _SKY, _BLACK = OKABE_ITO
 _KERNELS: dict[str, tuple[str, str]] = {
     Kind.FORWARD: ("forward", _SKY),
@@ -67,6 +67,7 @@ _COPIES = {
     "attention": ("kept: attention", "#B8A000"),
     "products": ("kept: products", "#7A5C00"),
 }
+_MESSAGE = "messages", "#999999"
 _MOMENTS = "moments", _PINK
 _REST = "head and loss", "#999999"
 _CLOSE_UP = 40
@@ -248,13 +249,15 @@ def _look(kind: str, what: str) -> tuple[str, str]:
     """An operation's name in the legend, and its colour."""
     if kind in (Kind.FETCH, Kind.EVICT):
         return _COPIES.get(what, _MOMENTS)
+    if kind in (Kind.SEND, Kind.RECEIVE):
+        return _MESSAGE
     return _KERNELS.get(kind, _REST)
 
 
 def streaming_figure(rows: pd.DataFrame, title: str) -> Figure:
     """The picture of one streamed step's ``timeline_rows``: what each lane does, over the whole step and close up.
 
-    Three lanes: copies in, kernels, copies out. Above is the whole step, with the share of it in which each lane is
+    Three lanes, copies in, kernels, copies out, and messages of a ring. Above is the whole step, with the share of it in which each lane is
     busy; below, some operations in the middle of the step, kernels with their layers. White is waiting.
     """
     looks = [_look(kind, what) for kind, what in zip(rows["kind"], rows["what"].fillna(""), strict=True)]
@@ -265,27 +268,33 @@ def streaming_figure(rows: pd.DataFrame, title: str) -> Figure:
     figure = Figure(figsize=(12, 5), layout="constrained")
     whole, part = figure.subplots(2, 1)
     _draw_lanes(whole, rows, (0.0, span))
-    busy = rows.groupby("lane")["length_s"].sum().reindex(LANES, fill_value=0.0) / span
-    name_rows(whole, [(f"{_LANE_NAMES[lane]}\n{100 * busy[lane]:.0f} %", i) for i, lane in enumerate(LANES)])
+    lanes = _lanes(rows)
+    busy = rows.groupby("lane")["length_s"].sum().reindex(lanes, fill_value=0.0) / span
+    name_rows(whole, [(f"{_LANE_NAMES[lane]}\n{100 * busy[lane]:.0f} %", i) for i, lane in enumerate(lanes)])
     whole.set_xlabel("time since the step began, ms", fontsize=8)
     _draw_lanes(part, rows, (close_up["start_s"].iloc[0], close_up["end_s"].iloc[-1]), kernels_named=True)
-    name_rows(part, [(_LANE_NAMES[lane], i) for i, lane in enumerate(LANES)])
+    name_rows(part, [(_LANE_NAMES[lane], i) for i, lane in enumerate(lanes)])
     part.set_xlabel("the middle of the step; numbers are layers", fontsize=8)
     known = dict(looks)
-    order = dict.fromkeys(name for name, _ in (*_KERNELS.values(), *_COPIES.values(), _MOMENTS))
+    order = dict.fromkeys(name for name, _ in (*_KERNELS.values(), *_COPIES.values(), _MOMENTS, _MESSAGE))
     handles = [Patch(color=known[name], label=name) for name in order if name in known]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10)
     return figure
 
 
+def _lanes(rows: pd.DataFrame) -> list[str]:
+    """The lanes of a step's picture, from top to bottom."""
+    return [lane for i, lane in enumerate(LANES) if i < 3 or lane in set(rows["lane"])]
+
+
 def _draw_lanes(axes: Axes, rows: pd.DataFrame, between: tuple[float, float], *, kernels_named: bool = False) -> None:
     """A row for each lane, from one time to another."""
-    start, end = between
+    (start, end), lanes = between, _lanes(rows)
     axes.set_xlim(1e3 * start, 1e3 * end)
-    axes.set_ylim(len(LANES) - 0.5, -0.5)
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
     for (lane, colour), own in rows[(rows["end_s"] > start) & (rows["start_s"] < end)].groupby(["lane", "colour"]):
         bars = list(zip(1e3 * own["start_s"], 1e3 * own["length_s"], strict=True))
         names = own["layer"].astype(str) if kernels_named and colour in (_SKY, _BLUE) else ()
         edges: dict[str, Any] = {"edgecolor": "white", "lw": 0.4} if kernels_named else {}
-        draw_bars(axes, bars, (LANES.index(lane) - 0.42, 0.84), colour, list(names), **edges)
+        draw_bars(axes, bars, (lanes.index(lane) - 0.42, 0.84), colour, list(names), **edges)

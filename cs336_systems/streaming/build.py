@@ -13,11 +13,11 @@ follow from others are left out.
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from cs336_systems.costs.rates import Rates
-from cs336_systems.costs.streaming import LANES, LaneTimes, simulate
+from cs336_systems.costs.streaming import LANES, Lanes, LaneTimes, simulate, simulate_ranks
 from cs336_systems.streaming.order import (
     EVICTION_LAG,
     GROUPED,
@@ -54,15 +54,59 @@ def build_forward(plan: Plan) -> Schedule:
 
 
 def schedule_times(plan: Plan, schedule: Schedule, rates: Rates) -> LaneTimes:
-    """When the operations begin and end, simulated."""
+    """When the operations begin and end, simulated; in a ring as if other ranks were never late."""
+    return simulate(*_lanes(plan, schedule, rates), rates)
+
+
+def ring_times(plans: Sequence[Plan], schedules: Sequence[Schedule], rates: Rates) -> list[LaneTimes]:
+    """When the operations of all ranks of a ring begin and end, simulated.
+
+    Raises:
+        ValueError: what a rank sends is not what another receives.
+        RuntimeError: ranks wait for each other in a circle.
+    """
+    return simulate_ranks(
+        [_lanes(*each, rates) for each in zip(plans, schedules, strict=True)], pairs(schedules), rates
+    )
+
+
+def pairs(schedules: Sequence[Schedule]) -> list[list[tuple[int, int]]]:
+    """(rank, operation) of what begins at one time on several ranks: messages, and the reduction at the end.
+
+    Raises:
+        ValueError: what a rank sends is not what another receives, in the same order.
+    """
+    sent: dict[tuple[int, int], list[tuple[Item, int]]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[Item, int]]] = defaultdict(list)
+    reductions = []
+    for rank, schedule in enumerate(schedules):
+        for i, operation in enumerate(schedule.operations):
+            if operation.kind is Kind.SEND:
+                sent[rank, operation.peer].append((operation.reads[0].item, i))
+            elif operation.kind is Kind.RECEIVE:
+                received[operation.peer, rank].append((operation.writes[0].item, i))
+            elif operation.meets:
+                reductions.append((rank, i))
+    found = [reductions] if len(schedules) > 1 else []
+    for source, target in sent.keys() | received.keys():
+        theirs, ours = sent[source, target], received[source, target]
+        if [item for item, _ in theirs] != [item for item, _ in ours]:
+            raise ValueError(
+                f"rank {source} sends {len(theirs)} items that rank {target} does not expect in this order"
+            )
+        found += [[(source, i), (target, j)] for (_, i), (_, j) in zip(theirs, ours, strict=True)]
+    return found
+
+
+def _lanes(plan: Plan, schedule: Schedule, rates: Rates) -> Lanes:
     operations, group = schedule.operations, plan.work.chunks_per_sequence
     seconds = cache(partial(plan.work.seconds, rates=rates))
     amounts = [o.n_bytes or seconds(_timed_as(o), o.chunk % group, o.level) for o in operations]
-    return simulate([str(o.lane) for o in operations], amounts, [o.waits for o in operations], rates)
+    return Lanes([str(o.lane) for o in operations], amounts, [o.waits for o in operations])
 
 
 def _timed_as(operation: Operation) -> str:
-    return "fixed optimizer" if operation.kind is Kind.OPTIMIZER and operation.layer < 0 else str(operation.kind)
+    return "fixed optimizer" if operation.meets else str(operation.kind)
 
 
 class _Waits:
@@ -128,10 +172,11 @@ class _Builder:
         plan, group = self.plan, self.plan.work.chunks_per_sequence
         names, item_bytes = [name for name, _ in plan.work.moments], plan.work.item_bytes
         residents = {what: len(plan.resident_layers(what)) for what in (*STATE_RINGS, "moments")}
-        state = [Item(what, k) for k in range(plan.n_layers) for what in ("weights", *names)]
+        layers = plan.work.layers
+        state = [Item(what, k) for k in layers for what in ("weights", *names)]
         self.held_at = {
             item: Slot(ring_of(plan, item), resident_slot(plan, item))
-            for item in (*state, *(Item("gradients", k) for k in range(plan.n_layers)))
+            for item in (*state, *(Item("gradients", k) for k in layers))
             if is_resident(plan, item)
         }
         homes = {item: self._home(item) for item in state if item not in self.held_at}
@@ -203,19 +248,26 @@ class _Builder:
                 where[t][use.item] = self._slot(stay, use.item)
         for t in range(-1, len(self.tasks)):
             if t >= 0:
-                self._compute(self.tasks[t], self.held_at | where[t])
+                self._run(self.tasks[t], self.held_at | where[t])
                 for copy in evictions.get(t, ()):
                     self._copy(copy, Kind.EVICT)
             for copy in sorted(fetches.get(t, ()), key=lambda copy: copy.need):
                 self._copy(copy, Kind.FETCH)
 
-    def _compute(self, task: Task, slots: Mapping[Item, Slot]) -> None:
+    def _run(self, task: Task, slots: Mapping[Item, Slot]) -> None:
+        """Places kernels, or a message."""
         reads = tuple(Held(use.item, slots[use.item]) for use in task.uses if use.reads)
         writes = tuple(Held(use.item, slots[use.item]) for use in task.uses if use.writes)
-        at = task.layer, task.round, task.chunk
-        waits = self.waits.add(Lane.COMPUTE, [held.slot for held in reads], [held.slot for held in writes])
-        operation = Operation(task.kind, *at, reads, writes, waits, level=task.level, accumulate=task.accumulate)
-        self.operations.append(operation)
+        n_bytes = self.plan.work.item_bytes("dy") if task.peer >= 0 else 0  # as many as x has
+        operation = Operation(
+            *(task.kind, task.layer, task.round, task.chunk, reads, writes, ()),
+            n_bytes=n_bytes,
+            level=task.level,
+            accumulate=task.accumulate,
+            peer=task.peer,
+        )
+        waits = self.waits.add(operation.lane, [held.slot for held in reads], [held.slot for held in writes])
+        self.operations.append(replace(operation, waits=waits))
 
     def _copy(self, copy: _Copy, kind: Kind) -> None:
         """Places a copy, a fetch or an evict."""

@@ -10,21 +10,22 @@ optimizer adds stays below 2 % of it, unless its tokens are given.
 
 import gc
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain, product
+from typing import Any, NamedTuple
 
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
 from cs336_systems.costs.memory import TABLE_SHARE
 from cs336_systems.costs.rates import Rates
-from cs336_systems.costs.streaming import MOMENTS, LaneTimes, StreamedWork
+from cs336_systems.costs.streaming import MOMENTS, LaneTimes, Share, StreamedWork
 from cs336_systems.hardware import GIB
-from cs336_systems.streaming.build import build, schedule_times
+from cs336_systems.streaming.build import build, ring_times, schedule_times
 from cs336_systems.streaming.estimate import WorkSeconds, best_keep, neighbours
 from cs336_systems.streaming.order import TooFewSlotsError
-from cs336_systems.streaming.plan import ORDERS, Keep, Plan
-from cs336_systems.streaming.schedule import Kind, Schedule
+from cs336_systems.streaming.plan import ORDERS, Keep, Order, Plan
+from cs336_systems.streaming.schedule import BACKWARDS, Schedule
 
 DEVICE_OVERHEAD = int(1.05 * GIB)
 """Bytes of the CUDA context and kernels (measured on an H200: 0.74 GiB), of cuBLAS's workspaces and of what torch
@@ -49,6 +50,8 @@ SIMULATED = 40
 """Kinds of plans of which a schedule is built."""
 EFFORT = 80_000
 """Operations that are simulated of these, and as many on the way from the best of them to better ones."""
+RING_CUTS = 4
+"""Ways to cut a ring's step into chunks, by their order and number, of which the whole ring is simulated."""
 STARTS = 8
 """Plans from each of which small steps are taken first: neighbours of the seventh can be 3 % faster than those of the
 first."""
@@ -161,6 +164,79 @@ def choose(
     return _Search(works, caps, rates, tokens_per_step, chunks, clipping).best(effort)
 
 
+def choose_ring(
+    config: ModelConfig,
+    context_length: int,
+    caps: Sequence[Caps],
+    rates: Rates,
+    *,
+    tokens_per_step: int | None = None,
+    chunk: int | None = None,
+    chunks: int | None = None,
+    effort: int = EFFORT,
+    **others: Any,
+) -> list[ChosenPlan]:
+    """The plans of ranks that hand on activations, each with its share of the layers and its own caps.
+
+    One rank's search, of the one with most to compute, finds the ways to cut a step into chunks that are the fastest
+    for it; the others take them on, and the ring is simulated as a whole. A round has at least as many chunks as there
+    are ranks, so that all of them compute at the same time.
+
+    Args:
+        caps: of each rank.
+        others: as ``choose``.
+
+    Raises:
+        CapsTooSmallError: nothing fits on one of the ranks.
+        ValueError: as ``choose``; or there are fewer layers than ranks, or too few tokens in a step.
+    """
+    n_ranks = len(caps)
+    if n_ranks == 1:
+        how: dict[str, Any] = {"tokens_per_step": tokens_per_step, "chunk": chunk, "chunks": chunks}
+        return [choose(config, context_length, caps[0], rates, effort=effort, **how, **others)]
+    precision, moments = others.pop("precision", PRECISIONS["bf16"]), others.pop("moments", MOMENTS)
+    clipping, least = others.pop("clipping", True), others.pop("least_chunk", LEAST_CHUNK)
+
+    def search(rank: int, cut: Cut) -> _Search:
+        sizes = [cut.chunk] if cut.chunk else chunk_sizes(context_length, least)
+        share = Share.dealt(config, rank, n_ranks)
+        works = [StreamedWork(config, context_length, n, precision, tuple(moments.items()), share=share) for n in sizes]
+        orders = (cut.order,) if cut.order else ORDERS
+        return _Search(works, caps[rank], rates, cut.tokens, cut.chunks, clipping, orders)
+
+    def busy(rank: int) -> float:
+        return WorkSeconds.of(search(rank, Cut()).works[0], rates).of_chunk
+
+    leader = max(range(n_ranks), key=busy)
+    first = search(leader, Cut(tokens_per_step, chunk, chunks))
+    first.best(effort)
+    ways: dict[tuple[Order, int], Cut] = {}
+    for plan in first.ranking():
+        ways.setdefault((plan.order, plan.chunks), Cut(plan.tokens, plan.work.chunk, plan.chunks, plan.order))
+    found, short = [], None
+    for cut in list(ways.values())[:RING_CUTS]:
+        try:
+            choices = [search(rank, cut).best(effort // (2 * RING_CUTS)) for rank in range(n_ranks)]
+        except CapsTooSmallError as error:
+            short = short or error
+            continue
+        times = ring_times([each.plan for each in choices], [each.schedule for each in choices], rates)
+        found.append([replace(each, times=own) for each, own in zip(choices, times, strict=True)])
+    if not found:
+        assert short is not None
+        raise short
+    return max(found, key=lambda choices: min(each.tokens_per_s for each in choices))
+
+
+class Cut(NamedTuple):
+    """How a step is cut into chunks and in which order they go, as far as that is given."""
+
+    tokens: int | None = None
+    chunk: int | None = None
+    chunks: int | None = None
+    order: Order | None = None
+
+
 def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
     """Chunks of whole sequences of at least so many tokens together, or of even pieces of one."""
     if context_length <= least:
@@ -183,6 +259,7 @@ class _Search:
     tokens_per_step: int | None
     chunks: int | None
     clipping: bool
+    orders: tuple[Order, ...] = ORDERS
 
     def __post_init__(self) -> None:
         self.tried: dict[Plan, float] = {}
@@ -230,18 +307,22 @@ class _Search:
 
     def _blank_plans(self, work: StreamedWork, seconds: WorkSeconds) -> Iterator[Plan]:
         """Plans of one round that keep the least."""
-        n_layers, group = work.config.n_layers, work.chunks_per_sequence
+        n_layers, group = len(work.layers), work.chunks_per_sequence
         parts = sorted({n_layers * i // 8 for i in range(9)})
         counts = [n * group for n in (1, 2, 3, 4, 6, 8, 12, 16) if n == 1 or n * group <= MOST_CHUNKS]
         counts = counts if self.chunks is None else [self.chunks]
+        counts = [n for n in counts if n >= (work.share.n_ranks if work.share else 1)]
         residents = [
             (weights, gradients, moments)
             for weights, gradients, moments in product(parts, repeat=3)
             if gradients <= weights or weights == n_layers
         ]
         attention, ring_bytes = seconds.recompute_input - seconds.recompute_attention, self._ring_bytes(work)
-        inputs = [n for n in INPUT_EVERY if n == 1 or (n <= n_layers and seconds.restore < attention)]
-        for chunks, order, kept, every in product(counts, ORDERS, (True, False) if work.is_long else (True,), inputs):
+        most = 1 if work.share else n_layers  # x is restored by the layers below, which are on other ranks
+        inputs = [n for n in INPUT_EVERY if n == 1 or (n <= most and seconds.restore < attention)]
+        for chunks, order, kept, every in product(
+            counts, self.orders, (True, False) if work.is_long else (True,), inputs
+        ):
             if not (self.tokens_per_step or 0) % (chunks * work.chunk):
                 keep = Keep(chunks * (n_layers - math.ceil(n_layers / every)), 0)
                 for weights, gradients, moments in residents:
@@ -295,7 +376,7 @@ class _Search:
         if more := plan.rounds - rounds:
             ends = [0.0] * rounds
             for operation, end in zip(few.schedule.operations, few.times.ends, strict=True):
-                if operation.kind is Kind.EMBED_BACKWARD:
+                if operation.kind in BACKWARDS:
                     ends[operation.round] = end
             seconds += more * (ends[1] - ends[0])
         return plan.tokens / seconds
@@ -325,7 +406,14 @@ class _Search:
         caps, works = self.caps, self.works
         given = f"{_gib(caps.device)} GiB of device and {_gib(caps.host)} GiB of host memory"
         who = f"{works[0].config.name} on sequences of {works[0].context_length:,} tokens"
+        if works[0].share:
+            who += f", on rank {works[0].rank} of {works[0].share.n_ranks},"
         plans = [plan for work in works for plan in self._blank_plans(work, WorkSeconds.of(work, self.rates))]
+        if not plans:
+            assert (share := works[0].share) is not None
+            n, least = share.n_ranks, min(work.chunk for work in works)
+            step = f"{self.tokens_per_step:,} tokens" if self.tokens_per_step else f"{self.chunks} chunks"
+            return f"{who} has no rounds of at least {n} chunks of {least:,} tokens, as a ring of {n} needs: got {step}"
         device = min(caps.device - self._ring_bytes(plan.work) + plan.least_bytes(plan.keep) for plan in plans)
         device_cap = max(device, caps.device)
         host = min(

@@ -50,7 +50,7 @@ class WorkSeconds:
             last = work.chunks_per_sequence - 1  # each chunk has as many keys more as the one before
             return sum(work.seconds(kind, chunk, level, rates) for chunk in (0, last)) / 2
 
-        n_layers = work.config.n_layers
+        n_layers = len(work.layers)
         return cls(
             rates,
             n_layers * mean("forward"),
@@ -59,9 +59,14 @@ class WorkSeconds:
             mean("recompute", "attention"),
             mean("keys"),
             mean("restore"),
-            sum(map(mean, ("embed", "head", "embed backward"))),
+            sum(map(mean, ("embed", "embed backward") * work.has_embedding + ("head",) * work.has_head)),
             n_layers * mean("optimizer") + mean("fixed optimizer"),
         )
+
+    @property
+    def of_chunk(self) -> float:
+        """Seconds of kernels of one chunk, if nothing is recomputed."""
+        return self.forward + self.backward + self.ends
 
     def of_round(self, plan: Plan, keep: Keep, *, alone: bool) -> float:
         """Seconds of a round by itself, or of one's backward with the next one's forward."""

@@ -10,9 +10,15 @@ from dataclasses import replace
 from cs336_systems.costs.streaming import LEVELS
 from cs336_systems.hardware import GIB
 from cs336_systems.streaming.choose import Caps, CapsTooSmallError, ChosenPlan
-from cs336_systems.streaming.schedule import RECOMPUTES, Kind
+from cs336_systems.streaming.schedule import BACKWARDS, RECOMPUTES, Kind
 
-_COPIES = {"in": "copies to the device", "out": "copies to the host"}
+_WAITED_FOR = {
+    "in": "copies to the device",
+    "out": "copies to the host",
+    "receive": "messages of other ranks",
+    "send": "other ranks to take messages",
+    "compute": "other ranks to end the step",
+}
 
 
 def seconds_by_kind(choice: ChosenPlan) -> dict[Kind, float]:
@@ -27,7 +33,7 @@ def seconds_by_kind(choice: ChosenPlan) -> dict[Kind, float]:
 def end_seconds(choice: ChosenPlan) -> float:
     """Seconds from the last kernel of backward to the end of the step, which the optimizer takes."""
     ends = zip(choice.schedule.operations, choice.times.ends, strict=True)
-    return choice.times.span - max(end for operation, end in ends if operation.kind is Kind.EMBED_BACKWARD)
+    return choice.times.span - max(end for operation, end in ends if operation.kind in BACKWARDS)
 
 
 def recomputed_share(choice: ChosenPlan) -> float:
@@ -41,7 +47,7 @@ def binds(choice: ChosenPlan) -> str:
     times = choice.times
     waited = max(times.waited_for, key=times.waited_for.__getitem__)
     if times.waited_for[waited] > 0.05 * times.span:
-        return _COPIES[waited]
+        return _WAITED_FOR[waited]
     return "recomputation" if recomputed_share(choice) > 0.05 else "kernels"
 
 
@@ -80,8 +86,11 @@ def reasons(choice: ChosenPlan) -> Iterator[str]:
         for what in ("weights", "gradients", "moments")
         if (n := getattr(plan, what)) < n_layers
     ]
-    yield f"Of {n_layers} layers, {', '.join(streamed) or 'none'} stream; the others' stay on the device."
-    if waits := [f"{_time(s)} for {_COPIES[lane]}" for lane, s in times.waited_for.items() if s > 0.005 * times.span]:
+    whose = "" if work.share is None else f" of rank {work.rank}"
+    yield f"Of {n_layers} layers{whose}, {', '.join(streamed) or 'none'} stream; the others' stay on the device."
+    if waits := [
+        f"{_time(s)} for {_WAITED_FOR[lane]}" for lane, s in times.waited_for.items() if s > 0.005 * times.span
+    ]:
         yield f"Kernels wait {' and '.join(waits)}; the step ends {_time(end_seconds(choice))} after backward."
     if plan.clipping and end_seconds(choice) > 0.001 * times.span:
         rest = 100 * end_seconds(choice) / times.span

@@ -3,7 +3,8 @@
 Both take the list in its order and never look ahead. On a GPU each lane is a stream; a thread enqueues everything and
 waits for nothing, and what an operation waits for is an event. The pretended link is as unkind as a schedule allows: a
 copy begins as soon as its lane and what it waits for let it, which ruins what it will overwrite, and ends when nothing
-else can go on, which is when it reads. So a dependency that a schedule lacks shows as other bits.
+else can go on, which is when it reads. So a dependency that a schedule lacks shows as other bits. Of messages between
+ranks, only one that is to be received is waited for, when nothing else is left: it depends on nothing that is to come.
 
     lanes = Streams(device) if device.type == "cuda" else PretendedLink()
     lanes.run(schedule, compute, copy)
@@ -14,21 +15,23 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.costs.streaming import LaneTimes
+from cs336_systems.streaming.messages import Messages
 from cs336_systems.streaming.schedule import Lane, Operation, Schedule
 
 Compute = Callable[[Operation], None]
 Copy = Callable[[Operation], tuple[Tensor, Tensor]]
-"""Returns (source, target) of a copy, uint8 of one size."""
+"""Returns (source, target) of a copy, uint8 of one size; of a message the memory that is sent or written, twice."""
 
 RUBBISH = 0xFF
 """The value of every byte that a pretended copy is about to write: NaN in any float."""
 
 
 class Streams:
-    """Three streams of a GPU: the current one computes, two more copy.
+    """Streams of a GPU: the current one computes, two more copy, and in a ring two carry messages.
 
     Args:
         timed: whether every operation is timed by events, which takes microseconds of its milliseconds.
@@ -36,12 +39,12 @@ class Streams:
 
     def __init__(self, device: torch.device, *, timed: bool = False) -> None:
         self.device, self.timed = device, timed
-        self.copies = {lane: torch.cuda.Stream(device) for lane in (Lane.IN, Lane.OUT)}
+        self.copies = {lane: torch.cuda.Stream(device) for lane in Lane if lane is not Lane.COMPUTE}
         self.begins: dict[int, torch.cuda.Event] = {}
         self.ends: dict[int, torch.cuda.Event] = {}
         self.first = torch.cuda.Event(enable_timing=True)
 
-    def run(self, schedule: Schedule, compute: Compute, copy: Copy) -> None:
+    def run(self, schedule: Schedule, compute: Compute, copy: Copy, messages: Messages | None = None) -> None:
         main = torch.cuda.current_stream(self.device)
         streams = {Lane.COMPUTE: main, **self.copies}
         waited = {j for operation in schedule.operations for j in operation.waits}
@@ -59,7 +62,10 @@ class Streams:
             else:
                 source, target = copy(operation)
                 with torch.cuda.stream(stream):
-                    target.copy_(source, non_blocking=True)
+                    if operation.place is not None:
+                        target.copy_(source, non_blocking=True)
+                    else:
+                        begin_message(operation, target, messages).wait()  # by the stream alone
             if self.timed or i in waited:
                 self._record(self.ends, i, stream)
         for stream in self.copies.values():
@@ -89,48 +95,85 @@ class PretendedLink:
             of two the one ends that began last.
     """
 
+    copies = (Lane.IN, Lane.OUT, Lane.SEND, Lane.RECEIVE)
+
     def __init__(self, seed: int | None = None) -> None:
         self.choose = None if seed is None else random.Random(seed)
         self.often, self.inward = (0.0, 0.0) if self.choose is None else (self.choose.random(), self.choose.random())
 
-    def run(self, schedule: Schedule, compute: Compute, copy: Copy) -> None:
-        """Raises RuntimeError where operations wait for each other in a circle."""
+    def run(self, schedule: Schedule, compute: Compute, copy: Copy, messages: Messages | None = None) -> None:
+        """Raises RuntimeError where operations wait for each other in a circle, and DistError if a message is lost."""
         operations = schedule.operations
+        sent: list[tuple[Operation, dist.Work]] = []
+        coming: dict[int, dist.Work] = {}
         queues = {lane: deque(schedule.of(lane)) for lane in Lane}
         ended: set[int] = set()
         begun: dict[Lane, tuple[int, Tensor, Tensor]] = {}
 
         def ready(lane: Lane) -> bool:
-            return bool(queues[lane]) and lane not in begun and ended.issuperset(operations[queues[lane][0]].waits)
+            if not queues[lane] or lane in begun:
+                return False
+            i = queues[lane][0]
+            # Ranks may wait for these before they come to where all meet, and this thread waits for them there.
+            unsent = operations[i].meets and (Lane.SEND in begun or any(j < i for j in queues[Lane.SEND]))
+            return not unsent and ended.issuperset(operations[i].waits)
 
         while any(queues.values()) or begun:
-            for lane in (Lane.IN, Lane.OUT):
+            for lane in self.copies:
                 if ready(lane):
                     i = queues[lane].popleft()
                     source, target = copy(operations[i])
-                    target.fill_(RUBBISH)
+                    if lane is Lane.RECEIVE:
+                        source = torch.empty_like(target)
+                        coming[i] = begin_message(operations[i], source, messages)
+                    if lane is not Lane.SEND:
+                        target.fill_(RUBBISH)
                     begun[lane] = i, source, target
-            if ready(Lane.COMPUTE) and not (begun and self._sooner()):
+            here = [lane for lane in begun if lane is not Lane.RECEIVE]
+            if ready(Lane.COMPUTE) and not (here and self._sooner()):
                 i = queues[Lane.COMPUTE].popleft()
                 compute(operations[i])
                 ended.add(i)
             elif begun:
-                i, source, target = begun.pop(self._ending(begun))
-                target.copy_(source)
+                i, source, target = begun.pop(self._ending(here or list(begun)))
+                if operations[i].lane is Lane.SEND:
+                    sent.append((operations[i], begin_message(operations[i], source.clone(), messages)))
+                else:
+                    if i in coming:
+                        _finish(operations[i], coming.pop(i))
+                    target.copy_(source)
                 ended.add(i)
             else:
                 stuck = [queue[0] for queue in queues.values() if queue]
                 raise RuntimeError(f"operations {stuck} wait for what cannot come before them")
+        for operation, work in sent:
+            _finish(operation, work)
 
     def _ending(self, begun: Collection[Lane]) -> Lane:
         """The lane of the copy that ends next."""
         if self.choose is None or len(begun) == 1:
             return list(begun)[-1]
-        return Lane.IN if self.choose.random() < self.inward else Lane.OUT
+        inward = self.choose.random() < self.inward
+        return max(begun, key=lambda lane: (lane is Lane.IN) == inward)
 
     def _sooner(self) -> bool:
         """Whether a copy ends although a kernel could run."""
         return self.choose is not None and self.choose.random() < self.often
+
+
+def begin_message(operation: Operation, memory: Tensor, messages: Messages | None) -> dist.Work:
+    assert messages is not None, operation
+    return (messages.send if operation.lane is Lane.SEND else messages.receive)(memory, operation.peer)
+
+
+def _finish(operation: Operation, message: dist.Work) -> None:
+    """Waits for a message; raises DistError if it does not arrive."""
+    try:
+        message.wait()
+    except RuntimeError as error:  # gloo's, which knows no layers
+        what = f"chunk {operation.chunk} of round {operation.round} at layer {operation.layer}"
+        how = f"{operation.kind} {what} in vain, as rank {operation.peer} has gone or is stuck"
+        raise dist.DistError(f"{how}: {error}") from error
 
 
 Lanes = Streams | PretendedLink

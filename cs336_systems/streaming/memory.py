@@ -19,7 +19,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from cs336_systems.config import ModelConfig
 from cs336_systems.costs.streaming import StreamedWork
 from cs336_systems.kernels.host_memory import Slab, aligned, device_slab, host_slab
 from cs336_systems.model.layers import RotaryEmbedding
@@ -161,15 +160,18 @@ class Memory:
 
 
 class Fixed:
-    """The tensors that never leave the device: embedding, final norm and head with their state, and the rotary tables.
+    """The tensors that never leave the device: embedding, final norm and head with their state, as far as they are
+    here, and the rotary tables.
 
     A tied embedding has a gradient from each of its two uses, added up once at the end: rounds may be in any order, and
     the sums still have the same bits.
     """
 
-    def __init__(self, config: ModelConfig, seq_len: int, tensors: MemoryMap, device: torch.device) -> None:
-        dtype, matrix = tensors.dtype, (config.vocab_size, config.d_model)
-        shapes = {EMBEDDING: matrix, NORM: (config.d_model,), HEAD: matrix}
+    def __init__(self, work: StreamedWork, tensors: MemoryMap, device: torch.device) -> None:
+        config, dtype = work.config, tensors.dtype
+        matrix = config.vocab_size, config.d_model
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: matrix} if work.has_embedding else {}
+        shapes |= {NORM: (config.d_model,), HEAD: matrix} if work.has_head else {}
         self.tied = config.tie_embeddings
         owned = {name: shape for name, shape in shapes.items() if not (self.tied and name == HEAD)}
         kept = {"weights": dtype, **tensors.states}
@@ -182,9 +184,9 @@ class Fixed:
         """``weights`` and what the optimizer keeps, by the names of parameters."""
         self.weights = self.states["weights"]
         self.gradients = {name: self.slab.take(shape, dtype) for name, shape in shapes.items()}
-        rotary = RotaryEmbedding(config.at_context(seq_len), device=device, dtype=dtype)
+        rotary = RotaryEmbedding(config.at_context(work.context_length), device=device, dtype=dtype)
         rotary.reset_parameters()
-        self.cos, self.sin = rotary(seq_len)
+        self.cos, self.sin = rotary(work.context_length)
 
     @property
     def embedding(self) -> Tensor:
@@ -203,6 +205,6 @@ class Fixed:
 
     def whole_gradients(self) -> Mapping[str, Tensor]:
         """Gradients of the weights, at the end of a step's last backward; to be asked for once in a step."""
-        if self.tied:
+        if self.tied and self.gradients:
             self.gradients[EMBEDDING].add_(self.gradients[HEAD])
         return {name: self.gradients[name] for name in self.weights}

@@ -4,12 +4,16 @@ Forward goes layer by layer, all chunks of one before the next; backward descend
 rounds follow one another; interleaved ones alternate the backward of round r at layer L - 1 - k with the forward of
 round r + 1 at layer k: weights do not change inside a step, and the link then works both ways all the time.
 
+Ranks of a ring go by the same order: each does what is its own of it. What another rank needs is sent right behind the
+kernels that wrote it, and received at that place. So no order of messages can make ranks wait for each other in a
+circle, and what is under way from layer to layer lies with the receiver, as with one rank.
+
 An item that a ring has no room for leaves it between two uses and returns for the second. As the order is known, the
 one that leaves is that whose next use is the farthest (Belady 1966): among items of one size the fewest copies. One
 slot is left free for what comes next. A stay takes the slot that has been free the longest, so that copies have the
 longest time: into it since it was left, out of it until it is taken.
 
-Time is counted in operations of the compute lane.
+Time is counted in operations of the compute lane, and messages.
 """
 
 from collections import defaultdict
@@ -50,11 +54,13 @@ class Task:
     uses: tuple[Use, ...]
     level: str = ""
     accumulate: bool = False
+    peer: int = -1
+    """The other rank of a message."""
 
 
 def compute_order(plan: Plan) -> Iterator[Task]:
     """Yields all that a step computes, in its order."""
-    layers, last = range(plan.n_layers), plan.rounds - 1
+    layers, last = range(plan.work.config.n_layers), plan.rounds - 1
     if plan.order == "sequential":
         for r in range(plan.rounds):
             for layer in layers:
@@ -78,13 +84,13 @@ def compute_order(plan: Plan) -> Iterator[Task]:
                     yield from _complete(plan, down)
     yield Task(Kind.OPTIMIZER, -1, last, 0, ())
     if plan.clipping:
-        for layer in layers:
+        for layer in plan.work.layers:
             yield _optimizer(plan, layer)
 
 
 def forward_order(plan: Plan) -> Iterator[Task]:
     """The forward of one round by itself, for an evaluation."""
-    for layer in range(plan.n_layers):
+    for layer in range(plan.work.config.n_layers):
         for chunk in range(plan.chunks):
             yield from _forward(plan, layer, 0, chunk, learns=False)
 
@@ -107,7 +113,31 @@ def _before(plan: Plan, what: str, layer: int, r: int, chunk: int) -> tuple[Item
     return tuple(Item(what, layer, r, i) for i in range(first, chunk))
 
 
+def _message(plan: Plan, source: int, target: int, item: Item) -> Iterator[Task]:
+    """Hands an item from one layer to the next one, where that is on another rank; layer L is the head."""
+    sender, receiver, own = plan.work.owner(source), plan.work.owner(target), plan.work.rank
+    at = target, item.round, item.chunk
+    if sender != receiver == own:
+        yield Task(Kind.RECEIVE, *at, _writes(item), peer=sender)
+    elif receiver != sender == own:
+        yield Task(Kind.SEND, *at, _reads(item), peer=receiver)
+
+
 def _forward(plan: Plan, layer: int, r: int, chunk: int, *, learns: bool = True) -> Iterator[Task]:
+    """The forward of a layer and a chunk, as far as this rank has a part in it."""
+    at, work, following = (layer, r, chunk), plan.work, Item("input", layer + 1, r, chunk)
+    if work.owner(layer) == work.rank:
+        yield from _own_forward(plan, *at)
+    yield from _message(plan, layer, layer + 1, following)
+    if layer == work.config.n_layers - 1:
+        if work.has_head:
+            uses = _reads(following) + (_writes(Item("dy", 0, r, chunk)) if learns else ())
+            yield Task(Kind.HEAD if learns else Kind.LOSS, layer + 1, r, chunk, uses)
+        if learns:
+            yield from _message(plan, layer + 1, layer, Item("dy", 0, r, chunk))
+
+
+def _own_forward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Task]:
     at = layer, r, chunk
     if layer == 0:
         yield Task(Kind.EMBED, *at, _writes(Item("input", *at)))
@@ -116,12 +146,17 @@ def _forward(plan: Plan, layer: int, r: int, chunk: int, *, learns: bool = True)
     if plan.work.is_long:
         uses += _writes(Item("context", *at)) + _reads(*_before(plan, "context", *at))
     yield Task(Kind.FORWARD, *at, uses, plan.levels[layer][chunk])
-    if layer == plan.n_layers - 1:
-        head = _reads(Item("input", layer + 1, r, chunk)) + (_writes(Item("dy", 0, r, chunk)) if learns else ())
-        yield Task(Kind.HEAD if learns else Kind.LOSS, layer + 1, r, chunk, head)
 
 
 def _backward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Task]:
+    """The backward of a layer and a chunk, as far as this rank has a part in it."""
+    if plan.work.owner(layer) == plan.work.rank:
+        yield from _own_backward(plan, layer, r, chunk)
+    if layer > 0:
+        yield from _message(plan, layer, layer - 1, Item("dy", 0, r, chunk))
+
+
+def _own_backward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Task]:
     at, level = (layer, r, chunk), plan.levels[layer][chunk]
     is_long, last_of_sequence = plan.work.is_long, (chunk + 1) % plan.work.chunks_per_sequence == 0
     common = _reads(Item("weights", layer), Item("input", *at))
@@ -163,7 +198,9 @@ def _restore(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Task]:
 
 
 def _complete(plan: Plan, layer: int) -> Iterator[Task]:
-    """The norm or the update that follows the last backward of a layer."""
+    """The norm or the update that follows the last backward of a layer that is here."""
+    if plan.work.owner(layer) != plan.work.rank:
+        return
     if plan.clipping:
         yield Task(Kind.NORM, layer, plan.rounds - 1, 0, _reads(Item("gradients", layer)))
     else:
@@ -174,6 +211,10 @@ def _optimizer(plan: Plan, layer: int) -> Task:
     moments = tuple(Item(name, layer) for name, _ in plan.work.moments)
     uses = _reads(Item("gradients", layer)) + _changes(Item("weights", layer), *moments)
     return Task(Kind.OPTIMIZER, layer, plan.rounds - 1, 0, uses)
+
+
+_TAKE_X = (Kind.FORWARD, Kind.HEAD, Kind.LOSS, Kind.SEND)
+"""Kinds of operations for which x comes from the layer before."""
 
 
 class Unit(NamedTuple):
@@ -340,7 +381,7 @@ class _Sweep:
         """Whether a unit may not leave: x on its way to the next layer, and gradients of activations."""
         if self.ring in ("dy", "dcontext"):
             return True
-        return self.waits_for_forward and self.kinds[self.uses[unit][i][0]] in (Kind.FORWARD, Kind.HEAD, Kind.LOSS)
+        return self.waits_for_forward and self.kinds[self.uses[unit][i][0]] in _TAKE_X
 
 
 @dataclass(frozen=True, order=True)

@@ -107,6 +107,7 @@ class Passes:
         ops: operations of blocks; plans give the same bits if these are deterministic.
         guard: takes norms; in a step with operations of kind ``NORM`` it also clips gradients and skips steps that are
             not finite.
+        total: sums a tensor over the ranks of a ring, in place; None for one rank.
     """
 
     def __init__(
@@ -117,21 +118,24 @@ class Passes:
         ops: BlockOps,
         optimizer: LayerOptimizer,
         guard: GradientGuard,
+        total: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.plan, self.work, self.config = plan, plan.work, plan.work.config
         self.memory, self.fixed, self.ops = memory, fixed, ops
-        self.optimizer, self.guard = optimizer, guard
-        config, dtype, device = self.config, memory.map.dtype, fixed.embedding.device
+        self.optimizer, self.guard, self.total = optimizer, guard, total
+        config, dtype, device = self.config, memory.map.dtype, fixed.cos.device
         wide = torch.promote_types(dtype, torch.float32)
         self.block_parameters = dict(TransformerBlock(config, device="meta", dtype=dtype).named_parameters())
         self.losses = torch.zeros(plan.rounds, plan.chunks, dtype=wide, device=device)
-        self.norms = torch.zeros(config.n_layers + 1, dtype=wide, device=device)
-        """The norms of each layer's gradients, and last of those of ``fixed``."""
+        self.norms = torch.zeros(config.n_layers + 2, dtype=wide, device=device)
+        """The norms of the gradients of each layer, of the embedding, and of final norm and head; 0 if not here."""
+        self.of_all = self.norms, self.losses
+        """Norms and losses of all ranks, when they have been added up."""
         self.clipping = False
         """Whether layers' norms have been taken in this step."""
         self.scale: Tensor | None = None
         step_dtype = torch.int64 if device.type == "cuda" else torch.float32
-        n_parameters = config.n_layers * len(self.block_parameters) + len(fixed.weights)
+        n_parameters = config.n_layers * len(self.block_parameters) + (2 if fixed.tied else 3)
         self.steps = torch.zeros(n_parameters, dtype=step_dtype, device=device)
         self.token_ids, self.targets = (torch.zeros(plan.tokens, dtype=torch.int64, device=device) for _ in range(2))
         self.denominator = torch.zeros((), dtype=torch.int64, device=device)
@@ -174,8 +178,19 @@ class Passes:
         torch.sum(self.targets != IGNORED, dim=0, out=self.denominator)
 
     def loss(self) -> Tensor:
-        """The mean loss of the step before its update, or of the evaluation; () on the device."""
-        return self.losses.sum()
+        """The mean loss of the step before its update, or of the evaluation, on every rank; () on the device."""
+        return self.of_all[1].sum()
+
+    def add_up(self) -> None:
+        """Adds up norms and losses of all ranks, when each has its own: the ring's one collective.
+
+        Each number is one rank's, and 0 on the others, so that sums have the bits of one rank's step.
+        """
+        if self.total is not None:
+            whole = torch.cat([self.norms, self.losses.flatten()])
+            self.total(whole)
+            norms, losses = whole.split([len(self.norms), self.losses.numel()])
+            self.of_all = norms, losses.view_as(self.losses)
 
     def run(self, operation: Operation) -> None:
         """Runs one operation of the compute lane, by the method that is named as its kind is."""
@@ -347,7 +362,10 @@ class Passes:
         Besides, the first update of tensors sends small copies to the device that tell it where they lie: inside a step
         each of these would wait for a large copy.
         """
-        self._embed_backward(next(operation for operation in operations if operation.kind is Kind.EMBED_BACKWARD))
+        for operation in operations:
+            if operation.kind is Kind.EMBED_BACKWARD:
+                self._embed_backward(operation)
+                break
         self.guard.scale(torch.zeros_like(self.norms).norm(), torch.zeros_like(self.losses).sum())
         nothing = torch.full((), torch.nan, device=self.norms.device)
         for operation in operations:
@@ -356,7 +374,7 @@ class Passes:
             elif operation.kind is Kind.OPTIMIZER and operation.layer >= 0:
                 self._update_layer(operation, nothing)
         gradients = {name: self.fixed.gradients[name] for name in self.fixed.weights}
-        self._norm_of(-1, gradients.values())
+        self._norm_ends(gradients)
         self._update_fixed(gradients, nothing)
 
     def _optimizer(self, operation: Operation) -> None:
@@ -365,7 +383,10 @@ class Passes:
             return
         gradients = self.fixed.whole_gradients()
         if self.clipping:
-            self._clip(gradients.values())
+            self._norm_ends(gradients)
+        self.add_up()
+        if self.clipping:
+            self.scale, _ = self.guard.scale(self.of_all[0].norm(), self.loss())
         self._update_fixed(gradients, self.scale)
 
     def _update_layer(self, operation: Operation, scale: Tensor | None) -> None:
@@ -377,14 +398,14 @@ class Passes:
         first = 1 + operation.layer * n
         self.optimizer(first, state, self.steps[first : first + n].unbind(), scale)
 
-    def _norm_of(self, layer: int, gradients: Iterable[Tensor]) -> Tensor:
-        """The L2 norm of one layer's gradients, of those of ``fixed`` for -1; ()."""
-        return self.guard.norm_of(f"layer {layer}", list(gradients), self.norms.device)
+    def _norm_of(self, place: int, gradients: Iterable[Tensor]) -> Tensor:
+        """The L2 norm of the gradients whose norm has this place in ``norms``; ()."""
+        return self.guard.norm_of(f"norm {place}", list(gradients), self.norms.device)
 
-    def _clip(self, fixed_gradients: Iterable[Tensor]) -> None:
-        """Sets the scale of gradients, when all layers' norms and losses are there."""
-        self.norms[-1].copy_(self._norm_of(-1, fixed_gradients))
-        self.scale, _ = self.guard.scale(self.norms.norm(), self.loss())
+    def _norm_ends(self, gradients: Mapping[str, Tensor]) -> None:
+        for place, names in ((-2, (EMBEDDING,)), (-1, (NORM, HEAD))):
+            if here := [gradients[name] for name in names if name in gradients]:
+                self.norms[place].copy_(self._norm_of(place, here))
 
     def _update_fixed(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
         fixed = self.fixed

@@ -75,8 +75,9 @@ class Plan:
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise ValueError(f"unknown order {self.order!r}: known are {', '.join(ORDERS)}")
-        if self.input_every < 1:
-            raise ValueError(f"input_every must be at least 1, got {self.input_every}")
+        if self.input_every < 1 or (self.input_every > 1 and self.work.share):
+            most = ", and 1 in a ring, whose neighbouring layers are on other ranks" if self.work.share else ""
+            raise ValueError(f"input_every must be at least 1{most}, got {self.input_every}")
         if self.rounds < 1 or self.chunks < 1 or self.chunks % self.work.chunks_per_sequence:
             whole = f", in whole sequences of {self.work.chunks_per_sequence}" if self.work.is_long else ""
             raise ValueError(f"rounds and chunks must be positive{whole}, got {self.rounds} and {self.chunks}")
@@ -90,7 +91,8 @@ class Plan:
 
     @property
     def n_layers(self) -> int:
-        return self.work.config.n_layers
+        """Layers that are here."""
+        return len(self.work.layers)
 
     @property
     def pairs(self) -> int:
@@ -132,18 +134,18 @@ class Plan:
 
     @cached_property
     def levels(self) -> list[list[str]]:
-        """The levels of ``costs/kept.py`` that a round keeps, by layer, then chunk: spread evenly over the model, but
-        that sources keep attention first of all."""
+        """The levels of ``costs/kept.py`` that a round keeps, by layer, then chunk: spread evenly over the layers that
+        are here, but that sources keep attention first of all; none for layers of other ranks."""
         keep, sources = self.keep, self.keep_bounds[0].attention
         n_attention, n_others = keep.attention - keep.products - sources, self.pairs - keep.products - sources
 
         def chosen(i: int, n: int, of: int) -> bool:
             return (i + 1) * n // of > i * n // of
 
-        levels: list[list[str]] = [[] for _ in range(self.n_layers)]
+        levels: list[list[str]] = [[] for _ in range(self.work.config.n_layers)]
         others = 0
         for i in range(self.pairs):
-            layer = i // self.chunks
+            layer = self.work.layers[i // self.chunks]
             if chosen(i, keep.products, self.pairs):
                 levels[layer].append("products")
             elif self.is_source(layer):
@@ -155,7 +157,7 @@ class Plan:
 
     def is_source(self, layer: int) -> bool:
         """Whether x of the next layer is restored from what this one keeps."""
-        return layer + 1 < self.n_layers and (layer + 1) % self.input_every > 0
+        return layer + 1 < self.work.config.n_layers and (layer + 1) % self.input_every > 0
 
     def restored_from(self, layer: int) -> int:
         """The layer from whose x that of ``layer`` is restored before its backward; itself where x is there.
@@ -164,10 +166,10 @@ class Plan:
         rounds as much as groups above have left, with the x that they had kept. In interleaved ones the next round has
         that room.
         """
-        first = layer - layer % self.input_every
-        if layer == min(first + self.input_every, self.n_layers) - 1:
+        first, depth = layer - layer % self.input_every, self.work.config.n_layers
+        if layer == min(first + self.input_every, depth) - 1:
             return first
-        groups_above = (self.n_layers - 1) // self.input_every - layer // self.input_every
+        groups_above = (depth - 1) // self.input_every - layer // self.input_every
         return min(layer, first + (groups_above if self.order == "sequential" else 0))
 
     @cached_property
@@ -190,7 +192,7 @@ class Plan:
     def resident_layers(self, what: str) -> tuple[int, ...]:
         """The layers of which this is resident, spread evenly; none for what never is."""
         n = getattr(self, what) if what in RESIDENTS else 0
-        return tuple((2 * i + 1) * self.n_layers // (2 * n) for i in range(n))
+        return tuple(self.work.layers[(2 * i + 1) * self.n_layers // (2 * n)] for i in range(n))
 
     @cached_property
     def moment_bytes(self) -> int:

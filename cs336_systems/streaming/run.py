@@ -17,13 +17,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cs336_systems.blocks import BlockOps
+from cs336_systems.distributed.pipeline import Elsewhere
 from cs336_systems.model import TransformerLM
 from cs336_systems.streaming.build import build_forward
 from cs336_systems.streaming.lanes import Lanes, PretendedLink, Streams
-from cs336_systems.streaming.memory import HEAD, MASTER, Fixed, Memory, MemoryMap
+from cs336_systems.streaming.memory import EMBEDDING, HEAD, MASTER, Fixed, Memory, MemoryMap
+from cs336_systems.streaming.messages import Messages
 from cs336_systems.streaming.passes import LayerOptimizer, Passes
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.schedule import Item, Kind, Lane, Operation, Schedule
@@ -44,9 +46,10 @@ class StreamedStep:
         optimizer: updates one layer at a time; AdamW if None.
         max_norm: norm to which gradients are clipped, if the schedule takes norms.
         lanes: what runs the operations; streams on a GPU and a pretended link elsewhere if None.
+        messages: carries what ranks of a ring hand on; the plan is then that of one rank's share.
 
     Raises:
-        ValueError: an item is larger than its slot or place.
+        ValueError: an item is larger than its slot or place, or a share of a model comes without messages.
         RuntimeError: the host has not as much memory, or it cannot be pinned.
     """
 
@@ -60,14 +63,18 @@ class StreamedStep:
         optimizer: LayerOptimizer | None = None,
         max_norm: float = math.inf,
         lanes: Lanes | None = None,
+        messages: Messages | None = None,
     ) -> None:
+        if (messages is None) is not (plan.work.share is None):
+            raise ValueError("a share of a model is trained in a ring, and a whole one alone")
         self.plan, self.schedule, self.device, self.config = plan, schedule, device, plan.work.config
         tensors = MemoryMap.of(plan.work)
         self.memory = Memory(schedule, tensors, device)
-        self.fixed = Fixed(self.config, plan.work.context_length, tensors, device)
+        self.fixed = Fixed(plan.work, tensors, device)
         self.optimizer = optimizer or LayerAdamW()
         self.guard = GradientGuard(max_norm)
-        self.passes = Passes(plan, self.memory, self.fixed, ops, self.optimizer, self.guard)
+        self.messages, total = messages, messages.total_ if messages else None
+        self.passes = Passes(plan, self.memory, self.fixed, ops, self.optimizer, self.guard, total)
         self.lanes = lanes or (Streams(device) if device.type == "cuda" else PretendedLink())
         if device.type == "cuda":
             torch.cuda.empty_cache()  # of what made the rotary tables
@@ -96,7 +103,7 @@ class StreamedStep:
             ValueError: not as many ids as the step has.
         """
         self.passes.begin(token_ids, targets)
-        self.lanes.run(self.schedule, self.passes.run, self._copy)
+        self.lanes.run(self.schedule, self.passes.run, self._copy, self.messages)
         return self.passes.loss()
 
     @torch.no_grad()
@@ -127,7 +134,8 @@ class StreamedStep:
             ValueError: they are none, too many, or of another length.
         """
         self.passes.begin_evaluation(token_ids, targets)
-        self.lanes.run(self._forward, self.passes.run, self._copy)
+        self.lanes.run(self._forward, self.passes.run, self._copy, self.messages)
+        self.passes.add_up()
         return self.passes.loss()
 
     @cached_property
@@ -135,10 +143,13 @@ class StreamedStep:
         return build_forward(self.plan)
 
     def _copy(self, operation: Operation) -> tuple[Tensor, Tensor]:
-        held = (operation.writes if operation.lane is Lane.IN else operation.reads)[0]
-        assert operation.place is not None, operation
-        place = self.memory.place_bytes(operation.place, held.item.what)
+        """Source and target of a copy; of a message the slot is both."""
+        held = (*operation.reads, *operation.writes)[0]
         slot = self.memory.slot_bytes(held.slot, held.item.what)
+        if operation.place is None:
+            n_bytes = operation.n_bytes  # of an input x alone, which comes first
+            return slot[:n_bytes], slot[:n_bytes]
+        place = self.memory.place_bytes(operation.place, held.item.what)
         return (place, slot) if operation.lane is Lane.IN else (slot, place)
 
     def _home(self, item: Item) -> Mapping[str, Tensor]:
@@ -148,13 +159,13 @@ class StreamedStep:
         return self.memory.place_tensors(self.schedule.places[item], item.what)
 
     def _named(self, what: str) -> Iterator[tuple[str, Tensor]]:
-        """Weights or moments by the names of the model's parameters, in their order, where they lie between steps."""
+        """Weights or moments that are here by the names of the model's parameters, in their order, where they lie
+        between steps."""
         fixed = self.fixed.states[what]
-        first, *last = fixed
-        yield first, fixed[first]
-        for layer in range(self.config.n_layers):
+        yield from ((name, tensor) for name, tensor in fixed.items() if name == EMBEDDING)
+        for layer in self.plan.work.layers:
             yield from ((f"layers.{layer}.{name}", tensor) for name, tensor in self._layer(what, layer).items())
-        yield from ((name, fixed[name]) for name in last)
+        yield from ((name, tensor) for name, tensor in fixed.items() if name != EMBEDDING)
 
     def _layer(self, what: str, layer: int) -> dict[str, Tensor]:
         """Weights or moments of one layer, by the names of a block's parameters."""
@@ -162,27 +173,53 @@ class StreamedStep:
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Makes the random weights of a new model, on the device and a layer at a time; moments become zero."""
-        shell = TransformerLM(replace(self.config, n_layers=1), device="meta", dtype=self.fixed.embedding.dtype)
-        tied = {HEAD: self.fixed.head} if self.fixed.tied else {}
-        shell.load_state_dict(self.fixed.weights | tied, strict=False, assign=True)
+        """Makes the random weights of a new model, on the device and a layer at a time; moments become zero.
+
+        Each rank of a ring draws what comes before and between its own layers, too, so that all draw one model.
+        """
+        work, dtype, drawn = self.plan.work, self.memory.map.dtype, self.fixed.weights
+        shell = TransformerLM(replace(self.config, n_layers=1), device="meta", dtype=dtype)
+        tied = {HEAD: self.fixed.head} if self.fixed.tied and work.has_head else {}
+        shell.load_state_dict(drawn | tied, strict=False, assign=True)
+        if not work.has_embedding:
+            shell.token_embeddings.weight = nn.Parameter(self._unused((self.config.vocab_size, self.config.d_model)))
         shell.token_embeddings.reset_parameters()
         block = shell.layers[0].to_empty(device=self.device)
         for layer in range(self.config.n_layers):
             for module in block.modules():
                 if callable(reset := getattr(module, "reset_parameters", None)):
                     reset()
-            for name, weight in self._layer("weights", layer).items():
+            for name, weight in self._layer("weights", layer).items() if layer in work.layers else ():
                 weight.copy_(block.get_parameter(name))
-        shell.ln_final.reset_parameters()
-        shell.lm_head.reset_parameters()
+        if work.has_head:
+            shell.ln_final.reset_parameters()
+            shell.lm_head.reset_parameters()
         self.begin_training()
 
+    def _unused(self, shape: tuple[int, ...]) -> Tensor:
+        """A matrix in slots, before anything lies there, or beside them if they are too small."""
+        slots, dtype = self.memory.device_slab.memory, self.memory.map.dtype
+        n_bytes = math.prod(shape) * dtype.itemsize
+        if n_bytes > slots.numel():
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return slots[:n_bytes].view(dtype).view(shape)
+
     def model(self) -> TransformerLM:
-        """A model whose parameters are the weights where they lie between steps: to be read when the device is done."""
-        model = TransformerLM(self.config, device="meta", dtype=self.fixed.embedding.dtype)
+        """A model whose parameters are the weights where they lie between steps: to be read when the device is done.
+
+        Of a ring it has what is on this rank.
+        """
+        work = self.plan.work
+        model = TransformerLM(self.config, device="meta", dtype=self.memory.map.dtype)
+        for layer in set(range(self.config.n_layers)) - set(work.layers):
+            model.layers[layer] = Elsewhere(model.layers[layer])
+        for name, here in (("token_embeddings", work.has_embedding), ("ln_final", work.has_head)):
+            if not here:
+                setattr(model, name, Elsewhere(getattr(model, name)))
+        if not work.has_head:
+            model.lm_head = Elsewhere(model.lm_head)  # type: ignore[assignment]
         model.load_state_dict(dict(self._named("weights")), strict=False, assign=True)
-        if self.fixed.tied:
+        if self.fixed.tied and work.has_head:
             model.lm_head.weight = model.token_embeddings.weight
         return model
 
@@ -196,10 +233,11 @@ class StreamedStep:
             hyperparameters: are saved with it.
         """
         kept = {what: dict(self._named(what)) for what in self.memory.map.states}
-        steps = self.passes.steps.unbind()
+        whole = TransformerLM(self.config, device="meta")
+        steps = dict(zip(dict(whole.named_parameters()), self.passes.steps.unbind(), strict=True))
         states: dict[Tensor, Mapping[str, Tensor]] = {
-            parameter: {"step": step} | {what: named[name] for what, named in kept.items()}
-            for (name, parameter), step in zip(model.named_parameters(), steps, strict=True)
+            parameter: {"step": steps[name]} | {what: named[name] for what, named in kept.items()}
+            for name, parameter in model.named_parameters()
         }
         return StateInPlace(states, **hyperparameters)
 

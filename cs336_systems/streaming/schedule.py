@@ -49,6 +49,8 @@ class Lane(StrEnum):
     IN = "in"
     COMPUTE = "compute"
     OUT = "out"
+    SEND = "send"
+    RECEIVE = "receive"
 
 
 class Kind(StrEnum):
@@ -81,12 +83,19 @@ class Kind(StrEnum):
     """Takes a layer's part of the global norm, once its gradients are complete."""
     OPTIMIZER = "optimizer"
     """Updates a layer; layer -1 stands for embedding, head and final norm."""
+    SEND = "send"
+    """Sends x or dy of a chunk to the rank that has the layer, or of layer L the head."""
+    RECEIVE = "receive"
+    """Receives what another rank sends to this layer, or to the head."""
 
 
 RECOMPUTES = (Kind.RESTORE, Kind.KEYS, Kind.RECOMPUTE)
 """Kinds of operations that compute what forward has computed before."""
 
-_COPIES = {Kind.FETCH: Lane.IN, Kind.EVICT: Lane.OUT}
+BACKWARDS = (Kind.BACKWARD, Kind.EMBED_BACKWARD)
+"""Kinds of operations of which one is the last of a rank's round."""
+
+_LANES = {Kind.FETCH: Lane.IN, Kind.EVICT: Lane.OUT, Kind.SEND: Lane.SEND, Kind.RECEIVE: Lane.RECEIVE}
 """All other kinds compute."""
 
 
@@ -140,15 +149,22 @@ class Operation:
     place: Place | None = None
     """The host's side of a copy."""
     n_bytes: int = 0
-    """The contents that a copy moves."""
+    """The contents that a copy or a message moves."""
     level: str = ""
     """The level that this (layer, chunk) keeps, one of ``costs/kept.py``: set for forward, recompute and backward."""
     accumulate: bool = False
     """Whether this backward adds to sums of earlier chunks or rounds in the gradients' slot."""
+    peer: int = -1
+    """The other rank of a message."""
 
     @property
     def lane(self) -> Lane:
-        return _COPIES.get(self.kind, Lane.COMPUTE)
+        return _LANES.get(self.kind, Lane.COMPUTE)
+
+    @property
+    def meets(self) -> bool:
+        """Whether all ranks of a ring do this together: before the first update they add up norms and losses."""
+        return self.kind is Kind.OPTIMIZER and self.layer < 0
 
     def slot(self, what: str, chunk: int | None = None, layer: int | None = None) -> Slot:
         """Where an item that this operation uses lies; of several, that of a chunk or a layer.

@@ -2,11 +2,12 @@
 
 It shares no code with what builds schedules. Contents are (item, version): each kernel that writes an item makes a new
 version, copies carry one along. In the order of the list every read must find the item's newest version. And any two
-operations that use one slot or place, one of them writing, must be ordered by lanes and waits: then all that the three
+operations that use one slot or place, one of them writing, must be ordered by lanes and waits: then all that
 lanes can do at once gives the same as the list one by one.
 """
 
 from collections import Counter, defaultdict
+from itertools import pairwise
 
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.schedule import Held, Item, Kind, Lane, Operation, Place, Schedule, Slot
@@ -124,10 +125,33 @@ class _Model:
         stays = self.plan.order == "sequential" and layer % every <= groups_above
         return 1 if stays else min(-layer % every, n_layers - layer)
 
+    def gradients_down_to(self, layer: int) -> int:
+        """How often dy of a chunk has been written here when the backward of a layer begins."""
+        work, above = self.plan.work, range(layer, self.plan.work.config.n_layers)
+        here = sum(work.owner(k) == work.rank for k in above[1:]) + work.has_head
+        return here + sum(work.owner(k) == work.rank != work.owner(k + 1) for k in above)
+
+    def message(self, operation: Operation) -> tuple[set[Item], set[Item]]:
+        """What a message reads or writes: x of the layer that it goes to, or dy of that layer's chunk."""
+        work, at = self.plan.work, (operation.layer, operation.round, operation.chunk)
+        sends, item = operation.kind is Kind.SEND, (*operation.reads, *operation.writes)[0].item
+        if item not in (Item("input", *at), Item("dy", 0, *at[1:])):
+            raise ScheduleError(f"{operation.kind} of {item} at {at}")
+        source = operation.layer + (1 if item.what == "dy" else -1)
+        other, own = (operation.layer, source) if sends else (source, operation.layer)
+        if (work.owner(other), work.owner(own)) != (operation.peer, work.rank) or operation.peer == work.rank:
+            raise ScheduleError(f"{operation.kind} of {item} between ranks {work.rank} and {operation.peer}")
+        if sends:
+            n = 1 if item.what == "input" else self.gradients_down_to(own) + (own < work.config.n_layers)
+            self.versions(operation, **{item.what: n})
+        return ({item}, set()) if sends else (set(), {item})
+
     def expected(self, operation: Operation) -> tuple[set[Item], set[Item]]:
         """What each kernel reads and writes, and how far that must have come."""
         plan, layer, r, chunk = self.plan, operation.layer, operation.round, operation.chunk
         n_layers, group = plan.work.config.n_layers, plan.work.chunks_per_sequence
+        if operation.kind in (Kind.SEND, Kind.RECEIVE):
+            return self.message(operation)
         at = layer, r, chunk
         first = chunk // group * group
         keys = {Item("context", layer, r, i) for i in range(first, chunk + 1)} if plan.work.is_long else set()
@@ -166,7 +190,7 @@ class _Model:
             case Kind.BACKWARD:
                 written = 1 if operation.level == "products" else 2 + self.restores(layer + 1)
                 n_inputs = 2 + again + with_keys + bool(again)
-                self.versions(operation, weights=0, input=n_inputs, dy=n_layers - layer, products=written)
+                self.versions(operation, weights=0, input=n_inputs, dy=self.gradients_down_to(layer), products=written)
                 so_far = r * plan.chunks + plan.chunks - 1 - chunk
                 gradients = Item("gradients", layer)
                 if self.newest[gradients] != so_far or operation.accumulate != (so_far > 0):
@@ -176,7 +200,7 @@ class _Model:
                 read = {weights, x, attention, products, dy} | keys | old_sums
                 return read | ({gradients} if so_far else set()), {products, dy, gradients} | sums
             case Kind.EMBED_BACKWARD:
-                self.versions(operation, dy=n_layers + 1)
+                self.versions(operation, dy=self.gradients_down_to(0) + 1)
                 return {dy}, set()
             case Kind.NORM:
                 self.versions(operation, gradients=plan.rounds * plan.chunks)
@@ -190,27 +214,34 @@ class _Model:
 
     def complete(self) -> None:
         """Whether everything was done once, and the next step finds what this one did."""
-        plan, n_layers = self.plan, self.plan.work.config.n_layers
+        plan, work = self.plan, self.plan.work
         expected: Counter[tuple] = Counter()
         for r in range(plan.rounds):
             for chunk in range(plan.chunks):
-                expected[Kind.EMBED, 0, r, chunk] = expected[Kind.EMBED_BACKWARD, 0, r, chunk] = 1
-                expected[Kind.HEAD, n_layers, r, chunk] = 1
-                for layer in range(n_layers):
+                if work.has_embedding:
+                    expected[Kind.EMBED, 0, r, chunk] = expected[Kind.EMBED_BACKWARD, 0, r, chunk] = 1
+                if work.has_head:
+                    expected[Kind.HEAD, work.config.n_layers, r, chunk] = 1
+                for layer in work.layers:
                     expected[Kind.FORWARD, layer, r, chunk] = expected[Kind.BACKWARD, layer, r, chunk] = 1
-                    if plan.work.is_long and not plan.keep_context:
+                    if work.is_long and not plan.keep_context:
                         expected[Kind.KEYS, layer, r, chunk] = 1
                     if n := self.restores(layer):
                         expected[Kind.RESTORE, layer - 1, r, chunk] = n
                     if plan.levels[layer][chunk] != "products":
                         expected[Kind.RECOMPUTE, layer, r, chunk] = 1
-        for layer in range(-1, n_layers):
+                for one, two in pairwise(range(work.config.n_layers + 1)):
+                    for source, target in ((one, two), (two, one)):
+                        for own, other, kind in ((source, target, Kind.SEND), (target, source, Kind.RECEIVE)):
+                            if work.owner(own) == work.rank != work.owner(other):
+                                expected[kind, target, r, chunk] += 1
+        for layer in (-1, *work.layers):
             expected[Kind.OPTIMIZER, layer, plan.rounds - 1, 0] = 1
             if plan.clipping and layer >= 0:
                 expected[Kind.NORM, layer, plan.rounds - 1, 0] = 1
         if self.done != expected:
             raise ScheduleError(f"not a whole step: {(self.done - expected) + (expected - self.done)}")
-        state = {Item(what, k) for k in range(n_layers) for what in ("weights", *(n for n, _ in plan.work.moments))}
+        state = {Item(what, k) for k in work.layers for what in ("weights", *(n for n, _ in plan.work.moments))}
         ends = dict(self.schedule.slots) | dict(self.schedule.places)
         if set(ends) != state:
             raise ScheduleError(f"state without a home: {state ^ set(ends)}")

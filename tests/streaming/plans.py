@@ -1,11 +1,11 @@
 """Random plans of small models, and a plan without caps as the plainest schedule there is."""
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from cs336_systems.config import ModelConfig
-from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, StreamedWork
+from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, Share, StreamedWork
 from cs336_systems.streaming.build import build
 from cs336_systems.streaming.memory import MemoryMap
 from cs336_systems.streaming.order import TooFewSlotsError, compute_order
@@ -35,7 +35,30 @@ def random_plan(seed: int) -> tuple[Plan, Schedule]:
     slots |= {rng.choice(rings): rng.randint(1, 6) for _ in range(3)}
     order = rng.choice(ORDERS)
     how = {"keep_context": rng.random() < 0.6, "clipping": rng.random() < 0.5, "input_every": every, **residents}
-    plan = with_slots(Plan(work, chunks, rng.randint(1, 4), order, keep(), **how), slots)
+    return fitted(Plan(work, chunks, rng.randint(1, 4), order, keep(), **how), slots)
+
+
+def random_ring(seed: int, n_ranks: int, config: ModelConfig | None = None) -> list[tuple[Plan, Schedule]]:
+    """A step that is cut as that of ``random_plan``, for ranks that keep and copy each what it likes."""
+    like, _ = random_plan(seed)
+    config = config or replace(like.work.config, n_layers=max(n_ranks, like.n_layers))
+    found = []
+    for rank in range(n_ranks):
+        rng = random.Random(f"{seed} of {rank}")
+        work = replace(like.work, config=config, share=Share.dealt(config, rank, n_ranks))
+        attention = rng.randint(0, like.chunks * len(work.layers))
+        residents = {what: rng.randint(0, len(work.layers)) for what in ("weights", "gradients", "moments")}
+        how = {"keep_context": like.keep_context, "clipping": like.clipping, **residents}
+        keep = Keep(attention, rng.randint(0, attention))
+        rings = ("weights", "gradients", "input", "attention", "products", *(("context",) if work.is_long else ()))
+        slots = dict.fromkeys(rings, 1) | {rng.choice(rings): rng.randint(1, 6) for _ in range(3)}
+        found.append(fitted(Plan(work, like.chunks, like.rounds, like.order, keep, **how), slots))
+    return found
+
+
+def fitted(plan: Plan, slots: dict[str, int]) -> tuple[Plan, Schedule]:
+    """The plan with so many slots, and as many more as it needs."""
+    plan = with_slots(plan, slots)
     while True:
         try:
             return plan, build(plan)
@@ -66,7 +89,14 @@ def with_slots(plan: Plan, slots: dict[str, int]) -> Plan:
 def roomy(plan: Plan) -> Plan:
     """A plan of the same chunks with all the memory it takes: nothing is copied and nothing recomputed."""
     pairs = plan.chunks * plan.work.config.n_layers
-    return Plan(plan.work, plan.chunks, plan.rounds, "sequential", Keep(pairs, pairs), clipping=plan.clipping)
+    return Plan(
+        replace(plan.work, share=None),
+        plan.chunks,
+        plan.rounds,
+        "sequential",
+        Keep(pairs, pairs),
+        clipping=plan.clipping,
+    )
 
 
 def resident(plan: Plan) -> Schedule:

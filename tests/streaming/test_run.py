@@ -86,9 +86,11 @@ class Recorded:
         self.adamw(first_number, state, *rest)
 
 
-def step_of(plan: Plan, schedule: Schedule | None = None, lanes: Lanes | None = None, max_norm=0.1) -> StreamedStep:
+def step_of(
+    plan: Plan, schedule: Schedule | None = None, lanes: Lanes | None = None, max_norm=0.1, messages=None
+) -> StreamedStep:
     """A step under a schedule, all of whose memory is NaN at first; resident without one."""
-    how = {"optimizer": Recorded(), "max_norm": max_norm, "lanes": lanes}
+    how = {"optimizer": Recorded(), "max_norm": max_norm, "lanes": lanes, "messages": messages}
     step = StreamedStep(plan, schedule or resident(plan), REFERENCE, CPU, **how)
     for memory in (step.memory.device_slab.memory, step.memory.host_slab.memory) if schedule else ():
         memory.fill_(0xFF)
@@ -98,7 +100,7 @@ def step_of(plan: Plan, schedule: Schedule | None = None, lanes: Lanes | None = 
 
 def load(step: StreamedStep, model: TransformerLM) -> None:
     """The model's weights, and no steps made."""
-    step.model().load_state_dict(model.state_dict())
+    step.model().load_state_dict(model.state_dict(), strict=step.plan.work.share is None)
     step.begin_training()
 
 
