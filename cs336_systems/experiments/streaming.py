@@ -1,7 +1,8 @@
 """What does a training step cost under limits on device and host memory? A plan for them, simulated and measured.
 
 With ``--gpu`` a device of ``hardware.py`` is simulated, on any machine; without it the step runs here, within a fence
-on a GPU (``streaming_measure.py``). Weights and tokens are random. Peers train the same model without caps:
+on a GPU (``streaming_measure.py``). Weights and tokens are random. With ``--world-size`` ranks share the layers of the
+model, each within limits of its own, and hand activations on to each other. Peers train the same model without caps:
 ``compiled`` all on the device, ``fsdp2-offload`` with state on the host by torch's own means.
 """
 
@@ -63,6 +64,12 @@ class StreamingCell:
         asked=None,
         several=False,
     )
+    ranks: int = option(
+        1,
+        "Numbers of ranks among which layers are dealt in turn, each on a GPU of its own within limits of its own.",
+        flag="world-size",
+        asked=None,
+    )
     warmup: int = option(
         1,
         "Steps before the recorded ones; they are long, so clocks have settled after one.",
@@ -84,7 +91,17 @@ class StreamingCell:
 
     def __str__(self) -> str:
         limits = self.peer or f"within {self.device_gib:g} / {self.host_gib:g} GiB"
-        return f"{self.size} {self.context_length:,} {limits}"
+        ring = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
+        return f"{self.size} {self.context_length:,} {limits}{ring}"
+
+
+@dataclass(frozen=True)
+class RingCell(StreamingCell):
+    """A cell that several ranks measure together."""
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks
 
 
 @dataclass(frozen=True)
@@ -124,7 +141,10 @@ def make_cells(options: Any) -> list[StreamingCell]:
     simulated = hardware_named(options.gpu).name if options.gpu else ""
     if options.peers and simulated:
         raise ValueError(f"--peers {options.peers[0]} is measured: --gpu goes without")
-    cells = []
+    cells: list[StreamingCell] = []
+    worlds = options.world_size or (1,)
+    if options.peers and worlds != (1,):
+        raise ValueError(f"--peers {options.peers[0]} runs on one rank, got --world-size {max(worlds)}")
     for name in (resolve_size(size).name for size in options.size):
         usual = (
             _TINY | {"chunk": 32, "tokens_per_step": 512} if name == "tiny" else _DEFAULTS | dict.fromkeys(of_step, 0)
@@ -133,13 +153,22 @@ def make_cells(options: Any) -> list[StreamingCell]:
         for length in asked["context_length"]:
             _check_tokens(length, asked["chunk"], asked["tokens_per_step"])
         own = {"size": name, "simulated_device": simulated, "tokens_per_step": asked["tokens_per_step"]}
-        limited = [(*values, "", asked["chunk"]) for values in itertools.product(*(asked[each] for each in _SETS))]
-        free = [(n, 0.0, 0.0, peer, 0) for n, peer in itertools.product(asked["context_length"], options.peers)]
-        cells += [
-            cell_of(StreamingCell, options, **own, **dict(zip((*_SETS, "peer", "chunk"), values, strict=True)))
-            for values in limited + free
+        limited = [
+            (*values, "", asked["chunk"]) for values in itertools.product(*(asked[each] for each in _SETS), worlds)
         ]
+        free = [(n, 0.0, 0.0, 1, peer, 0) for n, peer in itertools.product(asked["context_length"], options.peers)]
+        for values in limited + free:
+            found = own | dict(zip((*_SETS, "ranks", "peer", "chunk"), values, strict=True))
+            _check_ranks(name, found["ranks"])
+            in_ring = found["ranks"] > 1 and not simulated  # which one process does
+            cells.append(cell_of(RingCell if in_ring else StreamingCell, options, **found))
     return cells
+
+
+def _check_ranks(size: str, ranks: int) -> None:
+    """Raises ValueError unless each rank has a layer."""
+    if (n_layers := resolve_size(size).n_layers) < ranks:
+        raise ValueError(f"--world-size {ranks}: the {n_layers} layers of {size} leave ranks without one")
 
 
 def _check_tokens(context_length: int, chunk: int, tokens_per_step: int) -> None:
@@ -158,7 +187,13 @@ def stages(options: Any, cells: Sequence[StreamingCell], outcomes: list[Outcome]
     pictures = options.out if options.timeline else None
     own, peers = ([cell for cell in cells if bool(cell.peer) is wanted] for wanted in (False, True))
     streamed = partial(measure, pictures=pictures, explain=options.explain)
-    return [Stage(own, streamed, share=lambda cell: cell.simulated_device or cell), Stage(peers, measure_peer)]
+    return [
+        *(
+            Stage(list(same), streamed, share=lambda cell: cell.simulated_device or cell)
+            for _, same in itertools.groupby(own, lambda cell: isinstance(cell, RingCell))
+        ),
+        Stage(peers, measure_peer),
+    ]
 
 
 def _share(metric: str) -> Callable[[Line], float | None]:
@@ -171,10 +206,22 @@ def _share(metric: str) -> Callable[[Line], float | None]:
     return value
 
 
+SCALING = "tokens/s over those of one GPU times the ranks, each simulated or both measured"
+"""Note of a column of ``_scaling``."""
+
+
+def _scaling(line: Line) -> float | None:
+    """Tokens/s of a ring over as many times those of one rank under the same limits, in %."""
+    ranks, one = line.settings.get("ranks", 1), line.peer(ranks=1)
+    ratios = (line.over(metric, one) for metric in ("tokens_per_s", "simulated_tokens_per_s"))
+    ratio = next((each for each in ratios if each is not None), None)
+    return None if ratio is None or ranks == 1 else 100 * ratio / ranks
+
+
 STREAMING_TABLE = ResultTable(
     settings=(
         *("gpu", "device", "simulated_device", "size", "context_length", "device_gib", "host_gib", "chunk"),
-        *("tokens_per_step", "peer", "warmup", "steps"),
+        *("tokens_per_step", "peer", "ranks", "warmup", "steps"),
     ),
     always=("size", "context_length", "device_gib", "host_gib"),
     labels={
@@ -182,11 +229,13 @@ STREAMING_TABLE = ResultTable(
         "host_gib": "host GiB",
         "simulated_device": "simulated device",
         "context_length": "length",
+        "ranks": "GPUs",
     },
     columns=(
         Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN, optional=True),
         Column("simulated", "simulated_tokens_per_s", ",.0f", rank=MAIN, note="tokens/s"),
         Column("sim / measured", "simulated_over_measured", ".3f", note="time of a step", optional=True),
+        Column("over one %", _scaling, ".1f", note=SCALING, optional=True),
         Column("MFU %", "mfu", ".1f", optional=True),
         Column("HFU %", "hfu", ".1f", optional=True),
         Column("sim MFU %", "simulated_mfu", ".1f", rank=2),
@@ -206,8 +255,9 @@ _OF = ["gpu", "simulated_device", "size", "context_length"]
 
 
 def heatmaps(rows: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    """(name, figure) for every model and length; peers have no capacities."""
-    for _, own in rows[rows["device_gib"] > 0].groupby(_OF, sort=False, dropna=False):
+    """(name, figure) for every model and length on one rank; peers have no capacities."""
+    alone = rows[(rows["device_gib"] > 0) & (rows["ranks"] == 1)]
+    for _, own in alone.groupby(_OF, sort=False, dropna=False):
         _, simulated, size, length = own.iloc[0][_OF]
         if (figure := heatmap_figure(own)) is not None:
             yield "_".join(filter(None, (size, f"{length:g}", simulated))), figure
@@ -267,4 +317,5 @@ EXPERIMENT = Experiment(
     present,
     ("tokens_per_s", "simulated_tokens_per_s", "mfu", "simulated_mfu", "simulated_over_measured", "device_in_use"),
     options=Options,
+    default_worlds=lambda device: (1,),
 )

@@ -11,9 +11,11 @@ the question that they leave open. ``compiled`` is plain PyTorch, each block and
 weights come for each block of each pass, AdamW runs on the CPU, blocks are compiled and recomputed in backward.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,19 +25,31 @@ from cs336_systems.case import Parallel, TrainingCase, Unsupported
 from cs336_systems.costs.flops import model_flops
 from cs336_systems.costs.rates import Rates
 from cs336_systems.costs.streaming import LaneTimes
-from cs336_systems.distributed.process_group import joined
+from cs336_systems.distributed.process_group import Rank, joined, on_every_rank, on_rank_0
+from cs336_systems.experiments.ranked import largest
 from cs336_systems.experiments.streaming import CPU_PLANS_FOR, StreamingCell
 from cs336_systems.hardware import GIB, Hardware, find_hardware, hardware_named
-from cs336_systems.harness.clock import WHOLE, check_loss, in_gib, phase_metrics, rate, step_rates, time_phases
+from cs336_systems.harness.clock import (
+    WHOLE,
+    check_loss,
+    in_gib,
+    phase_metrics,
+    rate,
+    step_rates,
+    time_phases,
+    time_phases_of_ranks,
+)
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.capped import caps_within, hardware_of
 from cs336_systems.report.figures import save
 from cs336_systems.report.timeline import streaming_figure, timeline_rows
-from cs336_systems.streaming.choose import LEAST_CHUNK, Caps, CapsTooSmallError, ChosenPlan, choose
+from cs336_systems.streaming.build import build
+from cs336_systems.streaming.choose import LEAST_CHUNK, Caps, CapsTooSmallError, ChosenPlan, choose_ring
 from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.lanes import Streams
+from cs336_systems.streaming.messages import RingMessages
 from cs336_systems.streaming.run import StreamedStep
 from cs336_systems.streaming.schedule import RECOMPUTES
 from cs336_systems.training import assemble, random_batch
@@ -46,10 +60,13 @@ PEER_TOKENS = 65_536
 """Tokens of a peer's step, unless they are given: AdamW of 8 billion parameters on a CPU takes seconds."""
 
 
-def measure(cell: StreamingCell, pictures: Path | None = None, explain: bool = False) -> list[Metric]:
+def measure(
+    cell: StreamingCell, rank: Rank | None = None, pictures: Path | None = None, explain: bool = False
+) -> list[Metric]:
     """The plan's simulation, and unless it is all that is asked for, the step's times, rates and memory.
 
     Args:
+        rank: this one of the ranks of a ring; None for a step on one rank, and for a simulation.
         pictures: folder in which the step's timeline is drawn, as measured on a GPU, else as simulated.
         explain: print the plan in sentences, and what one more GiB on either side would bring.
 
@@ -59,46 +76,61 @@ def measure(cell: StreamingCell, pictures: Path | None = None, explain: bool = F
         FloatingPointError: the loss is not finite.
         RuntimeError: a cap was passed.
     """
-    device, gib = torch.device(cell.device), (cell.device_gib, cell.host_gib)
+    device, gib = rank.device if rank else torch.device(cell.device), (cell.device_gib, cell.host_gib)
     runs, on_gpu = not cell.simulated_device, device.type == "cuda"
     if runs and not on_gpu and cell.config.n_parameters > MOST_CPU_PARAMETERS:
         raise Unsupported(f"{cell.size} runs on a GPU alone: --gpu {CPU_PLANS_FOR} simulates it here")
     if not on_gpu:
         torch.set_num_threads(1)  # of tiny tensors several would wait for each other
+    messages = RingMessages(rank) if rank else None  # before the fence, which counts what they take
     fence = Fence(device, *(int(cap * GIB) for cap in gib)) if runs and on_gpu else None
     hardware = hardware_of(device) if runs else hardware_named(cell.simulated_device)
     caps = caps_within(device if runs else torch.device("cuda"), gib, fence)
     try:
-        choice = _choose(cell, hardware, caps)
+        choices = _choose(cell, hardware, [caps] * cell.ranks) if rank is None else _agree(cell, hardware, caps)
     except CapsTooSmallError as error:
         raise PredictedOutOfMemory(str(error).partition(": ")[2]) from error  # model and caps are the cell's
-    metrics, times, how = simulated(choice, hardware), choice.times, f"simulated for {hardware.name}"
+    metrics, how = simulated(choices, hardware), f"simulated for {hardware.name}"
+    shown = dict(enumerate(choices)) if rank is None else {rank.rank: choices[rank.rank]}
     if runs:
-        found, lanes = _run(cell, choice, hardware, fence)
+        found, lanes = _run(cell, choices, hardware, fence, rank, messages)
         metrics += found
-        times, how = (lanes, f"measured on {hardware.name}") if lanes else (times, how)
-    if pictures is not None:
-        rows = timeline_rows(choice.schedule.operations, times)
+        if lanes:
+            shown = {number: replace(choice, times=lanes) for number, choice in shown.items()}
+            how = f"measured on {hardware.name}"
+    for number, choice in shown.items() if pictures is not None else ():
+        assert pictures is not None
+        rows = timeline_rows(choice.schedule.operations, choice.times)
         where = f"{cell.size}_{cell.context_length}_{cell.device_gib:g}_{cell.host_gib:g}"
+        where += f"_rank{number}" if cell.ranks > 1 else ""
         pictures.mkdir(parents=True, exist_ok=True)
         rows.to_csv(pictures / f"timeline_{where}.csv", index=False)
-        title = f"{cell}: {choice.plan.tokens:,} tokens in {times.span:.1f} s, {how}"
+        title = f"{cell}: {choice.plan.tokens:,} tokens in {choice.times.span:.1f} s, {how}"
         save(streaming_figure(rows, title), pictures / f"benchmark_streaming_timeline_{where}.png")
-    if explain:  # after the steps: two more searches would count as the host's memory
-        sentences = explanation(choice, partial(_choose, cell, hardware))
-        print(f"\n{cell}:", *sentences, sep="\n  ", end="\n\n", flush=True)
+    if explain and (rank is None or rank.rank == 0):  # after the steps: two more searches would count as host memory
+        for choice in choices:
+            again = (lambda caps: _choose(cell, hardware, [caps])[0]) if cell.ranks == 1 else None
+            print(f"\n{cell}:", *explanation(choice, again), sep="\n  ", end="\n\n", flush=True)
     return metrics
 
 
 def _run(
-    cell: StreamingCell, choice: ChosenPlan, hardware: Hardware, fence: Fence | None
+    cell: StreamingCell,
+    choices: Sequence[ChosenPlan],
+    hardware: Hardware,
+    fence: Fence | None,
+    rank: Rank | None,
+    messages: RingMessages | None,
 ) -> tuple[list[Metric], LaneTimes | None]:
-    """Times, rates and memory of the step as it runs; on a GPU, within its fence, also when its operations ran."""
-    plan, device = choice.plan, torch.device(cell.device)
+    """Times, rates and memory of the step as it runs; on a GPU, within its fence, also when this rank's operations
+    ran."""
+    choice = choices[rank.rank if rank else 0]
+    plan, device = choice.plan, rank.device if rank else torch.device(cell.device)
     streams = Streams(device, timed=True) if fence else None
     torch.manual_seed(cell.seed)
     ops = block_ops(*(("fused", "hopper") if fence else ("reference", "reference")))
-    step = StreamedStep(plan, choice.schedule, ops, device, max_norm=1.0, lanes=streams)
+    how: dict[str, Any] = {"max_norm": 1.0, "lanes": streams, "messages": messages}
+    step = StreamedStep(plan, choice.schedule, ops, device, **how)
     step.reset_parameters()
     generator = torch.Generator().manual_seed(cell.seed + 1)
     shape = (2, plan.n_sequences, plan.work.context_length)
@@ -111,51 +143,83 @@ def _run(
     if fence is not None:
         step.rehearse(ids, targets)
         fence.check()  # before steps that may take minutes
-    times = time_phases({WHOLE: whole}, device=device, warmup=cell.warmup, steps=cell.steps)
+    repeats: dict[str, Any] = {"warmup": cell.warmup, "steps": cell.steps}
+    if rank is None:
+        times = time_phases({WHOLE: whole}, device=device, **repeats)
+    else:
+        times = time_phases_of_ranks({WHOLE: whole}, rank, **repeats)
     samples_ms = times.samples_ms[WHOLE]
     check_loss(loss[0])
-    peak, flops = hardware.peak("bf16") if fence else None, plan.tokens * plan.work.model_flops_per_token()
-    metrics = phase_metrics(times) + step_rates(plan.tokens, flops, peak, samples_ms)
+    peak = cell.ranks * _peak(hardware) if fence else None
+    metrics = phase_metrics(times)
+    metrics += step_rates(plan.tokens, plan.tokens * plan.work.model_flops_per_token(), peak, samples_ms)
     if fence is None or streams is None or peak is None:
-        device_bytes, host_bytes = step.slab_bytes
+        device_bytes, host_bytes = (_most(n_bytes, rank) for n_bytes in step.slab_bytes)
         return metrics + in_gib(device_in_use=device_bytes, host_in_use=host_bytes), None
-    executed = choice.hardware_flops_per_s * choice.times.span
+    span = max(each.times.span for each in choices)
+    executed = sum(each.hardware_flops for each in choices)
     metrics.append(rate("hfu", "% of datasheet peak, executed", 100 * executed / peak, samples_ms))
-    ratios = [1e3 * choice.times.span / ms for ms in samples_ms]
-    metrics.append(Metric("simulated_over_measured", "", ratios, derived=True))
+    metrics.append(Metric("simulated_over_measured", "", [1e3 * span / ms for ms in samples_ms], derived=True))
     lanes = streams.times(choice.schedule)
-    metrics += [Metric(name, "% of the step", [share]) for name, share in shares(choice, lanes).items()]
+    found = shares(choice, lanes)
+    metrics += [Metric(name, "% of the step", [_mean(share, rank)]) for name, share in found.items()]
     try:
         used = fence.check()
     except RuntimeError as error:
         taken = ", ".join(f"{ms:,.0f}" for ms in samples_ms)
         raise RuntimeError(f"{error}; steps took {taken} ms") from error
-    return metrics + in_gib(device_in_use=used.device, host_in_use=used.host, context=used.context), lanes
+    in_use = {"device_in_use": used.device, "host_in_use": used.host, "context": used.context}
+    return metrics + in_gib(**{name: _most(n_bytes, rank) for name, n_bytes in in_use.items()}), lanes
 
 
-def _choose(cell: StreamingCell, hardware: Hardware, caps: Caps) -> ChosenPlan:
-    """The plan that the cell asks for, within these caps; raises CapsTooSmallError."""
+def _most(value: float, rank: Rank | None) -> float:
+    """The most of all ranks."""
+    return value if rank is None else largest(value, rank)
+
+
+def _mean(value: float, rank: Rank | None) -> float:
+    """The mean over all ranks."""
+    return value if rank is None else sum(on_every_rank(lambda: value)) / rank.world_size
+
+
+def _choose(cell: StreamingCell, hardware: Hardware, caps: Sequence[Caps]) -> list[ChosenPlan]:
+    """The plans that the cell asks for, of ranks within these caps; raises CapsTooSmallError."""
     given = cell.config, cell.context_length, caps, Rates.of(hardware)
-    return choose(*given, tokens_per_step=cell.tokens_per_step or None, chunk=cell.chunk or None)
+    return choose_ring(*given, tokens_per_step=cell.tokens_per_step or None, chunk=cell.chunk or None)
 
 
-def simulated(choice: ChosenPlan, hardware: Hardware) -> list[Metric]:
-    """The plan as metrics, and what it should cost."""
-    plan, times, peak = choice.plan, choice.times, hardware.peak("bf16")
-    assert peak is not None
+def _agree(cell: StreamingCell, hardware: Hardware, caps: Caps) -> list[ChosenPlan]:
+    """``_choose`` by one rank for all, each within its own caps; a collective."""
+    of_all = on_every_rank(lambda: caps)
+    found = on_rank_0(lambda: [(each.plan, each.times) for each in _choose(cell, hardware, of_all)])
+    return [ChosenPlan(plan, build(plan), times, own) for (plan, times), own in zip(found, of_all, strict=True)]
+
+
+def simulated(choices: Sequence[ChosenPlan], hardware: Hardware) -> list[Metric]:
+    """The plans of all ranks as metrics, and what they should cost; of the ranks' memory the most."""
+    plan, peak = choices[0].plan, len(choices) * _peak(hardware)
+    span = max(choice.times.span for choice in choices)
+    model_flops, executed = plan.tokens * plan.work.model_flops_per_token(), sum(one.hardware_flops for one in choices)
+    found = [shares(choice, choice.times) for choice in choices]
     rows = [
-        ("simulated_step", "ms", 1e3 * times.span),
-        ("simulated_tokens_per_s", "1/s", choice.tokens_per_s),
-        ("simulated_mfu", "% of datasheet peak, causal", 100 * choice.model_flops_per_s / peak),
-        ("simulated_hfu", "% of datasheet peak, executed", 100 * choice.hardware_flops_per_s / peak),
-        *((f"simulated_{name}", "% of the step", share) for name, share in shares(choice, times).items()),
-        ("planned_device", "GiB", sum(choice.device_parts.values()) / GIB),
-        ("planned_host", "GiB", sum(choice.host_parts.values()) / GIB),
+        ("simulated_step", "ms", 1e3 * span),
+        ("simulated_tokens_per_s", "1/s", plan.tokens / span),
+        ("simulated_mfu", "% of datasheet peak, causal", 100 * model_flops / span / peak),
+        ("simulated_hfu", "% of datasheet peak, executed", 100 * executed / span / peak),
+        *((f"simulated_{name}", "% of the step", mean(each[name] for each in found)) for name in found[0]),
+        ("planned_device", "GiB", max(sum(choice.device_parts.values()) for choice in choices) / GIB),
+        ("planned_host", "GiB", max(sum(choice.host_parts.values()) for choice in choices) / GIB),
         ("planned_tokens_per_step", "tokens", plan.tokens),
         ("planned_chunk", "tokens", plan.work.chunk),
         ("planned_rounds", "rounds", plan.rounds),
     ]
     return [Metric(name, unit, [float(value)]) for name, unit, value in rows]
+
+
+def _peak(hardware: Hardware) -> float:
+    peak = hardware.peak("bf16")
+    assert peak is not None
+    return peak
 
 
 def shares(choice: ChosenPlan, times: LaneTimes) -> dict[str, float]:

@@ -50,7 +50,7 @@ EARLIER: dict[str, dict[str, Any]] = {
     "context_length": DEFAULTS,
     "d_head": {"clock": "harness", "repeat": 0},
     "ddp": {"max_ctas": Parallel.max_ctas},
-    "host_gib": {"peer": ""},
+    "host_gib": {"peer": "", "ranks": 1},
     "tensor_by": {name: getattr(Parallel, name) for name in ("replicas", *PIPELINE)},
     "profiler": {"repeat": 0},
     "total_batch_tokens": {"recipe": "stored", "library": "", "gather_by": Parallel.gather_by, "apart": "off"}

@@ -257,8 +257,9 @@ def _look(kind: str, what: str) -> tuple[str, str]:
 def streaming_figure(rows: pd.DataFrame, title: str) -> Figure:
     """The picture of one streamed step's ``timeline_rows``: what each lane does, over the whole step and close up.
 
-    Three lanes, copies in, kernels, copies out, and messages of a ring. Above is the whole step, with the share of it in which each lane is
-    busy; below, some operations in the middle of the step, kernels with their layers. White is waiting.
+    Three lanes, copies in, kernels, copies out, and in a ring two of messages. Above is the whole step, with the share
+    of it in which each lane is busy; below, some operations in the middle of the step, kernels with their layers. White
+    is waiting.
     """
     looks = [_look(kind, what) for kind, what in zip(rows["kind"], rows["what"].fillna(""), strict=True)]
     rows = rows.assign(colour=[colour for _, colour in looks], length_s=rows["end_s"] - rows["start_s"])

@@ -89,16 +89,10 @@ class ChosenPlan:
         return self.plan.tokens / self.times.span
 
     @property
-    def model_flops_per_s(self) -> float:
-        """FLOP/s of the model, causal; MFU is its share of the peak."""
-        return self.tokens_per_s * self.plan.work.model_flops_per_token()
-
-    @property
-    def hardware_flops_per_s(self) -> float:
-        """FLOP/s that are executed, recomputation included; HFU is its share of the peak."""
+    def hardware_flops(self) -> int:
+        """FLOPs that a step executes here, recomputation included; HFU is their rate over the peak."""
         flops, group = cache(self.plan.work.hardware_flops), self.plan.work.chunks_per_sequence
-        executed = sum(flops(str(o.kind), o.chunk % group, o.level) for o in self.schedule.operations)
-        return executed / self.times.span
+        return sum(flops(str(o.kind), o.chunk % group, o.level) for o in self.schedule.operations)
 
     @property
     def fits(self) -> bool:
@@ -409,8 +403,7 @@ class _Search:
         if works[0].share:
             who += f", on rank {works[0].rank} of {works[0].share.n_ranks},"
         plans = [plan for work in works for plan in self._blank_plans(work, WorkSeconds.of(work, self.rates))]
-        if not plans:
-            assert (share := works[0].share) is not None
+        if not plans and (share := works[0].share):
             n, least = share.n_ranks, min(work.chunk for work in works)
             step = f"{self.tokens_per_step:,} tokens" if self.tokens_per_step else f"{self.chunks} chunks"
             return f"{who} has no rounds of at least {n} chunks of {least:,} tokens, as a ring of {n} needs: got {step}"

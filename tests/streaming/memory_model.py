@@ -149,7 +149,7 @@ class _Model:
     def expected(self, operation: Operation) -> tuple[set[Item], set[Item]]:
         """What each kernel reads and writes, and how far that must have come."""
         plan, layer, r, chunk = self.plan, operation.layer, operation.round, operation.chunk
-        n_layers, group = plan.work.config.n_layers, plan.work.chunks_per_sequence
+        group = plan.work.chunks_per_sequence
         if operation.kind in (Kind.SEND, Kind.RECEIVE):
             return self.message(operation)
         at = layer, r, chunk

@@ -1,27 +1,28 @@
 """A ring of ranks, each of which streams its own layers: schedules that fit each other, and the bits of one rank."""
 
 import os
+import re
 import signal
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cs336_systems.config import resolve_size
 from cs336_systems.costs.rates import Rates
 from cs336_systems.costs.streaming import Share, StreamedWork
-from cs336_systems.hardware import GIB, hardware_named
+from cs336_systems.hardware import hardware_named
 from cs336_systems.streaming.build import build, pairs, ring_times
-from cs336_systems.streaming.choose import Caps, CapsTooSmallError, choose_ring
+from cs336_systems.streaming.choose import Caps, choose_ring
 from cs336_systems.streaming.lanes import PretendedLink
 from cs336_systems.streaming.messages import RingMessages
+from cs336_systems.streaming.plan import Keep, Plan
 from cs336_systems.streaming.schedule import Kind
 from tests.distributed.checks import on_ranks, spawn
-from tests.streaming.memory_model import check
-from tests.streaming.plans import random_plan, random_ring, roomy
-from tests.streaming.test_run import CONFIG, QK_NORM, TIED, batches, differing, model_of, step_of, trained, weights_of
+from tests.streaming.memory_model import ScheduleError, check
+from tests.streaming.plans import random_ring, roomy
+from tests.streaming.test_choose import MIB, SLOW, SMALL
+from tests.streaming.test_run import CONFIG, QK_NORM, TIED, batches, differing, step_of, trained
 
 RATES = Rates.of(hardware_named("h100"))
 
@@ -87,3 +88,104 @@ def test_a_ring_has_the_bits_of_one_rank(n_ranks):
 
 def test_ten_steps_of_a_ring_are_those_of_one_rank():
     on_ranks(check_bits, 2, [7], [CONFIG], 10)
+
+
+def interrupted(rank):
+    """Rank 1 is killed as it sends for the third time."""
+    torch.set_num_threads(1)
+    messages = RingMessages(rank)
+    plan, schedule = random_ring(1, 2, CONFIG)[rank.rank]
+    step = step_of(plan, schedule, messages=messages)
+    send, sent = messages.send, []
+
+    def fail(tensor, peer):
+        sent.append(peer)
+        if rank.rank == 1 and len(sent) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return send(tensor, peer)
+
+    messages.send = fail
+    began = time.monotonic()
+    try:
+        step(*batches(plan, 1)[0])
+    except torch.distributed.DistError as error:
+        return str(error), time.monotonic() - began
+
+
+def test_who_waits_for_a_killed_rank_says_so():
+    ended = spawn(interrupted, 2, timeout_s=8, apart=True)
+    said, seconds = ended[0].returned
+    assert re.match(
+        r"receive chunk \d of round \d at layer \d in vain, as rank 1 has gone or is stuck: .*(closed|reset) by peer",
+        said,
+    )
+    assert seconds < 8
+    assert "SIGKILL" in ended[1].failure
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_wait_for_or_of_a_message_can_be_dropped(seed):
+    plan, schedule = random_ring(seed, 2)[seed % 2]
+    operations = list(schedule.operations)
+    kinds = Kind.SEND, Kind.RECEIVE
+    waits = [
+        (i, j)
+        for i, one in enumerate(operations)
+        for j in one.waits
+        if one.kind in kinds or operations[j].kind in kinds
+    ]
+    for i, j in waits[:: max(1, len(waits) // 12)]:
+        lame = list(operations)
+        lame[i] = replace(lame[i], waits=tuple(k for k in lame[i].waits if k != j))
+        with pytest.raises(ScheduleError):
+            check(plan, replace(schedule, operations=tuple(lame)))
+
+
+def ring_of(n_ranks, device=2.5, host=3.0, **options):
+    caps = [Caps(int(device * MIB), int(host * MIB), 0, 0)] * n_ranks
+    how = {"tokens_per_step": 1536, "chunk": 64, "effort": 500}
+    return choose_ring(SMALL, 64, caps, SLOW, **how | options)
+
+
+def test_a_ring_is_chosen_that_fits_and_is_faster_than_one_rank():
+    (one,), two = ring_of(1), ring_of(2)
+    assert one.plan.work.share is None
+    for choice in two:
+        check(choice.plan, choice.schedule)
+        assert choice.fits and choice.plan.chunks >= 2
+    cuts = {(each.plan.chunks, each.plan.rounds, each.plan.order, each.plan.work.chunk) for each in two}
+    assert len(cuts) == 1
+    spans = [each.times.span for each in two]
+    assert spans[0] == pytest.approx(spans[1], rel=0.05)
+    assert one.times.span / max(spans) > 1.5
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "options", "said"),
+    [
+        (7, {}, "6 layers are too few for a ring of 7 ranks"),
+        (
+            2,
+            {"tokens_per_step": 64},
+            "no rounds of at least 2 chunks of 64 tokens, as a ring of 2 needs: got 64 tokens",
+        ),
+        (2, {"chunks": 1}, "as a ring of 2 needs: got"),
+        (2, {"device": 0.1}, "on rank . of 2, does not fit .* the device is .* short"),
+        (2, {"device": 1, "host": 0.1}, "on rank . of 2, does not fit .* the host is .* short"),
+    ],
+)
+def test_what_no_ring_can_be_is_said(n_ranks, options, said):
+    with pytest.raises(ValueError, match=said):
+        ring_of(n_ranks, **options)
+
+
+def test_a_share_has_a_layer_and_restores_no_other_ranks_x():
+    with pytest.raises(ValueError, match="3 layers leave rank 1 of a ring without one"):
+        Share(0, (0, 2, 0, 2))
+    with pytest.raises(
+        ValueError, match="a tied embedding is on one rank: the first layer is on 0, the head on another"
+    ):
+        StreamedWork(TIED, 16, 16, share=Share(0, (0, 1, 0, 1)))
+    work = StreamedWork(CONFIG, 16, 16, share=Share.dealt(CONFIG, 0, 2))
+    with pytest.raises(ValueError, match="input_every must be at least 1, and 1 in a ring"):
+        Plan(work, 2, 1, "sequential", Keep(2, 0), input_every=2)
