@@ -45,7 +45,12 @@ class Operand:
             self.arriving.wait()
 
     def whole_columns(self) -> Any:
-        """The columns with all rows, for which this waits; where they are made of rows, they are made by each call."""
+        """The columns with all rows, for which this waits; where they are made of rows, they are made by each call.
+
+        None if they are not to be read.
+        """
+        if self.columns is None and self.transpose is None:
+            return None
         self.wait()
         return self.columns if self.transpose is None else self.transpose()
 
@@ -88,11 +93,11 @@ class Products:
         """Whether what ``read`` and ``read_gradient`` return under this name has the rows of several ranks."""
         return self.ranks.n_ranks > 1 and name in GATHERED
 
-    def _read(self, name: str, x: Tensor) -> Operand:
+    def _read(self, name: str, x: Tensor, columns: bool) -> Operand:
         if not self.gathers(name):
             return Operand(x, x)
-        arriving = self.ranks.arriving(x)
-        return Operand(arriving.whole, arriving.whole, arriving)
+        arriving = self.ranks.arriving(x, whole=columns)
+        return Operand(arriving.whole, arriving.whole if columns else None, arriving)
 
     def maxima(self, x: Tensor, kept: Mapping[str, Tensor] | None = None) -> Maxima:
         """The magnitudes of activations: to be found in forward, on the device of x, or those that forward kept."""
@@ -130,11 +135,11 @@ class Products:
 
         ``rows`` and ``columns`` say how it will be read.
         """
-        return self._read(name, x_RK)
+        return self._read(name, x_RK, columns)
 
     def read_gradient(self, name: str, dy_RN: Tensor, maxima: Maxima, *, columns: bool = True) -> Operand:
         """A gradient of an activation, as ``read`` returns it, always read by its rows."""
-        return self._read(name, dy_RN)
+        return self._read(name, dy_RN, columns)
 
     def read_weight(self, name: str, weight_NK: Tensor, *, rows: bool = False, columns: bool = False) -> Operand:
         """A weight by its name in ``BlockWeights``."""
@@ -211,6 +216,7 @@ class Products:
 
     def by_rows(self, x: Operand) -> Tensor:
         """A matrix (R, K) in the block's dtype, with the values that its rows have for products."""
+        x.wait()
         rows: Tensor = x.rows
         return rows
 
@@ -221,6 +227,8 @@ class Products:
 
     def kept(self, name: str, operand: Operand) -> dict[str, Tensor]:
         """The tensors that are kept of one of ``costs.kept.OPERANDS``, by names in ``KEPT``."""
+        if operand.columns is not None:  # else nobody will ask for the rows of all
+            operand.wait()
         return {name: operand.rows}
 
     def recall(self, name: str, tensors: Mapping[str, Tensor]) -> Operand:

@@ -175,7 +175,7 @@ class QuantizedProducts(Products):
     def _gather(self, operand: Operand, columns: bool) -> Operand:
         """All ranks' rows of an operand with this rank's, which has the scale of all."""
         own: Quantized = operand.rows
-        in_bytes = self.ranks.arriving(own.values.view(torch.uint8))  # gloo sends no fp8
+        in_bytes = self.ranks.arriving(own.values.view(torch.uint8), whole=columns)  # gloo sends no fp8
         arriving = in_bytes.read_as(lambda rows: replace(own, values=rows.view(own.values.dtype)))
         whole: Quantized = arriving.whole
 
@@ -274,6 +274,7 @@ class QuantizedProducts(Products):
         self._multiply(dy, x, out=gradient, adds=accumulate)
 
     def by_rows(self, x: Operand) -> Tensor:
+        x.wait()
         return _stored(x.rows, by=self.recipe.scaling)
 
     def by_columns(self, x: Operand) -> Tensor:

@@ -8,27 +8,30 @@ Communication with Dependent Computation via Decomposition in Large Deep Learnin
 ``fused_all_gather_matmul`` is another implementation). All ranks exchange directly with each other, not around a ring.
 
 On GPUs ranks map each other's memory. A rank writes what others need into a slot of its own memory and raises a flag in
-the memory of each reader, whose copy engine then fetches it. Flags are raised and awaited by the stream
-(``cuStreamWriteValue32``, ``cuStreamWaitValue32``), not by kernels, which could not start until the product that runs
-frees a multiprocessor. On CPUs gloo sends rows as messages.
+the memory of each reader, whose copy engine then fetches it, on a stream of its own (``copy_stream.py``). On CPUs gloo
+sends rows as messages.
+
+Copies win where they hide: few rows take less time than their copies take the host, and go by collectives
+(``costs.parallelism.step.copied_from``).
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cs336_systems.distributed.copy_stream import CopyStream, Wait
 from cs336_systems.distributed.peer_memory import PeerMemory, why_not_mapped
 from cs336_systems.distributed.tensor import GroupRanks, as_integers
 from cs336_systems.model.tensor_ranks import ALONE, Arriving, Part, TensorRanks
 
-Wait = Callable[[], None]
-
 N_SLOTS = 3
 """Exchange n takes the slot of exchange n - 3. Before it begins, a rank has waited for its fetches of n - 2, so every
 peer has raised its flag of n - 2, which it does after its own fetches of n - 3: nobody reads that slot any more."""
+MAX_PARTS = 64
+"""Views of slots that are kept; at one more they are dropped, as a process whose rows differ so often meets more."""
 
 
 class Exchange(Protocol):
@@ -59,7 +62,10 @@ class Exchange(Protocol):
 class TravellingRanks(GroupRanks):
     """The ranks of a process group, whose rows travel while products run.
 
-    ``gather`` and ``scatter`` are collectives, ``total`` and ``largest_`` are exchanges.
+    ``gather`` and ``scatter`` are collectives, ``total`` and ``largest_`` go as the rows before them went.
+
+    Args:
+        copied_from: elements that a rank's rows must have to be copied; fewer go by collectives.
 
     Raises:
         ValueError: these GPUs cannot map each other's memory.
@@ -67,23 +73,35 @@ class TravellingRanks(GroupRanks):
 
     under_products = True
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, copied_from: int = 0) -> None:
         super().__init__(group)
+        self.copied_from = copied_from
         kind = {"meta": _Slots, "cuda": _Mapped}.get(device.type, _Messages)
         self._exchanges: Exchange = kind(group, device)
         self._peers = [(self.rank + step) % self.n_ranks for step in range(1, self.n_ranks)]
+        self._copied = copied_from == 0
+        """Whether the newest rows were copied."""
 
-    def arriving(self, x: Tensor) -> Arriving:
-        whole = x.new_empty(self.n_ranks * len(x), *x.shape[1:])
-        own, exchange = self._rows(whole, self.rank), self._exchanges.begin(x)
+    def arriving(self, x: Tensor, *, whole: bool = True) -> Arriving:
+        self._copied = x.numel() >= self.copied_from
+        return self._fetched(x, whole) if self._copied else super().arriving(x, whole=whole)
+
+    def _fetched(self, x: Tensor, whole: bool) -> Arriving:
+        rows = x.new_empty(self.n_ranks * len(x), *x.shape[1:])
+        each, exchange = rows.chunk(self.n_ranks), self._exchanges.begin(x)
         exchange.offer(x)
-        parts: list[Part] = [(own, x, lambda: None)]
+        parts: list[Part] = [(self._rows(rows, self.rank), x, lambda: None)]
         for peer in self._peers:
-            rows = self._rows(whole, peer)
-            parts.append((rows, whole[rows], exchange.fetch(peer, whole[rows])))
-        return Arriving(whole, tuple(parts), finish=exchange.copy(x, whole[own]))  # after what others wait for
+            parts.append((self._rows(rows, peer), each[peer], exchange.fetch(peer, each[peer])))
+        own = each[self.rank]
+        if whole:
+            return Arriving(rows, tuple(parts), finish=exchange.copy(x, own))  # after what others wait for
+        return Arriving(rows, tuple(parts), finish=lambda: own.copy_(x))
 
     def sums(self, compute: Callable[[Tensor, slice], object], like: Tensor, width: int) -> Tensor:
+        self._copied = len(like) // self.n_ranks * width >= self.copied_from
+        if not self._copied:
+            return super().sums(compute, like, width)
         own = like.new_empty(len(like) // self.n_ranks, width)
         fetched = [torch.empty_like(own) for _ in self._peers]
         exchange = self._exchanges.begin(own)
@@ -99,18 +117,22 @@ class TravellingRanks(GroupRanks):
 
     def total(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sum over the ranks of each tensor, the same bits on every rank."""
+        if not self._copied:
+            return super().total(tensors)
         summed = self._of_all(torch.cat([tensor.flatten() for tensor in tensors])).sum(0)
         parts = summed.split([tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
     def largest_(self, magnitudes: Tensor) -> Tensor:
+        if not self._copied:
+            return super().largest_(magnitudes)
         bits = as_integers(magnitudes)
         bits.copy_(self._of_all(bits.flatten()).amax(0).view_as(bits))
         return magnitudes
 
     def _of_all(self, x: Tensor) -> Tensor:
         """The values (n,) of each rank: (ranks, n)."""
-        arriving = self.arriving(x)
+        arriving = self._fetched(x, whole=True)
         arriving.wait()
         whole: Tensor = arriving.whole
         return whole.view(self.n_ranks, -1)
@@ -215,86 +237,78 @@ class _Mapped(_Slots):
         super().__init__(group, device)
         if (reason := why_not_mapped(device, group)) is not None:
             raise ValueError(f"rows cannot be copied between these GPUs: {reason}")
-        from cuda.bindings import driver  # type: ignore[import-untyped]  # torch's own dependency
-
-        self._driver = driver
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self._handle = self._stream.cuda_stream
+        self._stream = self._make_stream()
         self._flags = PeerMemory(group.size(), torch.int32, device, group)
         """Flag s of rank r: the number of the newest exchange for which rank s has written what rank r fetches."""
-        self._flag_places = [flags.data_ptr() for flags in self._flags.of_rank]
+        own = self._flags.of_rank[self._rank].data_ptr()
         self._others = [peer for peer in range(group.size()) if peer != self._rank]
+        self._own_flags = {peer: own + 4 * peer for peer in self._others}
+        self._their_flags = {peer: self._flags.of_rank[peer].data_ptr() + 4 * self._rank for peer in self._others}
         self._mapped: list[PeerMemory] = []
         self._slot_places: list[list[int]] = []
-        self._done: dict[int, torch.cuda.Event] = {}
-        """By the number of an exchange, the end of its last fetch."""
+        self._parts: dict[Hashable, Tensor] = {}
+        self._waits: dict[int, list[Wait]] = {}
+        """By the number of an exchange, for its fetches."""
+
+    def _make_stream(self) -> CopyStream:
+        return CopyStream(self._device)
 
     def _make(self, n_bytes: int) -> None:
-        torch.cuda.synchronize(self._device)
+        self._stream.synchronize()
         dist.barrier(self._group)  # others may be reading the slots that go
+        self._parts.clear()
         self._mapped = [PeerMemory(n_bytes, torch.uint8, self._device, self._group) for _ in range(N_SLOTS)]
         self._slots = [dict(enumerate(memory.of_rank)) for memory in self._mapped]
         self._slot_places = [[part.data_ptr() for part in memory.of_rank] for memory in self._mapped]
 
     def begin(self, like: Tensor) -> "_Mapped":
         super().begin(like)
-        before_last = self._done.pop(self._number - 2, None)
-        if before_last is not None:
-            torch.cuda.current_stream(self._device).wait_event(before_last)
+        for wait in self._waits.pop(self._number - 2, ()):  # again, but for who has not read what was fetched
+            wait()
+        self._waits[self._number] = []
         return self
 
     def offer(self, x: Tensor) -> None:
         self._same = True
-        self._follow()
-        self._move(self._address(self._rank, self._rank, x), x.data_ptr(), x.nbytes)
+        self._stream.follow()
+        self._stream.copy(self._address(self._rank, self._rank, x), x.data_ptr(), x.nbytes)
         for peer in self._others:
-            self._raise_flag(peer)
+            self._stream.raise_flag(self._their_flags[peer], self._number)
 
     def copy(self, x: Tensor, into: Tensor) -> Wait:
-        self._move(into.data_ptr(), x.data_ptr(), x.nbytes)
-        return self._wait_for(self._stream.record_event())
+        self._stream.copy(into.data_ptr(), x.data_ptr(), x.nbytes)
+        return self._stream.reached()
+
+    def place(self, peer: int, like: Tensor) -> Tensor:
+        form = self._number % N_SLOTS, peer, like.shape, like.dtype
+        if (part := self._parts.get(form)) is None:
+            if len(self._parts) >= MAX_PARTS:
+                self._parts.clear()
+            part = self._parts[form] = super().place(peer, like)
+        return part
 
     def send(self, peer: int) -> None:
-        self._follow()
-        self._raise_flag(peer)
+        self._stream.follow()
+        self._stream.raise_flag(self._their_flags[peer], self._number)
 
     def fetch(self, peer: int, into: Tensor) -> Wait:
-        reached = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        flag = self._flag_places[self._rank] + 4 * peer
-        self._call(self._driver.cuStreamWaitValue32, self._handle, flag, self._number, reached)
-        self._move(into.data_ptr(), self._address(peer, self._rank, into), into.nbytes)
-        self._done[self._number] = event = self._stream.record_event()
-        return self._wait_for(event)
-
-    def _wait_for(self, event: torch.cuda.Event) -> Wait:
-        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
-
-    def _follow(self) -> None:
-        """Let the stream of copies wait for what the current stream has been given."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    # By the driver, as torch's copy with a change of the stream takes the host several times as long.
-
-    def _move(self, into: int, source: int, n_bytes: int) -> None:
-        self._call(self._driver.cuMemcpyAsync, into, source, n_bytes, self._handle)
-
-    def _raise_flag(self, peer: int) -> None:
-        plain = self._driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
-        flag = self._flag_places[peer] + 4 * self._rank
-        self._call(self._driver.cuStreamWriteValue32, self._handle, flag, self._number, plain)
+        self._stream.await_flag(self._own_flags[peer], self._number)
+        self._stream.copy(into.data_ptr(), self._address(peer, self._rank, into), into.nbytes)
+        wait = self._stream.reached()
+        self._waits[self._number].append(wait)
+        return wait
 
     def _address(self, owner: int, peer: int, like: Tensor) -> int:
         """Where ``_part`` lies."""
         return self._slot_places[self._number % N_SLOTS][owner] + self._offset(owner, peer, like)
 
-    def _call(self, operation: Callable[..., Any], *arguments: Any) -> None:
-        (result,) = operation(*arguments)
-        if int(result):
-            raise RuntimeError(f"{operation.__name__} failed: {result.name}")
 
+def tensor_ranks(group: dist.ProcessGroup | None, device: torch.device, by: str, copied_from: int = 0) -> TensorRanks:
+    """The ranks that share matrices, whose rows come by ``collectives`` or by ``copies``; ``ALONE`` without a group.
 
-def tensor_ranks(group: dist.ProcessGroup | None, device: torch.device, by: str) -> TensorRanks:
-    """The ranks that share matrices, whose rows come by ``collectives`` or by ``copies``; ``ALONE`` without a group."""
+    Args:
+        copied_from: that of ``TravellingRanks``.
+    """
     if group is None:
         return ALONE
-    return TravellingRanks(group, device) if by == "copies" else GroupRanks(group)
+    return TravellingRanks(group, device, copied_from) if by == "copies" else GroupRanks(group)

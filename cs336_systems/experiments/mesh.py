@@ -30,7 +30,7 @@ from cs336_systems.config import resolve_size
 from cs336_systems.costs.fsdp import MAXIMA_BYTES, model_units, quantized_units, step_traffic
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.seconds import step_seconds
-from cs336_systems.costs.parallelism.step import SEND, context_sent, tensor_sent
+from cs336_systems.costs.parallelism.step import SEND, context_sent, copied_from, tensor_sent
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment
 from cs336_systems.experiments.mesh_timeline import measure_timeline
@@ -228,7 +228,9 @@ def predicted_messages(cell: MeshCell, rank: int) -> float | None:
     how, config, itemsize = cell.parallel, cell.config.part(cell.tensor), cell.precision.parameter_bytes
     n_rows = cell.batch_size * cell.context_length // cell.context
     place = rank // cell.tensor % cell.context
-    sent = tensor_sent(config, n_rows, cell.keep, cell.tensor, itemsize, by=cell.tensor_by, recipe=cell.recipe)
+    copied = n_rows // cell.tensor * config.d_model >= copied_from(cell.device)
+    by = cell.tensor_by if copied else MeshCell.tensor_by
+    sent = tensor_sent(config, n_rows, cell.keep, cell.tensor, itemsize, by=by, recipe=cell.recipe)
     if cell.device != "cpu":  # where copies are no messages
         del sent[SEND]
     sent += context_sent(config, n_rows, cell.keep, cell.context, itemsize, rank=place, order=cell.context_order)

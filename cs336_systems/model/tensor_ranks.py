@@ -27,10 +27,10 @@ class Arriving:
     """The rows of all ranks, which iterating gives part by part, each after having waited for it."""
 
     whole: Any
-    """All of them, a tensor (t r, ...) or what ``read_as`` made of it, once the iteration has ended."""
+    """All of them, a tensor (t r, ...) or what ``read_as`` made of it, once ``wait`` has been called."""
     parts: tuple[Part, ...]
-    finish: Callable[[], None] = lambda: None
-    """Waits until this rank's own rows are in ``whole``, too; called at the end of an iteration."""
+    finish: Callable[[], object] = lambda: None
+    """Puts this rank's own rows in ``whole``, too, or waits until they are there."""
 
     def read_as(self, make: Callable[[Tensor], Any]) -> "Arriving":
         """The same rows as what ``make`` makes of each tensor, a view for example; it may not read values."""
@@ -41,12 +41,12 @@ class Arriving:
         for rows, part, wait in self.parts:
             wait()
             yield rows, part
-        self.finish()
 
     def wait(self) -> None:
         """Wait until ``whole`` is whole."""
-        for _ in self:
-            pass
+        for _, _, wait in self.parts:
+            wait()
+        self.finish()
 
 
 class TensorRanks:
@@ -61,13 +61,15 @@ class TensorRanks:
         """All-gather: the rows of all ranks, (t r, ...), of this rank's contiguous x (r, ...)."""
         return x
 
-    def arriving(self, x: Tensor) -> Arriving:
+    def arriving(self, x: Tensor, *, whole: bool = True) -> Arriving:
         """``gather``, of which parts may be on their way.
+
+        With ``whole``, own rows are put in their place beside what comes next; else only when ``wait`` asks for it.
 
         The caller must have waited for all of them before it begins the second exchange (gather or sums) after this.
         """
-        whole = self.gather(x)
-        return Arriving(whole, ((EVERYTHING, whole, lambda: None),))
+        rows = self.gather(x)
+        return Arriving(rows, ((EVERYTHING, rows, lambda: None),))
 
     def scatter(self, x: Tensor) -> Tensor:
         """Reduce-scatter: this rank's rows (r, ...) of the sum over the ranks of contiguous x (t r, ...)."""

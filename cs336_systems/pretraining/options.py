@@ -99,7 +99,7 @@ class TrainerCase(TrainingCase):
         *(Parallel, "tensor_by"),
         values=get_args(GatherBy),
         help="How tensor ranks exchange rows: collectives, between matrix products; copies, from each other's memory "
-        "while products run, which needs ranks on one host (on CPUs by messages).",
+        "while products run, which needs ranks on one host (on CPUs by messages, on GPUs but for few rows).",
     )
     context: int = like(Parallel, "context")
     context_order: str = like(Parallel, "context_order", values=CONTEXT_ORDERS, help=CONTEXT_ORDER_HELP)

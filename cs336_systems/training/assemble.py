@@ -33,6 +33,7 @@ from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.costs.offload import STATES, offloaded
 from cs336_systems.costs.parallelism.stages import divide, plan_of
+from cs336_systems.costs.parallelism.step import copied_from
 from cs336_systems.distributed.context import context_ops, local_tokens, rotate_local
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.mesh import Mesh
@@ -111,7 +112,7 @@ def build_unchecked(
     tensor, context = (mesh.group(name) if mesh else None for name in ("tensor", "context"))
     if by_torch := case.parallel.tensor_by_torch:
         tensor = None
-    ranks = tensor_ranks(tensor, device, case.parallel.tensor_by)
+    ranks = tensor_ranks(tensor, device, case.parallel.tensor_by, copied_from(case.device))
     if tensor:
         ops, config = tensor_ops(ops, ranks), config.part(ranks.n_ranks)
     torch.manual_seed(case.seed)

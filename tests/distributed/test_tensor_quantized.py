@@ -195,6 +195,7 @@ def gathered_is_the_whole_quantized(rank, by, keep, kind, config, **how):
     assert [name for name, *_ in noted[:2]] == ["normed1", "normed2"] and {each[0] for each in noted} == {*GATHERED}
     scales_differ = 0
     for name, own, dtype, operand in noted:
+        operand.wait()
         whole = ranks.gather(own)
         expected = plain.quantize(whole, plain.absmax(whole), dtype, transposed=True)
         scales_differ += not torch.equal(plain.absmax(own), plain.absmax(whole))
