@@ -63,6 +63,11 @@ def _shared(case: TrainingCase) -> bool:
     return (parallel.wrapper, parallel.optimizer_state, parallel.ranks_per_batch) != ("none", "replicated", 1)
 
 
+def _tensor_ranks_alone(parallel: Parallel) -> bool:
+    """Whether ranks share matrices by collectives, and nothing else: what each sends is the same in every step."""
+    return parallel == Parallel("none", tensor=parallel.tensor)
+
+
 def _quantized(case: TrainingCase) -> bool:
     return case.recipe.quantized
 
@@ -197,8 +202,9 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         "cuda_graph on needs device cuda, got {case.device}",
     ),
     (
-        lambda case: case.cuda_graph == "on" and _shared(case),
-        "cuda_graph on is for one rank: several agree through the host on what they send, which a graph cannot hold",
+        lambda case: case.cuda_graph == "on" and _shared(case) and not _tensor_ranks_alone(case.parallel),
+        "cuda_graph on is for one rank, or tensor ranks by collectives alone: others agree through the host on what "
+        "they send, which a graph cannot hold",
     ),
     (
         lambda case: case.cuda_graph == "on" and case.optimizer == "reference",

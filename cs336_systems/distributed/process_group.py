@@ -14,6 +14,7 @@ A rank that fails closes or aborts its group on the way out and never waits for 
 import itertools
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -195,6 +196,10 @@ divisions: dict[tuple[dist.ProcessGroup, tuple[int, ...]], Any] = {}
 """The meshes of ``mesh.py`` by default group and shape; their groups, too, are left with that group."""
 
 
+captured: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""CUDA graphs that hold collectives of these groups, for whose end NCCL waits when it leaves them; reset before."""
+
+
 def limited_group(rank: Rank, max_ctas: int) -> dist.ProcessGroup:
     """Make another group of all ranks, whose NCCL kernels have at most ``max_ctas`` thread blocks each.
 
@@ -308,6 +313,9 @@ def _leave(rank: Rank, failed: bool) -> None:
         return
     _limited.clear()
     divisions.clear()
+    for graph in tuple(captured):
+        graph.reset()
+    captured.clear()
     leave("it has left the process group")
     if failed and rank.backend == "nccl":
         with suppress(Exception):

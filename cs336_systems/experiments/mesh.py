@@ -138,7 +138,8 @@ class MeshCell(RankedCase):
         sizes = {"replica": self.replicas, self.weights: n_data // self.replicas}
         sizes |= {self.context_order: self.context, "tensor": self.tensor, self.pipeline_schedule: self.pipeline}
         words = [f"{name}-{size}" for name, size in sizes.items() if size > 1] or ["alone"]
-        return words + sorted({self.tensor_by, self.pipeline_by} - {PLAIN["tensor_by"], PLAIN["pipeline_by"]})
+        words += sorted({self.tensor_by, self.pipeline_by} - {PLAIN["tensor_by"], PLAIN["pipeline_by"]})
+        return words + ["graph"] * (self.cuda_graph == "on")
 
     def __str__(self) -> str:
         of = "" if self.part == "step" else f"{self.part} of "
@@ -276,7 +277,7 @@ def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metr
     times = time_phases_of_ranks(phases, rank, steps=cell.steps, warmup=effort.warmup(cell))
     metrics = time_metrics(times, cell) + peak_metrics(meter, rank)
     metrics += in_gib(predicted_peak=predicted) if predicted is not None else []
-    if cell.repeat == 0 and not cell.parallel.by_torch:  # whose collectives are not seen
+    if cell.repeat == 0 and not cell.parallel.by_torch and cell.cuda_graph == "off":  # else collectives are not seen
         sent = prepared.sent()
         metrics += [
             Metric("collectives", "per step", [len(sent)]),
@@ -319,13 +320,17 @@ def predicted_ms(line: Line) -> float | None:
         schedule=str(how["pipeline_schedule"]),
         chunks=int(how["pipeline_chunks"]) if how["pipeline_schedule"] == "interleaved" else 1,
     )
-    found = step_seconds(resolve_size(str(how["size"])), int(how["context_length"]), layout, hardware)
+    launches = how["cuda_graph"] == "off"
+    found = step_seconds(
+        resolve_size(str(how["size"])), int(how["context_length"]), layout, hardware, launches=launches
+    )
     return 1e3 * found.total
 
 
 MESH = ResultTable(
     settings=(
         *("gpu", "device", "part", "size", "dtype", "attention", "compile", "checkpoint", "optimizer", "batch_size"),
+        "cuda_graph",
         *("accumulate", "kernels", "keep", *RECIPE, "context_length", "warmup", "steps", "weights", "tensor_by"),
         *("context_order", "pipeline_schedule", "pipeline_chunks", "pipeline_by", "pipeline"),
         *("world_size", "replicas", "tensor", "context"),
@@ -398,7 +403,7 @@ def _way(how: Mapping[str, Any]) -> str:
     words = [f"replica {copies}"] * (copies > 1) + [f"{how['weights']} {n_data // copies}"] * (n_data > copies)
     words += [f"{name} {n}" for name, n in sizes.items() if n > 1]
     by = sorted({how["tensor_by"], how["pipeline_by"]} - {PLAIN["tensor_by"], PLAIN["pipeline_by"]})
-    return " by ".join([" x ".join(words), *by])
+    return " by ".join([" x ".join(words), *by]) + ", replayed" * (how["cuda_graph"] == "on")
 
 
 EXPERIMENT = Experiment(

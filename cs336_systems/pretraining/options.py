@@ -59,7 +59,7 @@ class TrainerCase(TrainingCase):
         TrainingCase,
         "cuda_graph",
         help="on captures the step (with --optimizer torch-fused all but the optimizer) as a CUDA graph and replays "
-        "it; needs --device cuda and one rank.",
+        "it; needs --device cuda and one rank, or tensor ranks by collectives.",
     )
     kernels: str = like(TrainingCase, "kernels", asked="fused")
     offload: str = "none"

@@ -20,8 +20,8 @@ the launches, so they run uncaptured.
 Capturing allocates what a step does, in the same order, from a pool of its own; what the uncaptured steps had cached
 for that is given back before.
 
-Limits: one rank; whole steps; batches of one shape; parameters must stay where they are. What asks the device, waits
-for it or copies from pageable memory cannot be captured.
+Limits: one rank, or tensor ranks, whose collectives the graphs hold; whole steps; batches of one shape; parameters must
+stay where they are. What asks the device, waits for it or copies from pageable memory cannot be captured.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.case import UNCAPTURED_STEPS, Unsupported
+from cs336_systems.distributed.process_group import captured
 from cs336_systems.training.step import Phase, TrainStep
 
 
@@ -151,4 +152,5 @@ def _captured(launch: Callable[[], object], stream: torch.cuda.Stream) -> torch.
         if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, RuntimeError):
             raise cause from None
         raise Unsupported(f"the step cannot be captured as a CUDA graph: {str(cause).splitlines()[0]}") from cause
+    captured.add(graph)
     return graph

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.kernels import adamw
@@ -26,13 +27,24 @@ class EmulatedGraph:
         """Operators, their arguments, and which of their results are memory of their own."""
         self.n_replays = 0
 
+    def reset(self) -> None:
+        self.calls.clear()
+
     def replay(self) -> None:
         self.n_replays += 1
         with torch.no_grad():
             for function, args, kwargs, fresh in self.calls:
-                again = tensors_of(function(*args, **kwargs))
+                again = tensors_of(finished(function(*args, **kwargs)))
                 for i, kept in fresh:
                     kept.detach().copy_(again[i])
+
+
+def finished(result: Any) -> Any:
+    """A result, which is there: that of a collective is waited for."""
+    for work in tree_leaves(result):
+        if hasattr(work, "wait"):
+            work.wait()
+    return result
 
 
 class Recorder(TorchDispatchMode):
@@ -50,7 +62,7 @@ class Recorder(TorchDispatchMode):
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.before += [(x, x.detach().clone()) for x in tensors_of(given.get(argument.name))]
-        result = func(*args, **kwargs)
+        result = finished(func(*args, **kwargs))
         there = {x.untyped_storage().data_ptr() for x in tensors_of((args, kwargs))}
         results = enumerate(tensors_of(result))
         fresh = [(i, x) for i, x in results if x.untyped_storage().data_ptr() not in there]
@@ -68,13 +80,20 @@ def capture(
 ) -> Iterator[None]:
     """In the place of ``torch.cuda.graph``."""
     recorder = Recorder(graph)
-    launch = adamw.launch
+    launch, reduce_scatter = adamw.launch, dist.reduce_scatter_tensor
     adamw.launch = lambda *args, **kwargs: graph.calls.append((launch, args, kwargs, []))
+
+    def recorded(*args: Any, **kwargs: Any) -> None:
+        graph.calls.append((reduce_scatter, args, kwargs, []))
+        with _disable_current_modes():  # gloo's copies its result by operators whenever somebody waits
+            reduce_scatter(*args, **kwargs)
+
+    dist.reduce_scatter_tensor = recorded
     try:
         with recorder:
             yield
     finally:
-        adamw.launch = launch
+        adamw.launch, dist.reduce_scatter_tensor = launch, reduce_scatter
     with torch.no_grad():
         for tensor, values in reversed(recorder.before):
             tensor.detach().copy_(values)

@@ -2,21 +2,27 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.case import UNCAPTURED_STEPS, Unsupported
+from cs336_systems.case import UNCAPTURED_STEPS, Parallel, Unsupported
 from cs336_systems.config import MODEL_SIZES
+from cs336_systems.distributed import process_group
+from cs336_systems.distributed.process_group import Rank
 from cs336_systems.training import TrainingCase, TrainStep, assemble
 from cs336_systems.training.assemble import build_model, finish
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.cuda_graph import CapturedStep
-from tests.training.emulated_graph import emulate
+from tests.distributed.checks import on_gpus, on_ranks, spawn
+from tests.training.emulated_graph import EmulatedGraph, emulate
 
 CONFIG = replace(MODEL_SIZES["tiny"], name="tiniest", d_model=16, d_ff=32, n_layers=1, vocab_size=31, context_length=8)
+SHARED = replace(CONFIG, vocab_size=32, n_kv_heads=2)
 QUANTIZED = replace(CONFIG, d_model=64, d_ff=96, context_length=16)
 
 
@@ -105,6 +111,50 @@ def test_other_modes_and_shapes_are_refused(monkeypatch):
         captured(ids, targets)
     with pytest.raises(ValueError, match=r"token ids and targets of shape \(2, 8\), got \(1, 8\)"):
         captured(ids[:1], targets[:1])
+
+
+@dataclass(frozen=True)
+class Sharing(TrainingCase):
+    """Of two ranks that share matrices."""
+
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel(tensor=2)
+
+
+def replayed_on_tensor_ranks(rank: Rank, **fields) -> int:
+    """Train both steps on these ranks, with clipping; returns how many graphs hold collectives."""
+    case = replace(Sharing.of(SHARED, batch_size=2, keep="products", optimizer="torch-fused"), **fields)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.device.type == "cpu":
+            emulate(patch)
+        plain, step = (finish(build_model(case, rank), case, rank, guard=GradientGuard(0.1)) for _ in range(2))
+        of = step.model, step.optimizer, step.precision, step.loss_function, step.accumulate, step.guard
+        step = CapturedStep(*of)
+        train_both(step, plain, case, n_steps=6)
+        return len(process_group.captured)
+
+
+def test_collectives_of_tensor_ranks_are_replayed():
+    assert on_ranks(partial(replayed_on_tensor_ranks, accumulate=2), 2) == [1, 1]
+
+
+def test_graphs_are_reset_before_a_group_is_left():
+    """NCCL would wait for them."""
+    graph = EmulatedGraph()
+    graph.calls.append((dist.get_world_size, (), {}, []))
+    with process_group.joined("cpu"):
+        process_group.captured.add(graph)
+        graph.reset = lambda: graph.calls.pop()[0]()  # fails where there is no group any more
+    assert not graph.calls and not process_group.captured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
+def test_collectives_of_tensor_ranks_are_replayed_on_gpus(world_size, device):
+    """Leaving the group afterwards must not wait for the graphs."""
+    how = {"device": device, "dtype": "bf16", "optimizer": "fused", "kernels": "fused", "attention": "flash"}
+    assert spawn(partial(replayed_on_tensor_ranks, **how), world_size, device=device) == [2, 2]
 
 
 def on_gpu(test):
