@@ -38,7 +38,7 @@ class OuterSteps(ReplicaAgreement):
                 if (momentum := optimizer.state.get(parameter, {}).pop(OUTER_MOMENTUM, None)) is not None:
                     outer.state[parameter]["momentum_buffer"] = momentum
         self._diloco = DiLoCo(
-            self._manager,
+            self.manager,
             fragments,
             optimizer,
             self._outer,
@@ -87,18 +87,18 @@ class OuterSteps(ReplicaAgreement):
 
     def _after_step(self, *_: Any) -> None:
         """After an inner step, and the average that it may have brought."""
-        verdict, self._manager.verdict = self._manager.verdict, None
+        verdict, self.manager.verdict = self.manager.verdict, None
         if verdict is None:
             return
         self.at_average = verdict
         first, self._averaged_at = self._averaged_at, self._prepared.loader.taken
         if verdict:
             asked = self._asked.float()
-            self._manager.allreduce(asked).wait()
-            if self._manager.errored() is None:
+            self.manager.allreduce(asked).wait()
+            if self.manager.errored() is None:
                 self.reasons = asked
         elif not self._coming:
-            error = self._manager.errored()
+            error = self.manager.errored()
             reason = said_of(error.original_exception if error else None)
             sequences = first, self._averaged_at
             self._records.append(Dropped(self._made, reason, sequences, False, 0.0))
@@ -112,13 +112,13 @@ class OuterSteps(ReplicaAgreement):
         if self._options.agree_fragments == 1 and self._options.agree_delay == 0:
             yield
             return
-        self._manager.disallow_state_dict_read()
+        self.manager.disallow_state_dict_read()
         self._swap_weights()
         try:
             yield
         finally:
             self._swap_weights()
-            self._manager.allow_state_dict_read()
+            self.manager.allow_state_dict_read()
 
     @torch.no_grad()
     def _swap_weights(self) -> None:

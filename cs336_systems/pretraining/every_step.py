@@ -2,28 +2,46 @@
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from cs336_systems.distributed.checkpoint_state import OPTIMIZER
+from cs336_systems.pretraining.healing import Fetching, Piece, pieces_of, put
 from cs336_systems.pretraining.replica_agreement import ReplicaAgreement, said_of
 from cs336_systems.pretraining.run_records import Dropped
+from cs336_systems.training.fused_adamw import FusedAdamW
 from cs336_systems.training.step import TrainStep
 
 _BUCKET_BYTES = 25 * 1024**2
 """Bytes of gradients that travel together."""
+_SMALL_BYTES = 2**16
+"""Tensors of fewer bytes, such as counters and norms' weights, come with the description of a state."""
+_MOST_IN_VAIN = 20
+"""Steps in which nothing of a peer's state comes, after which a replica gives up."""
 
 
 class EveryStep(ReplicaAgreement):
-    """Gradients are averaged in each step; all replicas hold the same bits."""
+    """Gradients are averaged in each step; all replicas hold the same bits.
 
+    One that comes has none of the sequences until it has the others' state, but makes each step with them.
+    """
+
+    in_pieces = True
     _come_to = False
     _n_not_finite = 0
+    _left: list[int] | None = None
+    """The pieces of the others' state that have not come; None for a replica that has all."""
+    _n_in_vain = 0
+    _since = _took_s = 0.0
+    _fetching: Fetching | None = None
 
     def _come(self) -> None:
         while True:
-            self._manager.start_quorum()
-            if self._all_there:
+            self.manager.start_quorum()
+            if self._all_there or self.is_behind():  # of others who train
                 self._come_to = True  # this quorum is the first step's
                 return
             time.sleep(0.05)
@@ -31,9 +49,80 @@ class EveryStep(ReplicaAgreement):
     def begin(self, made: int) -> int:
         self._made, self._began = made, time.perf_counter()
         if not self._come_to:
-            self._manager.start_quorum()
+            self.manager.start_quorum()
         self._come_to = False
         return self._made
+
+    def is_behind(self) -> bool:
+        return self._left is not None
+
+    def before_quorum(self) -> None:
+        super().before_quorum()
+        if self._took_s:
+            self._healed, self._transport.seconds, self._took_s = True, self._took_s, 0.0
+
+    def after_quorum(self, seconds: float) -> None:
+        super().after_quorum(seconds)
+        if self.is_behind() and self.number >= 0:
+            raise RuntimeError(f"replica {self._name} has lost all others before it had their state")
+
+    def _state(self) -> dict[str, Any]:
+        """The whole state before the first step of a session; later its description, while pieces are handed out."""
+        if self.manager.current_step() == 0:
+            return super()._state() | {"whole": not self.is_behind()}
+        tensors, settings = self._tensors()
+        large = {name: tensor for name, tensor in tensors.items() if tensor.nbytes >= _SMALL_BYTES}
+        pieces, when = pieces_of(large), str(self.manager.current_step())
+        self._transport.offer(when, large, pieces)
+        about = self._description(settings) | {"pieces": list(map(tuple, pieces)), "when": when}
+        about["large"] = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in large.items()}
+        return about | {"tensors": {name: each.clone() for name, each in tensors.items() if name not in large}}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if "pieces" not in state:
+            if not state["whole"]:
+                raise RuntimeError("all replicas that had the whole state have died")
+            self._left = None
+            super()._load(state)
+            return
+        self._check_alike(state)
+        pieces = [Piece(*each) for each in state["pieces"]]
+        if self._left is None or state["made"] != self._made:
+            self._load_tensors(state["tensors"] | self._room_for(state["large"]), state["settings"])
+            self._prepared.loader.load_state_dict(state["loader"])
+            self._made, self._left, self._since = state["made"], list(range(len(pieces))), time.perf_counter()
+        self._fetching = self._transport.fetch(state["when"], pieces, self._left)
+
+    def _room_for(self, large: dict[str, tuple[list[int], str]]) -> dict[str, Tensor]:
+        """Memory of the optimizer's large tensors: those that it has, and zeros."""
+        own, optimizer = self._tensors()[0], self._step.optimizer
+        copies = isinstance(getattr(optimizer, "local", optimizer), FusedAdamW)  # which needs no second memory of all
+        room = {}
+        for name, (shape, dtype) in large.items():
+            if name.startswith(OPTIMIZER):
+                kind = {"dtype": getattr(torch, dtype.removeprefix("torch.")), "device": self._rank.device}
+                zeros = torch.zeros((), **kind).expand(shape) if copies else torch.zeros(shape, **kind)
+                room[name] = own.get(name, zeros)
+        return room
+
+    def _take(self, fetching: Fetching) -> None:
+        """Put the pieces that have come to their places, before this step's update."""
+        assert self._left is not None
+        tensors, came = self._tensors()[0], fetching.came
+        for number, received in came.items():
+            put(tensors[fetching.pieces[number].name], fetching.pieces[number], received)
+        torch.autograd.graph.increment_version(tuple(self._step.model.parameters()))
+        self._n_in_vain = 0 if came or not self._left else self._n_in_vain + 1
+        self._left = [number for number in self._left if number not in came]
+        if self._n_in_vain > _MOST_IN_VAIN:
+            raise RuntimeError(f"nothing of the others' state has come in {_MOST_IN_VAIN} steps")
+
+    def _has_all(self) -> bool:
+        """Whether the pieces of all ranks have come."""
+        n_left = torch.tensor([float(len(self._left or ()))], device=self._rank.device)
+        if self._rank.world_size > 1:
+            dist.all_reduce(n_left)
+        return not n_left.item()
 
     def before_update(self, step: TrainStep) -> bool:
         assert step.loss is not None
@@ -41,12 +130,19 @@ class EveryStep(ReplicaAgreement):
         loss = step.loss.detach().float().reshape(1)
         flats = list(_packed(gradients))
         sent = [torch.cat([loss, self.reasons.to(loss)]), *(flat for flat, _ in flats)]
-        own_is_finite = _finite(sent)
+        own_is_finite = self.is_behind() or _finite(sent)
+        fetching, self._fetching = self._fetching, None
+        if fetching is not None:
+            fetching.pause()
         self._average(sent)
-        if self._manager.errored() is None and not _finite(sent):
-            self._manager.report_error(FloatingPointError("a loss or a gradient is not finite"))
-        error = self._manager.errored()
-        self.kept = self._manager.should_commit()
+        if self.manager.errored() is None and not _finite(sent):
+            self.manager.report_error(FloatingPointError("a loss or a gradient is not finite"))
+        error = self.manager.errored()
+        self.kept = self.manager.should_commit()
+        if fetching is not None:
+            self._take(fetching)
+            if self._has_all() and self.kept:
+                self._left, self._took_s = None, time.perf_counter() - self._since
         if self.kept:
             for flat, parts in flats:
                 for part, values in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
@@ -58,7 +154,7 @@ class EveryStep(ReplicaAgreement):
         return self.kept
 
     def _average(self, sent: list[Tensor]) -> None:
-        for work in [self._manager.allreduce(flat) for flat in sent]:
+        for work in [self.manager.allreduce(flat) for flat in sent]:
             work.wait()
 
     def _drop(self, error: Exception | None, own_is_finite: bool) -> None:

@@ -6,10 +6,10 @@ the step is dropped, and its sequences are dealt again among the others: nothing
 train by itself for H steps and averages the changes of weights as gradients of an outer optimizer: what a replica that
 dies has learned since the last average is lost, and a failed average takes all replicas back to the one before.
 
-Both ask for the quorum and wait for it (``use_async_quorum=False``): who is there decides which sequences a replica
-takes. A replica that comes, or has missed steps, takes over the state of one that is there, over HTTP: weights,
-moments, outer state, place in the data; of what it fetches only tensors and plain values are unpickled. Peers find each
-other by host name, on ports of all interfaces and without passwords: keep replicas on a trusted network.
+Both ask for the quorum and wait for it: who is there decides which sequences a replica takes. A replica that comes, or
+has missed steps, takes over the state of one that is there (``healing.py``): weights, moments, outer state, place in
+the data. It comes when it is ready to train, as everybody waits for whoever sends heartbeats. Peers find each other by
+host name, on ports of all interfaces and without passwords: keep replicas on a trusted network.
 
 torchft counts steps of its own, from 0 in each session of the replicas; the trainer's number of steps is in the state.
 """
@@ -35,12 +35,13 @@ from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.distributed.shards import wait_for_parameters
 from cs336_systems.distributed.stretches import Stretch
 from cs336_systems.pretraining.agreement import Agreement, StoppedWaiting, Trouble, checksum
+from cs336_systems.pretraining.healing import Transport
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import PreparedRun, data_identity, must_be_alike
 from cs336_systems.pretraining.run_records import Membership, Record
 from cs336_systems.pretraining.sources import sources_of
 from cs336_systems.pretraining.stop_requests import REASONS
-from cs336_systems.pretraining.torchft_parts import Gloo, Nccl, ReportingManager, Transport
+from cs336_systems.pretraining.torchft_parts import Gloo, Nccl, ReportingManager
 from cs336_systems.training.clipping import gradients_of
 from cs336_systems.training.step import TrainStep
 
@@ -85,6 +86,8 @@ class ReplicaAgreement(Agreement, ABC):
     """
 
     on = True
+    in_pieces = False
+    """Whether a replica that comes takes over the others' state beside their training."""
 
     def __init__(self, options: TrainOptions, rank: Rank, lighthouse: str, name: str, trouble: Trouble) -> None:
         if not 0 < len(name.encode()) <= _NAME_BYTES:
@@ -99,7 +102,23 @@ class ReplicaAgreement(Agreement, ABC):
         self._records: list[Record] = []
         self._made = self._first_step = 0
         self._healed = self._joined = False
-        timeout, host = timedelta(seconds=options.agree_timeout), socket.gethostname()
+        self._group = Nccl(self._timeout) if rank.device.type == "cuda" else Gloo(self._timeout)
+        self._lighthouse = lighthouse
+        self._manager: ReportingManager | None = None
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self._options.agree_timeout)
+
+    @property
+    def manager(self) -> ReportingManager:
+        """torchft's manager, once this replica has come."""
+        assert self._manager is not None
+        return self._manager
+
+    def _send_heartbeats(self) -> None:
+        """Make the manager; from now on the others wait for this replica."""
+        host = socket.gethostname()
         self._store: dist.TCPStore | None = None
 
         def host_store() -> int:
@@ -107,23 +126,22 @@ class ReplicaAgreement(Agreement, ABC):
             return self._store.port
 
         port = on_rank_0(host_store)
-        self._transport = Transport(timeout)
-        self._group = Nccl(timeout) if rank.device.type == "cuda" else Gloo(timeout)
+        self._transport = Transport(self._timeout)
         self._manager = ReportingManager(
             pg=self._group,
             load_state_dict=self._load,
             state_dict=self._state,
             min_replica_size=1,
-            use_async_quorum=False,
-            timeout=timeout,
+            use_async_quorum=self.in_pieces,
+            timeout=self._timeout,
             quorum_timeout=timedelta(seconds=_QUORUM_S),
             connect_timeout=timedelta(seconds=CONNECT_S),
-            rank=rank.rank,
-            world_size=rank.world_size,
+            rank=self._rank.rank,
+            world_size=self._rank.world_size,
             store_addr=host,
             store_port=port,
-            lighthouse_addr=lighthouse,
-            replica_id=name,
+            lighthouse_addr=self._lighthouse,
+            replica_id=self._name,
             heartbeat_interval=timedelta(seconds=HEARTBEAT_S),
             checkpoint_transport=self._transport,
             quorum_retries=_LIGHTHOUSE_RETRIES,
@@ -138,6 +156,7 @@ class ReplicaAgreement(Agreement, ABC):
         self._prepared, self._made, self._first_step = prepared, made, made
         assert isinstance(prepared.step, TrainStep)
         self._step = prepared.step
+        self._warm_up()
         self._step.before_update = self.before_update
         alike = {name: repr(value) for name, value in must_be_alike(self._options).items() if name not in _MAY_DIFFER}
         sources = sources_of(self._options.data or [prepared.dataset.folder])
@@ -146,9 +165,17 @@ class ReplicaAgreement(Agreement, ABC):
         weights = checksum([stretch.values for stretch in NamedState(self._step.model).model().values()])
         alike[f"the checksum of weights after {made} steps"] = repr(weights)
         self._alike = alike
+        self._send_heartbeats()
         self._come()
         self._joined = True
         return self._made
+
+    def _warm_up(self) -> None:
+        """Run forward and backward once, as kernels are loaded or compiled in it, for which the others would wait."""
+        self._step.before_update = lambda _: False
+        batch = [self._prepared.own(each) for each in next(self._prepared.loader)]
+        self._prepared.loader.go_back()
+        self._step(*batch)
 
     @property
     def sent_bytes(self) -> float:
@@ -172,8 +199,9 @@ class ReplicaAgreement(Agreement, ABC):
         return told
 
     def leave(self) -> None:
-        self._manager.shutdown(wait=False)
-        self._group.abort(errored=False)
+        if self._manager is not None:
+            self._manager.shutdown(wait=False)
+            self._group.abort(errored=False)
 
     def before_quorum(self) -> None:
         """Called by the manager."""
@@ -182,15 +210,20 @@ class ReplicaAgreement(Agreement, ABC):
         wait_for_parameters(self._step.model)
         self._healed, self._transport.seconds = False, 0.0
 
+    def is_behind(self) -> bool:
+        """Called by the manager before it asks for a quorum."""
+        return False
+
     def is_to_end(self) -> bool:
         """Called by the manager while it waits for a quorum."""
         return self.stop is not None and self.stop.asked is not None
 
     def after_quorum(self, seconds: float) -> None:
-        """Called by the manager, when the state is that of the others."""
-        self.number, self.n_there = self._manager.participating_rank() or 0, self._manager.num_participants()
-        self._prepared.loader.deal(self.number, self.n_there)
-        if self._group.changed or self._healed:
+        """Called by the manager, when the state is that of the others, or begins to come in pieces."""
+        n_before, place = self.n_there, self.manager.participating_rank()
+        self.number, self.n_there = -1 if place is None else place, self.manager.num_participants()
+        self._prepared.loader.deal(max(0, self.number), self.n_there)
+        if self._group.changed or self.n_there != n_before or (self._healed and not self.in_pieces):
             self._group.changed = False
             before, self._lives = self._lives, self._exchange_lives()
             gone = [] if self._healed else [name_of(life) for life in before if life not in self._lives]
@@ -207,42 +240,59 @@ class ReplicaAgreement(Agreement, ABC):
         """Name and life of each who is there; a replica that comes back has another life."""
         rows = torch.zeros(self.n_there, _NAME_BYTES + 10, dtype=torch.int32, device=self._rank.device)
         own = self._life.encode()
-        rows[self.number, : len(own)] = torch.tensor(list(own), dtype=torch.int32)
-        self._manager.allreduce(rows, reduce_op=dist.ReduceOp.SUM).wait()
-        if self._manager.errored() is not None:
+        if self.number >= 0:
+            rows[self.number, : len(own)] = torch.tensor(list(own), dtype=torch.int32)
+        self.manager.allreduce(rows, reduce_op=dist.ReduceOp.SUM).wait()
+        if self.manager.errored() is not None:
             return [f"?/{number}" for number in range(self.n_there)]
         return [bytes(row).rstrip(b"\0").decode() for row in rows.tolist()]
 
     def _state(self) -> dict[str, Any]:
         """All that a peer takes over, of this rank; memory of its own on a CPU, where training goes on in it."""
-        view, settings = NamedState(self._step.model), dict[str, Any](scalars={})
-        stretches = view.model() | view.optimizer(self._step.optimizer, settings)
-        tensors = {name: each.values.detach() for name, each in stretches.items()}
+        tensors, settings = self._tensors()
         if self._rank.device.type == "cpu":
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        return self._description(settings) | {"tensors": tensors}
+
+    def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Weights, buffers and optimizer state of this rank by name, and the optimizer's settings."""
+        view, settings = NamedState(self._step.model), dict[str, Any](scalars={})
+        stretches = view.model() | view.optimizer(self._step.optimizer, settings)
+        return {name: each.values.detach() for name, each in stretches.items()}, settings
+
+    def _description(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """What a peer takes over besides tensors."""
         about = {"alike": self._alike, "made": self._made_by_peer(), "loader": self._prepared.loader.state_dict()}
-        return about | {"settings": settings, "tensors": tensors}
+        return about | {"settings": settings}
 
     def _made_by_peer(self) -> int:
         """The steps that are in this state."""
         return self._made
 
-    @torch.no_grad()
     def _load(self, state: dict[str, Any]) -> None:
         """Take over a peer's state; raises ValueError if it trains something else."""
+        self._check_alike(state)
+        self._load_tensors(state["tensors"], state["settings"])
+        self._prepared.loader.load_state_dict(state["loader"])
+        self._healed = state["made"] != self._made
+        self._made = state["made"]
+
+    def _check_alike(self, state: dict[str, Any]) -> None:
         for name, theirs in state["alike"].items():
             if name in self._alike and self._alike[name] != theirs:
                 own = self._alike[name]
                 raise ValueError(f"replica {self._name} is unlike the others: {name} is {own}, theirs {theirs}")
-        view, tensors = NamedState(self._step.model), state["tensors"]
+
+    @torch.no_grad()
+    def _load_tensors(self, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+        """Take over all of the optimizer's state, and those of the model's tensors that are given."""
+        view = NamedState(self._step.model)
         for name, stretch in view.model().items():
-            stretch.values.copy_(tensors[name])
+            if name in tensors:
+                stretch.values.copy_(tensors[name])
         of_optimizer = {name: Stretch.whole(each) for name, each in tensors.items() if name.startswith(OPTIMIZER)}
-        view.restore_optimizer(self._step.optimizer, state["settings"], of_optimizer)
+        view.restore_optimizer(self._step.optimizer, settings, of_optimizer)
         torch.autograd.graph.increment_version(tuple(self._step.model.parameters()))
-        self._prepared.loader.load_state_dict(state["loader"])
-        self._healed = state["made"] != self._made
-        self._made = state["made"]
 
     def _gradients(self, step: TrainStep) -> list[Tensor]:
         """This rank's gradients, or shards of them, after whatever is to befall this replica now."""

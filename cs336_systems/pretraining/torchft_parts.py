@@ -1,20 +1,15 @@
-"""torchft's transport, process groups and manager, as replicas need them (``replica_agreement.py``)."""
+"""torchft's process groups and manager, as replicas need them (``replica_agreement.py``)."""
 
 import gc
 import math
 import time
-import urllib.request
-import warnings
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed._serialization import _streaming_load
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_map_only
-from torchft.checkpointing import HTTPTransport
 from torchft.manager import Manager, _ManagedWork
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft.work import _DummyWork
@@ -36,33 +31,6 @@ _LOOK_S = 0.2
 """Seconds between two looks at whether a replica that waits for a quorum is to end."""
 _GRACE_S = 5.0
 """Seconds for which one that is to end still waits: mostly the others come, and all end after the same step."""
-
-
-class Transport(HTTPTransport[Any]):
-    """Fetches a peer's state, of which nothing but tensors and plain values is unpickled.
-
-    Attributes:
-        seconds: how long the last one took.
-    """
-
-    seconds = 0.0
-
-    def __init__(self, timeout: timedelta) -> None:
-        super().__init__(timeout, num_chunks=0)
-        self._server.RequestHandlerClass.log_message = lambda *_: None
-
-    @classmethod
-    def _load_from_address(cls, address: str, timeout: timedelta) -> object:
-        with warnings.catch_warnings(), urllib.request.urlopen(address, timeout=timeout.total_seconds()) as response:
-            warnings.filterwarnings("ignore", "The given buffer is not writable")  # so tensors get memory of their own
-            return tree_map_only(Tensor, torch.clone, _streaming_load(response, weights_only=True))
-
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        began = time.perf_counter()
-        try:
-            return super().recv_checkpoint(src_rank, metadata, step, timeout)
-        finally:
-            self.seconds = time.perf_counter() - began
 
 
 class _Watched(ProcessGroup):
@@ -120,6 +88,9 @@ class Reported(Protocol):
     def after_quorum(self, seconds: float) -> None:
         """Called when the state is that of the others, after so many seconds."""
 
+    def is_behind(self) -> bool:
+        """Whether this replica does not have all of the others' state yet, which then trains with the others."""
+
     def is_to_end(self) -> bool:
         """Asked every ``_LOOK_S`` seconds while a quorum is awaited; True gives it up after ``_GRACE_S``."""
 
@@ -135,7 +106,14 @@ class ReportingManager(Manager):
         began = time.perf_counter()
         self.replica.before_quorum()
         for _ in range(_RETRIES):
+            if self.replica.is_behind():
+                self._step = 0  # so that all know
             super().start_quorum(*args, **kwargs)
+            if self._use_async_quorum:  # torchft then counts those alone who have the state
+                self.wait_quorum()
+                if self._healing:
+                    self._apply_pending_state_dict()
+                    self._healing = False
             if self.errored() is None:
                 break
             self._hang_up()

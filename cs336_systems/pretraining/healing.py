@@ -1,0 +1,211 @@
+"""How a replica that comes takes over a peer's state: all at once, or in pieces beside training that goes on.
+
+All at once (``diloco``, and the first quorum of a session): torchft's HTTP server has a copy of the whole state.
+
+In pieces (``every-step``): in each step, between the quorum and the update, the peer's weights and moments stay as they
+are, and its server hands out pieces of them from threads. The replica that comes fetches as many as it can while it
+runs forward and backward like the others, whose result counts as zero. It then makes the others' update, too: from the
+averaged gradients, on all of its weights. So a piece that has come stays up to date, whatever the step it came in, and
+once all have come the replica has the bits of the others and trains with them. Nobody waits for the whole state, and
+no memory holds a second one. A step that only one of the two has made spoils the pieces: it begins again.
+
+Of what is fetched nothing but tensors and plain values is unpickled; pieces are bytes.
+"""
+
+import threading
+import time
+import urllib.request
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from http.client import HTTPException
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed._serialization import _streaming_load
+from torch.utils._pytree import tree_map_only
+from torchft.checkpointing import HTTPTransport
+
+_PIECE_BYTES = 16 * 2**20
+"""At most as many bytes travel in one answer. When gradients are there, the others wait for pieces under way."""
+_MOST_BYTES = 4 * 2**30
+"""Host memory for pieces that have come in a step."""
+_AT_ONCE = 4
+"""Pieces under way at the same time: one connection on loopback takes a core."""
+_GONE = 410
+
+
+class Piece(NamedTuple):
+    """Consecutive bytes of a tensor."""
+
+    name: str
+    first: int
+    last: int
+
+
+def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """All bytes of the tensors, in pieces of at most 16 MiB; what is not contiguous is one piece."""
+    found = []
+    for name, tensor in tensors.items():
+        apart = _PIECE_BYTES if tensor.is_contiguous() else max(1, tensor.nbytes)
+        found += [Piece(name, at, min(at + apart, tensor.nbytes)) for at in range(0, tensor.nbytes, apart)]
+    return found
+
+
+def _bytes_of(tensor: Tensor, piece: Piece) -> Tensor:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return flat[piece.first : piece.last]
+
+
+@torch.no_grad()
+def put(tensor: Tensor, piece: Piece, received: Tensor) -> None:
+    """Copy the bytes of a piece, (n,) uint8 on the host, to their place."""
+    if tensor.is_contiguous():
+        _bytes_of(tensor, piece).copy_(received)
+    else:
+        tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+
+
+class Transport(HTTPTransport[Any]):
+    """Serves this replica's state, and fetches a peer's.
+
+    Attributes:
+        seconds: for how long the last state has been fetched.
+    """
+
+    seconds = 0.0
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._offering = threading.Lock()
+        self._offered: tuple[str, Mapping[str, Tensor], Sequence[Piece], Any] | None = None
+        super().__init__(timeout, num_chunks=0)
+        transport, answer = self, self._server.RequestHandlerClass
+
+        class Handler(answer):  # type: ignore[misc, valid-type]
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                if self.path.startswith("/piece/"):
+                    transport._answer(self)
+                else:
+                    super().do_GET()
+
+        self._server.RequestHandlerClass = Handler
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "pieces")
+        self._base = ""
+
+    def offer(self, when: str, tensors: Mapping[str, Tensor], pieces: Sequence[Piece]) -> None:
+        """Hand out pieces until ``disallow_checkpoint``; until then the tensors stay as they are."""
+        cuda = any(tensor.is_cuda for tensor in tensors.values())
+        ready = torch.cuda.current_stream().record_event() if cuda else None
+        with self._offering:
+            self._offered = when, tensors, pieces, ready
+
+    def disallow_checkpoint(self) -> None:
+        with self._offering:  # a piece that is being copied is not yet overwritten
+            self._offered = None
+        super().disallow_checkpoint()
+
+    def _answer(self, request: Any) -> None:
+        """Answer a request for /piece/WHEN/NUMBER; who stalls while it reads the answer holds nothing up."""
+        _, _, when, number = request.path.split("/")
+        with self._offering:
+            if self._offered is None or self._offered[0] != when:
+                request.send_error(_GONE)
+                return
+            _, tensors, pieces, ready = self._offered
+            piece = pieces[int(number)]
+            sent = self._on_host(_bytes_of(tensors[piece.name], piece), ready)
+        request.send_response(200)
+        request.send_header("Content-Length", str(len(sent)))
+        request.end_headers()
+        request.wfile.write(memoryview(sent.numpy()))
+
+    def _on_host(self, values: Tensor, ready: Any) -> Tensor:
+        if not values.is_cuda:
+            return values.clone()
+        host = torch.empty(len(values), dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            host.copy_(values, non_blocking=True)
+        self._stream.synchronize()
+        return host
+
+    @classmethod
+    def _load_from_address(cls, address: str, timeout: timedelta) -> object:
+        with warnings.catch_warnings(), urllib.request.urlopen(address, timeout=timeout.total_seconds()) as response:
+            warnings.filterwarnings("ignore", "The given buffer is not writable")  # so tensors get memory of their own
+            return tree_map_only(Tensor, torch.clone, _streaming_load(response, weights_only=True))
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        began = time.perf_counter()
+        self._base = metadata.removesuffix("checkpoint/")
+        try:
+            return super().recv_checkpoint(src_rank, metadata, step, timeout)
+        finally:
+            self.seconds = time.perf_counter() - began
+
+    def shutdown(self, wait: bool = True) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        super().shutdown(wait)
+
+    def fetch(self, when: str, pieces: Sequence[Piece], left: Sequence[int]) -> "Fetching":
+        """Begin to fetch these pieces of the peer whose description came last."""
+        return Fetching(self._threads, f"{self._base}piece/{when}", pieces, left, self._timeout.total_seconds())
+
+
+class Fetching:
+    """Pieces that are on their way, from the quorum of a step to its gradients.
+
+    Attributes:
+        came: (n,) uint8 on the host of those that have come, by the number of the piece.
+    """
+
+    def __init__(
+        self, threads: ThreadPoolExecutor, address: str, pieces: Sequence[Piece], left: Sequence[int], timeout_s: float
+    ) -> None:
+        self._address, self.pieces, self._timeout_s = address, pieces, timeout_s
+        self._left, self._lock, self._paused = list(reversed(left)), threading.Lock(), False
+        self.came: dict[int, Tensor] = {}
+        self._n_bytes = 0
+        self._workers = [threads.submit(self._work) for _ in range(min(_AT_ONCE, len(left)))]
+
+    def pause(self) -> None:
+        """Begin no more, and wait for those under way."""
+        self._paused = True
+        for worker in self._workers:
+            worker.result()
+
+    def _next(self) -> int | None:
+        with self._lock:
+            if self._paused or not self._left or self._n_bytes > _MOST_BYTES:
+                return None
+            number = self._left.pop()
+            self._n_bytes += self.pieces[number].last - self.pieces[number].first
+            return number
+
+    def _work(self) -> None:
+        while (number := self._next()) is not None:
+            piece = self.pieces[number]
+            received = torch.empty(piece.last - piece.first, dtype=torch.uint8)
+            try:
+                with urllib.request.urlopen(f"{self._address}/{number}", timeout=self._timeout_s) as response:
+                    whole = _read_into(response, received)
+            except (OSError, HTTPException):
+                return  # the step of this peer is over, or the peer is gone: the next one tells
+            if whole:
+                self.came[number] = received
+
+
+def _read_into(response: Any, received: Tensor) -> bool:
+    """Fill the tensor's bytes; returns whether there were as many."""
+    view = memoryview(received.numpy())
+    while len(view):
+        n = response.readinto(view)
+        if not n:
+            return False
+        view = view[n:]
+    return True
