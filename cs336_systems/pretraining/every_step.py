@@ -72,6 +72,7 @@ class EveryStep(ReplicaAgreement):
             return super()._state() | {"whole": not self.is_behind()}
         tensors, settings = self._tensors()
         large = {name: tensor for name, tensor in tensors.items() if tensor.nbytes >= _SMALL_BYTES}
+        large = dict(sorted(large.items(), key=lambda item: not item[0].startswith(OPTIMIZER)))
         pieces, when = pieces_of(large), str(self.manager.current_step())
         self._transport.offer(when, large, pieces)
         about = self._description(settings) | {"pieces": list(map(tuple, pieces)), "when": when}
@@ -108,9 +109,12 @@ class EveryStep(ReplicaAgreement):
     def _take(self, fetching: Fetching) -> None:
         """Put the pieces that have come to their places, before this step's update."""
         assert self._left is not None
-        tensors, came = self._tensors()[0], fetching.came
+        tensors, came, pieces = self._tensors()[0], fetching.came, fetching.pieces
+        moments = {number for number in self._left if pieces[number].name.startswith(OPTIMIZER)}
+        if not moments <= came.keys():  # weights would be updated by other moments than their own
+            came = {number: came[number] for number in moments & came.keys()}
         for number, received in came.items():
-            put(tensors[fetching.pieces[number].name], fetching.pieces[number], received)
+            put(tensors[pieces[number].name], pieces[number], received)
         torch.autograd.graph.increment_version(tuple(self._step.model.parameters()))
         self._n_in_vain = 0 if came or not self._left else self._n_in_vain + 1
         self._left = [number for number in self._left if number not in came]

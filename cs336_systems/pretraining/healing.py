@@ -5,9 +5,10 @@ All at once (``diloco``, and the first quorum of a session): torchft's HTTP serv
 In pieces (``every-step``): in each step, between the quorum and the update, the peer's weights and moments stay as they
 are, and its server hands out pieces of them from threads. The replica that comes fetches as many as it can while it
 runs forward and backward like the others, whose result counts as zero. It then makes the others' update, too: from the
-averaged gradients, on all of its weights. So a piece that has come stays up to date, whatever the step it came in, and
-once all have come the replica has the bits of the others and trains with them. Nobody waits for the whole state, and
-no memory holds a second one. A step that only one of the two has made spoils the pieces: it begins again.
+averaged gradients, on all of its weights. So moments that have come stay up to date, and then weights do, which come
+after all moments (of an optimizer whose moments do not depend on weights, as AdamW's and Muon's). Once all have come
+the replica has the bits of the others and trains with them. Nobody waits for the whole state, and no memory holds a
+second one. A step that only one of the two has made spoils the pieces: it begins again.
 
 Of what is fetched nothing but tensors and plain values is unpickled; pieces are bytes.
 """

@@ -1,0 +1,271 @@
+"""Replicas as threads of one process: who takes over whose state, and what the others notice of it."""
+
+import gc
+import os
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cs336_systems.distributed.checkpoint_state import NamedState
+from cs336_systems.distributed.process_group import joined
+from cs336_systems.pretraining import agreement as agreements
+from cs336_systems.pretraining.preparation import prepare
+
+from .trained import options, write_dataset
+
+os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
+healing = pytest.importorskip("cs336_systems.pretraining.healing")
+LighthouseServer = pytest.importorskip("torchft.coordination").LighthouseServer
+
+
+PREPARING = threading.Lock()
+"""A model is made under a context that all threads share."""
+
+
+class Death(Exception):
+    """A replica has been killed."""
+
+
+class Replica(threading.Thread):
+    """A replica that trains until it has made ``until`` steps, which a test may set; its fault comes where that asks.
+
+    Args:
+        fault: called with a place, "step", "all-reduce" or "commit", and the number of the step; raises ``Death``.
+    """
+
+    def __init__(self, asked, rank, address, name, until, fault=lambda place, step: None):
+        super().__init__(name=name, daemon=True)
+        self._asked, self._rank, self._address, self.until, self._fault = asked, rank, address, until, fault
+        self.losses, self.there, self.behind, self.seconds, self.error = {}, {}, [], {}, None
+        self.start()
+
+    def run(self):
+        try:
+            self._train()
+        except Death:
+            pass
+        except Exception as error:
+            self.error = error
+        finally:
+            self.agreement.leave()
+            gc.collect()  # connections end with the last work that knows them, as they do with a process
+
+    def _train(self):
+        self.agreement = agreements.agreement_of(self._asked, self._rank, self._address, self.name)
+        with PREPARING:
+            self.prepared = prepare(self._asked, self._rank)
+        step, loader = self.prepared.step, self.prepared.loader
+        made = self.agreement.join(self.prepared, 0)
+        inner = self.agreement._average
+
+        def average(sent):
+            self._fault("all-reduce", made)
+            inner(sent)
+            self._fault("commit", made)
+
+        self.agreement._average = average
+        while made < self.until:
+            began = time.perf_counter()
+            made = self.agreement.begin(made)
+            self._fault("step", made)
+            if self.agreement.is_behind():
+                self.behind.append(made)
+            self.there[made] = (self.agreement.number, self.agreement.n_there)
+            for group in step.optimizer.param_groups:
+                group["lr"] = self.prepared.rate(made)
+            batch = [self.prepared.own(each) for each in next(loader)]
+            self.agreement.reasons = torch.zeros_like(self.agreement.reasons)
+            step(*batch)
+            if self.agreement.kept:
+                self.losses[made], self.seconds[made] = step.loss.item(), time.perf_counter() - began
+                made = self.agreement.end(made)
+
+    def wait_for(self, happened):
+        """Wait until the newest (number, how many are there) satisfies ``happened``; returns the step."""
+        ends_at = time.monotonic() + 30
+        while time.monotonic() < ends_at and self.is_alive():
+            there = dict(self.there)
+            if there and happened(*there[max(there)]) and max(there) in dict(self.losses):
+                return max(there)
+            time.sleep(0.01)
+        pytest.fail(f"it did not happen to {self.name}: {self.there}, {self.error}")
+
+    def state(self):
+        """All weights and moments by name."""
+        view, step = NamedState(self.prepared.step.model), self.prepared.step
+        return {
+            name: each.values for name, each in (view.model() | view.optimizer(step.optimizer, {"scalars": {}})).items()
+        }
+
+
+class Site:
+    """A lighthouse and the replicas that a test starts."""
+
+    def __init__(self, folder, rank):
+        self._folder, self._rank, self.replicas = folder, rank, []
+        self.server = LighthouseServer("127.0.0.1:0", 1, 20_000, 20, heartbeat_timeout_ms=600)
+        self._address = f"http://127.0.0.1:{self.server.address().rsplit(':', 1)[1]}"
+        self._asked = options(folder, replicas=2, agree="every-step", agree_timeout=20.0, batch_size=4)
+
+    def start(self, name, until=1_000_000, fault=lambda place, step: None, **changes):
+        replica = Replica(replace(self._asked, **changes), self._rank, self._address, name, until, fault)
+        self.replicas.append(replica)
+        return replica
+
+    def end(self, more=3):
+        """Let all that live make some more steps, the same; returns the errors of all."""
+        living = [replica for replica in self.replicas if replica.is_alive()]
+        last = max((max(replica.there, default=0) for replica in living), default=0) + more + 2
+        for replica in living:
+            replica.until = last
+        for replica in self.replicas:
+            replica.join(60)
+            assert not replica.is_alive(), replica.name
+        return [replica.error for replica in self.replicas if replica.error is not None]
+
+
+@pytest.fixture
+def site(tmp_path):
+    write_dataset(tmp_path / "data")
+    with joined() as rank:
+        one = Site(tmp_path, rank)
+        yield one
+        one.end()
+        one.server.shutdown()
+
+
+def once(place, step, action):
+    """A fault that comes the first time that a replica is at this place of this step."""
+    came = []
+
+    def fault(here, now):
+        if (here, now) == (place, step) and not came:
+            came.append(True)
+            action()
+
+    return fault
+
+
+def die():
+    raise Death
+
+
+def slowed(monkeypatch):
+    """Let a state be of many pieces, of which two come in a step."""
+    monkeypatch.setattr(healing, "_PIECE_BYTES", 2**16)
+    monkeypatch.setattr(healing, "_AT_ONCE", 1)
+    monkeypatch.setattr(healing, "_MOST_BYTES", 2**16 + 1)
+
+
+def assert_same(one, other):
+    assert max(one.losses) == max(other.losses)
+    ours, theirs = one.state(), other.state()
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_a_state_that_needs_several_steps_has_the_bits_of_its_peers_which_train_on(site, monkeypatch):
+    """Weights and moments; while it is behind, the other has all of the sequences."""
+    slowed(monkeypatch)
+    one, two = site.start("0"), site.start("1", fault=once("step", 3, die))
+    two.join(60)
+    back = site.start("1")
+    back.wait_for(lambda number, n_there: (number, n_there) == (1, 2))
+    assert site.end() == []
+    assert len(back.behind) > 2, back.behind
+    assert back.behind == list(range(back.behind[0], back.behind[-1] + 1))
+    assert {one.there[step] for step in back.behind} == {(0, 1)}
+    assert {back.there[step] for step in back.behind} == {(-1, 1)}
+    assert one.there[back.behind[-1] + 1] == (0, 2)
+    assert back.losses == {step: one.losses[step] for step in back.losses}
+    assert_same(one, back)
+
+
+def test_the_next_peer_goes_on_where_one_that_dies_has_stopped(site, monkeypatch):
+    """Its source dies in the all-reduce, when the state has come in part; the pieces that came stay good."""
+    slowed(monkeypatch)
+    zero, one = site.start("0"), site.start("1")
+    one.wait_for(lambda number, n_there: n_there == 2)
+    killed, sent = [], []
+
+    def die_as_source(place, step):
+        if place == "all-reduce" and len(back.behind) > 1 and not killed:
+            killed.append(step)
+            sent.extend(back.agreement._left)
+            die()
+
+    back = site.start("2")
+    zero._fault = die_as_source
+    back.wait_for(lambda number, n_there: (number, n_there) == (1, 2))
+    assert site.end() == []
+    assert killed and sent and back.behind[0] < killed[0] < back.behind[-1]
+    assert back.losses == {step: one.losses[step] for step in back.losses}
+    assert_same(one, back)
+
+
+def test_one_that_dies_while_it_takes_over_a_state_costs_at_most_a_step(site, monkeypatch):
+    """And nothing of what the others learn: theirs are the bits of a run in which nobody came."""
+    slowed(monkeypatch)
+    one = site.start("0", replicas=1)
+    one.wait_for(lambda number, n_there: number == 0)
+
+    def die_behind(place, step):
+        if place == "commit" and len(doomed.behind) > 1:
+            die()
+
+    doomed = site.start("1", fault=die_behind, replicas=1)
+    doomed.join(60)
+    after = max(one.losses)
+    one.wait_for(lambda number, n_there: max(one.losses) > after + 2)
+    assert site.end() == []
+    quiet = site.start("0", until=max(one.losses) + 1, replicas=1)
+    quiet.join(60)
+    assert quiet.losses == one.losses
+    assert_same(one, quiet)
+
+
+def test_one_dies_twice_in_a_row_and_two_of_three_at_once(site):
+    """In the step, in the all-reduce, and once gradients are averaged; who is left makes every step once."""
+    zero, one, two = (site.start(name, replicas=3) for name in "012")
+    zero.wait_for(lambda number, n_there: n_there == 3)
+    at = max(zero.there) + 2
+    one._fault, two._fault = once("all-reduce", at, die), once("step", at, die)
+    one.join(60), two.join(60)
+    again = site.start("1", replicas=3)
+    again.wait_for(lambda number, n_there: n_there == 2 and number >= 0)
+    again._fault = once("commit", max(again.there) + 2, die)
+    again.join(60)
+    last = site.start("1", replicas=3)
+    last.wait_for(lambda number, n_there: n_there == 2 and number >= 0)
+    assert site.end() == []
+    assert list(zero.losses) == list(range(len(zero.losses)))
+    assert {step: zero.losses[step] for step in last.losses} == last.losses
+    assert_same(zero, last)
+
+
+def test_who_trains_something_else_is_refused(site):
+    one = site.start("0")
+    other = site.start("1", seed=7)
+    third = site.start("2", learning_rate=0.5)
+    for each, what in ((other, "seed"), (third, "learning")):
+        each.join(60)
+        assert isinstance(each.error, ValueError)
+        assert "is unlike the others" in str(each.error) and what in str(each.error)
+    one.wait_for(lambda number, n_there: n_there == 1)
+    errors = site.end()
+    assert len(errors) == 2
+
+
+def test_bytes_of_any_tensor_come_to_their_place(monkeypatch):
+    monkeypatch.setattr(healing, "_PIECE_BYTES", 100)
+    tensors = {"a": torch.randn(7, 11), "b": torch.randn(5, 9).t(), "c": torch.randn(3, dtype=torch.bfloat16)}
+    others = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    pieces = healing.pieces_of(tensors)
+    assert sum(piece.last - piece.first for piece in pieces) == sum(each.nbytes for each in tensors.values())
+    for piece in reversed(pieces):
+        healing.put(others[piece.name], piece, healing._bytes_of(tensors[piece.name], piece).clone())
+    assert all(torch.equal(others[name], tensors[name]) for name in tensors)
