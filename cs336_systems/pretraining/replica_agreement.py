@@ -167,6 +167,7 @@ class ReplicaAgreement(Agreement, ABC):
         self._alike = alike
         self._send_heartbeats()
         self._come()
+        self._records = self._records[-1:]  # of those who met
         self._joined = True
         return self._made
 
