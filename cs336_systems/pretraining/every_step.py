@@ -139,7 +139,10 @@ class EveryStep(ReplicaAgreement):
         if fetching is not None:
             fetching.pause()
         self._average(sent)
-        if self.manager.errored() is None and not _finite(sent):
+        finite = _finite(sent)  # waits for the device, after which the group knows who has gone
+        if (gone := self._group.errored()) is not None:
+            self.manager.report_error(gone)
+        elif self.manager.errored() is None and not finite:
             self.manager.report_error(FloatingPointError("a loss or a gradient is not finite"))
         error = self.manager.errored()
         self.kept = self.manager.should_commit()

@@ -2,8 +2,14 @@
 
 import gc
 import math
+import select
+import socket
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.nn.functional import pad
 from torchft.manager import Manager, _ManagedWork
-from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL, create_store_client
 from torchft.work import _DummyWork
 
 from cs336_systems.costs.communication import cost
@@ -75,7 +81,89 @@ class Gloo(_Watched, ProcessGroupGloo):
         return group
 
 
-class Nccl(_Watched, ProcessGroupNCCL):
+class Lookout:
+    """Connections of a member of a group to all others, over which nothing comes: when one ends, its member has died.
+
+    Making one waits until all members do.
+
+    Args:
+        lost: called once, in a thread, with the number of a member that has closed its connections, or died.
+
+    Raises:
+        OSError, RuntimeError: another member did not come within five seconds.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, lost: Callable[[int], None]) -> None:
+        self._others: dict[socket.socket, int] = {}
+        with socket.create_server(("", 0)) as door:
+            door.settimeout(5 * _JOIN_S)
+            store.set(f"lookout {rank}", f"{socket.gethostname()}:{door.getsockname()[1]}")
+            for other in range(rank):
+                host, _, port = store.get(f"lookout {other}").decode().rpartition(":")
+                connection = socket.create_connection((host, int(port)), timeout=5 * _JOIN_S)
+                connection.sendall(rank.to_bytes(4))
+                self._others[connection] = other
+            for _ in range(rank + 1, world_size):
+                connection = door.accept()[0]
+                self._others[connection] = int.from_bytes(connection.recv(4, socket.MSG_WAITALL))
+        self._closed = False
+        threading.Thread(target=self._watch, args=(lost,), name="lookout", daemon=True).start()
+
+    def _watch(self, lost: Callable[[int], None]) -> None:
+        if not self._others:
+            return
+        ended = select.select(list(self._others), [], [])[0]
+        if not self._closed:
+            lost(self._others[ended[0]])
+
+    def close(self) -> None:
+        """End the connections; the others hear it."""
+        self._closed = True
+        for connection in self._others:
+            with suppress(OSError):  # the other has ended it
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class LookedAfter(ProcessGroup):
+    """Has a lookout, and aborts itself when a member dies.
+
+    NCCL's kernels would wait for a dead member until the timeout, as nothing tells them on one host.
+    """
+
+    _lookout: Lookout | None = None
+    _gone: RuntimeError | None = None
+    _turn = 0
+
+    def __init__(self, timeout: timedelta) -> None:
+        super().__init__(timeout)
+        self._lock = threading.RLock()
+
+    def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any) -> None:
+        with self._lock:
+            self._turn += 1  # members leave the group before to meet in this one
+        super().configure(store_addr, replica_id, rank, world_size, *args)  # which aborts what was there
+        self._gone = None
+        store = create_store_client(store_addr, timeout=timedelta(seconds=5 * _JOIN_S))
+        self._lookout = Lookout(store, rank, world_size, partial(self._lost, self._turn))
+
+    def _lost(self, turn: int, member: int) -> None:
+        with self._lock:
+            if turn == self._turn:
+                self._gone = RuntimeError(f"member {member} of the group has gone")
+                self.abort()
+
+    def abort(self, errored: bool = True) -> None:
+        lookout, self._lookout = self._lookout, None
+        if lookout is not None:
+            lookout.close()
+        super().abort(errored)
+
+    def errored(self) -> Exception | None:
+        error = super().errored()
+        return self._gone or error
+
+
+class Nccl(LookedAfter, _Watched, ProcessGroupNCCL):
     """NCCL's process group, for replicas on GPUs."""
 
 
