@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Measure what profiles/results/<gpu>/mesh-* and profiles/digests/<gpu>/mesh-* hold: ranks that share a batch, on one host.
+# Measure what profiles/results/<machine>/ and profiles/digests/<gpu>/ hold in mesh-* and replicas: ranks that share a
+# batch, and replicas that may die or average seldom, on one host.
 #
 #   scripts/measure_parallelism.sh FOLDER PART...
 #
@@ -18,7 +19,15 @@
 #   mesh-pipeline-four       4      240  four stages, recorded
 #   mesh-four                4      300  8,192 tokens: FSDP, tensor and context ranks on four
 #
-# Every part writes to FOLDER/PART; uv run scripts/report.py --adopt FOLDER moves rows and pictures to profiles/. PYTHON is
+#   failures            CPU      180  tiny on two cores: replicas, some killed, beside a restart from a checkpoint
+#   diloco              CPU      480  tiny: DiLoCo on two replicas for each H, on one and four for one; data parallelism
+#   failures-forty      CPU      600  tiny on four replicas, 2,000 steps, 40 kills
+#   replicas              2      150  0.5B, one killed and back beside training: gradients over NCCL
+#   replicas-7b           2      240  the same in the shape of 7B, 40 GB of state
+#   replicas-diloco       2      240  the 100M model: data parallelism, and DiLoCo every 100 steps after a third of the run
+#
+# Failures and DiLoCo write to FOLDER/replicas (adopt those of CPUs with --machine cpu).
+# Every other part writes to FOLDER/PART; uv run scripts/report.py --adopt FOLDER moves rows and pictures to profiles/. PYTHON is
 # how scripts are run (default: uv run).
 set -euo pipefail
 folder=${1:?usage: scripts/measure_parallelism.sh FOLDER PART...}
@@ -29,6 +38,11 @@ measure() { # into the part's folder; a cell that takes longer than its time-out
   "${python[@]}" benchmarks/benchmark_parallelism.py --format csv --out "$folder/$part" --device cuda --dtype bf16 \
     --kernels fused --attention hopper --optimizer fused --batch-size 1 --timeout 150 "$@"
 }
+
+replicas() { # a benchmark, and its options
+  RUST_LOG=error "${python[@]}" "benchmarks/benchmark_$1.py" --format csv --out "$folder/replicas" "${@:2}"
+}
+apart() { replicas diloco --evaluate-every 100 "$@"; }
 
 for part in "$@"; do
   products=(--size llama3-8b --weights fsdp --keep products)
@@ -75,6 +89,27 @@ for part in "$@"; do
     mesh-four)
       measure "${products[@]}" --context-length 8192 --world-size 4 1 --tensor 2 4 1 --context 1 4 \
         --tensor-by copies collectives --warmup 3 --steps 10 ;;
+    failures)
+      replicas failures --device cpu --size tiny --replicas 2 --context-length 128 --batch-size 2 --steps 400 --kills 8 \
+        --save-every 50 --restarts 3 --timeout 240 ;;
+    diloco)
+      tiny=(--device cpu --size tiny --total-batch-tokens 1024 --context-length 128 --steps 1500 --timeout 240)
+      apart "${tiny[@]}" --replicas 2 --agree-every 1 10 30 100 500
+      apart "${tiny[@]}" --replicas 1 4 --agree-every 100 ;;
+    failures-forty)
+      replicas failures --device cpu --size tiny --how replicas --replicas 4 --context-length 128 --batch-size 1 \
+        --steps 2000 --kills 40 --save-every 500 --timeout 900 ;;
+    replicas | replicas-7b)
+      case "$part" in
+        replicas) shape=(--size qwen2.5-0.5b --batch-size 16 --steps 120) ;;
+        replicas-7b) shape=(--size qwen2.5-7b --batch-size 4 --steps 120) ;;
+      esac
+      replicas failures --device cuda --how replicas --replicas 2 "${shape[@]}" --kills 1 --seed 1 --save-every 0 \
+        --timeout 200 ;;
+    replicas-diloco)
+      hundred=(--device cuda --size qwen-100m --replicas 2 --steps 1200 --schedule wsd --agree-every 100 --timeout 150)
+      apart "${hundred[@]}" --first-steps 400 --outer-learning-rate 0.7 --outer-momentum 0.9
+      apart "${hundred[@]}" --first-steps 400 --outer-learning-rate 1.0 --outer-momentum 0.5 ;;
     *)
       echo "measure_parallelism.sh: no part '$part'; see the list in the file" >&2
       exit 2 ;;

@@ -23,6 +23,8 @@ from cs336_systems.costs.parallelism.pipeline import simulate
 from cs336_systems.experiments.attention import scaling_figure as attention_figure
 from cs336_systems.experiments.blocks import kept_figure
 from cs336_systems.experiments.collectives import collectives_figure
+from cs336_systems.experiments.diloco import loss_figure
+from cs336_systems.experiments.failures import goodput_figure
 from cs336_systems.experiments.flops_against_time import shares_figure as families_figure
 from cs336_systems.experiments.fp8 import time_figure
 from cs336_systems.experiments.kernels import shares_figure
@@ -122,6 +124,8 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_leak_flops_against_time.png": of_rows(families_figure, "leaks/flops_against_time"),
         "h200_mesh_two.png": of_rows(mesh_figure, "mesh-tensor", "mesh-context", world_size=[1, 2]),
         "h200_mesh_four.png": of_rows(mesh_figure, "mesh-four"),
+        "cpu_failures.png": of_rows(goodput_figure, "replicas/benchmark_failures", machine="cpu"),
+        "cpu_diloco.png": of_rows(loss_figure, "replicas/benchmark_diloco", machine="cpu"),
         "h200_training.png": Drawing(rates_figure, lambda: _with_others(rows("training").frame())),
         "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),
         "predicted_cards.png": Drawing(scatter_figure, lambda: (points(),)),

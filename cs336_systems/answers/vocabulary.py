@@ -18,7 +18,7 @@ from cs336_systems.costs.parallelism.mesh import XXL
 from cs336_systems.costs.parallelism.scaling import communication_limit
 from cs336_systems.costs.sharding import link_bytes_per_step
 from cs336_systems.experiments import attention as attention_tables
-from cs336_systems.experiments import flops_against_time, launch_overhead, matmul_data, roofline_knee
+from cs336_systems.experiments import diloco, failures, flops_against_time, launch_overhead, matmul_data, roofline_knee
 from cs336_systems.experiments import fp8 as fp8_tables
 from cs336_systems.experiments import sharded_optimizer as sharded_tables
 from cs336_systems.experiments.blocks import BLOCK_TABLE
@@ -51,6 +51,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(cost, model_units, state_bytes, link_bytes_per_step, resolve_size, communication_limit),
     *(attention_tables.comparison_table, attention_tables.account_table, attention_tables.time_over),
     *(step_table, collectives_table, breakdown_tables, roofline_knee.chain_table, roofline_knee.knee_of),
+    failures.goodput_table,
 )
 """Functions that templates call by their own names; rows among their arguments arrive as a frame."""
 
@@ -68,6 +69,8 @@ TABLES = {
     "training_table": TRAINING_TABLE,
     "speeds_table": matmul_data.SPEEDS,
     "launch_table": launch_overhead.TIMES,
+    "failures_table": failures.RUNS,
+    "diloco_table": diloco.TABLE,
     "families_table": flops_against_time.SHARES,
 }
 """Tables of experiments, by their names in templates."""

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 STDLIB = "stdlib"
 DATA_PARALLEL = "every-step"
 _OF_DILOCO = ("agree_every", "agree_fragments", "agree_delay", "agree_dtype", "outer_learning_rate", "outer_momentum")
-_SHARED = ("device", "size", "context_length", "steps", "dtype", "seed", "learning_rate", "evaluate_every")
+_ONLY_DILOCO = (*_OF_DILOCO, "first_steps")
+_SHARED = ("device", "size", "context_length", "steps", "dtype", "seed", "learning_rate", "evaluate_every", "schedule")
 """Columns that are options of train.py for all runs."""
 
 
@@ -67,7 +68,19 @@ class DilocoCell:
     outer_momentum: float | None = option(
         0.9, "Nesterov momentum of the outer optimizer.", typed=float, sign="not negative"
     )
+    first_steps: int | None = option(
+        0,
+        "Steps by data parallelism before DiLoCo begins, from their weights and moments.",
+        typed=int,
+        sign="not negative",
+    )
     learning_rate: float = option(6e-4, "Highest learning rate of AdamW, in data parallelism and inside DiLoCo.")
+    schedule: str = option(
+        "cosine",
+        "As for train.py; wsd or constant under --first-steps.",
+        several=False,
+        values=("cosine", "linear", "wsd", "constant"),
+    )
     steps: int = option(1500, "Steps of each run.", several=False, sign="positive")
     total_batch_tokens: int = option(65_536, "Tokens per step of all replicas together.", several=False)
     batch_size: int = option(32, "The most sequences of a micro-batch.", several=False, sign="positive")
@@ -99,11 +112,25 @@ class DilocoCell:
         asked |= {"evaluation_sequences": self.evaluation_sequences, "save_every": None, "export": False}
         return TrainOptions(batch_size=max(1, min(self.batch_size, own)), agree_timeout=600.0, **asked)
 
+    @property
+    def runs(self) -> list[TrainOptions]:
+        """The run, after the one by data parallelism from whose checkpoint it goes on, if there is one."""
+        asked = self.train_options
+        if not self.first_steps:
+            return [asked]
+        begins = replace(self, agree=DATA_PARALLEL, **dict[str, Any](dict.fromkeys(_ONLY_DILOCO))).train_options
+        warmup = asked.rate_of(self.steps).warmup_steps
+        first = {"schedule": "constant", "steps": self.first_steps, "save_every": self.first_steps}
+        return [replace(begins, warmup_steps=warmup, **first), replace(asked, warmup_steps=warmup)]
+
     def predicted_bytes(self, n_parameters: int) -> float:
         """The bytes that a replica sends in the whole run, as arithmetic has them."""
         element_bytes = 2 if self.dtype == "bf16" else 4
         how: dict[str, Any] = {"element_bytes": element_bytes, "in_8_bits": self.agree_dtype == "fp8"}
-        return self.steps * sent_bytes_per_step(n_parameters, self.world_size, self.agree_every or 1, **how)
+        apart = sent_bytes_per_step(n_parameters, self.world_size, self.agree_every or 1, **how)
+        first_steps = self.first_steps or 0
+        first = sent_bytes_per_step(n_parameters, self.world_size, element_bytes=element_bytes)
+        return (self.steps - first_steps) * apart + first_steps * first
 
     def __str__(self) -> str:
         shared = f"{self.size}, {self.world_size} replicas, learning rate {self.learning_rate:g}, seed {self.seed}"
@@ -145,13 +172,19 @@ def make_cells(options: Any) -> list[DilocoCell]:
 
         Dataset.open(Path(options.data))
     cells: list[DilocoCell] = []
-    no_diloco: dict[str, Any] = dict.fromkeys(_OF_DILOCO)
+    no_diloco: dict[str, Any] = dict.fromkeys(_ONLY_DILOCO)
     for repeat in range(options.seeds):
         turn = {"repeat": (repeat,), "seed": (options.seed + repeat,)}
         for cell in every(DilocoCell, options, **turn):
             cells += [replace(cell, agree="diloco"), replace(cell, **no_diloco)]
+    if any(
+        first and (first >= options.steps or options.schedule in ("cosine", "linear")) for first in options.first_steps
+    ):
+        said = f"--first-steps {options.first_steps} of --steps {options.steps} under --schedule {options.schedule}"
+        raise ValueError(f"{said}: they must be fewer, and the schedule wsd or constant")
     for cell in cells:
-        cell.train_options.check()
+        for run in cell.runs:
+            run.check()
         cell.train_options.micro_batches(1)
     return sorted(dict.fromkeys(cells), key=lambda cell: (cell.repeat, cell.agree != DATA_PARALLEL))
 
@@ -167,7 +200,7 @@ def _data_parallel(line: Line) -> Line | None:
     """The line of data parallelism on as many replicas and the same tokens; None for itself."""
     if line.settings["agree"] == DATA_PARALLEL:
         return None
-    return line.peer(agree=DATA_PARALLEL, **{name: "" for name in _OF_DILOCO if name in line.settings})
+    return line.peer(agree=DATA_PARALLEL, **{name: "" for name in _ONLY_DILOCO if name in line.settings})
 
 
 def _percent_above(line: Line) -> Spread | None:
@@ -183,7 +216,7 @@ def _times_less(line: Line) -> float | None:
 TABLE = ResultTable(
     settings=(
         *("gpu", "device", "data", "size", "dtype", "steps", "total_batch_tokens", "context_length", "learning_rate"),
-        *("agree", "world_size", *_OF_DILOCO),
+        *("schedule", "agree", "world_size", *_ONLY_DILOCO),
     ),
     always=("agree", "world_size", "agree_every"),
     labels={"world_size": "replicas", "agree_every": "H", "total_batch_tokens": "tokens per step"},
@@ -238,6 +271,7 @@ _WORDS = {
     "agree_dtype": "in",
     "outer_learning_rate": "outer",
     "outer_momentum": "momentum",
+    "first_steps": "after steps",
 }
 """Settings that a legend names where they differ, and how."""
 

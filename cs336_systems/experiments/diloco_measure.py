@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from cs336_systems.case import Unsupported
@@ -29,7 +30,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.sent_bytes = lambda: 0.0
-        self._before = 0.0
+        self._before = self._earlier = 0.0
         self.steps: list[LoggedStep] = []
         self.evaluations: list[tuple[Evaluation, float]] = []
         self.there: set[int] = set()
@@ -38,7 +39,7 @@ class Watch:
 
     def write(self, record: Record) -> None:
         if isinstance(record, Session):
-            self._before = self.sent_bytes()  # by replicas that met
+            self._before = self.sent_bytes() - self._earlier  # by replicas that met
         elif isinstance(record, Model):
             self.n_parameters = record.n_parameters
         elif isinstance(record, LoggedStep):
@@ -51,7 +52,7 @@ class Watch:
             self.dropped = record
 
     def close(self) -> None:
-        pass
+        self._earlier = self.sent_bytes() - self._before  # in runs before the next
 
 
 @contextmanager
@@ -91,11 +92,12 @@ def measure(cell: DilocoCell, rank: Rank) -> list[Metric]:
     with tempfile.TemporaryDirectory() as name, lighthouse(rank) as address:
         data = on_rank_0(default_data) if cell.data == STDLIB else Path(cell.data)
         folder = Path(on_rank_0(lambda: name))
-        options = replace(cell.train_options, data=data, out=folder)
         with alone(rank) as own:
-            agreement = agreement_of(options, own, address, str(rank.rank))
-            watch.sent_bytes = lambda: agreement.sent_bytes
-            train(options, own, watch, agreement=agreement)
+            for run in cell.runs:
+                options = replace(run, data=data, out=folder)
+                agreement = agreement_of(options, own, address, str(rank.rank))
+                watch.sent_bytes = partial(getattr, agreement, "sent_bytes")
+                train(options, own, watch, agreement=agreement)
     if watch.dropped or watch.there != {rank.world_size}:
         raise RuntimeError(f"{watch.there} replicas of {rank.world_size} were there; {watch.dropped}")
     if rank.rank:

@@ -67,7 +67,9 @@ class FailureCell:
     batch_size: int = option(8, "Sequences of each replica in a step.", several=False, sign="positive")
     steps: int = option(200, "Steps of the replicas.", several=False, sign="positive")
     kills: int = option(4, "Replicas that are killed at random steps.", several=False, sign="not negative")
-    save_every: int = option(50, "Steps between checkpoints.", several=False, sign="positive")
+    save_every: int = option(
+        50, "Steps between checkpoints; 0 for none, where nothing is restarted.", several=False, sign="not negative"
+    )
     data: str = option(
         "", "Folder written by tokenize_data.py; by default Python's standard library, as in train.py.", several=False
     )
@@ -96,6 +98,7 @@ class FailureCell:
             asked["fail"] = "; ".join(f"kill {number} at {step}" for step, number in self.at)
         names = ("size", "context_length", "batch_size", "steps", "save_every", "seed")
         asked |= {name: getattr(self, name) for name in names} | {"data": Path(self.data) if self.data else None}
+        asked["save_every"] = self.save_every or None
         return replace(
             TrainOptions.default(self.device), cuda_graph="off", evaluate_every=self.steps, export=False, **asked
         )
@@ -134,7 +137,7 @@ def make_cells(options: Any) -> list[FailureCell]:
         raise ValueError(f"--replicas must be at least 2, of which one may die, got {options.replicas}")
     if options.kills > (most := max(0, options.steps - 2 * _QUIET_STEPS)):
         raise ValueError(f"--kills {options.kills} of --steps {options.steps}, of which {most} can have one")
-    if options.save_every < 2:
+    if options.save_every < 2 and (options.save_every or RESTART in options.how):
         raise ValueError(f"--save-every must leave steps to lose, at least 2, got {options.save_every}")
     cells = []
     if REPLICAS in options.how:
@@ -209,6 +212,8 @@ RUNS = ResultTable(
         Column("noticed s", "notice", ".2f", spread=True, note="from the kill until the last of the others knew"),
         Column("next step s", "next_step", ".2f", spread=True, rank=MAIN, note="from the kill to the next step's end"),
         Column("healed s", "healed", ".2f", spread=True, note="from the kill until it had the others' state"),
+        Column("its state took s", "took", ".2f", optional=True, note="to come, beside the training of the others"),
+        Column("their step s", "beside", ".2f", optional=True, note="the longest of the others meanwhile"),
         Column("steps lost", "lost_steps", ".0f", spread=True, note="for each kill, made a second time"),
         Column("tokens lost", "lost_tokens", ",.0f", note="in them"),
         Column("step ms", "mean_step", ",.0f", note="mean, where nobody died"),
@@ -245,23 +250,35 @@ def _goodputs(line: Line, restarted: Line, n_nodes: int) -> tuple[float | None, 
 
 def tables(rows: pd.DataFrame) -> Iterator[Table]:
     """The runs, and the goodput that their kills predict of jobs on many nodes."""
+    yield RUNS.of(rows)
+    for line, restarted in _pairs(rows):
+        yield _goodput_of(line, restarted)
+
+
+def goodput_table(rows: pd.DataFrame) -> Table:
+    """The goodput that the newest pair of runs predicts of jobs on many nodes; raises ValueError if there is none."""
+    pairs = list(_pairs(rows))
+    if not pairs:
+        raise ValueError("no run of replicas has a restarted one beside it")
+    return _goodput_of(*pairs[-1])
+
+
+def _goodput_of(line: Line, restarted: Line) -> Table:
     import pandas as pd
 
     from cs336_systems.report.tables import Table
 
-    yield RUNS.of(rows)
-    for line, restarted in _pairs(rows):
-        found = []
-        for n in NODES:
-            replicas, restart, every_s = _goodputs(line, restarted, n)
-            hours = mean_time_between_failures(n) / 3600
-            shown = "–" if replicas is None else f"{100 * replicas:.2f}"
-            found.append((f"{n:,}", f"{hours:,.4g}", shown, f"{100 * restart:.2f}", f"{every_s:,.3g}"))
-        columns = ("nodes", "hours between failures", "replicas: goodput %", "restart: goodput %", "saving every s")
-        rate = f"{FAILURES_PER_1000_NODE_DAYS:g} failures per 1,000 node-days"
-        caption = f"Predicted from these kills of {line.settings['size']}: {rate}, {line.settings['replicas']} replicas"
-        notes = {"saving every s": "the interval between checkpoints that is best for the restart"}
-        yield Table(caption, pd.DataFrame(found, columns=columns), notes)
+    found = []
+    for n in NODES:
+        replicas, restart, every_s = _goodputs(line, restarted, n)
+        hours = mean_time_between_failures(n) / 3600
+        shown = "–" if replicas is None else f"{100 * replicas:.2f}"
+        found.append((f"{n:,}", f"{hours:,.4g}", shown, f"{100 * restart:.2f}", f"{every_s:,.3g}"))
+    columns = ("nodes", "hours between failures", "replicas: goodput %", "restart: goodput %", "saving every s")
+    rate = f"{FAILURES_PER_1000_NODE_DAYS:g} failures per 1,000 node-days"
+    caption = f"Predicted from these kills of {line.settings['size']}: {rate}, {line.settings['replicas']} replicas"
+    notes = {"saving every s": "the interval between checkpoints that is best for the restart"}
+    return Table(caption, pd.DataFrame(found, columns=columns), notes)
 
 
 def goodput_figure(rows: pd.DataFrame) -> Figure | None:

@@ -51,6 +51,8 @@ class Kill:
         stop_s: until the last of the others began the step again.
         next_step_s: until it had made it.
         healed_s: until the killed replica was back with the state of the others; None if the run ended before.
+        took_s: for which it took over their state; None likewise.
+        beside_s: the longest time between two steps of the others meanwhile.
         lost_steps: steps, or parts of one, that were made a second time.
         lost_tokens: the tokens in them.
     """
@@ -61,6 +63,8 @@ class Kill:
     lost_tokens: int
     notice_s: float | None = None
     healed_s: float | None = None
+    took_s: float | None = None
+    beside_s: float | None = None
 
 
 def records_in(log: Path) -> list[Record]:
@@ -89,12 +93,16 @@ def kills_of_replicas(
             continue
         lost = [[each for each in log if isinstance(each, Dropped) and each.at < made] for log in later]
         longest = max(lost, key=len)
-        own = (record for record in logs[str(fault.replica)] if record.at >= at and isinstance(record, Membership))
-        back = next((record.at for record in own), None)
+        own = [each for each in logs[str(fault.replica)] if each.at >= at and isinstance(each, Membership)]
+        back = next((each for each in own if each.number >= 0), None)  # before, its state is on the way
         tokens = context_length * sum(last - first for first, last in (each.sequences for each in longest))
         noticed = [each[0].at for each in lost if each]
-        times = {"notice_s": max(noticed, default=None), "healed_s": back}
+        times = {"notice_s": max(noticed, default=None), "healed_s": back and back.at}
         after = {name: None if when is None else when - at for name, when in times.items()}
+        if back is not None:
+            steps = [each.at for each in later[0] if isinstance(each, LoggedStep)]
+            pairs = [now - before for before, now in pairwise(steps) if own[0].at < now and before < back.at]
+            after |= {"took_s": back.healed_seconds, "beside_s": max(pairs, default=None)}
         found.append(Kill(begun - at, made - at, len(longest), tokens, **after))
     return found
 
@@ -146,6 +154,8 @@ _OF_A_KILL = {
     "stop": ("s", "stop_s"),
     "next_step": ("s", "next_step_s"),
     "healed": ("s", "healed_s"),
+    "took": ("s", "took_s"),
+    "beside": ("s", "beside_s"),
     "lost_steps": ("steps", "lost_steps"),
     "lost_tokens": ("tokens", "lost_tokens"),
 }

@@ -17,6 +17,8 @@ from cs336_systems.training.step import TrainStep
 _MIX = 0.5
 """The share of a replica's own weights in those that follow a delayed average, without which the steps of the delay
 would be lost; that of Streaming DiLoCo (arXiv 2501.18512)."""
+_MOST_FAILED = 10
+"""Failed averages in a row after which a replica that begins gives up: who dies among those that meet costs one."""
 
 
 class OuterSteps(ReplicaAgreement):
@@ -52,8 +54,9 @@ class OuterSteps(ReplicaAgreement):
         self._diloco.__enter__()
         optimizer.register_step_post_hook(self._after_step)
         self._coming, self._averaged_at = True, self._prepared.loader.taken
-        apart = options.agree_every // options.agree_fragments
+        apart, n_failed = options.agree_every // options.agree_fragments, 0
         while True:
+            self.at_average = False
             for _ in range(apart - options.agree_delay):
                 optimizer.step()
             if self._made > self._first_step:  # from others, which train on
@@ -62,6 +65,11 @@ class OuterSteps(ReplicaAgreement):
                 optimizer.step()
             if self._all_there and self.at_average:
                 break
+            n_failed = 0 if self.at_average else n_failed + 1
+            if n_failed == _MOST_FAILED:
+                error = self.manager.errored()
+                why = said_of(error.original_exception if error else None)
+                raise RuntimeError(f"{n_failed} averages in a row have failed before the first step, the last: {why}")
             time.sleep(0.05)
         self._coming = False
 

@@ -162,10 +162,10 @@ class Membership(Record):
 
     Attributes:
         there: their names, in the order of k.
-        number: the k of the replica that writes this.
+        number: the k of the replica that writes this; -1 while it still takes over the others' state.
         sequence: the place of the step's first sequence in the endless order of ``loader.py``.
         waited_seconds: the time until they had agreed on it, and this replica had the others' state.
-        healed_seconds: the part of that in which it took over the state; 0 if it had it.
+        healed_seconds: for which it took over the state, under ``every-step`` beside training; 0 if it had it.
         gone: names of those that were there before and have died since; they may be there again.
         lost: places in the endless order that replicas have learned from since the last average, the first and the one
             after the last; the parts of those that are gone are in no weights. Of equal numbers if nothing is lost.

@@ -52,7 +52,7 @@ LOGS = {
     ],
     "1": [
         *(begun(0, 90.0), there(0, 90.2), step(0, 101.1), step(1, 102.1)),
-        *(begun(2, 107.2), there(4, 107.1, healed=0.3), step(4, 108.1)),
+        *(replace(there(3, 106.5), number=-1), begun(3, 106.6), there(4, 107.1, healed=0.3), step(4, 108.1)),
     ],
     "2": [
         *(begun(0, 90.0), there(0, 90.1), step(0, 101.2), step(1, 102.2)),
@@ -65,7 +65,7 @@ LOGS = {
 def test_what_a_kill_costs_is_counted_from_the_signal_to_the_last_of_the_others():
     hits = [(Fault("kill", 1, 2), 102.5), (Fault("kill", 0, 4), 108.5)]
     (kill,) = kills_of_replicas(LOGS, hits, context_length=10)
-    assert kill == Kill(*map(pytest.approx, (2.3, 3.6)), 2, 60, pytest.approx(0.5), pytest.approx(4.6))
+    assert kill == Kill(*map(pytest.approx, (2.3, 3.6)), 2, 60, *map(pytest.approx, (0.5, 4.6, 0.3, 1.0)))
 
 
 def test_goodput_is_the_share_of_time_that_became_steps():
