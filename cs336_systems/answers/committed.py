@@ -178,6 +178,10 @@ class Committed:
         """Rows of parts of the measuring recipes; ``part/file`` where a part has several files."""
         return Rows(self._reader(parts, machine or self._machine)).where(**settings)
 
+    def has(self, part: str, machine: str) -> bool:
+        """Whether rows of a part are committed."""
+        return any((self._profiles / "results" / machine / part).glob("*.csv*"))
+
     def _reader(self, parts: tuple[str, ...], machine: str) -> Callable[[], pd.DataFrame]:
         """A function that reads parts, the same for the same ones."""
 
@@ -206,6 +210,11 @@ class Committed:
         if not path.exists():
             raise NotMeasured(f"`{path.relative_to(self._profiles)}` is missing")
         return read_run(path)
+
+    def runs(self, *prefixes: str, machine: str) -> dict[str, Run]:
+        """The runs of a machine whose names begin in one of these ways, by name; none where none is committed."""
+        logs = sorted((self._profiles / RUNS / machine).glob(f"*/{LOG}"))
+        return {log.parent.name: read_run(log) for log in logs if log.parent.name.startswith(prefixes)}
 
     def gpu_tests(self, newest: int = 0) -> list[dict[str, str]]:
         """Runs of the tests that need a GPU, the newest ones or all: date, commit, tests and outcome."""

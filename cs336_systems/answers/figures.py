@@ -16,6 +16,7 @@ from PIL import Image
 
 from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.evidence import seal
+from cs336_systems.answers.optimizers import optimizers_figure
 from cs336_systems.answers.predicted import points, scatter_figure
 from cs336_systems.answers.training import of_bf16_commands, rates_of_others
 from cs336_systems.case import SCHEDULES
@@ -128,6 +129,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "cpu_diloco.png": of_rows(loss_figure, "replicas/benchmark_diloco", machine="cpu"),
         "h200_training.png": Drawing(rates_figure, lambda: _with_others(rows("training").frame())),
         "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),
+        "h100_optimizers.png": Drawing(optimizers_figure, lambda: _of_optimizers(committed)),
         "predicted_cards.png": Drawing(scatter_figure, lambda: (points(),)),
         "pipeline_schedules.png": Drawing(pipelines_figure, lambda: (timelines,)),
     }
@@ -137,6 +139,12 @@ def _with_others(rows: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, dict[str, 
     """Rows as the tables take them: bf16 of commands that quantize nothing, and published rates beside them."""
     quantized = rows[rows["recipe"] != "stored"]
     return pd.concat([of_bf16_commands(rows), quantized]).sort_index(), rates_of_others(rows)
+
+
+def _of_optimizers(committed: Committed) -> tuple[Any, ...]:
+    if not (runs := committed.runs("adamw-", "muon-", machine="h100")):
+        raise NotMeasured("runs by several optimizers")
+    return tuple(runs), *runs.values()
 
 
 def _run_figure(name: str, run: Run) -> Figure:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from cs336_systems.answers import calculations, handout, training
+from cs336_systems.answers import calculations, handout, optimizers, training
 from cs336_systems.answers.committed import Committed, Rows
 from cs336_systems.answers.pivot import pivot, quoted
 from cs336_systems.answers.predicted import predicted_steps, unknown_table
@@ -48,6 +48,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(training.outside, training.outside_table, training.llmq_rates, training.training_rates_table),
     *(predicted_steps, unknown_table),
     *(training.fp8_rates_table, training.scaling_table),
+    *(optimizers.optimizers_table, optimizers.share_of_steps),
     *(cost, model_units, state_bytes, link_bytes_per_step, resolve_size, communication_limit),
     *(attention_tables.comparison_table, attention_tables.account_table, attention_tables.time_over),
     *(step_table, collectives_table, breakdown_tables, roofline_knee.chain_table, roofline_knee.knee_of),
@@ -99,6 +100,8 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
         "given": given,
         "parallelism": parallelism,
         "rows": committed.rows,
+        "has": committed.has,
+        "runs": committed.runs,
         "digests": committed.digests,
         "recorded": committed.recorded,
         "gpu_tests": committed.gpu_tests,

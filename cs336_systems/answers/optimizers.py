@@ -1,0 +1,89 @@
+"""Runs of one model by several optimizers: after what share of the steps one reaches another's held-out loss.
+
+The loss to reach is the lowest with which a run of AdamW ended, at the best of its learning rates. A run that anneals
+its rate in fewer steps is the fair measure of those steps: on the way of a longer one the rate is still high.
+"""
+
+from collections.abc import Mapping
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from cs336_systems.pretraining.run_log import Run
+from cs336_systems.pretraining.run_records import Session
+from cs336_systems.report.figures import OKABE_ITO, dress
+from cs336_systems.report.results import MISSING
+from cs336_systems.report.tables import Table
+
+_MUON = "Muon"
+_DASHES = ("-", "--", ":", "-.")
+_SHOWN = 1.0
+"""Nats above the loss to be reached that the picture shows."""
+
+
+def _how(run: Run) -> tuple[str, int, float]:
+    """Optimizer, steps and highest learning rate of a run."""
+    session = run.last(Session)
+    assert session is not None, run.path
+    name = _MUON if session.options["optimizer"] == "muon" else "AdamW"
+    return name, session.n_steps, float(session.options["learning_rate"])
+
+
+def _ended(run: Run) -> float:
+    """The held-out loss at the end of a run."""
+    return float(run.evaluations["loss"].iloc[-1])
+
+
+def best_of_adamw(runs: Mapping[str, Run]) -> Run:
+    """The run of AdamW with the lowest held-out loss at its end; ValueError if none is of AdamW."""
+    found = [run for run in runs.values() if _how(run)[0] != _MUON]
+    if not found:
+        raise ValueError(f"no run of AdamW among {', '.join(runs) or 'no runs'}")
+    return min(found, key=_ended)
+
+
+def reached_after(run: Run, loss: float) -> int | None:
+    """The steps after which an evaluation was first at a held-out loss or below; None if none was."""
+    there = run.evaluations.loc[run.evaluations["loss"] <= loss, "step"]
+    return None if there.empty else int(there.iloc[0])
+
+
+def share_of_steps(runs: Mapping[str, Run]) -> float | None:
+    """The least share of the steps of AdamW's best run after which Muon is at its loss; None if it never is."""
+    best = best_of_adamw(runs)
+    after = [reached_after(run, _ended(best)) for run in runs.values() if _how(run)[0] == _MUON]
+    return min((steps / _how(best)[1] for steps in after if steps is not None), default=None)
+
+
+def optimizers_table(runs: Mapping[str, Run]) -> Table:
+    """A line for each run, by optimizer, steps and learning rate, with when it was at the loss of AdamW's best."""
+    best, lines = best_of_adamw(runs), []
+    for run in sorted(runs.values(), key=_how):
+        name, n_steps, rate = _how(run)
+        after = reached_after(run, _ended(best))
+        line = {"optimizer": name, "steps": str(n_steps), "learning rate": f"{rate:g}"}
+        line["held-out loss"] = f"{_ended(run):.4f}"
+        line["reached AdamW's best after"] = MISSING if after is None else f"{after} steps"
+        lines.append(line)
+    return Table("Held-out loss in nats per token at the end.", pd.DataFrame(lines))
+
+
+def optimizers_figure(names: tuple[str, ...], *runs: Run) -> Figure:
+    """Held-out loss by step of every run, and as a line the one with which AdamW's best run ended."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    kinds: dict[tuple[str, int], int] = {}
+    for run in sorted(runs, key=_how):
+        name, n_steps, rate = _how(run)
+        number = kinds.get((name, n_steps), 0)
+        kinds[name, n_steps] = number + 1
+        colour = OKABE_ITO[list(kinds).index((name, n_steps)) % len(OKABE_ITO)]
+        later = run.evaluations[run.evaluations["step"] > 0]
+        style = {"color": colour, "linestyle": _DASHES[number % len(_DASHES)]}
+        axes.plot(later["step"], later["loss"], label=f"{name}, {n_steps} steps, rate {rate:g}", **style)
+    loss = _ended(best_of_adamw(dict(zip(names, runs, strict=True))))
+    axes.axhline(loss, color="0.5", linewidth=0.8)
+    axes.set(xlabel="step", ylabel="held-out loss, nats per token", ylim=(None, loss + _SHOWN))
+    dress(axes)
+    axes.legend(frameon=False, fontsize=8)
+    return figure
