@@ -9,6 +9,7 @@ from cs336_systems.answers import calculations, handout, optimizers, training
 from cs336_systems.answers.committed import Committed, Rows
 from cs336_systems.answers.pivot import pivot, quoted
 from cs336_systems.answers.predicted import predicted_steps, unknown_table
+from cs336_systems.answers.predicted_before import before_summary, before_table
 from cs336_systems.answers.published import ALL_QUESTIONS
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import cost
@@ -46,7 +47,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     ),
     *(calculations.rung_messages, calculations.collectives_predictions, calculations.ddp_predictions),
     *(training.outside, training.outside_table, training.llmq_rates, training.training_rates_table),
-    *(predicted_steps, unknown_table),
+    *(predicted_steps, unknown_table, before_table, before_summary),
     *(training.fp8_rates_table, training.scaling_table),
     *(optimizers.optimizers_table, optimizers.share_of_steps),
     *(cost, model_units, state_bytes, link_bytes_per_step, resolve_size, communication_limit),

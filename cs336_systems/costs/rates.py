@@ -19,9 +19,9 @@ from cs336_systems.hardware import KINDS, Hardware
 NARROW_HEAD = 64
 """The widest head, in dimensions, with which attention is slower."""
 HALF_FORWARD, HALF_BACKWARD = 500, 1000
-"""Tokens of a causal sequence with which attention reaches half of its rate with long ones (``hopper`` on an H200, TFLOP/s
-forward and backward: d_head 128 568 and 469 at 4,096 tokens, 613 and 538 at 16,384; d_head 64 380 and 319 at 2,048, 491
-and 518 at 16,384; rows of attention-training)."""
+"""Tokens of a causal sequence with which attention reaches half of its rate with long ones (``hopper`` on an H200,
+TFLOP/s forward and backward: d_head 128 568 and 469 at 4,096 tokens, 613 and 538 at 16,384; d_head 64 380 and 319 at
+2,048, 491 and 518 at 16,384; rows of attention-training)."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,10 @@ OURS = Sustained(
     operands=19.5,
 )
 """Attention, memory and link are as measured alone on an H200 (rows of attention-training; norms and SwiGLU at 0.6 to
-0.9 of the bandwidth and AdamW at 0.8, rows of kernels; the link 55.5 GB/s one way and, beside kernels of a step, 43.6 to
-the device while 50.9 leave it, LOG.md). Products, quantized and operands were fitted on 2026-11-28 to all steps on one
-H200 (rows of training, training-2 and training-4 of Qwen2.5 0.5B to 7B in bf16 and fp8), of which none is on an H100."""
+0.9 of the bandwidth and AdamW at 0.8, rows of kernels; the link 55.5 GB/s one way and, beside kernels of a step, 43.6
+to the device while 50.9 leave it, LOG.md). Products, quantized and operands were fitted on 2026-11-28 to all steps on
+one H200 (rows of training, training-2 and training-4 of Qwen2.5 0.5B to 7B in bf16 and fp8), of which none is on an
+H100."""
 
 SUMS_APART = replace(OURS, added=3.0)
 """Until ``ADDS_SINCE`` a product wrote a gradient of its own, which another kernel then added."""

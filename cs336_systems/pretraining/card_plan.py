@@ -13,11 +13,11 @@ that near (``scripts/parallelism.py cards``).
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NoReturn
 
 from cs336_systems.config import ModelConfig, Recipe, resolve_size
 from cs336_systems.costs.kept import STORED
@@ -240,38 +240,63 @@ class CardPlan:
         Raises:
             NothingFits: none does; one sentence says what is short, and by how much.
         """
-        ways: dict[str, list[Way]] = {}
-        least: tuple[int, str] | None = None
-        dtypes = [name for name in RECIPES if name != "fp8" or self.hardware.peak("fp8")]
-        for layout, offload in product(self._layouts(), map(frozenset, OFFLOADS)):
-            if offload and self._on_host(layout, offload) > self.host_bytes:
-                continue
-            for dtype in dtypes:
-                peak = sum(self._peak(layout, offload, RECIPES[dtype]).values())
-                if peak <= self.device_bytes:
-                    ways.setdefault(dtype, []).append(self.way(dtype, layout, offload, RECIPES[dtype]))
-                elif least is None or peak < least[0]:
-                    least = peak, f"--keep {layout.keep} --batch-size {layout.micro_batch}"
-        found: dict[str, Way] = {}
-        for dtype, those in ways.items():
-            fastest = sorted(those, key=lambda way: -way.tokens_per_s)
-            if (first := next(filter(self.runs, fastest), None)) is not None:
-                found[dtype] = first
+        recipes = {name: each for name, each in RECIPES.items() if name != "fp8" or self.hardware.peak("fp8")}
+        found, least = self._fastest(recipes, self._layouts())
         if self.asked.gpus == 1 and self.asked.host_gib is not None and "bf16" not in found:
             try:
                 found["streamed"] = self._streamed()
             except CapsTooSmallError as error:
                 if not found:
                     raise NothingFits(str(error)) from None
-        if not found:
-            assert least is not None
-            short = (least[0] - self.device_bytes) / GIB
-            host = "" if self.asked.host_gib else "; with --host-gib states or layers can lie on the host"
-            raise NothingFits(
-                f"{self.config.name} at {self.length:,} tokens does not fit {self.asked.gpus} x {self.hardware.name}: "
-                f"{least[1]} needs {least[0] / GIB:.1f} GiB a card, {short:.1f} more than tensors may take{host}"
-            )
-        return found
+        return found or self._refuse(least)
+
+    def _fastest(
+        self, recipes: Mapping[str, Recipe], layouts: Iterable[Layout]
+    ) -> tuple[dict[str, Way], tuple[int, str] | None]:
+        """(the fastest way that fits by recipe, the least bytes that a way needs which does not, and its options)."""
+        ways: dict[str, list[Way]] = {}
+        least: tuple[int, str] | None = None
+        for layout, offload in product(layouts, map(frozenset, OFFLOADS)):
+            if offload and self._on_host(layout, offload) > self.host_bytes:
+                continue
+            for name, recipe in recipes.items():
+                peak = sum(self._peak(layout, offload, recipe).values())
+                if peak <= self.device_bytes:
+                    ways.setdefault(name, []).append(self.way(name, layout, offload, recipe))
+                elif least is None or peak < least[0]:
+                    least = peak, f"--keep {layout.keep} --batch-size {layout.micro_batch}"
+        found: dict[str, Way] = {}
+        for name, those in ways.items():
+            fastest = sorted(those, key=lambda way: -way.tokens_per_s)
+            if (first := next(filter(self.runs, fastest), None)) is not None:
+                found[name] = first
+        return found, least
+
+    def _refuse(self, least: tuple[int, str] | None) -> NoReturn:
+        where = f"{self.config.name} at {self.length:,} tokens does not fit {self.asked.gpus} x {self.hardware.name}"
+        if least is None:
+            raise NothingFits(f"{where} with these options")
+        short = (least[0] - self.device_bytes) / GIB
+        host = "" if self.asked.host_gib else "; with --host-gib states or layers can lie on the host"
+        raise NothingFits(
+            f"{where}: {least[1]} needs {least[0] / GIB:.1f} GiB a card, {short:.1f} more than tensors may take{host}"
+        )
+
+    @property
+    def chosen(self) -> Way | None:
+        """The fastest way that fits and differs from the options in micro-batch, ``keep`` and offload alone.
+
+        None where blocks' backward is autograd's, or ranks share otherwise.
+
+        Raises:
+            NothingFits: none does.
+        """
+        if (asked := self.as_asked) is None:
+            return None
+        names = ("zero", "tensor", "tensor_by", "shards")
+        layouts = (each for each in self._layouts() if all(getattr(each, n) == getattr(asked.layout, n) for n in names))
+        found, least = self._fastest({"as asked": asked.recipe}, layouts)
+        return found.get("as asked") or self._refuse(least)
 
     def runs(self, way: Way) -> bool:
         """Whether train.py would run it on a GPU that can: whether no options of it exclude each other."""
@@ -314,15 +339,17 @@ class CardPlan:
         case: TrainerCase = replace(own, total_batch_tokens=None).training_case(self.config, 1)
         data = self.asked.gpus // own.tensor
         sequences = self.tokens_per_step // self.length
-        shared = own.context * own.pipeline * own.replicas > 1 or self.asked.gpus % own.tensor
-        if not case.written_out or shared or sequences % (data * own.batch_size):
+        shared = own.context * own.pipeline * own.replicas > 1 or self.asked.gpus % own.tensor or own.capped
+        micro_batch = math.gcd(sequences // data, own.batch_size) if own.choose_fastest else own.batch_size
+        if not case.written_out or shared or sequences % (data * micro_batch):
             return None
         layout = Layout.of_data(
             *(data, own.zero if data > 1 else 0),
             tensor=own.tensor,
             keep=case.keep,
-            micro_batch=own.batch_size,
-            n_micro_batches=sequences // data // own.batch_size,
+            tensor_by=own.tensor_by,
+            micro_batch=micro_batch,
+            n_micro_batches=sequences // data // micro_batch,
         )
         return self.way("as asked", layout, frozenset(own.offload), case.recipe)
 

@@ -29,6 +29,8 @@ from cs336_systems.pretraining.schedules import LearningRate, ScheduleKind
 from cs336_systems.pretraining.sources import sources_of
 from cs336_systems.refusals import refusal
 
+CHOSEN = ("batch_size", "keep", "offload")
+"""The options that ``--choose-fastest`` chooses."""
 _MOST_WARMUP = 100
 """The most steps of warm-up by default."""
 
@@ -184,6 +186,9 @@ class RunFields(LoraFields, ReplicaFields):
     offload: tuple[Literal["m", "v", "master", "gradients", "residual"], ...] = ()
     """What is kept in host memory, as in --offload m v: m and v (AdamW's moments), master (FP32 master weights) and
     gradients, which need --optimizer fused; residual (inputs of blocks), which does not go with --keep autograd."""
+    choose_fastest: bool = False
+    """Choose --batch-size, --keep and --offload: the fastest that are predicted to fit this GPU, with the same tokens
+    per step. On a GPU this is the default where none of the three is given; a run that resumes keeps its choice."""
     device_gib: float | None = option(
         None,
         "Limit in GiB on all device memory of the process; needs --host-gib. Layers are streamed, and a plan decides "
@@ -441,6 +446,7 @@ _REFUSALS: tuple[tuple[Callable[[TrainOptions], bool], str], ...] = (
         lambda o: o.resume_from is not None and o.agree is not None,
         "--agree {o.agree} does not go together with --resume-from {o.resume_from}",
     ),
+    (lambda o: o.choose_fastest and o.device != "cuda", "--choose-fastest is for --device cuda, got {o.device}"),
     (lambda o: o.gather_by == "copies" and o.zero != 3, "--gather-by copies is for --zero 3, got --zero {o.zero}"),
     (
         lambda o: o.copies_in_world > 1 and o.zero != 3,

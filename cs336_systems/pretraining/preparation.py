@@ -31,6 +31,7 @@ from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
 from cs336_systems.pretraining.adapters import AdaptersOfRun
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.checkpoint import ModelOfRun, goes_on_from, write_run_json
+from cs336_systems.pretraining.choice import Choice, choose_fastest
 from cs336_systems.pretraining.conversations import Conversations
 from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.dataset import Dataset, TokenStream
@@ -67,6 +68,7 @@ class PreparedRun:
         mesh: the ranks, where some share a batch.
         place: this rank's number among those that have batches of their own, and theirs.
         origin: the folder, or the checkpoint, from which the run goes on if there is one: its own, or another run's.
+        chosen: what ``--choose-fastest`` has chosen, or why it has not.
     """
 
     options: TrainOptions
@@ -84,6 +86,7 @@ class PreparedRun:
     mesh: Mesh | None
     place: tuple[int, int]
     origin: Path
+    chosen: Choice | str | None = None
 
     @property
     def dataset(self) -> Dataset:
@@ -138,6 +141,10 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
         if options.evaluate_every is not None and each.evaluation is None:
             raise ValueError(f"{each.folder} holds out nothing to evaluate on: --evaluate-every None does without")
     config, length = config_of(options, dataset), options.context_length
+    chosen: Choice | str | None = None
+    if options.choose_fastest:
+        chosen = on_rank_0(lambda: choose_fastest(options, config, rank.device, rank.world_size, origin))
+        options = chosen.of(options) if isinstance(chosen, Choice) else options
     if (init := options.init) is not None:
         on_rank_0(lambda: _check_tokenizer(init, dataset))
     _check_chat(options, dataset)
@@ -170,7 +177,8 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     model = ModelOfRun(config, dataset.tokenizer, dataset.eos_id, adapters)
     on_rank_0(lambda: write_run_json(options.out, model))
     learned = options, datasets, train, evaluation, batch
-    return PreparedRun(*learned, config, loader, n_steps, rate, case, step, tokens_per_step, mesh, place, origin)
+    described = config, loader, n_steps, rate, case, step, tokens_per_step, mesh, place, origin
+    return PreparedRun(*learned, *described, chosen)
 
 
 def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
@@ -182,6 +190,10 @@ def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
     elif options.zero and rank.world_size == options.tensor * options.pipeline:
         yield Message(f"--zero {options.zero} shards nothing: no two ranks hold the same weights", "warning")
     yield Model(config.name, config.n_parameters, config.context_length)
+    if isinstance(chosen := prepared.chosen, Choice):
+        yield Message(f"chosen: {chosen}, {chosen.said}; each of these options can be given")
+    elif chosen is not None:
+        yield Message(f"nothing was chosen for this GPU, --batch-size is {options.batch_size}: {chosen}")
     if (lora := options.lora) is not None:
         yield Message(f"adapters of {lora}: {lora.n_parameters(config):,} parameters are trained, the rest is frozen")
     datasets = prepared.datasets

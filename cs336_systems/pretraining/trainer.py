@@ -38,6 +38,7 @@ from cs336_systems.distributed.shards import wait_for_parameters
 from cs336_systems.harness.memory import free_bytes
 from cs336_systems.pretraining.agreement import Agreement, StoppedWaiting
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
+from cs336_systems.pretraining.choice import Choice
 from cs336_systems.pretraining.deferred import Deferred, Done
 from cs336_systems.pretraining.loader import Sequences, evaluate
 from cs336_systems.pretraining.options import TrainOptions
@@ -461,6 +462,8 @@ class _Run:
         extra: dict[str, Any] = {"loader": self._prepared.loader.state_dict()}
         if isinstance(self._step, CappedStep):
             extra["chunking"] = asdict(self._step.chunking)
+        if isinstance(chosen := self._prepared.chosen, Choice):
+            extra["chosen"] = chosen.saved
         extra["best"] = asdict(self._best)
         with self._agreement.saving():
             self._saver.save(self._made, extra, self._best.step if self._options.keep_best else None)

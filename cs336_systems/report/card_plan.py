@@ -89,7 +89,7 @@ def ways_table(plan: CardPlan) -> Table:
     import pandas as pd
 
     lines = []
-    own = plan.as_asked
+    own = None if plan.own.choose_fastest else plan.as_asked
     for name, way in (*([("as asked", own)] if own else []), *plan.best.items()):
         fits = way.device_bytes <= plan.device_bytes and way.host_bytes <= max(plan.host_bytes, 0)
         fits = fits or way.streamed is not None

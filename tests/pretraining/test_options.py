@@ -38,12 +38,12 @@ def test_the_command_line_is_over_the_file_and_the_file_over_the_defaults(parse,
     assert parse(["--lr", "2e-3"]).learning_rate == 2e-3
     assert parse(["--micro-batches", "4"]).accumulate == 4
     assert parse(["--evaluate-every", "None"]).evaluate_every is None
-    assert parse(["--device", "cuda"]) == TrainOptions.default("cuda")
+    assert parse(["--device", "cuda", "--no-choose-fastest"]) == TrainOptions.default("cuda")
     assert (parse([]).steps, parse(["--epochs", "2"]).steps, parse(["--epochs", "2"]).epochs) == (800, None, 2.0)
     with pytest.raises(ValueError, match="--steps 9 and --epochs 2.0: give one of them"):
         parse(["--epochs", "2", "--steps", "9"]).check()
     file.write_text('device = "cuda"')
-    assert parse(["--config", str(file)]) == TrainOptions.default("cuda")
+    assert parse(["--config", str(file)]) == replace(TrainOptions.default("cuda"), choose_fastest=True)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -62,11 +62,11 @@ SLOWED = 0.5
 FSDP on two and four H200s, rows of mesh-tensor and mesh-four: 46 of 76 ms and 58 of 114)."""
 
 BLOCK_HOST_S, BLOCK_HOST_FP8_S, PART_HOST_S, COPIES_HOST_S = 1.6e-3, 4.1e-3, 3.3e-3, 10.55e-3
-"""Seconds of the host for a block's forward and backward, for the same in fp8, for each further part of the keys that a
-context rank takes up, and where tensor ranks copy rows. Of launch-bound steps: 38.5 ms in 24 blocks of 0.5B and, in fp8,
-115 ms in 28 blocks of 7B beside other jobs (LOG.md); 378 ms in 32 blocks on four context ranks (row of mesh-four); 392
-to 433 ms by copies on two and four tensor ranks (mesh-tensor, mesh-four). A block has 54 launches, in fp8 75: as many as
-let the host be ahead by 1,024 (rows of training-2, host_lead)."""
+"""Seconds of the host for a block's forward and backward, for the same in fp8, for each further part of the keys that
+a context rank takes up, and where tensor ranks copy rows. Of launch-bound steps: 38.5 ms in 24 blocks of 0.5B and, in
+fp8, 115 ms in 28 blocks of 7B beside other jobs (LOG.md); 378 ms in 32 blocks on four context ranks (row of mesh-four);
+392 to 433 ms by copies on two and four tensor ranks (mesh-tensor, mesh-four). A block has 54 launches, in fp8 75, if
+the host could be 1,024 ahead (host_lead in rows of training-2)."""
 
 Moments = tuple[tuple[str, int], ...]
 """Names of the states that the optimizer keeps, and bytes a parameter of each."""
@@ -144,7 +144,8 @@ def step_seconds(
     waits += _context_waits(part, slowest, rows, layout, network, own * work.attention)
     slowed = _slowed(part, fullest, layout, network, compute)
     updates = work.updates * fullest.n_parameters(config) / config.n_parameters
-    host = (BLOCK_HOST_FP8_S if recipe.quantized else BLOCK_HOST_S) + (PART_HOST_S * (c - 1) if layout.context_order != "gathered" else 0.0)
+    host = BLOCK_HOST_FP8_S if recipe.quantized else BLOCK_HOST_S
+    host += PART_HOST_S * (c - 1) if layout.context_order != "gathered" else 0.0
     host += COPIES_HOST_S if layout.tensor > 1 and layout.tensor_by == "copies" else 0.0
     adds = work.adds * fullest.n_parameters(config) / config.n_parameters / layout.tensor
     late = max(0.0, m * (slowest.n_layers * host - compute - waits) - (m - 1) * adds - slowed) if launches else 0.0

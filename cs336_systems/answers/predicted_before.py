@@ -1,0 +1,149 @@
+"""Predictions of this suite's own rows that were made before the rows, each by the commit that holds it.
+
+Rows under memory caps hold the tokens/s of their own simulation, and those of the trainer and of meshes their predicted
+peak, which the code of their commit computed before it ran. ``WRITTEN`` are those of steps that the log (LOG.md) held
+before. For rows in neither, nothing was predicted before them: what ``own_steps.py`` says of these was computed since.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cs336_systems.answers.own_steps import PARTS, RESULTS
+from cs336_systems.experiments.parallelism import table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from cs336_systems.report.tables import Table
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the log said of a row before it: the commit since which it says so, and where the row is."""
+
+    commit: str
+    said: str
+    """Words of the log."""
+    part: str
+    metric: str
+    value: float
+    row: dict[str, Any]
+    """Columns that tell the row."""
+
+
+def _trained(said: str, value: float, size: str, recipe: str) -> Written:
+    return Written("48be617c", said, "h100/training", "tokens_per_s", value, {"size": size, "recipe": recipe})
+
+
+def _stages(said: str, value: float, variant: str, accumulate: int) -> Written:
+    row = {"variant": variant, "accumulate": accumulate}
+    return Written("c612ea82", said, "h200/mesh-pipeline", "step", value, row)
+
+
+def _alone(said: str, value: float, length: int) -> Written:
+    row = {"variant": "alone", "context_length": length}
+    return Written("daeb3493", said, "h200/mesh-short", "step", value, row)
+
+
+WRITTEN = (
+    _alone("| 1,024 | 114, 101 |", 101, 1024),
+    _alone("| 2,048 | 194, 179 |", 179, 2048),
+    _alone("| 4,096 | 365, 347 |", 347, 4096),
+    _stages("One GPU: 1359 ms with four", 1359, "alone", 4),
+    _stages("gpipe 875", 875, "gpipe-2", 4),
+    _stages("1f1b 835", 835, "1f1b-2", 4),
+    _stages("interleaved 776", 776, "interleaved-2", 4),
+    _stages("zb-h1 754", 754, "zb-h1-2", 4),
+    _stages("zbv 712", 712, "zbv-2", 4),
+    _stages("eight 1585, 1492", 1492, "1f1b-2", 8),
+    _stages("1412, 1364", 1364, "zbv-2", 8),
+    Written("0da24be2", "1574 to 1540 ms", "h200/mesh-pipeline-added", "step", 1540, {"variant": "1f1b-2"}),
+    _trained("0.5B bf16 159.5k", 159_500, "qwen2.5-0.5b", "stored"),
+    _trained("e4m3 185.5k", 185_500, "qwen2.5-0.5b", "e4m3"),
+    _trained("1.5B bf16 60.3k", 60_300, "qwen2.5-1.5b", "stored"),
+    _trained("e4m3 at batch 32 79k", 79_000, "qwen2.5-1.5b", "e4m3"),
+    _trained("e4m3 19.4k", 19_400, "qwen2.5-7b", "e4m3"),
+)
+
+
+class Before(NamedTuple):
+    """A prediction that was made before its row."""
+
+    part: str
+    row: str
+    metric: str
+    predicted: float
+    predicted_by: str
+    measured: float
+    measured_by: str
+    timestamp: str
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted / self.measured - 1
+
+
+@cache
+def predicted_before() -> tuple[Before, ...]:
+    """All predictions of steps and peaks that were made before the committed rows of H100s and H200s."""
+    own = [*_in_rows("h200/streaming", "benchmark_streaming", "simulated_tokens_per_s", "tokens_per_s")]
+    for part in PARTS:
+        own += _in_rows(part, "benchmark_training", "predicted_peak_memory", "peak_memory")
+    for part in sorted(path.name for path in (RESULTS / "h200").glob("mesh-*")):
+        own += _in_rows(f"h200/{part}", "benchmark_parallelism", "predicted_peak", "peak_memory")
+    return (*_in_the_log(), *own)
+
+
+def _rows(part: str, benchmark: str) -> "pd.DataFrame":
+    from cs336_systems.harness.record import read_rows  # brings pandas, which --help need not wait for
+
+    rows = read_rows(RESULTS / part / f"{benchmark}.csv")
+    return rows[rows["status"] == "ok"]
+
+
+def _in_the_log() -> Iterator[Before]:
+    for each in WRITTEN:
+        benchmark = "benchmark_training" if "training" in each.part else "benchmark_parallelism"
+        rows = _rows(each.part, benchmark)
+        rows = rows[rows["metric"] == each.metric]
+        for name, value in each.row.items():
+            rows = rows[rows[name] == value]
+        (row,) = rows.to_dict("records")
+        told = " ".join(map(str, each.row.values()))
+        made = each.part, told, each.metric, each.value, each.commit
+        yield Before(*made, row["median"], row["commit"][:8], row["timestamp"])
+
+
+def _in_rows(part: str, benchmark: str, predicted: str, measured: str) -> Iterator[Before]:
+    """Of rows that hold their own prediction: those of a cell stand under one time and one command."""
+    rows = _rows(part, benchmark)
+    both = rows[rows["metric"].isin([predicted, measured])]
+    for (timestamp, _), cell in both.groupby(["timestamp", "variant"], sort=False):
+        found = cell.groupby("metric")["median"].first()
+        if len(found) == 2:
+            row = cell.iloc[0]
+            names = ("size", "recipe", "context_length", "device_gib", "host_gib", "batch_size", "accumulate")
+            told = " ".join(f"{row[name]}" for name in ("variant", *names) if name in row and row[name] == row[name])
+            commit = row["commit"][:8]
+            yield Before(part, told, measured, found[predicted], commit, found[measured], commit, timestamp)
+
+
+def before_table() -> "Table":
+    """Every prediction that was made before its row, and its error."""
+    lines = []
+    for each in predicted_before():
+        values = (f"{each.predicted:.5g}", each.predicted_by, f"{each.measured:.5g}", each.measured_by)
+        lines.append((each.part, each.row, each.metric, *values, f"{100 * each.error:+.1f}"))
+    columns = ("rows", "row", "metric", "predicted", "by commit", "measured", "at commit", "error %")
+    return table("Predictions that were made before their rows", columns, lines)
+
+
+def before_summary(metric: str) -> tuple[int, float]:
+    """(predictions of a metric that were made before, the error in percent that nine of ten stay below)."""
+    import numpy as np
+
+    errors = [abs(each.error) for each in predicted_before() if each.metric == metric]
+    return len(errors), 100 * float(np.quantile(errors, 0.9))

@@ -1,0 +1,112 @@
+"""A run chooses micro-batch, keep and offload for its GPU: what is given wins, a step keeps its tokens."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.config import resolve_size
+from cs336_systems.distributed.process_group import joined
+from cs336_systems.hardware import GIB
+from cs336_systems.pretraining import choice, preparation
+from cs336_systems.pretraining import options as options_of
+from cs336_systems.pretraining.card_plan import NothingFits
+from cs336_systems.pretraining.choice import Choice, choose_fastest
+from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.run_log import LOG, read_run
+from cs336_systems.pretraining.run_records import Message, Session
+from cs336_systems.pretraining.trainer import train
+from tests.pretraining.trained import losses_and_norms, options, write_dataset
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """An H100 with 79 GiB free, and 200 GiB of the host."""
+    free = {"cuda": 79 * GIB, "cpu": 200 * GIB}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(choice, "free_bytes", lambda device: free[device.type])
+    return free
+
+
+def chosen(size="qwen2.5-7b", world_size=1, origin=None, **given):
+    asked = TrainOptions(size=size, choose_fastest=True, **given)
+    asked.check()
+    found = choose_fastest(asked, resolve_size(asked.size), torch.device("cuda"), world_size, origin)
+    return found if isinstance(found, str) else found.of(asked)
+
+
+def test_the_choice_follows_the_card_and_leaves_the_tokens_of_a_step(card):
+    """7B in fp8 takes moments on the host, as measured: 21.1k tokens/s, for 18.5k with what the card alone holds."""
+    fp8 = {"matmul_dtype": "e4m3", "total_batch_tokens": 524_288}
+    found = chosen(**fp8)
+    assert (found.batch_size, found.keep, found.offload) == (8, "all", ("m", "v"))
+    assert found.tokens_per_step(1) == 524_288 and found.matmul_dtype == "e4m3"
+    card["cpu"] = 16 * GIB
+    assert chosen(**fp8).offload == () and chosen(**fp8).batch_size == 4
+    by_default = chosen("qwen2.5-0.5b")
+    assert by_default.tokens_per_step(1) == TrainOptions(size="qwen2.5-0.5b").tokens_per_step(1) == 16_384
+    eight = chosen("llama3-8b", 8, zero=3, accumulate=4)
+    assert eight.tokens_per_step(8) == 4 * 8 * 16_384 and eight.zero == 3
+    card["cuda"] = 10 * GIB
+    with pytest.raises(NothingFits, match="qwen2.5-7b at 1,024 tokens does not fit 1 x H100 SXM"):
+        chosen(**fp8)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"dtype": "fp32", "optimizer": "torch-fused"}, "plans steps in bf16"),
+        ({"lora_rank": 8, "init": Path("weights")}, "not --lora-rank 8"),
+        ({"context": 2}, "batches of their own"),
+        ({"kernels": "reference"}, "hand-written backward"),
+    ],
+)
+def test_what_is_not_planned_keeps_its_defaults_and_says_why(card, given, why):
+    assert why in chosen(world_size=given.get("context", 1), **given)
+
+
+def test_an_unknown_card_keeps_the_defaults(card, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX 9090")
+    assert chosen() == "no peaks are on record for NVIDIA RTX 9090"
+
+
+def test_an_option_that_is_given_is_not_chosen(load_script, tmp_path, monkeypatch):
+    parse, to_toml = (getattr(load_script("scripts/train.py"), name) for name in ("parse", "to_toml"))
+    gpu = ["--device", "cuda"]
+    assert parse(gpu).choose_fastest and not parse(["--device", "cpu"]).choose_fastest
+    for given in ("--batch-size=4", "--batch_size 4", "--keep input", "--offload m v", "--no-choose-fastest"):
+        assert not parse([*gpu, *given.split()]).choose_fastest, given
+    assert not parse([*gpu, "--device-gib", "24", "--host-gib", "64"]).choose_fastest
+    assert not parse([*gpu, "--replicas", "2", "--agree", "every-step"]).choose_fastest
+    with pytest.raises(ValueError, match="--choose-fastest chooses --keep: give one of them"):
+        parse([*gpu, "--choose-fastest", "--keep", "input"])
+    with pytest.raises(ValueError, match="--choose-fastest is for --device cuda, got cpu"):
+        parse(["--device", "cpu", "--choose-fastest"]).check()
+    (tmp_path / "run.toml").write_text(to_toml(parse(gpu)))
+    assert parse(["--config", str(tmp_path / "run.toml")]) == parse(gpu)
+
+
+def test_a_run_that_resumes_keeps_its_choice(tmp_path, monkeypatch):
+    """A CPU's, with a choice put in place of a plan's: the steps are those of a run with these options."""
+    write_dataset(tmp_path / "data")
+    monkeypatch.setattr(options_of, "_REFUSALS", ())  # of a CPU that is to choose
+    made = Choice(2, "products", (), 128, "for this test")
+    with joined("cpu") as alone:
+        plain = options(tmp_path, out=tmp_path / "plain", batch_size=2, keep="products", total_batch_tokens=128)
+        train(replace(plain, save_every=None, export=False), alone)
+        with monkeypatch.context() as first:
+            first.setattr(preparation, "choose_fastest", lambda *asked: made)
+            train(options(tmp_path, choose_fastest=True, steps=5, schedule="constant"), alone)
+        asked = options(tmp_path, choose_fastest=True, schedule="constant")
+        train(asked, alone)
+        train(options(tmp_path, out=tmp_path / "other", save_every=5, steps=5), alone)
+        train(options(tmp_path, out=tmp_path / "other", choose_fastest=True), alone)
+    run = read_run(tmp_path / "run" / LOG)
+    assert [each.options["batch_size"] for each in run.all(Session)][-1] == 2
+    said = [message.text for message in run.all(Message) if "chosen" in message.text]
+    assert "--batch-size 2 --keep products, as the run began" in said[-1]
+    assert len(losses_and_norms(tmp_path / "run")) == 10
+    other = read_run(tmp_path / "other" / LOG)
+    assert any("the run did not begin with a choice" in message.text for message in other.all(Message))
+    assert other.last(Session).options["batch_size"] == 8
