@@ -151,14 +151,18 @@ def _print_memory(options: TrainOptions) -> None:
 
     sources = sources_of(options.data)
     config = config_of(options, Dataset.open(sources[0].folder) if sources else None)
-    case = options.training_case(config, int(os.environ.get("WORLD_SIZE", "1")))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    case = options.training_case(config, 1 if options.capped else world_size)
     print(planned_for(options))
     if options.capped:
         device = torch.device(options.device)
         choose = chooser(options, case, device)
-        choice = choose(caps_of(options, case, device))
-        segments = planned_segments(choice, copies=options.save_every is not None)
-        print(*explanation(choice, choose), sep="\n")
+        choices = choose([caps_of(options, case, device)] * world_size)
+        again = (lambda caps: choose([caps])[0]) if world_size == 1 else None
+        for choice in choices:
+            print(*explanation(choice, again), sep="\n")
+        fullest = max(choices, key=lambda choice: sum(choice.device_parts.values()))
+        segments = planned_segments(fullest, copies=options.save_every is not None)
     else:
         there = options.device == "cuda" and torch.cuda.is_available()
         segments = predicted_segments(case, torch.cuda.get_device_properties(0).total_memory if there else None)

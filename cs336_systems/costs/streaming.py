@@ -237,6 +237,11 @@ class StreamedWork:
         logits = min(tokens, HEAD_TOKENS) * config.vocab_size * width
         return max(tokens * max(feed_forward, attention), (tokens * head + logits) * self.has_head)
 
+    @property
+    def n_parameters(self) -> int:
+        """Parameters that are here."""
+        return len(self.layers) * self.config.n_block_parameters + self._fixed_parameters
+
     # operations
 
     def attention_flops(self, chunk: int) -> int:

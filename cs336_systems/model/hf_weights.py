@@ -170,7 +170,9 @@ def load_hf_weights(model: TransformerLM, path: str | os.PathLike[str]) -> None:
         raise ValueError("the model is on the meta device and has no storage to load into; call to_empty first")
     with ExitStack() as stack:
         stored = open_weights(folder, stack)
-        _check_fit(stored, targets, model.config, folder)
+        whole = TransformerLM(model.config, device="meta")  # of which the model may be one rank's part
+        named = {to_hf_name(name): parameter for name, parameter in whole.named_parameters()}
+        _check_fit(stored, named, model.config, folder)
         for name, parameter in targets.items():
             parameter.copy_(stored[name].get_tensor(name))
     model.rotary.reset_parameters()

@@ -1,17 +1,19 @@
 """A run's step under caps on memory (``--device-gib``, ``--host-gib``): a streamed one, as the trainer knows steps.
 
-    step = CappedStep(options, case, device)         # chooses a plan, sets memory aside, makes or loads weights
+    step = CappedStep(options, case, rank)           # chooses a plan, sets memory aside, makes or loads weights
     loss = step(token_ids, targets)                  # all micro-batches and the update
     step.model, step.optimizer                       # for checkpoints: views of the tensors that the step keeps
 
 A step's tokens are those of the options, its chunks the plan's (``streaming/choose.py``). A checkpoint is like that of
 any other run, written from where its tensors lie and loaded into place; a run with caps and one without can resume each
-other. On a GPU the caps hold for all memory that the process has there, by a fence. A CPU's "device" is its own memory;
-there the caps hold for the step's slabs alone, and the plan is the one for an H200: for trying out, and for tests.
+other. Several ranks are a ring, in which layers are dealt to ranks, each under caps of its own; all take the same
+tokens, and each saves its own layers. On a GPU the caps hold for all memory that the process has there, by a fence. A
+CPU's "device" is its own memory; there the caps hold for the step's slabs alone, and the plan is the one for an H200:
+for trying out, and for tests.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,22 +26,25 @@ from cs336_systems.blocks import block_ops
 from cs336_systems.case import Unsupported
 from cs336_systems.costs.rates import Rates
 from cs336_systems.distributed.checkpoint_folder import survey
+from cs336_systems.distributed.process_group import Rank, on_every_rank, on_rank_0
 from cs336_systems.hardware import GIB, Hardware, find_hardware
 from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.model.hf_weights import load_hf_weights
 from cs336_systems.pretraining.checkpoint import goes_on_from
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
+from cs336_systems.streaming.build import build
 from cs336_systems.streaming.choose import (
     EFFORT,
     HOST_OVERHEAD,
     Caps,
     CapsTooSmallError,
     ChosenPlan,
-    choose,
+    choose_ring,
     chunk_sizes,
 )
 from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence, check_cpu_caps, refusals
+from cs336_systems.streaming.messages import RingMessages
 from cs336_systems.streaming.run import FRAGMENTS, LayerAdamW, StreamedStep
 from cs336_systems.training.assemble import check_supported
 
@@ -109,8 +114,9 @@ class Chunking:
 
 def chooser(
     options: TrainOptions, case: TrainerCase, device: torch.device, preferred: Chunking | None = None
-) -> Callable[[Caps], ChosenPlan]:
-    """A function that chooses the fastest plan within caps, of the preferred chunking if they hold it; see ``choose``.
+) -> Callable[[Sequence[Caps]], list[ChosenPlan]]:
+    """A function that chooses the fastest plans of ranks within their caps, of the preferred chunking if they hold it;
+    see ``choose_ring``.
 
     Raises:
         Unsupported: no peaks are on record for the device.
@@ -122,13 +128,13 @@ def chooser(
     how: dict[str, Any] = {"precision": case.precision, "moments": moments, "tokens_per_step": tokens}
     how |= {"rates": Rates.of(hardware_of(device)), "effort": EFFORT if device.type == "cuda" else EFFORT // 20}
 
-    def choose_plan(caps: Caps) -> ChosenPlan:
+    def choose_plans(caps: Sequence[Caps]) -> list[ChosenPlan]:
         if preferred is not None:
             with suppress(CapsTooSmallError):
-                return choose(case.config, length, caps, chunk=preferred.chunk, chunks=preferred.chunks, **how)
-        return choose(case.config, length, caps, chunk=chunk, **how)
+                return choose_ring(case.config, length, caps, chunk=preferred.chunk, chunks=preferred.chunks, **how)
+        return choose_ring(case.config, length, caps, chunk=chunk, **how)
 
-    return choose_plan
+    return choose_plans
 
 
 def planned_for(options: TrainOptions) -> str:
@@ -162,7 +168,7 @@ def planned_segments(choice: ChosenPlan, *, copies: bool) -> dict[str, int]:
 def copy_bytes(choice: ChosenPlan) -> int:
     """Bytes of a checkpoint's copy; 0 where the host's cap has no room for it, and no copy is made."""
     work = choice.plan.work
-    n_bytes = work.config.n_parameters * (work.precision.parameter_bytes + sum(n for _, n in work.moments))
+    n_bytes = work.n_parameters * (work.precision.parameter_bytes + sum(n for _, n in work.moments))
     return n_bytes if n_bytes <= choice.spare_host_bytes else 0
 
 
@@ -179,8 +185,10 @@ class CappedStep:
             with do not serve. From every call: torch was refused memory; after a step, the weights are of no step then.
     """
 
-    def __init__(self, options: TrainOptions, case: TrainerCase, device: torch.device) -> None:
+    def __init__(self, options: TrainOptions, case: TrainerCase, rank: Rank) -> None:
+        device = rank.device
         check_supported(case, device)
+        messages = RingMessages(rank) if rank.world_size > 1 else None  # before the fence, which counts what they take
         self.precision, on_gpu = case.precision, device.type == "cuda"
         self._planned_for = "" if on_gpu else planned_for(options)
         gib = [cap for cap in (options.device_gib, options.host_gib) if cap]
@@ -188,15 +196,16 @@ class CappedStep:
         caps, chunking = caps_of(options, case, device, self._fence), Chunking.of_run(options)
         if not on_gpu:
             check_cpu_caps(caps.device, caps.host)
-        self.choice = chooser(options, case, device, chunking)(caps)
-        plan = self.choice.plan
+        of_all, choose = on_every_rank(lambda: caps), chooser(options, case, device, chunking)
+        plan, times = on_rank_0(lambda: [(one.plan, one.times) for one in choose(of_all)])[rank.rank]
+        self.choice = ChosenPlan(plan, build(plan), times, caps)
         self.chunking, self.evaluation_batch = Chunking(plan.work.chunk, plan.chunks), plan.round_sequences
         self._cut_anew = chunking not in (None, self.chunking)
         self._layers = LayerAdamW(**options.adamw, seed=options.seed)
         torch.manual_seed(options.seed)
         self._refusals = partial(refusals, device, caps.device)
         ops = block_ops(case.kernels, case.attention, deterministic=case.deterministic)
-        how: dict[str, Any] = {"max_norm": options.clip or math.inf, "optimizer": self._layers}
+        how: dict[str, Any] = {"max_norm": options.clip or math.inf, "optimizer": self._layers, "messages": messages}
         try:
             with self._refusals():
                 self._step = StreamedStep(plan, self.choice.schedule, ops, device, **how)

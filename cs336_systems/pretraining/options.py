@@ -342,7 +342,12 @@ class TrainOptions(_Options):
         return kept_as(self.keep or by_default)
 
     def data_ranks(self, world_size: int) -> int:
-        """The ranks of a world of so many that have batches of their own; ValueError if the mesh does not fit."""
+        """The ranks of a world of so many that have batches of their own; ValueError if the mesh does not fit.
+
+        Under caps on memory all ranks are a ring, which has one batch.
+        """
+        if self.capped:
+            return 1
         copies = {"replicas": self.copies_in_world, "pipeline": self.pipeline}
         _, replicas, shards, *_ = mesh_shape(world_size, self.context, self.tensor, **copies)
         return replicas * shards

@@ -127,8 +127,6 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
         OSError: something cannot be read or written.
     """
     _check_alike(lambda: must_be_alike(options))
-    if options.capped and rank.world_size > 1:
-        raise ValueError(f"--device-gib and --host-gib are for one rank, and here are {rank.world_size}")
     origin = on_rank_0(lambda: goes_on_from(options.out, options.resume_from))
     sources = sources_of(options.data or on_rank_0(default_data))
     _check_alike(lambda: data_identity(options, sources))
@@ -155,17 +153,17 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     evaluation = _sequences(options, datasets, held_out, shares, config, rank)
     n_steps, tokens_per_step = options.n_steps(len(train), rank.world_size), options.tokens_per_step(rank.world_size)
     rate = options.rate_of(n_steps)
-    case = options.training_case(config, rank.world_size)
+    case = options.training_case(config, 1 if options.capped else rank.world_size)
     if reason := refusal(case):
         raise ValueError(reason)
     mesh, n_data = mesh_of(case, rank), options.data_ranks(rank.world_size)
-    place = (mesh.place("data") if mesh else rank.rank, n_data)
+    place = (mesh.place("data") if mesh else rank.rank % n_data, n_data)
     loader = Loader(
         train, tokens_per_step // (length * options.worlds), seed=options.seed, rank=place[0], world_size=n_data
     )
     step: TrainStep | CappedStep
     if options.capped:
-        step = CappedStep(options, case, rank.device)
+        step = CappedStep(options, case, rank)
         batch = step.evaluation_batch
     else:
         if rank.device.type == "cpu":
