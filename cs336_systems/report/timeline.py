@@ -298,4 +298,4 @@ def _draw_lanes(axes: Axes, rows: pd.DataFrame, between: tuple[float, float], *,
         bars = list(zip(1e3 * own["start_s"], 1e3 * own["length_s"], strict=True))
         names = own["layer"].astype(str) if kernels_named and colour in (_SKY, _BLUE) else ()
         edges: dict[str, Any] = {"edgecolor": "white", "lw": 0.4} if kernels_named else {}
-        draw_bars(axes, bars, (lanes.index(lane) - 0.42, 0.84), colour, list(names), **edges)
+        draw_bars(axes, bars, (lanes.index(str(lane)) - 0.42, 0.84), colour, list(names), **edges)

@@ -26,6 +26,9 @@ Compute = Callable[[Operation], None]
 Copy = Callable[[Operation], tuple[Tensor, Tensor]]
 """Returns (source, target) of a copy, uint8 of one size; of a message the memory that is sent or written, twice."""
 
+_BESIDE = (Lane.IN, Lane.OUT, Lane.SEND, Lane.RECEIVE)
+"""The lanes of copies and messages, which run beside kernels."""
+
 RUBBISH = 0xFF
 """The value of every byte that a pretended copy is about to write: NaN in any float."""
 
@@ -39,7 +42,7 @@ class Streams:
 
     def __init__(self, device: torch.device, *, timed: bool = False) -> None:
         self.device, self.timed = device, timed
-        self.copies = {lane: torch.cuda.Stream(device) for lane in Lane if lane is not Lane.COMPUTE}
+        self.copies = {lane: torch.cuda.Stream(device) for lane in _BESIDE}
         self.begins: dict[int, torch.cuda.Event] = {}
         self.ends: dict[int, torch.cuda.Event] = {}
         self.first = torch.cuda.Event(enable_timing=True)
@@ -95,8 +98,6 @@ class PretendedLink:
             of two the one ends that began last.
     """
 
-    copies = (Lane.IN, Lane.OUT, Lane.SEND, Lane.RECEIVE)
-
     def __init__(self, seed: int | None = None) -> None:
         self.choose = None if seed is None else random.Random(seed)
         self.often, self.inward = (0.0, 0.0) if self.choose is None else (self.choose.random(), self.choose.random())
@@ -119,7 +120,7 @@ class PretendedLink:
             return not unsent and ended.issuperset(operations[i].waits)
 
         while any(queues.values()) or begun:
-            for lane in self.copies:
+            for lane in _BESIDE:
                 if ready(lane):
                     i = queues[lane].popleft()
                     source, target = copy(operations[i])

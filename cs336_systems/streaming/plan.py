@@ -76,8 +76,8 @@ class Plan:
         if self.order not in ORDERS:
             raise ValueError(f"unknown order {self.order!r}: known are {', '.join(ORDERS)}")
         if self.input_every < 1 or (self.input_every > 1 and self.work.share):
-            most = ", and 1 in a ring, whose neighbouring layers are on other ranks" if self.work.share else ""
-            raise ValueError(f"input_every must be at least 1{most}, got {self.input_every}")
+            in_ring = ", and 1 in a ring, whose neighbouring layers are on other ranks" if self.work.share else ""
+            raise ValueError(f"input_every must be at least 1{in_ring}, got {self.input_every}")
         if self.rounds < 1 or self.chunks < 1 or self.chunks % self.work.chunks_per_sequence:
             whole = f", in whole sequences of {self.work.chunks_per_sequence}" if self.work.is_long else ""
             raise ValueError(f"rounds and chunks must be positive{whole}, got {self.rounds} and {self.chunks}")
