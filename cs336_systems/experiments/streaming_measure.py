@@ -23,8 +23,8 @@ from torch import Tensor
 from cs336_systems.blocks import block_ops
 from cs336_systems.case import Parallel, TrainingCase, Unsupported
 from cs336_systems.costs.flops import model_flops
+from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.rates import Rates
-from cs336_systems.costs.streaming import LaneTimes
 from cs336_systems.distributed.process_group import Rank, joined, on_every_rank, on_rank_0
 from cs336_systems.experiments.ranked import largest
 from cs336_systems.experiments.streaming import CPU_PLANS_FOR, StreamingCell
@@ -45,11 +45,12 @@ from cs336_systems.pretraining.capped import caps_within, hardware_of
 from cs336_systems.report.figures import save
 from cs336_systems.report.timeline import streaming_figure, timeline_rows
 from cs336_systems.streaming.build import build
-from cs336_systems.streaming.choose import LEAST_CHUNK, Caps, CapsTooSmallError, ChosenPlan, choose_ring
+from cs336_systems.streaming.choose import LEAST_CHUNK, Caps, CapsTooSmallError, ChosenPlan
 from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.lanes import Streams
 from cs336_systems.streaming.messages import RingMessages
+from cs336_systems.streaming.ring import choose_ring
 from cs336_systems.streaming.run import StreamedStep
 from cs336_systems.streaming.schedule import RECOMPUTES
 from cs336_systems.training import assemble, random_batch

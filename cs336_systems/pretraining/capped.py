@@ -39,12 +39,12 @@ from cs336_systems.streaming.choose import (
     Caps,
     CapsTooSmallError,
     ChosenPlan,
-    choose_ring,
     chunk_sizes,
 )
 from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence, check_cpu_caps, refusals
 from cs336_systems.streaming.messages import RingMessages
+from cs336_systems.streaming.ring import choose_ring
 from cs336_systems.streaming.run import FRAGMENTS, LayerAdamW, StreamedStep
 from cs336_systems.training.assemble import check_supported
 

@@ -12,7 +12,7 @@ Close up, two blocks in the middle of the model stand for all: from the first op
 other, and on to the end of the collectives that two blocks cause, the step's share of two. Where backward sends
 nothing, it is the last two blocks, and the collectives that follow backward.
 
-A step under memory caps has three lanes, simulated (``costs/streaming.py``) or measured:
+A step under memory caps has three lanes, simulated (``costs/lanes.py``) or measured:
 
     rows = timeline_rows(schedule.operations, times)         # a table, as files of benchmark_streaming.py hold it
     save(streaming_figure(rows, title), path)
@@ -32,7 +32,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cs336_systems.costs.streaming import LANES, LaneTimes
+from cs336_systems.costs.lanes import LANES, LaneTimes
 from cs336_systems.profiling.ranges import BACKWARD, STEP
 from cs336_systems.profiling.traces.kernels import CLASSES, COMMUNICATION, collective_name, kernel_class
 from cs336_systems.profiling.traces.queries import MS

@@ -2,7 +2,7 @@
 
     schedule = build(plan)
     build_forward(plan)                     # an evaluation, in the same slots
-    schedule_times(plan, schedule, rates)   # simulated: costs/streaming.py
+    schedule_times(plan, schedule, rates)   # simulated: costs/lanes.py
 
 A copy out of a slot follows the last write there. A copy into a slot stands where the slot is left and the item is on
 the host. If another item must be copied out first, it stands two operations of kernels later, as it would hold up the
@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+from cs336_systems.costs.lanes import LANES, Lanes, LaneTimes, simulate, simulate_ranks
 from cs336_systems.costs.rates import Rates
-from cs336_systems.costs.streaming import LANES, Lanes, LaneTimes, simulate, simulate_ranks
 from cs336_systems.streaming.order import (
     EVICTION_LAG,
     GROUPED,

@@ -10,18 +10,18 @@ optimizer adds stays below 2 % of it, unless its tokens are given.
 
 import gc
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain, product
-from typing import Any, NamedTuple
 
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
+from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.memory import TABLE_SHARE
 from cs336_systems.costs.rates import Rates
-from cs336_systems.costs.streaming import MOMENTS, LaneTimes, Share, StreamedWork
+from cs336_systems.costs.streaming import MOMENTS, StreamedWork
 from cs336_systems.hardware import GIB
-from cs336_systems.streaming.build import build, ring_times, schedule_times
+from cs336_systems.streaming.build import build, schedule_times
 from cs336_systems.streaming.estimate import WorkSeconds, best_keep, neighbours
 from cs336_systems.streaming.order import TooFewSlotsError
 from cs336_systems.streaming.plan import ORDERS, Keep, Order, Plan
@@ -50,8 +50,6 @@ SIMULATED = 40
 """Kinds of plans of which a schedule is built."""
 EFFORT = 80_000
 """Operations that are simulated of these, and as many on the way from the best of them to better ones."""
-RING_CUTS = 4
-"""Ways to cut a ring's step into chunks, by their order and number, of which the whole ring is simulated."""
 STARTS = 8
 """Plans from each of which small steps are taken first: neighbours of the seventh can be 3 % faster than those of the
 first."""
@@ -155,80 +153,7 @@ def choose(
         StreamedWork(config, context_length, tokens, precision, tuple(moments.items()))
         for tokens in ([chunk] if chunk else chunk_sizes(context_length, least_chunk))
     ]
-    return _Search(works, caps, rates, tokens_per_step, chunks, clipping).best(effort)
-
-
-def choose_ring(
-    config: ModelConfig,
-    context_length: int,
-    caps: Sequence[Caps],
-    rates: Rates,
-    *,
-    tokens_per_step: int | None = None,
-    chunk: int | None = None,
-    chunks: int | None = None,
-    effort: int = EFFORT,
-    **others: Any,
-) -> list[ChosenPlan]:
-    """The plans of ranks that hand on activations, each with its share of the layers and its own caps.
-
-    One rank's search, of the one with most to compute, finds the ways to cut a step into chunks that are the fastest
-    for it; the others take them on, and the ring is simulated as a whole. A round has at least as many chunks as there
-    are ranks, so that all of them compute at the same time.
-
-    Args:
-        caps: of each rank.
-        others: as ``choose``.
-
-    Raises:
-        CapsTooSmallError: nothing fits on one of the ranks.
-        ValueError: as ``choose``; or there are fewer layers than ranks, or too few tokens in a step.
-    """
-    n_ranks = len(caps)
-    if n_ranks == 1:
-        how: dict[str, Any] = {"tokens_per_step": tokens_per_step, "chunk": chunk, "chunks": chunks}
-        return [choose(config, context_length, caps[0], rates, effort=effort, **how, **others)]
-    precision, moments = others.pop("precision", PRECISIONS["bf16"]), others.pop("moments", MOMENTS)
-    clipping, least = others.pop("clipping", True), others.pop("least_chunk", LEAST_CHUNK)
-
-    def search(rank: int, cut: Cut) -> _Search:
-        sizes = [cut.chunk] if cut.chunk else chunk_sizes(context_length, least)
-        share = Share.dealt(config, rank, n_ranks)
-        works = [StreamedWork(config, context_length, n, precision, tuple(moments.items()), share=share) for n in sizes]
-        orders = (cut.order,) if cut.order else ORDERS
-        return _Search(works, caps[rank], rates, cut.tokens, cut.chunks, clipping, orders)
-
-    def busy(rank: int) -> float:
-        return WorkSeconds.of(search(rank, Cut()).works[0], rates).of_chunk
-
-    leader = max(range(n_ranks), key=busy)
-    first = search(leader, Cut(tokens_per_step, chunk, chunks))
-    first.best(effort)
-    ways: dict[tuple[Order, int], Cut] = {}
-    for plan in first.ranking():
-        ways.setdefault((plan.order, plan.chunks), Cut(plan.tokens, plan.work.chunk, plan.chunks, plan.order))
-    found, short = [], None
-    for cut in list(ways.values())[:RING_CUTS]:
-        try:
-            choices = [search(rank, cut).best(effort // (2 * RING_CUTS)) for rank in range(n_ranks)]
-        except CapsTooSmallError as error:
-            short = short or error
-            continue
-        times = ring_times([each.plan for each in choices], [each.schedule for each in choices], rates)
-        found.append([replace(each, times=own) for each, own in zip(choices, times, strict=True)])
-    if not found:
-        assert short is not None
-        raise short
-    return max(found, key=lambda choices: min(each.tokens_per_s for each in choices))
-
-
-class Cut(NamedTuple):
-    """How a step is cut into chunks and in which order they go, as far as that is given."""
-
-    tokens: int | None = None
-    chunk: int | None = None
-    chunks: int | None = None
-    order: Order | None = None
+    return Search(works, caps, rates, tokens_per_step, chunks, clipping).best(effort)
 
 
 def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
@@ -244,7 +169,7 @@ def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
 
 
 @dataclass
-class _Search:
+class Search:
     """A search for the best plan under two caps."""
 
     works: list[StreamedWork]

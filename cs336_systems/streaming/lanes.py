@@ -12,13 +12,14 @@ ranks, only one that is to be received is waited for, when nothing else is left:
 
 import random
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.costs.streaming import LaneTimes
+from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.streaming.messages import Messages
 from cs336_systems.streaming.schedule import Lane, Operation, Schedule
 
@@ -164,14 +165,21 @@ class PretendedLink:
 
 def begin_message(operation: Operation, memory: Tensor, messages: Messages | None) -> dist.Work:
     assert messages is not None, operation
-    return (messages.send if operation.lane is Lane.SEND else messages.receive)(memory, operation.peer)
+    with _naming(operation):
+        return (messages.send if operation.lane is Lane.SEND else messages.receive)(memory, operation.peer)
 
 
 def _finish(operation: Operation, message: dist.Work) -> None:
-    """Waits for a message; raises DistError if it does not arrive."""
-    try:
+    with _naming(operation):
         message.wait()
-    except RuntimeError as error:  # gloo's, which knows no layers
+
+
+@contextmanager
+def _naming(operation: Operation) -> Iterator[None]:
+    """Turns an error of a message, of which gloo knows no layer, into DistError."""
+    try:
+        yield
+    except RuntimeError as error:
         what = f"chunk {operation.chunk} of round {operation.round} at layer {operation.layer}"
         how = f"{operation.kind} {what} in vain, as rank {operation.peer} has gone or is stuck"
         raise dist.DistError(f"{how}: {error}") from error

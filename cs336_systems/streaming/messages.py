@@ -58,4 +58,8 @@ class RingMessages:
         return work
 
     def total_(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor)
+        """Raises DistError if another rank has gone, or does not come in time."""
+        try:
+            dist.all_reduce(tensor)
+        except RuntimeError as error:
+            raise dist.DistError(f"rank {self.rank.rank} waited in vain for the others' norms: {error}") from error

@@ -7,8 +7,9 @@ import pytest
 from cs336_systems.config import PRECISIONS, resolve_size
 from cs336_systems.costs.flops import hardware_flops, model_flops
 from cs336_systems.costs.kept import bytes_kept
+from cs336_systems.costs.lanes import simulate
 from cs336_systems.costs.rates import Rates
-from cs336_systems.costs.streaming import LEVELS, MASTER_MOMENTS, StreamedWork, simulate
+from cs336_systems.costs.streaming import LEVELS, MASTER_MOMENTS, StreamedWork
 from cs336_systems.hardware import GIB, find_hardware
 
 LLAMA = replace(resolve_size("llama3-8b"), max_context_length=None)

@@ -3,8 +3,9 @@
 import pytest
 
 from cs336_systems.config import resolve_size
+from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.rates import Rates
-from cs336_systems.costs.streaming import LaneTimes, StreamedWork
+from cs336_systems.costs.streaming import StreamedWork
 from cs336_systems.hardware import find_hardware
 from cs336_systems.streaming.build import build, schedule_times
 from cs336_systems.streaming.plan import Keep, Order, Plan

@@ -1,6 +1,7 @@
 """Streams, events and pinned memory: random plans on a GPU give the bits of the uncapped step, and caps hold."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from cs336_systems.blocks import block_ops
 from cs336_systems.config import ModelConfig
 from cs336_systems.streaming.build import build
 from cs336_systems.streaming.fence import GIB, Fence
+from cs336_systems.streaming.messages import RingMessages
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.run import LayerAdamW, StreamedStep
 from cs336_systems.streaming.schedule import Schedule
-from tests.streaming.plans import CHUNK, random_plan, resident, roomy
+from tests.distributed.checks import on_gpus, on_ranks
+from tests.streaming.plans import CHUNK, random_plan, random_ring, resident, roomy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -31,9 +34,12 @@ def on_gpu(plan: Plan) -> Plan:
     return replace(plan, work=work)
 
 
-def trained(plan: Plan, schedule: Schedule, attention: str, n: int = 5) -> dict[str, Tensor]:
+def trained(
+    plan: Plan, schedule: Schedule, attention: str, n: int = 5, messages: RingMessages | None = None
+) -> dict[str, Tensor]:
     ops = block_ops("fused", attention, deterministic=True)
-    step = StreamedStep(plan, schedule, ops, torch.device("cuda"), optimizer=LayerAdamW(lr=0.01), max_norm=0.1)
+    how: dict[str, Any] = {"optimizer": LayerAdamW(lr=0.01), "max_norm": 0.1, "messages": messages}
+    step = StreamedStep(plan, schedule, ops, torch.device("cuda", torch.cuda.current_device()), **how)
     torch.manual_seed(0)
     step.reset_parameters()
     shape, generator = (2, plan.n_sequences, plan.work.context_length), torch.Generator().manual_seed(1)
@@ -64,3 +70,20 @@ def test_a_cap_on_the_device_holds(name, device_to_itself):
     del held
     with pytest.raises(RuntimeError, match="GiB of the host were in use, the cap is 0.00 GiB"):
         Fence(device, 4 * GIB, 1).check()
+
+
+def in_a_ring(rank, seeds):
+    """Whether a ring has the bits of one rank, under random plans of each."""
+    messages = RingMessages(rank)
+    for seed in seeds:
+        plans = [on_gpu(plan) for plan, _ in random_ring(seed, rank.world_size)]
+        plan = plans[rank.rank]
+        expected = trained(plain := roomy(plan), resident(plain), "flash")
+        got = trained(plan, build(plan), "flash", messages=messages)
+        assert got.keys() - {"losses"}
+        assert [name for name, tensor in got.items() if not torch.equal(expected[name], tensor)] == [], seed
+
+
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
+def test_a_ring_has_the_bits_of_one_gpu(world_size, device):
+    on_ranks(in_a_ring, world_size, range(4), device=device)

@@ -1,0 +1,167 @@
+"""When the operations of a streamed step begin and end, on one rank or on all ranks of a ring.
+
+Operations run on lanes: kernels, copies in both directions over one link, and in a ring messages to other ranks and
+from them. A lane runs its own in their order, each as early as what it waits for lets it. Copies share the link, and
+slow kernels down a little.
+
+    times = simulate(["in", "compute"], amounts=[2**30, 0.1], waits=[(), (0,)], rates=rates)
+    times.span, times.busy["compute"]
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cs336_systems.costs.rates import Rates
+
+LANES = ("in", "compute", "out", "send", "receive")
+"""The last two carry messages to and from other ranks of a ring."""
+
+MESSAGE_BYTES_PER_S = 40e9
+"""Rate of a message between two ranks of a host, by two thread blocks over NVLink (``distributed/pipeline.py``)."""
+
+
+@dataclass(frozen=True)
+class LaneTimes:
+    """When the operations of a schedule begin and end, simulated or measured, in seconds."""
+
+    lanes: Sequence[str]
+    starts: Sequence[float]
+    ends: Sequence[float]
+    waited_for: Mapping[str, float]
+    """Seconds in which the compute lane stood still, by the lane that it waited for; of ``compute`` for other ranks."""
+
+    @property
+    def span(self) -> float:
+        return max(self.ends, default=0.0)
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Seconds in which each lane works."""
+        found = dict.fromkeys((*LANES[:3], *self.lanes), 0.0)
+        for lane, start, end in zip(self.lanes, self.starts, self.ends, strict=True):
+            found[lane] += end - start
+        return found
+
+
+class Lanes(NamedTuple):
+    """The operations of one rank, in the order in which it enqueues them."""
+
+    lanes: Sequence[str]
+    """Lane of each operation."""
+    amounts: Sequence[float]
+    """Bytes of each copy and message; of all others the seconds that they take alone on the device."""
+    waits: Sequence[Sequence[int]]
+    """Indices of the operations that each waits for; they stand earlier."""
+
+
+def simulate(lanes: Sequence[str], amounts: Sequence[float], waits: Sequence[Sequence[int]], rates: Rates) -> LaneTimes:
+    """``simulate_ranks`` of one rank, for which every message is there when it is wanted."""
+    (times,) = simulate_ranks([Lanes(lanes, amounts, waits)], [], rates)
+    return times
+
+
+def simulate_ranks(
+    ranks: Sequence[Lanes], together: Sequence[Sequence[tuple[int, int]]], rates: Rates
+) -> list[LaneTimes]:
+    """Run the operations of ranks as early as lanes and waits allow.
+
+    Args:
+        together: (rank, operation) of those that begin at one time, as sends with their receives do.
+
+    Raises:
+        ValueError: an operation waits for itself or a later one.
+        RuntimeError: ranks wait for each other in a circle.
+    """
+    for of_rank in ranks:
+        for i, needed in enumerate(of_rank.waits):
+            if any(j >= i for j in needed):
+                raise ValueError(f"operation {i} waits for {max(needed)}, which does not stand before it")
+    machines = [_Machine(each, rates) for each in ranks]
+    partners = {member: [each for each in group if each != member] for group in together for member in group}
+    now = 0.0
+    while True:
+        began = True
+        while began:
+            began = False
+            for rank, machine in enumerate(machines):
+                for lane, i in machine.ready():
+                    others = partners.get((rank, i), ())
+                    if all(machines[other].is_ready(j) for other, j in others):
+                        machine.begin(lane, i, now)
+                        for other, j in others:
+                            machines[other].begin(machines[other].of.lanes[j], j, now)
+                        began = True
+        steps = [step for machine in machines if (step := machine.next_end()) is not None]
+        if not steps:
+            break
+        now += min(steps)
+        for machine in machines:
+            machine.advance(min(steps), now)
+    for rank, machine in enumerate(machines):
+        if stuck := machine.stuck():
+            raise RuntimeError(f"ranks wait for each other in a circle: operations {stuck} of rank {rank} never begin")
+    return [LaneTimes(machine.of.lanes, machine.starts, machine.ends, machine.stalled) for machine in machines]
+
+
+class _Machine:
+    """One rank while its operations run."""
+
+    def __init__(self, of: Lanes, rates: Rates) -> None:
+        self.of, self.rates = of, rates
+        self.queues = {lane: [i for i, own in enumerate(of.lanes) if own == lane] for lane in LANES}
+        self.queues = {lane: queue for lane, queue in self.queues.items() if queue}
+        self.heads = dict.fromkeys(self.queues, 0)
+        self.free = dict.fromkeys(self.queues, 0.0)
+        self.starts, self.ends = [0.0] * len(of.lanes), [-1.0] * len(of.lanes)
+        self.left: dict[str, float] = {}
+        """What is left of the operation that each lane runs."""
+        self.stalled = dict.fromkeys((*LANES[:3], *self.queues), 0.0)
+        self.speeds: dict[str, float] = {}
+
+    def ready(self) -> list[tuple[str, int]]:
+        """The next operations of lanes that are free, as far as what they wait for on this rank has ended."""
+        found, ends = [], self.ends
+        for lane, queue in self.queues.items():
+            if lane not in self.left and self.heads[lane] < len(queue):
+                i = queue[self.heads[lane]]
+                if all(ends[j] >= 0 for j in self.of.waits[i]):
+                    found.append((lane, i))
+        return found
+
+    def is_ready(self, i: int) -> bool:
+        return (self.of.lanes[i], i) in self.ready()
+
+    def begin(self, lane: str, i: int, now: float) -> None:
+        if lane in self.left:
+            return  # with its partner
+        self.starts[i], self.left[lane] = now, self.of.amounts[i]
+        if lane == "compute":
+            last = max(self.of.waits[i], key=lambda j: self.ends[j], default=None)
+            if last is not None and self.ends[last] > self.free[lane]:
+                self.stalled[self.of.lanes[last]] += now - self.free[lane]
+            elif now > self.free[lane]:
+                self.stalled[lane] += now - self.free[lane]
+        elif lane in ("in", "out"):
+            self.left[lane] += self.rates.copy_latency_s * self.rates.link_alone
+
+    def next_end(self) -> float | None:
+        """Seconds until the next operation ends, if any runs."""
+        if not self.left:
+            return None
+        rates, copies = self.rates, ("in" in self.left) + ("out" in self.left)
+        into, out = (rates.link_in_both, rates.link_out_both) if copies == 2 else (rates.link_alone, rates.link_alone)
+        self.speeds = {"in": into, "compute": 1 - copies * (1 - rates.beside_copies), "out": out}
+        self.speeds |= dict.fromkeys(("send", "receive"), MESSAGE_BYTES_PER_S)
+        return min(left / self.speeds[lane] for lane, left in self.left.items())
+
+    def advance(self, seconds: float, now: float) -> None:
+        for lane in list(self.left):
+            self.left[lane] -= seconds * self.speeds[lane]
+            if self.left[lane] <= 1e-9 * max(1.0, self.speeds[lane]):
+                del self.left[lane]
+                self.ends[self.queues[lane][self.heads[lane]]] = self.free[lane] = now
+                self.heads[lane] += 1
+
+    def stuck(self) -> list[int]:
+        return [queue[self.heads[lane]] for lane, queue in self.queues.items() if self.heads[lane] < len(queue)]

@@ -1,0 +1,102 @@
+"""Chooses the plans of a ring: ranks to which layers are dealt in turn, each under memory caps of its own.
+
+choices = choose_ring(config, 8192, [Caps(24 * GIB, 75 * GIB)] * 2, Rates.of(hardware))    # a plan for each rank
+min(choice.tokens_per_s for choice in choices)
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from cs336_systems.config import PRECISIONS, ModelConfig
+from cs336_systems.costs.rates import Rates
+from cs336_systems.costs.streaming import MOMENTS, Share, StreamedWork
+from cs336_systems.streaming.build import ring_times
+from cs336_systems.streaming.choose import (
+    EFFORT,
+    LEAST_CHUNK,
+    Caps,
+    CapsTooSmallError,
+    ChosenPlan,
+    Search,
+    choose,
+    chunk_sizes,
+)
+from cs336_systems.streaming.estimate import WorkSeconds
+from cs336_systems.streaming.plan import ORDERS, Order
+
+RING_CUTS = 4
+"""Ways to cut a ring's step into chunks, by their order and number, of which the whole ring is simulated."""
+
+
+class Cut(NamedTuple):
+    """How a step is cut into chunks and in which order they go, as far as that is given."""
+
+    tokens: int | None = None
+    chunk: int | None = None
+    chunks: int | None = None
+    order: Order | None = None
+
+
+def choose_ring(
+    config: ModelConfig,
+    context_length: int,
+    caps: Sequence[Caps],
+    rates: Rates,
+    *,
+    tokens_per_step: int | None = None,
+    chunk: int | None = None,
+    chunks: int | None = None,
+    effort: int = EFFORT,
+    **others: Any,
+) -> list[ChosenPlan]:
+    """The plans of ranks that hand on activations, each with its share of the layers and its own caps.
+
+    One rank's search, of the one with most to compute, finds the ways to cut a step into chunks that are the fastest
+    for it; the others take them on, and the ring is simulated as a whole. A round has at least as many chunks as there
+    are ranks, so that all of them compute at the same time.
+
+    Args:
+        caps: of each rank.
+        others: as ``choose``.
+
+    Raises:
+        CapsTooSmallError: nothing fits on one of the ranks.
+        ValueError: as ``choose``; or there are fewer layers than ranks, or too few tokens in a step.
+    """
+    n_ranks = len(caps)
+    if n_ranks == 1:
+        how: dict[str, Any] = {"tokens_per_step": tokens_per_step, "chunk": chunk, "chunks": chunks}
+        return [choose(config, context_length, caps[0], rates, effort=effort, **how, **others)]
+    precision, moments = others.pop("precision", PRECISIONS["bf16"]), others.pop("moments", MOMENTS)
+    clipping, least = others.pop("clipping", True), others.pop("least_chunk", LEAST_CHUNK)
+
+    def search(rank: int, cut: Cut) -> Search:
+        sizes = [cut.chunk] if cut.chunk else chunk_sizes(context_length, least)
+        share = Share.dealt(config, rank, n_ranks)
+        works = [StreamedWork(config, context_length, n, precision, tuple(moments.items()), share=share) for n in sizes]
+        orders = (cut.order,) if cut.order else ORDERS
+        return Search(works, caps[rank], rates, cut.tokens, cut.chunks, clipping, orders)
+
+    def busy(rank: int) -> float:
+        return WorkSeconds.of(search(rank, Cut()).works[0], rates).of_chunk
+
+    leader = max(range(n_ranks), key=busy)
+    first = search(leader, Cut(tokens_per_step, chunk, chunks))
+    first.best(effort)
+    ways: dict[tuple[Order, int], Cut] = {}
+    for plan in first.ranking():
+        ways.setdefault((plan.order, plan.chunks), Cut(plan.tokens, plan.work.chunk, plan.chunks, plan.order))
+    found, short = [], None
+    for cut in list(ways.values())[:RING_CUTS]:
+        try:
+            choices = [search(rank, cut).best(effort // (2 * RING_CUTS)) for rank in range(n_ranks)]
+        except CapsTooSmallError as error:
+            short = short or error
+            continue
+        times = ring_times([each.plan for each in choices], [each.schedule for each in choices], rates)
+        found.append([replace(each, times=own) for each, own in zip(choices, times, strict=True)])
+    if not found:
+        assert short is not None
+        raise short
+    return max(found, key=lambda choices: min(each.tokens_per_s for each in choices))
