@@ -28,7 +28,7 @@ dicts are refused, because ``torch.distributed.checkpoint`` would take this rank
 tensors.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -42,8 +42,9 @@ from cs336_systems.distributed.fsdp_schedule import GatherOrder, inside_backward
 from cs336_systems.distributed.fsdp_units import Predicate, ShardedUnits, Travels, is_unit
 from cs336_systems.distributed.peer_memory import Turns, why_not_mapped
 from cs336_systems.distributed.process_group import check_same_across_ranks
+from cs336_systems.distributed.tensor import tensor_dim
 from cs336_systems.distributed.wrapped import Members, NotCopied, check_shapes_are_known
-from cs336_systems.model.tensor_ranks import ALONE
+from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
 
 class FSDP(NotCopied, nn.Module):
@@ -215,30 +216,39 @@ def _device(module: nn.Module, device: torch.device | str | None, process_group:
 
 @torch.no_grad()
 def clip_grad_norm_(fsdp: FSDP, max_norm: float) -> Tensor:
-    """Scale all gradients so that their joint L2 norm is at most ``max_norm``, with one all-reduce of one number.
+    """Scale all gradients so that their joint L2 norm is at most ``max_norm``, with one all-reduce of two numbers.
 
     Every rank calls this after backward and scales by the same factor, max_norm / (norm + 1e-6) if that is below one,
-    as ``torch.nn.utils.clip_grad_norm_`` does. Returns the norm before clipping, a scalar on the device.
+    as ``torch.nn.utils.clip_grad_norm_`` does. What tensor ranks divide is added up over them, by one more all-reduce,
+    and what each of them has whole counts once. Returns the norm before clipping, a scalar on the device.
 
     Raises:
-        ValueError: ``max_norm`` is not positive, or other ranks hold further parts of the model.
+        ValueError: ``max_norm`` is not positive, or the module is a stage of a pipeline, of which others have the rest.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
-    if (n_ranks := getattr(fsdp.module, "tensor_ranks", ALONE).n_ranks) > 1:
-        raise ValueError(f"{n_ranks} tensor ranks share the model: clip by training.clipping.GradientGuard")
-    sharded = [p.sharded_param for group in fsdp.groups for p in group.parameters]
-    replicated = [p.sharded_param for p in fsdp.replicated]
-    gradients = [[p.grad.detach() for p in each if p.grad is not None] for each in (sharded, replicated)]
-    ours, everyones = (
-        torch.as_tensor(nn.utils.get_total_norm(each), device=fsdp.device, dtype=torch.float32).square()
-        for each in gradients
-    )
+    if hasattr(fsdp.module, "on_two_stages"):
+        raise ValueError("stages of a pipeline share the model: clip by training.clipping.GradientGuard")
+    ranks: TensorRanks = getattr(fsdp.module, "tensor_ranks", ALONE)
+    sharded = [parameter for group in fsdp.groups for parameter in group.parameters]
+    ours, everyones = (_squares(each, ranks, fsdp.device) for each in (sharded, fsdp.replicated))
     dist.all_reduce(ours, group=fsdp.process_group)
-    norm = (ours + everyones).sqrt()
-    if both := [*gradients[0], *gradients[1]]:
-        torch._foreach_mul_(both, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    divided, whole = ours + everyones
+    norm = (ranks.total([divided[None]])[0][0] + whole).sqrt()
+    found = [p.sharded_param.grad.detach() for p in fsdp.managed_parameters() if p.sharded_param.grad is not None]
+    if found:
+        torch._foreach_mul_(found, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def _squares(parameters: Iterable[ManagedParameter], ranks: TensorRanks, device: torch.device) -> Tensor:
+    """The sums of squares of the gradients that tensor ranks divide, and of the others: fp32 (2,)."""
+    found: tuple[list[Tensor], list[Tensor]] = [], []
+    for parameter in parameters:
+        if (gradient := parameter.sharded_param.grad) is not None:
+            found[ranks.n_ranks == 1 or tensor_dim(parameter.names[0]) is None].append(gradient.detach())
+    norms = [torch.as_tensor(nn.utils.get_total_norm(each), device=device, dtype=torch.float32) for each in found]
+    return torch.stack(norms).square()
 
 
 def _refuse_state_dict(module: nn.Module, *_: Any) -> NoReturn:

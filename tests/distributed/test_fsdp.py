@@ -128,13 +128,13 @@ def check_errors_inside_a_forward_leave_shards_in_place(rank):
         FSDP(nn.ModuleDict({"inner": Moving(4, 4)})).module["inner"](torch.ones(2, 4))
 
 
-def check_clipping_sends_one_number(rank):
+def check_clipping_sends_two_numbers(rank):
     fsdp = FSDP(Menagerie())
     (ids,) = batches(1)
     square_loss(fsdp(ids), ids).backward()
     with Traffic() as log:
         clip_grad_norm_(fsdp, 1.0)
-    assert [(event.kind, event.n_bytes) for event in log.sent] == [("allreduce", 4)]
+    assert [(event.kind, event.n_bytes) for event in log.sent] == [("allreduce", 8)]
     with pytest.raises(ValueError, match=r"0\.0"):
         clip_grad_norm_(fsdp, 0.0)
 
@@ -204,6 +204,6 @@ CHECKS = [
     check_passes_come_in_unusual_orders,
     check_a_unit_is_called_after_forward,
     check_a_forward_changes_course,
-    check_clipping_sends_one_number,
+    check_clipping_sends_two_numbers,
 ]
 test_on_two_ranks = on_each(2, checks_of(globals()))

@@ -293,7 +293,7 @@ def test_bytes_are_those_predicted():
 
 
 def check_norms_are_of_the_ranks_that_share_weights(rank: Rank):
-    """A sharded optimizer's in its group, without a mesh; FSDP's own knows no tensor ranks, and says so."""
+    """A sharded optimizer's in its group, without a mesh."""
     torch.manual_seed(rank.rank % 2)
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     model = torch.nn.Linear(8, 8)
@@ -306,12 +306,39 @@ def check_norms_are_of_the_ranks_that_share_weights(rank: Rank):
     guard = GradientGuard()
     guard(model, optimizer, loss)
     torch.testing.assert_close(guard.norm, expected)
-    step = assemble(run_of(1, 2, "fsdp"), rank)
-    with pytest.raises(ValueError, match="2 tensor ranks share the model"):
-        clip_grad_norm_(step.model, 1.0)
     model = TransformerLM(LLAMA)
     rotate_local(model, groups[rank.rank % 2], "ring")
     model.rotary.reset_parameters()  # as who loads weights does
+
+
+def check_fsdp_clips_what_tensor_ranks_divide(rank: Rank):
+    """Norm and gradients are those of the guard; without tensor ranks other tests have torch's."""
+    for config, max_norm in ((LLAMA, 0.1), (QWEN2, 1e9), (QWEN3, 0.1)):
+        case = run_of(1, 2, "fsdp", config)
+        step, guard = assemble(case, rank), GradientGuard(max_norm, mesh_of(case, rank))
+        forward, backward, _ = step.phases("step", *random_batch(case, rank)).values()
+        forward()
+        backward()
+        expected, _ = guard._norm_and_loss(step.model, step.optimizer, None)
+        gradients = [p.sharded_param.grad for p in step.model.managed_parameters()]
+        before = [gradient.detach().clone() for gradient in gradients]
+        norm = clip_grad_norm_(step.model, max_norm)
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+        factor = min(1.0, max_norm / (norm.item() + 1e-6))
+        for gradient, other in zip(gradients, before, strict=True):
+            torch.testing.assert_close(gradient.detach(), factor * other)
+
+
+def check_gradients_of_ddp_take_no_memory_but_their_own(rank: Rank):
+    """Those of merged weights come from backward side by side, and leave together."""
+    case = run_of(2, 1, "ddp", QWEN2)
+    case = replace(case, how=replace(case.how, bucket_size_mb=0.001))  # a matrix is a bucket, as they are at any size
+    step = assemble(case, rank)
+    forward, backward, _ = step.phases("step", *random_batch(case, rank)).values()
+    forward()
+    backward()
+    storages = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in step.model.parameters()}
+    assert sum(storages.values()) == sum(p.nbytes for p in step.model.parameters())
 
 
 class TwoUnits(torch.nn.Module):
