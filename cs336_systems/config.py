@@ -354,7 +354,7 @@ ATTENTIONS = (
 
 WRITTEN_OUT_ATTENTIONS = ("reference", "flash", "hopper")
 """The implementations that a block with a hand-written backward can call."""
-PACKING = ("reference", "flash")
+PACKING = ("reference", "flash", "hopper")
 """The implementations that can mask documents in one sequence from each other."""
 
 KERNELS = ("reference", "fused")

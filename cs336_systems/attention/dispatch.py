@@ -123,7 +123,8 @@ def unsupported_reason(
     if starts is not None:
         check_starts(shape, causal, starts)
         if impl not in PACKING:
-            return f"it cannot mask documents from each other, as {' and '.join(PACKING)} can"
+            can = f"{', '.join(PACKING[:-1])} and {PACKING[-1]}"
+            return f"it cannot mask documents from each other, as {can} can"
     return refuse(*_four_d(q, k, v), causal, shape)
 
 
@@ -177,10 +178,10 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, s
     return FlashKernels.apply(q, k, v, causal, scale, starts)
 
 
-def _hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+def _hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, starts: Tensor | None = None) -> Tensor:
     from cs336_systems.attention.hopper.function import HopperKernels
 
-    return HopperKernels.apply(q, k, v, causal, scale)
+    return HopperKernels.apply(q, k, v, causal, scale, False, starts)
 
 
 @functools.lru_cache(maxsize=32)

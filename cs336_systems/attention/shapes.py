@@ -121,6 +121,13 @@ def check_starts(shape: AttentionShape, causal: bool, starts: Tensor) -> None:
         )
 
 
+def ends_of(starts_BS: Tensor) -> Tensor:
+    """The end of each key's document, (B, S) int32: where starts pass it, as a document's queries are neighbours."""
+    batch, length = starts_BS.shape
+    places = torch.arange(length, dtype=torch.int32, device=starts_BS.device).expand(batch, -1).contiguous()
+    return torch.searchsorted(starts_BS, places, right=True, out_int32=True)
+
+
 def kernel_limits(q: Tensor) -> str | None:
     """Why the Triton kernels cannot take valid inputs like ``q``, in one sentence, or None if they can."""
     if q.dtype not in KERNEL_DTYPES:

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cs336_systems.case import Parallel
-from cs336_systems.config import ATTENTIONS, MODEL_SIZES, PACKING, resolve_size
+from cs336_systems.config import ATTENTIONS, MODEL_SIZES, resolve_size
 from cs336_systems.costs.kept import check_known
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
@@ -62,8 +62,6 @@ MEDIANS = ("tokens_per_s", "speed_of_light", "peak_memory", "predicted_peak_memo
 _RUN = ("device", "size", "context_length", "batch_size", "dtype", "seed")
 _WORDS = ("kernels", "keep", "attention", "cuda_graph", "matmul_kernels", "offload")
 """Columns that are options of train.py, for all ways and for ours."""
-PACKED = (*PACKING, "")
-"""Attentions of packed conversations, where one is named."""
 OURS = ("ours", "input-gradients")
 """Ways that run our blocks."""
 
@@ -199,7 +197,7 @@ Options: Any = options_of(TrainingRunCell, Asked)
 
 def make_cells(options: Any) -> list[TrainingRunCell]:
     """Each size in each way; what others do not have is asked of ours alone. Ranks that share nothing run once, at
-    ZeRO 0; the ways to gather differ at ZeRO 3 only; conversations are packed for those attentions that can.
+    ZeRO 0; the ways to gather differ at ZeRO 3 only.
 
     Raises:
         ValueError: a value that no run can have.
@@ -226,8 +224,6 @@ def make_cells(options: Any) -> list[TrainingRunCell]:
             if own["world_size"] == 1 or own["apart"] == "on":
                 own |= {"zero": 0, "apart": "off" if own["world_size"] == 1 else "on", "tensor": 1, "context": 1}
             own["gather_by"] = own["gather_by"] if own["zero"] == 3 else "collectives"
-            if own["conversations"] == "packed" and len(options.attention) > 1 and own["attention"] not in PACKED:
-                continue  # of several, those that can
             cell = cell_of(TrainingRunCell, options, data=TrainingRunCell.data, **own)
             replace(cell, apart="off").train_options.micro_batches(cell.world_size)
             if how in OURS:

@@ -26,14 +26,25 @@ class Results(NamedTuple):
     dv: Tensor
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float, dtype: torch.dtype) -> Results:
+def eager(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    causal: bool,
+    scale: float,
+    dtype: torch.dtype,
+    starts: Tensor | None = None,
+) -> Results:
     """The oracle's results for 4-D inputs in a dtype."""
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
-    o, lse = oracle_attention(q, k, v, causal=causal, scale=scale)
+    o, lse = oracle_attention(q, k, v, causal=causal, scale=scale, starts=starts)
     return Results(o.detach(), lse.detach(), *torch.autograd.grad(o, (q, k, v), do.to(dtype)))
 
 
-def floors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float) -> Results:
+def floors(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float, starts: Tensor | None = None
+) -> Results:
     """Largest sum of rounded terms of each result, from the absolute values of its factors in fp64.
 
     A GPU multiplies fp32 numbers split in two TF32 numbers, of 11 bits each: what is left of each factor is at most
@@ -46,9 +57,11 @@ def floors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: flo
     q, k, v, do = (x.detach().double() for x in (q, k, v, do))
     k_each, v_each = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = (q @ k_each.mT).abs() * scale
-    o, lse = oracle_attention(q, k, v, causal=causal, scale=scale)
+    o, lse = oracle_attention(q, k, v, causal=causal, scale=scale, starts=starts)
     p = torch.exp(q @ k_each.mT * scale - lse.masked_fill(lse == float("-inf"), float("inf"))[..., None])
     p = p.tril(k.shape[2] - q.shape[2]) if causal else p
+    if starts is not None:
+        p = p * (torch.arange(k.shape[2], device=p.device) >= starts[:, None, :, None])
     ds = p * (do.abs() @ v_each.abs().mT + (o.abs() * do.abs()).sum(-1, keepdim=True))
     terms = (p @ v_each.abs(), ds @ k_each.abs() * scale, ds.mT @ q.abs() * scale, p.mT @ do.abs())
     relative = eps + eps_fp32 * scores.max()
@@ -73,11 +86,20 @@ def results_of(
     return Results(o.detach(), lse, *torch.autograd.grad(o, (q, k, v), do))
 
 
-def compare(actual: Results, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float) -> None:
+def compare(
+    actual: Results,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    causal: bool,
+    scale: float,
+    starts: Tensor | None = None,
+) -> None:
     """Hold results of 4-D inputs against fp64."""
-    exact = eager(q, k, v, do, causal, scale, torch.float64)
-    same_dtype = eager(q, k, v, do, causal, scale, q.dtype)
-    floor = floors(q, k, v, do, causal, scale)
+    exact = eager(q, k, v, do, causal, scale, torch.float64, starts)
+    same_dtype = eager(q, k, v, do, causal, scale, q.dtype, starts)
+    floor = floors(q, k, v, do, causal, scale, starts)
     for name, *of in zip(Results._fields, actual, same_dtype, exact, floor, strict=True):
         against_fp64.check(name, *of)
 

@@ -26,14 +26,14 @@ for name, d_head in json.loads(sys.argv[1]):
     compiled.clear()
     q = torch.zeros(1, 2, 256, d_head, dtype=torch.bfloat16)
     tensors = q, q, q, q, torch.zeros(1, 2, 256), q, q, q, q
-    if name == "hopper_forward":
-        forward.launch_forward(q, q, q, True, 0.1)
+    starts = torch.zeros(1, 256, dtype=torch.int32) if "packed" in name else None
+    if name.startswith("hopper_forward"):
+        forward.launch_forward(q, q, q, True, 0.1, starts_BQ=starts)
     elif name.startswith("flash"):
-        starts = torch.zeros(1, 256, dtype=torch.int32) if "packed" in name else None
         flash_forward.launch_forward(q, q, q, True, 0.1, starts)
         flash.launch_backward(*tensors, True, 0.1, starts)
     else:
-        backward.launch_backward(*tensors, True, 0.1, "in order" in name)
+        backward.launch_backward(*tensors, True, 0.1, "in order" in name, starts_BQ=starts)
     of_form = forms.setdefault(("packed" in name, d_head), {})  # which compile once
     of_form |= compiled
     kernel = of_form[f"{name.split()[0]}_kernel"] if "flash" in name else compiled[f"{name.split()[0]}_kernel"]
@@ -59,7 +59,11 @@ SPILLED = {
     ("flash_forward packed", 128): 0,
     ("hopper_forward", 64): 0,
     ("hopper_forward", 128): 0,
+    ("hopper_forward packed", 64): 64,  # of a tile of queries, none in the loop over keys
+    ("hopper_forward packed", 128): 0,
     ("hopper_backward", 128): 256,
+    ("hopper_backward packed", 64): 0,
+    ("hopper_backward packed", 128): 304,
     ("hopper_backward in order", 64): 8,
     ("hopper_backward in order", 128): 512,
 }

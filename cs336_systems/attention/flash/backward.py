@@ -32,7 +32,6 @@ Precision: P and dS are rounded to the inputs' dtype for their products; all sum
 Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D head dim.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -49,6 +48,7 @@ from cs336_systems.attention.flash.primitives import (
     visible,
 )
 from cs336_systems.attention.flash.tiles import input_precision, tile_for, with_short_rows, writable
+from cs336_systems.attention.shapes import ends_of
 from cs336_systems.kernels.launching import ceil_div, launch, next_power_of_2
 
 
@@ -249,9 +249,8 @@ def launch_backward(
     common = {"D": d_head, "BLOCK_D": next_power_of_2(d_head), "CAUSAL": causal, "PRECISION": input_precision(d_head)}
     common["PACKED"] = starts_BQ is not None
     starts = ends = delta
-    if starts_BQ is not None:  # the queries of a document are neighbours: its end is where starts pass the key
-        places = torch.arange(n_keys, dtype=torch.int32, device=q.device).expand(batch, -1).contiguous()
-        starts, ends = starts_BQ, torch.searchsorted(starts_BQ, places, right=True, out_int32=True)
+    if starts_BQ is not None:
+        starts, ends = starts_BQ, ends_of(starts_BQ)
     inputs = (q, k, v, do, lse_log2, delta)
     strides = [stride for x in (q, k, v, do) for stride in x.stride()[:3]]
     sizes_and_scales = (n_heads // n_kv_heads, n_queries, n_keys, scale, scale * LOG2_E.value)

@@ -15,6 +15,7 @@ from cs336_systems.attention.hopper.backward_kernel import hopper_backward_kerne
 from cs336_systems.attention.hopper.passes import PADDED_ROWS, prepare_postprocess, prepare_preprocess
 from cs336_systems.attention.hopper.primitives import LOG2_E, ROWS
 from cs336_systems.attention.hopper.schedules import BACKWARD, MAX_REGISTERS_WITH, BackwardSchedule, padded_head_dim
+from cs336_systems.attention.shapes import ends_of
 from cs336_systems.kernels.copy_engine import can_be_copied, descriptor, example
 from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, n_multiprocessors
 
@@ -30,7 +31,7 @@ class Launches:
     preprocess: Prepared
     """Takes the addresses of o, do, lse, stats and sums of dq."""
     main: Prepared
-    """Takes the addresses of q, k, v, do, stats, sums of dq, dk, dv, turns and of a counter."""
+    """Takes the addresses of q, k, v, do, stats, sums of dq, dk, dv, turns, a counter and, packed, of ends."""
     postprocess: Prepared
     """Takes the addresses of the sums and of dq."""
     n_stats: int
@@ -49,6 +50,7 @@ def _prepared(
     causal: bool,
     scale: float,
     ordered: bool,
+    packed: bool,
     schedule: BackwardSchedule | None,
 ) -> Launches | None:
     """The three launches, or None if the copy engine cannot read or write a tensor with these strides.
@@ -90,6 +92,7 @@ def _prepared(
         descriptor(*dv, half_keys),
         example(torch.int32),
         example(torch.int32),
+        example(torch.int32) if packed else None,
         group,
         section_heads,
         padded,
@@ -129,6 +132,7 @@ def launch_backward(
     scale: float,
     ordered: bool = False,
     schedule: BackwardSchedule | None = None,
+    starts_BQ: Tensor | None = None,
 ) -> None:
     """Write dq, dk and dv; ``ordered`` sums dq from the last key tile to the first.
 
@@ -145,7 +149,8 @@ def launch_backward(
         q_BHQD.stride(), k_BKND.stride(), v_BKND.stride(), o_BHQD.stride(), do_BHQD.stride(),
         dq_BHQD.stride(), dk_BKND.stride(), dv_BKND.stride(),
     )  # fmt: skip
-    launches = _prepared(shape, k_BKND.shape, strides, q_BHQD.dtype, device, causal, scale, ordered, schedule)
+    how = causal, scale, ordered, starts_BQ is not None, schedule
+    launches = _prepared(shape, k_BKND.shape, strides, q_BHQD.dtype, device, *how)
     q, k, v = q_BHQD.data_ptr(), k_BKND.data_ptr(), v_BKND.data_ptr()
     o, do = o_BHQD.data_ptr(), do_BHQD.data_ptr()
     dq, dk, dv = dq_BHQD.data_ptr(), dk_BKND.data_ptr(), dv_BKND.data_ptr()
@@ -155,7 +160,7 @@ def launch_backward(
         written = dq_BHQD, dk_BKND, dv_BKND = [host.writable(x) for x in gradients]
         launch_backward(
             q_BHQD, k_BKND, v_BKND, o_BHQD, lse_BHQ, do_BHQD, dq_BHQD, dk_BKND, dv_BKND,
-            causal, scale, ordered, schedule,
+            causal, scale, ordered, schedule, starts_BQ,
         )  # fmt: skip
         for gradient, elsewhere in zip(gradients, written, strict=True):
             if elsewhere is not gradient:
@@ -171,5 +176,7 @@ def launch_backward(
     if ordered:
         turns = torch.zeros(launches.n_turns, dtype=torch.int32, device=device)
     launches.preprocess(stream, o, do, lse_BHQ.data_ptr(), stats, sums)
-    launches.main(stream, q, k, v, do, stats, sums, dk, dv, turns.data_ptr(), counter.data_ptr())
+    ends_BN = None if starts_BQ is None else ends_of(starts_BQ)
+    documents = () if ends_BN is None else (ends_BN.data_ptr(),)
+    launches.main(stream, q, k, v, do, stats, sums, dk, dv, turns.data_ptr(), counter.data_ptr(), *documents)
     launches.postprocess(stream, sums, dq)

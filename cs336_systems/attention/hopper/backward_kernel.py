@@ -47,13 +47,13 @@ class Tiles:
 
 
 @gluon.jit
-def backward_producer(plan, q, k, v, do, stats, taken, tiles):
+def backward_producer(plan, q, k, v, do, stats, taken, ends, tiles):
     """One warp: keys and values of a tile once, then each query tile with its statistics and output gradients."""
     step = 0
     turn = 0
     position = gl.program_id(0)
     while position < plan.n_items():
-        work = plan.key_tile(position)
+        work = plan.key_tile(position, ends)
         tiles.k.load(turn, k, work.batch, work.kv_head, work.first_key)
         tiles.v.load(turn, v, work.batch, work.kv_head, work.first_key)
         head = work.kv_head * plan.group
@@ -118,7 +118,7 @@ def add_dq(plan, dq, turns, key_tile, tiles, part, row, WHO: gl.constexpr):
 
 @gluon.jit
 def backward_consumer(
-    plan, dq, dk, dv, turns, tiles, scale, scale_log2,
+    plan, dq, dk, dv, turns, ends, tiles, scale, scale_log2,
     WHO: gl.constexpr, LATE_DQ: gl.constexpr, LEFT_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 of the program's keys, and half of each dq tile."""
@@ -140,10 +140,12 @@ def backward_consumer(
     turn = 0
     position = gl.program_id(0)
     while position < plan.n_items():
-        work = plan.key_tile(position)
+        work = plan.key_tile(position, ends)
         first_key = work.first_key + WHO * ROWS
         keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
         first_clear = plan.first_clear(first_key, ROWS)
+        if ends is not None:
+            first_end = plan.document_end(ends, work.batch, first_key) // BLOCK_Q
         dk_sum = gl.zeros([ROWS, BLOCK_D], gl.float32, d_layout)
         dv_sum = gl.zeros([ROWS, BLOCK_D], gl.float32, d_layout)
         all_keys = tiles.k.wait(turn)
@@ -174,9 +176,15 @@ def backward_consumer(
                 dq_part = dq_product(tiles, all_keys, step - 1, step > first_step, WHO)
             lse = stats.slice(0, BLOCK_Q).load(columns)
             p_t = gl.exp2(s_t * scale_log2 - lse[None, :])
-            if tile < first_clear:
+            needs_mask = tile < first_clear
+            if ends is not None:
+                needs_mask = needs_mask | (tile >= first_end)
+            if needs_mask:
                 queries = tile * BLOCK_Q + in_tile
                 seen = visible(queries[None, :], keys[:, None], plan.n_queries, plan.n_keys, plan.CAUSAL)
+                if ends is not None:
+                    key_ends = gl.load(ends + work.batch * plan.n_keys + keys, mask=keys < plan.n_keys, other=0)
+                    seen = seen & (queries[None, :] < key_ends[:, None])
                 p_t = gl.where(seen, p_t, 0.0)
             p_left = gl.convert_layout(p_t.to(dtype), left_layout)
             dv_next = warpgroup_mma(p_left, do_tile, dv_sum, is_async=True)
@@ -231,18 +239,21 @@ def backward_consumer(
 
 @gluon.jit(do_not_specialize=["group", "section_heads"])  # a 1 would become a constant, which a Plan cannot hold
 def hopper_backward_kernel(
-    q, k, v, do, stats, dq, dk, dv, turns, taken, group, section_heads, padded, scale, scale_log2, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, ORDERED: gl.constexpr,
+    q, k, v, do, stats, dq, dk, dv, turns, taken, ends, group, section_heads, padded, scale, scale_log2,
+    CAUSAL: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, ORDERED: gl.constexpr,
     LATE_DQ: gl.constexpr, LEFT_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv (B, K, N, D) and dq (B H padded, BLOCK_D) (fp32, unscaled); each program owns one key tile at a time."""
+    """dk, dv (B, K, N, D) and dq (B H padded, BLOCK_D) (fp32, unscaled); each program owns one key tile at a time.
+
+    ``ends`` (B, N) may be None.
+    """
     BLOCK_Q: gl.constexpr = q.block_shape[2]
     BLOCK_K: gl.constexpr = k.block_shape[2]
     BLOCK_D: gl.constexpr = k.block_shape[3]
     dtype: gl.constexpr = k.dtype
     plan = KeyPlan(  # type: ignore[call-arg]
         q.shape[2], k.shape[2], q.shape[1], k.shape[0] * k.shape[1], group, section_heads,
-        CAUSAL, BLOCK_Q, BLOCK_K, padded, ORDERED,
+        CAUSAL, BLOCK_Q, BLOCK_K, padded, ORDERED, ends is not None,
     )  # fmt: skip
     q_tiles = make_ring(dtype, BLOCK_Q, BLOCK_D, STAGES, 2)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], dtype)
@@ -264,13 +275,13 @@ def hopper_backward_kernel(
         [
             (
                 backward_consumer,
-                (plan, dq, dk, dv, turns, tiles, scale, scale_log2, 0, LATE_DQ, LEFT_IN_REGISTERS),
+                (plan, dq, dk, dv, turns, ends, tiles, scale, scale_log2, 0, LATE_DQ, LEFT_IN_REGISTERS),
             ),
             (
                 backward_consumer,
-                (plan, dq, dk, dv, turns, tiles, scale, scale_log2, 1, LATE_DQ, LEFT_IN_REGISTERS),
+                (plan, dq, dk, dv, turns, ends, tiles, scale, scale_log2, 1, LATE_DQ, LEFT_IN_REGISTERS),
             ),
-            (backward_producer, (plan, q, k, v, do, stats, taken, tiles)),
+            (backward_producer, (plan, q, k, v, do, stats, taken, ends, tiles)),
         ],
         [4, 1],
         [240, 24],

@@ -51,7 +51,7 @@ class Tiles:
 
 
 @gluon.jit
-def forward_producer(plan, q, k, v, taken, tiles):
+def forward_producer(plan, q, k, v, taken, starts, tiles):
     """One warp: the queries of an item, then its keys and values from the last tile to the first."""
     CONSUMERS: gl.constexpr = tiles.o.shape[0]
     step = 0
@@ -62,7 +62,11 @@ def forward_producer(plan, q, k, v, taken, tiles):
         for consumer in gl.static_range(CONSUMERS):
             tiles.q.load(turn * CONSUMERS + consumer, q, batch, head, first_query + consumer * ROWS)
         kv_head = head // plan.group
-        for i in range(n_key_tiles):
+        if starts is not None:  # tiles of earlier documents are not loaded
+            n_key_tiles_here = n_key_tiles - plan.document_tile(starts, batch, first_query)
+        else:
+            n_key_tiles_here = n_key_tiles
+        for i in range(n_key_tiles_here):
             row = (n_key_tiles - 1 - i) * plan.BLOCK_K
             tiles.k.load(step, k, batch, kv_head, row)
             tiles.v.load(step, v, batch, kv_head, row)
@@ -84,9 +88,12 @@ def online_softmax(scores, row_max, row_sum, scale_log2):
 
 
 @gluon.jit
-def masked(plan, scores, queries, keys):
+def masked(plan, starts, batch, scores, queries, keys):
     """-inf for the scores of keys that a query does not see."""
     seen = visible(queries[:, None], keys[None, :], plan.n_queries, plan.n_keys, plan.CAUSAL)
+    if starts is not None:
+        first_seen = gl.load(starts + (batch * plan.n_queries + gl.minimum(queries, plan.n_queries - 1)))
+        seen = seen & (keys[None, :] >= first_seen[:, None])
     return gl.where(seen, scores, NEVER)
 
 
@@ -104,7 +111,16 @@ def pass_turn(tiles, WHO: gl.constexpr):
 
 
 @gluon.jit
-def forward_consumer(plan, o, lse, tiles, scale_log2, WHO: gl.constexpr, TAKE_TURNS: gl.constexpr):
+def let_go(tiles, step):
+    """Take a key tile that other consumers see, and this one does not."""
+    tiles.k.wait(step)
+    tiles.k.release(step)
+    tiles.v.wait(step)
+    tiles.v.release(step)
+
+
+@gluon.jit
+def forward_consumer(plan, o, lse, starts, tiles, scale_log2, WHO: gl.constexpr, TAKE_TURNS: gl.constexpr):
     """One warpgroup: 64 query rows of each item."""
     CONSUMERS: gl.constexpr = tiles.o.shape[0]
     BLOCK_K: gl.constexpr = tiles.k.tiles.shape[1]
@@ -125,13 +141,16 @@ def forward_consumer(plan, o, lse, tiles, scale_log2, WHO: gl.constexpr, TAKE_TU
     position = gl.program_id(0)
     while position < plan.n_items():
         batch, head, first_query, n_loaded = plan.item(position)
+        if starts is not None:
+            first_loaded = plan.document_tile(starts, batch, first_query)
         first_query += WHO * ROWS
         n_key_tiles = plan.n_key_tiles(first_query, ROWS)
-        for _ in range(n_key_tiles, n_loaded):  # tiles that other consumers see, and this one does not
-            tiles.k.wait(step)
-            tiles.k.release(step)
-            tiles.v.wait(step)
-            tiles.v.release(step)
+        if starts is not None:
+            n_key_tiles, n_own, last_document = plan.document_tiles(starts, batch, first_query, ROWS, first_loaded)
+        else:
+            n_own = n_key_tiles
+        for _ in range(n_key_tiles, n_loaded):
+            let_go(tiles, step)
             step += 1
             if TAKE_TURNS:
                 await_turn(tiles, blocks, WHO)
@@ -146,15 +165,15 @@ def forward_consumer(plan, o, lse, tiles, scale_log2, WHO: gl.constexpr, TAKE_TU
         product = warpgroup_mma(q_tile, tiles.k.wait(step).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, (product,))
         tiles.k.release(step)
-        scores = masked(plan, scores, queries, (n_key_tiles - 1) * BLOCK_K + columns)
+        scores = masked(plan, starts, batch, scores, queries, (n_key_tiles - 1) * BLOCK_K + columns)
         row_max = gl.full([ROWS], NEVER, gl.float32, rows)
         row_sum = gl.zeros([ROWS], gl.float32, rows)
         p, row_max, row_sum, _ = online_softmax(scores, row_max, row_sum, scale_log2)
         p = gl.convert_layout(p.to(dtype), p_layout)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, o_layout)
 
-        k_tile = tiles.k.wait(step + 1, n_key_tiles > 1)
-        for i in range(1, n_key_tiles):
+        k_tile = tiles.k.wait(step + 1, n_own > 1)
+        for i in range(1, n_own):
             if TAKE_TURNS:
                 await_turn(tiles, blocks, WHO)
                 blocks += 1
@@ -165,12 +184,15 @@ def forward_consumer(plan, o, lse, tiles, scale_log2, WHO: gl.constexpr, TAKE_TU
             scores = warpgroup_mma_wait(1, (product,))
             tiles.k.release(step + 1)
             key_tile = n_key_tiles - 1 - i
-            if key_tile >= n_clear:
-                scores = masked(plan, scores, queries, key_tile * BLOCK_K + columns)
+            needs_mask = key_tile >= n_clear
+            if starts is not None:
+                needs_mask = needs_mask | (key_tile <= last_document)
+            if needs_mask:
+                scores = masked(plan, starts, batch, scores, queries, key_tile * BLOCK_K + columns)
             next_p, row_max, row_sum, rescale = online_softmax(scores, row_max, row_sum, scale_log2)
             next_p = gl.convert_layout(next_p.to(dtype), p_layout)
             # Asked for early, because ptxas moves the wait for O up to the last branch: before the softmax, otherwise.
-            k_tile = tiles.k.wait(step + 2, i + 1 < n_key_tiles)
+            k_tile = tiles.k.wait(step + 2, i + 1 < n_own)
             # p is listed so that its registers stay untouched while the matmul that reads them is in flight.
             acc, p = warpgroup_mma_wait(0, (weighted, p))
             tiles.v.release(step)
@@ -183,6 +205,15 @@ def forward_consumer(plan, o, lse, tiles, scale_log2, WHO: gl.constexpr, TAKE_TU
         acc = warpgroup_mma_wait(0, (weighted,))
         tiles.v.release(step)
         step += 1
+        if starts is not None:  # read again, as a thread has no register for it in the loop
+            first_loaded = plan.document_tile(starts, batch, first_query - WHO * ROWS)
+            for _ in range(first_loaded, n_key_tiles - n_own):
+                let_go(tiles, step)
+                step += 1
+                if TAKE_TURNS:
+                    await_turn(tiles, blocks, WHO)
+                    pass_turn(tiles, WHO)
+                    blocks += 1
 
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)  # saw no key: acc is 0 and row_max -inf, which is the answer
         lse_row = lse + (batch * plan.n_heads + head).to(gl.int64) * plan.n_queries
@@ -199,10 +230,10 @@ def forward_consumer(plan, o, lse, tiles, scale_log2, WHO: gl.constexpr, TAKE_TU
 
 @gluon.jit(do_not_specialize=["group", "section_heads"])  # a 1 would become a constant, which a Plan cannot hold
 def hopper_forward_kernel(
-    q, k, v, o, lse, taken, group, section_heads, scale_log2, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr,
+    q, k, v, o, lse, taken, starts, group, section_heads, scale_log2, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """o (B, H, Q, D) and lse (B, H, Q); each program owns one query tile at a time."""
+    """o (B, H, Q, D) and lse (B, H, Q); each program owns one query tile at a time. ``starts`` (B, Q) may be None."""
     BLOCK_K: gl.constexpr = k.block_shape[2]
     BLOCK_D: gl.constexpr = k.block_shape[3]
     dtype: gl.constexpr = k.dtype
@@ -227,9 +258,9 @@ def hopper_forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (forward_consumer, (plan, o, lse, tiles, scale_log2, 0, TAKE_TURNS)),
-                (forward_consumer, (plan, o, lse, tiles, scale_log2, 1, TAKE_TURNS)),
-                (forward_producer, (plan, q, k, v, taken, tiles)),
+                (forward_consumer, (plan, o, lse, starts, tiles, scale_log2, 0, TAKE_TURNS)),
+                (forward_consumer, (plan, o, lse, starts, tiles, scale_log2, 1, TAKE_TURNS)),
+                (forward_producer, (plan, q, k, v, taken, starts, tiles)),
             ],
             [4, 1],
             [WORKER_REGISTERS, 24],
@@ -237,10 +268,10 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (forward_consumer, (plan, o, lse, tiles, scale_log2, 0, TAKE_TURNS)),
-                (forward_consumer, (plan, o, lse, tiles, scale_log2, 1, TAKE_TURNS)),
-                (forward_consumer, (plan, o, lse, tiles, scale_log2, 2, TAKE_TURNS)),
-                (forward_producer, (plan, q, k, v, taken, tiles)),
+                (forward_consumer, (plan, o, lse, starts, tiles, scale_log2, 0, TAKE_TURNS)),
+                (forward_consumer, (plan, o, lse, starts, tiles, scale_log2, 1, TAKE_TURNS)),
+                (forward_consumer, (plan, o, lse, starts, tiles, scale_log2, 2, TAKE_TURNS)),
+                (forward_producer, (plan, q, k, v, taken, starts, tiles)),
             ],
             [4, 4, 1],
             [WORKER_REGISTERS, WORKER_REGISTERS, 32],
@@ -256,9 +287,11 @@ def _prepared(
     device: torch.device,
     causal: bool,
     scale: float,
+    packed: bool,
     schedule: ForwardSchedule | None,
 ) -> Prepared | None:
-    """A launch that takes the addresses of q, k, v, o, lse and of a counter, or None if q, k or v cannot be copied.
+    """A launch that takes the addresses of q, k, v, o, lse, a counter and, ``packed``, of starts, or None if q, k or v
+    cannot be copied.
 
     The arguments are all that a launch depends on besides addresses, which are aligned; ``strides`` are of q, k and v.
     """
@@ -284,6 +317,7 @@ def _prepared(
         descriptor(*o, rows),
         example(torch.float32),
         example(torch.int32),
+        example(torch.int32) if packed else None,
         group,
         host.section_heads(keys_and_values, batch * n_kv_heads) * group,
         scale * LOG2_E.value,
@@ -298,7 +332,13 @@ def _prepared(
 
 
 def launch_forward(
-    q_BHQD: Tensor, k_BKND: Tensor, v_BKND: Tensor, causal: bool, scale: float, schedule: ForwardSchedule | None = None
+    q_BHQD: Tensor,
+    k_BKND: Tensor,
+    v_BKND: Tensor,
+    causal: bool,
+    scale: float,
+    schedule: ForwardSchedule | None = None,
+    starts_BQ: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o (B, H, Q, D) as ``empty_result`` lays it out, and lse (B, H, Q) in fp32; ``schedule`` overrides the table's.
 
@@ -308,13 +348,16 @@ def launch_forward(
     if shape[0] == 0:
         return host.empty_result(q_BHQD), torch.empty(shape[:3], dtype=torch.float32, device=device)
     strides = q_BHQD.stride(), k_BKND.stride(), v_BKND.stride()
-    run = _prepared(shape, k_BKND.shape, strides, q_BHQD.dtype, device, causal, scale, schedule)
+    packed = starts_BQ is not None
+    starts_BQ = host.aligned(starts_BQ)
+    run = _prepared(shape, k_BKND.shape, strides, q_BHQD.dtype, device, causal, scale, packed, schedule)
     q, k, v = q_BHQD.data_ptr(), k_BKND.data_ptr(), v_BKND.data_ptr()
     if run is None or (q | k | v) % host.ALIGNMENT_BYTES:
         q_BHQD, k_BKND, v_BKND = map(host.copyable, (q_BHQD, k_BKND, v_BKND))
-        return launch_forward(q_BHQD, k_BKND, v_BKND, causal, scale, schedule)
+        return launch_forward(q_BHQD, k_BKND, v_BKND, causal, scale, schedule, starts_BQ)
     o = torch.empty_like(q_BHQD)
     lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
     stream = host.current_stream(device)
-    run(stream, q, k, v, o.data_ptr(), lse.data_ptr(), host.counter(device, stream).data_ptr())
+    documents = () if starts_BQ is None else (starts_BQ.data_ptr(),)
+    run(stream, q, k, v, o.data_ptr(), lse.data_ptr(), host.counter(device, stream).data_ptr(), *documents)
     return o, lse

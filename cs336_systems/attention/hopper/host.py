@@ -26,6 +26,13 @@ def copyable(x: Tensor) -> Tensor:
     return x if x.data_ptr() % ALIGNMENT_BYTES == 0 else x.clone()
 
 
+def aligned(numbers: Tensor | None) -> Tensor | None:
+    """The same numbers from an address on, if there are some, that 16 bytes divide, as kernels were told of it."""
+    if numbers is None or (numbers.is_contiguous() and numbers.data_ptr() % ALIGNMENT_BYTES == 0):
+        return numbers
+    return numbers.clone(memory_format=torch.contiguous_format)
+
+
 def writable(x: Tensor) -> Tensor:
     """``x``, or contiguous memory for its values if the copy engine cannot write them where they lie."""
     if has_copyable_strides(x) and x.data_ptr() % ALIGNMENT_BYTES == 0:

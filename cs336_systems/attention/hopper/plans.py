@@ -67,6 +67,22 @@ class QueryPlan(Plan):
         return gl.maximum(gl.cdiv(gl.where(first_query < self.n_queries, end, 0), self.BLOCK_K), 1)
 
     @gluon.jit
+    def document_tile(self, starts, batch, query):
+        """The key tile in which the document of a query begins; past the last query, that of the last."""
+        place = batch * self.n_queries + gl.minimum(query, self.n_queries - 1)
+        return gl.load(starts + place) // self.BLOCK_K
+
+    @gluon.jit
+    def document_tiles(self, starts, batch, first_query, n_rows: gl.constexpr, first_loaded):
+        """(n_key_tiles, how many of them, the last ones, these queries see, the last in which a document begins).
+
+        Queries past the last see the first tile that is loaded, as they must see one.
+        """
+        n_key_tiles = gl.maximum(self.n_key_tiles(first_query, n_rows), first_loaded + 1)
+        n_own = gl.maximum(n_key_tiles - self.document_tile(starts, batch, first_query), 1)
+        return n_key_tiles, n_own, self.document_tile(starts, batch, first_query + n_rows - 1)
+
+    @gluon.jit
     def n_clear(self, first_query):
         """How many key tiles all queries from ``first_query`` on see entirely: those need no mask."""
         keys = gl.maximum(first_query + self.n_keys - self.n_queries + 1, 0) if self.CAUSAL else self.n_keys
@@ -81,6 +97,8 @@ class KeyTile:
     kv_head: gl.tensor
     first_key: gl.tensor
     first_tile: gl.tensor
+    end_tile: gl.tensor
+    """The query tile after the last that sees them, of packed documents; else 0, as it is that of all key tiles."""
 
 
 @aggregate
@@ -97,13 +115,14 @@ class KeyPlan(Plan):
 
     padded: gl.tensor
     ORDERED: gl.constexpr
+    PACKED: gl.constexpr
 
     @gluon.jit
     def n_items(self):
         return gl.cdiv(self.n_keys, self.BLOCK_K) * self.n_batch_heads
 
     @gluon.jit
-    def key_tile(self, position):
+    def key_tile(self, position, ends):
         n_key_tiles = gl.cdiv(self.n_keys, self.BLOCK_K)
         rank, batch_head = item_in_section(position, n_key_tiles, self.n_batch_heads, self.section_heads)
         if self.ORDERED:
@@ -113,16 +132,30 @@ class KeyPlan(Plan):
         if self.CAUSAL:
             first_tile = gl.maximum(first_key - (self.n_keys - self.n_queries), 0) // self.BLOCK_Q
         n_kv_heads = self.n_heads // self.group
-        return KeyTile(batch_head // n_kv_heads, batch_head % n_kv_heads, first_key, first_tile)
+        end_tile = rank * 0
+        if self.PACKED:
+            last_key = gl.minimum(first_key + self.BLOCK_K, self.n_keys) - 1
+            end_tile = gl.cdiv(self.document_end(ends, batch_head // n_kv_heads, last_key), self.BLOCK_Q)
+        return KeyTile(batch_head // n_kv_heads, batch_head % n_kv_heads, first_key, first_tile, end_tile)
+
+    @gluon.jit
+    def document_end(self, ends, batch, key):
+        """The first query after the document of a key; past the last key, that of the last."""
+        place = batch * self.n_keys + gl.minimum(key, self.n_keys - 1)
+        return gl.load(ends + place)
+
+    @gluon.jit
+    def end_tile(self, work):
+        return work.end_tile if self.PACKED else self.n_tiles()
 
     @gluon.jit
     def n_steps(self, work):
-        return self.group * (self.n_tiles() - work.first_tile)
+        return self.group * (self.end_tile(work) - work.first_tile)
 
     @gluon.jit
     def after(self, work, head, tile, head_step):
         """The (head, tile) that follows: the next tile, or the first one of the next head, ``head_step`` further."""
-        last = tile + 1 == self.n_tiles()
+        last = tile + 1 == self.end_tile(work)
         return gl.where(last, head + head_step, head), gl.where(last, work.first_tile, tile + 1)
 
     @gluon.jit

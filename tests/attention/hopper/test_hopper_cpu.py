@@ -17,8 +17,9 @@ from cs336_systems.attention.hopper.host import (
     empty_result,
     has_copyable_strides,
 )
-from cs336_systems.attention.shapes import hopper_limits
+from cs336_systems.attention.shapes import ends_of, hopper_limits
 from tests.attention.error_budget import make
+from tests.attention.test_packed import starts_of
 
 
 def qkv(device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
@@ -91,9 +92,10 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     language = SimpleNamespace(
         minimum=min, maximum=max, cdiv=lambda n, d: -(-n // d), where=lambda c, a, b: a if c else b
     )
+    language.load = lambda address: address()
     monkeypatch.setattr(plans, "gl", language)
     monkeypatch.setattr(plans, "item_in_section", plans.item_in_section.fn)
-    names = ("batch", "kv_head", "first_key", "first_tile")
+    names = ("batch", "kv_head", "first_key", "first_tile", "end_tile")
     monkeypatch.setattr(plans, "KeyTile", lambda *values: SimpleNamespace(**dict(zip(names, values, strict=True))))
 
     def make_plan(kind: type, **fields: int) -> SimpleNamespace:
@@ -156,13 +158,13 @@ def test_the_plan_of_keys(
     padded = -(-n_queries // 128) * 128
     plan = on_host(
         plans.KeyPlan, n_queries=n_queries, n_keys=n_keys, n_heads=6, n_batch_heads=6, group=2, section_heads=4,
-        padded=padded, ORDERED=ordered, CAUSAL=causal, BLOCK_Q=block_q, BLOCK_K=128,
+        padded=padded, ORDERED=ordered, PACKED=False, CAUSAL=causal, BLOCK_Q=block_q, BLOCK_K=128,
     )  # fmt: skip
     adds: dict[tuple[int, int, int], int] = defaultdict(int)
     seen = visible_keys(n_queries, n_keys, causal)
     keys_of = {(batch, kv_head): [] for batch in range(2) for kv_head in range(3)}
     for position in range(plan.n_items()):
-        work = plan.key_tile(position)
+        work = plan.key_tile(position, None)
         keys_of[work.batch, work.kv_head].append(work.first_key)
         head, tile, visited = 2 * work.kv_head, work.first_tile, []
         for _ in range(plan.n_steps(work)):
@@ -182,3 +184,83 @@ def test_the_plan_of_keys(
             assert clear.all()
             assert clear.shape[0] == 0 or first + 64 <= n_keys
     assert all(firsts[:: -1 if ordered else 1] == list(range(0, n_keys, 128)) for firsts in keys_of.values())
+
+
+class Numbers:
+    """Numbers in memory: a place is added to them, as to a pointer."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers.flatten().tolist()
+
+    def __add__(self, place: int) -> Callable[[], int]:
+        return lambda: self._numbers[place]
+
+
+DOCUMENTS = pytest.mark.parametrize(
+    "lengths", [[500], [1, 499], [100, 1, 27, 128, 60, 184], [64, 64, 128, 192, 52], [400, 100], [1] * 500]
+)
+
+
+def visible_in_documents(lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """(starts (2, 500) of two sequences, of which the second is one document; what the first one's queries see)."""
+    starts = torch.stack([starts_of(lengths), starts_of([500])])
+    return starts, visible_keys(500, 500, True) & (torch.arange(500) >= starts[0][:, None])
+
+
+@DOCUMENTS
+@pytest.mark.parametrize(("block_q", "block_k"), [(192, 128), (128, 64)])
+def test_tiles_of_keys_of_packed_queries(
+    lengths: list[int], block_q: int, block_k: int, on_host: Callable[..., SimpleNamespace]
+) -> None:
+    plan = on_host(
+        plans.QueryPlan, n_queries=500, n_keys=500, n_heads=1, n_batch_heads=2, group=1, section_heads=2,
+        CAUSAL=True, BLOCK_Q=block_q, BLOCK_K=block_k,
+    )  # fmt: skip
+    starts, seen = visible_in_documents(lengths)
+    for first_query in range(0, 500, block_q):
+        n_loaded = plan.n_key_tiles(first_query, block_q)
+        first_loaded = plan.document_tile(Numbers(starts), 0, first_query)
+        for first in range(first_query, first_query + block_q, 64):
+            rows = seen[first : first + 64]
+            end, n_own, last_document = plan.document_tiles(Numbers(starts), 0, first, 64, first_loaded)
+            begin = end - n_own
+            assert first_loaded <= begin < end <= n_loaded
+            assert not rows[:, : begin * block_k].any() and not rows[:, end * block_k :].any()
+            if rows.numel():  # the fewest
+                assert rows[:, begin * block_k : (begin + 1) * block_k].any()
+            for tile in range(begin, end - 1):  # the last one has a mask
+                if last_document < tile < plan.n_clear(first):
+                    assert rows[:, tile * block_k : (tile + 1) * block_k].all()
+            assert plan.document_tiles(Numbers(starts), 1, first, 64, 0)[1] == plan.n_key_tiles(first, 64)
+
+
+@DOCUMENTS
+@pytest.mark.parametrize("block_q", [64, 128])
+def test_tiles_of_queries_of_packed_keys(
+    lengths: list[int], block_q: int, on_host: Callable[..., SimpleNamespace]
+) -> None:
+    plan = on_host(
+        plans.KeyPlan, n_queries=500, n_keys=500, n_heads=2, n_batch_heads=2, group=2, section_heads=2,
+        padded=512, ORDERED=True, PACKED=True, CAUSAL=True, BLOCK_Q=block_q, BLOCK_K=128,
+    )  # fmt: skip
+    starts, seen = visible_in_documents(lengths)
+    ends = Numbers(ends_of(starts))
+    adds: dict[tuple[int, int], int] = defaultdict(int)
+    for position in range(plan.n_items()):
+        work = plan.key_tile(position, ends)
+        tiles = range(work.first_tile, plan.end_tile(work))
+        assert plan.n_steps(work) == 2 * len(tiles) > 0
+        for tile in tiles:
+            assert plan.adds_before(work.first_key // 128, tile * block_q) == adds[work.batch, tile]
+            adds[work.batch, tile] += 1
+        if work.batch:
+            assert plan.end_tile(work) == plan.n_tiles()
+            continue
+        own = seen[:, work.first_key : work.first_key + 128]
+        assert not own[: tiles.start * block_q].any() and not own[tiles.stop * block_q :].any()
+        assert own[(tiles.stop - 1) * block_q :].any()  # the fewest
+        for first in (work.first_key, work.first_key + 64):
+            masked_from = plan.document_end(ends, 0, first) // block_q
+            for tile in range(plan.first_clear(first, 64), min(masked_from, tiles.stop)):
+                rows = seen[tile * block_q : (tile + 1) * block_q, first : first + 64]
+                assert rows.all() and rows.shape == (block_q, 64)
