@@ -183,6 +183,8 @@ def make_cells(options: Any) -> list[DilocoCell]:
         said = f"--first-steps {options.first_steps} of --steps {options.steps} under --schedule {options.schedule}"
         raise ValueError(f"{said}: they must be fewer, and the schedule wsd or constant")
     for cell in cells:
+        if (cell.first_steps or 0) % (cell.agree_every or 1):
+            raise ValueError(f"--first-steps {cell.first_steps} is no multiple of --agree-every {cell.agree_every}")
         for run in cell.runs:
             run.check()
         cell.train_options.micro_batches(1)

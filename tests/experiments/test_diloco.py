@@ -33,6 +33,9 @@ def test_each_number_of_replicas_has_one_run_of_data_parallelism_for_all_ways_to
         "--agree-every 10 --agree-fragments 3": "no multiple of --agree-fragments 3",
         "--agree-every 10 --agree-delay 10": "--agree-delay 10 must be less",
         "--replicas 3": "--total-batch-tokens 1,024 is no multiple of 768",
+        "--first-steps 20 --agree-every 10": "--first-steps 20 of --steps 60 under --schedule cosine",
+        "--first-steps 60 --agree-every 10 --schedule wsd": "--first-steps 60 of --steps 60",
+        "--first-steps 15 --agree-every 10 --schedule wsd": "--first-steps 15 is no multiple of --agree-every 10",
         "--data nowhere": "nowhere is no folder",
     }.items(),
 )
@@ -56,20 +59,25 @@ def test_a_run_is_a_row_for_each_metric_in_a_table_and_a_picture(tmp_path):
     pytest.importorskip("torchft")
     write_dataset(tmp_path / "data", n_train=20_000, n_evaluation=5_000)
     asked = f"--data {tmp_path}/data --out {tmp_path} --steps 4 --evaluate-every 1 --evaluation-sequences 8"
-    small = "--agree-every 2 --total-batch-tokens 128 --context-length 16"
+    small = "--agree-every 2 --total-batch-tokens 128 --context-length 16 --first-steps 0 2 --schedule wsd"
     code, out, err = run_in_a_process("benchmark_diloco", *asked.split(), *small.split())
     assert code == 0, err
-    assert json.loads(out.splitlines()[-1])["ok"] == 2
+    assert json.loads(out.splitlines()[-1])["ok"] == 3
     rows = read_rows(tmp_path / "benchmark_diloco.csv")
-    plain, diloco = TABLE.lines(rows)
-    for line, steps in ((plain, [0, 1, 2, 3, 4]), (diloco, [0, 2, 4])):
+    plain, diloco, later = TABLE.lines(rows)
+    for line, steps in ((plain, [0, 1, 2, 3, 4]), (diloco, [0, 2, 4]), (later, [0, 1, 2, 4])):
         samples = dict(zip(line.run["metric"], line.run["samples"], strict=True))
         assert samples["tokens_at"] == [128 * step for step in steps]
         assert len(samples["loss_at"]) == len(samples["sent_at"]) == len(steps)
         assert samples["held_out_loss"] == samples["loss_at"][-1:]
+        if line is later:  # which began as data parallelism
+            assert (
+                samples["loss_at"][:3]
+                == dict(zip(plain.run["metric"], plain.run["samples"], strict=True))["loss_at"][:3]
+            )
     assert plain.median("sent") == pytest.approx(2 * diloco.median("sent"), rel=1e-3)
     assert plain.median("loss_at") > plain.median("held_out_loss")
     table = TABLE.of(rows)
-    assert list(table.frame["times less"]) == ["–", "2"]
+    assert list(table.frame["times less"]) == ["–", "2", "1"]
     assert (tmp_path / "benchmark_diloco.png").exists()
     assert loss_figure(rows) is not None

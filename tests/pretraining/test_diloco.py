@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.costs.parallelism.local_steps import sent_bytes_per_step
-from cs336_systems.distributed.process_group import alone
+from cs336_systems.distributed.process_group import alone, joined
 from cs336_systems.experiments.diloco_measure import Watch, lighthouse
 from cs336_systems.pretraining.agreement import agreement_of, checksum
 from cs336_systems.pretraining.preparation import prepare
@@ -105,3 +105,22 @@ def test_averages_of_whole_steps_are_data_parallelism(trained):
     (*_, moved, expected), (*_, found) = trained[len(WAYS)][0], trained[len(WAYS) + 1][0]
     bound = 2 * 6 * 4 * 2**-24 * max(each.abs().max().item() for each in expected)
     assert 0 < farthest(expected, found) <= bound < moved / 1000
+
+
+def test_averages_that_all_fail_end_the_wait_for_the_first_one(tmp_path, monkeypatch):
+    from torchft.work import _DummyWork
+
+    from cs336_systems.pretraining.torchft_parts import ReportingManager
+
+    def fail(manager, tensor, *_, **__):
+        manager.report_error(ConnectionError("the network is down"))
+        return _DummyWork(tensor)
+
+    monkeypatch.setattr(ReportingManager, "allreduce", fail)
+    monkeypatch.setattr("cs336_systems.pretraining.diloco._MOST_FAILED", 3)
+    write_dataset(tmp_path / "data")
+    asked = options(tmp_path, agree="diloco", agree_every=2, steps=4)
+    with joined() as rank, lighthouse(rank) as address:
+        agreement = agreement_of(asked, rank, address, "a")
+        with pytest.raises(RuntimeError, match="3 averages in a row have failed .* the last: the network is down"):
+            run_prepared(prepare(asked, rank), rank, agreement=agreement)
