@@ -18,7 +18,7 @@ from cs336_systems.pretraining.preparation import prepare
 
 from .trained import options, write_dataset
 
-os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
+os.environ["RUST_LOG"] = "error"  # read when torchft is imported
 healing = pytest.importorskip("cs336_systems.pretraining.healing")
 torchft_parts = pytest.importorskip("cs336_systems.pretraining.torchft_parts")
 LighthouseServer = pytest.importorskip("torchft.coordination").LighthouseServer
@@ -36,13 +36,15 @@ class Replica(threading.Thread):
     """A replica that trains until it has made ``until`` steps, which a test may set; its fault comes where that asks.
 
     Args:
+        spoil: whether its weights are not those that its options make.
         fault: called with a place, "step", "all-reduce" or "commit", and the number of the step; raises ``Death``.
     """
 
-    def __init__(self, asked, rank, address, name, until, fault=lambda place, step: None):
+    def __init__(self, asked, rank, address, name, until, fault, spoil):
         super().__init__(name=name, daemon=True)
-        self._asked, self._rank, self._address, self.until, self._fault = asked, rank, address, until, fault
-        self.losses, self.there, self.behind, self.seconds, self.error = {}, {}, [], {}, None
+        self._asked, self._rank, self._address = asked, rank, address
+        self.until, self._fault, self._spoil = until, fault, spoil
+        self.losses, self.there, self.behind, self.error = {}, {}, [], None
         self.start()
 
     def run(self):
@@ -60,6 +62,8 @@ class Replica(threading.Thread):
         self.agreement = agreements.agreement_of(self._asked, self._rank, self._address, self.name)
         with PREPARING:
             self.prepared = prepare(self._asked, self._rank)
+        if self._spoil:
+            next(self.prepared.step.model.parameters()).data.add_(1.0)
         step, loader = self.prepared.step, self.prepared.loader
         made = self.agreement.join(self.prepared, 0)
         inner = self.agreement._average
@@ -71,7 +75,7 @@ class Replica(threading.Thread):
 
         self.agreement._average = average
         while made < self.until:
-            began = time.perf_counter()
+            time.sleep(0.03)  # so that who prepares, in another thread, has the time
             made = self.agreement.begin(made)
             self._fault("step", made)
             if self.agreement.is_behind():
@@ -83,7 +87,7 @@ class Replica(threading.Thread):
             self.agreement.reasons = torch.zeros_like(self.agreement.reasons)
             step(*batch)
             if self.agreement.kept:
-                self.losses[made], self.seconds[made] = step.loss.item(), time.perf_counter() - began
+                self.losses[made] = step.loss.item()
                 made = self.agreement.end(made)
 
     def wait_for(self, happened):
@@ -91,7 +95,7 @@ class Replica(threading.Thread):
         ends_at = time.monotonic() + 30
         while time.monotonic() < ends_at and self.is_alive():
             there = dict(self.there)
-            if there and happened(*there[max(there)]) and max(there) in dict(self.losses):
+            if there and max(there) in dict(self.losses) and happened(*there[max(there)]):
                 return max(there)
             time.sleep(0.01)
         pytest.fail(f"it did not happen to {self.name}: {self.there}, {self.error}")
@@ -109,12 +113,12 @@ class Site:
 
     def __init__(self, folder, rank):
         self._folder, self._rank, self.replicas = folder, rank, []
-        self.server = LighthouseServer("127.0.0.1:0", 1, 20_000, 20, heartbeat_timeout_ms=600)
+        self.server = LighthouseServer("127.0.0.1:0", 1, 10_000, 20, heartbeat_timeout_ms=600)
         self._address = f"http://127.0.0.1:{self.server.address().rsplit(':', 1)[1]}"
         self._asked = options(folder, replicas=2, agree="every-step", agree_timeout=20.0, batch_size=4)
 
-    def start(self, name, until=1_000_000, fault=lambda place, step: None, **changes):
-        replica = Replica(replace(self._asked, **changes), self._rank, self._address, name, until, fault)
+    def start(self, name, until=1_000_000, fault=lambda place, step: None, spoil=False, **changes):
+        replica = Replica(replace(self._asked, **changes), self._rank, self._address, name, until, fault, spoil)
         self.replicas.append(replica)
         return replica
 
@@ -251,16 +255,27 @@ def test_one_dies_twice_in_a_row_and_two_of_three_at_once(site):
 
 
 def test_who_trains_something_else_is_refused(site):
-    one = site.start("0")
-    other = site.start("1", seed=7)
-    third = site.start("2", learning_rate=0.5)
-    for each, what in ((other, "seed"), (third, "learning")):
+    """By option, and by weights."""
+    one = site.start("0", replicas=1)
+    one.wait_for(lambda number, n_there: number == 0)
+    others = [site.start("1", replicas=1, seed=7), site.start("2", replicas=1, learning_rate=0.5)]
+    others.append(site.start("3", replicas=1, spoil=True))
+    for each, what in zip(others, ("--seed", "--learning-rate", "the checksum of weights after 0 steps"), strict=True):
         each.join(60)
         assert isinstance(each.error, ValueError)
-        assert "is unlike the others" in str(each.error) and what in str(each.error)
-    one.wait_for(lambda number, n_there: n_there == 1)
-    errors = site.end()
-    assert len(errors) == 2
+        assert f"is unlike the others: {what}" in str(each.error)
+    assert len(site.end()) == 3
+
+
+def test_one_that_stalls_beyond_the_time_out_is_given_up_and_trains_on_when_it_wakes(site):
+    """It sends heartbeats, so that the others, whose step is dropped, wait for it as long as it takes."""
+    asleep = once("all-reduce", 4, lambda: time.sleep(3))
+    zero, one = (site.start(str(n), agree_timeout=1.0, fault=asleep if n else lambda *_: None) for n in range(2))
+    zero.wait_for(lambda number, n_there: max(zero.losses) > 8)
+    assert site.end() == []
+    assert list(zero.losses) == list(range(len(zero.losses)))
+    assert {step: zero.losses[step] for step in one.losses} == one.losses
+    assert_same(zero, one)
 
 
 def test_bytes_of_any_tensor_come_to_their_place(monkeypatch):
@@ -300,10 +315,10 @@ def test_a_group_whose_own_operations_notice_nothing_knows_who_has_gone():
     assert [group.errored() for group in groups] == [None] * 3
     groups[1]._lookout.close()  # as if its process had died
     ends_at = time.monotonic() + 1
-    while time.monotonic() < ends_at and not all(groups[rank].errored() for rank in (0, 2)):
+    while time.monotonic() < ends_at and any(groups[rank]._pg is not None for rank in (0, 2)):
         time.sleep(0.01)
     assert "member 1 of the group has gone" in {str(groups[rank].errored()) for rank in (0, 2)}
-    assert groups[0]._pg is None, "it has aborted itself"
+    assert [groups[rank]._pg for rank in (0, 2)] == [None, None]  # they have aborted themselves
     meet([groups[0], groups[2]], 3)
     time.sleep(0.2)
     assert [groups[rank].errored() for rank in (0, 2)] == [None, None]

@@ -1,11 +1,13 @@
 """Replicas that die, stall or make NaN: what is lost, who goes on, and with which bits."""
 
+import gc
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -37,8 +39,22 @@ class Quiet:
 
 @pytest.fixture
 def folder(tmp_path):
+    """A folder with data; afterwards nobody that a test has started listens at a port."""
     write_dataset(tmp_path / "data")
-    return tmp_path
+    before = listening()
+    yield tmp_path
+    gc.collect()
+    assert listening() <= before
+
+
+def listening():
+    """Ports at which this process and those below it wait for connections."""
+    own = psutil.Process()
+    found = set()
+    for each in (own, *own.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            found |= {at.laddr.port for at in each.net_connections("tcp") if at.status == psutil.CONN_LISTEN}
+    return found
 
 
 def run(folder, n=2, agree="every-step", come_back=True, **changes):
@@ -121,6 +137,21 @@ def test_diloco_replicas_learn_apart_and_resume_together(folder):
     ended, _, logs = run(folder, 2, "diloco", steps=9, agree_every=3)
     assert (ended.first_step, ended.steps) == (6, 9)
     assert sum(loss for loss, _ in one[:2]) > sum(loss for loss, _ in losses_and_norms(logs[0])[-2:])
+
+
+def test_the_one_that_saves_dies_while_its_checkpoint_is_written(folder):
+    """The others make the step; what the folder holds is whole, and another one saves at the end."""
+    ended, told, logs = run(folder, steps=9, save_every=5, evaluate_every=None, fail="kill 0 at 5")
+    assert (ended.reason, ended.steps) == ("done", 9), told
+    assert [step for step, _ in enumerate(losses_and_norms(logs[1]))] == list(range(9))
+    saved, damaged = survey(folder / "run")[:2]
+    assert not damaged and max(each.step for each in saved) == 9
+
+
+def test_without_torchft_there_is_a_sentence(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchft", None)
+    with pytest.raises(ValueError, match=r"^replicas that agree need torchft: uv sync --extra replicas$"):
+        run(folder)
 
 
 def test_replicas_whose_data_are_missing_are_refused(folder):
