@@ -120,7 +120,7 @@ class DilocoCell:
             return [asked]
         begins = replace(self, agree=DATA_PARALLEL, **dict[str, Any](dict.fromkeys(_ONLY_DILOCO))).train_options
         warmup = asked.rate_of(self.steps).warmup_steps
-        first = {"schedule": "constant", "steps": self.first_steps, "save_every": self.first_steps}
+        first: dict[str, Any] = {"schedule": "constant", "steps": self.first_steps, "save_every": self.first_steps}
         return [replace(begins, warmup_steps=warmup, **first), replace(asked, warmup_steps=warmup)]
 
     def predicted_bytes(self, n_parameters: int) -> float:

@@ -97,7 +97,7 @@ def kills_of_replicas(
         back = next((each for each in own if each.number >= 0), None)  # before, its state is on the way
         tokens = context_length * sum(last - first for first, last in (each.sequences for each in longest))
         noticed = [each[0].at for each in lost if each]
-        times = {"notice_s": max(noticed, default=None), "healed_s": back and back.at}
+        times = {"notice_s": max(noticed, default=None), "healed_s": None if back is None else back.at}
         after = {name: None if when is None else when - at for name, when in times.items()}
         if back is not None:
             steps = [each.at for each in later[0] if isinstance(each, LoggedStep)]

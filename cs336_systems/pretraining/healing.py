@@ -123,12 +123,12 @@ class Transport(HTTPTransport[Any]):
         request.send_response(200)
         request.send_header("Content-Length", str(len(sent)))
         request.end_headers()
-        request.wfile.write(memoryview(sent.numpy()))
+        request.wfile.write(sent.numpy().data)
 
     def _on_host(self, values: Tensor, ready: Any) -> Tensor:
         if not values.is_cuda:
             return values.clone()
-        host = torch.empty(len(values), dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(len(values), dtype=torch.uint8, pin_memory=True, device="cpu")
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             host.copy_(values, non_blocking=True)
@@ -191,7 +191,8 @@ class Fetching:
     def _work(self) -> None:
         while (number := self._next()) is not None:
             piece = self.pieces[number]
-            received = torch.empty(piece.last - piece.first, dtype=torch.uint8)
+            pinned = torch.cuda.is_initialized()  # so that the copy to the GPU is short
+            received = torch.empty(piece.last - piece.first, dtype=torch.uint8, pin_memory=pinned, device="cpu")
             try:
                 with urllib.request.urlopen(f"{self._address}/{number}", timeout=self._timeout_s) as response:
                     whole = _read_into(response, received)
@@ -203,7 +204,7 @@ class Fetching:
 
 def _read_into(response: Any, received: Tensor) -> bool:
     """Fill the tensor's bytes; returns whether there were as many."""
-    view = memoryview(received.numpy())
+    view = received.numpy().data
     while len(view):
         n = response.readinto(view)
         if not n:

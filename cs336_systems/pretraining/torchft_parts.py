@@ -187,6 +187,7 @@ class ReportingManager(Manager):
     """torchft's manager, which tells its replica of each quorum and each verdict."""
 
     replica: "Reported"
+    _healing: bool
     verdict: bool | None = None
     """The last ``should_commit``, until somebody has looked."""
 
