@@ -11,12 +11,13 @@
     uv run scripts/train.py --size llama3-8b --context-length 8192 --device-gib 24 --host-gib 75   # one GPU, streamed
 
 The text is Python's standard library unless --data names another. The same command again resumes from the newest
-checkpoint in --out. After Ctrl-C or SIGTERM the command finishes the step, saves and exits, with code 130 or 0; a
-second Ctrl-C ends it at once. A file for --config FILE.toml sets options, which those on the command line override;
-the command prints such a file with --print-config. With --print-memory it prints the predicted memory on device and
-host. With --print-plan it says what the run should cost on the card of --gpu, which need not be here: what fits, the
-fastest choices, tokens/s, days, energy; --gpus, --host-gib, --run-tokens 100B, --price-per-gpu-hour and --picture FILE
-say more. In all three cases it trains nothing.
+checkpoint in --out. On a GPU the run takes the --batch-size, --keep and --offload that are predicted to be fastest,
+unless one of them is given; the tokens of a step stay the same. After Ctrl-C or SIGTERM the command finishes the step,
+saves and exits, with code 130 or 0; a second Ctrl-C ends it at once. A file for --config FILE.toml sets options, which
+those on the command line override; the command prints such a file with --print-config. With --print-memory it prints
+the predicted memory on device and host. With --print-plan it says what the run should cost on the card of --gpu, which
+need not be here: what fits, the fastest choices, tokens/s, days, energy; --gpus, --host-gib, --run-tokens 100B,
+--price-per-gpu-hour and --picture FILE say more. In all three cases it trains nothing.
 
     uv run scripts/train.py --print-plan --gpu rtx-4090 --host-gib 64 --size llama3-8b --context-length 8192
 """
@@ -36,7 +37,7 @@ from typing import Any, get_args, get_type_hints
 from cs336_systems.config import did_you_mean
 from cs336_systems.declared import flag
 from cs336_systems.pretraining.card_plan import PRINT_PLAN
-from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.options import CHOSEN, TrainOptions
 from cs336_systems.report import command_line
 from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with
 
@@ -72,7 +73,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str]) -> TrainOptions:
     """Defaults of the device that is named, else found; over them the file's options; over these the command line's."""
-    return command_line.parse(TrainOptions, with_file(arguments), __doc__).settled()
+    words = with_file(arguments)
+    options = command_line.parse(TrainOptions, words, __doc__).settled()
+    given = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+    named = [option for option in map(flag, CHOSEN) if option in given]
+    if options.choose_fastest and named:
+        raise ValueError(f"--choose-fastest chooses {named[0]}: give one of them")
+    free = not named and not given & {"--choose-fastest", "--no-choose-fastest"}
+    by_default = free and options.device == "cuda" and not options.capped and not options.agree
+    return replace(options, choose_fastest=True) if by_default else options
 
 
 def with_file(arguments: list[str]) -> list[str]:
@@ -120,8 +129,9 @@ def _options_in(path: Path) -> list[str]:
 
 
 def to_toml(options: TrainOptions) -> str:
-    """A line for each option; its numbers, strings and lists are spelled in TOML as in JSON."""
-    values = {field.name.replace("_", "-"): getattr(options, field.name) for field in fields(options)}
+    """A line for each option that is not left to be chosen; numbers, strings and lists are in TOML as in JSON."""
+    names = [field.name for field in fields(options) if not (options.choose_fastest and field.name in CHOSEN)]
+    values = {name.replace("_", "-"): getattr(options, name) for name in names}
     lines = ((name, "none" if value is None else value) for name, value in values.items())
     return "\n".join(f"{name} = {json.dumps(value, default=str, ensure_ascii=False)}" for name, value in lines)
 
@@ -142,6 +152,8 @@ def _print_memory(options: TrainOptions) -> None:
     import torch
 
     from cs336_systems.pretraining.capped import caps_of, chooser, planned_for, planned_segments
+    from cs336_systems.pretraining.checkpoint import goes_on_from
+    from cs336_systems.pretraining.choice import Choice, choose_fastest
     from cs336_systems.pretraining.dataset import Dataset
     from cs336_systems.pretraining.preparation import config_of, predicted_segments
     from cs336_systems.pretraining.sources import sources_of
@@ -152,6 +164,11 @@ def _print_memory(options: TrainOptions) -> None:
     sources = sources_of(options.data)
     config = config_of(options, Dataset.open(sources[0].folder) if sources else None)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if options.choose_fastest and torch.cuda.is_available():
+        origin = goes_on_from(options.out, options.resume_from)
+        chosen = choose_fastest(options, config, torch.device("cuda"), world_size, origin)
+        options = chosen.of(options) if isinstance(chosen, Choice) else options
+        print(f"With {chosen}." if isinstance(chosen, Choice) else f"Nothing was chosen: {chosen}.")
     case = options.training_case(config, 1 if options.capped else world_size)
     print(planned_for(options))
     if options.capped:
