@@ -120,7 +120,8 @@ class Way:
         """Return how it runs, in a few words."""
         if self.streamed is not None:
             plan = self.streamed.plan
-            return f"streamed, {plan.rounds} {plan.order} rounds of {plan.round_tokens:,} tokens"
+            rounds = f"{plan.rounds} {plan.order} rounds of {plan.round_tokens:,} tokens"
+            return f"streamed, {rounds}: {plan.rounds * plan.round_tokens:,} a step"
         layout = self.layout
         words = [f"--keep {layout.keep}", f"--batch-size {layout.micro_batch}"]
         words += [f"--offload {' '.join(sorted(self.offload))}"] if self.offload else []
@@ -363,7 +364,8 @@ class CardPlan:
         words = f"--size {self.own.size} --context-length {self.length}"
         if way.streamed is not None:
             gib = self.device_bytes / GIB
-            return f"{words} --device-gib {gib:.1f} --host-gib {self.asked.host_gib:g}"
+            tokens = way.streamed.plan.rounds * way.streamed.plan.round_tokens
+            return f"{words} --total-batch-tokens {tokens} --device-gib {gib:.1f} --host-gib {self.asked.host_gib:g}"
         words += f" --total-batch-tokens {self.tokens_per_step} {way}"
         return f"{words} --matmul-dtype {way.recipe.matmul}" if way.recipe.quantized else words
 
