@@ -121,14 +121,14 @@ def _in_rows(part: str, benchmark: str, predicted: str, measured: str) -> Iterat
     """Of rows that hold their own prediction: those of a cell stand under one time and one command."""
     rows = _rows(part, benchmark)
     both = rows[rows["metric"].isin([predicted, measured])]
-    for (timestamp, _), cell in both.groupby(["timestamp", "variant"], sort=False):
+    for _, cell in both.groupby(["timestamp", "variant"], sort=False):
         found = cell.groupby("metric")["median"].first()
         if len(found) == 2:
             row = cell.iloc[0]
             names = ("size", "recipe", "context_length", "device_gib", "host_gib", "batch_size", "accumulate")
             told = " ".join(f"{row[name]}" for name in ("variant", *names) if name in row and row[name] == row[name])
             commit = row["commit"][:8]
-            yield Before(part, told, measured, found[predicted], commit, found[measured], commit, timestamp)
+            yield Before(part, told, measured, found[predicted], commit, found[measured], commit, row["timestamp"])
 
 
 def before_table() -> "Table":

@@ -175,8 +175,9 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     model = ModelOfRun(config, dataset.tokenizer, dataset.eos_id, adapters)
     on_rank_0(lambda: write_run_json(options.out, model))
     learned = options, datasets, train, evaluation, batch
-    described = config, loader, n_steps, rate, case, step, tokens_per_step, mesh, place, origin
-    return PreparedRun(*learned, *described, chosen)
+    return PreparedRun(
+        *learned, config, loader, n_steps, rate, case, step, tokens_per_step, mesh, place, origin, chosen
+    )
 
 
 def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
