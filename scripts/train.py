@@ -169,6 +169,8 @@ def _print_memory(options: TrainOptions) -> None:
         chosen = choose_fastest(options, config, torch.device("cuda"), world_size, origin)
         options = chosen.of(options) if isinstance(chosen, Choice) else options
         print(f"With {chosen}." if isinstance(chosen, Choice) else f"Nothing was chosen: {chosen}.")
+    elif options.choose_fastest:
+        print("A run chooses --batch-size, --keep and --offload for its GPU: this is with the defaults.")
     case = options.training_case(config, 1 if options.capped else world_size)
     print(planned_for(options))
     if options.capped:
