@@ -18,7 +18,7 @@
 #   simulated  -    1  both models at 1,024, 8,192, 32,768 and 131,072, 8B at 524,288: 40 minutes of one core
 #
 # A recorded step begins after each of its kernels has run once, and mostly lasts a minute. Rows are appended to
-# FOLDER/streaming, FOLDER/streaming-offload and FOLDER/streaming-simulated; uv run scripts/report.py --adopt FOLDER moves
+# FOLDER/streaming, streaming-offload, streaming-ring and streaming-simulated; uv run scripts/report.py --adopt FOLDER moves
 # them to profiles/results/<gpu>/; with --machine cpu, from a folder of its own, the simulated. PYTHON picks the
 # interpreter (default: uv run). Run nothing else on the host.
 set -euo pipefail
@@ -51,7 +51,7 @@ for part in "$@"; do
     offload)
       into streaming-offload --device-gib 132 --host-gib 16 --peers fsdp2-offload --tokens-per-step 65536 --steps 1 ;;
     ring)
-      streaming --device-gib 24 --host-gib 75 --world-size 1 2 --tokens-per-step 393216 --steps 1 ;;
+      into streaming-ring --device-gib 24 --host-gib 75 --world-size 1 2 --tokens-per-step 393216 --steps 1 ;;
     grid)
       streaming --device-gib 16 24 40 --host-gib 60 75 115 --tokens-per-step 131072 --steps 1 ;;
     simulated)
