@@ -150,9 +150,10 @@ def _tokens_of_settings(rows: pd.DataFrame) -> pd.Series:
 
 
 def _peaks(rows: pd.DataFrame) -> list[float]:
-    """The published peaks of the rows' devices, TFLOP/s."""
+    """The published peaks of the rows' devices, of one and of as many as share a step, TFLOP/s."""
     devices = filter(None, map(find_hardware, rows["gpu"].unique()))
-    return [peak / 1e12 for device in devices for peak in device.peak_flops.values() if peak]
+    together = {1, *(map(int, rows["ranks"].dropna()) if "ranks" in rows else ())}
+    return [n * peak / 1e12 for device in devices for peak in device.peak_flops.values() if peak for n in together]
 
 
 def _unequal(own: pd.Series, expected: pd.Series, tolerance: pd.Series, what: str, standard: str, n_rows: int) -> str:
