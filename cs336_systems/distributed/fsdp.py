@@ -146,6 +146,22 @@ class FSDP(NotCopied, nn.Module):
         return value.to(self.compute_dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     @contextmanager
+    def task(self, following: tuple[Hashable, bool] | None, *, runs_units: bool) -> Iterator[None]:
+        """The body is a task of a pipeline's stage; the weights with which the next one begins are gathered meanwhile.
+
+        Args:
+            following: the part that the next task runs, and whether backward; None if it runs no units.
+            runs_units: whether this task is a forward or a backward itself.
+        """
+        part, backward = following or (None, False)
+        self._order.expect(part, backward, now=not runs_units)
+        try:
+            yield
+        except BaseException:
+            self._order.expect_nothing()
+            raise
+
+    @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let backward accumulate whole gradients on this rank and send none.
 

@@ -69,6 +69,9 @@ class GatherOrder:
         self._n_to_come = 0  # the number of forwards since the last backward that a backward may come to
         self._backward: Backward | None = None
         self._running: Unit | None = None
+        self._n_tasks = 0
+        self._reserved: dict[ShardedGroup, int] = {}
+        """Groups of the unit with which a task begins, until it has come to it, by the task's number (``expect``)."""
         self.gradients = Gradients(sharded.groups, sharded.replicated)
         slots = dict.fromkeys(slot for unit in sharded.units for slot in unit.param_slots)
         guards = {parameter: Elsewhere(parameter) for group in self.groups for parameter in group.parameters}
@@ -88,6 +91,40 @@ class GatherOrder:
             parameter.unsharded_param.register_post_accumulate_grad_hook(announce)
             parameter.unsharded_param.requires_grad_(requires_grad)
 
+    # tasks of a pipeline
+
+    def expect(self, part: Hashable, backward: bool, *, now: bool) -> None:
+        """A task begins; the one after it runs this part, whose first unit is gathered meanwhile and stays for it.
+
+        Args:
+            part: None if no forward or backward follows.
+            now: whether the task that begins is neither, and so agrees with nobody before weights are gathered.
+        """
+        self._n_tasks += 1
+        previous = self._complete.get(part) if part is not None else None
+        if previous is not None and previous.units and self.prefetch:
+            runs = previous.runs
+            unit = previous.units[0] if not backward else runs[-1].unit if runs else previous.units[-1]
+            self._reserved |= dict.fromkeys(unit.groups, self._n_tasks + 1)
+            if now:
+                self._gather_reserved()
+
+    def expect_nothing(self) -> None:
+        """No task follows, or the last one has failed."""
+        self._reserved.clear()
+        if not inside_backward():
+            self._free_idle()
+
+    def _gather_reserved(self) -> None:
+        for group in self._reserved:
+            group.gather()
+
+    def _reached(self, unit: Unit) -> None:
+        """The task that runs has come to the unit, which is no longer reserved for it."""
+        for group in unit.groups:
+            if self._reserved.get(group) == self._n_tasks:
+                del self._reserved[group]
+
     # forward
 
     @contextmanager
@@ -100,6 +137,7 @@ class GatherOrder:
         self._agree("begins a forward", gathers=True)
         self._free_idle()
         self._turns.begin_reading()
+        self._gather_reserved()
         self._forward = Forward(self._complete.get(part))
         returned = False
         try:
@@ -150,6 +188,7 @@ class GatherOrder:
         for group in unit.groups:
             group.wait()
         if not recomputing:
+            self._reached(unit)
             self.replicated.refresh(slot.parameter for slot in unit.param_slots)
         self._running = unit
         unit.to_unsharded()
@@ -166,7 +205,7 @@ class GatherOrder:
                 self._record(None if recomputing else forward, unit, started, output)
                 stays += [group for group in unit.groups if forward.keeps(group, position)]
             for group in unit.groups:
-                if group not in stays:
+                if group not in stays and group not in self._reserved:
                     group.free()
         return output
 
@@ -229,6 +268,7 @@ class GatherOrder:
             Variable._execution_engine.queue_callback(end)  # autograd holds it as long as the pass lives
             self._agree("begins a backward", gathers=True)
             self._turns.begin_reading()
+            self._gather_reserved()
         return self._backward
 
     def _before_backward(self, run: Run) -> None:
@@ -254,6 +294,7 @@ class GatherOrder:
                 backward.walks[forward] = len(forward.runs)
             self._walk(forward, run.number)
             self._come_to(run)
+            self._reached(run.unit)
             for group in run.unit.groups:
                 group.wait()
             run.unit.to_unsharded()
@@ -340,8 +381,8 @@ class GatherOrder:
         return [group for group in self.groups if group.state is not GroupState.SHARDED]
 
     def _free(self, group: ShardedGroup) -> None:
-        """Free a group unless a unit is running with it."""
-        if self._running is None or group not in self._running.groups:
+        """Free a group unless a unit is running with it, or is about to."""
+        if group not in self._reserved and (self._running is None or group not in self._running.groups):
             group.free()
 
     def _free_idle(self) -> None:

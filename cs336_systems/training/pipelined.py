@@ -9,11 +9,13 @@ same bits under every schedule as in one process with as many micro-batches, as 
 but that of a tied embedding, whose two parts are added up in another order.
 
 Gradients of ranks with the same weights are averaged when all micro-batches are done. Under FSDP each pass of a part
-gathers that part's blocks, and whole gradients stay on the rank until then.
+gathers that part's blocks, the first of them during the operation before, and whole gradients stay on the rank until
+then.
 """
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,10 +25,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from cs336_systems.blocks.autograd import Works, put_off
 from cs336_systems.config import MODES
-from cs336_systems.costs.parallelism.schedules import Operation
+from cs336_systems.costs.parallelism.schedules import Operation, Schedule
 from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.pipeline import Pipeline, on_two_stages
+from cs336_systems.distributed.pipeline import Pipeline, Work, on_two_stages
 from cs336_systems.model.tensor_ranks import ALONE
 from cs336_systems.training.precision import matmul_precision
 from cs336_systems.training.step import Phase, TrainStep, local_gradients, micro_batches
@@ -106,7 +108,8 @@ class PipelinedStep(_StageStep):
 
         with torch.no_grad():
             self._load_kernels(token_ids, targets, trains=False)
-            self.pipeline.run(work, self._like(token_ids), self.pipeline.plan.forwards(1))
+            plan = self.pipeline.plan.forwards(1)
+            self.pipeline.run(self._gathering(work, plan), self._like(token_ids), plan)
         return self._everywhere(found)
 
     def _run(self, mode: str, token_ids: Tensor, targets: Tensor) -> None:
@@ -144,7 +147,7 @@ class PipelinedStep(_StageStep):
             self._load_kernels(*batches[0], trains=trains)
             plan = self.pipeline.plan
             plan = plan if trains else plan.forwards(plan.microbatches)
-            self.pipeline.run(work, self._like(batches[0][0]), plan)
+            self.pipeline.run(self._gathering(work, plan), self._like(batches[0][0]), plan)
         self.loss = self._everywhere(losses)
         if not trains:
             return
@@ -155,6 +158,23 @@ class PipelinedStep(_StageStep):
             parameter.grad += self.pipeline.exchange_ends(parameter.grad.detach())
         if mode == "backward":
             self.optimizer.zero_grad(set_to_none=True)
+
+    def _gathering(self, work: Work, plan: Schedule) -> Work:
+        """The same work; under FSDP the weights with which each operation begins are gathered during the one before."""
+        model, order, stage = self.model, plan.orders[self.pipeline.stage], self.pipeline.stage
+        if not isinstance(model, FSDP):
+            return work
+        after = dict(pairwise(order))
+
+        def gathering(operation: Operation, given: Tensor | None) -> Tensor | None:
+            following = after.get(operation)
+            part = None
+            if following is not None and following.kind != "W":
+                part = plan.part(stage, following.chunk), following.kind != "F"
+            with model.task(part, runs_units=operation.kind != "W"):
+                return work(operation, given)
+
+        return gathering
 
     def _load_kernels(self, token_ids: Tensor, targets: Tensor, *, trains: bool) -> None:
         """Run this stage's work once on zeros, before the first messages of this shape.

@@ -6,6 +6,7 @@ import signal
 import time
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from cs336_systems.costs.kept import LEVELS
 from cs336_systems.costs.parallelism.schedules import Schedule
 from cs336_systems.costs.parallelism.stages import divide, plan_of, stages_of_case
 from cs336_systems.costs.parallelism.step import GATHER, REDUCE, SCATTER, SEND, pipeline_sent, sharded_sent
+from cs336_systems.distributed.fsdp_parameters import GroupState
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.ranked import PreparedStep, check_replicas
 from cs336_systems.harness.traffic import Traffic
@@ -253,6 +255,43 @@ def test_shards_are_gathered_for_each_pass_and_reduced_once():
     for of_rank in on_ranks(counted_of_shards, 4, cases):
         for case, (sent, predicted) in zip(cases, of_rank, strict=True):
             assert sent == predicted, (case.parallel.pipeline_schedule, str(case))
+
+
+def begun_with(rank: Rank, case, ahead):
+    """(Whether each operation of a second step found its first unit gathered, the shards after it)."""
+    step, batch = assemble(case, rank), random_batch(case, rank)
+    if not ahead:
+        step.model.task = lambda *_, **how: nullcontext()
+    step(*batch)
+    found, gathering = [], step._gathering
+
+    def observed(work, plan):
+        inner = gathering(work, plan)
+
+        def watch(operation, given):
+            if operation.kind != "W":
+                previous = step.model._order._complete[plan.part(step.pipeline.stage, operation.chunk)]
+                unit = previous.units[0] if operation.kind == "F" else previous.runs[-1].unit
+                found.append(all(group.state is not GroupState.SHARDED for group in unit.groups))
+            return inner(operation, given)
+
+        return watch
+
+    step._gathering = observed
+    step(*batch)
+    left = [group for group in step.model.groups if group.state is not GroupState.SHARDED]
+    assert not left and not step.model._order._reserved
+    return found, [p.detach().clone() for p in step.model.parameters()]
+
+
+def test_an_operation_finds_its_first_block_gathered():
+    """By the one before; the bits are those without."""
+    for name in ("1f1b", "zbv"):
+        case = run_of(2, name, "fsdp")
+        pairs = zip(*(on_ranks(begun_with, 4, case, ahead) for ahead in (True, False)), strict=True)
+        for (ahead, shards), (without, others) in pairs:
+            assert all(ahead[1:]) and not ahead[0] and without.count(False) > len(without) / 4
+            assert all(map(torch.equal, shards, others))
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from itertools import pairwise
 from cs336_systems.config import ModelConfig, Recipe
 from cs336_systems.costs.fsdp import model_units, padded_elements, step_traffic
 from cs336_systems.costs.kept import STORED, keep_of_blocks, kept_names
-from cs336_systems.costs.parallelism.schedules import Schedule
+from cs336_systems.costs.parallelism.schedules import Operation, Schedule
 from cs336_systems.costs.parallelism.stages import Stage
 
 GATHER, SCATTER, REDUCE, SEND = "all-gather", "reduce-scatter", "all-reduce", "send"
@@ -133,8 +133,8 @@ def sharded_sent(
 ) -> Sent:
     """Count what FSDP sends on a stage in a step, but for a pipeline's first one, beside ``pipeline_sent``.
 
-    Each pass of a part gathers that part's units; a forward leaves its last unit for a backward that follows it at
-    once. Gradients are reduced once.
+    Each pass of a part gathers that part's units, the first of them as the operation before begins, and gives back all
+    but the first of the next; a forward also leaves its last one for a backward. Gradients are reduced once.
 
     Args:
         config: of what a tensor rank holds.
@@ -144,15 +144,26 @@ def sharded_sent(
     units: list[list[int | str]] = [list(range(own.start, own.stop)) for own in blocks]
     units[0].insert(0, "embedding")
     units[-1].append("embedding" if config.tie_embeddings else "head")
-    gathered, there = 0, set[int | str]()
-    for operation in (each for each in plan.orders[stage] if each.kind != "W"):
+    gathered: list[int | str] = []
+    there, order = set[int | str](), plan.orders[stage]
+
+    def first_of(operation: Operation | None) -> set[int | str]:
+        if operation is None or operation.kind == "W":
+            return set()
         own = units[plan.part(stage, operation.chunk)]
-        forward = operation.kind == "F"
-        gathered += sum(words if isinstance(unit, str) else block for unit in set(own) - (set() if forward else there))
-        there = {own[-1]} if forward else set()
+        return {own[0 if operation.kind == "F" else -1]}
+
+    for operation, following in zip(order, (*order[1:], None), strict=True):
+        ahead, forward = first_of(following), operation.kind == "F"
+        if forward:
+            there &= first_of(operation) | ahead
+        own = [] if operation.kind == "W" else units[plan.part(stage, operation.chunk)]
+        gathered += (set(own) | ahead) - there
+        there = there | ahead if operation.kind == "W" else ahead | ({own[-1]} if forward else set())
+    n_gathered = sum(words if isinstance(unit, str) else block for unit in gathered)
     n_blocks = sum(own.stop - own.start for (of, _), own in zip(plan.places, blocks, strict=True) if of == stage)
     held = Stage(n_blocks, *(plan.places[part][0] == stage for part in (0, -1))).units(config)
     messages = step_traffic(held, n_shards, compute_bytes=itemsize, gradient_bytes=itemsize).messages
     return Counter(
-        {GATHER: gathered * itemsize, SCATTER: messages["reduce-scatter"] // n_shards, REDUCE: messages["all-reduce"]}
+        {GATHER: n_gathered * itemsize, SCATTER: messages["reduce-scatter"] // n_shards, REDUCE: messages["all-reduce"]}
     )
