@@ -3,6 +3,7 @@
     uv run scripts/evaluate.py runs/notes --data data/notes-bpe4096
     uv run scripts/evaluate.py runs/notes --data data/notes-bpe4096 data/web-bpe4096 --all
     uv run scripts/evaluate.py Qwen2.5-0.5B/ --data data/notes-Qwen2.5-0.5B --context-length 2048
+    uv run scripts/evaluate.py runs/notes --tasks arc_easy          # by lm-eval; the log gets its scores
 
 Bits per byte compare models with different tokenizers; conversations, of which answers alone are targets, have none.
 The last line is one JSON object.
@@ -29,14 +30,16 @@ class EvaluateOptions:
 
     model: tyro.conf.Positional[Path]
     """Folder of a run, whose newest complete checkpoint is taken; one of its checkpoints; or a Hugging Face folder."""
-    data: tuple[Path, ...]
+    data: tuple[Path, ...] = ()
     """Folders written by tokenize_data.py with the model's tokenizer, each scored by itself."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-eval, which must be installed: names, or YAML files, each of one. A run's log gets their scores."""
     all: bool = False
     """Evaluate every checkpoint of the run."""
     split: Literal["evaluation", "train"] = "evaluation"
     """Which part of the data."""
     sequences: int | None = None
-    """Number of first sequences of each source; None takes all."""
+    """Number of first sequences of each source, and of examples of each task; None takes all."""
     context_length: int | None = None
     """Tokens of a sequence; by default the model's context, at most 4,096."""
     batch_size: int = 8
@@ -50,7 +53,7 @@ class EvaluateOptions:
     def default(cls, device: str) -> Self:
         """The defaults on a device: bf16 on a GPU, fp32 on a CPU."""
         missing: Any = tyro.MISSING
-        return cls(missing, missing, device=device, dtype="bf16" if device == "cuda" else "fp32")  # type: ignore
+        return cls(missing, device=device, dtype="bf16" if device == "cuda" else "fp32")  # type: ignore
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,6 +74,8 @@ def _evaluate(options: EvaluateOptions) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
     if options.device == "cuda" and not n_gpus():
         raise ValueError("--device cuda needs a GPU, and there is none")
+    if not (options.data or options.tasks):
+        raise ValueError("nothing to evaluate on: give --data or --tasks")
 
     import pandas as pd
 
@@ -86,15 +91,56 @@ def _evaluate(options: EvaluateOptions) -> int:
     rows = [row for path in paths for row in _rows(options, path, datasets)]
     shown = [
         {"step": "-" if row["step"] is None else f"{row['step']:,}", "data": row["data"]}
-        | {"loss": f"{row['loss']:.4f} ± {row['standard_error']:.4f}", "perplexity": f"{row['perplexity']:.2f}"}
-        | {"bits per byte": "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"}
+        | {"loss": f"{_shown(row['loss'], '.4f')} ± {_shown(row['standard_error'], '.4f')}"}
+        | {"perplexity": _shown(row["perplexity"], ".2f"), "bits per byte": _shown(row["bits_per_byte"], ".4f")}
         | {"targets": f"{row['targets']:,}"}
         for row in rows
     ]
-    show(Table(f"{options.model} on held-out data", pd.DataFrame(shown)), "auto")
-    line = {"command": NAME, "model": str(options.model), "scores": rows}
+    if shown:
+        show(Table(f"{options.model} on held-out data", pd.DataFrame(shown)), "auto")
+    line: dict[str, Any] = {"command": NAME, "model": str(options.model), "scores": rows}
+    if options.tasks:
+        line["tasks"] = {str(path): _of_tasks(options, path) for path in paths}
     print(json.dumps(line | {"s": round(time.perf_counter() - started, 2)}))
     return 0
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _of_tasks(options: EvaluateOptions, path: Path) -> dict[str, dict[str, float]]:
+    """The scores of one model on tasks, shown, and in the log of its run if it has one."""
+    from tempfile import TemporaryDirectory
+
+    import pandas as pd
+
+    from cs336_systems.pretraining.checkpoint import is_checkpoint, load_weights
+    from cs336_systems.pretraining.export import export_saved
+    from cs336_systems.pretraining.run_log import LOG, LogFile
+    from cs336_systems.pretraining.run_records import TaskScores
+    from cs336_systems.pretraining.tasks import score_tasks
+    from cs336_systems.report.tables import Table, digits, show
+
+    how: dict[str, Any] = {name: getattr(options, name) for name in ("batch_size", "device", "dtype")}
+    with TemporaryDirectory() as folder:
+        step, exported = None, path
+        if not (path / "config.json").exists():
+            saved = load_weights(path)
+            step, exported = saved.step, export_saved(Path(folder) / "hf", saved).folder
+        scores = score_tasks(exported, options.tasks, limit=options.sequences, **how)
+    numbers = [
+        {"task": task, "score": name, "value": digits(value)}
+        for task, of in scores.items()
+        for name, value in of.items()
+    ]
+    show(Table(f"{path} by lm-eval", pd.DataFrame(numbers)), "auto")
+    log = (path.resolve().parent if is_checkpoint(path) else path) / LOG
+    if step is not None and log.exists():
+        file = LogFile(log)
+        file.write(TaskScores(step, scores))
+        file.close()
+    return scores
 
 
 def _rows(options: EvaluateOptions, path: Path, datasets: list[Any]) -> list[dict[str, Any]]:

@@ -138,6 +138,15 @@ class Evaluation(Record):
 
 
 @dataclass(frozen=True)
+class TaskScores(Record):
+    """Scores of lm-eval's tasks, by task and name, after so many steps."""
+
+    kind = "tasks"
+    step: int
+    scores: Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
 class LoggedCheckpoint(Record):
     """A checkpoint that has been written; steps after it may be logged before it.
 

@@ -1,5 +1,6 @@
 """Scores of saved models are those of their runs, with a standard error that says how far samples lie apart."""
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -11,10 +12,13 @@ import torch
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.model import TransformerLM
+from cs336_systems.pretraining.checkpoint import load_weights
+from cs336_systems.pretraining.dataset import Dataset
 from cs336_systems.pretraining.evaluation import Scores, score
+from cs336_systems.pretraining.export import export_saved
 from cs336_systems.pretraining.loader import Sequences
 from cs336_systems.pretraining.run_log import LOG, read_run
-from cs336_systems.pretraining.run_records import Evaluation
+from cs336_systems.pretraining.run_records import Evaluation, TaskScores
 from cs336_systems.pretraining.trainer import train
 from scripts.evaluate import main
 from tests.pretraining.trained import counting, options, write_chat, write_dataset
@@ -94,3 +98,74 @@ class _Only:
 
     def read(self, numbers):
         return self._sequences.read([self._number])
+
+
+def likelihood_of(folder, capsys, n_targets):
+    """(text, the log-likelihood of its first targets given the first byte, by evaluate.py)."""
+    stream = np.empty(n_targets + 1, np.int64)
+    Dataset.open(folder / "data").evaluation.copy(0, stream)
+    asked = ("--data", folder / "data", "--context-length", n_targets, "--sequences", 1)
+    (row,) = scores_of(capsys, folder / "of-data", *asked)
+    assert row["targets"] == n_targets
+    return bytes(stream.astype(np.uint8).tolist()).decode("latin-1"), -n_targets * row["loss"]
+
+
+@pytest.fixture(scope="module")
+def exported(folder):
+    return export_saved(folder / "hf", load_weights(folder / "of-data")).folder
+
+
+def test_the_loss_is_the_likelihood_that_transformers_and_lm_eval_find(folder, exported, capsys):
+    transformers = pytest.importorskip("transformers")
+    text, ours = likelihood_of(folder, capsys, 15)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    assert ids.shape == (1, 16)
+    with torch.no_grad():
+        each = model(ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])
+    assert ours == pytest.approx(each.sum().item(), rel=1e-5)
+    if importlib.util.find_spec("lm_eval") is None:
+        return
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    request = Instance("loglikelihood", {}, (text[0], text[1:]), 0)
+    ((theirs, _),) = HFLM(str(exported), device="cpu", dtype="float32").loglikelihood([request], disable_tqdm=True)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_tasks_need_lm_eval_or_write_its_scores_into_the_runs_log(folder, capsys, tmp_path):
+    assert main([str(folder / "of-data")]) == 2
+    assert "give --data or --tasks" in capsys.readouterr().err
+    lines = [{"text": "ab", "choices": ["c", "d"], "label": i % 2} for i in range(4)]
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, lines)))
+    task = tmp_path / "letters.yaml"
+    task.write_text(TASK.format(rows=tmp_path / "rows.json"))
+    code = main([str(folder / "of-data"), "--tasks", str(task), "--sequences", "3"])
+    said = capsys.readouterr()
+    if importlib.util.find_spec("lm_eval") is None:
+        assert code == 2 and said.err.count("\n") == 1 and "pip install 'lm-eval[hf]'" in said.err
+        return
+    assert code == 0, said.err
+    scores = json.loads(said.out.splitlines()[-1])["tasks"][str(folder / "of-data")]
+    assert 0 < scores["letters"]["acc"] < 1 and scores["letters"]["acc_stderr"] > 0
+    logged = read_run(folder / "of-data" / LOG).last(TaskScores)
+    assert (logged.step, logged.scores) == (10, scores)
+    assert main([str(folder / "of-data"), "--tasks", "no_such_task"]) == 2
+    assert "knows no task 'no_such_task'" in capsys.readouterr().err
+
+
+TASK = """
+task: letters
+dataset_path: json
+dataset_kwargs:
+  data_files: {rows}
+test_split: train
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: label
+metric_list:
+  - metric: acc
+"""
