@@ -104,7 +104,8 @@ class DilocoCell:
         """The run as train.py would be asked for it, without its folders."""
         own = self.total_batch_tokens // self.world_size // self.context_length
         asked = {name: TrainOptions.CPU_DEFAULTS[name] for name in ("optimizer", "kernels", "attention")}
-        asked = asked if self.device == "cpu" else {}
+        if self.device != "cpu":  # blocks with a hand-written backward do not run under autocast
+            asked = {"keep": "autograd", "kernels": "reference"} if self.dtype.startswith("autocast") else {}
         asked |= {name: getattr(self, name) for name in _SHARED}
         asked |= {"agree": self.agree, "replicas": self.world_size, "total_batch_tokens": self.total_batch_tokens}
         if self.agree == "diloco":
@@ -177,11 +178,10 @@ def make_cells(options: Any) -> list[DilocoCell]:
         turn = {"repeat": (repeat,), "seed": (options.seed + repeat,)}
         for cell in every(DilocoCell, options, **turn):
             cells += [replace(cell, agree="diloco"), replace(cell, **no_diloco)]
-    if any(
-        first and (first >= options.steps or options.schedule in ("cosine", "linear")) for first in options.first_steps
-    ):
-        said = f"--first-steps {options.first_steps} of --steps {options.steps} under --schedule {options.schedule}"
-        raise ValueError(f"{said}: they must be fewer, and the schedule wsd or constant")
+    for first in filter(None, options.first_steps):
+        if first >= options.steps or options.schedule in ("cosine", "linear"):
+            said = f"--first-steps {first} of --steps {options.steps} under --schedule {options.schedule}"
+            raise ValueError(f"{said}: they must be fewer, and the schedule wsd or constant")
     for cell in cells:
         if (cell.first_steps or 0) % (cell.agree_every or 1):
             raise ValueError(f"--first-steps {cell.first_steps} is no multiple of --agree-every {cell.agree_every}")

@@ -1,9 +1,11 @@
 """``benchmark_diloco.py``: its grid, and runs whose losses and bytes are rows, a table and a picture."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from cs336_systems.config import resolve_size
 from cs336_systems.costs.parallelism.local_steps import sent_bytes_per_step
 from cs336_systems.experiments.diloco import TABLE, loss_figure
 from cs336_systems.harness.record import read_rows
@@ -22,6 +24,14 @@ def test_each_number_of_replicas_has_one_run_of_data_parallelism_for_all_ways_to
         options = cell.train_options
         assert options.tokens_per_step(1) == 1024  # of all replicas
         assert options.batch_size * cell.world_size * options.context_length == 1024
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "autocast-bf16"])
+def test_each_dtype_runs_on_gpus(dtype):
+    for cell in cells_of("diloco", "--dtype", dtype, "--steps", "100", "--agree-every", "100"):
+        for options in replace(cell, device="cuda").runs:
+            options.check()
+            options.training_case(resolve_size(options.size), 1)
 
 
 @pytest.mark.parametrize(
