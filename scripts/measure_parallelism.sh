@@ -108,7 +108,7 @@ for part in "$@"; do
         --timeout 200 ;;
     replicas-diloco)
       # With eight averages an outer momentum of 0.9 still pushes where the weights were going when the rate decays: tiny
-      # was 4.1 % above data parallelism with 0.7 and 0.9, 2.4 with 1 and 0.5, 3.6 with 1 and 0 (800 steps, 200 of them first).
+      # was 4.1 % above data parallelism with 0.7 and 0.9, 2.4 with 1 and 0.5, 3.6 with 1 and 0 (800 steps, 200 first).
       apart --device cuda --size qwen-100m --replicas 2 --steps 1200 --schedule wsd --agree-every 100 --first-steps 400 \
         --outer-learning-rate 1.0 --outer-momentum 0.5 0.8 --timeout 150 ;;
     *)
