@@ -55,6 +55,8 @@ def test_a_peer_is_measured(peer):
         (("--chunk", "7"), "--chunk 7"),
         (("--tokens-per-step", "32"), "--tokens-per-step 32 .* 64"),
         (("--timeline",), "--out"),
+        (("--world-size", "3"), "--world-size 3: the 2 layers of tiny"),
+        (("--world-size", "2", "--peers", "compiled"), "--peers compiled .* --world-size 2"),
         (("--peers", "compiled", "--gpu", "h200"), "--peers compiled"),
         (("--gpu", "l40"), "--gpu l40: did you mean l4"),
         (("--size", "huge"), "'huge'"),
@@ -108,3 +110,15 @@ def test_a_tiny_model_runs_under_caps_on_a_cpu(tmp_path, capsys):
         *(f"benchmark_streaming_timeline_tiny_64_{gib}_0.001.png" for gib in ("0.001", "0.002")),
         "benchmark_streaming_tiny_64.png",
     ]
+
+
+@pytest.mark.slow
+def test_two_ranks_run_beside_one(tmp_path, capsys):
+    asked = ("--world-size", "1", "2", "--device-gib", "0.002", "--steps", "1", "--warmup", "0", "--timeline")
+    code, out, _ = run("benchmark_streaming", capsys, *asked, "--out", tmp_path)
+    assert code == 0
+    rows = read_rows(tmp_path / "benchmark_streaming.csv")
+    rates = rows[rows["metric"] == "tokens_per_s"].set_index("ranks")["median"]
+    assert f"{100 * rates[2] / rates[1] / 2:.1f}" in out
+    pictures = {path.name.rpartition("_")[2] for path in tmp_path.glob("*timeline*rank*.png")}
+    assert pictures == {"rank0.png", "rank1.png"}
