@@ -5,6 +5,7 @@ its rate in fewer steps is the fair measure of those steps: on the way of a long
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -79,7 +80,7 @@ def optimizers_figure(names: tuple[str, ...], *runs: Run) -> Figure:
         kinds[name, n_steps] = number + 1
         colour = OKABE_ITO[list(kinds).index((name, n_steps)) % len(OKABE_ITO)]
         later = run.evaluations[run.evaluations["step"] > 0]
-        style = {"color": colour, "linestyle": _DASHES[number % len(_DASHES)]}
+        style: dict[str, Any] = {"color": colour, "linestyle": _DASHES[number % len(_DASHES)]}
         axes.plot(later["step"], later["loss"], label=f"{name}, {n_steps} steps, rate {rate:g}", **style)
     loss = _ended(best_of_adamw(dict(zip(names, runs, strict=True))))
     axes.axhline(loss, color="0.5", linewidth=0.8)

@@ -68,7 +68,7 @@ def train_on_input_gradients(cell: TrainingRunCell, options: TrainOptions, rank:
     case = options.training_case(config, 1)
     model = build_model(case, rank)
     model.requires_grad_(False)
-    gain = model.layers[0].ln1.weight.requires_grad_(True)
+    gain = model.get_parameter("layers.0.ln1.weight").requires_grad_(True)
     sequences = sequences_of(dataset, dataset.train, options, config.vocab_size, rank.device)
     n, rows = options.micro_batches(1), options.tokens_per_step(1) // options.context_length
     with Loader(sequences, rows, seed=options.seed) as loader, StopRequests() as stop:
@@ -92,7 +92,7 @@ def train_trl(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: "
     Raises:
         Unsupported: TRL is not installed, or the device lacks what the way needs.
     """
-    how = dict(TRL[cell.how])
+    how: dict[str, Any] = dict(TRL[cell.how])
     attention, on_gpu = how.pop("attn_implementation", "sdpa"), rank.device.type == "cuda"
     if attention != "sdpa" and not on_gpu:
         raise Unsupported(f"{cell.how} needs a GPU, got {rank.device.type}")
@@ -118,7 +118,7 @@ def train_trl(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: "
     )
     with StopRequests() as stop, _not_launched():
 
-        class Watched(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        class Watched(trl.SFTTrainer):  # type: ignore[name-defined]
             """Counts tokens where they are learned, on the device, as loaders have processes of their own."""
 
             learned = torch.zeros((), dtype=torch.int64, device=rank.device)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TORCHAO = {"torchao-tensorwise": "e4m3-e5m2", "torchao-rowwise": "e4m3-row"}
 """Ways of torchao, and the recipe of ours that has the same formats and scales."""
 
-TRL = {
+TRL: dict[str, dict[str, Any]] = {
     "trl": {},
     "trl-compiled": {"torch_compile": True},
     "trl-flex": {"attn_implementation": "flex_attention"},
