@@ -107,10 +107,13 @@ def train_trl(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: "
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(dataset.tokenizer), eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
+    # Rows lie behind each other in one sequence, of which sdpa computes all scores, and masks most of them.
+    rows, n_rows = options.batch_size, options.tokens_per_step(1) // options.context_length
+    rows = 1 if attention == "sdpa" else rows
     settings = trl.SFTConfig(
         output_dir=str(options.out),
         **{"packing": True, "max_length": options.context_length, "max_steps": options.steps},
-        **{"per_device_train_batch_size": options.batch_size, "gradient_accumulation_steps": options.micro_batches(1)},
+        **{"per_device_train_batch_size": rows, "gradient_accumulation_steps": n_rows // rows},
         **{"learning_rate": options.learning_rate, "max_grad_norm": options.clip, "weight_decay": options.weight_decay},
         **{"optim": "adamw_torch_fused", "bf16": False, "gradient_checkpointing": False, "use_cpu": not on_gpu},
         **{"use_liger_kernel": on_gpu, "logging_steps": 1, "save_strategy": "no", "report_to": "none"},
