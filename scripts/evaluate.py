@@ -33,7 +33,7 @@ class EvaluateOptions:
     data: tuple[Path, ...] = ()
     """Folders written by tokenize_data.py with the model's tokenizer, each scored by itself."""
     tasks: tuple[str, ...] = ()
-    """Tasks of lm-eval, which must be installed: names, or YAML files, each of one. A run's log gets their scores."""
+    """Tasks of lm-eval (--extra evaluation): names, or YAML files, each of one. A run's log gets their scores."""
     all: bool = False
     """Evaluate every checkpoint of the run."""
     split: Literal["evaluation", "train"] = "evaluation"

@@ -29,7 +29,7 @@ def score_tasks(
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ValueError(f"--tasks needs lm-eval ({error}): pip install 'lm-eval[hf]'") from None
+        raise ValueError(f"--tasks needs lm-eval ({error}): uv sync --extra evaluation") from None
     files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
     manager = TaskManager(include_path=sorted({str(file.parent) for file in files}) or None)
     names = [Path(task).stem if Path(task) in files else task for task in tasks]

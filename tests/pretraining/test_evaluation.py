@@ -145,7 +145,7 @@ def test_tasks_need_lm_eval_or_write_its_scores_into_the_runs_log(folder, capsys
     code = main([str(folder / "of-data"), "--tasks", str(task), "--sequences", "3"])
     said = capsys.readouterr()
     if importlib.util.find_spec("lm_eval") is None:
-        assert code == 2 and said.err.count("\n") == 1 and "pip install 'lm-eval[hf]'" in said.err
+        assert code == 2 and said.err.count("\n") == 1 and "uv sync --extra evaluation" in said.err
         return
     assert code == 0, said.err
     scores = json.loads(said.out.splitlines()[-1])["tasks"][str(folder / "of-data")]
