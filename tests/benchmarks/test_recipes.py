@@ -113,7 +113,9 @@ def test_parts_that_are_named_together_share_a_launch_unless_they_differ_in_it(t
 
 
 def test_runs_are_trained_compared_and_sampled(tmp_path):
-    for run in ("100m", "compared/ours", "compared/transformers"):
+    by_optimizer = [f"adamw-400-{rate}" for rate in ("6e-4", "2e-3", "6e-3")]
+    by_optimizer += [f"muon-{steps}-{rate}" for steps in (400, 300) for rate in ("2e-3", "6e-3", "2e-2")]
+    for run in ("100m", "compared/ours", "compared/transformers", *by_optimizer):
         (tmp_path / "work" / run).mkdir(parents=True)
         (tmp_path / "work" / run / "log.jsonl").touch()
     found = {}
@@ -121,6 +123,7 @@ def test_runs_are_trained_compared_and_sampled(tmp_path):
         found.setdefault(Path(program).stem, []).append(arguments)
     assert len(found["sample"]) == 3
     for arguments in [*found["train"], *found["compare_with_transformers"]]:
-        assert parse(TrainOptions, ["--device", "cuda", *arguments], None).total_batch_tokens == 131_072
+        options = parse(TrainOptions, ["--device", "cuda", *arguments], None)
+        assert options.total_batch_tokens == (65_536 if options.out.name in by_optimizer else 131_072)
     for arguments in found["sample"]:
         parse(SampleOptions, arguments, None)
