@@ -1,8 +1,8 @@
 """When the operations of a streamed step begin and end, on one rank or on all ranks of a ring.
 
-Operations run on lanes: kernels, copies in both directions over one link, and in a ring messages to other ranks and
-from them. A lane runs its own in their order, each as early as what it waits for lets it. Copies share the link, and
-slow kernels down a little.
+Operations run on lanes: one for kernels, one for copies in each direction over the host link, and in a ring one each
+for messages to and from other ranks. A lane runs its operations in order, each as soon as those that it waits for have
+ended. Copies share the link, and slow kernels down a little.
 
     times = simulate(["in", "compute"], amounts=[2**30, 0.1], waits=[(), (0,)], rates=rates)
     times.span, times.busy["compute"]
@@ -15,10 +15,10 @@ from typing import NamedTuple
 from cs336_systems.costs.rates import Rates
 
 LANES = ("in", "compute", "out", "send", "receive")
-"""The last two carry messages to and from other ranks of a ring."""
+"""Copies to the device, kernels, copies to the host; in a ring also messages to and from other ranks."""
 
 MESSAGE_BYTES_PER_S = 40e9
-"""Rate of a message between two ranks of a host, by two thread blocks over NVLink (``distributed/pipeline.py``)."""
+"""Bytes/s of a message between two GPUs of a host, by two thread blocks over NVLink (``distributed/pipeline.py``)."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LaneTimes:
     starts: Sequence[float]
     ends: Sequence[float]
     waited_for: Mapping[str, float]
-    """Seconds in which the compute lane stood still, by the lane that it waited for; of ``compute`` for other ranks."""
+    """Seconds in which the compute lane stood still, by the lane that it waited for; ``compute`` means other ranks."""
 
     @property
     def span(self) -> float:
@@ -50,13 +50,13 @@ class Lanes(NamedTuple):
     lanes: Sequence[str]
     """Lane of each operation."""
     amounts: Sequence[float]
-    """Bytes of each copy and message; of all others the seconds that they take alone on the device."""
+    """Bytes of each copy and message; seconds, alone on the device, of every other operation."""
     waits: Sequence[Sequence[int]]
-    """Indices of the operations that each waits for; they stand earlier."""
+    """Indices of the earlier operations that each waits for."""
 
 
 def simulate(lanes: Sequence[str], amounts: Sequence[float], waits: Sequence[Sequence[int]], rates: Rates) -> LaneTimes:
-    """``simulate_ranks`` of one rank, for which every message is there when it is wanted."""
+    """``simulate_ranks`` of one rank, which never waits for a message of another."""
     (times,) = simulate_ranks([Lanes(lanes, amounts, waits)], [], rates)
     return times
 
@@ -64,10 +64,10 @@ def simulate(lanes: Sequence[str], amounts: Sequence[float], waits: Sequence[Seq
 def simulate_ranks(
     ranks: Sequence[Lanes], together: Sequence[Sequence[tuple[int, int]]], rates: Rates
 ) -> list[LaneTimes]:
-    """Run the operations of ranks as early as lanes and waits allow.
+    """Run the operations of all ranks as early as lanes and waits allow.
 
     Args:
-        together: (rank, operation) of those that begin at one time, as sends with their receives do.
+        together: groups of (rank, operation) that begin at one time, as a send and its receive do.
 
     Raises:
         ValueError: an operation waits for itself or a later one.
@@ -105,7 +105,7 @@ def simulate_ranks(
 
 
 class _Machine:
-    """One rank while its operations run."""
+    """The state of one rank in the simulation."""
 
     def __init__(self, of: Lanes, rates: Rates) -> None:
         self.of, self.rates = of, rates
@@ -115,12 +115,12 @@ class _Machine:
         self.free = dict.fromkeys(self.queues, 0.0)
         self.starts, self.ends = [0.0] * len(of.lanes), [-1.0] * len(of.lanes)
         self.left: dict[str, float] = {}
-        """What is left of the operation that each lane runs."""
+        """Bytes or seconds left of the operation that each lane runs."""
         self.stalled = dict.fromkeys((*LANES[:3], *self.queues), 0.0)
         self.speeds: dict[str, float] = {}
 
     def ready(self) -> list[tuple[str, int]]:
-        """The next operations of lanes that are free, as far as what they wait for on this rank has ended."""
+        """(lane, operation) of each free lane whose next operation waits for nothing more on this rank."""
         found, ends = [], self.ends
         for lane, queue in self.queues.items():
             if lane not in self.left and self.heads[lane] < len(queue):
@@ -134,7 +134,7 @@ class _Machine:
 
     def begin(self, lane: str, i: int, now: float) -> None:
         if lane in self.left:
-            return  # with its partner
+            return  # it began with its partner
         self.starts[i], self.left[lane] = now, self.of.amounts[i]
         if lane == "compute":
             last = max(self.of.waits[i], key=lambda j: self.ends[j], default=None)

@@ -19,9 +19,9 @@ from cs336_systems.hardware import KINDS, Hardware
 NARROW_HEAD = 64
 """The widest head, in dimensions, with which attention is slower."""
 HALF_FORWARD, HALF_BACKWARD = 500, 1000
-"""Tokens of a causal sequence with which attention reaches half of its rate with long ones (``hopper`` on an H200,
-TFLOP/s forward and backward: d_head 128 568 and 469 at 4,096 tokens, 613 and 538 at 16,384; d_head 64 380 and 319 at
-2,048, 491 and 518 at 16,384; rows of attention-training)."""
+"""Tokens of a causal sequence at which attention reaches half of its rate on long ones. ``hopper`` on an H200 reaches,
+in TFLOP/s forward and backward, at d_head 128: 568 and 469 on 4,096 tokens, 613 and 538 on 16,384; at d_head 64: 380
+and 319 on 2,048 tokens, 491 and 518 on 16,384 (rows of attention-training)."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Sustained:
     """FLOPs in bf16 that take as long as a byte that products load or store and their arithmetic does not hide: small
     matrices have more of them."""
     added: float = 1.0
-    """Passes over the gradients of weights that each micro-batch but the first makes beside the products' own writing:
-    a product that adds reads them once; a sum apart reads both and writes."""
+    """Passes over the gradients of weights that each micro-batch but the first makes beside the products' own writes: 1
+    where a product adds to them (it reads them once), 3 where another kernel does (it reads both and writes)."""
 
 
 OURS = Sustained(
@@ -63,16 +63,15 @@ OURS = Sustained(
     quantized=0.9642,
     operands=19.5,
 )
-"""Attention, memory and link are as measured alone on an H200 (rows of attention-training; norms and SwiGLU at 0.6 to
-0.9 of the bandwidth and AdamW at 0.8, rows of kernels; the link 55.5 GB/s one way and, beside kernels of a step, 43.6
-to the device while 50.9 leave it, LOG.md). Products, quantized and operands were fitted on 2026-11-28 to all steps on
-one H200 (rows of training, training-2 and training-4 of Qwen2.5 0.5B to 7B in bf16 and fp8), of which none is on an
-H100."""
+"""Attention, memory and link were measured alone on an H200: attention in rows of attention-training; norms and SwiGLU
+at 0.6 to 0.9 of the bandwidth and AdamW at 0.8 in rows of kernels; the link at 55.5 GB/s one way and, beside kernels of
+a step, 43.6 to the device while 50.9 leave it (LOG.md). Products, quantized and operands were fitted on 2026-11-28 to
+all steps on one H200 (rows of training, training-2 and training-4 of Qwen2.5 0.5B to 7B in bf16 and fp8)."""
 
 SUMS_APART = replace(OURS, added=3.0)
-"""Until ``ADDS_SINCE`` a product wrote a gradient of its own, which another kernel then added."""
+"""The engine before ``ADDS_SINCE``: products wrote gradients apart, and another kernel added them."""
 ADDS_SINCE = "2026-11-28T09:00"
-"""The time of the commit (2e7c03d5) since which all products add to the gradients that are there."""
+"""UTC time of the commit (2e7c03d5) since which all products add to the gradients that are there."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class Rates:
     operands: float = 0.0
     """FLOPs, at the rate of products, that take as long as a byte that products load or store."""
     added: float = 1.0
-    """Passes over gradients, as of ``Sustained``."""
+    """``Sustained.added``."""
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str = "bf16", sustained: Sustained = OURS) -> "Rates":
@@ -140,7 +139,7 @@ class Rates:
         return self.link_out_both * self.in_beside_out
 
     def attention(self, d_head: int, length: float) -> tuple[float, float]:
-        """FLOP/s of causal attention forward and backward with heads of this dimension on so many tokens."""
+        """(forward, backward) FLOP/s of causal attention with heads of ``d_head`` on sequences of ``length`` tokens."""
         forward = self.attention_forward / (1 + HALF_FORWARD / length)
         backward = self.attention_backward / (1 + HALF_BACKWARD / length)
         if d_head > NARROW_HEAD:

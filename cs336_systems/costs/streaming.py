@@ -17,7 +17,7 @@ FLOPs: causal attention counts half of its square; backward has two matmuls for 
 recomputation counts in HFU, not in MFU. Seconds: matmuls and attention at sustained rates, passes of norms, rotation,
 SwiGLU and optimizer at the memory's. Launches of kernels and Python are left out, as chunks of 8,192 tokens hide them.
 
-``streaming/schedule.py`` says what operations are, and ``costs/lanes.py`` when they begin and end.
+``streaming/schedule.py`` defines operations; ``costs/lanes.py`` simulates when they begin and end.
 
     work = StreamedWork(config, context_length=32_768, chunk=16_384)
     work.item_bytes("products"), work.seconds("forward", chunk=1), Rates.of(hardware).link_alone
@@ -46,8 +46,8 @@ HEAD_TOKENS = 2048
 """Tokens whose logits exist at a time: 32,768 x 4096 x 151,936 take 183 ms, as with twice as many (LOG.md)."""
 
 TILE = 256
-"""Columns of a result that one tile of cuBLASLt's usual kernels has. Where they do not divide a matrix, as the 896 of
-0.5B, another kernel can be faster: 2.4 and 3.8 % of 0.5B's step in bf16 and fp8, nothing of 7B's (LOG.md)."""
+"""Columns of one tile of cuBLASLt's usual kernels. Where they do not divide a matrix, as the 896 of 0.5B, another
+kernel can be faster: it saved 2.4 % of 0.5B's step in bf16 and 3.8 % in fp8, nothing of 7B's (LOG.md)."""
 
 ADD_ROWS_SHARE = 1 / 18
 """The share of the memory's rate that an embedding's backward reaches (measured: 8,192 rows of 4096 in 1.5 to 1.7 ms,
@@ -56,18 +56,18 @@ of 2048 in 0.85)."""
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank of a ring has of a model: each layer is on one rank, and so is the head with its norm.
+    """The part of a model that one rank of a ring holds: whole layers, and on one rank the head with its norm.
 
-    The embedding is with the first layer. From layer to layer, and on to the head, activations stay on a rank or go to
-    another; their gradients come back.
+    The embedding is on the rank of the first layer. Activations are sent where the next layer, or the head, is on
+    another rank; their gradients come back the same way.
 
     Raises:
-        ValueError: a rank has neither a layer nor the head.
+        ValueError: a rank has no layer.
     """
 
     rank: int
     owners: tuple[int, ...]
-    """The rank of each layer, and last that of the head."""
+    """The rank of each layer, then the rank of the head."""
 
     def __post_init__(self) -> None:
         if idle := set(range(self.n_ranks)) - set(self.owners[:-1]):
@@ -79,9 +79,12 @@ class Share:
 
     @classmethod
     def dealt(cls, config: ModelConfig, rank: int, n_ranks: int) -> "Share | None":
-        """A rank's share of layers that are dealt in turn; None of a single rank.
+        """A rank's share where layer i is on rank i modulo ``n_ranks``; None for a single rank.
 
         The head is on the last rank, which has the fewest layers, but on the first if it is tied to the embedding.
+
+        Raises:
+            ValueError: there are fewer layers than ranks.
         """
         if n_ranks == 1:
             return None
@@ -125,7 +128,7 @@ class StreamedWork:
             )
 
     def owner(self, layer: int) -> int:
-        """The rank that has a layer; of layer L that of the head."""
+        """The rank that holds a layer; layer ``n_layers`` stands for the head."""
         return self.share.owners[layer] if self.share else 0
 
     @property
@@ -264,7 +267,8 @@ class StreamedWork:
         """
         if (amounts := self._amounts(kind, chunk, level)) is None:
             raise KeyError(kind)
-        length = 2 * (chunk % self.chunks_per_sequence) * self.chunk + self.batch[1]  # of one with as many keys a query
+        # The length of a whole causal sequence whose queries see as many keys on average.
+        length = 2 * (chunk % self.chunks_per_sequence) * self.chunk + self.batch[1]
         attention = rates.attention(self.config.d_head, length)[kind == "backward"]
         products = rates.quantized if self.recipe.quantized and kind != "head" else rates.products
         traffic = amounts.traffic + self._quantizing_bytes(kind) + rates.added * self.gradient_bytes(kind)
@@ -275,9 +279,9 @@ class StreamedWork:
 
     @cache  # noqa: B019
     def _tiles(self, kind: str) -> float:
-        """FLOPs of whole tiles over those asked for: results are computed in tiles of ``TILE`` columns.
+        """FLOPs of whole tiles of ``TILE`` columns over the FLOPs of the products.
 
-        Gradients of weights are counted without, as either side can be the columns.
+        It is 1 for gradients of weights, of which either side can be the columns.
         """
         d_model = self.config.d_model
         if kind == "head":
@@ -372,7 +376,7 @@ class StreamedWork:
 
 
 def _whole(columns: int) -> float:
-    """Columns in whole tiles over columns."""
+    """Columns rounded up to whole tiles, over columns."""
     return -(-columns // TILE) * TILE / columns
 
 

@@ -54,7 +54,7 @@ def build_forward(plan: Plan) -> Schedule:
 
 
 def schedule_times(plan: Plan, schedule: Schedule, rates: Rates) -> LaneTimes:
-    """When the operations begin and end, simulated; in a ring as if other ranks were never late."""
+    """When the operations begin and end, simulated; in a ring as if no rank ever waited for another."""
     return simulate(*_lanes(plan, schedule, rates), rates)
 
 
@@ -71,7 +71,7 @@ def ring_times(plans: Sequence[Plan], schedules: Sequence[Schedule], rates: Rate
 
 
 def pairs(schedules: Sequence[Schedule]) -> list[list[tuple[int, int]]]:
-    """(rank, operation) of what begins at one time on several ranks: messages, and the reduction at the end.
+    """Groups of (rank, operation) that begin at one time: a send and its receive, and the reduction at a step's end.
 
     Raises:
         ValueError: what a rank sends is not what another receives, in the same order.

@@ -88,7 +88,7 @@ class ChosenPlan:
 
     @property
     def hardware_flops(self) -> int:
-        """FLOPs that a step executes here, recomputation included; HFU is their rate over the peak."""
+        """FLOPs that this rank executes in a step, recomputation included; HFU is their rate over the peak."""
         flops, group = cache(self.plan.work.hardware_flops), self.plan.work.chunks_per_sequence
         return sum(flops(str(o.kind), o.chunk % group, o.level) for o in self.schedule.operations)
 
@@ -237,7 +237,7 @@ class Search:
             if gradients <= weights or weights == n_layers
         ]
         attention, ring_bytes = seconds.recompute_input - seconds.recompute_attention, self._ring_bytes(work)
-        most = 1 if work.share else n_layers  # x is restored by the layers below, which are on other ranks
+        most = 1 if work.share else n_layers  # in a ring the layers that would restore x are on other ranks
         inputs = [n for n in INPUT_EVERY if n == 1 or (n <= most and seconds.restore < attention)]
         for chunks, order, kept, every in product(
             counts, self.orders, (True, False) if work.is_long else (True,), inputs

@@ -65,7 +65,7 @@ class WorkSeconds:
 
     @property
     def of_chunk(self) -> float:
-        """Seconds of kernels of one chunk, if nothing is recomputed."""
+        """Seconds of all kernels of one chunk, if nothing is recomputed."""
         return self.forward + self.backward + self.ends
 
     def of_round(self, plan: Plan, keep: Keep, *, alone: bool) -> float:

@@ -4,7 +4,7 @@ Both take the list in its order and never look ahead. On a GPU each lane is a st
 waits for nothing, and what an operation waits for is an event. The pretended link is as unkind as a schedule allows: a
 copy begins as soon as its lane and what it waits for let it, which ruins what it will overwrite, and ends when nothing
 else can go on, which is when it reads. So a dependency that a schedule lacks shows as other bits. Of messages between
-ranks, only one that is to be received is waited for, when nothing else is left: it depends on nothing that is to come.
+ranks it waits only for those to be received, and only when it can do nothing else.
 
     lanes = Streams(device) if device.type == "cuda" else PretendedLink()
     lanes.run(schedule, compute, copy)
@@ -25,7 +25,7 @@ from cs336_systems.streaming.schedule import Lane, Operation, Schedule
 
 Compute = Callable[[Operation], None]
 Copy = Callable[[Operation], tuple[Tensor, Tensor]]
-"""Returns (source, target) of a copy, uint8 of one size; of a message the memory that is sent or written, twice."""
+"""Returns (source, target) of a copy, uint8 of one size; for a message both are the memory that it reads or writes."""
 
 _BESIDE = (Lane.IN, Lane.OUT, Lane.SEND, Lane.RECEIVE)
 """The lanes of copies and messages, which run beside kernels."""
@@ -35,7 +35,7 @@ RUBBISH = 0xFF
 
 
 class Streams:
-    """Streams of a GPU: the current one computes, two more copy, and in a ring two carry messages.
+    """Streams of a GPU: the current one computes, two more copy, and two carry the messages of a ring.
 
     Args:
         timed: whether every operation is timed by events, which takes microseconds of its milliseconds.
@@ -69,7 +69,7 @@ class Streams:
                     if operation.place is not None:
                         target.copy_(source, non_blocking=True)
                     else:
-                        begin_message(operation, target, messages).wait()  # by the stream alone
+                        begin_message(operation, target, messages).wait()  # the stream waits, not this thread
             if self.timed or i in waited:
                 self._record(self.ends, i, stream)
         for stream in self.copies.values():
@@ -104,7 +104,7 @@ class PretendedLink:
         self.often, self.inward = (0.0, 0.0) if self.choose is None else (self.choose.random(), self.choose.random())
 
     def run(self, schedule: Schedule, compute: Compute, copy: Copy, messages: Messages | None = None) -> None:
-        """Raises RuntimeError where operations wait for each other in a circle, and DistError if a message is lost."""
+        """Raises RuntimeError if operations wait for each other in a circle, DistError if another rank is gone."""
         operations = schedule.operations
         sent: list[tuple[Operation, dist.Work]] = []
         coming: dict[int, dist.Work] = {}
@@ -116,7 +116,7 @@ class PretendedLink:
             if not queues[lane] or lane in begun:
                 return False
             i = queues[lane][0]
-            # Ranks may wait for these before they come to where all meet, and this thread waits for them there.
+            # Where all ranks meet this thread waits for them, so what they need to get there must have been sent.
             unsent = operations[i].meets and (Lane.SEND in begun or any(j < i for j in queues[Lane.SEND]))
             return not unsent and ended.issuperset(operations[i].waits)
 
@@ -164,6 +164,7 @@ class PretendedLink:
 
 
 def begin_message(operation: Operation, memory: Tensor, messages: Messages | None) -> dist.Work:
+    """Send or receive the memory, on the current stream; DistError if the other rank is gone."""
     assert messages is not None, operation
     with _naming(operation):
         return (messages.send if operation.lane is Lane.SEND else messages.receive)(memory, operation.peer)
@@ -176,7 +177,7 @@ def _finish(operation: Operation, message: dist.Work) -> None:
 
 @contextmanager
 def _naming(operation: Operation) -> Iterator[None]:
-    """Turns an error of a message, of which gloo knows no layer, into DistError."""
+    """Turns an error of a message into a DistError that names chunk, round, layer and the other rank."""
     try:
         yield
     except RuntimeError as error:

@@ -160,8 +160,8 @@ class Memory:
 
 
 class Fixed:
-    """The tensors that never leave the device: embedding, final norm and head with their state, as far as they are
-    here, and the rotary tables.
+    """The tensors that never leave the device: rotary tables, and those of embedding, final norm and head that this
+    rank holds, with their state.
 
     A tied embedding has a gradient from each of its two uses, added up once at the end: rounds may be in any order, and
     the sums still have the same bits.

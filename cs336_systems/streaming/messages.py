@@ -1,11 +1,11 @@
 """Messages of a ring of ranks: activations and their gradients from layer to layer, and one sum at the end of a step.
 
-    messages = RingMessages(rank)                     # of ``joined``; a collective, before slabs take the memory
+    messages = RingMessages(rank)                     # a collective; before slabs take the memory
     step = StreamedStep(plan, schedule, ops, device, messages=messages)
 
-A schedule has one lane for what a rank sends and one for what it receives (``schedule.py``). What a rank sends has a
-group of its own, in which nothing else waits; a receiver takes it in the same order. Under NCCL each message is a
-kernel of ``MAX_CTAS`` thread blocks that waits for its partner.
+A schedule has one lane for what a rank sends and one for what it receives (``schedule.py``). Each sender has a process
+group of its own, so that its messages queue behind no others; receivers take them in the order in which they are sent.
+Under NCCL each message is a kernel of ``MAX_CTAS`` thread blocks that waits for its partner.
 """
 
 from datetime import timedelta
@@ -20,7 +20,7 @@ from cs336_systems.distributed.process_group import Rank, nccl_options
 
 
 class Messages(Protocol):
-    """Messages between the ranks of a ring, in order between any two of them, and their sums."""
+    """Messages between the ranks of a ring, which arrive in the order of sending, and sums over all ranks."""
 
     def send(self, tensor: Tensor, peer: int) -> dist.Work:
         """Begin to send, on the current stream."""
@@ -33,7 +33,11 @@ class Messages(Protocol):
 
 
 class RingMessages:
-    """Messages by torch's process groups, of all ranks of the default one."""
+    """Messages by torch's process groups, between all ranks of the default group.
+
+    Args:
+        rank: this process, as ``process_group.joined`` gives it.
+    """
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -58,7 +62,7 @@ class RingMessages:
         return work
 
     def total_(self, tensor: Tensor) -> None:
-        """Raises DistError if another rank has gone, or does not come in time."""
+        """Sum in place; DistError if another rank is gone, or does not come in time."""
         try:
             dist.all_reduce(tensor)
         except RuntimeError as error:

@@ -4,16 +4,16 @@ Forward goes layer by layer, all chunks of one before the next; backward descend
 rounds follow one another; interleaved ones alternate the backward of round r at layer L - 1 - k with the forward of
 round r + 1 at layer k: weights do not change inside a step, and the link then works both ways all the time.
 
-Ranks of a ring go by the same order: each does what is its own of it. What another rank needs is sent right behind the
-kernels that wrote it, and received at that place. So no order of messages can make ranks wait for each other in a
-circle, and what is under way from layer to layer lies with the receiver, as with one rank.
+All ranks of a ring follow this one order, and each runs its own layers' part. A message is sent right after the kernel
+that wrote it and received at the same place in the order, so ranks cannot wait for each other in a circle. What is
+between two layers lies with the receiver.
 
 An item that a ring has no room for leaves it between two uses and returns for the second. As the order is known, the
 one that leaves is that whose next use is the farthest (Belady 1966): among items of one size the fewest copies. One
 slot is left free for what comes next. A stay takes the slot that has been free the longest, so that copies have the
 longest time: into it since it was left, out of it until it is taken.
 
-Time is counted in operations of the compute lane, and messages.
+Time is counted in kernels' operations and messages.
 """
 
 from collections import defaultdict
@@ -59,7 +59,7 @@ class Task:
 
 
 def compute_order(plan: Plan) -> Iterator[Task]:
-    """Yields all that a step computes, in its order."""
+    """Yields a rank's kernels and messages of a step, in its order."""
     layers, last = range(plan.work.config.n_layers), plan.rounds - 1
     if plan.order == "sequential":
         for r in range(plan.rounds):
@@ -114,7 +114,7 @@ def _before(plan: Plan, what: str, layer: int, r: int, chunk: int) -> tuple[Item
 
 
 def _message(plan: Plan, source: int, target: int, item: Item) -> Iterator[Task]:
-    """Hands an item from one layer to the next one, where that is on another rank; layer L is the head."""
+    """Sends or receives an item that goes from one layer to another, if their ranks differ; layer L is the head."""
     sender, receiver, own = plan.work.owner(source), plan.work.owner(target), plan.work.rank
     at = target, item.round, item.chunk
     if sender != receiver == own:
@@ -124,7 +124,7 @@ def _message(plan: Plan, source: int, target: int, item: Item) -> Iterator[Task]
 
 
 def _forward(plan: Plan, layer: int, r: int, chunk: int, *, learns: bool = True) -> Iterator[Task]:
-    """The forward of a layer and a chunk, as far as this rank has a part in it."""
+    """This rank's part, if any, in the forward of a layer and a chunk."""
     at, work, following = (layer, r, chunk), plan.work, Item("input", layer + 1, r, chunk)
     if work.owner(layer) == work.rank:
         yield from _own_forward(plan, *at)
@@ -149,7 +149,7 @@ def _own_forward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Task]:
 
 
 def _backward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Task]:
-    """The backward of a layer and a chunk, as far as this rank has a part in it."""
+    """This rank's part, if any, in the backward of a layer and a chunk."""
     if plan.work.owner(layer) == plan.work.rank:
         yield from _own_backward(plan, layer, r, chunk)
     if layer > 0:
@@ -198,7 +198,7 @@ def _restore(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Task]:
 
 
 def _complete(plan: Plan, layer: int) -> Iterator[Task]:
-    """The norm or the update that follows the last backward of a layer that is here."""
+    """The norm or the update that follows the last backward of a layer, on the rank that holds it."""
     if plan.work.owner(layer) != plan.work.rank:
         return
     if plan.clipping:
@@ -214,7 +214,7 @@ def _optimizer(plan: Plan, layer: int) -> Task:
 
 
 _TAKE_X = (Kind.FORWARD, Kind.HEAD, Kind.LOSS, Kind.SEND)
-"""Kinds of operations for which x comes from the layer before."""
+"""Kinds of operations that read the x of the layer before."""
 
 
 class Unit(NamedTuple):

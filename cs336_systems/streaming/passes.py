@@ -128,9 +128,9 @@ class Passes:
         self.block_parameters = dict(TransformerBlock(config, device="meta", dtype=dtype).named_parameters())
         self.losses = torch.zeros(plan.rounds, plan.chunks, dtype=wide, device=device)
         self.norms = torch.zeros(config.n_layers + 2, dtype=wide, device=device)
-        """The norms of the gradients of each layer, of the embedding, and of final norm and head; 0 if not here."""
+        """L2 norms of the gradients of each layer, of the embedding, of final norm with head; 0 for other ranks'."""
         self.of_all = self.norms, self.losses
-        """Norms and losses of all ranks, when they have been added up."""
+        """(norms, losses) of all ranks, once ``add_up`` has run."""
         self.clipping = False
         """Whether layers' norms have been taken in this step."""
         self.scale: Tensor | None = None
@@ -182,9 +182,9 @@ class Passes:
         return self.of_all[1].sum()
 
     def add_up(self) -> None:
-        """Adds up norms and losses of all ranks, when each has its own: the ring's one collective.
+        """Sums norms and losses over all ranks, when each has its own: the ring's one collective.
 
-        Each number is one rank's, and 0 on the others, so that sums have the bits of one rank's step.
+        Each number is 0 on all ranks but one, so the sums have the same bits as a step on one rank.
         """
         if self.total is not None:
             whole = torch.cat([self.norms, self.losses.flatten()])
@@ -399,10 +399,11 @@ class Passes:
         self.optimizer(first, state, self.steps[first : first + n].unbind(), scale)
 
     def _norm_of(self, place: int, gradients: Iterable[Tensor]) -> Tensor:
-        """The L2 norm of the gradients whose norm has this place in ``norms``; ()."""
+        """The L2 norm, a tensor of shape (), of the gradients whose norm has this place in ``norms``."""
         return self.guard.norm_of(f"norm {place}", list(gradients), self.norms.device)
 
     def _norm_ends(self, gradients: Mapping[str, Tensor]) -> None:
+        """Takes the norms of the embedding and of final norm with head, if they are here."""
         for place, names in ((-2, (EMBEDDING,)), (-1, (NORM, HEAD))):
             if here := [gradients[name] for name in names if name in gradients]:
                 self.norms[place].copy_(self._norm_of(place, here))

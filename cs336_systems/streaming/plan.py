@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def n_layers(self) -> int:
-        """Layers that are here."""
+        """The number of layers on this rank."""
         return len(self.work.layers)
 
     @property
@@ -134,8 +134,10 @@ class Plan:
 
     @cached_property
     def levels(self) -> list[list[str]]:
-        """The levels of ``costs/kept.py`` that a round keeps, by layer, then chunk: spread evenly over the layers that
-        are here, but that sources keep attention first of all; none for layers of other ranks."""
+        """The levels of ``costs/kept.py`` that a round keeps, by layer, then chunk; none for layers of other ranks.
+
+        They are spread evenly over this rank's layers, except that sources keep attention first.
+        """
         keep, sources = self.keep, self.keep_bounds[0].attention
         n_attention, n_others = keep.attention - keep.products - sources, self.pairs - keep.products - sources
 

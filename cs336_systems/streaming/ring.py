@@ -26,13 +26,14 @@ from cs336_systems.streaming.estimate import WorkSeconds
 from cs336_systems.streaming.plan import ORDERS, Order
 
 RING_CUTS = 4
-"""Ways to cut a ring's step into chunks, by their order and number, of which the whole ring is simulated."""
+"""The most ways to cut a step into chunks, by order and number of chunks, for which the whole ring is simulated."""
 
 
 class Cut(NamedTuple):
-    """How a step is cut into chunks and in which order they go, as far as that is given."""
+    """How a step is cut into chunks, and the order of its rounds; None leaves a choice to the search."""
 
     tokens: int | None = None
+    """Tokens of a step; ``chunk`` is tokens of a chunk, ``chunks`` the number in a round."""
     chunk: int | None = None
     chunks: int | None = None
     order: Order | None = None
@@ -50,19 +51,19 @@ def choose_ring(
     effort: int = EFFORT,
     **others: Any,
 ) -> list[ChosenPlan]:
-    """The plans of ranks that hand on activations, each with its share of the layers and its own caps.
+    """The fastest plan of each rank, with its share of the layers and its own caps.
 
-    One rank's search, of the one with most to compute, finds the ways to cut a step into chunks that are the fastest
-    for it; the others take them on, and the ring is simulated as a whole. A round has at least as many chunks as there
-    are ranks, so that all of them compute at the same time.
+    A search for the rank with most to compute finds the fastest ways to cut a step into chunks. The other ranks are
+    planned for the best of these, and the ring is simulated as a whole. A round has at least as many chunks as there
+    are ranks, so that all can compute at the same time.
 
     Args:
         caps: of each rank.
-        others: as ``choose``.
+        others: further arguments of ``choose``.
 
     Raises:
-        CapsTooSmallError: nothing fits on one of the ranks.
-        ValueError: as ``choose``; or there are fewer layers than ranks, or too few tokens in a step.
+        CapsTooSmallError: nothing fits on one of the ranks, or a step has fewer chunks than there are ranks.
+        ValueError: as ``choose``; or there are fewer layers than ranks.
     """
     n_ranks = len(caps)
     if n_ranks == 1:

@@ -46,10 +46,10 @@ class StreamedStep:
         optimizer: updates one layer at a time; AdamW if None.
         max_norm: norm to which gradients are clipped, if the schedule takes norms.
         lanes: what runs the operations; streams on a GPU and a pretended link elsewhere if None.
-        messages: carries what ranks of a ring hand on; the plan is then that of one rank's share.
+        messages: carries messages between ranks of a ring; the plan is then that of one rank's share.
 
     Raises:
-        ValueError: an item is larger than its slot or place, or a share of a model comes without messages.
+        ValueError: an item is larger than its slot or place, or only one of share and messages is given.
         RuntimeError: the host has not as much memory, or it cannot be pinned.
     """
 
@@ -143,11 +143,11 @@ class StreamedStep:
         return build_forward(self.plan)
 
     def _copy(self, operation: Operation) -> tuple[Tensor, Tensor]:
-        """Source and target of a copy; of a message the slot is both."""
+        """Source and target of a copy; for a message its slot is both."""
         held = (*operation.reads, *operation.writes)[0]
         slot = self.memory.slot_bytes(held.slot, held.item.what)
         if operation.place is None:
-            n_bytes = operation.n_bytes  # of an input x alone, which comes first
+            n_bytes = operation.n_bytes  # of an input only x, which lies first in the slot
             return slot[:n_bytes], slot[:n_bytes]
         place = self.memory.place_bytes(operation.place, held.item.what)
         return (place, slot) if operation.lane is Lane.IN else (slot, place)
@@ -159,8 +159,8 @@ class StreamedStep:
         return self.memory.place_tensors(self.schedule.places[item], item.what)
 
     def _named(self, what: str) -> Iterator[tuple[str, Tensor]]:
-        """Weights or moments that are here by the names of the model's parameters, in their order, where they lie
-        between steps."""
+        """This rank's weights or moments, by name and in the order of the model's parameters, where they lie between
+        steps."""
         fixed = self.fixed.states[what]
         yield from ((name, tensor) for name, tensor in fixed.items() if name == EMBEDDING)
         for layer in self.plan.work.layers:
@@ -175,7 +175,7 @@ class StreamedStep:
     def reset_parameters(self) -> None:
         """Makes the random weights of a new model, on the device and a layer at a time; moments become zero.
 
-        Each rank of a ring draws what comes before and between its own layers, too, so that all draw one model.
+        A rank of a ring also draws the other ranks' layers, so that all draw the same model.
         """
         work, dtype, drawn = self.plan.work, self.memory.map.dtype, self.fixed.weights
         shell = TransformerLM(replace(self.config, n_layers=1), device="meta", dtype=dtype)
@@ -197,7 +197,7 @@ class StreamedStep:
         self.begin_training()
 
     def _unused(self, shape: tuple[int, ...]) -> Tensor:
-        """A matrix in slots, before anything lies there, or beside them if they are too small."""
+        """Memory for a matrix that is drawn and dropped: the empty slots, or new memory if they are too small."""
         slots, dtype = self.memory.device_slab.memory, self.memory.map.dtype
         n_bytes = math.prod(shape) * dtype.itemsize
         if n_bytes > slots.numel():
@@ -207,7 +207,7 @@ class StreamedStep:
     def model(self) -> TransformerLM:
         """A model whose parameters are the weights where they lie between steps: to be read when the device is done.
 
-        Of a ring it has what is on this rank.
+        In a ring it has this rank's weights only; modules of other ranks are replaced by ``Elsewhere``.
         """
         work = self.plan.work
         model = TransformerLM(self.config, device="meta", dtype=self.memory.map.dtype)

@@ -84,19 +84,19 @@ class Kind(StrEnum):
     OPTIMIZER = "optimizer"
     """Updates a layer; layer -1 stands for embedding, head and final norm."""
     SEND = "send"
-    """Sends x or dy of a chunk to the rank that has the layer, or of layer L the head."""
+    """Sends x or dy of a chunk to the rank that holds the operation's layer; layer L is the head."""
     RECEIVE = "receive"
-    """Receives what another rank sends to this layer, or to the head."""
+    """Receives x or dy of a chunk for the operation's layer, or for the head."""
 
 
 RECOMPUTES = (Kind.RESTORE, Kind.KEYS, Kind.RECOMPUTE)
 """Kinds of operations that compute what forward has computed before."""
 
 BACKWARDS = (Kind.BACKWARD, Kind.EMBED_BACKWARD)
-"""Kinds of operations of which one is the last of a rank's round."""
+"""The last operation of a rank's round is of one of these kinds."""
 
 _LANES = {Kind.FETCH: Lane.IN, Kind.EVICT: Lane.OUT, Kind.SEND: Lane.SEND, Kind.RECEIVE: Lane.RECEIVE}
-"""All other kinds compute."""
+"""The lane of each kind that does not compute."""
 
 
 class Item(NamedTuple):
@@ -149,7 +149,7 @@ class Operation:
     place: Place | None = None
     """The host's side of a copy."""
     n_bytes: int = 0
-    """The contents that a copy or a message moves."""
+    """Bytes that a copy or a message moves."""
     level: str = ""
     """The level that this (layer, chunk) keeps, one of ``costs/kept.py``: set for forward, recompute and backward."""
     accumulate: bool = False
@@ -163,7 +163,7 @@ class Operation:
 
     @property
     def meets(self) -> bool:
-        """Whether all ranks of a ring do this together: before the first update they add up norms and losses."""
+        """Whether all ranks of a ring do this together: they sum norms and losses before the first update."""
         return self.kind is Kind.OPTIMIZER and self.layer < 0
 
     def slot(self, what: str, chunk: int | None = None, layer: int | None = None) -> Slot:

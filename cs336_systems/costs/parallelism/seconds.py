@@ -62,11 +62,11 @@ SLOWED = 0.5
 FSDP on two and four H200s, rows of mesh-tensor and mesh-four: 46 of 76 ms and 58 of 114)."""
 
 BLOCK_HOST_S, BLOCK_HOST_FP8_S, PART_HOST_S, COPIES_HOST_S = 1.6e-3, 4.1e-3, 3.3e-3, 10.55e-3
-"""Seconds of the host for a block's forward and backward, for the same in fp8, for each further part of the keys that
-a context rank takes up, and where tensor ranks copy rows. Of launch-bound steps: 38.5 ms in 24 blocks of 0.5B and, in
+"""Seconds of the host for a block: its forward and backward, the same in fp8, for each further part of the keys that a
+context rank takes up, and where tensor ranks copy rows. From launch-bound steps: 38.5 ms in 24 blocks of 0.5B and, in
 fp8, 115 ms in 28 blocks of 7B beside other jobs (LOG.md); 378 ms in 32 blocks on four context ranks (row of mesh-four);
-392 to 433 ms by copies on two and four tensor ranks (mesh-tensor, mesh-four). A block has 54 launches, in fp8 75, if
-the host could be 1,024 ahead (host_lead in rows of training-2)."""
+392 to 433 ms by copies on two and four tensor ranks (mesh-tensor, mesh-four). host_lead in rows of training-2 says 54
+launches a block, in fp8 75, if the host can be 1,024 ahead."""
 
 Moments = tuple[tuple[str, int], ...]
 """Names of the states that the optimizer keeps, and bytes a parameter of each."""
@@ -245,7 +245,7 @@ class _Work(NamedTuple):
     updates: float
     """The optimizer's passes over all weights."""
     adds: float
-    """What products that add to gradients take longer than those that write them."""
+    """How much longer products take that add to gradients than those that write them."""
 
     def cost(self, stage: Stage) -> float:
         """Seconds of a stage's forward and backward."""

@@ -36,13 +36,13 @@ _N_AGREED, _MAXIMUM_BYTES = 4, 4
 
 
 COPIED_FROM = 12 * 2**20
-"""Elements of a tensor rank's rows from which a GPU copies them; fewer go by collectives. For llama3-8b on H200s copies
-took 392 ms a step for collectives' 410 at 16 Mi (two ranks, 8,192 tokens), and 433 ms for 254 at 8 Mi (four ranks), as
-the host was late."""
+"""The fewest elements of a tensor rank's rows that a GPU copies; fewer go by collectives. A step of llama3-8b on H200s
+took 392 ms by copies and 410 by collectives at 16 Mi elements (two ranks, 8,192 tokens), 433 and 254 ms at 8 Mi (four
+ranks), where most likely the host was late (LOG.md)."""
 
 
 def copied_from(device: str) -> int:
-    """``COPIED_FROM`` of a type of device; CPUs, whose messages stand for copies, send all."""
+    """``COPIED_FROM`` on a GPU, 0 on a CPU, where messages stand for copies of any size."""
     return 0 if device == "cpu" else COPIED_FROM
 
 
@@ -133,8 +133,9 @@ def sharded_sent(
 ) -> Sent:
     """Count what FSDP sends on a stage in a step, but for a pipeline's first one, beside ``pipeline_sent``.
 
-    Each pass of a part gathers that part's units, the first of them as the operation before begins, and gives back all
-    but the first of the next; a forward also leaves its last one for a backward. Gradients are reduced once.
+    Each pass of a part gathers that part's units, the first of them as the operation before begins. It frees all but
+    the first unit of the next operation; a forward also keeps its own last one for a backward. Gradients are reduced
+    once.
 
     Args:
         config: of what a tensor rank holds.
