@@ -6,7 +6,7 @@
 
 A step's tokens are those of the options, its chunks the plan's (``streaming/choose.py``). A checkpoint is like that of
 any other run, written from where its tensors lie and loaded into place; a run with caps and one without can resume each
-other. Several ranks are a ring, in which layers are dealt to ranks, each under caps of its own; all take the same
+other. Several ranks form a ring: layers are dealt to them in turn, each rank has the caps for itself, all take the same
 tokens, and each saves its own layers. On a GPU the caps hold for all memory that the process has there, by a fence. A
 CPU's "device" is its own memory; there the caps hold for the step's slabs alone, and the plan is the one for an H200:
 for trying out, and for tests.
@@ -115,8 +115,9 @@ class Chunking:
 def chooser(
     options: TrainOptions, case: TrainerCase, device: torch.device, preferred: Chunking | None = None
 ) -> Callable[[Sequence[Caps]], list[ChosenPlan]]:
-    """A function that chooses the fastest plans of ranks within their caps, of the preferred chunking if they hold it;
-    see ``choose_ring``.
+    """A function that chooses the fastest plan of each rank within its caps (``choose_ring``).
+
+    The plans have the preferred chunking if one within the caps has it.
 
     Raises:
         Unsupported: no peaks are on record for the device.

@@ -254,7 +254,7 @@ class CardPlan:
     def _fastest(
         self, recipes: Mapping[str, Recipe], layouts: Iterable[Layout]
     ) -> tuple[dict[str, Way], tuple[int, str] | None]:
-        """(the fastest way that fits by recipe, the least bytes that a way needs which does not, and its options)."""
+        """The fastest way that fits, by recipe; and of the ways that do not fit the least bytes, with its options."""
         ways: dict[str, list[Way]] = {}
         least: tuple[int, str] | None = None
         for layout, offload in product(layouts, map(frozenset, OFFLOADS)):
@@ -285,12 +285,12 @@ class CardPlan:
 
     @property
     def chosen(self) -> Way | None:
-        """The fastest way that fits and differs from the options in micro-batch, ``keep`` and offload alone.
+        """The fastest way that fits and differs from the options only in micro-batch, ``keep`` and offload.
 
-        None where blocks' backward is autograd's, or ranks share otherwise.
+        None where ``as_asked`` is None.
 
         Raises:
-            NothingFits: none does.
+            NothingFits: no way fits.
         """
         if (asked := self.as_asked) is None:
             return None
@@ -335,7 +335,10 @@ class CardPlan:
 
     @property
     def as_asked(self) -> Way | None:
-        """The way that the options say; None where blocks' backward is autograd's, or ranks share otherwise."""
+        """The way that the options say; None where it is not planned.
+
+        Planned are steps of whole micro-batches whose blocks have a hand-written backward, on data and tensor ranks.
+        """
         own = self.own
         case: TrainerCase = replace(own, total_batch_tokens=None).training_case(self.config, 1)
         data = self.asked.gpus // own.tensor

@@ -1,9 +1,7 @@
-"""The micro-batch, what blocks keep and what lies on the host of a run whose command says none of these.
+"""Chooses --batch-size, --keep and --offload of a run whose command gives none of the three (``--choose-fastest``).
 
-With ``--choose-fastest``, the default of ``train.py`` on a GPU where none of --batch-size, --keep and --offload is
-given, they are the fastest that are predicted to fit the GPU that is here, of those that ``card_plan.py`` tries beside
-the options that are given. The tokens of a step stay what the options say. A checkpoint has the choice, and a run that
-resumes keeps it.
+They are the fastest that ``card_plan.py`` predicts to fit the GPU that is here, with all other options as given. The
+tokens of a step stay as the options say. A checkpoint holds the choice, and a run that resumes keeps it.
 
     choice = choose_fastest(options, config, device, world_size, origin)
     options = choice.of(options)
@@ -25,7 +23,7 @@ from cs336_systems.pretraining.options import TrainOptions
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, for steps of so many tokens on all ranks."""
+    """What was chosen, for steps of ``total_batch_tokens`` over all ranks."""
 
     batch_size: int
     keep: str
@@ -53,13 +51,13 @@ class Choice:
 def choose_fastest(
     options: TrainOptions, config: ModelConfig, device: torch.device, world_size: int, origin: Path | None
 ) -> Choice | str:
-    """The fastest way that is predicted to fit, or the one that the run has had; else why defaults stay.
+    """The choice that the run began with, else the fastest that is predicted to fit; or a sentence on why not.
 
     Args:
         origin: the folder or checkpoint from which the run goes on, if there is one.
 
     Raises:
-        ValueError: no way fits the device, or its tokens are no whole number of sequences.
+        ValueError: nothing fits the device, or a step's tokens are no whole number of sequences.
     """
     tokens = options.tokens_per_step(world_size)
     complete = survey(origin)[0] if origin is not None else []

@@ -344,10 +344,13 @@ def write_random_tokens(folder: Path, n_tokens: int, vocab_size: int, seed: int 
 def write_random_conversations(
     folder: Path, n_tokens: int, vocab_size: int, lengths: tuple[int, int], seed: int = 0
 ) -> Path:
-    """As ``write_random_tokens``, conversations of uniformly random length, ``n_tokens`` or somewhat more.
+    """Write random tokens as conversations of uniformly random length, ``n_tokens`` or slightly more in all.
 
     Args:
-        lengths: the fewest and the most tokens of one. Its first third is a question, the rest an answer.
+        lengths: the fewest and the most tokens of a conversation. Its first third is a question, the rest an answer.
+
+    Raises:
+        ValueError, OSError: as ``write_random_tokens``.
     """
     drawn = np.random.default_rng(seed + 1).integers(lengths[0], lengths[1] + 1, size=-(-n_tokens // lengths[0]))
     drawn = drawn[: np.searchsorted(np.cumsum(drawn), n_tokens) + 1]

@@ -18,7 +18,7 @@ _MIX = 0.5
 """The share of a replica's own weights in those that follow a delayed average, without which the steps of the delay
 would be lost; that of Streaming DiLoCo (arXiv 2501.18512)."""
 _MOST_FAILED = 10
-"""Failed averages in a row after which a replica that begins gives up: who dies among those that meet costs one."""
+"""Failed averages in a row after which a replica gives up before its first step; each death meanwhile costs one."""
 
 
 class OuterSteps(ReplicaAgreement):

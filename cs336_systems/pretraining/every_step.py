@@ -18,22 +18,22 @@ from cs336_systems.training.step import TrainStep
 _BUCKET_BYTES = 25 * 1024**2
 """Bytes of gradients that travel together."""
 _SMALL_BYTES = 2**16
-"""Tensors of fewer bytes, such as counters and norms' weights, come with the description of a state."""
+"""Tensors of fewer bytes, such as counters and norms' weights, come with a state's description, not in pieces."""
 _MOST_IN_VAIN = 20
-"""Steps in which nothing of a peer's state comes, after which a replica gives up."""
+"""The most steps in a row in which a replica that heals receives no piece; after one more it gives up."""
 
 
 class EveryStep(ReplicaAgreement):
-    """Gradients are averaged in each step; all replicas hold the same bits.
+    """Averages gradients in each step; all replicas hold the same bits.
 
-    One that comes has none of the sequences until it has the others' state, but makes each step with them.
+    A replica that comes back makes each step with the others, but on none of the sequences until it has their state.
     """
 
     in_pieces = True
     _come_to = False
     _n_not_finite = 0
     _left: list[int] | None = None
-    """The pieces of the others' state that have not come; None for a replica that has all."""
+    """Numbers of the pieces of the others' state that have not come; None for a replica that has the whole state."""
     _n_in_vain = 0
     _since = _took_s = 0.0
     _fetching: Fetching | None = None
@@ -67,7 +67,7 @@ class EveryStep(ReplicaAgreement):
             raise RuntimeError(f"replica {self._name} has lost all others before it had their state")
 
     def _state(self) -> dict[str, Any]:
-        """The whole state before the first step of a session; later its description, while pieces are handed out."""
+        """Before a session's first step the whole state; later its description, while pieces of it are served."""
         if self.manager.current_step() == 0:
             return super()._state() | {"whole": not self.is_behind()}
         tensors, settings = self._tensors()
@@ -95,9 +95,9 @@ class EveryStep(ReplicaAgreement):
         self._fetching = self._transport.fetch(state["when"], pieces, self._left)
 
     def _room_for(self, large: dict[str, tuple[list[int], str]]) -> dict[str, Tensor]:
-        """Memory of the optimizer's large tensors: those that it has, and zeros."""
+        """The optimizer's large tensors, to be filled by pieces: its own, or zeros where it has none yet."""
         own, optimizer = self._tensors()[0], self._step.optimizer
-        copies = isinstance(getattr(optimizer, "local", optimizer), FusedAdamW)  # which needs no second memory of all
+        copies = isinstance(getattr(optimizer, "local", optimizer), FusedAdamW)  # then expanded zeros do
         room = {}
         for name, (shape, dtype) in large.items():
             if name.startswith(OPTIMIZER):
@@ -107,11 +107,11 @@ class EveryStep(ReplicaAgreement):
         return room
 
     def _take(self, fetching: Fetching) -> None:
-        """Put the pieces that have come to their places, before this step's update."""
+        """Copy the pieces that have come into place, before this step's update."""
         assert self._left is not None
         tensors, came, pieces = self._tensors()[0], fetching.came, fetching.pieces
         moments = {number for number in self._left if pieces[number].name.startswith(OPTIMIZER)}
-        if not moments <= came.keys():  # weights would be updated by other moments than their own
+        if not moments <= came.keys():  # weights would be updated with incomplete moments
             came = {number: came[number] for number in moments & came.keys()}
         for number, received in came.items():
             put(tensors[pieces[number].name], pieces[number], received)

@@ -1,16 +1,16 @@
-"""How a replica that comes takes over a peer's state: all at once, or in pieces beside training that goes on.
+"""How a replica heals, that is, takes over a peer's state: all at once, or in pieces while training goes on.
 
-All at once (``diloco``, and the first quorum of a session): torchft's HTTP server has a copy of the whole state.
+All at once (``diloco``, and the first quorum of a session): torchft's HTTP server serves a copy of the whole state.
 
-In pieces (``every-step``): in each step, between the quorum and the update, the peer's weights and moments stay as they
-are, and its server hands out pieces of them from threads. The replica that comes fetches as many as it can while it
-runs forward and backward like the others, whose result counts as zero. It then makes the others' update, too: from the
-averaged gradients, on all of its weights. So moments that have come stay up to date, and then weights do, which come
-after all moments (of an optimizer whose moments do not depend on weights, as AdamW's and Muon's). Once all have come
-the replica has the bits of the others and trains with them. Nobody waits for the whole state, and no memory holds a
-second one. A step that only one of the two has made spoils the pieces: it begins again.
+In pieces (``every-step``): between the quorum and the update of each step the peer's weights and moments do not change,
+and threads of its server serve pieces of them. The healing replica fetches as many as it can while it runs forward and
+backward; its gradients count as zero. It then makes the same update as the others, from the averaged gradients, so what
+has come stays up to date: first the moments, then the weights, which come after all moments (these must not depend on
+weights; those of AdamW and Muon do not). With the last piece the replica has the bits of the others and trains with
+them. Nobody waits for the whole state or holds a second copy of it. If only one of the two makes a step, the pieces are
+stale and the replica begins again.
 
-Of what is fetched nothing but tensors and plain values is unpickled; pieces are bytes.
+Only tensors and plain values are unpickled; pieces are bytes.
 """
 
 import threading
@@ -30,16 +30,17 @@ from torch.utils._pytree import tree_map_only
 from torchft.checkpointing import HTTPTransport
 
 _PIECE_BYTES = 16 * 2**20
-"""At most as many bytes travel in one answer. When gradients are there, the others wait for pieces under way."""
+"""The most bytes of one answer: small, as averaging gradients waits for the pieces under way."""
 _MOST_BYTES = 4 * 2**30
-"""Host memory for pieces that have come in a step."""
+"""Bytes of host memory for the pieces of one step; no more are asked for beyond it."""
 _AT_ONCE = 4
 """Pieces under way at the same time: one connection on loopback takes a core."""
 _GONE = 410
+"""HTTP status of a piece that is no longer served."""
 
 
 class Piece(NamedTuple):
-    """Consecutive bytes of a tensor."""
+    """The bytes from ``first`` up to ``last``, exclusive, of a tensor by name."""
 
     name: str
     first: int
@@ -47,7 +48,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """All bytes of the tensors, in pieces of at most 16 MiB; what is not contiguous is one piece."""
+    """All bytes of the tensors, in pieces of at most 16 MiB; a tensor that is not contiguous is one piece."""
     found = []
     for name, tensor in tensors.items():
         apart = _PIECE_BYTES if tensor.is_contiguous() else max(1, tensor.nbytes)
@@ -73,7 +74,7 @@ class Transport(HTTPTransport[Any]):
     """Serves this replica's state, and fetches a peer's.
 
     Attributes:
-        seconds: for how long the last state has been fetched.
+        seconds: how long the last fetch of a state took.
     """
 
     seconds = 0.0
@@ -99,19 +100,23 @@ class Transport(HTTPTransport[Any]):
         self._base = ""
 
     def offer(self, when: str, tensors: Mapping[str, Tensor], pieces: Sequence[Piece]) -> None:
-        """Hand out pieces until ``disallow_checkpoint``; until then the tensors stay as they are."""
+        """Serve these pieces until ``disallow_checkpoint``; until then the tensors must not change.
+
+        Args:
+            when: the step, which requests name; a request for another is refused.
+        """
         cuda = any(tensor.is_cuda for tensor in tensors.values())
         ready = torch.cuda.current_stream().record_event() if cuda else None
         with self._offering:
             self._offered = when, tensors, pieces, ready
 
     def disallow_checkpoint(self) -> None:
-        with self._offering:  # a piece that is being copied is not yet overwritten
+        with self._offering:  # so that no piece is overwritten while it is copied
             self._offered = None
         super().disallow_checkpoint()
 
     def _answer(self, request: Any) -> None:
-        """Answer a request for /piece/WHEN/NUMBER; who stalls while it reads the answer holds nothing up."""
+        """Answer a request for /piece/WHEN/NUMBER; a client that reads slowly holds nothing up."""
         _, _, when, number = request.path.split("/")
         with self._offering:
             if self._offered is None or self._offered[0] != when:
@@ -138,7 +143,7 @@ class Transport(HTTPTransport[Any]):
     @classmethod
     def _load_from_address(cls, address: str, timeout: timedelta) -> object:
         with warnings.catch_warnings(), urllib.request.urlopen(address, timeout=timeout.total_seconds()) as response:
-            warnings.filterwarnings("ignore", "The given buffer is not writable")  # so tensors get memory of their own
+            warnings.filterwarnings("ignore", "The given buffer is not writable")  # so tensors are cloned
             return tree_map_only(Tensor, torch.clone, _streaming_load(response, weights_only=True))
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
@@ -154,7 +159,7 @@ class Transport(HTTPTransport[Any]):
         super().shutdown(wait)
 
     def fetch(self, when: str, pieces: Sequence[Piece], left: Sequence[int]) -> "Fetching":
-        """Begin to fetch these pieces of the peer whose description came last."""
+        """Begin to fetch the pieces with the numbers in ``left`` from the peer whose description came last."""
         return Fetching(self._threads, f"{self._base}piece/{when}", pieces, left, self._timeout.total_seconds())
 
 
@@ -162,7 +167,7 @@ class Fetching:
     """Pieces that are on their way, from the quorum of a step to its gradients.
 
     Attributes:
-        came: (n,) uint8 on the host of those that have come, by the number of the piece.
+        came: the bytes of each piece that has come, (n,) uint8 on the host, by the piece's number.
     """
 
     def __init__(
@@ -175,7 +180,7 @@ class Fetching:
         self._workers = [threads.submit(self._work) for _ in range(min(_AT_ONCE, len(left)))]
 
     def pause(self) -> None:
-        """Begin no more, and wait for those under way."""
+        """Ask for no more pieces, and wait for those under way."""
         self._paused = True
         for worker in self._workers:
             worker.result()
@@ -197,13 +202,13 @@ class Fetching:
                 with urllib.request.urlopen(f"{self._address}/{number}", timeout=self._timeout_s) as response:
                     whole = _read_into(response, received)
             except (OSError, HTTPException):
-                return  # the step of this peer is over, or the peer is gone: the next one tells
+                return  # the peer's step is over, or the peer is gone: the next quorum tells
             if whole:
                 self.came[number] = received
 
 
 def _read_into(response: Any, received: Tensor) -> bool:
-    """Fill the tensor's bytes; returns whether there were as many."""
+    """Fill the tensor's bytes from the response; False if it ends early."""
     view = received.numpy().data
     while len(view):
         n = response.readinto(view)

@@ -41,7 +41,7 @@ LORA_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         lambda o: o.lora_rank is not None and o.init is None and o.save_every is not None,
-        "--lora-rank {o.lora_rank} needs --init: adapters are of use beside the weights that they were trained with",
+        "--lora-rank {o.lora_rank} needs --init or --save-every None: saved adapters need the weights they are for",
     ),
     (lambda o: not o.lora_on, "--lora-on needs at least one of " + ", ".join(ADAPTED)),
     (

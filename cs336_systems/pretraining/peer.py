@@ -60,7 +60,10 @@ def peer_model(
     weights: Path | None = None,
     attention: str = "sdpa",
 ) -> PeerModel:
-    """The shape with random weights, or with those of a Hugging Face folder; attention by transformers' name.
+    """The model with random weights, or with those of a Hugging Face folder.
+
+    Args:
+        attention: transformers' name of the implementation.
 
     Raises:
         Unsupported: transformers or Liger is not installed.

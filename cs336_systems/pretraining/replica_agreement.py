@@ -7,9 +7,9 @@ train by itself for H steps and averages the changes of weights as gradients of 
 dies has learned since the last average is lost, and a failed average takes all replicas back to the one before.
 
 Both ask for the quorum and wait for it: who is there decides which sequences a replica takes. A replica that comes, or
-has missed steps, takes over the state of one that is there (``healing.py``): weights, moments, outer state, place in
-the data. It comes when it is ready to train, as everybody waits for whoever sends heartbeats. Peers find each other by
-host name, on ports of all interfaces and without passwords: keep replicas on a trusted network.
+has missed steps, takes over the state of another (``healing.py``): weights, moments, outer state, place in the data.
+All wait for every replica that sends heartbeats, so a replica sends none until it is ready to train. Peers find each
+other by host name, on ports of all interfaces and without passwords: keep replicas on a trusted network.
 
 torchft counts steps of its own, from 0 in each session of the replicas; the trainer's number of steps is in the state.
 """
@@ -87,7 +87,7 @@ class ReplicaAgreement(Agreement, ABC):
 
     on = True
     in_pieces = False
-    """Whether a replica that comes takes over the others' state beside their training."""
+    """Whether a replica takes over the others' state in pieces, while they train (``healing.py``)."""
 
     def __init__(self, options: TrainOptions, rank: Rank, lighthouse: str, name: str, trouble: Trouble) -> None:
         if not 0 < len(name.encode()) <= _NAME_BYTES:
@@ -112,7 +112,7 @@ class ReplicaAgreement(Agreement, ABC):
 
     @property
     def manager(self) -> ReportingManager:
-        """torchft's manager, once this replica has come."""
+        """torchft's manager, which exists once this replica sends heartbeats."""
         assert self._manager is not None
         return self._manager
 
@@ -167,12 +167,12 @@ class ReplicaAgreement(Agreement, ABC):
         self._alike = alike
         self._send_heartbeats()
         self._come()
-        self._records = self._records[-1:]  # of those who met
+        self._records = self._records[-1:]  # the last membership, of those who met
         self._joined = True
         return self._made
 
     def _warm_up(self) -> None:
-        """Run forward and backward once, as kernels are loaded or compiled in it, for which the others would wait."""
+        """Run forward and backward once: it loads or compiles kernels, for which the others would wait later."""
         self._step.before_update = lambda _: False
         batch = [self._prepared.own(each) for each in next(self._prepared.loader)]
         self._prepared.loader.go_back()
@@ -212,7 +212,7 @@ class ReplicaAgreement(Agreement, ABC):
         self._healed, self._transport.seconds = False, 0.0
 
     def is_behind(self) -> bool:
-        """Called by the manager before it asks for a quorum."""
+        """Called by the manager before it asks for a quorum: whether pieces of the others' state are missing."""
         return False
 
     def is_to_end(self) -> bool:
@@ -220,7 +220,7 @@ class ReplicaAgreement(Agreement, ABC):
         return self.stop is not None and self.stop.asked is not None
 
     def after_quorum(self, seconds: float) -> None:
-        """Called by the manager, when the state is that of the others, or begins to come in pieces."""
+        """Called by the manager when this replica has the others' state, or has begun to fetch it in pieces."""
         n_before, place = self.n_there, self.manager.participating_rank()
         self.number, self.n_there = -1 if place is None else place, self.manager.num_participants()
         self._prepared.loader.deal(max(0, self.number), self.n_there)
@@ -279,6 +279,7 @@ class ReplicaAgreement(Agreement, ABC):
         self._made = state["made"]
 
     def _check_alike(self, state: dict[str, Any]) -> None:
+        """Raise ValueError if the peer trains something else."""
         for name, theirs in state["alike"].items():
             if name in self._alike and self._alike[name] != theirs:
                 own = self._alike[name]
@@ -286,7 +287,7 @@ class ReplicaAgreement(Agreement, ABC):
 
     @torch.no_grad()
     def _load_tensors(self, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
-        """Take over all of the optimizer's state, and those of the model's tensors that are given."""
+        """Take over the optimizer's state, which must be whole, and the model's tensors that are among ``tensors``."""
         view = NamedState(self._step.model)
         for name, stretch in view.model().items():
             if name in tensors:

@@ -139,7 +139,7 @@ class Evaluation(Record):
 
 @dataclass(frozen=True)
 class TaskScores(Record):
-    """Scores of lm-eval's tasks, by task and name, after so many steps."""
+    """Scores of lm-eval's tasks after ``step`` steps, by task, then by name."""
 
     kind = "tasks"
     step: int
@@ -174,7 +174,8 @@ class Membership(Record):
         number: the k of the replica that writes this; -1 while it still takes over the others' state.
         sequence: the place of the step's first sequence in the endless order of ``loader.py``.
         waited_seconds: the time until they had agreed on it, and this replica had the others' state.
-        healed_seconds: for which it took over the state, under ``every-step`` beside training; 0 if it had it.
+        healed_seconds: the time for which it fetched the state, under ``every-step`` while the others trained; 0 if it
+            had it.
         gone: names of those that were there before and have died since; they may be there again.
         lost: places in the endless order that replicas have learned from since the last average, the first and the one
             after the last; the parts of those that are gone are in no weights. Of equal numbers if nothing is lost.

@@ -16,11 +16,13 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 def score_tasks(
     folder: Path, tasks: Sequence[str], *, batch_size: int, device: str, dtype: str, limit: int | None = None
 ) -> dict[str, dict[str, float]]:
-    """The numbers of each task by name, such as acc and acc_stderr.
+    """The scores of each task by name, such as acc and acc_stderr.
 
     Args:
-        tasks: names that lm-eval knows, or YAML files that describe one.
-        limit: the number of first examples of each; None takes all.
+        tasks: names that lm-eval knows, or YAML files, each named like the one task that it describes.
+        batch_size: sequences at a time.
+        dtype: fp32 or bf16.
+        limit: how many examples of each task are taken, from its first; None takes all.
 
     Raises:
         ValueError: lm-eval is not installed, or knows no such task.
@@ -48,7 +50,7 @@ def score_tasks(
 
 
 def _numbers(scores: Mapping[str, Any]) -> dict[str, float]:
-    """Scores by name, without the filter behind a comma if that is none."""
+    """Scores by name; lm-eval appends a comma and a filter to names, which is dropped if it is ``none``."""
     return {
         name.removesuffix(",none"): float(value)
         for name, value in scores.items()

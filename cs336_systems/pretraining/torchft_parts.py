@@ -82,12 +82,13 @@ class Gloo(_Watched, ProcessGroupGloo):
 
 
 class Lookout:
-    """Connections of a member of a group to all others, over which nothing comes: when one ends, its member has died.
+    """Idle connections of a member of a group to all others: when one ends, the member at its other end has gone.
 
-    Making one waits until all members do.
+    The constructor waits until all members run it.
 
     Args:
-        lost: called once, in a thread, with the number of a member that has closed its connections, or died.
+        store: the group's key-value store, by which members find each other.
+        lost: called once, in a thread, with the rank of a member that has died or has closed its connections.
 
     Raises:
         OSError, RuntimeError: another member did not come within five seconds.
@@ -110,6 +111,7 @@ class Lookout:
         threading.Thread(target=self._watch, args=(lost,), name="lookout", daemon=True).start()
 
     def _watch(self, lost: Callable[[int], None]) -> None:
+        """Wait in a thread for the first connection that ends."""
         if not self._others:
             return
         ended = select.select(list(self._others), [], [])[0]
@@ -117,17 +119,17 @@ class Lookout:
             lost(self._others[ended[0]])
 
     def close(self) -> None:
-        """End the connections; the others hear it."""
+        """End the connections; the others notice."""
         self._closed = True
         for connection in self._others:
-            with suppress(OSError):  # the other has ended it
+            with suppress(OSError):  # the other side has ended it
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 class LookedAfter(ProcessGroup):
-    """Has a lookout, and aborts itself when a member dies.
+    """A process group that has a lookout and aborts itself when a member dies.
 
-    NCCL's kernels would wait for a dead member until the timeout, as nothing tells them on one host.
+    On one host nothing tells NCCL's kernels of a death: they would wait for the dead member until the timeout.
     """
 
     _lookout: Lookout | None = None
@@ -140,7 +142,7 @@ class LookedAfter(ProcessGroup):
 
     def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any) -> None:
         with self._lock:
-            self._turn += 1  # members leave the group before to meet in this one
+            self._turn += 1  # from now on members that leave the old group have not died
         super().configure(store_addr, replica_id, rank, world_size, *args)  # which aborts what was there
         self._gone = None
         store = create_store_client(store_addr, timeout=timedelta(seconds=5 * _JOIN_S))
@@ -177,7 +179,7 @@ class Reported(Protocol):
         """Called when the state is that of the others, after so many seconds."""
 
     def is_behind(self) -> bool:
-        """Whether this replica does not have all of the others' state yet, which then trains with the others."""
+        """Whether this replica still lacks pieces of the others' state, which it fetches while it steps with them."""
 
     def is_to_end(self) -> bool:
         """Asked every ``_LOOK_S`` seconds while a quorum is awaited; True gives it up after ``_GRACE_S``."""
@@ -196,9 +198,9 @@ class ReportingManager(Manager):
         self.replica.before_quorum()
         for _ in range(_RETRIES):
             if self.replica.is_behind():
-                self._step = 0  # so that all know
+                self._step = 0  # by which the quorum knows that it lacks state
             super().start_quorum(*args, **kwargs)
-            if self._use_async_quorum:  # torchft then counts those alone who have the state
+            if self._use_async_quorum:  # torchft then counts only replicas that have the state as participants
                 self.wait_quorum()
                 if self._healing:
                     self._apply_pending_state_dict()

@@ -163,7 +163,7 @@ class Operation:
 
     @property
     def meets(self) -> bool:
-        """Whether all ranks of a ring do this together: they sum norms and losses before the first update."""
+        """Whether all ranks of a ring do this together: here they sum their norms and losses."""
         return self.kind is Kind.OPTIMIZER and self.layer < 0
 
     def slot(self, what: str, chunk: int | None = None, layer: int | None = None) -> Slot:
