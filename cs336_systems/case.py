@@ -153,8 +153,8 @@ class Parallel:
     tensor_by: TensorBy = option(
         "collectives",
         "How tensor ranks exchange rows: collectives, between matrix products; copies, from each other's memory while "
-        "products run, which needs ranks on one host (on CPUs by messages, on GPUs but for few rows, which collectives "
-        "send); torch and torch-async, by torch's own tensor parallelism of the model with --keep autograd.",
+        "products run, which needs ranks on one host (few rows still go by collectives; CPUs send messages); "
+        "torch and torch-async, by torch's own tensor parallelism of the model with --keep autograd.",
         shown=True,
     )
     context: int = option(

@@ -64,7 +64,7 @@ def _shared(case: TrainingCase) -> bool:
 
 
 def _tensor_ranks_alone(parallel: Parallel) -> bool:
-    """Whether ranks share matrices by collectives, and nothing else: what each sends is the same in every step."""
+    """Whether ranks share matrices by collectives and nothing else, so that each sends the same in every step."""
     return parallel == Parallel("none", tensor=parallel.tensor)
 
 
@@ -203,8 +203,8 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
     ),
     (
         lambda case: case.cuda_graph == "on" and _shared(case) and not _tensor_ranks_alone(case.parallel),
-        "cuda_graph on is for one rank, or tensor ranks by collectives alone: others agree through the host on what "
-        "they send, which a graph cannot hold",
+        "cuda_graph on is for one rank, or tensor ranks by collectives alone: other ranks agree through the host on "
+        "what they send, which a graph cannot hold",
     ),
     (
         lambda case: case.cuda_graph == "on" and case.optimizer == "reference",

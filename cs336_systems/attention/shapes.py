@@ -122,7 +122,10 @@ def check_starts(shape: AttentionShape, causal: bool, starts: Tensor) -> None:
 
 
 def ends_of(starts_BS: Tensor) -> Tensor:
-    """The end of each key's document, (B, S) int32: where starts pass it, as a document's queries are neighbours."""
+    """The first place after each key's document, (B, S) int32: the first query whose document starts after the key.
+
+    ``starts_BS``, int32, holds the first place of each query's document, and so never falls along a sequence.
+    """
     batch, length = starts_BS.shape
     places = torch.arange(length, dtype=torch.int32, device=starts_BS.device).expand(batch, -1).contiguous()
     return torch.searchsorted(starts_BS, places, right=True, out_int32=True)

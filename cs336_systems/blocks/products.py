@@ -45,9 +45,9 @@ class Operand:
             self.arriving.wait()
 
     def whole_columns(self) -> Any:
-        """The columns with all rows, for which this waits; where they are made of rows, they are made by each call.
+        """The columns with all rows, for which this waits; None if ``read`` was told that they will not be read.
 
-        None if they are not to be read.
+        Columns that are made from rows are made anew by each call.
         """
         if self.columns is None and self.transpose is None:
             return None
@@ -227,7 +227,7 @@ class Products:
 
     def kept(self, name: str, operand: Operand) -> dict[str, Tensor]:
         """The tensors that are kept of one of ``costs.kept.OPERANDS``, by names in ``KEPT``."""
-        if operand.columns is not None:  # else nobody will ask for the rows of all
+        if operand.columns is not None:  # else only this rank's rows will be read
             operand.wait()
         return {name: operand.rows}
 

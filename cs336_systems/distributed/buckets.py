@@ -153,13 +153,13 @@ class Bucket:
         return flat
 
     def _in_place(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """The only gradient as a flat tensor if it lies as it is to travel and has its memory for itself, else None."""
+        """The only gradient, flat, if it lies in the order of sending and has its memory for itself; else None."""
         gradient = gradients[0]
         if gradient is None or self.numel != gradient.numel() or gradient.stride() != self._strides[0]:
             return None
         storage = gradient.untyped_storage()
         holders = torch._C._storage_Use_Count(storage._cdata) - 1  # this function's reference is one
-        # Of a merged gradient the last part has no other holder, but would keep the memory of all.
+        # The last part of a merged gradient has no other holder, but would keep the memory of all parts.
         alone = holders == 1 and storage.nbytes() == gradient.nbytes
         return gradient.as_strided((self.numel,), (1,)) if alone else None
 

@@ -1,12 +1,11 @@
-"""A stream of copies and flags beside the products, by the driver: few calls of the host, and no kernel.
+"""A stream of copies and flags that runs beside matrix products, by few calls of the CUDA driver and without kernels.
 
-Between ranks that have mapped each other's memory, a flag is a number that a stream raises when what it copied or
-computed before is there, and for which a stream of the other rank waits (``cuStreamBatchMemOp``; a kernel could not
-start until a product frees a multiprocessor). Flags that are raised and awaited in a row take one call.
+Ranks have mapped each other's memory. A flag is a number there: one rank's stream writes it when its work so far is
+done, and another rank's stream waits for it (``cuStreamBatchMemOp``; a kernel could not start until a product frees a
+multiprocessor). Flags that are written and awaited in a row take one call.
 
-Torch's own calls do the same, but go through a change of the current stream and new events, and so take the host
-several times as long, which short sequences wait for. CUDA Driver API, sections "Stream Memory Operations" and "Event
-Management".
+Torch's own calls do the same with more calls of the host: they change the current stream and make new events. See
+"Stream Memory Operations" and "Event Management" in the CUDA Driver API.
 """
 
 import ctypes
@@ -20,12 +19,13 @@ Wait = Callable[[], None]
 
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 _AT_LEAST, _AFTER_ALL_BEFORE = 0, 0
-"""Flags of a wait, which ends when the number is there or a higher one, and of a write, which has a barrier before."""
+"""The driver's flags of a wait, which ends at the number or a higher one, and of a write, after a memory barrier."""
 _NO_TIMING = 2
+"""The driver's flag of an event that records no time."""
 _SUCCESS = 0
 
 MAX_BATCH = 16
-"""Memory operations in a call: more than a host has GPUs, twice."""
+"""The most memory operations in a call: one write and one wait for each of eight GPUs."""
 
 
 class _MemoryOperation(ctypes.Structure):
@@ -43,7 +43,7 @@ class _MemoryOperation(ctypes.Structure):
 
 @cache
 def _library() -> Any:
-    """The driver, with the types of what is called here."""
+    """The driver, with the argument types of the functions that are called here."""
     library, place, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64, ctypes.c_size_t
     library.cuMemcpyAsync.argtypes = place, place, size, place
     library.cuStreamBatchMemOp_v2.argtypes = place, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
@@ -54,17 +54,17 @@ def _library() -> Any:
 
 
 class CopyStream:
-    """A stream of a CUDA device, on which copies and flags go in order; addresses are numbers.
+    """A stream of a CUDA device that runs copies and flags in order; memory is given by its address, as an int.
 
     Raises:
-        RuntimeError: in every method, a call of the driver failed.
+        RuntimeError: from every method, if a call of the driver fails.
     """
 
     def __init__(self, device: torch.device, library: Any = None, current: Callable[[], int] | None = None) -> None:
         """
         Args:
-            library: the driver, if not this machine's.
-            current: gives the handle of the stream that computes, if not torch's current one.
+            library: stands for this machine's driver, in tests.
+            current: returns the handle of the stream that computes; torch's current one if None.
         """
         self._library = library or _library()
         if current is None:
@@ -78,23 +78,24 @@ class CopyStream:
         self._batch = (_MemoryOperation * MAX_BATCH)()
         self._place, self._n_batched = ctypes.addressof(self._batch), 0
         self._idle_events: list[int] = []
-        """Events for which whoever had to wait for them does: they may be recorded again."""
+        """Events whose waits have been enqueued: they may be recorded again."""
 
     def synchronize(self) -> None:
-        """The host waits for all that the device was given, on every stream."""
+        """Let the host wait for all work of the device, on every stream."""
         self.flush()
         self._check("cuCtxSynchronize", self._library.cuCtxSynchronize())
 
     def copy(self, into: int, source: int, n_bytes: int) -> None:
+        """Copy bytes from one address to another."""
         self.flush()
         self._check("cuMemcpyAsync", self._library.cuMemcpyAsync(into, source, n_bytes, self._handle))
 
     def raise_flag(self, address: int, number: int) -> None:
-        """Write a number when what was given to this stream before is done; ``flush`` must follow."""
+        """Write a number when this stream's work so far is done; ``flush`` or a later call enqueues it."""
         self._add(_WRITE_VALUE_32, address, number, _AFTER_ALL_BEFORE)
 
     def await_flag(self, address: int, number: int) -> None:
-        """Go on when the number is there, or a higher one; ``flush`` must follow."""
+        """Wait until the number, or a higher one, is there; enqueued as ``raise_flag`` is."""
         self._add(_WAIT_VALUE_32, address, number, _AT_LEAST)
 
     def _add(self, operation: int, address: int, number: int, flags: int) -> None:
@@ -105,23 +106,23 @@ class CopyStream:
         self._n_batched += 1
 
     def flush(self) -> None:
-        """Give the device the flags that it has not been given yet."""
+        """Enqueue the flags that are batched so far."""
         if self._n_batched:
             n, self._n_batched = self._n_batched, 0
             result = self._library.cuStreamBatchMemOp_v2(self._handle, n, self._place, 0)
             self._check("cuStreamBatchMemOp", result)
 
     def follow(self) -> None:
-        """Go on when what the current stream has been given is done."""
+        """Let this stream wait for the current stream's work so far."""
         self.flush()
         event = self._record(self._current())
         self._check("cuStreamWaitEvent", self._library.cuStreamWaitEvent(self._handle, event, 0))
         self._idle_events.append(event)
 
     def reached(self) -> Wait:
-        """A function by which the current stream waits for what this stream has been given by now.
+        """A function that lets the current stream wait for this stream's work so far.
 
-        It does so once: a second call, on the same current stream, has nothing to wait for.
+        Only its first call does so: call it on one stream.
         """
         self.flush()
         events = [self._record(self._handle)]

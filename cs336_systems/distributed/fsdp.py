@@ -147,11 +147,11 @@ class FSDP(NotCopied, nn.Module):
 
     @contextmanager
     def task(self, following: tuple[Hashable, bool] | None, *, runs_units: bool) -> Iterator[None]:
-        """The body is a task of a pipeline's stage; the weights with which the next one begins are gathered meanwhile.
+        """Run the body as a task of a pipeline's stage, and gather meanwhile the first weights of the next task.
 
         Args:
-            following: the part that the next task runs, and whether backward; None if it runs no units.
-            runs_units: whether this task is a forward or a backward itself.
+            following: (part, whether backward) of the next task; None if it is neither forward nor backward.
+            runs_units: whether this task is a forward or a backward.
         """
         part, backward = following or (None, False)
         self._order.expect(part, backward, now=not runs_units)
@@ -235,11 +235,12 @@ def clip_grad_norm_(fsdp: FSDP, max_norm: float) -> Tensor:
     """Scale all gradients so that their joint L2 norm is at most ``max_norm``, with one all-reduce of two numbers.
 
     Every rank calls this after backward and scales by the same factor, max_norm / (norm + 1e-6) if that is below one,
-    as ``torch.nn.utils.clip_grad_norm_`` does. What tensor ranks divide is added up over them, by one more all-reduce,
-    and what each of them has whole counts once. Returns the norm before clipping, a scalar on the device.
+    as ``torch.nn.utils.clip_grad_norm_`` does. Under tensor parallelism one more all-reduce adds up the gradients that
+    tensor ranks divide; those that each of them holds whole count once. Returns the norm before clipping, a scalar on
+    the device.
 
     Raises:
-        ValueError: ``max_norm`` is not positive, or the module is a stage of a pipeline, of which others have the rest.
+        ValueError: ``max_norm`` is not positive, or the module is only a stage of a pipeline.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
@@ -258,7 +259,7 @@ def clip_grad_norm_(fsdp: FSDP, max_norm: float) -> Tensor:
 
 
 def _squares(parameters: Iterable[ManagedParameter], ranks: TensorRanks, device: torch.device) -> Tensor:
-    """The sums of squares of the gradients that tensor ranks divide, and of the others: fp32 (2,)."""
+    """fp32 (2,): the sums of squares of the gradients that tensor ranks divide, and of all others."""
     found: tuple[list[Tensor], list[Tensor]] = [], []
     for parameter in parameters:
         if (gradient := parameter.sharded_param.grad) is not None:

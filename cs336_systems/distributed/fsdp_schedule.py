@@ -71,7 +71,7 @@ class GatherOrder:
         self._running: Unit | None = None
         self._n_tasks = 0
         self._reserved: dict[ShardedGroup, int] = {}
-        """Groups of the unit with which a task begins, until it has come to it, by the task's number (``expect``)."""
+        """Groups of the first unit of a task that is expected, with the task's number, until it comes to the unit."""
         self.gradients = Gradients(sharded.groups, sharded.replicated)
         slots = dict.fromkeys(slot for unit in sharded.units for slot in unit.param_slots)
         guards = {parameter: Elsewhere(parameter) for group in self.groups for parameter in group.parameters}
@@ -94,11 +94,13 @@ class GatherOrder:
     # tasks of a pipeline
 
     def expect(self, part: Hashable, backward: bool, *, now: bool) -> None:
-        """A task begins; the one after it runs this part, whose first unit is gathered meanwhile and stays for it.
+        """A task begins: gather meanwhile the first unit of the next task, and keep it until that comes to it.
 
         Args:
-            part: None if no forward or backward follows.
-            now: whether the task that begins is neither, and so agrees with nobody before weights are gathered.
+            part: the part that the next task runs; None if that is neither forward nor backward.
+            backward: whether it runs the part backward.
+            now: gather at once, as the task that begins is neither forward nor backward; these gather when they begin,
+                after ranks have agreed on them.
         """
         self._n_tasks += 1
         previous = self._complete.get(part) if part is not None else None
@@ -110,7 +112,7 @@ class GatherOrder:
                 self._gather_reserved()
 
     def expect_nothing(self) -> None:
-        """No task follows, or the last one has failed."""
+        """Drop what was reserved: the last task has failed, or none follows."""
         self._reserved.clear()
         if not inside_backward():
             self._free_idle()

@@ -197,7 +197,7 @@ divisions: dict[tuple[dist.ProcessGroup, tuple[int, ...]], Any] = {}
 
 
 captured: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""CUDA graphs that hold collectives of these groups, for whose end NCCL waits when it leaves them; reset before."""
+"""CUDA graphs that hold collectives, reset before their groups are left: NCCL waits for them when it leaves a group."""
 
 
 def limited_group(rank: Rank, max_ctas: int) -> dist.ProcessGroup:

@@ -11,8 +11,8 @@ On GPUs ranks map each other's memory. A rank writes what others need into a slo
 the memory of each reader, whose copy engine then fetches it, on a stream of its own (``copy_stream.py``). On CPUs gloo
 sends rows as messages.
 
-Copies win where they hide: few rows take less time than their copies take the host, and go by collectives
-(``costs.parallelism.step.copied_from``).
+Few rows go by collectives, which were faster there (``costs.parallelism.step.COPIED_FROM``), most likely because the
+host takes longer to start copies than products take.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -31,7 +31,7 @@ N_SLOTS = 3
 """Exchange n takes the slot of exchange n - 3. Before it begins, a rank has waited for its fetches of n - 2, so every
 peer has raised its flag of n - 2, which it does after its own fetches of n - 3: nobody reads that slot any more."""
 MAX_PARTS = 64
-"""Views of slots that are kept; at one more they are dropped, as a process whose rows differ so often meets more."""
+"""The most views of slots that are kept. At one more all are dropped, as shapes that vary so much go on varying."""
 
 
 class Exchange(Protocol):
@@ -62,10 +62,10 @@ class Exchange(Protocol):
 class TravellingRanks(GroupRanks):
     """The ranks of a process group, whose rows travel while products run.
 
-    ``gather`` and ``scatter`` are collectives, ``total`` and ``largest_`` go as the rows before them went.
+    ``gather`` and ``scatter`` are collectives; ``total`` and ``largest_`` go the way of the newest rows.
 
     Args:
-        copied_from: elements that a rank's rows must have to be copied; fewer go by collectives.
+        copied_from: the fewest elements of a rank's rows that are copied; fewer go by collectives.
 
     Raises:
         ValueError: these GPUs cannot map each other's memory.
@@ -248,7 +248,7 @@ class _Mapped(_Slots):
         self._slot_places: list[list[int]] = []
         self._parts: dict[Hashable, Tensor] = {}
         self._waits: dict[int, list[Wait]] = {}
-        """By the number of an exchange, for its fetches."""
+        """The waits for the fetches of an exchange, by its number."""
 
     def _make_stream(self) -> CopyStream:
         return CopyStream(self._device)
@@ -263,7 +263,7 @@ class _Mapped(_Slots):
 
     def begin(self, like: Tensor) -> "_Mapped":
         super().begin(like)
-        for wait in self._waits.pop(self._number - 2, ()):  # again, but for who has not read what was fetched
+        for wait in self._waits.pop(self._number - 2, ()):  # does nothing where the caller has waited already
             wait()
         self._waits[self._number] = []
         return self
@@ -307,7 +307,7 @@ def tensor_ranks(group: dist.ProcessGroup | None, device: torch.device, by: str,
     """The ranks that share matrices, whose rows come by ``collectives`` or by ``copies``; ``ALONE`` without a group.
 
     Args:
-        copied_from: that of ``TravellingRanks``.
+        copied_from: as for ``TravellingRanks``.
     """
     if group is None:
         return ALONE

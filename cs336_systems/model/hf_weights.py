@@ -170,7 +170,7 @@ def load_hf_weights(model: TransformerLM, path: str | os.PathLike[str]) -> None:
         raise ValueError("the model is on the meta device and has no storage to load into; call to_empty first")
     with ExitStack() as stack:
         stored = open_weights(folder, stack)
-        whole = TransformerLM(model.config, device="meta")  # of which the model may be one rank's part
+        whole = TransformerLM(model.config, device="meta")  # ``model`` may be one rank's part of it
         named = {to_hf_name(name): parameter for name, parameter in whole.named_parameters()}
         _check_fit(stored, named, model.config, folder)
         for name, parameter in targets.items():

@@ -30,7 +30,7 @@ class Arriving:
     """All of them, a tensor (t r, ...) or what ``read_as`` made of it, once ``wait`` has been called."""
     parts: tuple[Part, ...]
     finish: Callable[[], object] = lambda: None
-    """Puts this rank's own rows in ``whole``, too, or waits until they are there."""
+    """Puts this rank's own rows into ``whole``, or waits until they are there."""
 
     def read_as(self, make: Callable[[Tensor], Any]) -> "Arriving":
         """The same rows as what ``make`` makes of each tensor, a view for example; it may not read values."""
@@ -64,7 +64,8 @@ class TensorRanks:
     def arriving(self, x: Tensor, *, whole: bool = True) -> Arriving:
         """``gather``, of which parts may be on their way.
 
-        With ``whole``, own rows are put in their place beside what comes next; else only when ``wait`` asks for it.
+        Args:
+            whole: copy this rank's own rows into place at once, while other work runs; else only in ``wait``.
 
         The caller must have waited for all of them before it begins the second exchange (gather or sums) after this.
         """

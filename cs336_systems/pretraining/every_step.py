@@ -97,7 +97,8 @@ class EveryStep(ReplicaAgreement):
     def _room_for(self, large: dict[str, tuple[list[int], str]]) -> dict[str, Tensor]:
         """The optimizer's large tensors, to be filled by pieces: its own, or zeros where it has none yet."""
         own, optimizer = self._tensors()[0], self._step.optimizer
-        copies = isinstance(getattr(optimizer, "local", optimizer), FusedAdamW)  # then expanded zeros do
+        # FusedAdamW copies what it loads, so expanded zeros do, which take no memory.
+        copies = isinstance(getattr(optimizer, "local", optimizer), FusedAdamW)
         room = {}
         for name, (shape, dtype) in large.items():
             if name.startswith(OPTIMIZER):

@@ -101,7 +101,7 @@ class TrainerCase(TrainingCase):
         *(Parallel, "tensor_by"),
         values=get_args(GatherBy),
         help="How tensor ranks exchange rows: collectives, between matrix products; copies, from each other's memory "
-        "while products run, which needs ranks on one host (on CPUs by messages, on GPUs but for few rows).",
+        "while products run, which needs ranks on one host (few rows still go by collectives; CPUs send messages).",
     )
     context: int = like(Parallel, "context")
     context_order: str = like(Parallel, "context_order", values=CONTEXT_ORDERS, help=CONTEXT_ORDER_HELP)
@@ -187,8 +187,8 @@ class RunFields(LoraFields, ReplicaFields):
     """What is kept in host memory, as in --offload m v: m and v (AdamW's moments), master (FP32 master weights) and
     gradients, which need --optimizer fused; residual (inputs of blocks), which does not go with --keep autograd."""
     choose_fastest: bool = False
-    """Choose --batch-size, --keep and --offload: the fastest that are predicted to fit this GPU, with the same tokens
-    per step. On a GPU this is the default where none of the three is given; a run that resumes keeps its choice."""
+    """Choose --batch-size, --keep and --offload: the fastest that are predicted to fit this GPU; the tokens of a step
+    stay the same. This is the default on a GPU if none of the three is given; a run that resumes keeps its choice."""
     device_gib: float | None = option(
         None,
         "Limit in GiB on all device memory of the process; needs --host-gib. Layers are streamed, and a plan decides "

@@ -20,8 +20,8 @@ the launches, so they run uncaptured.
 Capturing allocates what a step does, in the same order, from a pool of its own; what the uncaptured steps had cached
 for that is given back before.
 
-Limits: one rank, or tensor ranks, whose collectives the graphs hold; whole steps; batches of one shape; parameters must
-stay where they are. What asks the device, waits for it or copies from pageable memory cannot be captured.
+Limits: one rank, or tensor ranks by collectives, which the graphs hold; whole steps; batches of one shape; parameters
+must stay where they are. What asks the device, waits for it or copies from pageable memory cannot be captured.
 """
 
 from collections.abc import Callable, Sequence

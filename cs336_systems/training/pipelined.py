@@ -8,9 +8,9 @@ autograd, and gradients of weights where the schedule has put them, by ``blocks.
 same bits under every schedule as in one process with as many micro-batches, as each part adds them up in their order;
 but that of a tied embedding, whose two parts are added up in another order.
 
-Gradients of ranks with the same weights are averaged when all micro-batches are done. Under FSDP each pass of a part
-gathers that part's blocks, the first of them during the operation before, and whole gradients stay on the rank until
-then.
+Gradients of ranks with the same weights are averaged when all micro-batches are done; until then, under FSDP too, each
+rank keeps whole gradients. Under FSDP each pass of a part gathers that part's blocks, the first of them during the
+operation before.
 """
 
 from collections.abc import Sequence
@@ -160,7 +160,7 @@ class PipelinedStep(_StageStep):
             self.optimizer.zero_grad(set_to_none=True)
 
     def _gathering(self, work: Work, plan: Schedule) -> Work:
-        """The same work; under FSDP the weights with which each operation begins are gathered during the one before."""
+        """The same work; under FSDP the first weights of each operation are gathered during the one before."""
         model, order, stage = self.model, plan.orders[self.pipeline.stage], self.pipeline.stage
         if not isinstance(model, FSDP):
             return work

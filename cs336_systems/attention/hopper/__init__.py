@@ -85,11 +85,11 @@ Why no wait is forever (and no slot is overwritten early):
   tiles of a head come from the last to the first, so the one waited for is done or being worked on: the launch is
   cooperative, that is, it starts when all its programs fit on the GPU, whatever other streams run.
 
-PACKED documents (``starts``). Forward's producer loads no key tile before the document of an item's first query; those
-that a consumer's own queries do not see, at either end, it lets go as they come, and turns are passed on as above.
-Backward ends with the last query tile that sees the 128 keys. Key tiles that see a tile of dq are neighbours, up to the
-diagonal, so ``deterministic`` counts adds as ever. Masks are also computed where a document begins or ends in a tile.
-Without documents ``starts`` is None, a constant, and the compiled code is that without these lines.
+PACKED documents (``starts``). Forward's producer loads no key tile before the document of an item's first query. A
+consumer releases at once the tiles, at either end, that its own queries do not see, and passes turns on as above.
+Backward ends with the last query tile that sees the 128 keys. The key tiles that add to a tile of dq are neighbours, up
+to the diagonal, so ``deterministic`` counts adds as without documents. Tiles in which a document begins or ends are
+masked, too. Without documents ``starts`` is None, a constant, so that none of this is compiled.
 
 Precision as in ``attention/flash``: fp32 sums and softmax, P and dS rounded to the inputs' dtype. dQ is summed over key
 tiles in the order in which they come to it, so its last bits vary from run to run unless ``deterministic``.

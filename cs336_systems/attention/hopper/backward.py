@@ -31,7 +31,7 @@ class Launches:
     preprocess: Prepared
     """Takes the addresses of o, do, lse, stats and sums of dq."""
     main: Prepared
-    """Takes the addresses of q, k, v, do, stats, sums of dq, dk, dv, turns, a counter and, packed, of ends."""
+    """Takes the addresses of q, k, v, do, stats, sums of dq, dk, dv, turns, a counter and, if packed, ends."""
     postprocess: Prepared
     """Takes the addresses of the sums and of dq."""
     n_stats: int
@@ -134,7 +134,7 @@ def launch_backward(
     schedule: BackwardSchedule | None = None,
     starts_BQ: Tensor | None = None,
 ) -> None:
-    """Write dq, dk and dv; ``ordered`` sums dq from the last key tile to the first.
+    """Write dq, dk and dv; ``ordered`` sums dq from the last key tile to the first, ``starts_BQ`` masks documents.
 
     What the copy engine cannot read where it lies is copied first. What it cannot write where it lies (strides of
     batch, head and sequence that are no positive multiples of 16 bytes, a last stride other than 1, a first element off

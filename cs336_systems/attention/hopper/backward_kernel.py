@@ -245,7 +245,7 @@ def hopper_backward_kernel(
 ):  # fmt: skip
     """dk, dv (B, K, N, D) and dq (B H padded, BLOCK_D) (fp32, unscaled); each program owns one key tile at a time.
 
-    ``ends`` (B, N) may be None.
+    ``ends`` (B, N) int32 holds the first query after each key's document; None without documents.
     """
     BLOCK_Q: gl.constexpr = q.block_shape[2]
     BLOCK_K: gl.constexpr = k.block_shape[2]

@@ -112,7 +112,7 @@ def pass_turn(tiles, WHO: gl.constexpr):
 
 @gluon.jit
 def let_go(tiles, step):
-    """Take a key tile that other consumers see, and this one does not."""
+    """Release a key tile that other consumers see, and this one does not."""
     tiles.k.wait(step)
     tiles.k.release(step)
     tiles.v.wait(step)
@@ -205,7 +205,7 @@ def forward_consumer(plan, o, lse, starts, tiles, scale_log2, WHO: gl.constexpr,
         acc = warpgroup_mma_wait(0, (weighted,))
         tiles.v.release(step)
         step += 1
-        if starts is not None:  # read again, as a thread has no register for it in the loop
+        if starts is not None:  # loaded again, as the loop has no register to keep it in
             first_loaded = plan.document_tile(starts, batch, first_query - WHO * ROWS)
             for _ in range(first_loaded, n_key_tiles - n_own):
                 let_go(tiles, step)
@@ -233,7 +233,10 @@ def hopper_forward_kernel(
     q, k, v, o, lse, taken, starts, group, section_heads, scale_log2, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """o (B, H, Q, D) and lse (B, H, Q); each program owns one query tile at a time. ``starts`` (B, Q) may be None."""
+    """o (B, H, Q, D) and lse (B, H, Q); each program owns one query tile at a time.
+
+    ``starts`` (B, Q) int32 holds the first key of each query's document; None without documents.
+    """
     BLOCK_K: gl.constexpr = k.block_shape[2]
     BLOCK_D: gl.constexpr = k.block_shape[3]
     dtype: gl.constexpr = k.dtype
@@ -290,7 +293,7 @@ def _prepared(
     packed: bool,
     schedule: ForwardSchedule | None,
 ) -> Prepared | None:
-    """A launch that takes the addresses of q, k, v, o, lse, a counter and, ``packed``, of starts, or None if q, k or v
+    """A launch that takes the addresses of q, k, v, o, lse, a counter and, if ``packed``, starts; None if q, k or v
     cannot be copied.
 
     The arguments are all that a launch depends on besides addresses, which are aligned; ``strides`` are of q, k and v.

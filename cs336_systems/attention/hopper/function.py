@@ -26,7 +26,7 @@ def _backward_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor,
 def forward_op(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse) of (batch, heads, seq, d) inputs; ``starts`` as of ``attention``."""
+    """(o, lse) of (batch, heads, seq, d) inputs; ``starts`` as for ``dispatch.attention``."""
     with host.on_device_of(q):
         return launch_forward(q, k, v, causal, scale, starts_BQ=starts)
 
@@ -105,7 +105,7 @@ class HopperFlashAttention(HopperKernels):
     Args:
         deterministic: sum dq in a fixed order, so that gradients have the same bits every run; also where torch is
             told to use deterministic algorithms. The output always has.
-        starts: as of ``dispatch.attention``.
+        starts: as for ``dispatch.attention``.
 
     Raises:
         ValueError: not a Hopper GPU, neither bf16 nor fp16, a head dim that is not one of 16, 24, ... 128, or

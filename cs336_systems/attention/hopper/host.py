@@ -27,7 +27,7 @@ def copyable(x: Tensor) -> Tensor:
 
 
 def aligned(numbers: Tensor | None) -> Tensor | None:
-    """The same numbers from an address on, if there are some, that 16 bytes divide, as kernels were told of it."""
+    """The same numbers, contiguous at an address that is a multiple of 16 bytes, as kernels expect; None for None."""
     if numbers is None or (numbers.is_contiguous() and numbers.data_ptr() % ALIGNMENT_BYTES == 0):
         return numbers
     return numbers.clone(memory_format=torch.contiguous_format)

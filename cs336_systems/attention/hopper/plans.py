@@ -68,15 +68,15 @@ class QueryPlan(Plan):
 
     @gluon.jit
     def document_tile(self, starts, batch, query):
-        """The key tile in which the document of a query begins; past the last query, that of the last."""
+        """The key tile in which a query's document begins; for a query past the last, as for the last."""
         place = batch * self.n_queries + gl.minimum(query, self.n_queries - 1)
         return gl.load(starts + place) // self.BLOCK_K
 
     @gluon.jit
     def document_tiles(self, starts, batch, first_query, n_rows: gl.constexpr, first_loaded):
-        """(n_key_tiles, how many of them, the last ones, these queries see, the last in which a document begins).
+        """(n_key_tiles, how many of them from the end on these queries see, the last tile where a document begins).
 
-        Queries past the last see the first tile that is loaded, as they must see one.
+        Queries past the last see the first tile that is loaded, as each must see one.
         """
         n_key_tiles = gl.maximum(self.n_key_tiles(first_query, n_rows), first_loaded + 1)
         n_own = gl.maximum(n_key_tiles - self.document_tile(starts, batch, first_query), 1)
@@ -98,7 +98,7 @@ class KeyTile:
     first_key: gl.tensor
     first_tile: gl.tensor
     end_tile: gl.tensor
-    """The query tile after the last that sees them, of packed documents; else 0, as it is that of all key tiles."""
+    """With packed documents the query tile after the last that sees these keys; else 0, and unused."""
 
 
 @aggregate
@@ -140,12 +140,13 @@ class KeyPlan(Plan):
 
     @gluon.jit
     def document_end(self, ends, batch, key):
-        """The first query after the document of a key; past the last key, that of the last."""
+        """The first query after a key's document; for a key past the last, as for the last."""
         place = batch * self.n_keys + gl.minimum(key, self.n_keys - 1)
         return gl.load(ends + place)
 
     @gluon.jit
     def end_tile(self, work):
+        """The query tile after the last that sees the keys of ``work``."""
         return work.end_tile if self.PACKED else self.n_tiles()
 
     @gluon.jit
