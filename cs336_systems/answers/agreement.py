@@ -150,7 +150,7 @@ def _tokens_of_settings(rows: pd.DataFrame) -> pd.Series:
 
 
 def _peaks(rows: pd.DataFrame) -> list[float]:
-    """The published peaks of the rows' devices, of one and of as many as share a step, TFLOP/s."""
+    """The published peaks of the rows' devices, TFLOP/s: of one device, and of as many as share a step."""
     devices = filter(None, map(find_hardware, rows["gpu"].unique()))
     together = {1, *(map(int, rows["ranks"].dropna()) if "ranks" in rows else ())}
     return [n * peak / 1e12 for device in devices for peak in device.peak_flops.values() if peak for n in together]

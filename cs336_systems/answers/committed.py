@@ -212,7 +212,7 @@ class Committed:
         return read_run(path)
 
     def runs(self, *prefixes: str, machine: str) -> dict[str, Run]:
-        """The runs of a machine whose names begin in one of these ways, by name; none where none is committed."""
+        """The committed runs of a machine whose names begin with one of the prefixes, by name."""
         logs = sorted((self._profiles / RUNS / machine).glob(f"*/{LOG}"))
         return {log.parent.name: read_run(log) for log in logs if log.parent.name.startswith(prefixes)}
 

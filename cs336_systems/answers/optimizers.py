@@ -1,7 +1,7 @@
-"""Runs of one model by several optimizers: after what share of the steps one reaches another's held-out loss.
+"""Runs of one model by several optimizers: in what share of AdamW's steps does Muon reach its held-out loss?
 
-The loss to reach is the lowest with which a run of AdamW ended, at the best of its learning rates. A run that anneals
-its rate in fewer steps is the fair measure of those steps: on the way of a longer one the rate is still high.
+The loss to reach is the lowest with which a run of AdamW ended, over its learning rates. The fair comparison is a run
+whose schedule ends after fewer steps: in the middle of a longer run the learning rate is still high.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from cs336_systems.report.tables import Table
 _MUON = "Muon"
 _DASHES = ("-", "--", ":", "-.")
 _SHOWN = 1.0
-"""Nats above the loss to be reached that the picture shows."""
+"""How far above the loss to be reached the picture goes, in nats."""
 
 
 def _how(run: Run) -> tuple[str, int, float]:
@@ -31,7 +31,7 @@ def _how(run: Run) -> tuple[str, int, float]:
 
 
 def _ended(run: Run) -> float:
-    """The held-out loss at the end of a run."""
+    """The held-out loss at the end of a run, nats per token."""
     return float(run.evaluations["loss"].iloc[-1])
 
 
@@ -44,20 +44,20 @@ def best_of_adamw(runs: Mapping[str, Run]) -> Run:
 
 
 def reached_after(run: Run, loss: float) -> int | None:
-    """The steps after which an evaluation was first at a held-out loss or below; None if none was."""
+    """The step of the first evaluation with at most this held-out loss; None if there is none."""
     there = run.evaluations.loc[run.evaluations["loss"] <= loss, "step"]
     return None if there.empty else int(there.iloc[0])
 
 
 def share_of_steps(runs: Mapping[str, Run]) -> float | None:
-    """The least share of the steps of AdamW's best run after which Muon is at its loss; None if it never is."""
+    """The fewest steps in which Muon reaches the loss of AdamW's best run, over that run's steps; None if never."""
     best = best_of_adamw(runs)
     after = [reached_after(run, _ended(best)) for run in runs.values() if _how(run)[0] == _MUON]
     return min((steps / _how(best)[1] for steps in after if steps is not None), default=None)
 
 
 def optimizers_table(runs: Mapping[str, Run]) -> Table:
-    """A line for each run, by optimizer, steps and learning rate, with when it was at the loss of AdamW's best."""
+    """A line for each run, by optimizer, steps and learning rate, with when it reached the loss of AdamW's best."""
     best, lines = best_of_adamw(runs), []
     for run in sorted(runs.values(), key=_how):
         name, n_steps, rate = _how(run)
@@ -70,7 +70,7 @@ def optimizers_table(runs: Mapping[str, Run]) -> Table:
 
 
 def optimizers_figure(names: tuple[str, ...], *runs: Run) -> Figure:
-    """Held-out loss by step of every run, and as a line the one with which AdamW's best run ended."""
+    """Held-out loss by step of every run; a horizontal line is the loss with which AdamW's best run ended."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     kinds: dict[tuple[str, int], int] = {}

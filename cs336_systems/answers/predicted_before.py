@@ -1,8 +1,8 @@
-"""Predictions of this suite's own rows that were made before the rows, each by the commit that holds it.
+"""Predictions of this suite's own rows that were made before the rows, with the commit of each prediction.
 
-Rows under memory caps hold the tokens/s of their own simulation, and those of the trainer and of meshes their predicted
-peak, which the code of their commit computed before it ran. ``WRITTEN`` are those of steps that the log (LOG.md) held
-before. For rows in neither, nothing was predicted before them: what ``own_steps.py`` says of these was computed since.
+Some rows hold their own prediction, which the code of their commit computed before the step ran: rows under memory caps
+the tokens/s of their simulation, rows of the trainer and of meshes their peak memory. ``WRITTEN`` are predictions of
+steps in the log (LOG.md) before their rows. All other rows were predicted after they were measured (``own_steps.py``).
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Written:
-    """What the log said of a row before it: the commit since which it says so, and where the row is."""
+    """A prediction in the log: the commit that wrote it there, and the row that was measured later."""
 
     commit: str
     said: str
-    """Words of the log."""
+    """Words of the log that hold the prediction."""
     part: str
     metric: str
     value: float
     row: dict[str, Any]
-    """Columns that tell the row."""
+    """Columns that tell the row from others."""
 
 
 def _trained(said: str, value: float, size: str, recipe: str) -> Written:
@@ -118,7 +118,7 @@ def _in_the_log() -> Iterator[Before]:
 
 
 def _in_rows(part: str, benchmark: str, predicted: str, measured: str) -> Iterator[Before]:
-    """Of rows that hold their own prediction: those of a cell stand under one time and one command."""
+    """Yields the predictions that rows of a part hold; rows of one cell share timestamp and variant."""
     rows = _rows(part, benchmark)
     both = rows[rows["metric"].isin([predicted, measured])]
     for _, cell in both.groupby(["timestamp", "variant"], sort=False):
@@ -142,7 +142,7 @@ def before_table() -> "Table":
 
 
 def before_summary(metric: str) -> tuple[int, float]:
-    """(predictions of a metric that were made before, the error in percent that nine of ten stay below)."""
+    """(number of predictions of a metric, the error in percent that nine of ten stay below)."""
     import numpy as np
 
     errors = [abs(each.error) for each in predicted_before() if each.metric == metric]

@@ -70,7 +70,7 @@ class DilocoCell:
     )
     first_steps: int | None = option(
         0,
-        "Steps by data parallelism before DiLoCo begins, from their weights and moments.",
+        "Steps by data parallelism before DiLoCo, which begins from their weights and moments.",
         typed=int,
         sign="not negative",
     )
@@ -104,7 +104,7 @@ class DilocoCell:
         """The run as train.py would be asked for it, without its folders."""
         own = self.total_batch_tokens // self.world_size // self.context_length
         asked = {name: TrainOptions.CPU_DEFAULTS[name] for name in ("optimizer", "kernels", "attention")}
-        if self.device != "cpu":  # blocks with a hand-written backward do not run under autocast
+        if self.device != "cpu":  # autocast needs blocks whose backward autograd derives
             asked = {"keep": "autograd", "kernels": "reference"} if self.dtype.startswith("autocast") else {}
         asked |= {name: getattr(self, name) for name in _SHARED}
         asked |= {"agree": self.agree, "replicas": self.world_size, "total_batch_tokens": self.total_batch_tokens}
@@ -115,7 +115,7 @@ class DilocoCell:
 
     @property
     def runs(self) -> list[TrainOptions]:
-        """The run, after the one by data parallelism from whose checkpoint it goes on, if there is one."""
+        """The run, preceded by the run by data parallelism from whose checkpoint it goes on, if there is one."""
         asked = self.train_options
         if not self.first_steps:
             return [asked]

@@ -39,7 +39,7 @@ class Watch:
 
     def write(self, record: Record) -> None:
         if isinstance(record, Session):
-            self._before = self.sent_bytes() - self._earlier  # by replicas that met
+            self._before = self.sent_bytes() - self._earlier  # what replicas sent as they met
         elif isinstance(record, Model):
             self.n_parameters = record.n_parameters
         elif isinstance(record, LoggedStep):

@@ -68,7 +68,7 @@ class FailureCell:
     steps: int = option(200, "Steps of the replicas.", several=False, sign="positive")
     kills: int = option(4, "Replicas that are killed at random steps.", several=False, sign="not negative")
     save_every: int = option(
-        50, "Steps between checkpoints; 0 for none, where nothing is restarted.", several=False, sign="not negative"
+        50, "Steps between checkpoints; 0 saves none, and needs --how replicas.", several=False, sign="not negative"
     )
     data: str = option(
         "", "Folder written by tokenize_data.py; by default Python's standard library, as in train.py.", several=False
@@ -212,8 +212,8 @@ RUNS = ResultTable(
         Column("noticed s", "notice", ".2f", spread=True, note="from the kill until the last of the others knew"),
         Column("next step s", "next_step", ".2f", spread=True, rank=MAIN, note="from the kill to the next step's end"),
         Column("healed s", "healed", ".2f", spread=True, note="from the kill until it had the others' state"),
-        Column("its state took s", "took", ".2f", optional=True, note="to come, beside the training of the others"),
-        Column("their step s", "beside", ".2f", optional=True, note="the longest of the others meanwhile"),
+        Column("its state took s", "took", ".2f", optional=True, note="to come, while the others trained"),
+        Column("their step s", "beside", ".2f", optional=True, note="the others' longest meanwhile"),
         Column("steps lost", "lost_steps", ".0f", spread=True, note="for each kill, made a second time"),
         Column("tokens lost", "lost_tokens", ",.0f", note="in them"),
         Column("step ms", "mean_step", ",.0f", note="mean, where nobody died"),

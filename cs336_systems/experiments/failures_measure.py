@@ -51,8 +51,8 @@ class Kill:
         stop_s: until the last of the others began the step again.
         next_step_s: until it had made it.
         healed_s: until the killed replica was back with the state of the others; None if the run ended before.
-        took_s: for which it took over their state; None likewise.
-        beside_s: the longest time between two steps of the others meanwhile.
+        took_s: the time for which it fetched their state; None as for ``healed_s``.
+        beside_s: the longest time between two steps of the others meanwhile; None as for ``healed_s``.
         lost_steps: steps, or parts of one, that were made a second time.
         lost_tokens: the tokens in them.
     """
@@ -94,7 +94,7 @@ def kills_of_replicas(
         lost = [[each for each in log if isinstance(each, Dropped) and each.at < made] for log in later]
         longest = max(lost, key=len)
         own = [each for each in logs[str(fault.replica)] if each.at >= at and isinstance(each, Membership)]
-        back = next((each for each in own if each.number >= 0), None)  # before, its state is on the way
+        back = next((each for each in own if each.number >= 0), None)  # before, it still fetches state
         tokens = context_length * sum(last - first for first, last in (each.sequences for each in longest))
         noticed = [each[0].at for each in lost if each]
         times = {"notice_s": max(noticed, default=None), "healed_s": None if back is None else back.at}

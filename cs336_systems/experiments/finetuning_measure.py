@@ -1,12 +1,12 @@
-"""What ``training_measure.py`` runs beside train.py's trainer where models are fine-tuned: TRL, and input gradients.
+"""What fine-tuning is compared with: TRL's SFTTrainer, and a bound on how fast adapters train.
 
-TRL's SFTTrainer is set as its documentation says is fastest: packing (best-fit decreasing, without padding), weights in
-the dtype of ours, torch's fused AdamW, Liger's kernels of layers, no checkpointing, no logging but of each step's loss.
-It is given the ids and labels that our loader reads, packs them itself, and computes its loss by kernels of its own.
-FlashAttention is flash-attn-4, the one that packages bring along without a compiler.
+SFTTrainer is set as its documentation says is fastest: packing (best-fit decreasing, without padding), weights in our
+dtype, torch's fused AdamW, Liger's kernels, no checkpointing, no logging but of each step's loss. It is given the
+conversations of our dataset, packs them itself, and computes its loss by its own kernels. FlashAttention is
+flash-attn-4, which installs without a compiler.
 
-The bound on adapters: our blocks and head in the same recipe, of which nothing is trained but one gain below the first
-matrix, so that the gradient of every product's input is computed, and no other.
+The bound: our blocks and head with unquantized products, of which only the first norm's gain is trained. So backward
+computes the gradient of every product's input, and of no weight.
 """
 
 import itertools
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 
 def data_of(options: TrainOptions) -> tuple[Dataset, ModelConfig]:
-    """The random data of a run, and the model that it trains."""
+    """The dataset of a run, and the config of the model that it trains."""
     assert options.data is not None
     dataset = Dataset.open(sources_of(options.data)[0].folder)
     return dataset, config_of(options, dataset)
 
 
 def useful_shares(cell: TrainingRunCell, options: TrainOptions) -> tuple[float, float]:
-    """The shares of a step's tokens that are no padding, and that are targets. TRL's steps have no padding."""
+    """(share of a step's tokens that is not padding, share that is targets). TRL's steps have no padding."""
     dataset, config = data_of(options)
     assert dataset.train is not None
     rows = sequences_of(dataset, dataset.train, options, config.vocab_size, torch.device("cpu"))
@@ -62,7 +62,10 @@ def useful_shares(cell: TrainingRunCell, options: TrainOptions) -> tuple[float, 
 
 
 def train_on_input_gradients(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: "Watch") -> None:
-    """Forward and the gradients of inputs alone, until the run is asked to end; the host waits for each step."""
+    """Run forward, and backward for the gradients of inputs alone, until the run is asked to end.
+
+    The host waits for each step.
+    """
     dataset, config = data_of(options)
     assert dataset.train is not None
     case = options.training_case(config, 1)
@@ -90,7 +93,7 @@ def train_trl(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: "
     """Run SFTTrainer until the run is asked to end.
 
     Raises:
-        Unsupported: TRL is not installed, or the device lacks what the way needs.
+        Unsupported: a package that the way needs is not installed, or it needs a GPU.
     """
     how: dict[str, Any] = dict(TRL[cell.how])
     attention, on_gpu = how.pop("attn_implementation", "sdpa"), rank.device.type == "cuda"
@@ -122,13 +125,13 @@ def train_trl(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: "
     with StopRequests() as stop, _not_launched():
 
         class Watched(trl.SFTTrainer):  # type: ignore[name-defined]
-            """Counts tokens where they are learned, on the device, as loaders have processes of their own."""
+            """Logs each step, with the tokens that were learned in it, counted on the device."""
 
             learned = torch.zeros((), dtype=torch.int64, device=rank.device)
             began = time.perf_counter()
 
             def training_step(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
-                self.learned += (inputs["position_ids"] != 0).sum()  # one less for each conversation, as ours
+                self.learned += (inputs["position_ids"] != 0).sum()  # all but each conversation's first, as ours
                 return super().training_step(model, inputs, *more, **named)
 
             def log(self, logs: dict[str, float], *more: Any) -> None:
@@ -151,7 +154,7 @@ def train_trl(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: "
 
 @contextmanager
 def _not_launched() -> Iterator[None]:
-    """Hides from accelerate that the cell is a rank, as which it would wrap the model in DDP."""
+    """Hides the variables of a rank from accelerate, which would wrap the model in DDP."""
     names = [name for name in os.environ if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     before = {name: os.environ.pop(name) for name in names}
     try:
@@ -161,7 +164,7 @@ def _not_launched() -> Iterator[None]:
 
 
 def _conversations(dataset: Dataset) -> Iterator[dict[str, list[int]]]:
-    """Ids and labels of each conversation; labels of ids that are no answer are ignored."""
+    """Ids and labels of each conversation; outside answers the loss ignores labels."""
     stream = dataset.train
     assert stream is not None
     ids, marks = np.empty(len(stream), np.int64), np.empty(len(stream), np.uint8)

@@ -277,7 +277,7 @@ def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metr
     times = time_phases_of_ranks(phases, rank, steps=cell.steps, warmup=effort.warmup(cell))
     metrics = time_metrics(times, cell) + peak_metrics(meter, rank)
     metrics += in_gib(predicted_peak=predicted) if predicted is not None else []
-    if cell.repeat == 0 and not cell.parallel.by_torch and cell.cuda_graph == "off":  # else collectives are not seen
+    if cell.repeat == 0 and not cell.parallel.by_torch and cell.cuda_graph == "off":  # else collectives are unseen
         sent = prepared.sent()
         metrics += [
             Metric("collectives", "per step", [len(sent)]),

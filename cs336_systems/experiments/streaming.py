@@ -1,8 +1,8 @@
 """What does a training step cost under limits on device and host memory? A plan for them, simulated and measured.
 
 With ``--gpu`` a device of ``hardware.py`` is simulated, on any machine; without it the step runs here, within a fence
-on a GPU (``streaming_measure.py``). Weights and tokens are random. With ``--world-size`` ranks share the layers of the
-model, each within limits of its own, and hand activations on to each other. Peers train the same model without caps:
+on a GPU (``streaming_measure.py``). Weights and tokens are random. With ``--world-size`` ranks form a ring: each has
+some of the layers and limits of its own, and activations go from rank to rank. Peers train the same model without caps:
 ``compiled`` all on the device, ``fsdp2-offload`` with state on the host by torch's own means.
 """
 
@@ -66,7 +66,7 @@ class StreamingCell:
     )
     ranks: int = option(
         1,
-        "Numbers of ranks among which layers are dealt in turn, each on a GPU of its own within limits of its own.",
+        "Numbers of ranks to which layers are dealt in turn, each on its own GPU, each within these limits.",
         flag="world-size",
         asked=None,
     )
@@ -97,7 +97,7 @@ class StreamingCell:
 
 @dataclass(frozen=True)
 class RingCell(StreamingCell):
-    """A cell that several ranks measure together."""
+    """A cell that a ring of ranks measures together."""
 
     @property
     def world_size(self) -> int:
@@ -160,7 +160,7 @@ def make_cells(options: Any) -> list[StreamingCell]:
         for values in limited + free:
             found = own | dict(zip((*_SETS, "ranks", "peer", "chunk"), values, strict=True))
             _check_ranks(name, found["ranks"])
-            in_ring = found["ranks"] > 1 and not simulated  # which one process does
+            in_ring = found["ranks"] > 1 and not simulated  # one process simulates all ranks
             cells.append(cell_of(RingCell if in_ring else StreamingCell, options, **found))
     return cells
 
@@ -206,12 +206,12 @@ def _share(metric: str) -> Callable[[Line], float | None]:
     return value
 
 
-SCALING = "tokens/s over those of one GPU times the ranks, each simulated or both measured"
+SCALING = "tokens/s over those of one GPU times the number of GPUs, both measured, else both simulated"
 """Note of a column of ``_scaling``."""
 
 
 def _scaling(line: Line) -> float | None:
-    """Tokens/s of a ring over as many times those of one rank under the same limits, in %."""
+    """Tokens/s of a ring, in % of n ranks times the tokens/s of one rank under the same limits."""
     ranks, one = line.settings.get("ranks", 1), line.peer(ranks=1)
     ratios = (line.over(metric, one) for metric in ("tokens_per_s", "simulated_tokens_per_s"))
     ratio = next((each for each in ratios if each is not None), None)

@@ -67,7 +67,7 @@ def measure(
     """The plan's simulation, and unless it is all that is asked for, the step's times, rates and memory.
 
     Args:
-        rank: this one of the ranks of a ring; None for a step on one rank, and for a simulation.
+        rank: this process in a ring; None for a step on one rank, and for a simulation.
         pictures: folder in which the step's timeline is drawn, as measured on a GPU, else as simulated.
         explain: print the plan in sentences, and what one more GiB on either side would bring.
 
@@ -123,8 +123,7 @@ def _run(
     rank: Rank | None,
     messages: RingMessages | None,
 ) -> tuple[list[Metric], LaneTimes | None]:
-    """Times, rates and memory of the step as it runs; on a GPU, within its fence, also when this rank's operations
-    ran."""
+    """Times, rates and memory of the step; on a GPU, within its fence, also the times of this rank's operations."""
     choice = choices[rank.rank if rank else 0]
     plan, device = choice.plan, rank.device if rank else torch.device(cell.device)
     streams = Streams(device, timed=True) if fence else None
@@ -174,7 +173,7 @@ def _run(
 
 
 def _most(value: float, rank: Rank | None) -> float:
-    """The most of all ranks."""
+    """The largest value of all ranks."""
     return value if rank is None else largest(value, rank)
 
 
@@ -184,20 +183,20 @@ def _mean(value: float, rank: Rank | None) -> float:
 
 
 def _choose(cell: StreamingCell, hardware: Hardware, caps: Sequence[Caps]) -> list[ChosenPlan]:
-    """The plans that the cell asks for, of ranks within these caps; raises CapsTooSmallError."""
+    """The plan of each rank, within its caps; raises CapsTooSmallError."""
     given = cell.config, cell.context_length, caps, Rates.of(hardware)
     return choose_ring(*given, tokens_per_step=cell.tokens_per_step or None, chunk=cell.chunk or None)
 
 
 def _agree(cell: StreamingCell, hardware: Hardware, caps: Caps) -> list[ChosenPlan]:
-    """``_choose`` by one rank for all, each within its own caps; a collective."""
+    """``_choose`` by rank 0 for all ranks, each within its own caps; a collective."""
     of_all = on_every_rank(lambda: caps)
     found = on_rank_0(lambda: [(each.plan, each.times) for each in _choose(cell, hardware, of_all)])
     return [ChosenPlan(plan, build(plan), times, own) for (plan, times), own in zip(found, of_all, strict=True)]
 
 
 def simulated(choices: Sequence[ChosenPlan], hardware: Hardware) -> list[Metric]:
-    """The plans of all ranks as metrics, and what they should cost; of the ranks' memory the most."""
+    """The plans of all ranks as metrics, and what they should cost; memory is that of the fullest rank."""
     plan, peak = choices[0].plan, len(choices) * _peak(hardware)
     span = max(choice.times.span for choice in choices)
     model_flops, executed = plan.tokens * plan.work.model_flops_per_token(), sum(one.hardware_flops for one in choices)
@@ -218,6 +217,7 @@ def simulated(choices: Sequence[ChosenPlan], hardware: Hardware) -> list[Metric]
 
 
 def _peak(hardware: Hardware) -> float:
+    """The published FLOP/s of one device in bf16."""
     peak = hardware.peak("bf16")
     assert peak is not None
     return peak

@@ -42,7 +42,7 @@ TRL: dict[str, dict[str, Any]] = {
     "trl-flash": {"attn_implementation": "flash_attention_4"},
     "trl-flash-compiled": {"attn_implementation": "flash_attention_4", "torch_compile": True},
 }
-"""Ways of TRL's SFTTrainer, and what they are told besides: arguments, and attention's name, by default sdpa."""
+"""Ways of TRL's SFTTrainer, with their further arguments; ``attn_implementation``, by default sdpa, is the model's."""
 
 LIBRARIES = {
     "ours": (),
@@ -86,7 +86,7 @@ class TrainingRunCell:
         "ours: the trainer of train.py. The others: a plain loop over transformers' model, compiled whole on a GPU; "
         "with Liger's kernels, each block compiled by itself; with torchao's float8 in blocks, one scale per tensor or "
         "row, each block and the loss compiled by itself; TRL's SFTTrainer, for packed conversations, with Liger. "
-        "input-gradients: ours without adapters, weights' gradients and optimizer, a bound on how fast adapters train.",
+        "input-gradients: ours, but only forward and gradients of inputs: a bound on how fast adapters train.",
         values=tuple(LIBRARIES),
         asked=("ours", "transformers", "transformers-liger"),
     )
@@ -123,12 +123,12 @@ class TrainingRunCell:
     offload: str = option("none", "For ours, as for train.py, but joined by hyphens, as in m-v.")
     conversations: str = option(
         "off",
-        "For ours and TRL, rows of conversations of 50 to 1,500 tokens of 2,048, or as large a part of other contexts, "
-        "two thirds of each to be learned: packed, or padded, one a row. off: tokens without end.",
+        "For ours and TRL, train on conversations of 50 to 1,500 tokens at context 2,048, else in proportion. Two thirds "
+        "of their tokens are targets. packed: several a row; padded: one a row; off: no conversations.",
         values=("off", "packed", "padded"),
     )
     lora_rank: int = option(
-        0, "For ours, rank of adapters that are trained in place of weights; 0 trains all.", sign="not negative"
+        0, "For ours, rank of LoRA adapters, which alone are trained; 0 trains all weights.", sign="not negative"
     )
     warmup: int = option(6, "Steps before the recorded ones.", several=False, sign="not negative")
     seconds: float = option(60.0, "Least duration of the recorded steps.", several=False)
@@ -268,7 +268,10 @@ def _of_conversations(metric: str, line: Line) -> float | None:
 
 
 def _over_fastest(line: Line, **settings: object) -> Spread | None:
-    """Useful tokens/s over those of the fastest line with these settings and the same shape, in the same command."""
+    """Useful tokens/s over those of the fastest line with these settings and the same size, context and recipe.
+
+    None unless one command measured both.
+    """
     same = {name: line.settings.get(name) for name in ("size", "context_length", "recipe")} | settings
     peers = [
         peer

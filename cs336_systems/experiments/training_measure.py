@@ -128,7 +128,7 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
     ]
     if independent:
         metrics.append(Metric("step_of_ranks", "ms, the median of each rank", medians_ms))
-    # Attention of the bound is that of whole rows.
+    # The bound counts attention of whole rows, not of conversations.
     if cell.conversations == "off" and watch.light is not None and (bound := watch.light.seconds_per_token) is not None:
         shares = [100 * bound * step.tokens / step.seconds for step in steps]
         metrics.append(Metric("speed_of_light", "%", shares, derived=True))
