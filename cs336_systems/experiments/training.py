@@ -123,8 +123,8 @@ class TrainingRunCell:
     offload: str = option("none", "For ours, as for train.py, but joined by hyphens, as in m-v.")
     conversations: str = option(
         "off",
-        "For ours and TRL, train on conversations of 50 to 1,500 tokens at context 2,048, else in proportion. Two thirds "
-        "of their tokens are targets. packed: several a row; padded: one a row; off: no conversations.",
+        "For ours and TRL, train on conversations of 50 to 1,500 tokens at context 2,048, else in proportion. Two "
+        "thirds of their tokens are targets. packed: several a row; padded: one a row; off: no conversations.",
         values=("off", "packed", "padded"),
     )
     lora_rank: int = option(
