@@ -3,7 +3,7 @@
     uv run scripts/evaluate.py runs/notes --data data/notes-bpe4096
     uv run scripts/evaluate.py runs/notes --data data/notes-bpe4096 data/web-bpe4096 --all
     uv run scripts/evaluate.py Qwen2.5-0.5B/ --data data/notes-Qwen2.5-0.5B --context-length 2048
-    uv run scripts/evaluate.py runs/notes --tasks arc_easy          # by lm-eval; the log gets its scores
+    uv run scripts/evaluate.py runs/notes --tasks arc_easy          # by lm-eval; scores are added to the run's log
 
 Bits per byte compare models with different tokenizers; conversations, of which answers alone are targets, have none.
 The last line is one JSON object.
@@ -33,13 +33,13 @@ class EvaluateOptions:
     data: tuple[Path, ...] = ()
     """Folders written by tokenize_data.py with the model's tokenizer, each scored by itself."""
     tasks: tuple[str, ...] = ()
-    """Tasks of lm-eval (--extra evaluation): names, or YAML files, each of one. A run's log gets their scores."""
+    """Tasks of lm-eval (--extra evaluation): names, or YAML files of one task each. A run's log gets the scores."""
     all: bool = False
     """Evaluate every checkpoint of the run."""
     split: Literal["evaluation", "train"] = "evaluation"
     """Which part of the data."""
     sequences: int | None = None
-    """Number of first sequences of each source, and of examples of each task; None takes all."""
+    """How many sequences of each source, and examples of each task, from the first on; None takes all."""
     context_length: int | None = None
     """Tokens of a sequence; by default the model's context, at most 4,096."""
     batch_size: int = 8
@@ -110,7 +110,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def _of_tasks(options: EvaluateOptions, path: Path) -> dict[str, dict[str, float]]:
-    """The scores of one model on tasks, shown, and in the log of its run if it has one."""
+    """Score one model on tasks, show the scores, and add them to its run's log if there is one; by task, then name."""
     from tempfile import TemporaryDirectory
 
     import pandas as pd

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measure what profiles/results/<machine>/ and profiles/digests/<gpu>/ hold in mesh-* and replicas: ranks that share a
-# batch, and replicas that may die or average seldom, on one host.
+# Measure what profiles/results/<machine>/ and profiles/digests/<gpu>/ hold in mesh-* and replicas: on one host, ranks that
+# share a batch, and replicas that may die or that average seldom (DiLoCo).
 #
 #   scripts/measure_parallelism.sh FOLDER PART...
 #
@@ -20,14 +20,14 @@
 #   mesh-four                4      300  8,192 tokens: FSDP, tensor and context ranks on four
 #
 #   failures            CPU      180  tiny on two cores: replicas, some killed, beside a restart from a checkpoint
-#   diloco              CPU      480  tiny: DiLoCo on two replicas for each H, on one and four for one; data parallelism
+#   diloco              CPU      480  tiny: DiLoCo on two replicas averaging every H steps for five H, on one and four for
+#                                     one H; data parallelism
 #   failures-forty      CPU      600  tiny on four replicas, 2,000 steps, 40 kills
-#   replicas              2      150  0.5B, one killed and back beside training: gradients over NCCL
+#   replicas              2      150  0.5B over NCCL; one replica is killed and heals while the other trains
 #   replicas-7b           2      240  the same in the shape of 7B, 40 GB of state
 #   replicas-diloco       2      240  the 100M model: data parallelism, and DiLoCo every 100 steps after a third of the run
 #
-# Failures and DiLoCo write to FOLDER/replicas (adopt those of CPUs with --machine cpu).
-# Every other part writes to FOLDER/PART; uv run scripts/report.py --adopt FOLDER moves rows and pictures to profiles/. PYTHON is
+# The last six write to FOLDER/replicas (adopt those of CPUs with --machine cpu), every other part to FOLDER/PART; uv run scripts/report.py --adopt FOLDER moves rows and pictures to profiles/. PYTHON is
 # how scripts are run (default: uv run).
 set -euo pipefail
 folder=${1:?usage: scripts/measure_parallelism.sh FOLDER PART...}
@@ -107,8 +107,8 @@ for part in "$@"; do
       replicas failures --device cuda --how replicas --replicas 2 "${shape[@]}" --kills 1 --seed 1 --save-every 0 \
         --timeout 200 ;;
     replicas-diloco)
-      # With eight averages an outer momentum of 0.9 still pushes where the weights were going when the rate decays: tiny
-      # was 4.1 % above data parallelism with 0.7 and 0.9, 2.4 with 1 and 0.5, 3.6 with 1 and 0 (800 steps, 200 first).
+      # With only eight averages the usual outer rate 0.7 and momentum 0.9 were not best: held-out loss of tiny was 4.1 %
+      # above data parallelism, 2.4 % at 1 and 0.5, 3.6 % at 1 and 0 (800 steps, the first 200 by data parallelism).
       apart --device cuda --size qwen-100m --replicas 2 --steps 1200 --schedule wsd --agree-every 100 --first-steps 400 \
         --outer-learning-rate 1.0 --outer-momentum 0.5 0.8 --timeout 150 ;;
     *)

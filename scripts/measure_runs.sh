@@ -6,8 +6,8 @@
 #   part       seconds  what
 #   100m           640  100M parameters of Qwen2.5's shape from scratch on the bytes of Python's standard library, then text
 #                       that the model writes; STEPS, 2,600 by default, of 131,072 tokens: ten minutes at 570,000 tokens/s
-#   muon           480  AdamW and Muon at three learning rates each: 400 steps of 65,536 tokens, and Muon 300 as well, to be
-#                       seen at an annealed rate after three quarters of them; MUON_STEPS, "400 300" by default
+#   muon           480  AdamW and Muon at three learning rates each, 400 steps of 65,536 tokens; Muon also with a schedule of
+#                       300 steps (three quarters); MUON_STEPS, "400 300" by default
 #   compared       400  its first 400 steps with a schedule of their own, by ours and by a plain loop over transformers' model
 #
 # Seconds are predicted; on an H200 3,100 steps took 590 s, and compared 261. Logs are copied to FOLDER/<run>/log.jsonl, and

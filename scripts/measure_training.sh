@@ -26,13 +26,13 @@
 #   torchao-7b        460  7B at 16, ours keeping products
 #   80gb              260  the fastest that fits 80 GB, 40 s each, which llm.q published on an H100: 0.5B and 1.5B in fp8
 #                          and bf16; at 0.5B by measured kernels of matmuls
-#   80gb-large        420  the same of 3B and 7B, with moments on the host, but 3B in fp8, which is by measured kernels;
-#                          7B in bf16 by steps of 262,144
+#   80gb-large        420  the same of 3B and 7B with moments on the host, 7B in bf16 with steps of 262,144 tokens; but 3B
+#                          in fp8 with all on the GPU, by measured kernels of matmuls
 #   80gb-host         340  14B in bf16, and Llama 3 8B at 8,192 tokens in fp8, with moments on the host
-#   finetuning        480  rows of 2,048 tokens, steps of 131,072, 20 s each: 0.5B at 16 rows, before it packed
-#                          conversations by flash and hopper, then TRL's SFTTrainer in each way that its packages allow
-#   lora              150  adapters of rank 16 at 7B, a row at a time, beside forward and input gradients alone; in bf16
-#                          and in e4m3
+#   finetuning        480  0.5B, micro-batches of 16 rows of 2,048 tokens, steps of 131,072, 20 s each: pre-training, then
+#                          packed conversations by hopper and flash, then by TRL's SFTTrainer in five ways
+#   lora              150  7B, one row at a time: adapters of rank 16 in bf16 and in e4m3, beside forward and input
+#                          gradients alone in bf16
 #   ranks-0.5b        400  0.5B at 32 on two GPUs: ZeRO-1, ZeRO-3 in two ways, apart; and on one (FOLDER/training-2)
 #   ranks-1.5b        430  the same of 1.5B at 16
 #   ranks-7b          525  of 7B at 8, keeping products
@@ -44,8 +44,9 @@
 # ranks. DURATION is the least time of the steps after the warm-up (default: 60, in seconds).
 #
 # Data are random tokens of the model's vocabulary, which the rows say. Peers need transformers, liger-kernel and torchao
-# (uv sync), and trl, datasets and flash-attn-4 (pip install); without them their rows say so. Rows are appended to FOLDER/training; uv run scripts/report.py --adopt FOLDER
-# moves them to profiles/results/<gpu>/. PYTHON picks the interpreter (default: uv run). Run nothing else on the host.
+# (uv sync), and trl, datasets and flash-attn-4 (pip install); without them their rows say so. Rows are appended to
+# FOLDER/training, those of finetuning and lora to FOLDER/finetuning; uv run scripts/report.py --adopt FOLDER moves them to
+# profiles/results/<gpu>/. PYTHON picks the interpreter (default: uv run). Run nothing else on the host.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_training.sh FOLDER PART...}
 shift
@@ -57,7 +58,7 @@ ours=(--keep all --cuda-graph off --warmup 2)
 training() { into training "${ours[@]}" --kernels fused "$@"; }
 read -r -a worlds <<<"${RANKS:-1 2}"
 most=$(printf '%s\n' "${worlds[@]}" | sort -n | tail -1)
-in_rows_of_2048() { # of finetuning and lora, whose rows lie apart: their tokens are not those of pre-training
+in_rows_of_2048() { # finetuning and lora: into a file of their own, as their tokens are not those of pre-training
   DURATION=${DURATION:-20} into finetuning "${ours[@]}" --kernels fused --context-length 2048 "$@"
 }
 on_80gb() { # size, then the shape and the recipe

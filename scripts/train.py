@@ -129,7 +129,7 @@ def _options_in(path: Path) -> list[str]:
 
 
 def to_toml(options: TrainOptions) -> str:
-    """A line for each option that is not left to be chosen; numbers, strings and lists are in TOML as in JSON."""
+    """TOML with a line for each option, but for those that the run chooses; TOML spells the values as JSON does."""
     names = [field.name for field in fields(options) if not (options.choose_fastest and field.name in CHOSEN)]
     values = {name.replace("_", "-"): getattr(options, name) for name in names}
     lines = ((name, "none" if value is None else value) for name, value in values.items())
@@ -170,7 +170,7 @@ def _print_memory(options: TrainOptions) -> None:
         options = chosen.of(options) if isinstance(chosen, Choice) else options
         print(f"With {chosen}." if isinstance(chosen, Choice) else f"Nothing was chosen: {chosen}.")
     elif options.choose_fastest:
-        print("A run chooses --batch-size, --keep and --offload for its GPU: this is with the defaults.")
+        print("On a GPU the run chooses --batch-size, --keep and --offload; this is for their defaults.")
     case = options.training_case(config, 1 if options.capped else world_size)
     print(planned_for(options))
     if options.capped:
