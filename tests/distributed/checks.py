@@ -8,6 +8,7 @@ The ranks of a world size stay until this process ends, whichever file asks for 
 """
 
 import atexit
+import gc
 import multiprocessing.connection
 import pickle
 import threading
@@ -117,6 +118,7 @@ def _serve(rank: Rank, address: str) -> None:
             except (Exception, pytest.fail.Exception):  # the latter, of pytest.raises, is no Exception
                 ended = Ended(traceback.format_exc())
                 store.add(f"end {number}", 1)
+            gc.collect()  # groups that cycles keep have threads, which wake a hundred times a second
             connection.send_bytes(pickle.dumps(ended))  # by value: its own pickler would share a tensor's memory
 
 
