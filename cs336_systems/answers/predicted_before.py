@@ -33,8 +33,8 @@ class Written:
     """Columns that tell the row from others."""
 
 
-def _trained(said: str, value: float, size: str, recipe: str) -> Written:
-    return Written("48be617c", said, "h100/training", "tokens_per_s", value, {"size": size, "recipe": recipe})
+def _trained(said: str, value: float, size: str, recipe: str, commit: str = "48be617c", **row: Any) -> Written:
+    return Written(commit, said, "h100/training", "tokens_per_s", value, {"size": size, "recipe": recipe, **row})
 
 
 def _stages(said: str, value: float, variant: str, accumulate: int) -> Written:
@@ -64,7 +64,10 @@ WRITTEN = (
     _trained("e4m3 185.5k", 185_500, "qwen2.5-0.5b", "e4m3"),
     _trained("1.5B bf16 60.3k", 60_300, "qwen2.5-1.5b", "stored"),
     _trained("e4m3 at batch 32 79k", 79_000, "qwen2.5-1.5b", "e4m3"),
-    _trained("e4m3 19.4k", 19_400, "qwen2.5-7b", "e4m3"),
+    _trained("e4m3 19.4k", 19_400, "qwen2.5-7b", "e4m3", batch_size=4),
+    _trained("3B e4m3 42.5k", 42_500, "qwen2.5-3b", "e4m3", "5e68b82a"),
+    _trained("bf16 31.0k", 31_000, "qwen2.5-3b", "stored", "5e68b82a"),
+    _trained("7B e4m3 21.8k", 21_800, "qwen2.5-7b", "e4m3", "5e68b82a", batch_size=8),
 )
 
 
