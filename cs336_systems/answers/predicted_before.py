@@ -65,9 +65,9 @@ WRITTEN = (
     _trained("1.5B bf16 60.3k", 60_300, "qwen2.5-1.5b", "stored"),
     _trained("e4m3 at batch 32 79k", 79_000, "qwen2.5-1.5b", "e4m3"),
     _trained("e4m3 19.4k", 19_400, "qwen2.5-7b", "e4m3", batch_size=4),
-    _trained("3B e4m3 42.5k", 42_500, "qwen2.5-3b", "e4m3", "5e68b82a"),
-    _trained("bf16 31.0k", 31_000, "qwen2.5-3b", "stored", "5e68b82a"),
-    _trained("7B e4m3 21.8k", 21_800, "qwen2.5-7b", "e4m3", "5e68b82a", batch_size=8),
+    _trained("3B e4m3 42.5k", 42_500, "qwen2.5-3b", "e4m3", "5e68b827"),
+    _trained("bf16 31.0k", 31_000, "qwen2.5-3b", "stored", "5e68b827"),
+    _trained("7B e4m3 21.8k", 21_800, "qwen2.5-7b", "e4m3", "5e68b827", batch_size=8),
 )
 
 

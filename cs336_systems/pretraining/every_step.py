@@ -119,7 +119,7 @@ class EveryStep(ReplicaAgreement):
         torch.autograd.graph.increment_version(tuple(self._step.model.parameters()))
         self._n_in_vain = 0 if came or not self._left else self._n_in_vain + 1
         self._left = [number for number in self._left if number not in came]
-        if self._n_in_vain > _MOST_IN_VAIN:
+        if self._n_in_vain >= _MOST_IN_VAIN:
             raise RuntimeError(f"nothing of the others' state has come in {_MOST_IN_VAIN} steps")
 
     def _has_all(self) -> bool:

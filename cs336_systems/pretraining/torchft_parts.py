@@ -2,7 +2,7 @@
 
 import gc
 import math
-import select
+import selectors
 import socket
 import threading
 import time
@@ -106,6 +106,7 @@ class Lookout:
                 self._others[connection] = other
             for _ in range(rank + 1, world_size):
                 connection = door.accept()[0]
+                connection.settimeout(5 * _JOIN_S)
                 self._others[connection] = int.from_bytes(connection.recv(4, socket.MSG_WAITALL))
         self._closed = False
         threading.Thread(target=self._watch, args=(lost,), name="lookout", daemon=True).start()
@@ -114,9 +115,12 @@ class Lookout:
         """Wait in a thread for the first connection that ends."""
         if not self._others:
             return
-        ended = select.select(list(self._others), [], [])[0]
+        with selectors.DefaultSelector() as selector:
+            for connection, other in self._others.items():
+                selector.register(connection, selectors.EVENT_READ, other)
+            ended = selector.select()[0][0]
         if not self._closed:
-            lost(self._others[ended[0]])
+            lost(ended.data)
 
     def close(self) -> None:
         """End the connections; the others notice."""

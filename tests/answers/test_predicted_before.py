@@ -22,7 +22,9 @@ def test_the_log_held_them_and_they_are_older_than_their_rows():
     logs = {commit: git("show", f"{commit}:LOG.md") for commit in {each.commit for each in WRITTEN}}
     for written, before in zip(WRITTEN, predicted_before(), strict=False):
         assert written.said in logs[written.commit], written
-        assert f"{written.value:g}" in written.said or f"{written.value / 1000:g}k" in written.said
+        assert f"{written.value:g}" in written.said or any(
+            f"{written.value / 1000:{form}}k" in written.said for form in ("g", ".1f")
+        )
         committed = datetime.fromisoformat(git("log", "-1", "--format=%aI", written.commit).strip())
         assert committed < datetime.fromisoformat(before.timestamp), written
 
