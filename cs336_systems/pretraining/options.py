@@ -480,7 +480,7 @@ _REFUSALS: tuple[tuple[Callable[[TrainOptions], bool], str], ...] = (
     (
         lambda o: o.packing and o.attention not in PACKING,
         "--packing needs --attention "
-        + " or ".join(PACKING)
+        + f"{', '.join(PACKING[:-1])} or {PACKING[-1]}"
         + ", which mask documents from each other, got {o.attention}",
     ),
     (

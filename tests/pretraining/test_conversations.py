@@ -195,7 +195,10 @@ def test_a_run_says_what_its_rows_hold_and_resumes_only_with_the_same(folder, al
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"packing": True, "attention": "sdpa-flash"}, "--packing needs --attention reference or flash, .* sdpa-flash"),
+        (
+            {"packing": True, "attention": "sdpa-flash"},
+            "--packing needs --attention reference, flash or hopper, .* sdpa-flash",
+        ),
         ({"context": 2, "keep": "products"}, "conversations, as in .*data, do not go together with --context"),
     ],
 )

@@ -22,6 +22,7 @@ from cs336_systems.pretraining.run_records import (
     Membership,
     Message,
     Session,
+    TaskScores,
     from_line,
     to_line,
 )
@@ -48,6 +49,7 @@ def test_what_is_written_is_read_as_records_and_as_frames(path):
         Message("a warning, with [brackets]", "warning"),
         Membership(12, ["0", "b"], 1, 96, 1.5, 0.1, ["1"], [80, 96]),
         Dropped(12, "a replica died", [96, 112], True, 0.2),
+        TaskScores(12, {"arc_easy": {"acc": 0.25, "acc_stderr": 0.01}}),
     ]
     assert {record.kind for record in records} == set(KINDS)
     write(path, *records)
