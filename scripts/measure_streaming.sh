@@ -51,7 +51,7 @@ for part in "$@"; do
     offload)
       into streaming-offload --device-gib 132 --host-gib 16 --peers fsdp2-offload --tokens-per-step 65536 --steps 1 ;;
     ring)
-      into streaming-ring --device-gib 24 --host-gib 75 --world-size 1 2 --tokens-per-step 393216 --steps 1 ;;
+      into streaming-ring --device-gib 24 --host-gib 75 --world-size 1 2 --tokens-per-step 262144 --steps 1 ;;
     grid)
       streaming --device-gib 16 24 40 --host-gib 60 75 115 --tokens-per-step 131072 --steps 1 ;;
     simulated)

@@ -1,4 +1,4 @@
-"""What fine-tuning is compared with: TRL's SFTTrainer, and a bound on how fast adapters train.
+"""Peers of fine-tuning: TRL's SFTTrainer, and a bound on how fast adapters train.
 
 SFTTrainer is set as its documentation says is fastest: packing (best-fit decreasing, without padding), weights in our
 dtype, torch's fused AdamW, Liger's kernels, no checkpointing, no logging but of each step's loss. It is given the

@@ -23,7 +23,7 @@ from cs336_systems.pretraining.options import TrainOptions
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, for steps of ``total_batch_tokens`` over all ranks."""
+    """The chosen options, for steps of ``total_batch_tokens`` over all ranks."""
 
     batch_size: int
     keep: str

@@ -262,7 +262,7 @@ class ReplicaAgreement(Agreement, ABC):
         return {name: each.values.detach() for name, each in stretches.items()}, settings
 
     def _description(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """What a peer takes over besides tensors."""
+        """State besides tensors that a peer takes over."""
         about = {"alike": self._alike, "made": self._made_by_peer(), "loader": self._prepared.loader.state_dict()}
         return about | {"settings": settings}
 

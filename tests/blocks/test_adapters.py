@@ -19,7 +19,7 @@ from .test_kernels import CPU, CUDA
 LORA = Lora(rank=4, alpha=6.0)
 IDS = torch.arange(4 * 12).view(4, 12) * 7 % 50
 WIDE = replace(LLAMA, name="wide", d_model=64, d_ff=96, n_heads=4)
-"""Of sizes that products in fp8 and kernels of attention take."""
+"""Widths that products in fp8 and kernels of attention take."""
 LEVELS = ["input", "attention", "products", "all", "all-norm-qkv-ffn"]
 
 

@@ -26,7 +26,7 @@ def travelling(rank: Rank) -> TravellingRanks:
 
 
 def check_gradients_have_the_bits_of_messages(rank: Rank):
-    """Of two blocks; each batch has more rows than the one before, so that slots are made again."""
+    """Two blocks; each batch has more rows than the one before, so that slots are made again."""
     for config in CONFIGS[::2]:
         models = [build(config, ranks) for ranks in (TravellingRanks(dist.group.WORLD, rank.device), travelling(rank))]
         for step in range(3):

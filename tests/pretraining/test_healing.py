@@ -290,7 +290,7 @@ def test_bytes_of_any_tensor_come_to_their_place(monkeypatch):
 
 
 class LookedAfterGloo(torchft_parts.LookedAfter, torchft_parts.Gloo):
-    """What a group of NCCL is on GPUs: here its own operations would notice a death, too."""
+    """Stands for a group of NCCL on GPUs: here its own operations would notice a death, too."""
 
 
 def test_a_group_whose_own_operations_notice_nothing_knows_who_has_gone():

@@ -132,7 +132,7 @@ class _Model:
         return here + sum(work.owner(k) == work.rank != work.owner(k + 1) for k in above)
 
     def message(self, operation: Operation) -> tuple[set[Item], set[Item]]:
-        """What a message reads or writes: x of the layer that it goes to, or dy of that layer's chunk."""
+        """The tensor that a message reads or writes: x of the layer that it goes to, or dy of that layer's chunk."""
         work, at = self.plan.work, (operation.layer, operation.round, operation.chunk)
         sends, item = operation.kind is Kind.SEND, (*operation.reads, *operation.writes)[0].item
         if item not in (Item("input", *at), Item("dy", 0, *at[1:])):

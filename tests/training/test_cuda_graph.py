@@ -115,7 +115,7 @@ def test_other_modes_and_shapes_are_refused(monkeypatch):
 
 @dataclass(frozen=True)
 class Sharing(TrainingCase):
-    """Of two ranks that share matrices."""
+    """Two ranks that share matrices."""
 
     @property
     def parallel(self) -> Parallel:

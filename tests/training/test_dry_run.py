@@ -39,7 +39,7 @@ class Shared(TrainingCase):
 
 @dataclass(frozen=True)
 class Tensor(TrainingCase):
-    """Of two ranks that share matrices."""
+    """Two ranks that share matrices."""
 
     by: str = "collectives"
 
