@@ -29,8 +29,8 @@
 #   80gb-large        420  the same of 3B and 7B with moments on the host, 7B in bf16 with steps of 262,144 tokens; but 3B
 #                          in fp8 with all on the GPU, by measured kernels of matmuls
 #   80gb-host         340  14B in bf16, and Llama 3 8B at 8,192 tokens in fp8, with moments on the host
-#   finetuning        480  0.5B, micro-batches of 16 rows of 2,048 tokens, steps of 131,072, 20 s each: pre-training, then
-#                          packed conversations by hopper and flash, then by TRL's SFTTrainer in five ways
+#   finetuning        360  0.5B, micro-batches of 16 and 32 rows of 2,048 tokens, steps of 131,072, 20 s each:
+#                          pre-training, packed conversations, and these by TRL's SFTTrainer, also compiled
 #   lora              150  7B, one row at a time: adapters of rank 16 in bf16 and in e4m3, beside forward and input
 #                          gradients alone in bf16
 #   ranks-0.5b        400  0.5B at 32 on two GPUs: ZeRO-1, ZeRO-3 in two ways, apart; and on one (FOLDER/training-2)
@@ -106,8 +106,8 @@ for part in "$@"; do
       on_80gb qwen2.5-14b --batch-size 4 --keep products --offload m-v
       on_80gb llama3-8b --context-length 8192 --batch-size 1 --offload m-v --recipe e4m3 ;;
     finetuning)
-      in_rows_of_2048 --size qwen2.5-0.5b --batch-size 16 --total-batch-tokens 131072 --conversations off packed \
-        --attention hopper flash --how ours trl trl-flash trl-flash-compiled trl-flex trl-compiled ;;
+      in_rows_of_2048 --size qwen2.5-0.5b --batch-size 16 32 --total-batch-tokens 131072 --conversations off packed \
+        --attention hopper --how ours trl-flash trl-flash-compiled ;;
     lora)
       for recipe in stored e4m3; do
         in_rows_of_2048 --size qwen2.5-7b --batch-size 1 --total-batch-tokens 32768 --recipe "$recipe" --lora-rank 16 \

@@ -37,8 +37,9 @@ from cs336_systems.pretraining.stop_requests import StopRequests
 from cs336_systems.pretraining.trainer import train
 from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
 
-_STEPS_OF_DATA = 4
-"""Steps after which tokens repeat."""
+_STEPS_OF_DATA = {"off": 4, "packed": 64, "padded": 64}
+"""Steps after which tokens repeat, by how conversations are laid out. At a repetition SFTTrainer makes a step of what is
+left and begins anew, which took it 20 s: one is not to fall into a measurement."""
 _N_LEFT = 3
 """Steps that our trainer still makes when it is asked to end after one: the next is queued, the one after it is the
 first before which all ranks know, and its record is read a step late."""
@@ -91,7 +92,8 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
     """
     independent = cell.apart == "on"
     with tempfile.TemporaryDirectory() as name:
-        vocab_size, tokens = resolve_size(cell.size).vocab_size, _STEPS_OF_DATA * cell.total_batch_tokens + 1
+        vocab_size = resolve_size(cell.size).vocab_size
+        tokens = _STEPS_OF_DATA[cell.conversations] * cell.total_batch_tokens + 1
         of_data = Path(name) / "data", tokens, max(vocab_size, 264)
         if cell.conversations == "off":
             data = write_random_tokens(*of_data, cell.seed)
