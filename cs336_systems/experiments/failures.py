@@ -45,6 +45,8 @@ NODES = (1, 100, 1_000, 10_000)
 """Nodes of the jobs whose goodput is predicted."""
 _DRAWN = (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 """Nodes in the figure."""
+_AGREE_TIMEOUT_S = 20.0
+"""--agree-timeout of the replicas: nobody stalls, so that who waits this long waits in vain."""
 _QUIET_STEPS = 2
 """Steps at the beginning and at the end of a run in which nobody is killed."""
 
@@ -93,7 +95,9 @@ class FailureCell:
     @property
     def train_options(self) -> TrainOptions:
         """The run as train.py would be asked for it, without its folder."""
-        asked: dict[str, Any] = {"replicas": self.replicas, "agree": "every-step"} if self.how == REPLICAS else {}
+        asked: dict[str, Any] = {}
+        if self.how == REPLICAS:
+            asked = {"replicas": self.replicas, "agree": "every-step", "agree_timeout": _AGREE_TIMEOUT_S}
         if asked and self.kills:
             asked["fail"] = "; ".join(f"kill {number} at {step}" for step, number in self.at)
         names = ("size", "context_length", "batch_size", "steps", "save_every", "seed")

@@ -191,13 +191,53 @@ class _Silent:
         pass
 
 
-def _tell(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
+_TOLD_S = 5.0
+"""Seconds between two steps that are told while nobody dies."""
+
+
+class Progress:
+    """Says on stderr what befalls processes as it happens, in seconds since the run began.
+
+    So a run that is cut off has told when a process was killed, when each of the others knew and made its next step,
+    and when the killed one was back.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.time()
+        self._told_at: dict[str, float] = {}
+
+    def tell(self, sentence: str, at: float | None = None) -> None:
+        print(f"{(at or time.time()) - self._began:7.2f} s: {sentence}", file=sys.stderr, flush=True)
+
+    def hear(self, name: str, record: Record) -> None:
+        """Take a record of the processes of that name."""
+        if isinstance(record, LoggedStep):
+            if record.at < self._told_at.get(name, 0.0) + _TOLD_S:
+                return
+            said, self._told_at[name] = f"has made step {record.step}", record.at
+        else:
+            self._told_at[name] = 0.0  # so that the next step is told
+            if isinstance(record, Dropped):
+                said = f"drops step {record.step}: {record.reason}"
+            elif isinstance(record, Membership):
+                healed = f", has their state, which took {record.healed_seconds:.2f} s" if record.healed_seconds else ""
+                healed = ", fetches their state" if record.number < 0 else healed
+                said = f"step {record.step}, {', '.join(record.there)} there{healed}"
+            elif isinstance(record, Session):
+                said = f"begins with step {record.first_step}"
+            else:
+                return
+        self.tell(f"{name}: {said}", record.at)
 
 
 def _replicas(cell: FailureCell, options: TrainOptions) -> tuple[list[list[Record]], list[Kill]]:
+    progress = Progress()
+
+    def hear(name: str, record: Record) -> None:
+        progress.hear(f"replica {name}", record)
+
     try:
-        ended = train_replicas(options, _Silent, _tell)
+        ended = train_replicas(options, _Silent, progress.tell, hear=hear)
     except ValueError as error:
         raise Unsupported(str(error)) from error
     if ended.reason != "done" or ended.steps < cell.steps:
@@ -230,15 +270,16 @@ def _restarted(cell: FailureCell, options: TrainOptions) -> tuple[list[list[Reco
     """Train to the end, in as many sessions as there are kills and one more."""
     told: list[Record] = []
     hits: list[float] = []
+    progress = Progress()
     for step, number in cell.at:
         with _ranks(cell.replicas, options) as ranks:
-            if _listen(ranks[0][1], told, until=step):
-                _tell(f"fault: kill {number} at {step}, and start all again")
+            if _listen(ranks[0][1], told, progress, until=step):
+                progress.tell(f"fault: kill {number} at {step}, and start all again")
                 hits.append(time.time())
                 ranks[number][0].kill()
                 ranks[number][0].join()
     with _ranks(cell.replicas, options) as ranks:
-        _listen(ranks[0][1], told)
+        _listen(ranks[0][1], told, progress)
     return [told], kills_of_restarts(told, hits, options.tokens_per_step(cell.replicas))
 
 
@@ -262,7 +303,7 @@ def _ranks(n: int, options: TrainOptions) -> Iterator[list[tuple[BaseProcess, Co
             connection.close()
 
 
-def _listen(rank: Connection, told: list[Record], until: int | None = None) -> bool:
+def _listen(rank: Connection, told: list[Record], progress: Progress, until: int | None = None) -> bool:
     """Take what the first rank logs, until this step is under way or the run ends; returns whether it is the step.
 
     Raises:
@@ -278,6 +319,7 @@ def _listen(rank: Connection, told: list[Record], until: int | None = None) -> b
         if isinstance(said, str):
             raise RuntimeError(said)
         told.append(said)
+        progress.hear("all ranks", said)
         if isinstance(said, LoggedStep) and until is not None and said.step + 1 >= until:
             return True
 

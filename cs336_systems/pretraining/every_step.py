@@ -70,6 +70,7 @@ class EveryStep(ReplicaAgreement):
         """Before a session's first step the whole state; later its description, while pieces of it are served."""
         if self.manager.current_step() == 0:
             return super()._state() | {"whole": not self.is_behind()}
+        self._wait_for_update()
         tensors, settings = self._tensors()
         large = {name: tensor for name, tensor in tensors.items() if tensor.nbytes >= _SMALL_BYTES}
         large = dict(sorted(large.items(), key=lambda item: not item[0].startswith(OPTIMIZER)))
@@ -77,7 +78,10 @@ class EveryStep(ReplicaAgreement):
         self._transport.offer(when, large, pieces)
         about = self._description(settings) | {"pieces": list(map(tuple, pieces)), "when": when}
         about["large"] = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in large.items()}
-        return about | {"tensors": {name: each.clone() for name, each in tensors.items() if name not in large}}
+        small = {name: each for name, each in tensors.items() if name not in large}
+        if self._rank.device.type == "cpu":  # from a GPU torchft copies them, on a stream that waits for no other
+            small = {name: each.clone() for name, each in small.items()}
+        return about | {"tensors": small}
 
     def _load(self, state: dict[str, Any]) -> None:
         if "pieces" not in state:

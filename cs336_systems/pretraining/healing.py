@@ -78,6 +78,7 @@ class Transport(HTTPTransport[Any]):
     """
 
     seconds = 0.0
+    _has_room = False
 
     def __init__(self, timeout: timedelta) -> None:
         self._offering = threading.Lock()
@@ -107,6 +108,10 @@ class Transport(HTTPTransport[Any]):
         """
         cuda = any(tensor.is_cuda for tensor in tensors.values())
         ready = torch.cuda.current_stream().record_event() if cuda else None
+        if cuda and not self._has_room:  # torch keeps it: CUDA may hold a later allocation back until kernels end, and
+            # those of a collective wait for the replica that waits for its pieces
+            _ = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu") for _ in range(_AT_ONCE)]
+            self._has_room = True
         with self._offering:
             self._offered = when, tensors, pieces, ready
 

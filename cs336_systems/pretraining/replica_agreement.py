@@ -48,7 +48,11 @@ from cs336_systems.training.step import TrainStep
 HEARTBEAT_S = 0.1
 """Seconds between two heartbeats to the lighthouse."""
 CONNECT_S = 10.0
-"""Seconds for which a lighthouse may not answer."""
+"""Seconds for which torchft waits for a connection."""
+_ANSWER_S = 3.0
+"""Seconds within which a lighthouse answers at the start, so that a command with a wrong address ends within ten."""
+_PAGE_BYTES = 4096
+"""Bytes of a lighthouse's page that say that it is one."""
 _QUORUM_S = 3600
 """The longest wait for a quorum: under DiLoCo, for those who are still training. Who is gone is known by heartbeats."""
 _LIGHTHOUSE_RETRIES = _QUORUM_S
@@ -60,7 +64,10 @@ _MAY_DIFFER = ("--out", "--replica", "--lighthouse", "--fail")
 
 
 def _check_reachable(lighthouse: str) -> None:
-    """Raise ValueError unless a lighthouse answers at the address; its page comes by HTTP from the same port."""
+    """Raise ValueError unless a lighthouse answers at the address; its page comes by HTTP from the same port.
+
+    Who takes something else for a lighthouse would wait an hour for a quorum.
+    """
     parts = urlsplit(lighthouse)
     try:
         port = parts.port
@@ -69,11 +76,14 @@ def _check_reachable(lighthouse: str) -> None:
     if parts.scheme != "http" or not parts.hostname or port is None:
         raise ValueError(f"--lighthouse must be an address such as http://node0:29510, got {lighthouse!r}")
     try:
-        with closing(HTTPConnection(parts.hostname, port, timeout=CONNECT_S)) as connection:
+        with closing(HTTPConnection(parts.hostname, port, timeout=_ANSWER_S)) as connection:
             connection.request("GET", "/")
-            connection.getresponse()
+            answer = connection.getresponse()
+            page = answer.read(_PAGE_BYTES)
     except (OSError, HTTPException) as error:
         raise ValueError(f"no lighthouse answers at {lighthouse}: {error}") from None
+    if b"Lighthouse" not in page:
+        raise ValueError(f"no lighthouse answers at {lighthouse}, but something else: {answer.status} {answer.reason}")
 
 
 class ReplicaAgreement(Agreement, ABC):
@@ -209,6 +219,8 @@ class ReplicaAgreement(Agreement, ABC):
         if not self._joined and self.is_to_end():
             raise StoppedWaiting(f"replica {self._name} was asked to end before the others came")
         wait_for_parameters(self._step.model)
+        if self._rank.device.type == "cuda":
+            self._updated = torch.cuda.current_stream().record_event()
         self._healed, self._transport.seconds = False, 0.0
 
     def is_behind(self) -> bool:
@@ -250,10 +262,16 @@ class ReplicaAgreement(Agreement, ABC):
 
     def _state(self) -> dict[str, Any]:
         """All that a peer takes over, of this rank; memory of its own on a CPU, where training goes on in it."""
+        self._wait_for_update()
         tensors, settings = self._tensors()
         if self._rank.device.type == "cpu":
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         return self._description(settings) | {"tensors": tensors}
+
+    def _wait_for_update(self) -> None:
+        """Wait until the last update of weights and moments is done: threads read them on streams of their own."""
+        if self._rank.device.type == "cuda":
+            self._updated.synchronize()
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Weights, buffers and optimizer state of this rank by name, and the optimizer's settings."""

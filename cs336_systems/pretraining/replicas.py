@@ -25,7 +25,7 @@ from typing import Any
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.replica_options import LIGHTHOUSE, Fault, faults_of
 from cs336_systems.pretraining.run_log import Sink
-from cs336_systems.pretraining.run_records import Record, Session
+from cs336_systems.pretraining.run_records import Dropped, LoggedStep, Membership, Record, Session
 from cs336_systems.processes import Died, FreshProcess, start_server
 
 HEARTBEAT_TIMEOUT_S = 1.5
@@ -70,6 +70,7 @@ def train_replicas(
     tell: Callable[[str], None] = print,
     *,
     come_back: bool = True,
+    hear: Callable[[str, Record], None] = lambda name, record: None,
 ) -> Ended:
     """Train with all replicas here until they end.
 
@@ -77,6 +78,7 @@ def train_replicas(
         console: makes the sink that shows the first replica's records; a module-level function.
         tell: takes sentences about replicas that are started, die or are hit.
         come_back: whether a replica that dies is started again.
+        hear: takes a replica's name and each record of a session, a step, a dropped one, and who is there.
 
     Raises:
         ValueError: torchft is not installed, the machine has too few GPUs, or a replica refuses options or data.
@@ -91,7 +93,7 @@ def train_replicas(
     check_device(options.device, options.replicas * options.ranks_per_replica)
     ways = (f"cs336_systems.pretraining.{name}" for name in ("trainer", "every_step", "diloco"))
     start_server(*ways, "torch._dynamo")
-    return _Watch(options, console, tell, come_back).to_the_end()
+    return _Watch(options, console, tell, come_back, hear).to_the_end()
 
 
 class _Replica:
@@ -147,9 +149,15 @@ class _Watch:
     """Watches the lighthouse and the replicas."""
 
     def __init__(
-        self, options: TrainOptions, console: Callable[[], Sink], tell: Callable[[str], None], come_back: bool
+        self,
+        options: TrainOptions,
+        console: Callable[[], Sink],
+        tell: Callable[[str], None],
+        come_back: bool,
+        hear: Callable[[str, Record], None],
     ) -> None:
         self._options, self._console, self._tell, self._come_back = options, console, tell, come_back
+        self._hear_record = hear
         self._replicas = [_Replica(number) for number in range(options.replicas)]
         self._faults = list(faults_of(options.fail))
         self._hits: list[tuple[Fault, float]] = []
@@ -219,8 +227,10 @@ class _Watch:
         except Died as death:
             self._lost(replica, f"has died: {death}")
             return
-        if kind == "trains":
-            replica.trains, replica.n_failures = True, 0
+        if kind == "record":
+            if isinstance(said, Session):
+                replica.trains, replica.n_failures = True, 0
+            self._hear_record(replica.name, said)
         elif kind == "fault":
             self._hit(rank, said)
         elif kind == "refused":
@@ -314,14 +324,14 @@ def _be_the_lighthouse(connection: Any, port: int, join_timeout_ms: int) -> None
 
 
 class _Speaker:
-    """A sink that tells the watch when this replica trains."""
+    """A sink that tells the watch how this replica trains."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
 
     def write(self, record: Record) -> None:
-        if isinstance(record, Session):
-            self._connection.send(("trains", record.first_step))
+        if isinstance(record, Session | LoggedStep | Dropped | Membership):
+            self._connection.send(("record", record))
 
     def close(self) -> None:
         pass

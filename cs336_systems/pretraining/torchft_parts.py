@@ -1,13 +1,16 @@
 """torchft's process groups and manager, as replicas need them (``replica_agreement.py``)."""
 
+import faulthandler
 import gc
 import math
+import os
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -31,7 +34,8 @@ _JOIN_S = 1.0
 """Seconds for which gloo waits, five times, until another member of a new group connects. One may have died since they
 agreed; and a lighthouse that is started again counts its groups from the beginning, so that the first finds addresses
 of an older one in the store."""
-
+_CONNECT_S = 20.0
+"""Seconds for which NCCL waits for the connections of a new group, whose members have all been there just before."""
 
 _LOOK_S = 0.2
 """Seconds between two looks at whether a replica that waits for a quorum is to end."""
@@ -136,6 +140,7 @@ class LookedAfter(ProcessGroup):
     On one host nothing tells NCCL's kernels of a death: they would wait for the dead member until the timeout.
     """
 
+    _timeout: timedelta
     _lookout: Lookout | None = None
     _gone: RuntimeError | None = None
     _turn = 0
@@ -147,10 +152,22 @@ class LookedAfter(ProcessGroup):
     def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any) -> None:
         with self._lock:
             self._turn += 1  # from now on members that leave the old group have not died
-        super().configure(store_addr, replica_id, rank, world_size, *args)  # which aborts what was there
-        self._gone = None
+            self.abort(errored=False)
+            self._gone = None
         store = create_store_client(store_addr, timeout=timedelta(seconds=5 * _JOIN_S))
-        self._lookout = Lookout(store, rank, world_size, partial(self._lost, self._turn))
+        # Before NCCL's connections: these wait for the whole timeout for a member that died since all agreed, or at the
+        # address of a group that is long gone.
+        lookout = Lookout(store, rank, world_size, partial(self._lost, self._turn))
+        try:
+            super().configure(store_addr, replica_id, rank, world_size, *args)
+        except BaseException:
+            lookout.close()
+            raise
+        with self._lock:
+            self._lookout = lookout
+            if self._gone is not None:  # when there was nothing to abort yet
+                self.abort()
+                raise self._gone
 
     def _lost(self, turn: int, member: int) -> None:
         with self._lock:
@@ -159,10 +176,17 @@ class LookedAfter(ProcessGroup):
                 self.abort()
 
     def abort(self, errored: bool = True) -> None:
-        lookout, self._lookout = self._lookout, None
-        if lookout is not None:
-            lookout.close()
-        super().abort(errored)
+        with self._lock:  # NCCL's abort is not for two threads at a time
+            lookout, self._lookout = self._lookout, None
+            if lookout is not None:
+                lookout.close()
+            # A process whose group cannot be aborted would stand still for ever. Started again, it takes over a state.
+            within_s = self._timeout.total_seconds() + _CONNECT_S
+            faulthandler.dump_traceback_later(within_s, exit=True, file=sys.__stderr__)
+            with ExitStack() as last:
+                last.callback(faulthandler.cancel_dump_traceback_later)
+                last.callback(super().errored)  # waits for the device, whose kernels wait for nobody now
+                super().abort(errored)
 
     def errored(self) -> Exception | None:
         error = super().errored()
@@ -171,6 +195,12 @@ class LookedAfter(ProcessGroup):
 
 class Nccl(LookedAfter, _Watched, ProcessGroupNCCL):
     """NCCL's process group, for replicas on GPUs."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        # An abort waits until a member's first connections are made or given up; torchft would wait for the timeout.
+        seconds = math.ceil(min(timeout.total_seconds(), _CONNECT_S))
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(seconds))
+        super().__init__(timeout)
 
 
 class Reported(Protocol):

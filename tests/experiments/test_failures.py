@@ -180,9 +180,17 @@ def found_in(cell):
 
 
 @pytest.mark.slow
-def test_a_killed_replica_costs_one_step_and_nothing_of_what_is_learned(small):
+def test_a_killed_replica_costs_one_step_and_nothing_of_what_is_learned(small, capfd):
+    """And it is told as it happens, for a run that is cut off."""
     pytest.importorskip("torchft")
-    alone, killed = map(found_in, make_cells(replace(small, how=("replicas",))))
+    cells = make_cells(replace(small, how=("replicas",)))
+    alone, killed = map(found_in, cells)
+    ((step, number),) = cells[1].at
+    told = capfd.readouterr().err.split("fault: ")[1].splitlines()
+    places = [f"replica {1 - number}: drops step {step}", f"replica {1 - number}: has made step {step}"]
+    places += ["it is started again", f"replica {number}: begins with step"]
+    at = {place: next(float(line.split(" s:")[0]) for line in told if place in line) for place in places}
+    assert at[places[0]] < at[places[1]] and at[places[2]] < at[places[3]]
     assert killed["lost_steps"] == [1]
     assert killed["lost_tokens"] == [2 * 2 * 16]
     assert 0 < killed["notice"][0] < killed["stop"][0] < killed["next_step"][0] < 10

@@ -5,11 +5,9 @@ import os
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from cs336_systems.distributed.checkpoint_state import NamedState
 from cs336_systems.distributed.process_group import joined
@@ -20,7 +18,6 @@ from .trained import options, write_dataset
 
 os.environ["RUST_LOG"] = "error"  # read when torchft is imported
 healing = pytest.importorskip("cs336_systems.pretraining.healing")
-torchft_parts = pytest.importorskip("cs336_systems.pretraining.torchft_parts")
 LighthouseServer = pytest.importorskip("torchft.coordination").LighthouseServer
 
 
@@ -287,40 +284,3 @@ def test_bytes_of_any_tensor_come_to_their_place(monkeypatch):
     for piece in reversed(pieces):
         healing.put(others[piece.name], piece, healing._bytes_of(tensors[piece.name], piece).clone())
     assert all(torch.equal(others[name], tensors[name]) for name in tensors)
-
-
-class LookedAfterGloo(torchft_parts.LookedAfter, torchft_parts.Gloo):
-    """Stands for a group of NCCL on GPUs: here its own operations would notice a death, too."""
-
-
-def test_a_group_whose_own_operations_notice_nothing_knows_who_has_gone():
-    """Within a second, and aborts itself; not when all members meet in another group."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    groups = [LookedAfterGloo(timedelta(seconds=20)) for _ in range(3)]
-
-    def meet(members, quorum):
-        address = f"127.0.0.1:{store.port}/{quorum}"
-        threads = [
-            threading.Thread(target=group.configure, args=(address, str(rank), rank, len(members), quorum))
-            for rank, group in enumerate(members)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    meet(groups, 1)
-    meet(groups, 2)
-    time.sleep(0.3)
-    assert [group.errored() for group in groups] == [None] * 3
-    groups[1]._lookout.close()  # as if its process had died
-    ends_at = time.monotonic() + 1
-    while time.monotonic() < ends_at and any(groups[rank]._pg is not None for rank in (0, 2)):
-        time.sleep(0.01)
-    assert "member 1 of the group has gone" in {str(groups[rank].errored()) for rank in (0, 2)}
-    assert [groups[rank]._pg for rank in (0, 2)] == [None, None]  # they have aborted themselves
-    meet([groups[0], groups[2]], 3)
-    time.sleep(0.2)
-    assert [groups[rank].errored() for rank in (0, 2)] == [None, None]
-    for group in groups:
-        group.abort()

@@ -5,7 +5,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -93,12 +95,26 @@ def test_two_commands_train_as_one_and_a_killed_one_comes_back_when_it_is_starte
     assert together and together == {step: losses[step] for step in together}
 
 
-def test_a_lighthouse_that_does_not_answer_is_named_within_ten_seconds(tmp_path, monkeypatch):
-    """Nobody listens at one port; at the other somebody does, and never speaks: in so many seconds, which are less
-    here."""
-    monkeypatch.setattr("cs336_systems.pretraining.replica_agreement.CONNECT_S", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as silent, joined() as rank:
-        for port in (9, silent.getsockname()[1]):
-            address = f"http://127.0.0.1:{port}"
-            with pytest.raises(ValueError, match=f"^no lighthouse answers at {address}: "):
+class Other(BaseHTTPRequestHandler):
+    """A server that is no lighthouse."""
+
+    def do_GET(self):
+        self.send_error(404)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_lighthouse_that_does_not_answer_is_named_within_ten_seconds(tmp_path):
+    """Nobody listens at one port; at another somebody does, and never speaks; at the third somebody else does."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        HTTPServer(("127.0.0.1", 0), Other) as other,
+        joined() as rank,
+    ):
+        threading.Thread(target=other.handle_request).start()
+        for port, why in ((9, ": "), (silent.getsockname()[1], ": "), (other.server_port, ", but something else: 404")):
+            began, address = time.monotonic(), f"http://127.0.0.1:{port}"
+            with pytest.raises(ValueError, match=f"^no lighthouse answers at {address}{why}"):
                 agreement_of(options(tmp_path, agree="every-step"), rank, address, "a")
+            assert time.monotonic() - began < 5

@@ -1,0 +1,134 @@
+"""Groups of replicas on GPUs, with gloo for NCCL: what they know of members that die, and when they give up."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from cs336_systems.processes import Died, FreshProcess
+
+torchft_parts = pytest.importorskip("cs336_systems.pretraining.torchft_parts")
+
+
+class LookedAfterGloo(torchft_parts.LookedAfter, torchft_parts.Gloo):
+    """Stands for a group of NCCL on GPUs: here its own operations would notice a death, too."""
+
+
+def host_store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_a_group_whose_own_operations_notice_nothing_knows_who_has_gone():
+    """Within a second, and aborts itself; not when all members meet in another group."""
+    store, groups = host_store(), [LookedAfterGloo(timedelta(seconds=20)) for _ in range(3)]
+
+    def meet(members, quorum):
+        address = f"127.0.0.1:{store.port}/{quorum}"
+        threads = [
+            threading.Thread(target=group.configure, args=(address, str(rank), rank, len(members), quorum))
+            for rank, group in enumerate(members)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    meet(groups, 1)
+    meet(groups, 2)
+    time.sleep(0.3)
+    assert [group.errored() for group in groups] == [None] * 3
+    groups[1]._lookout.close()  # as if its process had died
+    ends_at = time.monotonic() + 1
+    while time.monotonic() < ends_at and any(groups[rank]._pg is not None for rank in (0, 2)):
+        time.sleep(0.01)
+    assert "member 1 of the group has gone" in {str(groups[rank].errored()) for rank in (0, 2)}
+    assert [groups[rank]._pg for rank in (0, 2)] == [None, None]  # they have aborted themselves
+    meet([groups[0], groups[2]], 3)
+    time.sleep(0.2)
+    assert [groups[rank].errored() for rank in (0, 2)] == [None, None]
+    for group in groups:
+        group.abort()
+
+
+class Unbounded(LookedAfterGloo):
+    """Notes that it begins to connect, as NCCL does for as long as it takes."""
+
+    connects = False
+
+    def _create_pg(self, *args, **kwargs):
+        self.connects = True
+        return super()._create_pg(*args, **kwargs)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_member_that_does_not_come_is_given_up_before_anybody_connects(monkeypatch, rank, stale):
+    """It died once all had agreed; or the store has addresses of an older group, as a new lighthouse counts anew."""
+    monkeypatch.setattr(torchft_parts, "_JOIN_S", 0.1)
+    store, group = host_store(), Unbounded(timedelta(seconds=60))
+    if stale:
+        dist.PrefixStore("1", store).set(f"lookout {1 - rank}", "localhost:9")
+    began = time.monotonic()
+    with pytest.raises((OSError, RuntimeError)):
+        group.configure(f"127.0.0.1:{store.port}/1", str(rank), rank, 2, 1)
+    assert time.monotonic() - began < 3
+    assert not group.connects
+
+
+def test_a_member_that_dies_while_all_connect_is_known_afterwards():
+    store = host_store()
+    groups = [LookedAfterGloo(timedelta(seconds=20)) for _ in range(2)]
+    connect, errors = groups[0]._create_pg, []
+
+    def connect_slowly(*args, **kwargs):
+        made = connect(*args, **kwargs)
+        ends_at = time.monotonic() + 5
+        while groups[1]._lookout is None and time.monotonic() < ends_at:
+            time.sleep(0.01)
+        groups[1]._lookout.close()  # as if its process had died
+        while groups[0]._gone is None and time.monotonic() < ends_at:
+            time.sleep(0.01)
+        return made
+
+    groups[0]._create_pg = connect_slowly
+
+    def meet(rank):
+        try:
+            groups[rank].configure(f"127.0.0.1:{store.port}/1", str(rank), rank, 2, 1)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == ["member 1 of the group has gone"]
+    assert groups[0]._pg is None
+    for group in groups:
+        group.abort()
+
+
+class Stuck(torchft_parts.LookedAfter):
+    """A group whose abort never ends."""
+
+    def __init__(self):
+        super().__init__(timedelta(seconds=0.1))
+
+
+def be_stuck(connection):
+    torchft_parts._CONNECT_S = 0.4
+    torchft_parts.ProcessGroup.abort = lambda *_: time.sleep(60)
+    Stuck().abort()
+    connection.send("on it goes")
+
+
+def test_a_process_whose_group_cannot_be_aborted_ends():
+    process = FreshProcess(be_stuck)
+    try:
+        with pytest.raises(Died, match="exit code 1"):
+            process.receive(time.monotonic() + 20)
+    finally:
+        process.end()
