@@ -128,6 +128,7 @@ def _oom_kills() -> int:
 
 def _run(connection: Any, body: Callable[..., None], args: tuple[Any, ...]) -> None:
     os.setsid()
+    _let_server_end()
     if sys.platform == "linux":  # the fork server ends with who started it; this also ends a process that is stopped
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
@@ -136,6 +137,14 @@ def _run(connection: Any, body: Callable[..., None], args: tuple[Any, ...]) -> N
     with suppress(OSError):  # if memory runs out, this process goes and its parent stays
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     body(connection, *args)
+
+
+def _let_server_end() -> None:
+    """Close the pipe whose end tells the fork server that who started it has gone; a stopped process would hold it."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
 
 
 def _die_with_parent() -> None:

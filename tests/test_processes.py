@@ -1,7 +1,12 @@
-"""Fresh processes: what they share with the fork server."""
+"""Fresh processes: what they share with the fork server, and what becomes of them."""
 
 import gc
+import signal
+import subprocess
+import sys
 import time
+
+import psutil
 
 from cs336_systems.processes import FreshProcess
 
@@ -16,3 +21,38 @@ def test_the_collector_passes_over_what_the_server_has_imported():
         assert process.receive(time.monotonic() + 60) > 100_000
     finally:
         process.end()
+
+
+def wait(connection):
+    connection.send("here")
+    connection.recv()
+
+
+STARTER = """
+import signal, time
+from cs336_systems.processes import FreshProcess, start_server
+from tests.test_processes import wait
+
+if __name__ == "__main__":
+    start_server("json")
+    processes = [FreshProcess(wait) for _ in range(2)]
+    for each in processes:
+        each.receive(time.monotonic() + 60)
+    processes[0].send_signal(signal.SIGSTOP)
+    print("here", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_stopped_process_and_the_server_end_with_who_started_them():
+    starter = subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None and starter.stdout.readline() == "here\n"
+    below = psutil.Process(starter.pid).children(recursive=True)
+    assert len(below) >= 3
+    starter.send_signal(signal.SIGKILL)
+    starter.wait()
+    starter.stdout.close()
+    _, alive = psutil.wait_procs(below, timeout=10)
+    for each in alive:
+        each.kill()
+    assert not alive
