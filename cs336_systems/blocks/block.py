@@ -340,12 +340,21 @@ def forward(
     return y.view_as(x_BSD)
 
 
-def recall(saved: Saved, weights: BlockWeights, ops: BlockOps, config: ModelConfig, cos: Tensor, sin: Tensor) -> None:
+def recall(
+    saved: Saved,
+    weights: BlockWeights,
+    ops: BlockOps,
+    config: ModelConfig,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    starts: Tensor | None = None,
+) -> None:
     """Compute again what ``saved`` names but does not hold, as ``forward`` did, from what it holds, and keep it.
 
-    Products are of matrices as they are stored.
+    Products are of matrices as they are stored; ``starts`` is that of forward.
     """
-    stages = _Stages(weights, ops, STORED, NONE, config, cos, sin, saved.places, {})
+    stages = _Stages(weights, ops, STORED, NONE, config, cos, sin, saved.places, _documents(starts))
     again = _Recalled(stages, saved, consume=False)
     for name in (*(row.name for row in KEPT), *APART):
         if name in saved.names and name not in saved.tensors:

@@ -123,7 +123,10 @@ def chooser(
         Unsupported: no peaks are on record for the device.
     """
     tokens, width, chunk, length = options.tokens_per_step(1), case.moment_bytes, options.chunk, options.context_length
-    if chunk is None and all(tokens % size for size in chunk_sizes(length)):
+    sizes = chunk_sizes(length)
+    if chunk is None and options.packing and min(sizes) < length:
+        chunk = length  # attention over pieces of a sequence masks no documents
+    elif chunk is None and all(tokens % size for size in sizes):
         chunk = options.batch_size * length
     moments = {"exp_avg": width, "exp_avg_sq": width} | ({"master": 4} if case.master == "fp32" else {})
     how: dict[str, Any] = {"precision": case.precision, "moments": moments, "tokens_per_step": tokens}

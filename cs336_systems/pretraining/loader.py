@@ -306,16 +306,15 @@ def evaluate(
     Raises:
         ValueError: an id is beyond the model's vocabulary.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=rank.device)
+    total = torch.zeros(3, dtype=torch.float64, device=rank.device)
     number, n_data = place or (rank.rank, rank.world_size)
     batches = evaluation_batches(sequences, batch_size, limit=limit, rank=number, world_size=n_data)
     for token_ids, targets, n_sequences in batches:
         with matmul_precision(step.precision), autocast(step.precision, rank.device):
             loss = step.loss_of(own(token_ids), own(targets))
-        n_targets = (targets != IGNORED).sum() * (n_sequences / len(targets))
-        total[0] += loss * n_targets
-        total[1] += n_targets
+        n_own, n_all = ((each != IGNORED).sum() * (n_sequences / len(targets)) for each in (own(targets), targets))
+        total += torch.stack((torch.where(n_own > 0, loss * n_own, 0.0), n_own, n_all))  # the mean of none is NaN
     if rank.world_size > 1:
         dist.all_reduce(total)
-    loss_sum, n = total.tolist()
-    return loss_sum / n, round(n * n_data / rank.world_size)
+    loss_sum, n, n_counted = total.tolist()
+    return loss_sum / n, round(n_counted * n_data / rank.world_size)

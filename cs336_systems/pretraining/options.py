@@ -484,8 +484,12 @@ _REFUSALS: tuple[tuple[Callable[[TrainOptions], bool], str], ...] = (
         + ", which mask documents from each other, got {o.attention}",
     ),
     (
-        lambda o: o.packing and (o.tensor > 1 or o.cuda_graph == "on"),
-        "--packing does not go together with --tensor of 2 or more, nor with --cuda-graph on",
+        lambda o: o.packing and o.context > 1,
+        "--packing does not go together with --context {o.context}: its attention masks no documents from each other",
+    ),
+    (
+        lambda o: o.packing and o.chunk is not None and o.chunk < o.context_length,
+        "--packing needs --chunk of whole sequences of {o.context_length} tokens, got {o.chunk}",
     ),
     (
         lambda o: o.evaluate_every is None and (o.keep_best or o.stop_after_no_gain is not None),

@@ -290,9 +290,8 @@ def _check_chat(options: TrainOptions, dataset: Dataset) -> None:
     """Raise ValueError for options that do not go with the targets of the data, as all of them or answers alone."""
     if options.packing and not dataset.chat:
         raise ValueError(f"--packing is for conversations, and {dataset.folder} was made without --chat")
-    if dataset.chat and (options.context > 1 or options.pipeline > 1 or options.capped or options.agree is not None):
-        fault = "--context or --pipeline of 2 or more, nor with --device-gib or --agree"
-        raise ValueError(f"conversations, as in {dataset.folder}, do not go together with {fault}")
+    if dataset.chat and options.agree is not None:
+        raise ValueError(f"conversations, as in {dataset.folder}, do not go together with --agree {options.agree}")
 
 
 def _sequences(

@@ -138,18 +138,21 @@ class Passes:
         n_parameters = config.n_layers * len(self.block_parameters) + (2 if fixed.tied else 3)
         self.steps = torch.zeros(n_parameters, dtype=step_dtype, device=device)
         self.token_ids, self.targets = (torch.zeros(plan.tokens, dtype=torch.int64, device=device) for _ in range(2))
+        self.starts: Tensor | None = None
+        """The first position of each token's document, (tokens,) int32, where documents share a sequence."""
         self.denominator = torch.zeros((), dtype=torch.int64, device=device)
         context_shape = (self.work.context_length, 2, config.kv_heads, config.d_head)
         self.part = torch.empty(context_shape, dtype=dtype, device=device) if self.work.is_long else None
 
     def begin(self, token_ids: Tensor, targets: Tensor) -> None:
-        """Begins a step on ids (sequences, positions); a target of -100 does not count.
+        """Begins a step on ids (sequences, positions), or with starts, as ``TransformerLM`` takes them, (sequences,
+        positions, 2); a target of -100 does not count.
 
         Raises:
-            ValueError: not as many ids as the step has.
+            ValueError: not as many ids as the step has, or starts of sequences that are longer than a chunk.
         """
         expected = self.plan.n_sequences, self.work.context_length
-        if tuple(token_ids.shape) != expected or tuple(targets.shape) != expected:
+        if tuple(token_ids.shape[:2]) != expected or tuple(targets.shape) != expected:
             got = f"{tuple(token_ids.shape)} and targets {tuple(targets.shape)}"
             raise ValueError(f"a step takes {expected} token ids and targets, got {got}")
         self._take(token_ids, targets)
@@ -163,8 +166,8 @@ class Passes:
             ValueError: they are none, too many, or of another length.
         """
         most, seq_len = self.plan.round_sequences, self.work.context_length
-        n, *rest = token_ids.shape
-        if not 0 < n <= most or rest != [seq_len] or targets.shape != token_ids.shape:
+        n, *rest = targets.shape
+        if not 0 < n <= most or rest != [seq_len] or token_ids.shape[:2] != targets.shape:
             got = f"{tuple(token_ids.shape)} and targets {tuple(targets.shape)}"
             raise ValueError(f"an evaluation takes 1 to {most} sequences of {seq_len} token ids and targets, got {got}")
         self.targets.fill_(IGNORED)
@@ -172,10 +175,25 @@ class Passes:
         self._take(token_ids, targets)
 
     def _take(self, token_ids: Tensor, targets: Tensor) -> None:
-        n = token_ids.numel()
+        n = targets.numel()
+        if token_ids.dim() == 3:
+            token_ids, starts = token_ids.unbind(-1)
+            self._take_starts(starts)
+        else:
+            self.starts = None
         self.token_ids[:n].copy_(token_ids.reshape(-1), non_blocking=True)
         self.targets[:n].copy_(targets.reshape(-1), non_blocking=True)
         torch.sum(self.targets != IGNORED, dim=0, out=self.denominator)
+
+    def _take_starts(self, starts: Tensor) -> None:
+        if self.part is not None:
+            raise ValueError(
+                f"documents share sequences of {self.work.context_length:,} tokens, which chunks of "
+                f"{self.work.chunk:,} would cut"
+            )
+        if self.starts is None:
+            self.starts = torch.zeros_like(self.token_ids, dtype=torch.int32)
+        self.starts[: starts.numel()].copy_(starts.reshape(-1), non_blocking=True)
 
     def loss(self) -> Tensor:
         """The mean loss of the step before its update, or of the evaluation, on every rank; () on the device."""
@@ -219,6 +237,9 @@ class Passes:
         else:
             gradient.index_add_(0, ids, rows)
 
+    def _starts(self, operation: Operation) -> Tensor | None:
+        return None if self.starts is None else self.starts[self._tokens(operation)].view(self.work.batch)
+
     def _tables(self, operation: Operation) -> tuple[Tensor, Tensor]:
         start = operation.chunk % self.work.chunks_per_sequence * self.work.chunk
         positions = slice(start, start + self.work.batch[1])
@@ -229,7 +250,8 @@ class Passes:
         saved = self._saved(operation, own)
         ops = self._attending(operation)
         y = self._of(operation, "input", operation.layer + 1)["x"]
-        forward(own["x"], weights, saved, ops, self.config, *self._tables(operation), out=y)
+        how: dict[str, Any] = {"out": y, "starts": self._starts(operation)}
+        forward(own["x"], weights, saved, ops, self.config, *self._tables(operation), **how)
 
     def _recompute(self, operation: Operation) -> None:
         attends = operation.level == "input"
@@ -237,7 +259,8 @@ class Passes:
         there = self._kept(operation) | {"keys_values"}
         saved.tensors |= {name: place for name, place in saved.places.items() if name in there}
         ops = self._attending(operation) if attends else self.ops
-        recall(saved, self._weights(operation), ops, self.config, *self._tables(operation))
+        how = self.config, *self._tables(operation)
+        recall(saved, self._weights(operation), ops, *how, starts=self._starts(operation))
 
     def _kept(self, operation: Operation) -> frozenset[str]:
         """Names of what recomputation finds; x that was restored has no statistics."""
@@ -272,6 +295,7 @@ class Passes:
             *self._tables(operation),
             accumulate=operation.accumulate,
             consume=True,
+            starts=self._starts(operation),
         )
         dy.copy_(dx)
 

@@ -214,7 +214,8 @@ class PipelinedStep(_StageStep):
 
     def _like(self, token_ids: Tensor) -> Tensor:
         """Activations of these tokens between two parts: of them all, or of this tensor rank's share."""
-        shape = token_ids.shape if self._n_tensor == 1 else (1, token_ids.numel() // self._n_tensor)
+        n, length = token_ids.shape[:2]
+        shape = (n, length) if self._n_tensor == 1 else (1, n * length // self._n_tensor)
         return self._parameters[0].new_empty(*shape, self._width)
 
     def _is_last(self, operation: Operation) -> bool:

@@ -19,6 +19,7 @@ from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import Evaluation, Message
 from cs336_systems.pretraining.trainer import train
 from tests.distributed.checks import spawn
+from tests.pretraining.test_capped import smallest_caps
 from tests.pretraining.trained import LENGTHS, losses_and_norms, options, train_each, write_chat, write_dataset
 
 SHAPE = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
@@ -163,11 +164,32 @@ def test_micro_batches_and_ranks_do_not_change_the_loss(folder, alone, tmp_path)
     two = [of(f"two-{zero}", batch_size=1, zero=zero) for zero in (0, 1, 2, 3)]
     two += [of("packed-two", packing=True, batch_size=2, zero=3, keep="products")]
     two += [of("packed-autograd", packing=True, batch_size=2, zero=0, keep="autograd")]
+    shared = {"batch_size": 2, "keep": "products"}
+    two += [of(name, **{name: 2}, **shared) for name in ("tensor", "context", "pipeline")]
+    two += [of(f"packed-{name}", packing=True, **{name: 2}, **shared) for name in ("tensor", "pipeline")]
     spawn(train_each, 2, two, timeout_s=120)
-    for name in ("single", *(f"two-{zero}" for zero in (0, 1, 2, 3))):
+    for name in ("single", *(f"two-{zero}" for zero in (0, 1, 2, 3)), "tensor", "context", "pipeline"):
         assert_same_course(tmp_path / "whole", tmp_path / name)
-    for name in ("packed-single", "packed-two", "packed-autograd"):
-        assert_same_course(tmp_path / "packed", tmp_path / name)
+    for name in ("single", "two", "autograd", "tensor", "pipeline"):
+        assert_same_course(tmp_path / "packed", tmp_path / f"packed-{name}")
+
+
+def test_caps_on_memory_do_not_change_the_loss(folder, alone, tmp_path):
+    """Under the smallest caps layers are recomputed and streamed."""
+
+    def of(name, **changes):
+        rows = {"batch_size": 2, "total_batch_tokens": 64, "steps": 4, "save_every": 2, "evaluate_every": 2}
+        return options(folder, out=tmp_path / name, **rows | changes)
+
+    for packing in (False, True):
+        plain = of(f"plain-{packing}", packing=packing)
+        train(plain, alone)
+        roomy = of(f"roomy-{packing}", packing=packing, device_gib=0.5, host_gib=2)
+        for one in (roomy, replace(roomy, out=tmp_path / f"tight-{packing}", **smallest_caps(roomy, alone))):
+            train(one, alone)
+            assert_same_course(plain.out, one.out)
+        said = [message.text for message in read_run(one.out / LOG).all(Message)]
+        assert not any("none stream" in text for text in said), said
 
 
 def assert_same_course(one, other):
@@ -199,7 +221,11 @@ def test_a_run_says_what_its_rows_hold_and_resumes_only_with_the_same(folder, al
             {"packing": True, "attention": "sdpa-flash"},
             "--packing needs --attention reference, flash or hopper, .* sdpa-flash",
         ),
-        ({"context": 2, "keep": "products"}, "conversations, as in .*data, do not go together with --context"),
+        ({"packing": True, "context": 2, "keep": "products"}, "--packing does not go together with --context 2: its"),
+        (
+            {"packing": True, "chunk": 8, "device_gib": 0.5, "host_gib": 2.0},
+            "--packing needs --chunk of whole sequences of 16 tokens, got 8",
+        ),
     ],
 )
 def test_what_does_not_go_with_conversations_is_said(folder, alone, tmp_path, changes, sentence):

@@ -128,13 +128,29 @@ def test_a_step_of_one_chunk_is_that_of_plain_training(config, keep):
     plan = plan_of(config=config, keep=keep)
     step, model = step_of(plan), model_of(plan)
     optimizer = torch.optim.AdamW(decay_groups(model.parameters()), lr=0.01, fused=True)
-    for ids, targets in batches(plan, 3):
+    for ids, targets in (*batches(plan, 3), *packed(batches(plan, 2)), *batches(plan, 1)):
         loss = model(ids, targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         assert torch.equal(step(ids, targets), loss.detach())
     assert not differing(weights_of(step), model.state_dict())
+
+
+def packed(batches: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The same with documents that do not see each other, of another length in each sequence."""
+    found = []
+    for ids, targets in batches:
+        places, lengths = torch.arange(ids.shape[1]), torch.arange(3, 3 + len(ids))[:, None]
+        found.append((torch.stack((ids, places - places % lengths), dim=-1), targets))
+    return found
+
+
+def test_documents_do_not_share_a_sequence_that_chunks_cut():
+    plan = plan_of(length=32, chunk=16, chunks=2)
+    ((ids, targets),) = packed(batches(plan, 1))
+    with pytest.raises(ValueError, match="documents share sequences of 32 tokens, which chunks of 16 would cut"):
+        step_of(plan)(ids, targets)
 
 
 def test_clipping_is_that_of_plain_training():
