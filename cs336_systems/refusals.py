@@ -84,9 +84,9 @@ def _beside_stages(parallel: Parallel) -> bool:
 
 
 def _whole_matrices(parallel: Parallel) -> bool:
-    """Whether each matrix has a rank that updates the whole of it."""
-    owned = parallel.optimizer_state in ("replicated", "owned")
-    return owned and parallel.wrapper not in ("fsdp", "fsdp2") and parallel.tensor == 1
+    """Whether each matrix has a rank that orthogonalises the whole of it."""
+    ours = parallel.optimizer_state != "torch-zero" and parallel.wrapper != "fsdp2"
+    return ours and parallel.update == "after-backward" and parallel.tensor == 1
 
 
 def _updates_early(case: TrainingCase) -> bool:
@@ -222,8 +222,8 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
     ),
     (
         lambda case: case.optimizer == "muon" and not _whole_matrices(case.parallel),
-        "optimizer muon updates whole matrices, which wrapper {parallel.wrapper}, optimizer's state "
-        "{parallel.optimizer_state} and tensor {parallel.tensor} would cut: ZeRO stages 0 and 1 leave them whole",
+        "optimizer muon needs whole matrices, which wrapper {parallel.wrapper}, optimizer's state "
+        "{parallel.optimizer_state}, update {parallel.update} or tensor {parallel.tensor} cuts",
     ),
     (
         lambda case: case.compile == "whole-model" and (case.checkpoint != "none" or case.parallel.wrapper != "none"),

@@ -91,9 +91,9 @@ REFUSED = [
     (replace(SCATTERED, cuda_graph="on"), "cuda_graph on is for one rank"),
     (replace(GRAPH, optimizer="reference"), "cuda_graph on with optimizer reference"),
     (replace(GRAPH, optimizer="muon"), "cuda_graph on with optimizer muon"),
-    (replace(SCATTERED, optimizer="muon"), "optimizer muon updates whole matrices, .* state scattered and tensor 1"),
-    (replace(SHARING, optimizer="muon"), "muon .* wrapper bucketed, .* and tensor 2 would cut"),
-    (replace(EARLY, optimizer="muon"), "muon .* wrapper fsdp"),
+    (replace(SHARING, optimizer="muon"), "muon needs whole matrices, .* wrapper bucketed, .* tensor 2 cuts"),
+    (replace(EARLY, optimizer="muon"), "muon .* wrapper fsdp, .* update under-backward"),
+    (replace(EARLY, optimizer="muon", how=Parallel("bucketed", optimizer_state="torch-zero")), "muon .* torch-zero"),
     (replace(PLAIN, compile="whole-model", checkpoint="full"), "whole-model leaves no boundaries .* checkpoint full"),
     (replace(EARLY, how=Parallel("bucketed", update="under-backward")), "wrapper fsdp, got bucketed"),
     (replace(EARLY, keep="autograd", how=Parallel(tensor=2)), "tensor 2, context 1, pipeline 1 with keep autograd"),
@@ -165,7 +165,8 @@ def test_what_is_next_to_it_is_served():
         replace(EARLY, keep="input", offload="residual"),
         replace(PLAIN, dtype="autocast-bf16", compile="on", checkpoint="every-2"),
         replace(FUSED, optimizer="muon"),
-        replace(SCATTERED, optimizer="muon", how=Parallel("bucketed", optimizer_state="owned")),
+        replace(SCATTERED, optimizer="muon"),
+        replace(SCATTERED, optimizer="muon", how=Parallel("fsdp")),
     ):
         assert refusal(case) is None
 

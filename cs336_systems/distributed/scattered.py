@@ -1,8 +1,9 @@
 """ZeRO underneath ``ShardedOptimizer``: gradients reduce-scattered under backward, bucket by bucket, and freed.
 
-When the last gradient of a bucket arrives, its gradients are gathered in one flat tensor and reduce-scattered, and
-``.grad`` is None again. The flat tensor lives until the next bucket is complete. What stays is the mean over the ranks,
-of this rank's shard, in which the backwards of a step add up. Each backward reduces every bucket once, in their order.
+When the last gradient of a bucket arrives, its gradients are gathered in one flat tensor and reduce-scattered, or
+reduced to the bucket's owner if it has one, and ``.grad`` is None again. The flat tensor lives until the next bucket is
+complete. What stays is the mean over the ranks, of this rank's shard, in which the backwards of a step add up. Each
+backward reduces every bucket once, in their order.
 """
 
 import weakref
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from cs336_systems.distributed.buckets import Bucket, used_on_any_rank
-from cs336_systems.distributed.shards import ParameterBucket
+from cs336_systems.distributed.shards import ParameterBucket, in_memory_order
 
 
 class _BucketGradients:
@@ -35,8 +36,12 @@ class _BucketGradients:
             flat = self.whole.gather()
             for parameter in self.bucket.parameters:
                 parameter.grad = None
-            shard = torch.empty_like(self.bucket.shard_of(flat))
-            work = dist.reduce_scatter_tensor(shard, flat, group=self.bucket.member.group, async_op=True)
+            owner, how = self.bucket.owner, {"group": self.bucket.member.group, "async_op": True}
+            if owner is None:
+                shard = torch.empty_like(self.bucket.shard_of(flat))
+                work = dist.reduce_scatter_tensor(shard, flat, **how)
+            else:
+                shard, work = flat, dist.reduce(flat, group_dst=owner, **how)
             self._under_way = work, flat, shard
         return present
 
@@ -45,19 +50,20 @@ class _BucketGradients:
         if self._under_way is not None:
             work, _, shard = self._under_way
             work.wait()
-            shard.div_(self.bucket.member.world_size)
-            self.mean = shard if self.mean is None else self.mean.add_(shard)
             self._under_way = None
+            if self.bucket.owner in (None, self.bucket.member.rank):
+                shard.div_(self.bucket.member.world_size)
+                self.mean = shard if self.mean is None else self.mean.add_(shard)
 
     def give(self, unused: set[Tensor]) -> None:
         """Let what this rank updates have its gradients, but for parameters that no rank has one of."""
         self.finish()
-        begin = self.bucket.shard_of(self.bucket.flat).storage_offset()
+        shard = self.bucket.shard_of(self.bucket.flat)
         for parameter, piece in self.bucket.own.items():
-            start = piece.tensor.storage_offset() - begin
+            start = (piece.tensor.data_ptr() - shard.data_ptr()) // shard.element_size()
             piece.tensor.grad = None
             if self.mean is not None and parameter not in unused:
-                piece.tensor.grad = self.mean[start : start + piece.tensor.numel()]
+                piece.tensor.grad = in_memory_order(self.mean[start:], piece.tensor)
 
     def clear(self) -> None:
         self.finish()

@@ -26,7 +26,9 @@ each backward sends, and the means add up in the shard. With one backward per st
 the optimizer's ``zero_grad``.
 
 The optimizer class must update each parameter by itself (LBFGS does not). In the two ZeRO forms it must also update
-each element by itself, as SGD, Adam and AdamW do, and Adafactor, Muon and LAMB do not. If it draws random numbers per
+each element by itself, as SGD, Adam and AdamW do, and Adafactor and LAMB do not. Parameters that it must see whole are
+in groups with an option, true there, whose name is the class's ``WHOLE``, as Muon's matrices: they have owners as in
+the default, to whom their gradients are reduced. If it draws random numbers per
 element, it needs a method ``locate(tensor, number, offset)``, which is told the number of the parameter that ``tensor``
 is a slice of and the slice's first element. ``step`` runs the optimizer once per bucket, so that sending one bucket
 overlaps with updating the next. It returns when all parameters have arrived or, after ``send_under_forward``, while
@@ -58,6 +60,7 @@ from cs336_systems.distributed.shards import (
     Piece,
     Runs,
     owned_buckets,
+    owners_of,
     runs_of,
     scattered_buckets,
 )
@@ -110,6 +113,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.member = Member.of(process_group)
         self.world_size = self.member.world_size
         self._kwargs = kwargs
+        self._whole: str | None = getattr(optimizer_cls, "WHOLE", None)
+        """The option of groups whose parameters one rank each must update, whole."""
         self.local: torch.optim.Optimizer | None = None
         """The optimizer of this rank's share; its param_groups correspond to these one by one."""
         self._buckets: list[ParameterBucket] = []  # none in a world of one rank, which updates everything where it lies
@@ -178,7 +183,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         elif self._scatter is None:
             self._buckets += owned_buckets(runs, *where, self._loads)
         else:  # last parameters first, as backward makes their gradients
-            made = scattered_buckets(reversed(runs), *where)
+            of_groups = {p for group in groups if group.get(self._whole) for p in group["params"]}
+            owners = owners_of([run for run in runs if run[0] in of_groups], self.member, self._loads)
+            made = scattered_buckets(reversed(runs), *where, owners)
+            for bucket in made:
+                if bucket.owner is not None:
+                    bucket.take_views()
             self._scatter.watch(made, self._names)
             self._buckets += made
         for bucket in self._buckets:

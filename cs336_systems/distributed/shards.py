@@ -13,7 +13,7 @@ Parameters may be on their way while training continues (``Arrivals``): each mod
 begins, and ``wait_for_parameters(model)`` waits before anyone else reads them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ Runs = list[list[Tensor]]
 class Piece:
     """The elements of a parameter that this rank updates, from ``start`` on in memory order.
 
-    ``tensor`` is what its optimizer sees: the parameter, or a one-dimensional view of a part of it.
+    ``tensor`` is what its optimizer sees: the parameter, a view of it, or a one-dimensional view of a part of it.
     """
 
     start: int
@@ -66,7 +66,7 @@ class ParameterBucket:
 
     def __init__(self, runs: Sequence[Sequence[Tensor]], plan: BucketPlan, member: Member, owner: int | None) -> None:
         self.parameters = [parameter for run in runs for parameter in run]
-        self._owner, self.member = owner, member
+        self.owner, self.member = owner, member
         first = self.parameters[0]
         itemsize = first.element_size()
         self.flat = torch.zeros(plan.n_bytes // itemsize, dtype=first.dtype, device=first.device)
@@ -94,8 +94,12 @@ class ParameterBucket:
                     self.own[parameter] = Piece(start, self.flat[begin + start : begin + stop])
 
     def shard_of(self, flat: Tensor) -> Tensor:
-        """This rank's shard of a tensor that is as long as the bucket."""
-        return flat.chunk(self.member.world_size)[self.member.rank]
+        """This rank's shard of a tensor that is as long as the bucket; all of it, if the bucket has an owner."""
+        return flat if self.owner is not None else flat.chunk(self.member.world_size)[self.member.rank]
+
+    def take_views(self) -> None:
+        """Let what the owner updates be views of its parameters, whose gradients are not those that backward leaves."""
+        self.own = {parameter: Piece(0, self._views[parameter]) for parameter in self.own}
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether one of the parameters is a view of the bucket, not moved by another optimizer or by hand."""
@@ -118,8 +122,8 @@ class ParameterBucket:
         """Start telling the other ranks what this one has updated, without waiting."""
         if not self.trainable:
             return []
-        if self._owner is not None:
-            return [dist.broadcast(self.flat, group_src=self._owner, group=self.member.group, async_op=True)]
+        if self.owner is not None:
+            return [dist.broadcast(self.flat, group_src=self.owner, group=self.member.group, async_op=True)]
         shard = self.shard_of(self.flat)
         return [dist.all_gather_into_tensor(self.flat, shard, self.member.group, async_op=True)]
 
@@ -142,40 +146,48 @@ def owned_buckets(runs: Runs, member: Member, size: int, loads: list[int]) -> li
     Args:
         loads: bytes of trainable parameters that each rank has already; what is added here is added there.
     """
-    owned: list[Runs] = [[] for _ in range(member.world_size)]
-    owner_of: dict[Tensor, int] = {}
+    owners = owners_of(runs, member, loads)
+    by_owner = [
+        scattered_buckets([run for run in runs if owners[run[0]] == owner], member, size, owners)
+        for owner in range(member.world_size)
+    ]
+    return [bucket for turn in zip_longest(*by_owner) for bucket in turn if bucket is not None]
+
+
+def owners_of(runs: Runs, member: Member, loads: list[int]) -> dict[Tensor, int]:
+    """The owner of each run by its first parameter; arguments as for ``owned_buckets``."""
+    found: dict[Tensor, int] = {}
     for trainable in (True, False):
         chosen = [run for run in runs if run[0].requires_grad is trainable]
         owners = greedy_partition([_n_bytes(run) for run in chosen], member.world_size, loads if trainable else ())
         for run, owner in zip(chosen, owners, strict=True):
-            owner_of[run[0]] = owner
+            found[run[0]] = owner
             loads[owner] += _n_bytes(run) * trainable
-    for run in runs:
-        owned[owner_of[run[0]]].append(run)
-    by_owner = [scattered_buckets(own, member, size, owner) for owner, own in enumerate(owned)]
-    return [bucket for turn in zip_longest(*by_owner) for bucket in turn if bucket is not None]
+    return found
 
 
 def scattered_buckets(
-    runs: Iterable[Sequence[Tensor]], member: Member, size: int, owner: int | None = None
+    runs: Iterable[Sequence[Tensor]], member: Member, size: int, owners: Mapping[Tensor, int] | None = None
 ) -> list[ParameterBucket]:
-    """Buckets of at most ``size`` bytes that are cut into shards, unless one rank is the owner of all.
+    """Buckets of at most ``size`` bytes that are cut into shards, but for those of runs that have owners.
 
-    Dtypes, devices, and what is frozen now, have buckets of their own. They are in the order of their last runs, so
-    those whose parameters become ready early come early.
+    Owners, dtypes, devices, and what is frozen now, have buckets of their own. They are in the order of their last
+    runs, so those whose parameters become ready early come early.
+
+    Args:
+        owners: of runs, by their first parameters.
     """
-    kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[int, Sequence[Tensor]]]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device, bool, int | None], list[tuple[int, Sequence[Tensor]]]] = {}
     for position, run in enumerate(runs):
-        kind = (run[0].dtype, run[0].device, run[0].requires_grad)
+        kind = (run[0].dtype, run[0].device, run[0].requires_grad, (owners or {}).get(run[0]))
         kinds.setdefault(kind, []).append((position, run))
-    shards = member.world_size if owner is None else 1
     planned = [
-        ([members[i] for i in plan.members], plan)
-        for members in kinds.values()
-        for plan in plan_buckets([_n_bytes(run) for _, run in members], size, shards)
+        ([members[i] for i in plan.members], plan, owner)
+        for (*_, owner), members in kinds.items()
+        for plan in plan_buckets([_n_bytes(run) for _, run in members], size, member.world_size if owner is None else 1)
     ]
     planned.sort(key=lambda entry: entry[0][-1][0])
-    return [ParameterBucket([run for _, run in members], plan, member, owner) for members, plan in planned]
+    return [ParameterBucket([run for _, run in members], plan, member, owner) for members, plan, owner in planned]
 
 
 def _n_bytes(run: Sequence[Tensor]) -> int:

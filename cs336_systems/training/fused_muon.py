@@ -58,12 +58,18 @@ class FusedMuon(Muon, FusedAdamW):
             self._n_made[parameter] += 1
             seed = (group["seed"] * _PRIME + made) * _PRIME + number
             generator = torch.Generator(parameter.device).manual_seed(seed % 2**63)
+        own = self.matrices.shape(parameter), self._places[parameter][1]
         for place, value in values:
-            place.copy_(_rounded(value, generator) if place.dtype == torch.bfloat16 else value)
+            place.copy_(_rounded(value, generator, *own) if place.dtype == torch.bfloat16 else value)
 
 
-def _rounded(value: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Round fp32 numbers to those of bf16, up or down at random so that the mean is right, as ``kernels/adamw.py``."""
-    noise = torch.randint(0, 2**16, value.shape, generator=generator, dtype=torch.int32, device=value.device)
+def _rounded(value: Tensor, generator: torch.Generator | None, whole: torch.Size, first: int) -> Tensor:
+    """Round fp32 numbers to those of bf16, up or down at random so that the mean is right, as ``kernels/adamw.py``.
+
+    They are those of a matrix of shape ``whole`` from element ``first`` on, and have the random bits that they would
+    have among all of it.
+    """
+    noise = torch.randint(0, 2**16, whole, generator=generator, dtype=torch.int32, device=value.device)
+    noise = noise.flatten()[first : first + value.numel()].view(value.shape)
     bits = noise.add_(value.view(torch.int32)).bitwise_and_(-(2**16))
     return torch.where(value.isnan(), value, bits.view(torch.float32))  # the sum may make a number of a NaN

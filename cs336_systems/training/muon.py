@@ -22,14 +22,20 @@ Measured on a CPU (train.py's size tiny on the standard library, fp32, one seed;
 after 800 steps the held-out loss is 5.00, 4.66, 4.56 with Muon, and 4.99, 4.73, 4.76 with AdamW; Muon passes AdamW's
 best in a run of 600 steps (4.72). So the best learning rate is not quite the same, and a larger one is worth a try.
 
-Limits: whole matrices, so neither ZeRO 2 or 3 nor tensor parallelism; no adapters, no states in host memory, no FP32
-master weights, no CUDA graph (``refusals.py``).
+Several ranks do not repeat each other's work. Under ZeRO 1 and 2 each matrix has a rank that updates it. Under FSDP
+each rank has some rows of every matrix and of its moment: G + 0.95 M of as many matrices as there are ranks travel,
+in fp32, so that each rank has one of them whole, and O travels back in bf16 (``RowsOfRanks``; as "Distributed Muon" of
+Liu et al., section 2.3, but for that every rank there gathers all matrices).
+
+Limits: no tensor parallelism, no adapters, no states in host memory, no FP32 master weights, no CUDA graph
+(``refusals.py``).
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 MUON = "muon"
@@ -66,11 +72,72 @@ def muon_groups(model: nn.Module, *, decay_vectors: bool) -> list[dict[str, Any]
     return [{"params": blocks, MUON: True}, {"params": others}, {"params": vectors} | undecayed]
 
 
+class WholeMatrices:
+    """Matrices that this rank has whole."""
+
+    def shape(self, matrix: Tensor) -> torch.Size:
+        """The shape of the whole matrix."""
+        return matrix.shape
+
+    def together(self, matrices: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+        """The matrices in turns, of which those of one turn are orthogonalised together."""
+        return ([matrix] for matrix in matrices)
+
+    def orthogonalised(self, matrices: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+        """``orthogonalised`` of the values of a turn's matrices."""
+        return [orthogonalised(value) for value in values]
+
+
+class RowsOfRanks(WholeMatrices):
+    """Matrices of which each rank of a group has the rows that ``torch.chunk`` would give it, as under FSDP.
+
+    Args:
+        shapes: of the whole matrices, by the tensors of this rank's rows.
+    """
+
+    def __init__(self, shapes: Mapping[Tensor, torch.Size], group: dist.ProcessGroup) -> None:
+        self._shapes, self._group = shapes, group
+        self._rank, self._n_ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def shape(self, matrix: Tensor) -> torch.Size:
+        return self._shapes[matrix]
+
+    def together(self, matrices: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+        """As many as there are ranks, of about one size."""
+        ordered, n = sorted(matrices, key=lambda matrix: self.shape(matrix).numel()), self._n_ranks
+        return (ordered[i : i + n] for i in range(0, len(ordered), n))
+
+    def orthogonalised(self, matrices: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+        """Rows of ``orthogonalised`` of whole matrices, the r-th of which rank r computes; a collective."""
+        parts, own = [value.numel() for value in values], [0] * self._n_ranks
+        parts += [0] * (self._n_ranks - len(parts))
+        if mine := self._rank < len(matrices):
+            n_rows, n_columns = self.shape(matrices[self._rank])
+            most = -(-n_rows // self._n_ranks)
+            own = [n_columns * min(most, max(0, n_rows - most * rank)) for rank in range(self._n_ranks)]
+        sent = torch.cat([value.flatten() for value in values])
+        whole = sent.new_empty(sum(own))
+        dist.all_to_all_single(whole, sent, own, parts, group=self._group)
+        found = torch.empty(0, dtype=torch.bfloat16, device=sent.device)
+        if mine:
+            found = orthogonalised(whole.view(n_rows, n_columns)).flatten()
+        rows = found.new_empty(len(sent))
+        dist.all_to_all_single(rows, found, parts, own, group=self._group)
+        pieces = rows.split(parts[: len(values)])
+        return [piece.view(value.shape) for piece, value in zip(pieces, values, strict=True)]
+
+
 class Muon(torch.optim.Optimizer):
     """Updates groups with ``muon`` by Muon, and leaves the others to the AdamW with which it is mixed.
 
     ``state`` of a matrix is ``step``, as AdamW counts it, and ``momentum_buffer``.
     """
+
+    WHOLE: ClassVar[str] = MUON
+    """The groups of which ``ShardedOptimizer`` cuts no parameter."""
+
+    matrices = WholeMatrices()
+    """Where the rest of each matrix is, if its tensor here is a part."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; ValueError if Muon is to update one that is no matrix, or as AdamW raises it."""
@@ -96,9 +163,8 @@ class Muon(torch.optim.Optimizer):
         matrices = [group for group in every if group.get(MUON)]
         self._make_states([p for group in matrices for p in group["params"] if p.grad is not None])
         for group in matrices:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update_matrix(parameter, parameter.grad, group, grad_scale, taken)
+            for some in self.matrices.together([p for p in group["params"] if p.grad is not None]):
+                self._update_matrices(some, group, grad_scale, taken)
         self.param_groups = [group for group in every if not group.get(MUON)]
         try:
             self._step_others(grad_scale)
@@ -106,20 +172,25 @@ class Muon(torch.optim.Optimizer):
             self.param_groups = every
         return loss
 
-    def _update_matrix(
-        self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], scale: Tensor | None, taken: Tensor | None
+    def _update_matrices(
+        self, some: Sequence[Tensor], group: dict[str, Any], scale: Tensor | None, taken: Tensor | None
     ) -> None:
-        state, wide = self.state[parameter], torch.promote_types(parameter.dtype, torch.float32)
-        before, momentum = parameter.to(wide), state["momentum_buffer"].to(wide)
-        gradient = gradient.to(wide) if scale is None else gradient.to(wide) * scale
-        mean = torch.add(gradient, momentum, alpha=MOMENTUM)
-        update = orthogonalised(torch.add(gradient, mean, alpha=MOMENTUM)).to(wide)
-        rate = group["lr"] * 0.2 * max(parameter.shape) ** 0.5
-        after = torch.add(before * (1 - group["lr"] * group["weight_decay"]), update, alpha=-rate)
-        if taken is not None:
-            after, mean = torch.where(taken, after, before), torch.where(taken, mean, momentum)
-        self._store(parameter, group, [(parameter, after), (state["momentum_buffer"], mean)])
-        state["step"] += 1 if taken is None else taken
+        means, mixed = [], []
+        for parameter in some:
+            assert parameter.grad is not None
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            gradient = parameter.grad.detach().to(wide) if scale is None else parameter.grad.detach().to(wide) * scale
+            means.append(torch.add(gradient, self.state[parameter]["momentum_buffer"].to(wide), alpha=MOMENTUM))
+            mixed.append(torch.add(gradient, means[-1], alpha=MOMENTUM))
+        for parameter, mean, update in zip(some, means, self.matrices.orthogonalised(some, mixed), strict=True):
+            state, before = self.state[parameter], parameter.to(mean.dtype)
+            momentum = state["momentum_buffer"]
+            rate = group["lr"] * 0.2 * max(self.matrices.shape(parameter)) ** 0.5
+            after = torch.add(before * (1 - group["lr"] * group["weight_decay"]), update.to(mean.dtype), alpha=-rate)
+            if taken is not None:
+                after, mean = torch.where(taken, after, before), torch.where(taken, mean, momentum.to(mean.dtype))
+            self._store(parameter, group, [(parameter, after), (momentum, mean)])
+            state["step"] += 1 if taken is None else taken
 
     def _make_states(self, parameters: Sequence[Tensor]) -> None:
         """Make the states that are not there yet."""

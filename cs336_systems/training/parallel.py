@@ -30,7 +30,7 @@ from cs336_systems.distributed.process_group import Rank, limited_group
 from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, SHARD, ShardedOptimizer
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
-from cs336_systems.training.muon import muon_groups
+from cs336_systems.training.muon import Muon, RowsOfRanks, muon_groups
 from cs336_systems.training.optimizer import decay_groups, optimizer_class
 
 Group = dist.ProcessGroup | None
@@ -181,7 +181,11 @@ def make_parallel_optimizer(
         params = decay_groups(params)
     options |= hyperparameters
     if parallel.optimizer_state == "replicated":
-        return cls(params, **options)
+        optimizer = cls(params, **options)
+        if isinstance(optimizer, Muon) and isinstance(model, FSDP):
+            shapes = {each.sharded_param: each.shape for each in model.managed_parameters()}
+            optimizer.matrices = RowsOfRanks(shapes, model.process_group)
+        return optimizer
     if parallel.optimizer_state == "torch-zero":
         from torch.distributed.optim import ZeroRedundancyOptimizer  # brings TorchScript along, and its warnings
 

@@ -4,17 +4,24 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+from cs336_systems.case import Parallel
+from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank, joined
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.trainer import train
+from cs336_systems.training.muon import muon_groups
+from cs336_systems.training.parallel import make_parallel_optimizer
 from tests.distributed.checks import on_ranks
 from tests.pretraining.trained import losses_and_norms, options, train_each, write_dataset
 from tests.training.test_muon import HYPERPARAMETERS, class_of, groups, make, parameters, run, same_bits
 
 SPLITS = {"alone": 8, "halves": 4}
 """Sequences of a micro-batch, of the eight of a step."""
+CUT = ("two-0", "two-1", "two-2", "two-3", "two-3-resumed", "stages")
+"""Runs of two ranks."""
 
 
 def owners_and_one(rank: Rank) -> None:
@@ -26,10 +33,57 @@ def owners_and_one(rank: Rank) -> None:
         assert 0 < len(optimizer.pieces) < len(shared)
         run(optimizer, shared, range(n_steps))
         assert same_bits(alone, shared), kind
+        for form in ("reduce-scatter", "shard"):
+            shared = parameters(dtype)
+            how = {"reduce_gradients": form, "bucket_size_mb": 0.002}
+            optimizer = ShardedOptimizer(groups(shared), cls, **how, **HYPERPARAMETERS | own)
+            owned = [p for p in shared[:3] if p in optimizer.pieces]
+            assert 0 < len(owned) < 3 and all(optimizer.pieces[p].tensor.shape == p.shape for p in owned)
+            run(optimizer, shared, range(n_steps))
+            assert same_bits(alone, shared), (kind, form)
 
 
 def test_owners_update_as_one_process_does_in_its_bits():
     on_ranks(owners_and_one, 2)
+
+
+class Matrices(nn.Module):
+    """Four matrices for Muon, of which the third has fewer rows than there are ranks; one for AdamW and a vector."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        shapes, generator = [(48, 32), (16, 40), (2, 24), (24, 24), (30, 8), (20,)], torch.Generator().manual_seed(0)
+        *layers, other, vector = (nn.Parameter(0.1 * torch.randn(s, generator=generator).to(dtype)) for s in shapes)
+        self.layers, self.other, self.vector = nn.ParameterList(layers), other, vector
+
+
+def rows_and_one(rank: Rank) -> None:
+    for kind, dtype, n_steps in (("torch", torch.float32, 5), ("fused", torch.bfloat16, 2)):
+        cls, own = class_of(kind)
+        alone, fsdp = Matrices(dtype), FSDP(Matrices(dtype))
+        options = HYPERPARAMETERS | own
+        one = cls(muon_groups(alone, decay_vectors=False), **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("cs336_systems.training.parallel.optimizer_class", lambda *_, cls=cls: (cls, {}))
+            ranks = make_parallel_optimizer("muon", fsdp, Parallel("fsdp"), decay="matrices", **options)
+        for step in range(n_steps):
+            generator = torch.Generator().manual_seed(step)
+            gradients = {n: torch.randn(p.shape, generator=generator).to(dtype) for n, p in alone.named_parameters()}
+            for name, parameter in alone.named_parameters():
+                parameter.grad = gradients[name]
+            for managed in fsdp.managed_parameters():
+                rows, first = managed.sharded_param, managed.first_element
+                rows.grad = gradients[managed.names[0]].flatten()[first : first + rows.numel()].view_as(rows)
+            one.step()
+            ranks.step()
+        whole = fsdp.gather_full_params()
+        assert all(torch.equal(whole[name], parameter) for name, parameter in alone.named_parameters()), kind
+        moments = [ranks.state[p]["momentum_buffer"] for p in ranks.param_groups[0]["params"]]
+        assert sum(m.numel() for m in moments) < sum(p.numel() for p in alone.layers) / 2
+
+
+def test_rows_of_ranks_are_updated_as_whole_matrices_are_in_their_bits():
+    on_ranks(rows_and_one, 3)
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +114,11 @@ def trained(tmp_path_factory):
                 train(replace(of("alone", batch_size=8, steps=20), **changes), rank)
     two = [of("two-0"), of("two-1", zero=1), half("two-resumed", zero=1), of("two-resumed", zero=0)]
     two += [of("stages", zero=1, pipeline=2, batch_size=2, keep="products")]
+    two += [of(f"two-{zero}", zero=zero) for zero in (2, 3)]
+    two += [half("two-3-resumed", zero=2), of("two-3-resumed", zero=3)]
     on_ranks(train_each, 2, two)
-    said = on_ranks(refused, 2, of("refused", zero=2))
-    assert all("optimizer muon updates whole matrices" in each and "\n" not in each for each in said), said
+    said = on_ranks(refused, 2, of("refused", tensor=2, keep="products"))
+    assert all("optimizer muon needs whole matrices" in each and "\n" not in each for each in said), said
     return folder
 
 
@@ -74,13 +130,10 @@ def refused(rank, asked):
 
 @pytest.mark.slow
 def test_ranks_change_no_more_than_another_order_of_addition(trained):
-    found = {
-        name: torch.tensor(losses_and_norms(trained / name), dtype=torch.float64)
-        for name in (*SPLITS, "two-0", "two-1", "stages")
-    }
+    found = {name: torch.tensor(losses_and_norms(trained / name), dtype=torch.float64) for name in (*SPLITS, *CUT)}
     alone = found["alone"]
     budget = 8 * (found["halves"] - alone).abs().cummax(0).values + 2**-22 * alone
-    for name in ("two-0", "two-1", "stages"):
+    for name in CUT:
         off = (found[name] - alone).abs()
         assert (off <= budget).all(), (name, off, budget)
     assert (found["alone"][:, 1] > 0.5).any()  # some gradients are clipped
