@@ -36,12 +36,12 @@ class _BucketGradients:
             flat = self.whole.gather()
             for parameter in self.bucket.parameters:
                 parameter.grad = None
-            owner, how = self.bucket.owner, {"group": self.bucket.member.group, "async_op": True}
+            owner, group = self.bucket.owner, self.bucket.member.group
             if owner is None:
                 shard = torch.empty_like(self.bucket.shard_of(flat))
-                work = dist.reduce_scatter_tensor(shard, flat, **how)
+                work = dist.reduce_scatter_tensor(shard, flat, group=group, async_op=True)
             else:
-                shard, work = flat, dist.reduce(flat, group_dst=owner, **how)
+                shard, work = flat, dist.reduce(flat, group=group, group_dst=owner, async_op=True)
             self._under_way = work, flat, shard
         return present
 

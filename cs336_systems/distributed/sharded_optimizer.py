@@ -113,7 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.member = Member.of(process_group)
         self.world_size = self.member.world_size
         self._kwargs = kwargs
-        self._whole: str | None = getattr(optimizer_cls, "WHOLE", None)
+        self._whole: str = getattr(optimizer_cls, "WHOLE", "")
         """The option of groups whose parameters one rank each must update, whole."""
         self.local: torch.optim.Optimizer | None = None
         """The optimizer of this rank's share; its param_groups correspond to these one by one."""

@@ -250,7 +250,9 @@ def _write(
             progress.update(task, advance=sum(document.file_bytes for document, _ in batch), tokens=n_tokens)
     n_documents = sum(split["documents"] for split in said.values())
     if not n_documents:
-        raise ValueError(f"there is no text in {corpus.description}")
+        left_out = ", ".join(f"{n:,} {what}" for what, n in corpus.counted.items() if n)
+        what = "conversation with an answer" if options.chat else "text"
+        raise ValueError(f"there is no {what} in {corpus.description}{left_out and ': '}{left_out}")
     for name, wanted in (("train", fraction < 1), ("evaluation", fraction > 0)):
         if wanted and not said[name]["documents"]:
             fault = f"none of {n_documents} documents is for {name} at --evaluation-fraction {fraction:g}"

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cs336_systems.config import MODEL_SIZES
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.kernels.host_memory import ALIGNMENT
 from cs336_systems.pretraining import capped
 from cs336_systems.pretraining.checkpoint import ModelOfRun
 from cs336_systems.pretraining.export import export
+from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import Evaluation, LoggedCheckpoint, Memory, Message
@@ -77,6 +79,18 @@ def test_steps_are_to_the_bit_those_without_caps(folder, alone, tmp_path):
     assert evaluations[0] == evaluations[1]
     assert losses_and_norms(tight.out) == losses_and_norms(roomy.out)
     assert_equal_weights(tight.out, roomy.out)
+
+
+def test_plans_cut_no_sequence_that_conversations_share():
+    """By default chunks of a long context are pieces or several of it."""
+    plain = replace(TrainOptions.default("cpu"), context_length=16_384, batch_size=1, total_batch_tokens=2**16, **ROOMY)
+    chunks = []
+    for one in (plain, replace(plain, packing=True)):
+        one = replace(one, device_gib=4.0, host_gib=8.0)
+        case, device = one.training_case(MODEL_SIZES["tiny"], 1), torch.device("cpu")
+        (choice,) = capped.chooser(one, case, device)([capped.caps_of(one, case, device)])
+        chunks.append(choice.plan.work.chunk)
+    assert chunks[0] != 16_384 == chunks[1]
 
 
 @pytest.fixture(scope="module")

@@ -208,6 +208,16 @@ def test_an_answer_that_begins_within_a_token_is_said(tmp_path, capsys, before):
     assert ("answers begin within a token" in capsys.readouterr().err) == (before == " ")
 
 
+@pytest.mark.parametrize("content", ["", json.dumps({"messages": CONVERSATIONS[0][:1]}), '{"messages": []}'])
+def test_a_source_without_any_answer_is_one_sentence(tmp_path, content):
+    (tmp_path / "a.jsonl").write_text(content)
+    (tmp_path / "t.jinja").write_text(plain("chatml"))
+    n = ": 1 conversations without an answer left out" if content else ""
+    with pytest.raises(ValueError, match=rf"^there is no conversation with an answer in .*a\.jsonl{n}$"):
+        tokenize(chat_options(tmp_path, chat_template=tmp_path / "t.jinja"))
+    assert not (tmp_path / "data").exists()
+
+
 def test_reasoning_has_both_names_and_roles_stay():
     row = {"messages": [{"role": "assistant", "content": "a", "reasoning": "b", "name": "c"}]}
     assert messages_of(row, "", Counter()) == [

@@ -125,6 +125,8 @@ def test_damaged_datasets_are_refused(tmp_path, monkeypatch):
         assert "\n" not in str(refusal.value)
         for path, content in sound.items():
             path.write_bytes(content)
+    manifest_file.write_text(json.dumps({k: v for k, v in manifest.items() if k != "chat"} | {"layout": 1}))
+    assert not Dataset.open(folder).chat  # as folders were before there were conversations
     file.unlink()
     with pytest.raises(FileNotFoundError, match="train-00000.bin"):
         Dataset.open(folder)

@@ -13,6 +13,7 @@ from torch import nn
 from cs336_systems.config import ADAPTED
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
+from cs336_systems.model.hf_weights import to_hf_name
 from cs336_systems.pretraining.adapters import export_adapter
 from cs336_systems.pretraining.card_plan import Asked, CardPlan
 from cs336_systems.pretraining.checkpoint import ModelOfRun, load_trained, load_weights
@@ -71,14 +72,8 @@ class _Adapted(nn.Module):
         return self.linear(x) + self.scale * (x @ self.a.T) @ self.b.T
 
 
-@pytest.mark.parametrize("base, on", [("llama", ADAPTED), ("qwen", ("qkv", "down"))])
-def test_ten_steps_are_those_of_transformers_with_the_formula(folder, alone, base, on):
-    transformers = pytest.importorskip("transformers")
-    from cs336_systems.model.hf_weights import to_hf_name
-
-    prepared = prepare(lora_options(folder, f"steps-{base}", base, lora_on=on), alone)
-    ours = {name: p for name, p in prepared.step.model.named_parameters() if p.requires_grad}
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / base, dtype=torch.float32)
+def by_formula(theirs, ours):
+    """A model of transformers with the formula in the places of our adapters, and its parameters by our names."""
     theirs.requires_grad_(False)
     adapted = {}
     for name in (name for name in ours if name.endswith("lora_A.weight")):
@@ -88,6 +83,32 @@ def test_ten_steps_are_those_of_transformers_with_the_formula(folder, alone, bas
         own = _Adapted(linear, ours[name], ours[name.replace("lora_A", "lora_B")], 6.0 / 4)
         setattr(theirs.get_submodule(parent), child, own)
         adapted |= {name: own.a, name.replace("lora_A", "lora_B"): own.b}
+    return theirs, adapted
+
+
+def by_peft(theirs, ours):
+    """As ``by_formula``, with peft's own adapters."""
+    peft = pytest.importorskip("peft")
+    modules = {to_hf_name(name).split(".")[-3] for name in ours}
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=4, lora_alpha=6, target_modules=modules))
+    trained = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
+    adapted = {}
+    for name, own in ours.items():
+        at = f"base_model.model.{to_hf_name(name)}".removesuffix(".weight") + ".default.weight"
+        adapted[name] = trained.pop(at)
+        adapted[name].data.copy_(own.detach())
+    assert not trained
+    return theirs, adapted
+
+
+@pytest.mark.parametrize("oracle", [by_formula, by_peft])
+@pytest.mark.parametrize("base, on", [("llama", ADAPTED), ("qwen", ("qkv", "down"))])
+def test_ten_steps_are_those_of_transformers_with_adapters(folder, alone, base, on, oracle):
+    transformers = pytest.importorskip("transformers")
+    prepared = prepare(lora_options(folder, f"steps-{base}-{oracle.__name__}", base, lora_on=on), alone)
+    ours = {name: p for name, p in prepared.step.model.named_parameters() if p.requires_grad}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / base, dtype=torch.float32)
+    theirs, adapted = oracle(model, ours)
     assert adapted.keys() == ours.keys() and len(ours) == 2 * 2 * (7 if on == ADAPTED else 4)
     optimizer = torch.optim.AdamW(adapted.values(), lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     batches = iter(prepared.loader)

@@ -1,6 +1,7 @@
 """Mixtures: exact shares in any stretch, each source in its own epochs, resumed to the bit, evaluated by source."""
 
 import re
+import shutil
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -13,7 +14,7 @@ from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining.loader import Loader, Sequences
 from cs336_systems.pretraining.mixture import Mixture
 from cs336_systems.pretraining.run_log import LOG, read_run
-from cs336_systems.pretraining.run_records import Data, Evaluation
+from cs336_systems.pretraining.run_records import Data, Evaluation, LoggedStep
 from cs336_systems.pretraining.sources import sources_of
 from cs336_systems.pretraining.trainer import train
 from tests.pretraining.trained import counting, losses_and_norms, options, write_chat, write_dataset
@@ -106,6 +107,23 @@ def test_a_run_on_a_mixture_resumes_to_the_bit_and_evaluates_each_source(alone, 
     assert last.loss == pytest.approx(0.75 * web["loss"] + 0.25 * code["loss"])
     assert (web["epochs"], code["epochs"]) == (pytest.approx(60 / 249), pytest.approx(20 / 156))
     assert log.last(Data).train_tokens == 6500
+
+
+def test_a_run_on_packed_conversations_of_two_sources_resumes_to_the_bit_in_its_middle(alone, tmp_path):
+    """After three of eight steps, in the second epoch of one source and the first of the other."""
+    write_chat(tmp_path / "sums")
+    write_chat(tmp_path / "tales", lengths=range(3, 15), held_out=(6, 8))
+    data = (Path(f"{tmp_path}/sums=0.75"), Path(f"{tmp_path}/tales=0.25"))
+    run = options(tmp_path, data=data, steps=8, packing=True, batch_size=4, evaluate_every=4, save_every=3)
+    train(replace(run, out=tmp_path / "straight", keep_last=9), alone)
+    shutil.copytree(tmp_path / "straight" / "step-00000003", run.out / "step-00000003")
+    outcome = train(run, alone)
+    assert (outcome.first_step, outcome.steps) == (3, 8)
+    logs = [read_run(each / LOG) for each in (run.out, tmp_path / "straight")]
+    steps = [[(one.step, one.loss, one.norm) for one in log.all(LoggedStep) if one.step >= 3] for log in logs]
+    assert steps[0] == steps[1] and len(steps[0]) == 5
+    found = [log.last(Evaluation) for log in logs]
+    assert found[0].by_source == found[1].by_source and found[0].loss == found[1].loss
 
 
 def test_sources_that_do_not_mix_are_named(alone, tmp_path):
