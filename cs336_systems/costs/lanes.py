@@ -2,7 +2,7 @@
 
 Operations run on lanes: one for kernels, one for copies in each direction over the host link, and in a ring one each
 for messages to and from other ranks. A lane runs its operations in order, each as soon as those that it waits for have
-ended. Copies share the link, and slow kernels down a little.
+ended. Copies share the link, and slow kernels down a little. Messages take another link and no time of kernels.
 
     times = simulate(["in", "compute"], amounts=[2**30, 0.1], waits=[(), (0,)], rates=rates)
     times.span, times.busy["compute"]
@@ -16,9 +16,6 @@ from cs336_systems.costs.rates import Rates
 
 LANES = ("in", "compute", "out", "send", "receive")
 """Copies to the device, kernels, copies to the host; in a ring also messages to and from other ranks."""
-
-MESSAGE_BYTES_PER_S = 40e9
-"""Bytes/s of a message between two GPUs of a host, by two thread blocks over NVLink (``distributed/pipeline.py``)."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ class _Machine:
         rates, copies = self.rates, ("in" in self.left) + ("out" in self.left)
         into, out = (rates.link_in_both, rates.link_out_both) if copies == 2 else (rates.link_alone, rates.link_alone)
         self.speeds = {"in": into, "compute": 1 - copies * (1 - rates.beside_copies), "out": out}
-        self.speeds |= dict.fromkeys(("send", "receive"), MESSAGE_BYTES_PER_S)
+        self.speeds |= dict.fromkeys(("send", "receive"), rates.messages)
         return min(left / self.speeds[lane] for lane, left in self.left.items())
 
     def advance(self, seconds: float, now: float) -> None:

@@ -5,6 +5,7 @@
     attention    the engine's share of the same: forward and backward, with narrow heads and short sequences
     memory       the engine's share of the memory's bandwidth, in passes over norms, SwiGLU, moments
     link         the engine's share of the host link, one way and both ways at once; a desktop's memory feeds both
+    messages     from one GPU to another of a host, by copy engines over NVLink or by kernels that wait
 
 ``Sustained`` holds an engine's shares: ``OURS`` are fitted on an H200. Other engines, whose published steps hold the
 predictor to account, have shares of their own beside their figures (``answers/ml_dataflow.py``, ``answers/llmq.py``).
@@ -22,6 +23,13 @@ HALF_FORWARD, HALF_BACKWARD = 500, 1000
 """Tokens of a causal sequence at which attention reaches half of its rate on long ones. ``hopper`` on an H200 reaches,
 in TFLOP/s forward and backward, at d_head 128: 568 and 469 on 4,096 tokens, 613 and 538 on 16,384; at d_head 64: 380
 and 319 on 2,048 tokens, 491 and 518 on 16,384 (rows of attention-training)."""
+
+
+LINK_SHARE = 0.7
+"""The share of a GPU's NVLink that collectives reach (fitted to 1 MB to 1 GB between two H200s: writeup.md). Copies
+from one GPU to another have not been measured and are assumed to reach it, too."""
+MESSAGE_BYTES_PER_S = 40e9
+"""Bytes/s of a message that two thread blocks carry over NVLink (``distributed/pipeline.py``)."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +110,18 @@ class Rates:
     """FLOPs, at the rate of products, that take as long as a byte that products load or store."""
     added: float = 1.0
     """``Sustained.added``."""
+    messages: float = MESSAGE_BYTES_PER_S
+    """From one GPU to another of its host, each way."""
 
     @classmethod
-    def of(cls, hardware: Hardware, dtype: str = "bf16", sustained: Sustained = OURS) -> "Rates":
+    def of(
+        cls, hardware: Hardware, dtype: str = "bf16", sustained: Sustained = OURS, *, copied_messages: bool = True
+    ) -> "Rates":
         """The rates of an engine on a card.
+
+        Args:
+            copied_messages: whether copy engines carry messages between GPUs; else two thread blocks do. That kernels
+                run longer beside those is left out.
 
         Raises:
             ValueError: a peak, the memory's rate or the link is not published.
@@ -117,6 +133,7 @@ class Rates:
             )
         products, fp8 = hardware.sustained_flops(dtype), hardware.sustained_flops("fp8")
         assert products is not None
+        between = LINK_SHARE * (hardware.link_bytes_per_s or link) if copied_messages else MESSAGE_BYTES_PER_S
         fed, kind = hardware.host_memory_bytes_per_s or 2 * link, KINDS[hardware.kind or "data centre"]
         return cls(
             sustained.products * products,
@@ -131,6 +148,7 @@ class Rates:
             quantized=sustained.quantized * (fp8 or 0.0),
             operands=sustained.operands,
             added=sustained.added,
+            messages=between,
         )
 
     @property

@@ -49,7 +49,7 @@ from cs336_systems.streaming.choose import LEAST_CHUNK, Caps, CapsTooSmallError,
 from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.lanes import Streams
-from cs336_systems.streaming.messages import RingMessages
+from cs336_systems.streaming.messages import RingMessages, ring_messages
 from cs336_systems.streaming.ring import choose_ring
 from cs336_systems.streaming.run import StreamedStep
 from cs336_systems.streaming.schedule import RECOMPUTES
@@ -83,12 +83,13 @@ def measure(
         raise Unsupported(f"{cell.size} runs on a GPU alone: --gpu {CPU_PLANS_FOR} simulates it here")
     if not on_gpu:
         torch.set_num_threads(1)  # of tiny tensors several would wait for each other
-    messages = RingMessages(rank) if rank else None  # before the fence, which counts what they take
+    messages = ring_messages(rank) if rank else None  # before the fence, which counts what they take
     fence = Fence(device, *(int(cap * GIB) for cap in gib)) if runs and on_gpu else None
     hardware = hardware_of(device) if runs else hardware_named(cell.simulated_device)
+    rates = Rates.of(hardware, copied_messages=not on_gpu or messages is None or messages.copied)
     caps = caps_within(device if runs else torch.device("cuda"), gib, fence)
     try:
-        choices = _choose(cell, hardware, [caps] * cell.ranks) if rank is None else _agree(cell, hardware, caps)
+        choices = _choose(cell, rates, [caps] * cell.ranks) if rank is None else _agree(cell, rates, caps)
     except CapsTooSmallError as error:
         raise PredictedOutOfMemory(str(error).partition(": ")[2]) from error  # model and caps are the cell's
     metrics, how = simulated(choices, hardware), f"simulated for {hardware.name}"
@@ -110,8 +111,9 @@ def measure(
         save(streaming_figure(rows, title), pictures / f"benchmark_streaming_timeline_{where}.png")
     if explain and (rank is None or rank.rank == 0):  # after the steps: two more searches would count as host memory
         for choice in choices:
-            again = (lambda caps: _choose(cell, hardware, [caps])[0]) if cell.ranks == 1 else None
-            print(f"\n{cell}:", *explanation(choice, again), sep="\n  ", end="\n\n", flush=True)
+            again = (lambda caps: _choose(cell, rates, [caps])[0]) if cell.ranks == 1 else None
+            handed_on = [messages.how] if messages else []
+            print(f"\n{cell}:", *handed_on, *explanation(choice, again), sep="\n  ", end="\n\n", flush=True)
     return metrics
 
 
@@ -182,16 +184,16 @@ def _mean(value: float, rank: Rank | None) -> float:
     return value if rank is None else sum(on_every_rank(lambda: value)) / rank.world_size
 
 
-def _choose(cell: StreamingCell, hardware: Hardware, caps: Sequence[Caps]) -> list[ChosenPlan]:
+def _choose(cell: StreamingCell, rates: Rates, caps: Sequence[Caps]) -> list[ChosenPlan]:
     """The plan of each rank, within its caps; raises CapsTooSmallError."""
-    given = cell.config, cell.context_length, caps, Rates.of(hardware)
+    given = cell.config, cell.context_length, caps, rates
     return choose_ring(*given, tokens_per_step=cell.tokens_per_step or None, chunk=cell.chunk or None)
 
 
-def _agree(cell: StreamingCell, hardware: Hardware, caps: Caps) -> list[ChosenPlan]:
+def _agree(cell: StreamingCell, rates: Rates, caps: Caps) -> list[ChosenPlan]:
     """``_choose`` by rank 0 for all ranks, each within its own caps; a collective."""
     of_all = on_every_rank(lambda: caps)
-    found = on_rank_0(lambda: [(each.plan, each.times) for each in _choose(cell, hardware, of_all)])
+    found = on_rank_0(lambda: [(each.plan, each.times) for each in _choose(cell, rates, of_all)])
     return [ChosenPlan(plan, build(plan), times, own) for (plan, times), own in zip(found, of_all, strict=True)]
 
 

@@ -43,7 +43,7 @@ from cs336_systems.streaming.choose import (
 )
 from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence, check_cpu_caps, refusals
-from cs336_systems.streaming.messages import RingMessages
+from cs336_systems.streaming.messages import ring_messages
 from cs336_systems.streaming.ring import choose_ring
 from cs336_systems.streaming.run import FRAGMENTS, LayerAdamW, StreamedStep
 from cs336_systems.training.assemble import check_supported
@@ -113,11 +113,19 @@ class Chunking:
 
 
 def chooser(
-    options: TrainOptions, case: TrainerCase, device: torch.device, preferred: Chunking | None = None
+    options: TrainOptions,
+    case: TrainerCase,
+    device: torch.device,
+    preferred: Chunking | None = None,
+    *,
+    copied_messages: bool = True,
 ) -> Callable[[Sequence[Caps]], list[ChosenPlan]]:
     """A function that chooses the fastest plan of each rank within its caps (``choose_ring``).
 
     The plans have the preferred chunking if one within the caps has it.
+
+    Args:
+        copied_messages: as for ``Rates.of``.
 
     Raises:
         Unsupported: no peaks are on record for the device.
@@ -130,7 +138,8 @@ def chooser(
         chunk = options.batch_size * length
     moments = {"exp_avg": width, "exp_avg_sq": width} | ({"master": 4} if case.master == "fp32" else {})
     how: dict[str, Any] = {"precision": case.precision, "moments": moments, "tokens_per_step": tokens}
-    how |= {"rates": Rates.of(hardware_of(device)), "effort": EFFORT if device.type == "cuda" else EFFORT // 20}
+    how |= {"rates": Rates.of(hardware_of(device), copied_messages=copied_messages)}
+    how |= {"effort": EFFORT if device.type == "cuda" else EFFORT // 20}
 
     def choose_plans(caps: Sequence[Caps]) -> list[ChosenPlan]:
         if preferred is not None:
@@ -192,15 +201,18 @@ class CappedStep:
     def __init__(self, options: TrainOptions, case: TrainerCase, rank: Rank) -> None:
         device = rank.device
         check_supported(case, device)
-        messages = RingMessages(rank) if rank.world_size > 1 else None  # before the fence, which counts what they take
+        messages = ring_messages(rank) if rank.world_size > 1 else None  # before the fence, which counts what they take
         self.precision, on_gpu = case.precision, device.type == "cuda"
         self._planned_for = "" if on_gpu else planned_for(options)
+        self._handed_on = messages.how if messages else ""
         gib = [cap for cap in (options.device_gib, options.host_gib) if cap]
         self._fence = Fence(device, *(int(cap * GIB) for cap in gib)) if on_gpu else None
         caps, chunking = caps_of(options, case, device, self._fence), Chunking.of_run(options)
         if not on_gpu:
             check_cpu_caps(caps.device, caps.host)
-        of_all, choose = on_every_rank(lambda: caps), chooser(options, case, device, chunking)
+        copied = not on_gpu or messages is None or messages.copied
+        choose = chooser(options, case, device, chunking, copied_messages=copied)
+        of_all = on_every_rank(lambda: caps)
         plan, times = on_rank_0(lambda: [(one.plan, one.times) for one in choose(of_all)])[rank.rank]
         self.choice = ChosenPlan(plan, build(plan), times, caps)
         self.chunking, self.evaluation_batch = Chunking(plan.work.chunk, plan.chunks), plan.round_sequences
@@ -237,7 +249,7 @@ class CappedStep:
 
     def explanation(self) -> Iterator[str]:
         """The plan in sentences, and the effect of the caps on a run that resumes."""
-        yield from [self._planned_for] if self._planned_for else []
+        yield from filter(None, (self._planned_for, self._handed_on))
         yield from explanation(self.choice)
         if self._cut_anew:
             yield "The caps do not hold the chunks of the steps before: from here on sums are rounded in another order."

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.costs.lanes import LaneTimes
-from cs336_systems.streaming.messages import Messages
+from cs336_systems.streaming.messages import Messages, Underway
 from cs336_systems.streaming.schedule import Lane, Operation, Schedule
 
 Compute = Callable[[Operation], None]
@@ -106,8 +106,8 @@ class PretendedLink:
     def run(self, schedule: Schedule, compute: Compute, copy: Copy, messages: Messages | None = None) -> None:
         """Raises RuntimeError if operations wait for each other in a circle, DistError if another rank is gone."""
         operations = schedule.operations
-        sent: list[tuple[Operation, dist.Work]] = []
-        coming: dict[int, dist.Work] = {}
+        sent: list[tuple[Operation, Underway]] = []
+        coming: dict[int, Underway] = {}
         queues = {lane: deque(schedule.of(lane)) for lane in Lane}
         ended: set[int] = set()
         begun: dict[Lane, tuple[int, Tensor, Tensor]] = {}
@@ -163,14 +163,14 @@ class PretendedLink:
         return self.choose is not None and self.choose.random() < self.often
 
 
-def begin_message(operation: Operation, memory: Tensor, messages: Messages | None) -> dist.Work:
+def begin_message(operation: Operation, memory: Tensor, messages: Messages | None) -> Underway:
     """Send or receive the memory, on the current stream; DistError if the other rank is gone."""
     assert messages is not None, operation
     with _naming(operation):
         return (messages.send if operation.lane is Lane.SEND else messages.receive)(memory, operation.peer)
 
 
-def _finish(operation: Operation, message: dist.Work) -> None:
+def _finish(operation: Operation, message: Underway) -> None:
     with _naming(operation):
         message.wait()
 

@@ -1,13 +1,25 @@
 """Messages of a ring of ranks: activations and their gradients from layer to layer, and one sum at the end of a step.
 
-    messages = RingMessages(rank)                     # a collective; before slabs take the memory
+    messages = ring_messages(rank)                    # a collective; before slabs take the memory
     step = StreamedStep(plan, schedule, ops, device, messages=messages)
 
-A schedule has one lane for what a rank sends and one for what it receives (``schedule.py``). Each sender has a process
-group of its own, so that its messages queue behind no others; receivers take them in the order in which they are sent.
-Under NCCL each message is a kernel of ``MAX_CTAS`` thread blocks that waits for its partner.
+A schedule has one lane for what a rank sends and one for what it receives (``schedule.py``). Receivers take a sender's
+messages in the order in which they are sent.
+
+Where the GPUs of all ranks can reach each other's memory, a message is copies: the sender's copy engine writes it piece
+by piece into the receiver's mailbox and raises a flag after each, the receiver's copies each piece out and raises a
+flag at the sender (``copy_stream.py``). No kernel waits. Elsewhere messages are those of torch's process groups, of
+which each sender has one of its own, so that its messages queue behind no others. Under NCCL each is a kernel of
+``MAX_CTAS`` thread blocks that waits for its partner.
 """
 
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -15,21 +27,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cs336_systems.distributed.copy_stream import CopyStream, Wait
+from cs336_systems.distributed.peer_memory import PeerMemory, why_not_mapped
 from cs336_systems.distributed.pipeline import MAX_CTAS
 from cs336_systems.distributed.process_group import Rank, nccl_options
+
+PIECE_BYTES, N_PIECES = 16 * 2**20, 4
+"""Bytes of a piece, and the pieces of a mailbox: 64 MiB of each GPU for each other rank. By arithmetic a piece takes
+50 us over NVLink, of which calls and flags are a few."""
+
+
+class Underway(Protocol):
+    """A message that has begun."""
+
+    def wait(self) -> Any:
+        """Let the current stream (on a CPU: the caller) wait for its end."""
 
 
 class Messages(Protocol):
     """Messages between the ranks of a ring, which arrive in the order of sending, and sums over all ranks."""
 
-    def send(self, tensor: Tensor, peer: int) -> dist.Work:
+    def send(self, tensor: Tensor, peer: int) -> Underway:
         """Begin to send, on the current stream."""
 
-    def receive(self, tensor: Tensor, peer: int) -> dist.Work:
+    def receive(self, tensor: Tensor, peer: int) -> Underway:
         """Begin to receive into a tensor, on the current stream."""
 
     def total_(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place."""
+
+
+def ring_messages(rank: Rank) -> "RingMessages":
+    """Messages by copies where the GPUs of all ranks can reach each other's memory, else by torch's process groups; a
+    collective. ``how`` says which, and why."""
+    if rank.device.type != "cuda":
+        return RingMessages(rank)
+    reason = why_not_mapped(rank.device, dist.distributed_c10d._get_default_group())
+    return RingMessages(rank, reason) if reason else CopiedMessages(rank)
 
 
 class RingMessages:
@@ -37,10 +71,19 @@ class RingMessages:
 
     Args:
         rank: this process, as ``process_group.joined`` gives it.
+        reason: why they do not go by copies, for ``how``.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    copied = False
+    """Whether copy engines carry messages, not kernels."""
+
+    def __init__(self, rank: Rank, reason: str | None = None) -> None:
         self.rank = rank
+        self.how = f"Ranks hand activations on by messages of {rank.backend}{f', as {reason}' if reason else ''}."
+        self._connect()
+
+    def _connect(self) -> None:
+        rank = self.rank
         options = nccl_options(rank, MAX_CTAS) if rank.backend == "nccl" else None
         how: dict[str, Any] = {"timeout": timedelta(seconds=rank.timeout_s), "pg_options": options}
         self._of_sender = [dist.new_group(**how) for _ in range(rank.world_size)]
@@ -51,12 +94,12 @@ class RingMessages:
                     (self.send(probe, target) if rank.rank == source else self.receive(probe, source)).wait()
         self.total_(probe)
 
-    def send(self, tensor: Tensor, peer: int) -> dist.Work:
+    def send(self, tensor: Tensor, peer: int) -> Underway:
         work = dist.isend(tensor, group=self._of_sender[self.rank.rank], group_dst=peer)
         assert work is not None
         return work
 
-    def receive(self, tensor: Tensor, peer: int) -> dist.Work:
+    def receive(self, tensor: Tensor, peer: int) -> Underway:
         work = dist.irecv(tensor, group=self._of_sender[peer], group_src=peer)
         assert work is not None
         return work
@@ -67,3 +110,120 @@ class RingMessages:
             dist.all_reduce(tensor)
         except RuntimeError as error:
             raise dist.DistError(f"rank {self.rank.rank} waited in vain for the others' norms: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Copying:
+    """A message whose copies have been enqueued."""
+
+    wait: Wait
+    memory: Tensor
+    """What they read or write, held until then."""
+
+
+class CopiedMessages(RingMessages):
+    """Messages by copies between GPUs of one host, in pieces, through a mailbox of each receiver for each sender.
+
+    A stream that waits for a flag waits for ever. So a thread looks at the flags: when this rank waits for some and
+    none has changed for the group's time-out, it says so on stderr and ends the process, as NCCL's watchdog does.
+
+    Args:
+        piece_bytes: of one piece; the same on all ranks.
+    """
+
+    copied = True
+
+    def __init__(self, rank: Rank, piece_bytes: int = PIECE_BYTES) -> None:
+        self._piece_bytes = piece_bytes
+        super().__init__(rank)
+        self.how = "Ranks hand activations on by copies between the memories of their GPUs."
+
+    def _connect(self) -> None:
+        rank, n = self.rank, self.rank.world_size
+        group = dist.distributed_c10d._get_default_group()
+        self._sending, self._receiving = self._make_stream(), self._make_stream()
+        self._sent, self._taken = [0] * n, [0] * n
+        """Pieces so far, to and from each rank."""
+        self._boxes = PeerMemory((n - 1) * N_PIECES * self._piece_bytes, torch.uint8, rank.device, group)
+        self._flags = PeerMemory(2 * n, torch.int32, rank.device, group)
+        """Of each rank: at s the pieces that rank s has written into its mailbox, at n + t the pieces of its own that
+        rank t has taken out."""
+        self.total_(torch.zeros(1, device=rank.device))  # or a flag might be raised before its owner has set it to zero
+        self._awaited = [0] * (2 * n)
+        """The numbers for which this rank waits, or has waited, at its own flags."""
+        self._side = torch.cuda.Stream(rank.device) if rank.device.type == "cuda" else None
+        threading.Thread(target=_watch, args=(weakref.ref(self),), name="messages", daemon=True).start()
+
+    def _make_stream(self) -> CopyStream:
+        return CopyStream(self.rank.device)
+
+    def send(self, tensor: Tensor, peer: int) -> Underway:
+        own, stream = self.rank.rank, self._sending
+        stream.follow()
+        for address, n_bytes in self._pieces(tensor):
+            self._sent[peer] = number = self._sent[peer] + 1
+            # Ranks cannot wait for each other in a circle: all follow one order of messages (``order.py``), in which a
+            # receive stands where its send does. A send waits until earlier pieces are taken, of this message or one
+            # before; a receive waits until the same piece is sent. So the first message that has not ended goes on,
+            # even if a GPU ran the work of all its streams in the order in which it was enqueued.
+            self._await(stream, self.rank.world_size + peer, number - N_PIECES)  # the place that it takes is free
+            stream.copy(self._place(peer, own, number), address, n_bytes)
+            stream.raise_flag(self._flag(peer, own), number)
+        return _Copying(stream.reached(), tensor)
+
+    def receive(self, tensor: Tensor, peer: int) -> Underway:
+        own, stream = self.rank.rank, self._receiving
+        stream.follow()
+        for address, n_bytes in self._pieces(tensor):
+            self._taken[peer] = number = self._taken[peer] + 1
+            self._await(stream, peer, number)
+            stream.copy(address, self._place(own, peer, number), n_bytes)
+            stream.raise_flag(self._flag(peer, self.rank.world_size + own), number)
+        return _Copying(stream.reached(), tensor)
+
+    def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, int]]:
+        """Address and bytes of each piece of a contiguous tensor."""
+        assert tensor.is_contiguous()
+        for start in range(0, tensor.nbytes, self._piece_bytes):
+            yield tensor.data_ptr() + start, min(self._piece_bytes, tensor.nbytes - start)
+
+    def _await(self, stream: CopyStream, flag: int, number: int) -> None:
+        if number > 0:
+            self._awaited[flag] = number
+            stream.await_flag(self._flag(self.rank.rank, flag), number)
+
+    def _flag(self, owner: int, flag: int) -> int:
+        return self._flags.of_rank[owner].data_ptr() + flag * self._flags.of_rank[owner].itemsize
+
+    def _place(self, owner: int, sender: int, number: int) -> int:
+        """Where a piece of the sender lies in the owner's mailbox."""
+        box = (sender - owner - 1) % self.rank.world_size
+        return self._boxes.of_rank[owner].data_ptr() + (box * N_PIECES + number % N_PIECES) * self._piece_bytes
+
+    def late(self) -> tuple[list[int], list[int]]:
+        """This rank's flags as they are now, and the ranks for which it waits."""
+        awaited, n = list(self._awaited), self.rank.world_size
+        with torch.cuda.stream(self._side):  # for a CPU this does nothing
+            flags = self._flags.of_rank[self.rank.rank].tolist()
+        # As the GPU compares them: numbers go on from 2^31 - 1 at -2^31.
+        behind = [0 < (number - flag) % 2**32 < 2**31 for number, flag in zip(awaited, flags, strict=True)]
+        return flags, sorted({i % n for i, waits in enumerate(behind) if waits})
+
+
+def _watch(of: "weakref.ref[CopiedMessages]") -> None:
+    """End the process once its messages have waited for the time-out, in which nothing has come."""
+    flags, since = None, time.monotonic()
+    while (messages := of()) is not None:
+        rank = messages.rank
+        if rank.device.type == "cuda":
+            torch.cuda.set_device(rank.device)  # of this thread, which else would make a context on GPU 0
+        now, late = messages.late()
+        del messages
+        if now != flags or not late:
+            flags, since = now, time.monotonic()
+        elif time.monotonic() - since > rank.timeout_s:
+            whom = f"rank {late[0]}, which has" if len(late) == 1 else f"ranks {', '.join(map(str, late))}, which have"
+            said = f"rank {rank.rank} has waited {rank.timeout_s:g} s for a message of {whom} gone or is stuck"
+            print(said, file=sys.stderr, flush=True)
+            os._exit(1)  # the main thread may wait inside a call of the driver
+        time.sleep(1)

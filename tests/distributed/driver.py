@@ -90,9 +90,13 @@ class ImaginedDriver:
         return self._give("waits", stream, wait)
 
 
+def imagined_stream(driver: ImaginedDriver) -> CopyStream:
+    return CopyStream(torch.device("cpu"), driver, lambda: COMPUTES)
+
+
 class Imagined(_Mapped):
     """The exchanges of GPUs, between ranks of CPUs."""
 
     def _make_stream(self) -> CopyStream:
         self.driver = ImaginedDriver(self._rank)
-        return CopyStream(torch.device("cpu"), self.driver, lambda: COMPUTES)
+        return imagined_stream(self.driver)

@@ -23,6 +23,7 @@ from tests.distributed.checks import on_ranks, spawn
 from tests.streaming.memory_model import ScheduleError, check
 from tests.streaming.plans import random_ring, roomy
 from tests.streaming.test_choose import MIB, SLOW, SMALL
+from tests.streaming.test_messages import Imagined
 from tests.streaming.test_run import CONFIG, QK_NORM, TIED, batches, differing, step_of, trained
 
 RATES = Rates.of(hardware_named("h100"))
@@ -57,10 +58,10 @@ def test_a_message_too_few_is_found():
         ring_times(plans, [schedules[0], replace(schedules[1], operations=tuple(operations))], RATES)
 
 
-def check_bits(rank, seeds, configs, n_steps):
+def check_bits(rank, seeds, configs, n_steps, kind=RingMessages):
     """A step's losses, gradients and weights, and those of an evaluation, are one rank's."""
     torch.set_num_threads(1)
-    messages = RingMessages(rank)
+    messages = kind(rank)
     for seed, config in zip(seeds, configs, strict=True):
         plan, schedule = random_ring(seed, rank.world_size, config)[rank.rank]
         whole = step_of(roomy(plan), build(roomy(plan)))
@@ -85,6 +86,13 @@ def test_a_ring_has_the_bits_of_one_rank(n_ranks):
     names = on_ranks(check_bits, n_ranks, [0, 3, 5, 8], configs, 3)
     everything = set(trained(step_of(roomy(random_ring(8, n_ranks, configs[-1])[0][0])), 1))
     assert set.union(*names) == everything
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_a_ring_by_copies_has_the_bits_of_one_rank(n_ranks):
+    """On an imagined driver, with messages of many pieces."""
+    config = replace(CONFIG, n_layers=5)
+    on_ranks(check_bits, n_ranks, [0, 5], [config, config], 2, Imagined)
 
 
 def test_ten_steps_of_a_ring_are_those_of_one_rank():

@@ -11,12 +11,13 @@ from cs336_systems.blocks import block_ops
 from cs336_systems.config import ModelConfig
 from cs336_systems.streaming.build import build
 from cs336_systems.streaming.fence import GIB, Fence
-from cs336_systems.streaming.messages import RingMessages
+from cs336_systems.streaming.messages import CopiedMessages, Messages, RingMessages, ring_messages
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.run import LayerAdamW, StreamedStep
 from cs336_systems.streaming.schedule import Schedule
 from tests.distributed.checks import on_gpus, on_ranks
 from tests.streaming.plans import CHUNK, random_plan, random_ring, resident, roomy
+from tests.streaming.test_messages import check_values
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -35,7 +36,7 @@ def on_gpu(plan: Plan) -> Plan:
 
 
 def trained(
-    plan: Plan, schedule: Schedule, attention: str, n: int = 5, messages: RingMessages | None = None
+    plan: Plan, schedule: Schedule, attention: str, n: int = 5, messages: Messages | None = None
 ) -> dict[str, Tensor]:
     ops = block_ops("fused", attention, deterministic=True)
     how: dict[str, Any] = {"optimizer": LayerAdamW(lr=0.01), "max_norm": 0.1, "messages": messages}
@@ -73,17 +74,26 @@ def test_a_cap_on_the_device_holds(name, device_to_itself):
 
 
 def in_a_ring(rank, seeds):
-    """Whether a ring has the bits of one rank, under random plans of each."""
-    messages = RingMessages(rank)
+    """Whether a ring has the bits of one rank, under random plans of each, by copies and by NCCL's messages."""
+    by_copies = ring_messages(rank)
+    assert isinstance(by_copies, CopiedMessages), by_copies.how
+    in_pieces, by_nccl = CopiedMessages(rank, 100_000), RingMessages(rank)
     for seed in seeds:
         plans = [on_gpu(plan) for plan, _ in random_ring(seed, rank.world_size)]
         plan = plans[rank.rank]
         expected = trained(plain := roomy(plan), resident(plain), "flash")
-        got = trained(plan, build(plan), "flash", messages=messages)
-        assert got.keys() - {"losses"}
-        assert [name for name, tensor in got.items() if not torch.equal(expected[name], tensor)] == [], seed
+        for messages in (by_copies, in_pieces, by_nccl):
+            got = trained(plan, build(plan), "flash", messages=messages)
+            assert got.keys() - {"losses"}
+            differing = [name for name, tensor in got.items() if not torch.equal(expected[name], tensor)]
+            assert differing == [], (seed, messages.how)
 
 
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
 def test_a_ring_has_the_bits_of_one_gpu(world_size, device):
     on_ranks(in_a_ring, world_size, range(4), device=device)
+
+
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
+def test_messages_by_copies_arrive_whole_and_in_order(world_size, device):
+    on_ranks(check_values, world_size, 60, device=device)

@@ -45,13 +45,12 @@ from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.schedules import places_of
 from cs336_systems.costs.parallelism.stages import Stage, stages_of
 from cs336_systems.costs.parallelism.step import GATHER, SCATTER, SEND, Sent, context_sent, tensor_sent
-from cs336_systems.costs.rates import OURS, Rates, Sustained
+from cs336_systems.costs.rates import LINK_SHARE, OURS, Rates, Sustained
 from cs336_systems.costs.streaming import LEVELS, MOMENTS, StreamedWork
 from cs336_systems.hardware import Hardware
 
-ALPHA_S, LINK_SHARE = 25e-6, 0.7
-"""Seconds to start a message over NVLink, and the share of a GPU's links that a ring reaches (fitted to collectives of
-1 MB to 1 GB between two H200s: writeup.md)."""
+ALPHA_S = 25e-6
+"""Seconds to start a message over NVLink (fitted as ``LINK_SHARE``)."""
 
 HOST_ALPHA_S = 14e-6
 """Seconds for which a ring waits at each host, as NCCL estimates them (hwLatencies of a network, ring, protocol Simple:

@@ -1,0 +1,144 @@
+"""Messages of a ring by copies of GPUs, on a driver that is imagined: values, back-pressure, a rank that is gone."""
+
+import random
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cs336_systems.costs.rates import LINK_SHARE, MESSAGE_BYTES_PER_S, Rates
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.hardware import hardware_named
+from cs336_systems.streaming.messages import N_PIECES, CopiedMessages, RingMessages, ring_messages
+from tests.distributed.checks import on_ranks, spawn
+from tests.distributed.driver import ImaginedDriver, imagined_stream
+
+PIECE = 64
+
+
+class Imagined(CopiedMessages):
+    """The messages of GPUs, between ranks of CPUs."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank, PIECE)
+
+    def _make_stream(self):
+        return imagined_stream(ImaginedDriver(self.rank.rank))
+
+
+def content(source: int, number: int) -> torch.Tensor:
+    """A message that no other equals, of no to many pieces."""
+    generator = torch.Generator().manual_seed(1000 * source + number)
+    n = (0, 1, PIECE, PIECE + 1, 3 * PIECE, (N_PIECES + 3) * PIECE + 5)[number % 6]
+    return torch.randint(256, (n,), generator=generator, dtype=torch.uint8)
+
+
+def check_values(rank: Rank, n_messages: int):
+    """Each rank sends to each other; senders run ahead of receivers and the reverse, and memory is written over."""
+    messages = Imagined(rank) if rank.device.type == "cpu" else CopiedMessages(rank, PIECE)
+    pauses = random.Random(rank.rank)
+    others = [peer for peer in range(rank.world_size) if peer != rank.rank]
+    under_way = []
+    for number in range(n_messages):
+        for peer in others:
+            x = content(rank.rank, number).to(rank.device)
+            under_way.append((messages.send(x, peer), x))
+            if len(under_way) > 3 * len(others):  # what they need is received by then
+                sent, x = under_way.pop(0)
+                sent.wait()
+                x.fill_(0)  # it has left
+        if number >= 2:
+            for peer in others:
+                expected = content(peer, number - 2).to(rank.device)
+                into = torch.full_like(expected, 7)
+                if pauses.random() < 0.3:
+                    time.sleep(2e-3)
+                messages.receive(into, peer).wait()
+                assert torch.equal(into, expected), (number, peer)
+    for number in (n_messages - 2, n_messages - 1):
+        for peer in others:
+            expected = content(peer, number).to(rank.device)
+            into = torch.empty_like(expected)
+            messages.receive(into, peer).wait()
+            assert torch.equal(into, expected)
+    for sent, _ in under_way:
+        sent.wait()
+    total = torch.tensor([rank.rank + 1.0], device=rank.device)
+    messages.total_(total)
+    assert total == sum(range(rank.world_size + 1))
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_messages_arrive_whole_and_in_order(n_ranks):
+    on_ranks(check_values, n_ranks, 60)
+
+
+def check_back_pressure(rank: Rank):
+    """A sender fills the mailbox and no more, until pieces are taken out; what it counts is what lies there."""
+    messages = Imagined(rank)
+    x = torch.arange(N_PIECES + 2, dtype=torch.uint8).repeat_interleave(PIECE)
+    if rank.rank == 1:
+        sent, ended = messages.send(x, 0), threading.Event()
+        threading.Thread(target=lambda: (sent.wait(), ended.set()), daemon=True).start()
+        dist.barrier()  # rank 0 has looked
+        assert not ended.is_set()
+        dist.barrier()  # and taken everything
+        assert ended.wait(5)
+        return
+    own, until = messages._flags.of_rank[0], time.monotonic() + 5
+    while own[1] < N_PIECES:
+        assert time.monotonic() < until
+    time.sleep(0.1)  # in which the next piece would come
+    assert own.tolist() == [0, N_PIECES, 0, 0]
+    box = messages._boxes.of_rank[0].view(N_PIECES, PIECE)
+    assert sorted(box[:, 0].tolist()) == list(range(N_PIECES))
+    dist.barrier()
+    into = torch.empty_like(x)
+    messages.receive(into, 1).wait()
+    assert torch.equal(into, x)
+    dist.barrier()
+
+
+def test_a_mailbox_is_not_written_over_before_it_is_read():
+    on_ranks(check_back_pressure, 2)
+
+
+def waiting(rank: Rank, said):
+    """Rank 0 waits for a message that rank 1 never sends."""
+    sys.stderr = (said / str(rank.rank)).open("w")
+    messages = Imagined(rank)
+    into = torch.empty(PIECE, dtype=torch.uint8)
+    if rank.rank == 1:
+        messages.send(into, 0).wait()  # the first
+        time.sleep(6)
+        return
+    for _ in range(2):
+        messages.receive(into, 1).wait()
+
+
+def test_who_waits_for_a_message_in_vain_ends(tmp_path):
+    ended = spawn(waiting, 2, tmp_path, timeout_s=3, apart=True)
+    assert "exit code 1" in ended[0].failure, ended[0].failure
+    said = (tmp_path / "0").read_text()
+    assert said == "rank 0 has waited 3 s for a message of rank 1, which has gone or is stuck\n"
+    assert (tmp_path / "1").read_text() == ""
+
+
+def check_cpus_send_messages(rank: Rank):
+    messages = ring_messages(rank)
+    assert type(messages) is RingMessages
+    assert messages.how == "Ranks hand activations on by messages of gloo."
+
+
+def test_cpus_send_messages():
+    on_ranks(check_cpus_send_messages, 2)
+
+
+def test_the_link_between_gpus_carries_copies():
+    h200, rtx = hardware_named("h200"), hardware_named("rtx-4090")
+    assert Rates.of(h200).messages == LINK_SHARE * h200.link_bytes_per_s
+    assert Rates.of(rtx).messages == LINK_SHARE * rtx.host_link_bytes_per_s
+    assert Rates.of(h200, copied_messages=False).messages == MESSAGE_BYTES_PER_S
