@@ -67,7 +67,8 @@ class PublishedStep:
     @property
     def predicted_s(self) -> float:
         moments, gpu = tuple(MASTER_MOMENTS.items()), hardware_named("h100")
-        return step_seconds(resolve_size(self.size), _LENGTH, self.layout, gpu, moments=moments, launches=False).total
+        how: dict[str, Any] = {"moments": moments, "launches": False, "copied_from": 0}
+        return step_seconds(resolve_size(self.size), _LENGTH, self.layout, gpu, **how).total
 
 
 def _megatron(name: str, size: str, gpus: dict[int, int], **how: Any) -> list[PublishedStep]:

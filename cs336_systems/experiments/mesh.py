@@ -30,7 +30,7 @@ from cs336_systems.config import resolve_size
 from cs336_systems.costs.fsdp import MAXIMA_BYTES, model_units, quantized_units, step_traffic
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.seconds import step_seconds
-from cs336_systems.costs.parallelism.step import SEND, context_sent, copied_from, tensor_sent
+from cs336_systems.costs.parallelism.step import COPIED_FROM_SINCE, SEND, context_sent, copied_from, tensor_sent
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment
 from cs336_systems.experiments.mesh_timeline import measure_timeline
@@ -320,10 +320,12 @@ def predicted_ms(line: Line) -> float | None:
         schedule=str(how["pipeline_schedule"]),
         chunks=int(how["pipeline_chunks"]) if how["pipeline_schedule"] == "interleaved" else 1,
     )
-    launches = how["cuda_graph"] == "off"
-    found = step_seconds(
-        resolve_size(str(how["size"])), int(how["context_length"]), layout, hardware, launches=launches
-    )
+    since = str(line.last["timestamp"]) >= COPIED_FROM_SINCE
+    engine: dict[str, Any] = {
+        "launches": how["cuda_graph"] == "off",
+        "copied_from": copied_from("cuda") if since else 0,
+    }
+    found = step_seconds(resolve_size(str(how["size"])), int(how["context_length"]), layout, hardware, **engine)
     return 1e3 * found.total
 
 

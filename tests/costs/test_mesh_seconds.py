@@ -48,10 +48,23 @@ def test_meshes_are_ordered_as_measured(part):
 def seconds(size="llama3-8b", **how):
     rest = {
         name: how.pop(name)
-        for name in ("network_bytes_per_s", "launches", "simulated", "recipe", "offload")
+        for name in ("network_bytes_per_s", "launches", "simulated", "recipe", "offload", "copied_from", "length")
         if name in how
     }
-    return step_seconds(resolve_size(size), 8192, Layout(**how), H200, **rest)
+    return step_seconds(resolve_size(size), rest.pop("length", 8192), Layout(**how), H200, **rest)
+
+
+def test_few_rows_of_tensor_ranks_go_by_collectives():
+    """4,096 numbers a row: 6,144 rows of two ranks are 12 Mi elements each, 6,142 are fewer."""
+
+    def by(tensor_by, length, **how):
+        return seconds(tensor=2, length=length, tensor_by=tensor_by, **how)
+
+    for length, same in ((6142, True), (6144, False)):
+        assert (by("copies", length) == by("collectives", length)) is same
+    assert by("copies", 6142, copied_from=0).waiting < 0.02 * by("copies", 6142).waiting
+    four = [seconds(tensor=4, tensor_by=how) for how in ("copies", "collectives")]
+    assert four[0] == four[1]  # 8,192 tokens: 8 Mi elements a rank
 
 
 def test_ranks_divide_work_and_add_what_they_wait_for():

@@ -6,7 +6,7 @@
     late         kernels are shorter than the host needs to launch them
     bubble       the stage stands still while the pipeline fills and drains (``bubbles.py``)
     optimizer    its passes over the weights that the rank updates, or the copies of states that lie on the host
-    waiting      messages beside which nothing runs: rows of tensor ranks that travel by collectives, gathered keys,
+    waiting      messages beside which nothing runs: rows of tensor ranks that go by collectives, gathered keys,
                  other keys where they take longer than attention, rows between stages of the first and last micro-batch
     slowed       gradients and weights: kernels run longer beside their collectives, by ``SLOWED`` of these' time, and
                  wait for what takes longer than both
@@ -44,7 +44,7 @@ from cs336_systems.costs.parallelism.forms import GPUS_PER_HOST, NETWORK_BYTES_P
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.schedules import places_of
 from cs336_systems.costs.parallelism.stages import Stage, stages_of
-from cs336_systems.costs.parallelism.step import GATHER, SCATTER, SEND, Sent, context_sent, tensor_sent
+from cs336_systems.costs.parallelism.step import COPIED_FROM, GATHER, SCATTER, SEND, Sent, context_sent, tensor_sent
 from cs336_systems.costs.rates import LINK_SHARE, OURS, Rates, Sustained
 from cs336_systems.costs.streaming import LEVELS, MOMENTS, StreamedWork
 from cs336_systems.hardware import Hardware
@@ -109,6 +109,7 @@ def step_seconds(
     sustained: Sustained = OURS,
     simulated: bool = True,
     launches: bool = True,
+    copied_from: int = COPIED_FROM,
 ) -> StepSeconds:
     """Predict a step on sequences of ``length`` tokens.
 
@@ -119,6 +120,8 @@ def step_seconds(
         offload: names of what lies on the host, of ``costs/offload.py``.
         sustained: the engine's shares of the device's rates.
         launches: whether kernels may wait for this suite's host, which launches them one by one.
+        copied_from: the fewest elements of a tensor rank's rows that are copied, if its layout asks for copies; fewer
+            go by collectives.
         simulated: whether the bubble is simulated; else it is the least that its schedule can have.
 
     Raises:
@@ -139,13 +142,15 @@ def step_seconds(
     compute = own * (work.compute + uneven * work.attention)
     network = _Network(hardware.link_bytes_per_s or rates.link_out_both, network_bytes_per_s)
     rows = layout.micro_batch * length // c
-    waits = _tensor_waits(_layers(part, slowest.n_layers), rows, layout.keep, layout.tensor, layout.tensor_by, network)
+    copied = layout.tensor_by == "copies" and rows // layout.tensor * config.d_model >= copied_from
+    by = "copies" if copied else "collectives"
+    waits = _tensor_waits(_layers(part, slowest.n_layers), rows, layout.keep, layout.tensor, by, network)
     waits += _context_waits(part, slowest, rows, layout, network, own * work.attention)
     slowed = _slowed(part, fullest, layout, network, compute)
     updates = work.updates * fullest.n_parameters(config) / config.n_parameters
     host = BLOCK_HOST_FP8_S if recipe.quantized else BLOCK_HOST_S
     host += PART_HOST_S * (c - 1) if layout.context_order != "gathered" else 0.0
-    host += COPIES_HOST_S if layout.tensor > 1 and layout.tensor_by == "copies" else 0.0
+    host += COPIES_HOST_S if layout.tensor > 1 and copied else 0.0
     adds = work.adds * fullest.n_parameters(config) / config.n_parameters / layout.tensor
     late = max(0.0, m * (slowest.n_layers * host - compute - waits) - (m - 1) * adds - slowed) if launches else 0.0
     idle = 0.0

@@ -39,6 +39,8 @@ COPIED_FROM = 12 * 2**20
 """The fewest elements of a tensor rank's rows that a GPU copies; fewer go by collectives. A step of llama3-8b on H200s
 took 392 ms by copies and 410 by collectives at 16 Mi elements (two ranks, 8,192 tokens), 433 and 254 ms at 8 Mi (four
 ranks), where most likely the host was late (LOG.md)."""
+COPIED_FROM_SINCE = "2026-11-28T13:37"
+"""UTC time of the commit (5b04ffc2) since which few rows go by collectives."""
 
 
 def copied_from(device: str) -> int:
