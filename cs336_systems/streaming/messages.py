@@ -151,7 +151,10 @@ class CopiedMessages(RingMessages):
         self.total_(torch.zeros(1, device=rank.device))  # or a flag might be raised before its owner has set it to zero
         self._awaited = [0] * (2 * n)
         """The numbers for which this rank waits, or has waited, at its own flags."""
-        self._side = torch.cuda.Stream(rank.device) if rank.device.type == "cuda" else None
+        on_gpu = rank.device.type == "cuda"
+        self._side = torch.cuda.Stream(rank.device) if on_gpu else None
+        self._seen = torch.zeros(2 * n, dtype=torch.int32, pin_memory=on_gpu)
+        """This rank's flags, as ``late`` has last seen them."""
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="messages", daemon=True).start()
 
     def _make_stream(self) -> CopyStream:
@@ -201,10 +204,11 @@ class CopiedMessages(RingMessages):
         return self._boxes.of_rank[owner].data_ptr() + (box * N_PIECES + number % N_PIECES) * self._piece_bytes
 
     def late(self) -> tuple[list[int], list[int]]:
-        """This rank's flags as they are now, and the ranks for which it waits."""
+        """This rank's flags as a call before has found them, and the ranks for which it waits."""
         awaited, n = list(self._awaited), self.rank.world_size
-        with torch.cuda.stream(self._side):  # for a CPU this does nothing
-            flags = self._flags.of_rank[self.rank.rank].tolist()
+        with torch.cuda.stream(self._side):  # of no effect on a CPU, as None; the host does not wait
+            self._seen.copy_(self._flags.of_rank[self.rank.rank], non_blocking=True)
+        flags = self._seen.tolist()
         # As the GPU compares them: numbers go on from 2^31 - 1 at -2^31.
         behind = [0 < (number - flag) % 2**32 < 2**31 for number, flag in zip(awaited, flags, strict=True)]
         return flags, sorted({i % n for i, waits in enumerate(behind) if waits})

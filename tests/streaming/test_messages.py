@@ -1,5 +1,6 @@
 """Messages of a ring by copies of GPUs, on a driver that is imagined: values, back-pressure, a rank that is gone."""
 
+import os
 import random
 import sys
 import threading
@@ -29,6 +30,10 @@ class Imagined(CopiedMessages):
         return imagined_stream(ImaginedDriver(self.rank.rank))
 
 
+def messages_of(rank: Rank) -> CopiedMessages:
+    return Imagined(rank) if rank.device.type == "cpu" else CopiedMessages(rank, PIECE)
+
+
 def content(source: int, number: int) -> torch.Tensor:
     """A message that no other equals, of no to many pieces."""
     generator = torch.Generator().manual_seed(1000 * source + number)
@@ -38,8 +43,7 @@ def content(source: int, number: int) -> torch.Tensor:
 
 def check_values(rank: Rank, n_messages: int):
     """Each rank sends to each other; senders run ahead of receivers and the reverse, and memory is written over."""
-    messages = Imagined(rank) if rank.device.type == "cpu" else CopiedMessages(rank, PIECE)
-    pauses = random.Random(rank.rank)
+    messages, pauses = messages_of(rank), random.Random(rank.rank)
     others = [peer for peer in range(rank.world_size) if peer != rank.rank]
     under_way = []
     for number in range(n_messages):
@@ -109,22 +113,26 @@ def test_a_mailbox_is_not_written_over_before_it_is_read():
 def waiting(rank: Rank, said):
     """Rank 0 waits for a message that rank 1 never sends."""
     sys.stderr = (said / str(rank.rank)).open("w")
-    messages = Imagined(rank)
-    into = torch.empty(PIECE, dtype=torch.uint8)
+    messages = messages_of(rank)
+    into = torch.empty(PIECE, dtype=torch.uint8, device=rank.device)
     if rank.rank == 1:
-        messages.send(into, 0).wait()  # the first
-        time.sleep(6)
-        return
+        messages.send(into, 0).wait()
+        time.sleep(8)
+        os._exit(0)
     for _ in range(2):
         messages.receive(into, 1).wait()
+    torch.cuda.synchronize()
+
+
+def check_who_waits_in_vain_ends(said, device):
+    ended = spawn(waiting, 2, said, device=device, timeout_s=3, apart=True)
+    assert "exit code 1" in ended[0].failure, ended[0].failure
+    assert (said / "0").read_text() == "rank 0 has waited 3 s for a message of rank 1, which has gone or is stuck\n"
+    assert (said / "1").read_text() == ""
 
 
 def test_who_waits_for_a_message_in_vain_ends(tmp_path):
-    ended = spawn(waiting, 2, tmp_path, timeout_s=3, apart=True)
-    assert "exit code 1" in ended[0].failure, ended[0].failure
-    said = (tmp_path / "0").read_text()
-    assert said == "rank 0 has waited 3 s for a message of rank 1, which has gone or is stuck\n"
-    assert (tmp_path / "1").read_text() == ""
+    check_who_waits_in_vain_ends(tmp_path, "cpu")
 
 
 def check_cpus_send_messages(rank: Rank):

@@ -17,7 +17,7 @@ from cs336_systems.streaming.run import LayerAdamW, StreamedStep
 from cs336_systems.streaming.schedule import Schedule
 from tests.distributed.checks import on_gpus, on_ranks
 from tests.streaming.plans import CHUNK, random_plan, random_ring, resident, roomy
-from tests.streaming.test_messages import check_values
+from tests.streaming.test_messages import check_values, check_who_waits_in_vain_ends
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -97,3 +97,8 @@ def test_a_ring_has_the_bits_of_one_gpu(world_size, device):
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
 def test_messages_by_copies_arrive_whole_and_in_order(world_size, device):
     on_ranks(check_values, world_size, 60, device=device)
+
+
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
+def test_who_waits_for_a_message_in_vain_ends(world_size, device, tmp_path):
+    check_who_waits_in_vain_ends(tmp_path, device)
