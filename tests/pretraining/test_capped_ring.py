@@ -64,6 +64,7 @@ def test_a_ring_goes_on_with_the_run_of_one_rank_and_one_rank_with_the_rings(tmp
     ][-1:]
     said = "\n".join(each.text for each in read_run(ring.out / LOG).all(Message))
     assert re.search(r"Of 2 layers of rank 0", said)
+    assert "Ranks hand activations on by messages of gloo." in said
 
 
 def test_a_ring_begins_with_the_weights_of_one_rank(tmp_path):

@@ -139,6 +139,7 @@ def check_cpus_send_messages(rank: Rank):
     messages = ring_messages(rank)
     assert type(messages) is RingMessages
     assert messages.how == "Ranks hand activations on by messages of gloo."
+    assert RingMessages(rank, "ranks are on 2 hosts").how.endswith("of gloo, as ranks are on 2 hosts.")
 
 
 def test_cpus_send_messages():

@@ -46,6 +46,20 @@ def test_schedules_of_all_ranks_are_sound_and_fit_each_other():
             assert times[source].starts[i] == times[target].starts[j]
 
 
+def test_ranks_that_do_one_thing_at_a_time_do_not_wait_in_a_circle():
+    """As if each rank's streams were one, and a message needed both ranks at once."""
+    for seed in range(60):
+        _, schedules = zip(*random_ring(seed, 2 + seed % 3), strict=True)
+        together = {member: group for group in pairs(schedules) for member in group}
+        heads, lengths = [0] * len(schedules), [len(schedule.operations) for schedule in schedules]
+        while heads != lengths:
+            at = {(rank, i) for rank, i in enumerate(heads) if i < lengths[rank]}
+            able = {member for member in at if at.issuperset(together.get(member, ()))}
+            assert able, (seed, heads)
+            for rank, _ in able:
+                heads[rank] += 1
+
+
 def test_a_message_too_few_is_found():
     plans, schedules = zip(*random_ring(1, 2), strict=True)
     dropped = next(i for i, o in enumerate(schedules[1].operations) if o.kind is Kind.SEND)

@@ -142,15 +142,15 @@ def step_seconds(
     compute = own * (work.compute + uneven * work.attention)
     network = _Network(hardware.link_bytes_per_s or rates.link_out_both, network_bytes_per_s)
     rows = layout.micro_batch * length // c
-    copied = layout.tensor_by == "copies" and rows // layout.tensor * config.d_model >= copied_from
-    by = "copies" if copied else "collectives"
+    many = rows // layout.tensor * config.d_model >= copied_from
+    by = layout.tensor_by if many else "collectives"
     waits = _tensor_waits(_layers(part, slowest.n_layers), rows, layout.keep, layout.tensor, by, network)
     waits += _context_waits(part, slowest, rows, layout, network, own * work.attention)
     slowed = _slowed(part, fullest, layout, network, compute)
     updates = work.updates * fullest.n_parameters(config) / config.n_parameters
     host = BLOCK_HOST_FP8_S if recipe.quantized else BLOCK_HOST_S
     host += PART_HOST_S * (c - 1) if layout.context_order != "gathered" else 0.0
-    host += COPIES_HOST_S if layout.tensor > 1 and copied else 0.0
+    host += COPIES_HOST_S if layout.tensor > 1 and by == "copies" else 0.0
     adds = work.adds * fullest.n_parameters(config) / config.n_parameters / layout.tensor
     late = max(0.0, m * (slowest.n_layers * host - compute - waits) - (m - 1) * adds - slowed) if launches else 0.0
     idle = 0.0
