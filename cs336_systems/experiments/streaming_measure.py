@@ -97,6 +97,9 @@ def measure(
     if runs:
         found, lanes = _run(cell, choices, hardware, fence, rank, messages)
         metrics += found
+        metrics += (
+            [Metric("copied_messages", "1 if copies, 0 if kernels", [float(messages.copied)])] if messages else []
+        )
         if lanes:
             shown = {number: replace(choice, times=lanes) for number, choice in shown.items()}
             how = f"measured on {hardware.name}"
