@@ -106,8 +106,10 @@ for part in "$@"; do
       on_80gb qwen2.5-14b --batch-size 4 --keep products --offload m-v
       on_80gb llama3-8b --context-length 8192 --batch-size 1 --offload m-v --recipe e4m3 ;;
     finetuning)
-      in_rows_of_2048 --size qwen2.5-0.5b --batch-size 16 32 --total-batch-tokens 131072 --conversations off packed \
-        --attention hopper --how ours trl-flash trl-flash-compiled ;;
+      for batch in 16 32; do
+        in_rows_of_2048 --size qwen2.5-0.5b --batch-size "$batch" --total-batch-tokens 131072 --conversations off packed \
+          --attention hopper --how ours trl-flash trl-flash-compiled
+      done ;;
     lora)
       for recipe in stored e4m3; do
         in_rows_of_2048 --size qwen2.5-7b --batch-size 1 --total-batch-tokens 32768 --recipe "$recipe" --lora-rank 16 \
