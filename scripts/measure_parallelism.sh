@@ -112,7 +112,7 @@ for part in "$@"; do
       apart --device cuda --size qwen-100m --replicas 2 --steps 1200 --schedule wsd --agree-every 100 --first-steps 400 \
         --outer-learning-rate 1.0 --outer-momentum 0.5 0.8 --timeout 150 ;;
     *)
-      echo "measure_parallelism.sh: no part '$part'; see the list in the file" >&2
+      echo "unknown part '$part': see the head of scripts/measure_parallelism.sh" >&2
       exit 2 ;;
   esac
 done

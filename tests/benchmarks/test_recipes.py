@@ -16,14 +16,16 @@ from scripts import run_benchmarks
 from scripts.sample import SampleOptions
 from tests.benchmarks.commands import ROOT
 
-RECIPES = ("attention", "distributed", "fp8", "kernels", "models", "profiles", "training")
+RECIPES = ("attention", "distributed", "fp8", "kernels", "models", "parallelism", "profiles", "training")
 """Recipes of benchmarks."""
 SOME = {
     "distributed": ("ddp", "sharded-optimizer", "fsdp", "fsdp-gathers", "leaderboard", "leaderboard-fp8"),
     "profiles": ("memory",),
 }
 """The parts whose commands are parsed, where all take half a minute, or need nsys."""
-QUESTIONS = {"ddp": "data_parallel", "fsdp": "fully_sharded", "harness": "harness_cost", "profile_model": "profile"}
+QUESTIONS = {"ddp": "data_parallel", "fsdp": "fully_sharded", "harness": "harness_cost", "parallelism": "mesh"} | {
+    "profile_model": "profile"
+}
 """The files of questions whose commands have other names."""
 
 
@@ -58,7 +60,8 @@ def cells_of(recipe, folder, part, **environment):
         for program, *arguments in commands:
             stem = Path(program).stem.removeprefix("benchmark_")
             question = importlib.import_module(f"cs336_systems.experiments.{QUESTIONS.get(stem, stem)}")
-            options = parse(question.Options, ["--device", "cuda", *arguments], None)
+            device = [] if "--device" in arguments else ["--device", "cuda"]
+            options = parse(question.Options, [*device, *arguments], None)
             if hasattr(options, "world_size"):
                 options = replace(options, world_size=options.world_size or (ranks,))  # as the driver says
             found.append(question.EXPERIMENT.make_cells(options))
@@ -70,7 +73,7 @@ def test_an_unknown_part_is_named_and_the_head_names_the_others(recipe, tmp_path
     done = subprocess.run([str(script(recipe)), str(tmp_path), "everything"], capture_output=True, text=True)
     assert done.returncode == 2 and "unknown part 'everything'" in done.stderr
     if recipe in RECIPES and recipe != "profiles":
-        named = re.findall(r"^#   ([a-z0-9.-]+)  +\d+(?:  |$)", script(recipe).read_text(), re.MULTILINE)
+        named = re.findall(r"^#   ([a-z0-9.-]+)  +(?:CPU|\d+)(?:  |$)", script(recipe).read_text(), re.MULTILINE)
         assert sorted(named) == sorted(parts(recipe))
 
 
