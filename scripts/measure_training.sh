@@ -29,8 +29,8 @@
 #   80gb-large        420  the same of 3B and 7B with moments on the host, 7B in bf16 with steps of 262,144 tokens; but 3B
 #                          in fp8 with all on the GPU, by measured kernels of matmuls
 #   80gb-host         340  14B in bf16, and Llama 3 8B at 8,192 tokens in fp8, with moments on the host
-#   finetuning        360  0.5B, micro-batches of 16 and 32 rows of 2,048 tokens, steps of 131,072, 20 s each:
-#                          pre-training, packed conversations, and these by TRL's SFTTrainer, also compiled
+#   finetuning        390  0.5B, micro-batches of 16 and 32 rows of 2,048 tokens, steps of 131,072, 20 s each:
+#                          pre-training, packed conversations, and these by TRL's SFTTrainer, also compiled; ours in fp8
 #   lora              150  7B, one row at a time: adapters of rank 16 in bf16 and in e4m3, beside forward and input
 #                          gradients alone in bf16
 #   ranks-0.5b        400  0.5B at 32 on two GPUs: ZeRO-1, ZeRO-3 in two ways, apart; and on one (FOLDER/training-2)
@@ -109,7 +109,9 @@ for part in "$@"; do
       for batch in 16 32; do
         in_rows_of_2048 --size qwen2.5-0.5b --batch-size "$batch" --total-batch-tokens 131072 --conversations off packed \
           --attention hopper --how ours trl-flash trl-flash-compiled
-      done ;;
+      done
+      in_rows_of_2048 --size qwen2.5-0.5b --batch-size 32 --total-batch-tokens 131072 --conversations packed \
+        --attention hopper --recipe e4m3 --how ours ;;
     lora)
       for recipe in stored e4m3; do
         in_rows_of_2048 --size qwen2.5-7b --batch-size 1 --total-batch-tokens 32768 --recipe "$recipe" --lora-rank 16 \
