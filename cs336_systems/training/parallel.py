@@ -183,7 +183,7 @@ def make_parallel_optimizer(
     if parallel.optimizer_state == "replicated":
         optimizer = cls(params, **options)
         if isinstance(optimizer, Muon) and isinstance(model, FSDP):
-            shapes = {each.sharded_param: each.shape for each in model.managed_parameters()}
+            shapes: dict[torch.Tensor, torch.Size] = {p.sharded_param: p.shape for p in model.managed_parameters()}
             optimizer.matrices = RowsOfRanks(shapes, model.process_group)
         return optimizer
     if parallel.optimizer_state == "torch-zero":

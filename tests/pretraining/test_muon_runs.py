@@ -14,7 +14,7 @@ from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.trainer import train
 from cs336_systems.training.muon import muon_groups
 from cs336_systems.training.parallel import make_parallel_optimizer
-from tests.distributed.checks import on_ranks
+from tests.distributed.checks import on_gpus, on_ranks
 from tests.pretraining.trained import losses_and_norms, options, train_each, write_dataset
 from tests.training.test_muon import HYPERPARAMETERS, class_of, groups, make, parameters, run, same_bits
 
@@ -33,7 +33,7 @@ def owners_and_one(rank: Rank) -> None:
         assert 0 < len(optimizer.pieces) < len(shared)
         run(optimizer, shared, range(n_steps))
         assert same_bits(alone, shared), kind
-        for form in ("reduce-scatter", "shard"):
+        for form in ("reduce-scatter", "shard") if shared[0].device.type == rank.device.type else ():
             shared = parameters(dtype)
             how = {"reduce_gradients": form, "bucket_size_mb": 0.002}
             optimizer = ShardedOptimizer(groups(shared), cls, **how, **HYPERPARAMETERS | own)
@@ -43,8 +43,9 @@ def owners_and_one(rank: Rank) -> None:
             assert same_bits(alone, shared), (kind, form)
 
 
-def test_owners_update_as_one_process_does_in_its_bits():
-    on_ranks(owners_and_one, 2)
+@pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), on_gpus(2)])
+def test_owners_update_as_one_process_does_in_its_bits(world_size, device):
+    on_ranks(owners_and_one, world_size, device=device)
 
 
 class Matrices(nn.Module):
@@ -59,8 +60,10 @@ class Matrices(nn.Module):
 
 def rows_and_one(rank: Rank) -> None:
     for kind, dtype, n_steps in (("torch", torch.float32, 5), ("fused", torch.bfloat16, 2)):
+        if kind == "fused" and rank.device.type == "cpu" and torch.cuda.is_available():
+            continue  # Triton's kernels are compiled here
         cls, own = class_of(kind)
-        alone, fsdp = Matrices(dtype), FSDP(Matrices(dtype))
+        alone, fsdp = Matrices(dtype).to(rank.device), FSDP(Matrices(dtype).to(rank.device))
         options = HYPERPARAMETERS | own
         one = cls(muon_groups(alone, decay_vectors=False), **options)
         with pytest.MonkeyPatch.context() as patch:
@@ -68,7 +71,7 @@ def rows_and_one(rank: Rank) -> None:
             ranks = make_parallel_optimizer("muon", fsdp, Parallel("fsdp"), decay="matrices", **options)
         for step in range(n_steps):
             generator = torch.Generator().manual_seed(step)
-            gradients = {n: torch.randn(p.shape, generator=generator).to(dtype) for n, p in alone.named_parameters()}
+            gradients = {n: torch.randn(p.shape, generator=generator).to(p) for n, p in alone.named_parameters()}
             for name, parameter in alone.named_parameters():
                 parameter.grad = gradients[name]
             for managed in fsdp.managed_parameters():
@@ -82,8 +85,9 @@ def rows_and_one(rank: Rank) -> None:
         assert sum(m.numel() for m in moments) < sum(p.numel() for p in alone.layers) / 2
 
 
-def test_rows_of_ranks_are_updated_as_whole_matrices_are_in_their_bits():
-    on_ranks(rows_and_one, 3)
+@pytest.mark.parametrize(("world_size", "device"), [(3, "cpu"), on_gpus(4)])
+def test_rows_of_ranks_are_updated_as_whole_matrices_are_in_their_bits(world_size, device):
+    on_ranks(rows_and_one, world_size, device=device)
 
 
 @pytest.fixture(scope="module")
