@@ -60,7 +60,7 @@ class Conversations(Sequences):
         self._begin, self._length = begin[n_targets > 0], length[n_targets > 0]
         places = self._length - 1
         self._rows = packed(places, context_length) if packing else [[i] for i in range(len(places))]
-        self.packing = packing
+        self.packing, self._drops = packing, long == "drop"
         if not self._rows:
             raise ValueError(
                 f"{stream.files[0].path} has no conversation with an answer within {context_length:,} tokens"
@@ -82,7 +82,7 @@ class Conversations(Sequences):
 
     @property
     def identity(self) -> dict[str, int]:
-        return {"n_sequences": len(self), "packing": int(self.packing)}
+        return {"long_dropped": int(self._drops), "n_sequences": len(self), "packing": int(self.packing)}
 
     def read(self, numbers: Sequence[int] | NDArray[np.int64]) -> Tensor:
         """(2 or, packed, 3, len(numbers), context_length) int64: inputs, targets, starts; raises as ``Sequences``."""

@@ -209,6 +209,8 @@ def test_a_run_says_what_its_rows_hold_and_resumes_only_with_the_same(folder, al
     assert any(text.startswith("held out: 3 conversations in 2 rows of 16 tokens: ") for text in said), said
     with pytest.raises(ValueError, match="the data were at a position for n_sequences 6, and this run has 11"):
         train(replace(run, packing=False), alone)
+    with pytest.raises(ValueError, match="the data were at a position for long_dropped 0, and this run has 1"):
+        train(replace(run, long_conversations="drop"), alone)
     train(run, alone)
     train(replace(run, out=tmp_path / "straight"), alone)
     assert losses_and_norms(run.out) == losses_and_norms(tmp_path / "straight")
