@@ -115,7 +115,7 @@ def exported(folder):
     return export_saved(folder / "hf", load_weights(folder / "of-data")).folder
 
 
-def test_the_loss_is_the_likelihood_that_transformers_and_lm_eval_find(folder, exported, capsys):
+def test_the_loss_is_the_likelihood_that_transformers_finds(folder, exported, capsys):
     transformers = pytest.importorskip("transformers")
     text, ours = likelihood_of(folder, capsys, 15)
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
@@ -125,13 +125,17 @@ def test_the_loss_is_the_likelihood_that_transformers_and_lm_eval_find(folder, e
     with torch.no_grad():
         each = model(ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])
     assert ours == pytest.approx(each.sum().item(), rel=1e-5)
-    if importlib.util.find_spec("lm_eval") is None:
-        return
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
 
+
+def test_the_loss_is_the_likelihood_that_lm_eval_finds(folder, exported, capsys):
+    models = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.api.instance import Instance
+
+    text, ours = likelihood_of(folder, capsys, 15)
     request = Instance("loglikelihood", {}, (text[0], text[1:]), 0)
-    ((theirs, _),) = HFLM(str(exported), device="cpu", dtype="float32").loglikelihood([request], disable_tqdm=True)
+    ((theirs, _),) = models.HFLM(str(exported), device="cpu", dtype="float32").loglikelihood(
+        [request], disable_tqdm=True
+    )
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
