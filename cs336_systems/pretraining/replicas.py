@@ -193,7 +193,7 @@ class _Watch:
         return Ended(last.reason, last.first_step, last.steps, complaint, names, hits=hits)
 
     def _start_lighthouse(self) -> None:
-        self._lighthouse = FreshProcess(_be_the_lighthouse, self._port, round(1000 * self._options.agree_timeout))
+        self._lighthouse = FreshProcess(be_the_lighthouse, self._port, round(1000 * self._options.agree_timeout))
         self._port = self._lighthouse.receive(time.monotonic() + _START_S)
 
     def _start(self, replica: _Replica) -> None:
@@ -306,7 +306,7 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _be_the_lighthouse(connection: Any, port: int, join_timeout_ms: int) -> None:
+def be_the_lighthouse(connection: Any, port: int, join_timeout_ms: int) -> None:
     """Run a lighthouse at the port, or any if that is 0, until the other end hangs up."""
     from torchft.coordination import LighthouseServer
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
@@ -219,13 +220,35 @@ class Reported(Protocol):
         """Asked every ``_LOOK_S`` seconds while a quorum is awaited; True gives it up after ``_GRACE_S``."""
 
 
+class _DaemonThreads(Executor):
+    """Makes each call in a daemon thread: a process that ends does not wait for a quorum that nobody answers for."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call(*args, **kwargs))
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="quorum", daemon=True).start()
+        return future
+
+
 class ReportingManager(Manager):
     """torchft's manager, which tells its replica of each quorum and each verdict."""
 
     replica: "Reported"
     _healing: bool
+    _executor: Executor
     verdict: bool | None = None
     """The last ``should_commit``, until somebody has looked."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._executor.shutdown()
+        self._executor = _DaemonThreads()
 
     def start_quorum(self, *args: Any, **kwargs: Any) -> None:
         began = time.perf_counter()

@@ -16,14 +16,15 @@ import pytest
 from cs336_systems.distributed.checkpoint_folder import survey
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining.replica_options import Fault, faults_of
-from cs336_systems.pretraining.replicas import Refused, train_replicas
+from cs336_systems.pretraining.replicas import Refused, be_the_lighthouse, train_replicas
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import Dropped, End, LoggedStep, Membership
 from cs336_systems.pretraining.trainer import train
+from cs336_systems.processes import FreshProcess
 
 from .trained import losses_and_norms, options, write_dataset
 
-LighthouseServer = pytest.importorskip("torchft.coordination").LighthouseServer
+pytest.importorskip("torchft")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -219,10 +220,11 @@ def test_replicas_that_die_at_once_go_on_from_the_newest_checkpoint(folder):
 
 
 @pytest.mark.slow
-def test_a_replica_that_waits_in_vain_saves_and_ends_when_it_is_asked_to(folder):
-    """Its lighthouse is gone, and would be waited for."""
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, quorum_tick_ms=20)
-    address = f"http://127.0.0.1:{server.address().rsplit(':', 1)[1]}"
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_replica_that_waits_in_vain_saves_and_ends_when_it_is_asked_to(folder, number):
+    """Its lighthouse is gone, or does not answer, and would be waited for."""
+    lighthouse = FreshProcess(be_the_lighthouse, 0, 20_000)
+    address = f"http://127.0.0.1:{lighthouse.receive(time.monotonic() + 60)}"
     command = [sys.executable, "scripts/train.py", "--size", "tiny", "--agree", "every-step", "--context-length", "16"]
     command += ["--lighthouse", address, "--replica", "a", "--data", str(folder / "data"), "--out", str(folder / "run")]
     command += ["--steps", "100000", "--log-every", "1", "--evaluate-every", "100000", "--save-every", "100000"]
@@ -231,12 +233,13 @@ def test_a_replica_that_waits_in_vain_saves_and_ends_when_it_is_asked_to(folder)
     try:
         assert process.stdout is not None
         assert any(line.startswith("[T] step  ") for line in process.stdout)
-        server.shutdown()
+        lighthouse.send_signal(number)
         time.sleep(1.0)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
     finally:
         process.kill()
+        lighthouse.end()
     assert process.returncode == 0
     log = read_run(folder / "run" / "replica-a" / LOG)
     end, made = log.last(End), len(log.all(LoggedStep))
