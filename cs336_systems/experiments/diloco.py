@@ -187,6 +187,13 @@ def make_cells(options: Any) -> list[DilocoCell]:
             raise ValueError(f"--first-steps {cell.first_steps} is no multiple of --agree-every {cell.agree_every}")
         for run in cell.runs:
             run.check()
+        if cell.first_steps:
+            first, then = cell.runs
+            before, after = first.rate_of(cell.first_steps), then.rate_of(cell.steps)
+            same = sum(before(step) == after(step) for step in range(cell.first_steps))
+            if same < cell.first_steps:
+                said = f"--first-steps {cell.first_steps} reach into the decay of --schedule {cell.schedule}"
+                raise ValueError(f"{said}: of --steps {cell.steps} at most {same} come before it")
         cell.train_options.micro_batches(1)
     return sorted(dict.fromkeys(cells), key=lambda cell: (cell.repeat, cell.agree != DATA_PARALLEL))
 

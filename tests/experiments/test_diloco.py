@@ -46,6 +46,7 @@ def test_each_dtype_runs_on_gpus(dtype):
         "--first-steps 20 --agree-every 10": "--first-steps 20 of --steps 60 under --schedule cosine",
         "--first-steps 60 --agree-every 10 --schedule wsd": "--first-steps 60 of --steps 60",
         "--first-steps 15 --agree-every 10 --schedule wsd": "--first-steps 15 is no multiple of --agree-every 10",
+        "--first-steps 50 --agree-every 10 --schedule wsd": "--first-steps 50 reach into the decay .* at most 49 come",
         "--data nowhere": "nowhere is no folder",
     }.items(),
 )
