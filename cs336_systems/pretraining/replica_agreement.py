@@ -100,8 +100,8 @@ class ReplicaAgreement(Agreement, ABC):
     """Whether a replica takes over the others' state in pieces, while they train (``healing.py``)."""
 
     def __init__(self, options: TrainOptions, rank: Rank, lighthouse: str, name: str, trouble: Trouble) -> None:
-        if not 0 < len(name.encode()) <= _NAME_BYTES:
-            raise ValueError(f"--replica needs a name of at most {_NAME_BYTES} bytes, got {name!r}")
+        if not 0 < len(name.encode()) <= _NAME_BYTES or "/" in name:
+            raise ValueError(f"--replica needs a name of at most {_NAME_BYTES} bytes without /, got {name!r}")
         on_rank_0(lambda: _check_reachable(lighthouse))
         for each in ("torchft", "torchft.manager", "torchft.process_group", "torchft.local_sgd"):
             logging.getLogger(each).setLevel(logging.CRITICAL)  # it says at length what the records say
