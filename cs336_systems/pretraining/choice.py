@@ -1,12 +1,13 @@
 """Chooses --batch-size, --keep and --offload of a run whose command gives none of the three (``--choose-fastest``).
 
 They are the fastest that ``card_plan.py`` predicts to fit the GPU that is here, with all other options as given. The
-tokens of a step stay as the options say. A checkpoint holds the choice, and a run that resumes keeps it.
+tokens of a step stay as the options say. A checkpoint holds the choice, and a run that resumes keeps it if it fits.
 
     choice = choose_fastest(options, config, device, world_size, origin)
     options = choice.of(options)
 """
 
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.harness.memory import free_bytes
 from cs336_systems.pretraining.card_plan import USABLE, Asked, CardPlan
 from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.streaming.choose import HOST_OVERHEAD
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Choice:
 def choose_fastest(
     options: TrainOptions, config: ModelConfig, device: torch.device, world_size: int, origin: Path | None
 ) -> Choice | str:
-    """The choice that the run began with, else the fastest that is predicted to fit; or a sentence on why not.
+    """The choice that the run began with if it fits, else the fastest that is predicted to fit; or why there is none.
 
     Args:
         origin: the folder or checkpoint from which the run goes on, if there is one.
@@ -61,26 +63,44 @@ def choose_fastest(
     """
     tokens = options.tokens_per_step(world_size)
     complete = survey(origin)[0] if origin is not None else []
+    before: Choice | None = None
     if complete:
         saved = complete[-1].extra.get("chosen")
         if saved is None:
             return "the run did not begin with a choice"
         before = Choice(**saved | {"total_batch_tokens": tokens, "said": "as the run began"})
         rows = tokens // options.context_length // options.data_ranks(world_size)
-        if rows % before.batch_size == 0:
-            return before
+        before = before if rows % before.batch_size == 0 else None
     name = torch.cuda.get_device_name(device)
     if (hardware := find_hardware(name)) is None:
-        return f"no peaks are on record for {name}"
-    free = free_bytes(device)
-    asked = Asked(hardware.name, world_size, free_bytes(torch.device("cpu")) / GIB)
+        return before or f"no peaks are on record for {name}"
+    free, asked = free_bytes(device), Asked(hardware.name, world_size, _host_gib(world_size))
     try:
         plan = CardPlan.of(replace(options, total_batch_tokens=tokens, accumulate=1), asked)
     except ValueError as error:
-        return str(error)
+        return before or str(error)
     plan = replace(plan, hardware=replace(hardware, memory_bytes=free), config=config)
+    too_large = "" if before is None else _too_large(before, plan, free)
+    if before is not None and not too_large:
+        return before
     if (way := plan.chosen) is None:
         return "only steps whose blocks have a hand-written backward, on ranks with batches of their own, are planned"
     said = f"predicted to be the fastest in {USABLE * free / GIB:.1f} GiB of this {hardware.name}, "
-    said += f"{way.tokens_per_s:,.0f} tokens/s"
+    said += f"{way.tokens_per_s:,.0f} tokens/s{too_large}"
     return Choice(way.layout.micro_batch, way.layout.keep, tuple(sorted(way.offload)), tokens, said)
+
+
+def _host_gib(world_size: int) -> float:
+    """Free memory of all hosts, as that of one: what libraries take on each of the others is taken off."""
+    n_hosts = world_size / int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return (n_hosts * free_bytes(torch.device("cpu")) - (n_hosts - 1) * HOST_OVERHEAD) / GIB
+
+
+def _too_large(before: Choice, plan: CardPlan, free: int) -> str:
+    """Why the choice that the run began with does not fit here, to follow another sentence; empty if it does."""
+    way = replace(plan, own=before.of(plan.own)).as_asked
+    if way is None:
+        return ""
+    needs = (("", way.device_bytes, free), (" of the host", way.host_bytes, plan.host_bytes))
+    short = [f"{n / GIB:.1f} GiB{whose} for {there / GIB:.1f} free" for whose, n, there in needs if n > there]
+    return f"; that of the run's beginning, {before}, needs {' and '.join(short)}" if short else ""

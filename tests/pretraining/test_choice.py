@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from cs336_systems.distributed.process_group import joined
 from cs336_systems.hardware import GIB
 from cs336_systems.pretraining import choice, preparation
 from cs336_systems.pretraining import options as options_of
-from cs336_systems.pretraining.card_plan import NothingFits
+from cs336_systems.pretraining.card_plan import CardPlan, NothingFits
 from cs336_systems.pretraining.choice import Choice, choose_fastest
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_log import LOG, read_run
@@ -53,6 +54,42 @@ def test_the_choice_follows_the_card_and_leaves_the_tokens_of_a_step(card):
         chosen(**fp8)
 
 
+def test_the_memory_of_a_host_is_that_of_its_own_ranks(card, monkeypatch):
+    """Of sixteen ranks on two hosts each has as much as one of eight on one host; of sixteen on one half of that."""
+    asked = choice.Asked
+    given = {}
+
+    def ranks(n, local):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+        monkeypatch.setattr(choice, "Asked", lambda *made: given.setdefault((n, local), asked(*made)))
+        chosen("qwen2.5-7b", n, zero=3, total_batch_tokens=524_288)
+        plan = CardPlan.of(TrainOptions(size="qwen2.5-7b"), given[n, local])
+        return plan.host_bytes
+
+    assert [ranks(16, 8), 2 * ranks(16, 16)] == pytest.approx([ranks(8, 8)] * 2)
+    assert ranks(8, 8) > 20 * GIB
+
+
+def test_a_choice_that_does_not_fit_any_more_is_made_anew_and_said(card, monkeypatch):
+    """Of the card's memory or of the host's."""
+    fp8 = {"matmul_dtype": "e4m3", "total_batch_tokens": 524_288}
+    saved = {"batch_size": 8, "keep": "all", "offload": ["m", "v"], "total_batch_tokens": 524_288}
+    stored = SimpleNamespace(extra={"chosen": saved})
+    monkeypatch.setattr(choice, "survey", lambda origin: ([stored], []))
+    asked = TrainOptions(size="qwen2.5-7b", choose_fastest=True, **fp8)
+
+    def found():
+        return choose_fastest(asked, resolve_size(asked.size), torch.device("cuda"), 1, Path("run"))
+
+    assert found().said == "as the run began" and found().batch_size == 8
+    card["cpu"] = 16 * GIB
+    assert found().offload == ()
+    assert "; that of the run's beginning, --batch-size 8 --keep all --offload m v, needs " in found().said
+    assert found().said.endswith(" GiB of the host for 13.0 free")
+    card.update(cpu=200 * GIB, cuda=50 * GIB)
+    assert found().of(asked).keep != "all" and found().said.endswith(" GiB for 50.0 free")
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -91,6 +128,7 @@ def test_a_run_that_resumes_keeps_its_choice(tmp_path, monkeypatch):
     """A CPU's, with a choice put in place of a plan's: the steps are those of a run with these options."""
     write_dataset(tmp_path / "data")
     monkeypatch.setattr(options_of, "_REFUSALS", ())  # of a CPU that is to choose
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a CPU")
     made = Choice(2, "products", (), 128, "for this test")
     with joined("cpu") as alone:
         plain = options(tmp_path, out=tmp_path / "plain", batch_size=2, keep="products", total_batch_tokens=128)
