@@ -141,7 +141,7 @@ def _run(connection: Any, body: Callable[..., None], args: tuple[Any, ...]) -> N
 
 def _let_server_end() -> None:
     """Close the pipe whose end tells the fork server that who started it has gone; a stopped process would hold it."""
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None

@@ -6,7 +6,6 @@ import math
 import os
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -183,7 +182,7 @@ class LookedAfter(ProcessGroup):
                 lookout.close()
             # A process whose group cannot be aborted would stand still for ever. Started again, it takes over a state.
             within_s = self._timeout.total_seconds() + _CONNECT_S
-            faulthandler.dump_traceback_later(within_s, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(within_s, exit=True, file=2)
             with ExitStack() as last:
                 last.callback(faulthandler.cancel_dump_traceback_later)
                 last.callback(super().errored)  # waits for the device, whose kernels wait for nobody now
