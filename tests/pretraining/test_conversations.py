@@ -34,8 +34,11 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def alone():
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with joined("cpu") as rank:
         yield rank
+    torch.set_num_threads(n_threads)
 
 
 @pytest.fixture(scope="module")
