@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch._dynamo  # noqa: F401 (a group that is there when this is imported stays, and so does its port)
 
 from cs336_systems.distributed.checkpoint_folder import survey
 from cs336_systems.distributed.process_group import joined
