@@ -188,7 +188,8 @@ class RunFields(LoraFields, ReplicaFields):
     gradients, which need --optimizer fused; residual (inputs of blocks), which does not go with --keep autograd."""
     choose_fastest: bool = False
     """Choose --batch-size, --keep and --offload: the fastest that are predicted to fit this GPU; the tokens of a step
-    stay the same. This is the default on a GPU if none of the three is given; a run that resumes keeps its choice."""
+    stay the same. This is the default on a GPU if none of the three is given; a run that resumes keeps its choice if it
+    fits."""
     device_gib: float | None = option(
         None,
         "Limit in GiB on all device memory of the process; needs --host-gib. Layers are streamed, and a plan decides "

@@ -150,6 +150,17 @@ def test_the_one_that_saves_dies_while_its_checkpoint_is_written(folder):
     assert not damaged and max(each.step for each in saved) == 9
 
 
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_with_more_replicas_and_with_none(folder):
+    run(folder, 2, steps=4)
+    ended, told, logs = run(folder, 3, steps=6)
+    assert (ended.reason, ended.first_step, ended.steps) == ("done", 4, 6), told
+    later = [{each.step: each.loss for each in read_run(log / LOG).all(LoggedStep) if each.step >= 4} for log in logs]
+    assert list(later[0]) == [4, 5] and later == [later[0]] * 3
+    train_alone(asked := options(folder, steps=8, batch_size=4))
+    assert [each.step for each in read_run(asked.out / LOG).all(LoggedStep)] == [6, 7]
+
+
 def test_without_torchft_there_is_a_sentence(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchft", None)
     with pytest.raises(ValueError, match=r"^replicas that agree need torchft: uv sync --extra replicas$"):
