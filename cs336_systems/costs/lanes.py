@@ -135,10 +135,11 @@ class _Machine:
         self.starts[i], self.left[lane] = now, self.of.amounts[i]
         if lane == "compute":
             last = max(self.of.waits[i], key=lambda j: self.ends[j], default=None)
-            if last is not None and self.ends[last] > self.free[lane]:
-                self.stalled[self.of.lanes[last]] += now - self.free[lane]
-            elif now > self.free[lane]:
-                self.stalled[lane] += now - self.free[lane]
+            ready = self.free[lane]
+            if last is not None and self.ends[last] > ready:
+                self.stalled[self.of.lanes[last]] += self.ends[last] - ready
+                ready = self.ends[last]
+            self.stalled[lane] += now - ready  # until its partners of other ranks are ready, too
         elif lane in ("in", "out"):
             self.left[lane] += self.rates.copy_latency_s * self.rates.link_alone
 

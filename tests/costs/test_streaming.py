@@ -7,7 +7,7 @@ import pytest
 from cs336_systems.config import PRECISIONS, resolve_size
 from cs336_systems.costs.flops import hardware_flops, model_flops
 from cs336_systems.costs.kept import bytes_kept
-from cs336_systems.costs.lanes import simulate
+from cs336_systems.costs.lanes import Lanes, simulate, simulate_ranks
 from cs336_systems.costs.rates import Rates
 from cs336_systems.costs.streaming import LEVELS, MASTER_MOMENTS, StreamedWork
 from cs336_systems.hardware import GIB, find_hardware
@@ -96,6 +96,14 @@ def test_lanes_run_in_their_order_and_wait_for_each_other() -> None:
     assert times.waited_for == {"in": 2, "compute": 0, "out": 0}
     with pytest.raises(ValueError, match="operation 0 waits for 1"):
         simulate(["in", "out"], [1, 1], [(1,), ()], EVEN)
+
+
+def test_a_wait_is_booked_to_the_copy_and_then_to_the_other_rank() -> None:
+    early = Lanes(["in", "compute"], [10, 1], [(), (0,)])  # its copy takes one second
+    late = Lanes(["compute", "compute"], [3, 1], [(), ()])
+    waited = [times.waited_for for times in simulate_ranks([early, late], [[(0, 1), (1, 1)]], EVEN)]
+    assert (waited[0]["in"], waited[0]["compute"]) == (1, 2)
+    assert not any(waited[1].values())
 
 
 def test_copies_share_the_link_and_slow_kernels() -> None:
