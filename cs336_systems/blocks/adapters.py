@@ -73,7 +73,7 @@ class Adapter:
         if da is not None:
             weight_backward_(da, dh_Rr, x_RK, accumulate)
         if db is not None:
-            h_Rr = (x_RK @ self.a.T).mul_(self.scale)
+            h_Rr = dh_Rr.new_empty(dh_Rr.shape).addmm_(x_RK, self.a.T, beta=0, alpha=self.scale)
             for (dy, h, _), gradient in zip(self._parts(dy_RN, h_Rr), db.split(list(self.widths)), strict=True):
                 weight_backward_(gradient, dy, h, accumulate)
 
