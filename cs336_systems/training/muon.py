@@ -20,8 +20,8 @@ iteration are in bf16, and all else is computed in fp32.
 
 Measured on a CPU (train.py's size tiny on the standard library, fp32, one seed; learning rates 0.003, 0.01, 0.02):
 after 800 steps the held-out loss is 5.00, 4.66, 4.56 with Muon, and 4.99, 4.73, 4.76 with AdamW; Muon passes AdamW's
-best in a run of 600 steps (4.72). So the best learning rate is not quite the same, and a larger one is worth a try. A model of 100M
-parameters on an H100: profiles/h200.md.
+best in a run of 600 steps (4.72). So the best learning rate is not quite the same, and a larger one is worth a try.
+A model of 100M parameters on an H100: profiles/h200.md.
 
 Several ranks do not repeat each other's work. Under ZeRO 1 and 2 each matrix has a rank that updates it. Under FSDP
 each rank has some rows of every matrix and of its moment: G + 0.95 M of as many matrices as there are ranks travel,
