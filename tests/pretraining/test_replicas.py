@@ -104,10 +104,11 @@ def test_killed_and_stalled_replicas_come_back_and_no_step_is_lost(folder):
     assert (ended.reason, ended.steps) == ("done", 14), told
     assert [line for line in told if line.startswith("fault")] == [f"fault: {part}" for part in faults.split("; ")]
     first, second = (read_run(log / LOG) for log in logs)
-    steps = {each.step: (each.loss, each.norm) for each in first.all(LoggedStep)}
-    assert list(steps) == list(range(14))
-    for each in second.all(LoggedStep):
-        assert steps[each.step] == (each.loss, each.norm)
+    steps: dict[int, tuple[float, float]] = {}
+    for each in (*first.all(LoggedStep), *second.all(LoggedStep)):
+        assert steps.setdefault(each.step, (each.loss, each.norm)) == (each.loss, each.norm)
+    # One may make a step alone, if a lighthouse that is started again hears of it first; the other takes its state.
+    assert sorted(steps) == list(range(14))
     dropped = {each.step: tuple(each.sequences) for each in first.all(Dropped)}
     assert dropped.keys() >= {3, 8}
     there = {each.step: each for each in first.all(Membership)}
