@@ -26,13 +26,13 @@ each backward sends, and the means add up in the shard. With one backward per st
 the optimizer's ``zero_grad``.
 
 The optimizer class must update each parameter by itself (LBFGS does not). In the two ZeRO forms it must also update
-each element by itself, as SGD, Adam and AdamW do, and Adafactor and LAMB do not. Parameters that it must see whole are
-in groups with an option, true there, whose name is the class's ``WHOLE``, as Muon's matrices: they have owners as in
-the default, to whom their gradients are reduced. If it draws random numbers per
-element, it needs a method ``locate(tensor, number, offset)``, which is told the number of the parameter that ``tensor``
-is a slice of and the slice's first element. ``step`` runs the optimizer once per bucket, so that sending one bucket
-overlaps with updating the next. It returns when all parameters have arrived or, after ``send_under_forward``, while
-those of later layers are still on their way.
+each element by itself, as SGD, Adam and AdamW do, and Adafactor and LAMB do not. A class that must see some parameters
+whole, as Muon its matrices, names in ``WHOLE`` an option that is true for their groups: each of these parameters has an
+owner, to whom its gradient is reduced. If the optimizer draws random numbers per element, it needs a method
+``locate(tensor, number, offset)``, which is told the number of the parameter that ``tensor`` is a slice of and the
+slice's first element. ``step`` runs the optimizer once per bucket, so that sending one bucket overlaps with updating
+the next. It returns when all parameters have arrived or, after ``send_under_forward``, while those of later layers are
+still on their way.
 
 Limits: parameters must be dense, already on their device, and equal on all ranks at the start (DDP ensures this;
 without it, use the same seed or broadcast). Outside ``no_sync`` all ranks must run equally many backwards, or none.

@@ -49,7 +49,7 @@ from cs336_systems.streaming.choose import LEAST_CHUNK, Caps, CapsTooSmallError,
 from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.lanes import Streams
-from cs336_systems.streaming.messages import RingMessages, ring_messages
+from cs336_systems.streaming.messages import RingMessages, planned_as_copies, ring_messages
 from cs336_systems.streaming.ring import choose_ring
 from cs336_systems.streaming.run import StreamedStep
 from cs336_systems.streaming.schedule import RECOMPUTES
@@ -86,7 +86,7 @@ def measure(
     messages = ring_messages(rank) if rank else None  # before the fence, which counts what they take
     fence = Fence(device, *(int(cap * GIB) for cap in gib)) if runs and on_gpu else None
     hardware = hardware_of(device) if runs else hardware_named(cell.simulated_device)
-    rates = Rates.of(hardware, copied_messages=not on_gpu or messages is None or messages.copied)
+    rates = Rates.of(hardware, copied_messages=planned_as_copies(messages))
     caps = caps_within(device if runs else torch.device("cuda"), gib, fence)
     try:
         choices = _choose(cell, rates, [caps] * cell.ranks) if rank is None else _agree(cell, rates, caps)
@@ -97,9 +97,8 @@ def measure(
     if runs:
         found, lanes = _run(cell, choices, hardware, fence, rank, messages)
         metrics += found
-        metrics += (
-            [Metric("copied_messages", "1 if copies, 0 if kernels", [float(messages.copied)])] if messages else []
-        )
+        if messages:
+            metrics.append(Metric("copied_messages", "1 if copies, 0 if kernels", [float(messages.copied)]))
         if lanes:
             shown = {number: replace(choice, times=lanes) for number, choice in shown.items()}
             how = f"measured on {hardware.name}"

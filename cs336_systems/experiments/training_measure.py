@@ -38,8 +38,8 @@ from cs336_systems.pretraining.trainer import train
 from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
 
 _STEPS_OF_DATA = {"off": 4, "packed": 64, "padded": 64}
-"""Steps after which tokens repeat, by how conversations are laid out. At a repetition SFTTrainer makes a step of what
-is left and begins anew, which took it 20 s: one is not to fall into a measurement."""
+"""Steps after which tokens repeat, by how conversations are laid out. No repetition may fall into a measurement: at one
+SFTTrainer makes a step of what is left, and its next took 20 s (LOG.md)."""
 _N_LEFT = 3
 """Steps that our trainer still makes when it is asked to end after one: the next is queued, the one after it is the
 first before which all ranks know, and its record is read a step late."""

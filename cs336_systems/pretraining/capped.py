@@ -43,7 +43,7 @@ from cs336_systems.streaming.choose import (
 )
 from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence, check_cpu_caps, refusals
-from cs336_systems.streaming.messages import ring_messages
+from cs336_systems.streaming.messages import planned_as_copies, ring_messages
 from cs336_systems.streaming.ring import choose_ring
 from cs336_systems.streaming.run import FRAGMENTS, LayerAdamW, StreamedStep
 from cs336_systems.training.assemble import check_supported
@@ -210,8 +210,7 @@ class CappedStep:
         caps, chunking = caps_of(options, case, device, self._fence), Chunking.of_run(options)
         if not on_gpu:
             check_cpu_caps(caps.device, caps.host)
-        copied = not on_gpu or messages is None or messages.copied
-        choose = chooser(options, case, device, chunking, copied_messages=copied)
+        choose = chooser(options, case, device, chunking, copied_messages=planned_as_copies(messages))
         of_all = on_every_rank(lambda: caps)
         plan, times = on_rank_0(lambda: [(one.plan, one.times) for one in choose(of_all)])[rank.rank]
         self.choice = ChosenPlan(plan, build(plan), times, caps)

@@ -108,8 +108,9 @@ class Transport(HTTPTransport[Any]):
         """
         cuda = any(tensor.is_cuda for tensor in tensors.values())
         ready = torch.cuda.current_stream().record_event() if cuda else None
-        if cuda and not self._has_room:  # torch keeps it: CUDA may hold a later allocation back until kernels end, and
-            # those of a collective wait for the replica that waits for its pieces
+        # Torch keeps this pinned memory. CUDA may hold a later allocation back until kernels end, and those of a
+        # collective wait for the replica that waits for its pieces.
+        if cuda and not self._has_room:
             _ = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu") for _ in range(_AT_ONCE)]
             self._has_room = True
         with self._offering:

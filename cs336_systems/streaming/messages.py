@@ -66,6 +66,11 @@ def ring_messages(rank: Rank) -> "RingMessages":
     return RingMessages(rank, reason) if reason else CopiedMessages(rank)
 
 
+def planned_as_copies(messages: "RingMessages | None") -> bool:
+    """``copied_messages`` of ``Rates.of``: no for NCCL's kernels alone, as a plan made on a CPU is one for GPUs."""
+    return messages is None or messages.copied or messages.rank.device.type != "cuda"
+
+
 class RingMessages:
     """Messages by torch's process groups, between all ranks of the default group.
 

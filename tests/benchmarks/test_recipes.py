@@ -23,8 +23,12 @@ SOME = {
     "profiles": ("memory",),
 }
 """The parts whose commands are parsed, where all take half a minute, or need nsys."""
-QUESTIONS = {"ddp": "data_parallel", "fsdp": "fully_sharded", "harness": "harness_cost", "parallelism": "mesh"} | {
-    "profile_model": "profile"
+QUESTIONS = {
+    "ddp": "data_parallel",
+    "fsdp": "fully_sharded",
+    "harness": "harness_cost",
+    "parallelism": "mesh",
+    "profile_model": "profile",
 }
 """The files of questions whose commands have other names."""
 
