@@ -18,6 +18,7 @@
 #   mesh-pipeline-peers      2      300  1F1B and ZBV beside torch's, keeping products and all
 #   mesh-pipeline-four       4      240  four stages, recorded
 #   mesh-four                4      300  8,192 tokens: FSDP, tensor and context ranks on four
+#   mesh-four-long           4      260  whole steps of 131,072 tokens; one GPU, too, which needs 141 GB
 #
 #   failures            CPU      180  tiny on two cores: replicas, some killed, beside a restart from a checkpoint
 #   diloco              CPU      480  tiny: DiLoCo on two replicas averaging every H steps for five H, on one and four for
@@ -25,9 +26,10 @@
 #   failures-forty      CPU      600  tiny on four replicas, 2,000 steps, 40 kills
 #   replicas              2      220  0.5B over NCCL; one replica is killed and heals while the other trains
 #   replicas-7b           2      240  the same in the shape of 7B, 40 GB of state
+#   replicas-four         4      150  7B in two replicas of two GPUs with FSDP inside, one killed; then 0.5B by DiLoCo
 #   replicas-diloco       2      240  the 100M model: data parallelism, and DiLoCo every 100 steps after a third of the run
 #
-# The last six write to FOLDER/replicas (adopt those of CPUs with --machine cpu), every other part to FOLDER/PART; uv run scripts/report.py --adopt FOLDER moves rows and pictures to profiles/. PYTHON is
+# The last seven write to FOLDER/replicas (adopt those of CPUs with --machine cpu), every other part to FOLDER/PART; uv run scripts/report.py --adopt FOLDER moves rows and pictures to profiles/. PYTHON is
 # how scripts are run (default: uv run).
 set -euo pipefail
 folder=${1:?usage: scripts/measure_parallelism.sh FOLDER PART...}
@@ -89,6 +91,12 @@ for part in "$@"; do
     mesh-four)
       measure "${products[@]}" --context-length 8192 --world-size 4 1 --tensor 2 4 1 --context 1 4 \
         --tensor-by copies collectives --warmup 3 --steps 10 ;;
+    mesh-four-long)
+      for n in 4 2; do
+        measure "${long[@]}" --context-length 131072 --keep input --weights fsdp --warmup 1 --steps 1 \
+          --world-size 4 --context "$n"
+      done
+      measure "${long[@]}" --context-length 131072 --keep input --weights fsdp --warmup 1 --steps 1 --world-size 1 ;;
     failures)
       replicas failures --device cpu --size tiny --replicas 2 --context-length 128 --batch-size 2 --steps 400 --kills 8 \
         --save-every 50 --restarts 3 --timeout 240 ;;
@@ -106,6 +114,12 @@ for part in "$@"; do
       esac
       replicas failures --device cuda --how replicas --replicas 2 "${shape[@]}" --kills 1 --seed 1 --save-every 0 \
         --timeout 200 ;;
+    replicas-four)
+      replicas failures --device cuda --how replicas --replicas 2 --ranks-per-replica 2 --zero 3 --size qwen2.5-7b \
+        --batch-size 4 --steps 80 --kills 1 --seed 1 --save-every 0 --timeout 150
+      "${python[@]}" scripts/train.py --size qwen2.5-0.5b --replicas 2 --ranks-per-replica 2 --zero 3 --agree diloco \
+        --agree-every 100 --batch-size 8 --context-length 1024 --steps 300 --evaluate-every 300 --no-export \
+        --fail "kill 1 at 120" --out "$folder/diloco-four" ;;
     replicas-diloco)
       # With only eight averages the usual outer rate 0.7 and momentum 0.9 were not best: held-out loss of tiny was 4.1 %
       # above data parallelism, 2.4 % at 1 and 0.5, 3.6 % at 1 and 0 (800 steps, the first 200 by data parallelism).

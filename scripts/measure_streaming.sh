@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measure what profiles/results/<gpu>/streaming holds: training steps under caps on device and host memory, on one GPU and
-# in a ring of two; and simulate what profiles/results/cpu/streaming-simulated holds, on any machine.
+# in a ring of several; and simulate what profiles/results/cpu/streaming-simulated holds, on any machine.
 #
 #   scripts/measure_streaming.sh FOLDER PART...
 #
@@ -14,6 +14,7 @@
 #   32b        5  240  Qwen2.5-32B's shape at 8,192: 80 and 240 GiB, on a host with 256
 #   offload    2  100  8B at 8,192 without caps: ours, and FSDP2 with state and optimizer on the host (streaming-offload)
 #   ring       3  160  8B at 8,192 within 24 and 75 GiB on one GPU, and the same on each of two
+#   ring-four  3  300  the same with four, on a host of four GPUs
 #   grid       8  115  at 8,192: three capacities of each in steps of 131,072 tokens
 #   simulated  -    1  both models at 1,024, 8,192, 32,768 and 131,072, 8B at 524,288: 40 minutes of one core
 #
@@ -50,8 +51,10 @@ for part in "$@"; do
       streaming --size qwen2.5-32b --device-gib 80 --host-gib 240 --tokens-per-step 393216 --steps 1 ;;
     offload)
       into streaming-offload --device-gib 132 --host-gib 16 --peers fsdp2-offload --tokens-per-step 65536 --steps 1 ;;
-    ring)
-      into streaming-ring --device-gib 24 --host-gib 75 --world-size 1 2 --tokens-per-step 262144 --steps 1 ;;
+    ring | ring-four)
+      worlds=(1 2)
+      [ "$part" = ring ] || worlds+=(4)
+      into streaming-ring --device-gib 24 --host-gib 75 --world-size "${worlds[@]}" --tokens-per-step 262144 --steps 1 ;;
     grid)
       streaming --device-gib 16 24 40 --host-gib 60 75 115 --tokens-per-step 131072 --steps 1 ;;
     simulated)
@@ -61,7 +64,7 @@ for part in "$@"; do
       simulated --size llama3-8b --context-length 524288 --device-gib 78 130 --host-gib 120 230
       simulated --size llama3-1b --context-length 1024 8192 32768 131072 --device-gib 6 8 12 --host-gib 12 16 24 ;;
     *)
-      echo "unknown part '$part': parts are 1b, 8k, 32k, 128k, 512k, 32b, offload, ring, grid, simulated" >&2
+      echo "unknown part '$part': parts are 1b, 8k, 32k, 128k, 512k, 32b, offload, ring, ring-four, grid, simulated" >&2
       exit 2 ;;
   esac
 done

@@ -64,9 +64,15 @@ class FailureCell:
         values=(REPLICAS, RESTART),
         asked=(REPLICAS, RESTART),
     )
-    replicas: int = option(2, "Replicas, or data-parallel ranks, one process each.", several=False, sign="positive")
+    replicas: int = option(
+        2, "Replicas; of the run that is restarted, the factor of its ranks.", several=False, sign="positive"
+    )
+    ranks_per_replica: int = option(1, "Ranks of each replica, a process each.", several=False, sign="positive")
+    zero: int = option(
+        0, "As for train.py: what the ranks of a replica, or those of the restarted run, divide.", several=False
+    )
     context_length: int = option(1024, "Tokens per sequence.", several=False, sign="positive")
-    batch_size: int = option(8, "Sequences of each replica in a step.", several=False, sign="positive")
+    batch_size: int = option(8, "Sequences of each rank in a step.", several=False, sign="positive")
     steps: int = option(200, "Steps of the replicas.", several=False, sign="positive")
     kills: int = option(4, "Replicas that are killed at random steps.", several=False, sign="not negative")
     save_every: int = option(
@@ -90,7 +96,12 @@ class FailureCell:
             steps = [start + chance.randrange(1, self.save_every) for start in starts]
         else:
             steps = sorted(chance.sample(range(_QUIET_STEPS, self.steps - _QUIET_STEPS), self.kills))
-        return [(step, chance.randrange(self.replicas)) for step in steps]
+        return [(step, chance.randrange(self.replicas if self.how == REPLICAS else self.n_ranks)) for step in steps]
+
+    @property
+    def n_ranks(self) -> int:
+        """Processes that train."""
+        return self.replicas * self.ranks_per_replica
 
     @property
     def train_options(self) -> TrainOptions:
@@ -98,9 +109,10 @@ class FailureCell:
         asked: dict[str, Any] = {}
         if self.how == REPLICAS:
             asked = {"replicas": self.replicas, "agree": "every-step", "agree_timeout": _AGREE_TIMEOUT_S}
+            asked["ranks_per_replica"] = self.ranks_per_replica
         if asked and self.kills:
             asked["fail"] = "; ".join(f"kill {number} at {step}" for step, number in self.at)
-        names = ("size", "context_length", "batch_size", "steps", "save_every", "seed")
+        names = ("size", "context_length", "batch_size", "steps", "save_every", "seed", "zero")
         asked |= {name: getattr(self, name) for name in names} | {"data": Path(self.data) if self.data else None}
         asked["save_every"] = self.save_every or None
         return replace(
@@ -109,6 +121,7 @@ class FailureCell:
 
     def __str__(self) -> str:
         shape = f"{self.size} {self.batch_size} x {self.context_length}, {self.steps:,} steps of {self.replicas}"
+        shape += f" x {self.ranks_per_replica} by ZeRO {self.zero}" * (self.ranks_per_replica > 1)
         return f"{shape}, {self.how}, {self.kills} killed" if self.kills else f"{shape}, nobody killed"
 
 
@@ -206,6 +219,8 @@ RUNS = ResultTable(
         "batch_size",
         "context_length",
         "replicas",
+        "ranks_per_replica",
+        "zero",
         "save_every",
         "how",
         "steps",
@@ -233,7 +248,7 @@ RUNS = ResultTable(
 def _pairs(rows: pd.DataFrame) -> Iterator[tuple[Line, Line]]:
     """Lines of replicas with kills, each with the one of the restarted run of the same size."""
     lines = RUNS.lines(rows)
-    same = ("gpu", "device", "size", "batch_size", "context_length", "replicas")
+    same = ("gpu", "device", "size", "batch_size", "context_length", "replicas", "ranks_per_replica", "zero")
     for line in lines:
         for other in lines:
             alike = all(line.settings.get(name) == other.settings.get(name) for name in same)

@@ -166,7 +166,7 @@ def measure(cell: FailureCell) -> list[Metric]:
     """Run the cell, and read from its logs what became of its time.
 
     Raises:
-        Unsupported: torchft is not installed, or there are fewer GPUs than replicas.
+        Unsupported: torchft is not installed, or there are fewer GPUs than ranks.
         RuntimeError: the run did not come to its end, or none of its kills came.
     """
     with tempfile.TemporaryDirectory() as name:
@@ -272,15 +272,15 @@ def _restarted(cell: FailureCell, options: TrainOptions) -> tuple[list[list[Reco
     hits: list[float] = []
     progress = Progress()
     for step, number in cell.at:
-        with _ranks(cell.replicas, options) as ranks:
+        with _ranks(cell.n_ranks, options) as ranks:
             if _listen(ranks[0][1], told, progress, until=step):
                 progress.tell(f"fault: kill {number} at {step}, and start all again")
                 hits.append(time.time())
                 ranks[number][0].kill()
                 ranks[number][0].join()
-    with _ranks(cell.replicas, options) as ranks:
+    with _ranks(cell.n_ranks, options) as ranks:
         _listen(ranks[0][1], told, progress)
-    return [told], kills_of_restarts(told, hits, options.tokens_per_step(cell.replicas))
+    return [told], kills_of_restarts(told, hits, options.tokens_per_step(cell.n_ranks))
 
 
 @contextmanager

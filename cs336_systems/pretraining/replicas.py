@@ -383,4 +383,5 @@ def _be_a_rank(
         said = "failed", str(error)
     except RuntimeError as error:  # of torch and torchft: who has gone
         said = "failed", f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    connection.send(said)
+    with suppress(BrokenPipeError):  # nobody listens to the other ranks once the first has ended
+        connection.send(said)

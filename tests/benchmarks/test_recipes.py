@@ -55,13 +55,16 @@ def printed(recipe, folder, *parts, **environment):
 
 
 def cells_of(recipe, folder, part, **environment):
-    """The cells of each command of a part."""
+    """The cells of each benchmark of a part; runs of train.py are checked."""
     found = []
     for words in printed(recipe, folder, part, **environment):
         commands, ranks = [words], 1
         if words[3:4] == ["scripts/run_benchmarks.py"]:
             commands, ranks = run_benchmarks.commands(words[4:]), int(words[2])
         for program, *arguments in commands:
+            if program == "scripts/train.py":
+                parse(TrainOptions, ["--device", "cuda", *arguments], None).check()
+                continue
             stem = Path(program).stem.removeprefix("benchmark_")
             question = importlib.import_module(f"cs336_systems.experiments.{QUESTIONS.get(stem, stem)}")
             device = [] if "--device" in arguments else ["--device", "cuda"]

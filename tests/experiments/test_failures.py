@@ -112,6 +112,11 @@ def test_kills_are_random_by_seed_and_spare_the_ends():
     assert all(at % 7 for at, _ in restarted.at)
     same = {cell.train_options.tokens_per_step(1) for cell in (alone, killed)}
     assert same == {restarted.train_options.tokens_per_step(4)}
+    _, killed, restarted = make_cells(replace(CPU, replicas=2, ranks_per_replica=3, zero=3, steps=50, kills=40))
+    asked = killed.train_options
+    assert (asked.replicas, asked.ranks_per_replica, asked.zero) == (2, 3, 3)
+    assert (restarted.n_ranks, restarted.train_options.zero) == (6, 3)
+    assert {number for _, number in killed.at} == {0, 1}  # replicas, not ranks
 
 
 @pytest.mark.parametrize(
