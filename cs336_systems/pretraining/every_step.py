@@ -161,6 +161,11 @@ class EveryStep(ReplicaAgreement):
                     if part.data_ptr() != values.data_ptr():
                         part.copy_(values.view_as(part))
             step.loss, self.reasons, self._n_not_finite = sent[0][0], sent[0][1:], 0
+            if self._made + 1 == self._prepared.n_steps or self.reasons.any():
+                # Who has made the last step leaves, which would drop the step of another that still waits for its own
+                # averages. Whoever comes here has made it.
+                self._average(met := [torch.zeros(1, device=loss.device)])
+                _finite(met)
         else:
             self._drop(error.original_exception if error else None, own_is_finite)
         return self.kept

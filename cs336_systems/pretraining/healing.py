@@ -17,10 +17,12 @@ import threading
 import time
 import urllib.request
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from http.client import HTTPException
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +80,8 @@ class Transport(HTTPTransport[Any]):
     """
 
     seconds = 0.0
-    _has_room = False
+    _room: SimpleQueue[Tensor] | None = None
+    """Pinned memory for the pieces of GPUs that are answered with, as much as there is in one life."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._offering = threading.Lock()
@@ -108,11 +111,12 @@ class Transport(HTTPTransport[Any]):
         """
         cuda = any(tensor.is_cuda for tensor in tensors.values())
         ready = torch.cuda.current_stream().record_event() if cuda else None
-        # Torch keeps this pinned memory. CUDA may hold a later allocation back until kernels end, and those of a
-        # collective wait for the replica that waits for its pieces.
-        if cuda and not self._has_room:
-            _ = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu") for _ in range(_AT_ONCE)]
-            self._has_room = True
+        # No memory is pinned later: CUDA may hold that back until kernels end, and those of a collective wait for the
+        # replica that waits for its pieces.
+        if cuda and self._room is None:
+            self._room = SimpleQueue()
+            for _ in range(_AT_ONCE):
+                self._room.put(torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu"))
         with self._offering:
             self._offered = when, tensors, pieces, ready
 
@@ -122,27 +126,43 @@ class Transport(HTTPTransport[Any]):
         super().disallow_checkpoint()
 
     def _answer(self, request: Any) -> None:
-        """Answer a request for /piece/WHEN/NUMBER; a client that reads slowly holds nothing up."""
+        """Answer a request for /piece/WHEN/NUMBER; a client that reads slowly holds up others, but not the step."""
         _, _, when, number = request.path.split("/")
-        with self._offering:
-            if self._offered is None or self._offered[0] != when:
-                request.send_error(_GONE)
-                return
-            _, tensors, pieces, ready = self._offered
-            piece = pieces[int(number)]
-            sent = self._on_host(_bytes_of(tensors[piece.name], piece), ready)
-        request.send_response(200)
-        request.send_header("Content-Length", str(len(sent)))
-        request.end_headers()
-        request.wfile.write(sent.numpy().data)
+        with self._place() as place:
+            with self._offering:
+                if self._offered is None or self._offered[0] != when:
+                    request.send_error(_GONE)
+                    return
+                _, tensors, pieces, ready = self._offered
+                piece = pieces[int(number)]
+                sent = self._on_host(tensors[piece.name], piece, place, ready)
+            request.send_response(200)
+            request.send_header("Content-Length", str(len(sent)))
+            request.end_headers()
+            request.wfile.write(sent.numpy().data)
 
-    def _on_host(self, values: Tensor, ready: Any) -> Tensor:
-        if not values.is_cuda:
-            return values.clone()
-        host = torch.empty(len(values), dtype=torch.uint8, pin_memory=True, device="cpu")
+    @contextmanager
+    def _place(self) -> Iterator[Tensor | None]:
+        """One of the pinned places, once it is free; None for tensors of a CPU."""
+        if self._room is None:
+            yield None
+            return
+        place = self._room.get()
+        try:
+            yield place
+        finally:
+            self._room.put(place)
+
+    def _on_host(self, tensor: Tensor, piece: Piece, place: Tensor | None, ready: Any) -> Tensor:
+        """The bytes of a piece, in ``place`` if they fit."""
+        if not tensor.is_cuda:
+            return _bytes_of(tensor, piece).clone()
+        n_bytes = piece.last - piece.first
+        fits = place is not None and n_bytes <= len(place)
+        host = place[:n_bytes] if fits else torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
-            host.copy_(values, non_blocking=True)
+            host.copy_(_bytes_of(tensor, piece), non_blocking=True)
         self._stream.synchronize()
         return host
 

@@ -158,7 +158,7 @@ class CopiedMessages(RingMessages):
         """The numbers for which this rank waits, or has waited, at its own flags."""
         on_gpu = rank.device.type == "cuda"
         self._side = torch.cuda.Stream(rank.device) if on_gpu else None
-        self._seen = torch.zeros(2 * n, dtype=torch.int32, pin_memory=on_gpu)
+        self._seen = torch.zeros(2 * n, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         """This rank's flags, as ``late`` has last seen them."""
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="messages", daemon=True).start()
 
