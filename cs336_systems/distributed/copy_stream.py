@@ -20,6 +20,8 @@ Wait = Callable[[], None]
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 _AT_LEAST, _AFTER_ALL_BEFORE = 0, 0
 """The driver's flags of a wait, which ends at the number or a higher one, and of a write, after a memory barrier."""
+_NON_BLOCKING = 1
+"""The driver's flag of a stream that does not wait for the default stream."""
 _NO_TIMING = 2
 """The driver's flag of an event that records no time."""
 _SUCCESS = 0
@@ -47,10 +49,27 @@ def _library() -> Any:
     library, place, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64, ctypes.c_size_t
     library.cuMemcpyAsync.argtypes = place, place, size, place
     library.cuStreamBatchMemOp_v2.argtypes = place, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
+    library.cuStreamCreate.argtypes = ctypes.c_void_p, ctypes.c_uint
     library.cuEventCreate.argtypes = ctypes.c_void_p, ctypes.c_uint
     library.cuEventRecord.argtypes = place, place
     library.cuStreamWaitEvent.argtypes = place, place, ctypes.c_uint
     return library
+
+
+def unshared_stream() -> torch.cuda.ExternalStream:
+    """A stream of the current CUDA device that nobody else uses, and that waits for no other.
+
+    ``torch.cuda.Stream`` hands out 32 in turn, which callbacks of collectives use as well: one that waits for a
+    collective holds up whoever was given the same stream.
+
+    Raises:
+        RuntimeError: a call of the driver fails.
+    """
+    torch.cuda.current_stream()  # the device's context exists from here on
+    handle = ctypes.c_void_p()
+    if (status := _library().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)) != _SUCCESS:
+        raise RuntimeError(f"cuStreamCreate fails with {status}")
+    return torch.cuda.ExternalStream(handle.value)
 
 
 class CopyStream:

@@ -31,6 +31,8 @@ from torch.distributed._serialization import _streaming_load
 from torch.utils._pytree import tree_map_only
 from torchft.checkpointing import HTTPTransport
 
+from cs336_systems.distributed.copy_stream import unshared_stream
+
 _PIECE_BYTES = 16 * 2**20
 """The most bytes of one answer: small, as averaging gradients waits for the pieces under way."""
 _MOST_BYTES = 4 * 2**30
@@ -114,7 +116,7 @@ class Transport(HTTPTransport[Any]):
         # No memory is pinned later: CUDA may hold that back until kernels end, and those of a collective wait for the
         # replica that waits for its pieces.
         if cuda and self._room is None:
-            self._room = SimpleQueue()
+            self._room, self._stream = SimpleQueue(), unshared_stream()  # copies run beside collectives that wait
             for _ in range(_AT_ONCE):
                 self._room.put(torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu"))
         with self._offering:

@@ -20,7 +20,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.nn.functional import pad
 from torchft.manager import Manager, _ManagedWork
-from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL, create_store_client
+from torchft.process_group import (
+    ProcessGroup,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+    _WorkAcceleratorTimeout,
+    create_store_client,
+)
 from torchft.work import _DummyWork
 
 from cs336_systems.costs.communication import cost
@@ -143,7 +149,8 @@ class LookedAfter(ProcessGroup):
     _timeout: timedelta
     _lookout: Lookout | None = None
     _gone: RuntimeError | None = None
-    _turn = 0
+    turn = 0
+    """The number of groups that there have been."""
 
     def __init__(self, timeout: timedelta) -> None:
         super().__init__(timeout)
@@ -151,13 +158,13 @@ class LookedAfter(ProcessGroup):
 
     def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any) -> None:
         with self._lock:
-            self._turn += 1  # from now on members that leave the old group have not died
+            self.turn += 1  # from now on members that leave the old group have not died
             self.abort(errored=False)
             self._gone = None
         store = create_store_client(store_addr, timeout=timedelta(seconds=5 * _JOIN_S))
         # Before NCCL's connections: these wait for the whole timeout for a member that died since all agreed, or at the
         # address of a group that is long gone.
-        lookout = Lookout(store, rank, world_size, partial(self._lost, self._turn))
+        lookout = Lookout(store, rank, world_size, partial(self._lost, self.turn))
         try:
             super().configure(store_addr, replica_id, rank, world_size, *args)
         except BaseException:
@@ -171,7 +178,7 @@ class LookedAfter(ProcessGroup):
 
     def _lost(self, turn: int, member: int) -> None:
         with self._lock:
-            if turn == self._turn:
+            if turn == self.turn:
                 self._gone = RuntimeError(f"member {member} of the group has gone")
                 self.abort()
 
@@ -201,6 +208,24 @@ class Nccl(LookedAfter, _Watched, ProcessGroupNCCL):
         seconds = math.ceil(min(timeout.total_seconds(), _CONNECT_S))
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(seconds))
         super().__init__(timeout)
+
+    def _wrap_work(self, work: Any, opts: object) -> Any:
+        """The work with torchft's timer, which may abort the group that the work is of, but none that came after."""
+        wrapped = super()._wrap_work(work, opts)
+        if isinstance(wrapped, _WorkAcceleratorTimeout):
+            wrapped._pg = _AsOfNow(self)
+        return wrapped
+
+
+class _AsOfNow:
+    """A group for a timer, which fires long after a collective that failed: by then there is another group."""
+
+    def __init__(self, group: LookedAfter) -> None:
+        self._group, self._turn = group, group.turn
+
+    def abort(self) -> None:
+        if self._group.turn == self._turn:
+            self._group.abort()
 
 
 class Reported(Protocol):

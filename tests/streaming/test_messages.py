@@ -38,7 +38,7 @@ def content(source: int, number: int) -> torch.Tensor:
     """A message that no other equals, of no to many pieces."""
     generator = torch.Generator().manual_seed(1000 * source + number)
     n = (0, 1, PIECE, PIECE + 1, 3 * PIECE, (N_PIECES + 3) * PIECE + 5)[number % 6]
-    return torch.randint(256, (n,), generator=generator, dtype=torch.uint8)
+    return torch.randint(256, (n,), generator=generator, dtype=torch.uint8, device="cpu")
 
 
 def check_values(rank: Rank, n_messages: int):

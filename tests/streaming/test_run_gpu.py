@@ -44,7 +44,7 @@ def trained(
     torch.manual_seed(0)
     step.reset_parameters()
     shape, generator = (2, plan.n_sequences, plan.work.context_length), torch.Generator().manual_seed(1)
-    losses = [step(*torch.randint(1000, shape, generator=generator)) for _ in range(n)]
+    losses = [step(*torch.randint(1000, shape, generator=generator, device="cpu")) for _ in range(n)]
     weights = {name: weight.to("cpu", copy=True) for name, weight in step.model().state_dict().items()}
     return {"losses": torch.stack(losses).cpu(), **weights}
 
