@@ -108,6 +108,25 @@ def _headroom_of(folder: Path, limit_file: str, usage_file: str, prefix: str) ->
         return None
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on the device, without waiting for it.
+
+    Raises:
+        RuntimeError: a CUDA graph is captured, which would copy at each replay from memory that is gone by then.
+    """
+    check_uncaptured(device)
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def check_uncaptured(device: torch.device) -> None:
+    """Raise RuntimeError while a CUDA graph is captured, whose replays would not know what changed."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "addresses or hyperparameters changed while a CUDA graph is captured: take a step before the capture, and "
+            "clear gradients in place"
+        )
+
+
 def aligned(n_bytes: int) -> int:
     """``n_bytes`` rounded up to ``ALIGNMENT``."""
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT

@@ -22,9 +22,11 @@ fused, 660 to 670 TFLOP/s (LOG.md).
 
     loss = linear_cross_entropy(x, weight, targets, fused=True)        # x (..., D), weight (V, D), targets (...) -> ()
 
-A target of ``IGNORED`` does not count. Nothing waits for a GPU: how many targets count is computed and used there.
-Targets out of range are therefore refused on a CPU alone; fused, they make loss and gradients NaN. If no target counts,
-the mean is NaN and gradients are zero, as of ``torch.nn.functional.cross_entropy``.
+A target of ``IGNORED`` does not count. Of targets in host memory the host knows which count, and ``linear_cross_entropy``
+computes logits of their rows alone: it takes these rows of x together, chunk by chunk, and puts their gradients back.
+Nothing waits for a GPU: of targets that are there, as in a CUDA graph, every row has logits, as how many count is
+computed and used there. They are refused if out of range on a CPU alone; fused, they make loss and gradients NaN. If no
+target counts, the mean is NaN and gradients are zero, as of ``torch.nn.functional.cross_entropy``.
 """
 
 from collections.abc import Callable
@@ -36,6 +38,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cs336_systems.costs.memory import default_chunk
+from cs336_systems.kernels.host_memory import to_device
 from cs336_systems.kernels.matmul import by_torch_, multiply_
 from cs336_systems.kernels.own_gradient import adds_to, own_gradient
 from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
@@ -46,6 +49,21 @@ ELSEWHERE, NOWHERE = -1, -2
 """The targets that are not among this rank's words: among another's, or no rank's."""
 PLAIN_CHUNK = 1024
 """Tokens of a chunk in plain PyTorch, which holds logits in fp32 besides."""
+FUSED_ROWS = 128
+"""Rows of a product's tile. Fused, a multiple of them have logits: fewer would hardly save time, and launches, which are
+prepared for each shape, would meet another one in every micro-batch."""
+
+
+def rows_that_count(targets_T: Tensor, n_ranks: int, multiple: int) -> Tensor | None:
+    """(ranks, N): which of each rank's equally many rows have targets that count; None if N would be all of them.
+
+    N is a multiple of ``multiple``, and the same for all: other rows follow those that count. Targets are on the CPU.
+    """
+    counts_RT = (targets_T != IGNORED).view(n_ranks, len(targets_T) // n_ranks)
+    n = -(-int(counts_RT.sum(1).max()) // multiple) * multiple
+    if n >= counts_RT.shape[1]:
+        return None
+    return torch.stack([torch.cat((counts.nonzero(), (~counts).nonzero()))[:n, 0] for counts in counts_RT])
 
 
 def own_places(targets_C: Tensor, n_words: int, ranks: TensorRanks) -> Tensor:
@@ -118,12 +136,17 @@ def _in_chunks(
     chunk: int | None,
     fused: bool,
     ranks: TensorRanks = ALONE,
+    rows_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, lse (T,)), at least fp32; dx, if it is asked for, is written, and grad_weight written or added to.
 
     Each of several ranks has some rows of x, some words, all targets; lse is then all rows', chunk by chunk.
+
+    Args:
+        rows_N: the rows of x that have logits, by default all; lse and targets are of these, and dx of others is zero.
     """
     n_tokens, n_words, n_ranks = len(x_TD), len(weight_VD), ranks.n_ranks
+    n_rows = n_tokens if rows_N is None else len(rows_N)
     asked: dict[str, Any] = {"z_loss": z_loss, "gradient": dx_TD is not None or grad_weight is not None}
     if n_ranks > 1:
         asked["ranks"] = ranks
@@ -139,28 +162,43 @@ def _in_chunks(
         width, chunk = n_words, chunk or PLAIN_CHUNK
     multiply = multiply_ if fused else by_torch_
     wide = torch.promote_types(x_TD.dtype, torch.float32)
-    losses = torch.empty(n_tokens * n_ranks, dtype=wide, device=x_TD.device)
+    losses = torch.empty(n_rows * n_ranks, dtype=wide, device=x_TD.device)
     lse = torch.empty_like(losses)
     own_chunk = max(1, min(chunk // n_ranks, n_tokens))
+    # As large as for all rows, whose number may change from call to call: sizes that change leave gaps in memory.
     buffer = torch.empty(own_chunk * n_ranks, width, dtype=x_TD.dtype, device=x_TD.device)
-    if grad_weight is not None and not (n_tokens or accumulate):
+    taken = x_TD.new_empty(0 if rows_N is None else own_chunk, x_TD.shape[1])
+    if grad_weight is not None and not (n_rows or accumulate):
         grad_weight.zero_()
-    for start in range(0, n_tokens, own_chunk):
-        part = slice(start, start + own_chunk)
-        x = ranks.gather(x_TD[part])
+    if dx_TD is not None and rows_N is not None:
+        dx_TD.zero_()
+    for start in range(0, n_rows, own_chunk):
+        part = slice(start, min(start + own_chunk, n_rows))
+        if rows_N is None:
+            own = x_TD[part]
+        else:
+            own = torch.index_select(x_TD, 0, rows_N[part], out=taken[: part.stop - start])
+        x = ranks.gather(own)
         rows_of_all = slice(start * n_ranks, start * n_ranks + len(x))
-        targets = targets_T.view(n_ranks, n_tokens)[:, part].flatten()
+        targets = targets_T.view(n_ranks, n_rows)[:, part].flatten()
         logits = buffer[: len(x), :n_words]
         if fused:
             buffer[:, n_words:].fill_(-torch.inf)
         multiply(logits, x, weight_VD.T)
         rows(logits, targets, losses[rows_of_all], lse[rows_of_all])
-        if dx_TD is not None and n_ranks == 1:
-            multiply(dx_TD[part], logits, weight_VD)
-        elif dx_TD is not None:
-            dx_TD[part] = ranks.scatter(torch.mm(logits, weight_VD))
         if grad_weight is not None:
             multiply(grad_weight, logits.t(), x, grad_weight if accumulate or start else None)
+        if dx_TD is None:
+            continue
+        if n_ranks == 1:
+            dx = dx_TD[part] if rows_N is None else own  # which nobody reads any more
+            multiply(dx, logits, weight_VD)
+        else:
+            dx = ranks.scatter(torch.mm(logits, weight_VD))
+        if rows_N is not None:
+            dx_TD.index_copy_(0, rows_N[part], dx)
+        elif n_ranks > 1:
+            dx_TD[part] = dx
     if fused:
         return losses.sum() * scale, lse
     total = losses.new_zeros(())
@@ -257,6 +295,7 @@ def linear_cross_entropy(
     Where gradients are wanted, they are computed here, without the logits of all tokens.
 
     Args:
+        targets: where x is or on the CPU; there, rows whose targets are ignored have no logits.
         z_loss: adds z_loss * logsumexp(logits)^2 to each target's loss.
         chunk: tokens whose logits exist at a time; chosen if None.
         fused: whether by Triton kernels.
@@ -271,19 +310,35 @@ def linear_cross_entropy(
     if x.dim() < 1 or (ranks.n_ranks == 1 and x.shape[:-1] != targets.shape):  # of several, ``_check`` counts rows
         raise ValueError(f"targets {tuple(targets.shape)} do not match x {tuple(x.shape)} without its last dimension")
     x_TD, targets_T = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
-    _check(x_TD, weight, targets_T, chunk, fused, ranks)
-    recorded = torch.is_grad_enabled()
+    _check(x_TD, weight, targets_T, chunk, fused, ranks, from_host=True)
+    recorded, rows = torch.is_grad_enabled(), None
     with torch.no_grad():
+        if targets_T.is_cpu:
+            rows_RN = rows_that_count(targets_T, ranks.n_ranks, FUSED_ROWS if fused else 1)
+            if rows_RN is None:
+                targets_T = to_device(targets_T, x.device)
+            else:
+                counting_RN = targets_T.view(ranks.n_ranks, -1).gather(1, rows_RN)
+                sent = to_device(torch.cat((rows_RN[ranks.rank, None], counting_RN)), x.device)
+                rows, targets_T = sent[0], sent[1:].flatten()
         dx = torch.empty_like(x_TD) if recorded and x.requires_grad else None
         dweight = torch.empty_like(weight) if recorded and weight.requires_grad else None
         denominator = (targets_T != IGNORED).sum() if reduction == "mean" else torch.ones((), device=x.device)
-        loss, _ = _in_chunks(x_TD, weight, targets_T, denominator, dx, dweight, False, z_loss, chunk, fused, ranks)
+        how = False, z_loss, chunk, fused, ranks, rows
+        loss, _ = _in_chunks(x_TD, weight, targets_T, denominator, dx, dweight, *how)
     found: Tensor = _Known.apply(x_TD, weight, fused, (loss, dx, dweight))
     return found
 
 
 def _check(
-    x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: int | None, fused: bool, ranks: TensorRanks = ALONE
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    chunk: int | None,
+    fused: bool,
+    ranks: TensorRanks = ALONE,
+    *,
+    from_host: bool = False,
 ) -> None:
     if weight_VD.dim() != 2 or x_TD.dim() != 2 or x_TD.shape[1] != weight_VD.shape[1] or not len(weight_VD):
         raise ValueError(f"weight {tuple(weight_VD.shape)} is not (words, d) for x {tuple(x_TD.shape)}")
@@ -298,7 +353,7 @@ def _check(
             raise ValueError("the kernel takes float32 and bfloat16: in float16 gradients of logits would underflow")
         check_alike(x=x_TD, weight=weight_VD)
         check_runnable(cross_entropy_rows_kernel, x_TD)
-    if targets_T.device != x_TD.device:
+    if targets_T.device != x_TD.device and not (from_host and targets_T.is_cpu):
         raise ValueError(f"targets are on {targets_T.device}, x is on {x_TD.device}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk must be positive, got {chunk}")

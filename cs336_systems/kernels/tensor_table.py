@@ -24,6 +24,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.kernels.host_memory import check_uncaptured, to_device
 from cs336_systems.kernels.launching import ceil_div
 
 ALIGNMENT_BYTES = 16
@@ -70,25 +71,6 @@ class TensorTable:
             counts = torch.tensor(chunks, device="cpu")
             self.owners = to_device(owners.repeat_interleave(counts, output_size=first[-1]), device)
         self.n_chunks, self._described, self._device = first[-1], rows, device
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on the device, without waiting for it.
-
-    Raises:
-        RuntimeError: a CUDA graph is captured, which would copy at each replay from memory that is gone by then.
-    """
-    check_uncaptured(device)
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
-
-
-def check_uncaptured(device: torch.device) -> None:
-    """Raise RuntimeError while a CUDA graph is captured, whose replays would not know what changed."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "addresses or hyperparameters changed while a CUDA graph is captured: take a step before the capture, and "
-            "clear gradients in place"
-        )
 
 
 def is_aligned(*tensors: Tensor) -> bool:

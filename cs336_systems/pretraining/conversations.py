@@ -3,7 +3,8 @@
     rows = Conversations(dataset.train, 2048, vocab_size, "cuda", packing=True)
     inputs, targets = rows.send(rows.read([0, 1]))      # (2, 2048, 2) tokens and starts, (2, 2048) targets
 
-Only tokens of answers are targets; others are ``IGNORED``, and so is padding. A conversation of n tokens takes n - 1
+Only tokens of answers are targets; others are ``IGNORED``, and so is padding. Targets stay in host memory, where the head
+learns which rows need no logits (``linear_cross_entropy.py``). A conversation of n tokens takes n - 1
 places, as its last token is a target alone. Packing takes the longest first and puts each where the least space is left
 (best-fit decreasing; Johnson 1974); what shares a row is the same in all epochs, and the order of rows is drawn anew.
 """
@@ -109,8 +110,9 @@ class Conversations(Sequences):
         return batch
 
     def send(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        inputs, targets, *starts = batch.to(self.device, non_blocking=True)
-        return (torch.stack((inputs, *starts), dim=-1) if starts else inputs), targets
+        """As of ``Sequences``, but targets stay in memory from which the device can copy."""
+        inputs, *starts = (each.to(self.device, non_blocking=True) for each in (batch[0], *batch[2:]))
+        return (torch.stack((inputs, *starts), dim=-1) if starts else inputs), batch[1]
 
 
 def packed(sizes: NDArray[np.int64], capacity: int) -> list[list[int]]:

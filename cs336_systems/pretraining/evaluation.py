@@ -48,7 +48,7 @@ def score(model: TransformerLM, sequences: Sequences, batch_size: int, limit: in
     """
     losses, counts = [], []
     for token_ids, targets, _ in evaluation_batches(sequences, batch_size, limit=limit):
-        losses.append(_of_each(model(token_ids), targets).cpu())
+        losses.append(_of_each(model(token_ids), targets.to(token_ids.device)).cpu())
         counts.append((targets != IGNORED).sum(1).cpu())
     loss, count = torch.cat(losses), torch.cat(counts).double()
     mean = (loss.sum() / count.sum()).item()

@@ -47,6 +47,7 @@ class PeerModel(nn.Module):
         model.loss_function = torch.compile(model.loss_function, **how)
 
     def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        targets = targets.to(token_ids.device, non_blocking=True)
         loss: Tensor = self.model(input_ids=token_ids, labels=targets, shift_labels=targets, use_cache=False).loss
         return loss
 

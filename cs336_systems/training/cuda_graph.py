@@ -20,6 +20,8 @@ the launches, so they run uncaptured.
 Capturing allocates what a step does, in the same order, from a pool of its own; what the uncaptured steps had cached
 for that is given back before.
 
+Every row has logits, also those whose targets are ignored, as how many these are would decide about shapes.
+
 Limits: one rank, or tensor ranks by collectives, which the graphs hold; whole steps; batches of one shape; parameters
 must stay where they are. What asks the device, waits for it or copies from pageable memory cannot be captured.
 """
@@ -60,6 +62,7 @@ class CapturedStep(TrainStep):
             Unsupported: another mode; in the step, something cannot be captured.
             ValueError: no such mode; in the step, the batch has another shape than the captured one.
         """
+        targets = targets.to(self.device, non_blocking=True)
         phases = super().phases(mode, token_ids, targets)
         if mode != "step":
             raise Unsupported(f"a CUDA graph holds whole steps, mode step, got mode {mode}")

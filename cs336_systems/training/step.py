@@ -131,7 +131,10 @@ class TrainStep:
         """Called when gradients are reduced, before they are clipped, which it may change; False drops the step."""
 
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """Run one step on ids and targets (batch, seq); returns the loss before the update, a detached scalar."""
+        """Run one step on ids and targets (batch, seq); returns the loss before the update, a detached scalar.
+
+        Targets may be on the CPU; a model that computes its own loss then has no logits where they are ignored.
+        """
         for phase in self.phases("step", token_ids, targets).values():
             phase()
         assert self.loss is not None
@@ -142,7 +145,7 @@ class TrainStep:
         if self.loss_function is None:
             loss: Tensor = self.model(token_ids, targets)
             return loss
-        return self.loss_function(self.model(token_ids), targets)
+        return self.loss_function(self.model(token_ids), targets.to(self.device, non_blocking=True))
 
     def phases(self, mode: str, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
         """Return the phases of one step on this batch by name, in the order in which they must run.
@@ -179,8 +182,9 @@ class TrainStep:
 
         def share(part: int, loss: Tensor) -> Tensor:
             if part == 1:
-                counts[:] = [(each != IGNORED).sum() for each in targets.chunk(self.accumulate)]
-                total = torch.stack(counts).sum()
+                own = torch.stack([(each != IGNORED).sum() for each in targets.chunk(self.accumulate)])
+                counts[:] = own = own.to(self.device, non_blocking=True)
+                total = own.sum()
                 if self.counted_over is not None:
                     dist.all_reduce(total, group=self.counted_over)
                     total = total / dist.get_world_size(self.counted_over)
