@@ -22,11 +22,14 @@ fused, 660 to 670 TFLOP/s (LOG.md).
 
     loss = linear_cross_entropy(x, weight, targets, fused=True)        # x (..., D), weight (V, D), targets (...) -> ()
 
-A target of ``IGNORED`` does not count. Of targets in host memory the host knows which count, and ``linear_cross_entropy``
-computes logits of their rows alone: it takes these rows of x together, chunk by chunk, and puts their gradients back.
-Nothing waits for a GPU: of targets that are there, as in a CUDA graph, every row has logits, as how many count is
-computed and used there. They are refused if out of range on a CPU alone; fused, they make loss and gradients NaN. If no
-target counts, the mean is NaN and gradients are zero, as of ``torch.nn.functional.cross_entropy``.
+A target of ``IGNORED`` does not count. Nothing waits for a GPU, so where the targets lie decides about their rows:
+
+* on the CPU: the host knows which count, and only these rows have logits. Each chunk takes its rows of x together, and
+  puts their gradients back among zeros. Targets out of range are refused.
+* on a GPU: every row has logits, as how many count is known there alone. Out of range, fused, they make loss and
+  gradients NaN. CUDA graphs and ``linear_cross_entropy_forward_backward`` have this form alone.
+
+If no target counts, the mean is NaN and gradients are zero, as of ``torch.nn.functional.cross_entropy``.
 """
 
 from collections.abc import Callable
@@ -50,7 +53,7 @@ ELSEWHERE, NOWHERE = -1, -2
 PLAIN_CHUNK = 1024
 """Tokens of a chunk in plain PyTorch, which holds logits in fp32 besides."""
 FUSED_ROWS = 128
-"""Rows of a product's tile. Fused, a multiple of them have logits: fewer would hardly save time, and launches, which are
+"""Rows of a product's tile. Fused, a multiple of them have logits: fewer hardly save time, and launches, which are
 prepared for each shape, would meet another one in every micro-batch."""
 
 
@@ -174,9 +177,8 @@ def _in_chunks(
         dx_TD.zero_()
     for start in range(0, n_rows, own_chunk):
         part = slice(start, min(start + own_chunk, n_rows))
-        if rows_N is None:
-            own = x_TD[part]
-        else:
+        own = x_TD[part]
+        if rows_N is not None:
             own = torch.index_select(x_TD, 0, rows_N[part], out=taken[: part.stop - start])
         x = ranks.gather(own)
         rows_of_all = slice(start * n_ranks, start * n_ranks + len(x))

@@ -3,10 +3,10 @@
     rows = Conversations(dataset.train, 2048, vocab_size, "cuda", packing=True)
     inputs, targets = rows.send(rows.read([0, 1]))      # (2, 2048, 2) tokens and starts, (2, 2048) targets
 
-Only tokens of answers are targets; others are ``IGNORED``, and so is padding. Targets stay in host memory, where the head
-learns which rows need no logits (``linear_cross_entropy.py``). A conversation of n tokens takes n - 1
-places, as its last token is a target alone. Packing takes the longest first and puts each where the least space is left
-(best-fit decreasing; Johnson 1974); what shares a row is the same in all epochs, and the order of rows is drawn anew.
+Only tokens of answers are targets; others are ``IGNORED``, and so is padding. Targets stay in host memory, where the
+head learns which rows need no logits (``linear_cross_entropy.py``). A conversation of n tokens takes n - 1 places, as
+its last token is a target alone. Packing takes the longest first and puts each where the least space is left (best-fit
+decreasing; Johnson 1974); what shares a row is the same in all epochs, and the order of rows is drawn anew.
 """
 
 from bisect import bisect_left, insort

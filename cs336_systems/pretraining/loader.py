@@ -312,8 +312,8 @@ def evaluate(
     for token_ids, targets, n_sequences in batches:
         with matmul_precision(step.precision), autocast(step.precision, rank.device):
             loss = step.loss_of(own(token_ids), own(targets))
-        counts = torch.stack([(each != IGNORED).sum() for each in (own(targets), targets)]).to(rank.device)
-        n_own, n_all = counts * (n_sequences / len(targets))
+        counts = torch.stack([(each != IGNORED).sum() for each in (own(targets), targets)])
+        n_own, n_all = counts.to(rank.device, non_blocking=True) * (n_sequences / len(targets))
         total += torch.stack((torch.where(n_own > 0, loss * n_own, 0.0), n_own, n_all))  # the mean of none is NaN
     if rank.world_size > 1:
         dist.all_reduce(total)

@@ -20,7 +20,8 @@ the launches, so they run uncaptured.
 Capturing allocates what a step does, in the same order, from a pool of its own; what the uncaptured steps had cached
 for that is given back before.
 
-Every row has logits, also those whose targets are ignored, as how many these are would decide about shapes.
+Every row has logits, also those whose targets are ignored, as their number would decide about shapes: of targets on the
+CPU, of which ``TrainStep`` leaves such rows out, the bits differ.
 
 Limits: one rank, or tensor ranks by collectives, which the graphs hold; whole steps; batches of one shape; parameters
 must stay where they are. What asks the device, waits for it or copies from pageable memory cannot be captured.

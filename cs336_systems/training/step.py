@@ -183,8 +183,8 @@ class TrainStep:
         def share(part: int, loss: Tensor) -> Tensor:
             if part == 1:
                 own = torch.stack([(each != IGNORED).sum() for each in targets.chunk(self.accumulate)])
-                counts[:] = own = own.to(self.device, non_blocking=True)
-                total = own.sum()
+                own = own.to(self.device, non_blocking=True)
+                counts[:], total = own.unbind(), own.sum()
                 if self.counted_over is not None:
                     dist.all_reduce(total, group=self.counted_over)
                     total = total / dist.get_world_size(self.counted_over)

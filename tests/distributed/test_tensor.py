@@ -51,7 +51,7 @@ def batch(config):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(config.vocab_size, (2, 3, config.context_length), generator=generator)
     targets = ids[1].clone()
-    targets[0, 3:7] = -100
+    targets[0, 3:7], targets[1, :3] = -100, -100  # of the rows of two ranks 8 and 9 are left
     return ids[0][:2], targets[:2]
 
 
@@ -94,7 +94,10 @@ def check_every_level_gives_the_same_bits(rank: Rank):
 
 
 def check_rows_are_sent_twice_a_half_and_pass(rank: Rank):
-    """Two gathers and two reduce-scatters of a block in forward and as many in backward, and one sum of its gains."""
+    """Two gathers and two reduce-scatters of a block in forward and as many in backward, and one sum of its gains.
+
+    The head sends as many rows of each rank as have targets that count on the rank with most.
+    """
     mesh = Mesh.over(rank, tensor=2)
     ranks, n_bytes = GroupRanks(mesh.group("tensor")), 2 * LLAMA.context_length * LLAMA.d_model * 4
     model = build(LLAMA, ranks, "all", torch.float32)
@@ -104,9 +107,10 @@ def check_rows_are_sent_twice_a_half_and_pass(rank: Rank):
         loss.backward()
     gathered, scattered = ("_allgather_base", n_bytes), ("_reduce_scatter_base", n_bytes // 2)
     block, gains = [gathered, scattered] * 2, ("allreduce", 2 * LLAMA.d_model * 4)
-    agreed = ("_allgather_base", 2 * 2 * LLAMA.context_length * 2 * 4)
+    of_head, agreed = ("_allgather_base", 2 * 9 * LLAMA.d_model * 4), ("_allgather_base", 2 * 2 * 9 * 2 * 4)
+    back = ("_reduce_scatter_base", 9 * LLAMA.d_model * 4)
     sent = [[(event.kind, event.n_bytes) for event in log.sent] for log in (forward, backward)]
-    assert sent[0] == [scattered, *block * 2, gathered, agreed, scattered]
+    assert sent[0] == [scattered, *block * 2, of_head, agreed, back]
     assert sent[1] == [("allreduce", LLAMA.d_model * 4), *[*block, gains] * 2, gathered]
 
 

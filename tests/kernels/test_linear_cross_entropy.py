@@ -1,15 +1,16 @@
 """Head and loss in chunks, plain and fused, against full logits in fp64: values, gradients, memory, refusals."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.kernels.cross_entropy_rows import launch_rows
-from cs336_systems.kernels.linear_cross_entropy import IGNORED, default_chunk
+from cs336_systems.kernels.linear_cross_entropy import FUSED_ROWS, IGNORED, default_chunk
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy as of_either
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy_forward_backward as both_of_either
 from tests.kernels.against_fp64 import check, check_refused, error
@@ -57,17 +58,30 @@ def formula(
 
 
 def check_all(
-    x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, chunk: int | None = None, fused: bool = True
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+    fused: bool = True,
+    from_host: bool = False,
 ) -> None:
-    """Against full logits in fp64 and in the same dtype.
+    """Against full logits in fp64 and in the same dtype; ``from_host``, targets are given on the CPU, to autograd.
 
     The floor rounds each term of a sum once, and the sum over chunks once per chunk; an exponential carries the
     rounding of its fp32 argument, logits times log2(e).
     """
-    got = Results(*both_of_either(x, weight, targets, z_loss=z_loss, chunk=chunk, fused=fused))
+    how: dict[str, Any] = {"z_loss": z_loss, "chunk": chunk, "fused": fused}
+    if from_host:
+        leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        loss = of_either(*leaves, targets.cpu(), **how)
+        got = loss.detach(), *torch.autograd.grad(loss, leaves)
+    else:
+        got = both_of_either(x, weight, targets, **how)
     exact, eager = formula(x, weight, targets, z_loss, torch.float64), formula(x, weight, targets, z_loss)
     wide = torch.promote_types(x.dtype, torch.float32)
-    assert [t.dtype for t in got] == [wide, x.dtype, weight.dtype, wide]
+    assert [t.dtype for t in got] == [wide, x.dtype, weight.dtype, wide][: len(got)]
     logits = x.double() @ weight.double().t()
     one_hot = F.one_hot(targets.clamp(min=0), len(weight))
     n_counting = (targets != IGNORED).sum()
@@ -81,7 +95,7 @@ def check_all(
         per_term * n_chunks * (terms.t() @ x.double().abs()),
         torch.tensor(in_exponent),
     )
-    for name, *of in zip(Results._fields, got, eager, exact, (floor.max() for floor in floors), strict=True):
+    for name, *of in zip(Results._fields, got, eager, exact, (floor.max() for floor in floors), strict=False):
         check(name, *of)
 
 
@@ -121,6 +135,30 @@ def test_where_no_target_counts_the_mean_is_nan_and_gradients_are_zero(fused: bo
         assert loss.isnan() and lse.shape == (n_tokens,)
         assert not dx.any() and dx.shape == x.shape and not dweight.any()
         assert of_either(x, weight, none, reduction="sum", fused=fused) == 0
+
+
+@pytest.mark.usefixtures("poisoned")
+@EITHER
+def test_of_targets_on_the_cpu_ignored_ones_cost_no_products(fused: bool) -> None:
+    """Where all count, to the bit as all rows; where none does, zero."""
+    n_tokens, n_words, d = 300, 50, 16
+    x, weight, targets = make(n_tokens, n_words, d)
+    targets[:120] = IGNORED
+    how: dict[str, Any] = {"z_loss": 0.01, "chunk": 100, "fused": fused}
+    check_all(x, weight, targets, **how, from_host=True)
+    leaves = x.view(3, 100, d).requires_grad_(), weight.requires_grad_()
+    for n_counting, given in ((120, targets), (300, targets.abs() % n_words), (0, torch.full_like(targets, IGNORED))):
+        with FlopCounterMode(display=False) as counter:
+            loss = of_either(*leaves, given.cpu().view(3, 100), **how)
+        n_rows = -(-n_counting // FUSED_ROWS) * FUSED_ROWS if fused else n_counting
+        assert counter.get_total_flops() == 6 * min(n_rows, n_tokens) * n_words * d
+        dx, dweight = (t.flatten(0, -2) for t in torch.autograd.grad(loss, leaves))
+        assert not dx[given == IGNORED].any() and dx[given != IGNORED].any(1).all()
+        if n_counting == n_tokens:
+            every_row = both_of_either(x, weight, given, **how)
+            assert all(torch.equal(*pair) for pair in zip((loss, dx, dweight), every_row, strict=False))
+    assert loss.isnan() and not dweight.any()
+    assert of_either(x, weight, given.cpu(), reduction="sum", fused=fused) == 0
 
 
 @EITHER
@@ -260,12 +298,24 @@ class TestOnGpu:
         extra = torch.cuda.max_memory_allocated() - before
         logits, per_token = 2048 * (n_words + 15) * 2, 8192 * (2 * 4 + 8)
         assert extra <= logits + x.nbytes + per_token + 2**23
+        del grad_weight
+        torch.cuda.reset_peak_memory_stats()
+        public(x.requires_grad_(), weight.requires_grad_(), targets.cpu(), chunk=2048)
+        extra = torch.cuda.max_memory_allocated() - before
+        assert extra <= logits + x.nbytes + per_token + 2**23 + 2048 * 1024 * 2, "and a chunk of x"
 
-    def test_the_host_does_not_wait(self) -> None:
+    @pytest.mark.parametrize("where", ["cuda", "cpu"])
+    def test_the_host_does_not_wait(self, where: str) -> None:
         x, weight, targets = (t.requires_grad_(t.is_floating_point()) for t in make(512, 1000, 64, torch.bfloat16))
+        targets = targets.to(where)
         public(x, weight, targets, chunk=128).backward()
         torch.cuda.set_sync_debug_mode("error")
         try:
             (3.0 * public(x, weight, targets, chunk=128)).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_rows_of_targets_on_the_cpu(self, dtype: torch.dtype) -> None:
+        """By the products that Qwen2.5 0.5B takes."""
+        check_all(*make(700, 151_936, 896, dtype), from_host=True)

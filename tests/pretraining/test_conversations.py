@@ -80,6 +80,13 @@ def test_packed_rows_hold_each_conversation_once_and_whole(folder):
     assert "1 beyond the context are cut" in rows.said
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_targets_stay_on_the_host(folder, packing):
+    rows = rows_of(folder, packing=packing, device="meta")
+    inputs, targets = rows.send(rows.read([0, 1]))
+    assert inputs.is_meta and torch.equal(targets, rows.read([0, 1])[1])
+
+
 def test_a_long_conversation_is_dropped_if_asked_and_one_cut_before_its_answer_always(folder, tmp_path):
     assert len(rows_of(folder, long="drop")) == len(LENGTHS) - 1
     write_chat(tmp_path / "data", lengths=(40, 9))  # half of 40 are answers, and the context ends before
