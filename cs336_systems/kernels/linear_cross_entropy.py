@@ -291,18 +291,20 @@ def linear_cross_entropy(
     chunk: int | None = None,
     fused: bool,
     ranks: TensorRanks = ALONE,
+    every_row: bool = False,
 ) -> Tensor:
     """Cross entropy of ``x @ weight.T``, in nats: x (..., D), weight (V, D), int64 targets (...) -> (), at least fp32.
 
     Where gradients are wanted, they are computed here, without the logits of all tokens.
 
     Args:
-        targets: where x is or on the CPU; there, rows whose targets are ignored have no logits.
+        targets: where x is, or on the CPU.
         z_loss: adds z_loss * logsumexp(logits)^2 to each target's loss.
         chunk: tokens whose logits exist at a time; chosen if None.
         fused: whether by Triton kernels.
         ranks: those that share weight, of which this one has equally many words, and x, of which it has rows; targets
             are of all rows, in the order of ranks.
+        every_row: whether rows of ignored targets have logits also if these are on the CPU.
 
     Raises:
         ValueError: as ``linear_cross_entropy_forward_backward``, or an unknown reduction.
@@ -316,7 +318,7 @@ def linear_cross_entropy(
     recorded, rows = torch.is_grad_enabled(), None
     with torch.no_grad():
         if targets_T.is_cpu:
-            rows_RN = rows_that_count(targets_T, ranks.n_ranks, FUSED_ROWS if fused else 1)
+            rows_RN = None if every_row else rows_that_count(targets_T, ranks.n_ranks, FUSED_ROWS if fused else 1)
             if rows_RN is None:
                 targets_T = to_device(targets_T, x.device)
             else:

@@ -352,7 +352,7 @@ class Passes:
     def _loss(self, operation: Operation) -> None:
         normed, *_ = self._normed(operation)
         targets = self.targets[self._tokens(operation)]
-        how: dict[str, Any] = {"reduction": "sum", "chunk": HEAD_TOKENS, "fused": normed.is_cuda}
+        how: dict[str, Any] = {"reduction": "sum", "chunk": HEAD_TOKENS, "fused": normed.is_cuda, "every_row": True}
         total = linear_cross_entropy(normed, self.fixed.head, targets, **how)
         self.losses[operation.round, operation.chunk].copy_(total / self.denominator)
 
