@@ -2,36 +2,44 @@
 
     adapt(model, Lora(rank=16, alpha=32))            # written-out blocks; everything else is frozen
 
-Of y = x W^T + s (x A^T) B^T, W (N, K) gets no gradient. With h = x A^T and dh = s dy B:
+Of y = x W^T + h B^T, with h = s x A^T, W (N, K) gets no gradient. With dh = s dy B:
 
-    dx = dy W + dh A        dA = dh^T x        dB = s dy^T h
+    dx = dy W + dh A        dA = dh^T x        dB = dy^T h
 
 Shape legend: x (R, K), y (R, N), A (r, K), B (N, r), and s = alpha / rank. A matrix of n parts (q, k, v: 3; gate, up:
 2) has an A of n r rows.
 
-h, r numbers a token, is computed again in backward, which reads x anyway. q, k and v have an A of their own each, one
-after the other in one matrix, and so have gate and up; each B adds to its own columns. Parameters have peft's names
-below the matrix they belong to (``attn.q_proj.lora_A.weight``), its shapes, and its initial values: A uniform within
-1 / sqrt(K), B zero, with which a block computes what it computes without them, to the bit. Where the matrices are
-quantized, adapters read the values that quantized products read, but multiply in the block's dtype.
+h, r numbers a token, is kept for backward at every level: 14 r bytes a token and block in bf16, if all matrices have
+adapters. q, k and v have an A of their own each, one after the other in one matrix, and so have gate and up; each B
+adds to its own columns. Parameters have peft's names below the matrix they belong to (``attn.q_proj.lora_A.weight``),
+its shapes, and its initial values: A uniform within 1 / sqrt(K), B zero, with which a block computes what it computes
+without them, to the bit. Where the matrices are quantized, adapters read the values that quantized products read, but
+multiply in the block's dtype.
+
+Beside the large products these are small ones, which would take longer than their FLOPs (``kernels/lora.py``): where
+kernels are fused, a block has four launches for h, three that add to y, four for dh, three that add to dx and four for
+gradients. What is missing is part of others: gate | up's addition is in its product, down's to dx in SwiGLU's backward.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.quantized import QuantizedProducts
+from cs336_systems.blocks.saved import low_rank_name
 from cs336_systems.blocks.weights import PARTS, merge_
 from cs336_systems.config import Lora
+from cs336_systems.kernels.lora_reference import LowRank
 from cs336_systems.model import TransformerLM
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a matrix with n parts, of rank r each."""
+    """The adapter of a matrix with n parts, of rank r each; its gradients are ``BlockOps.lora_gradients_``'s."""
 
     a: Tensor
     """(n r, K)"""
@@ -41,41 +49,18 @@ class Adapter:
     """Columns of y that each part has; N together."""
     scale: float
 
-    def _parts(self, y_RN: Tensor, h_Rr: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(columns of y, columns of h, rows of B) of each part."""
-        widths, rank = list(self.widths), self.b.shape[1]
-        return list(zip(y_RN.split(widths, dim=1), h_Rr.split(rank, dim=1), self.b.split(widths), strict=True))
+    def forward(self, ops: BlockOps, x_RK: Tensor) -> Tensor:
+        """h (R, n r)."""
+        return ops.lora_shrink(x_RK, self.a.T, (self.a.shape[1],), self.scale)
 
-    def add_(self, y_RN: Tensor, x_RK: Tensor) -> None:
-        """y += s (x A^T) B^T."""
-        for y, h, b in self._parts(y_RN, x_RK @ self.a.T):
-            y.addmm_(h, b.T, alpha=self.scale)
+    def addition(self, h_Rr: Tensor) -> LowRank:
+        """The part of y that is the adapter's."""
+        return LowRank(h_Rr, self.b, self.widths)
 
-    def backward_(self, dx_RK: Tensor, dy_RN: Tensor) -> Tensor:
-        """dx += dh A; returns dh (R, n r)."""
-        dh_Rr = dx_RK.new_empty(dx_RK.shape[0], self.a.shape[0])
-        for dy, dh, b in self._parts(dy_RN, dh_Rr):
-            torch.addmm(dh, dy, b, beta=0, alpha=self.scale, out=dh)
-        dx_RK.addmm_(dh_Rr, self.a)
-        return dh_Rr
-
-    def gradients_(
-        self,
-        weight_backward_: Callable[..., object],
-        da: Tensor | None,
-        db: Tensor | None,
-        dy_RN: Tensor,
-        x_RK: Tensor,
-        dh_Rr: Tensor,
-        accumulate: bool,
-    ) -> None:
-        """Write dA to ``da`` and dB to ``db``, or add; None skips one. ``weight_backward_`` is as in ``BlockOps``."""
-        if da is not None:
-            weight_backward_(da, dh_Rr, x_RK, accumulate)
-        if db is not None:
-            h_Rr = dh_Rr.new_empty(dh_Rr.shape).addmm_(x_RK, self.a.T, beta=0, alpha=self.scale)
-            for (dy, h, _), gradient in zip(self._parts(dy_RN, h_Rr), db.split(list(self.widths)), strict=True):
-                weight_backward_(gradient, dy, h, accumulate)
+    def backward(self, ops: BlockOps, dy_RN: Tensor) -> LowRank:
+        """The part of dx that is the adapter's, whose h is dh (R, n r)."""
+        dh_Rr = ops.lora_shrink(dy_RN, self.b, self.widths, self.scale)
+        return LowRank(dh_Rr, self.a.T, (self.a.shape[1],))
 
 
 class _Factor(nn.Module):
@@ -110,6 +95,7 @@ def adapt(model: TransformerLM, lora: Lora) -> None:
         if isinstance(block.products, QuantizedProducts):
             block.products.frozen = True
         block.adapter_scale = lora.scale  # type: ignore[assignment]
+        block.kept = *block.kept, *map(low_rank_name, lora.on)  # type: ignore[operator, assignment]
         merge_(block)
 
 

@@ -25,7 +25,7 @@ All tensors share one dtype, but for statistics, the rotary tables and what quan
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,10 +35,11 @@ from torch import Tensor
 from cs336_systems.blocks.adapters import Adapter
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import NONE, STORED, Maxima, Operand, Products
-from cs336_systems.blocks.saved import APART, Saved
+from cs336_systems.blocks.saved import APART, Saved, low_rank_name
 from cs336_systems.blocks.weights import BlockGradients, BlockWeights
-from cs336_systems.config import ModelConfig
+from cs336_systems.config import ADAPTED, ModelConfig
 from cs336_systems.costs.kept import KEPT, OPERANDS
+from cs336_systems.kernels.lora_reference import LowRank
 
 Later = list[Callable[[BlockGradients, bool], None]]
 """Gradients of matrices that are still to be computed: each is called with where they go, and whether to add there."""
@@ -59,6 +60,8 @@ class _Stages:
     """Memory for results of products, by the names of ``Saved``."""
     documents: Mapping[str, Tensor]
     """``starts`` of attention, if several documents share a sequence; not every attention takes it."""
+    low_rank: dict[str, Tensor] = field(default_factory=dict)
+    """h of adapters, by the names under which they are kept: those that forward kept, or as they are computed."""
 
     def place(self, name: str, like: Tensor, width: int) -> Tensor:
         """Memory for a result of a product: the caller's, or new."""
@@ -85,15 +88,30 @@ class _Stages:
         widths = {"qkv": (config.d_query, config.d_kv, config.d_kv), "gate_up": (config.d_ff, config.d_ff)}
         return Adapter(a, b, widths.get(name, (config.d_model,)), self.weights.adapter_scale)
 
-    def adapt_(self, name: str, out_RN: Tensor, x_RK: Operand) -> None:
-        """Add what the adapter of the matrix of this name, if it has one, makes of the product's operand."""
-        if (adapter := self.adapter(name)) is not None:
-            adapter.add_(out_RN, self.products.by_rows(x_RK))
+    def addition(self, name: str, x_RK: Operand) -> LowRank | None:
+        """What the adapter of the matrix of this name, if it has one, adds to its product with the operand."""
+        if (adapter := self.adapter(name)) is None:
+            return None
+        kept = low_rank_name(name)
+        if kept not in self.low_rank:
+            self.low_rank[kept] = adapter.forward(self.ops, self.products.by_rows(x_RK))
+        return adapter.addition(self.low_rank[kept])
 
-    def adapt_backward_(self, name: str, dx_RK: Tensor, dy_RN: Operand) -> Tensor | None:
-        """Add what an adapter's backward makes of the result's gradient; returns that of its low-rank product."""
+    def adapt_(self, name: str, out_RN: Tensor, x_RK: Operand) -> None:
+        """Add ``addition``."""
+        if (low := self.addition(name, x_RK)) is not None:
+            self.ops.lora_expand_(out_RN, low)
+
+    def addition_backward(self, name: str, dy_RN: Operand) -> LowRank | None:
+        """What the adapter adds to the gradient of the product's operand; its h is the gradient of h."""
         adapter = self.adapter(name)
-        return None if adapter is None else adapter.backward_(dx_RK, self.products.by_rows(dy_RN))
+        return None if adapter is None else adapter.backward(self.ops, self.products.by_rows(dy_RN))
+
+    def adapt_backward_(self, name: str, dx_RK: Tensor, dy_RN: Operand) -> LowRank | None:
+        """Add ``addition_backward``, and return it."""
+        if (low := self.addition_backward(name, dy_RN)) is not None:
+            self.ops.lora_expand_(dx_RK, low)
+        return low
 
     def norm1(self, x_RD: Tensor, rstd_R: Tensor | None = None) -> tuple[Any, Tensor]:
         """The norm of x, to be read, and its statistic, which may be known."""
@@ -189,6 +207,8 @@ class _Stages:
         return self.products.add_norm(self.ops, x_RD, branch, *how)
 
     def gate_up(self, x_RD: Tensor, normed2_RD: Operand) -> Tensor:
+        if self.weights.gate_up_a is not None and not self.products.quantized:
+            return self.feed(x_RD, normed2_RD)[0]  # which rounds the product and what is added to it together
         gate_up = self.place("gate_up", x_RD, self.weights.gate_up.shape[0])
         self.products.forward_(self.ops, gate_up, normed2_RD, self.rows_of("gate_up"))
         self.adapt_("gate_up", gate_up, normed2_RD)
@@ -196,11 +216,9 @@ class _Stages:
 
     def feed(self, x_RD: Tensor, normed2_RD: Operand) -> tuple[Tensor, Tensor]:
         """gate | up and SwiGLU's product of it."""
-        if self.weights.gate_up_a is not None:
-            gate_up = self.gate_up(x_RD, normed2_RD)
-            return gate_up, self.products.swiglu(self.ops, gate_up, self.maxima)
         gate_up, weight = self.place("gate_up", x_RD, self.weights.gate_up.shape[0]), self.rows_of("gate_up")
-        return gate_up, self.products.swiglu_forward_(self.ops, gate_up, normed2_RD, weight, self.maxima)
+        how = self.maxima, self.addition("gate_up", normed2_RD)
+        return gate_up, self.products.swiglu_forward_(self.ops, gate_up, normed2_RD, weight, *how)
 
 
 def _documents(starts: Tensor | None) -> dict[str, Tensor]:
@@ -337,6 +355,7 @@ def forward(
         y = residual if "residual" not in saved.names else torch.empty_like(residual)
     products.add_forward_(ops, y, residual, product, stages.rows_of("down"))
     stages.adapt_("down", y, product)
+    saved.keep(**stages.low_rank)
     return y.view_as(x_BSD)
 
 
@@ -383,12 +402,13 @@ class _Writer:
         """Whether a matrix or its adapter has a gradient to be written, which reads the product's operand."""
         return any(getattr(self.gradients, each) is not None for each in (name, f"{name}_a", f"{name}_b"))
 
-    def adapter(self, name: str, dy_RN: Operand, x_RM: Operand, dh_Rr: Tensor | None) -> None:
-        """Write the gradients of the matrix's adapter, if it has one; dh is that of its low-rank product."""
-        if (adapter := self.stages.adapter(name)) is not None and dh_Rr is not None:
-            products = self.stages.products
-            read = products.by_rows(dy_RN), products.by_columns(x_RM), dh_Rr
-            self._now_or_later(partial(_write_adapter, adapter, self.stages.ops, name, *read))
+    def adapter(self, name: str, dy_RN: Operand, x_RM: Operand, low: LowRank | None) -> None:
+        """Write the gradients of the matrix's adapter, if it has one; ``low`` is its ``addition_backward``."""
+        if (adapter := self.stages.adapter(name)) is not None and low is not None:
+            products, h = self.stages.products, self.stages.low_rank.get(low_rank_name(name))
+            assert h is not None, f"the adapter of {name} needs {low_rank_name(name)}, which forward did not keep"
+            read = products.by_columns(x_RM), products.by_rows(dy_RN), h, low.h, adapter.widths
+            self._now_or_later(partial(_write_adapter, self.stages.ops, name, read))
 
     def _now_or_later(self, write: Callable[[BlockGradients, bool], None]) -> None:
         if self.later is None:
@@ -411,17 +431,10 @@ def _write_product(
 
 
 def _write_adapter(
-    adapter: Adapter,
-    ops: BlockOps,
-    name: str,
-    dy: Tensor,
-    x: Tensor,
-    dh: Tensor,
-    gradients: BlockGradients,
-    accumulate: bool,
+    ops: BlockOps, name: str, read: tuple[Any, ...], gradients: BlockGradients, accumulate: bool
 ) -> None:
     da, db = (getattr(gradients, f"{name}_{each}") for each in "ab")
-    adapter.gradients_(ops.weight_backward_, da, db, dy, x, dh, accumulate)
+    ops.lora_gradients_(da, db, *read, accumulate)
 
 
 def backward(
@@ -453,7 +466,8 @@ def backward(
         starts: that of forward.
     """
     of_dy = products.maxima(dy_BSD, saved.tensors)
-    stages = _Stages(weights, ops, products, of_dy, config, cos, sin, {}, _documents(starts))
+    low_rank = {name: saved.tensors[name] for name in map(low_rank_name, ADAPTED) if name in saved.tensors}
+    stages = _Stages(weights, ops, products, of_dy, config, cos, sin, {}, _documents(starts), low_rank)
     maxima, write = products.gradient_maxima(dy_BSD), _Writer(grads, stages, accumulate, later)
     recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 
@@ -462,23 +476,23 @@ def backward(
     if products.ranks.under_products and write.wants("gate_up"):
         recalled.operand("normed2")  # whose rows travel meanwhile
     dproduct = products.backward(ops, dy_read, stages.columns_of("down"))
-    dh = stages.adapt_backward_("down", dproduct, dy_read)
-    asked = {"with_product": with_product, "columns": grads.gate_up is not None}
+    low = stages.addition_backward("down", dy_read)
+    asked: dict[str, Any] = {"low": low, "with_product": with_product, "columns": grads.gate_up is not None}
     again, dgate_up = products.swiglu_backward_(ops, dproduct, gate_up, stages.maxima, maxima, **asked)
     del dproduct, gate_up
     if write.wants("down"):
         again = recalled.operand("product") if again is None else again
         write.product("down", dy_read, again)
-        write.adapter("down", dy_read, again, dh)
+        write.adapter("down", dy_read, again, low)
     del dy_read, again
     recalled.forget("product")
     residual = recalled["residual"]  # before its norm, which it brings with it if it has to be computed again
     if write.wants("gate_up"):
         write.product("gate_up", dgate_up, recalled.operand("normed2"))
     dnormed2 = products.sum_backward(ops, dgate_up, stages.columns_of("gate_up"))
-    dh = stages.adapt_backward_("gate_up", dnormed2, dgate_up)
+    low = stages.adapt_backward_("gate_up", dnormed2, dgate_up)
     if write.wants("gate_up"):
-        write.adapter("gate_up", dgate_up, recalled.operand("normed2"), dh)
+        write.adapter("gate_up", dgate_up, recalled.operand("normed2"), low)
     del dgate_up
     recalled.forget("normed2")
     how = weights.ln2, recalled["rstd2"], dy
@@ -491,11 +505,11 @@ def backward(
     if products.ranks.under_products and write.wants("qkv"):
         recalled.operand("normed1")
     dattended = products.backward(ops, dy_read, stages.columns_of("output"))
-    dh = stages.adapt_backward_("output", dattended, dy_read)
+    low = stages.adapt_backward_("output", dattended, dy_read)
     if write.wants("output"):
         attended = stages.read("attended", recalled["attended"], rows=False)
         write.product("output", dy_read, attended)
-        write.adapter("output", dy_read, attended, dh)
+        write.adapter("output", dy_read, attended, low)
         del attended
     del dy_read
     projected = recalled.projected()
@@ -523,10 +537,10 @@ def backward(
     if write.wants("qkv"):
         write.product("qkv", dy_read, recalled.operand("normed1"))
     dnormed1 = products.sum_backward(ops, dy_read, stages.columns_of("qkv"))
-    dh = stages.adapt_backward_("qkv", dnormed1, dy_read)
+    low = stages.adapt_backward_("qkv", dnormed1, dy_read)
     if write.wants("qkv"):
-        write.adapter("qkv", dy_read, recalled.operand("normed1"), dh)
-    del dy_read, dh
+        write.adapter("qkv", dy_read, recalled.operand("normed1"), low)
+    del dy_read, low
     recalled.forget("normed1")
     how = weights.ln1, recalled["rstd1"], dresidual
     dx, dgains["ln1"] = ops.rms_norm_backward(dnormed1, recalled["x"], *how, **maxima.raised("dx"))

@@ -23,6 +23,7 @@ from cs336_systems.blocks.maxima import FusedQuantizers, Quantizers
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.kernels.absmax import absmax, row_and_column_absmax
 from cs336_systems.kernels.column_sums import column_sums
+from cs336_systems.kernels.lora import expand_, factor_gradients_, shrink
 from cs336_systems.kernels.matmul import (
     add_product_,
     product_,
@@ -54,6 +55,9 @@ KERNELS = BlockOps(
     rotate_=rotate_,
     norm_rotate=norm_rotate,
     norm_rotate_backward_=norm_rotate_backward_,
+    lora_shrink=shrink,
+    lora_expand_=expand_,
+    lora_gradients_=factor_gradients_,
 )
 """All operations but attention."""
 QUANTIZERS = Quantizers(

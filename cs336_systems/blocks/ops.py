@@ -7,7 +7,8 @@ itself to the bit where one value can be had in two ways, since a block may keep
 
 * ``add_rms_norm_forward`` norms the residual that it returns, rounded, as ``rms_norm_forward`` of it would;
 * ``swiglu_backward_`` finds the product that ``swiglu_product_`` wrote;
-* ``swiglu_product_`` finds the gate | up that ``product_`` would, and the product that ``swiglu`` would of it.
+* ``swiglu_product_`` finds the product that ``swiglu`` would of the gate | up that it finds, and without an adapter's
+  part the gate | up that ``product_`` would.
 
 Where products are quantized by kernels, operations that write what products read, the norm's backward among them, take
 ``absmax=``: one fp32 element, which they raise to the largest magnitude of what they write.
@@ -24,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+
+from cs336_systems.kernels.lora_reference import LowRank, expand_, factor_gradients_, shrink
 
 PRODUCTS = frozenset({"product_", "add_product_", "product_backward_", "weight_backward_"})
 """The operations that are a matrix product and nothing else."""
@@ -83,18 +86,23 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def swiglu_product_(gate_up: Tensor, x_RD: Tensor, weight: Tensor, product: Tensor) -> None:
-    """product = silu(gate) * up (R, F); gate | up (R, 2F) becomes x weight^T."""
+def swiglu_product_(gate_up: Tensor, x_RD: Tensor, weight: Tensor, product: Tensor, low: LowRank | None = None) -> None:
+    """product = silu(gate) * up (R, F); gate | up (R, 2F) becomes x weight^T and, if it is there, low."""
     product_(gate_up, x_RD, weight)
+    if low is not None:
+        expand_(gate_up, low)
     gate, up = gate_up.chunk(2, dim=-1)
     torch.mul(F.silu(gate), up, out=product)
 
 
-def swiglu_backward_(dproduct: Tensor, gate_up: Tensor, *, with_product: bool) -> None:
+def swiglu_backward_(dproduct: Tensor, gate_up: Tensor, *, with_product: bool, low: LowRank | None = None) -> None:
     """Write the gradient of gate | up over it and, ``with_product``, silu(gate) * up over dproduct (R, F).
 
-    With s = sigmoid(gate): dup = dproduct silu(gate), dgate = dproduct up s (1 + gate (1 - s)).
+    With s = sigmoid(gate): dup = dproduct silu(gate), dgate = dproduct up s (1 + gate (1 - s)). If low is there, it is
+    added to dproduct before.
     """
+    if low is not None:
+        expand_(dproduct, low)
     dproduct_wide = _widened(dproduct)
     gate, up = _widened(gate_up).chunk(2, dim=-1)
     s = torch.sigmoid(gate)
@@ -248,6 +256,9 @@ class BlockOps:
     norm_rotate_backward_: Callable[..., tuple[Tensor, Tensor]] = norm_rotate_backward_
     attention_forward: Callable[..., tuple[Tensor, Tensor]] = attention_forward
     attention_backward: Callable[..., object] = attention_backward
+    lora_shrink: Callable[..., Tensor] = shrink
+    lora_expand_: Callable[..., object] = expand_
+    lora_gradients_: Callable[..., object] = factor_gradients_
 
 
 REFERENCE = BlockOps()

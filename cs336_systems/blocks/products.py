@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.blocks.ops import BlockOps
+from cs336_systems.kernels.lora_reference import LowRank
 from cs336_systems.model.tensor_ranks import ALONE, EVERYTHING, Arriving, TensorRanks
 
 GATHERED = ("normed1", "normed2", "dy", "dresidual")
@@ -167,11 +168,14 @@ class Products:
         else:
             torch.add(base, self.sum_forward(ops, x, weight), out=out)
 
-    def swiglu_forward_(self, ops: BlockOps, gate_up: Tensor, x: Operand, weight: Any, maxima: Maxima) -> Tensor:
-        """SwiGLU of gate | up = x W^T, which is written besides."""
+    def swiglu_forward_(
+        self, ops: BlockOps, gate_up: Tensor, x: Operand, weight: Any, maxima: Maxima, low: LowRank | None = None
+    ) -> Tensor:
+        """SwiGLU of gate | up = x W^T and, if it is there, low; gate | up is written besides."""
         product = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        assert low is None or x.arriving is None, "an adapter's part has all rows"
         for part, rows in x.parts():
-            ops.swiglu_product_(gate_up[part], rows, weight, product[part])
+            ops.swiglu_product_(gate_up[part], rows, weight, product[part], low)
         return product
 
     def swiglu(self, ops: BlockOps, gate_up: Tensor, maxima: Maxima) -> Tensor:
@@ -186,14 +190,17 @@ class Products:
         maxima: Maxima,
         gradient_maxima: Maxima,
         *,
+        low: LowRank | None,
         with_product: bool,
         columns: bool,
     ) -> tuple[Operand | None, Operand]:
         """(SwiGLU's product again or None, the gradient of gate | up), which may be where the tensors were.
 
-        The product is to be read by its columns; ``columns`` says whether the gradient will be, too.
+        The product is to be read by its columns; ``columns`` says whether the gradient will be, too. If low is there,
+        it is added to dproduct before.
         """
-        ops.swiglu_backward_(dproduct, gate_up, with_product=with_product, **gradient_maxima.raised("dgate_up"))
+        asked: dict[str, Any] = {"with_product": with_product} | gradient_maxima.raised("dgate_up")
+        ops.swiglu_backward_(dproduct, gate_up, low=low, **asked)
         product = self.read("product", dproduct, maxima, rows=False) if with_product else None
         return product, self.read_gradient("dgate_up", gate_up, gradient_maxima, columns=columns)
 

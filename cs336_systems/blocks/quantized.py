@@ -40,6 +40,7 @@ from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import NONE, Maxima, Operand, Products, stored
 from cs336_systems.config import Recipe
 from cs336_systems.costs.kept import SCALED_BLOCK
+from cs336_systems.kernels.lora_reference import LowRank
 from cs336_systems.kernels.matmul import multiply_scaled_
 from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
@@ -230,8 +231,12 @@ class QuantizedProducts(Products):
     def add_forward_(self, ops: BlockOps, out: Tensor, base: Tensor, x: Operand, weight: Quantized) -> None:
         torch.add(base, self.sum_forward(ops, x, weight), out=out)
 
-    def swiglu_forward_(self, ops: BlockOps, gate_up: Tensor, x: Operand, weight: Quantized, maxima: Maxima) -> Tensor:
+    def swiglu_forward_(
+        self, ops: BlockOps, gate_up: Tensor, x: Operand, weight: Quantized, maxima: Maxima, low: LowRank | None = None
+    ) -> Tensor:
         self.forward_(ops, gate_up, x, weight)
+        if low is not None:
+            ops.lora_expand_(gate_up, low)
         return self.swiglu(ops, gate_up, maxima)
 
     def swiglu(self, ops: BlockOps, gate_up: Tensor, maxima: Maxima) -> Tensor:
@@ -247,12 +252,15 @@ class QuantizedProducts(Products):
         maxima: Maxima,
         gradient_maxima: Maxima,
         *,
+        low: LowRank | None,
         with_product: bool,
         columns: bool,
     ) -> tuple[Operand | None, Operand]:
         if self._fused is None or not isinstance(maxima, FoundMaxima):
-            how: dict[str, Any] = {"with_product": with_product, "columns": columns}
+            how: dict[str, Any] = {"low": low, "with_product": with_product, "columns": columns}
             return super().swiglu_backward_(ops, dproduct, gate_up, maxima, gradient_maxima, **how)
+        if low is not None:
+            ops.lora_expand_(dproduct, low)
         how = {"transposed": columns, "z_dtype": FORMATS[self.recipe.matmul]}
         how |= {"z_absmax": maxima.found("product")} if with_product else {}
         absmax = gradient_maxima.raised("dgate_up")["absmax"]

@@ -13,6 +13,11 @@ APART = ("q", "keys_values")
 """Two projections, with results (R, H E) and (R, 2 K E), in place of ``qkv``; matrices are not quantized then."""
 
 
+def low_rank_name(name: str) -> str:
+    """The name of h of a matrix's adapter, (R, n r), which is kept beside the tensors of ``costs.kept.KEPT``."""
+    return f"{name}_h"
+
+
 class Saved:
     """Tensors by their names in ``costs.kept.KEPT``, or in ``APART``.
 

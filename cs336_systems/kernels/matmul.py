@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.kernels.cublaslt import Spec, candidates, serves, spec
+from cs336_systems.kernels.lora_reference import LowRank
 
 ROUNDS, SECONDS = 2, 0.05
 """How often each candidate is measured, and for how long; candidates take turns."""
@@ -131,14 +132,16 @@ def weight_backward_(gradient: Tensor, dy: Tensor, x: Tensor, accumulate: bool) 
     multiply_(gradient, dy.T, x, gradient if accumulate else None)
 
 
-def swiglu_product_(gate_up: Tensor, x: Tensor, weight: Tensor, product: Tensor) -> None:
-    """product = silu(gate) * up (R, F), with gate | up (R, 2F) = x (R, K) times weight (2F, K) transposed."""
-    from cs336_systems.kernels import products  # brings Triton along, as below
+def swiglu_product_(gate_up: Tensor, x: Tensor, weight: Tensor, product: Tensor, low: LowRank | None = None) -> None:
+    """product = silu(gate) * up (R, F), with gate | up (R, 2F) = x (R, K) times weight (2F, K) transposed, plus low."""
+    from cs336_systems.kernels import lora, products  # brings Triton along, as below
     from cs336_systems.kernels.swiglu import swiglu_forward
 
-    if (*weight.shape, True) in products.FASTER and products.launch_product(x, weight, gate_up, product):
+    if (*weight.shape, True) in products.FASTER and products.launch_product(x, weight, gate_up, product, low):
         return
     product_(gate_up, x, weight)
+    if low is not None:
+        lora.expand_(gate_up, low)
     swiglu_forward(gate_up, out=product)
 
 

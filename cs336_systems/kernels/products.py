@@ -7,6 +7,10 @@ memory, a ring of 48 KB steps of 64 along the sum; two warpgroups multiply half 
 fp32) and send them to memory, a half of the columns at a time, while the next tile's operands arrive. Tiles go column
 by column within bands of rows, so that what the running programs read stays in the L2 cache.
 
+With SwiGLU, what an adapter adds (``lora_reference.py``) is one more step along the sum: of [h of gates | h of ups] and
+of B, which for ups begins so many columns further right. A copy finds zeros left and right of a matrix, so each half is
+multiplied with its own h. The sum is rounded once.
+
 A GPU that multiplies without pause is bound by its power limit: an H200 runs this at 1.4 of its 2.0 GHz (LOG.md). The
 kernel is used for weights of the shapes in ``FASTER``, others go to torch (``matmul.py``); its results were cuBLAS's to
 the bit in all 35 that were compared.
@@ -16,6 +20,7 @@ result a multiple of 256, and enough tiles to fill the device twice; other tenso
 
     launch_product(x, weight, y)                 # y (R, N) = x (R, K) W^T
     launch_product(x, weight, gate_up, z)        # gate_up (R, 2F) = x W^T, and its product z (R, F)
+    launch_product(x, weight, gate_up, z, low)   # gate_up = x W^T + low
 
 Shape legend: R rows, K and N columns of a weight and its rows, F d_ff.
 """
@@ -33,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from cs336_systems.kernels.assembly import sigmoid_of
 from cs336_systems.kernels.copy_engine import ALIGNMENT_BYTES, Ring, add_barriers, aggregate, can_be_copied, descriptor
 from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, n_multiprocessors
+from cs336_systems.kernels.lora_reference import LowRank
 
 DEPTH = gl.constexpr(64)
 """Elements of one step along the sum: 128 bytes, the widest row that shared memory swizzles."""
@@ -106,6 +112,8 @@ class Work:
 
     tiles: Tiles
     depth: gl.tensor
+    rank: gl.tensor
+    """Of each half of the columns; 0 where nothing of low rank is added."""
     left: gl.shared_memory_descriptor
     """The left operand's tiles: for each slot of the ring, the first consumer's part and the second's."""
     right: Ring
@@ -115,8 +123,8 @@ class Work:
 
 
 @gluon.jit
-def product_producer(work, left, right):
-    """One warp copies both operands' parts for each step of each tile."""
+def product_producer(work, left, right, h, factor):
+    """One warp copies both operands' parts for each step of each tile, and then those of low rank."""
     BYTES: gl.constexpr = (2 * ROWS + COLUMNS) * DEPTH * 2
     HALF: gl.constexpr = COLUMNS // 2
     step = 0
@@ -137,6 +145,18 @@ def product_producer(work, left, right):
             else:
                 tma.async_copy_global_to_shared(right, [column, k], full, tile)
             step += 1
+        if work.SWIGLU:
+            for k in range(0, 2 * work.rank, DEPTH):
+                full = work.right.begin(step, BYTES)
+                slot = work.right.slot(step)
+                for who in gl.static_range(2):
+                    tma.async_copy_global_to_shared(h, [row + who * ROWS, k], full, work.left.index(2 * slot + who))
+                tile = work.right.tiles.index(slot)
+                first = column // 2
+                tma.async_copy_global_to_shared(factor, [first, k], full, tile.slice(0, HALF, 0))
+                up = work.tiles.n_columns // 2 + first
+                tma.async_copy_global_to_shared(factor, [up, k - work.rank], full, tile.slice(HALF, HALF, 0))
+                step += 1
 
 
 @gluon.jit
@@ -182,7 +202,7 @@ def product_consumer(work, out, product, WHO: gl.constexpr):
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         acc = multiply(work, acc, step, WHO, True)
         step += 1
-        for _ in range(DEPTH, work.depth, DEPTH):
+        for _ in range(DEPTH, gl.cdiv(work.depth, DEPTH) * DEPTH + 2 * work.rank, DEPTH):
             acc = multiply(work, acc, step, WHO, False)
             work.right.release(step - 1)
             step += 1
@@ -205,17 +225,17 @@ def product_consumer(work, out, product, WHO: gl.constexpr):
 
 @gluon.jit
 def product_kernel(
-    left, right, out, product, n_rows, n_columns, depth,
+    left, right, out, product, h, factor, n_rows, n_columns, depth, rank,
     SWIGLU: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """out (n_rows, n_columns) and, with SWIGLU, product (n_rows, n_columns / 2)."""
+    """out (n_rows, n_columns) and, with SWIGLU, product (n_rows, n_columns / 2), and a part of a rank that is not 0."""
     dtype: gl.constexpr = left.dtype
     HALF: gl.constexpr = COLUMNS // 2
     left_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEPTH], dtype)
     right_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, DEPTH], dtype)
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], dtype)
     work = Work(
-        Tiles(n_rows, n_columns), depth,
+        Tiles(n_rows, n_columns), depth, rank,
         gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, DEPTH], left_layout),
         add_barriers(gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, DEPTH], right_layout), STAGES, 2),
         gl.allocate_shared_memory(dtype, [2 * BUFFERS, ROWS, HALF], out_layout),
@@ -225,7 +245,7 @@ def product_kernel(
         [
             (product_consumer, (work, out, product, 0)),
             (product_consumer, (work, out, product, 1)),
-            (product_producer, (work, left, right)),
+            (product_producer, (work, left, right, h, factor)),
         ],
         [4, 1],
         [240, 24],
@@ -240,12 +260,17 @@ def _prepared(
     device: torch.device,
     swiglu: bool,
 ) -> Prepared | None:
-    """A launch for the addresses of x, weight, out and SwiGLU's product; None if the kernel does not serve these."""
+    """A launch for the addresses of x, weight, out, SwiGLU's product, h and B; None if the kernel does not serve these.
+
+    Without a part of low rank, h is x and B is the weight once more.
+    """
     tensors = list(zip(shapes, strides, dtypes, strict=True))
     (n_rows, depth), (n_columns, _) = shapes[:2]
     n_tiles = ceil_div(n_rows, 2 * ROWS.value) * ceil_div(n_columns, COLUMNS.value)
     results = (n_rows, n_columns), (n_rows, n_columns // 2 if swiglu else n_columns)
-    served = shapes[1][1] == depth and shapes[2:] == results
+    rank = shapes[5][1] if shapes[4:] != shapes[:2] else 0
+    served = shapes[1][1] == depth and shapes[2:4] == results
+    served = served and (not rank or (swiglu and shapes[4:] == ((n_rows, 2 * rank), (n_columns, rank))))
     served = served and set(dtypes) in ({torch.bfloat16}, {torch.float16})
     served = served and all(can_be_copied(*tensor) for tensor in tensors)
     served = served and depth >= DEPTH.value and not (swiglu and n_columns % COLUMNS.value)
@@ -257,6 +282,8 @@ def _prepared(
         (half if swiglu else COLUMNS.value, DEPTH.value),
         (ROWS.value, half),
         (ROWS.value, half),
+        (ROWS.value, DEPTH.value),
+        (half, DEPTH.value),
     )
     buffering = GATED if swiglu else PLAIN
     return Prepared(
@@ -266,6 +293,7 @@ def _prepared(
         n_rows,
         n_columns,
         depth,
+        rank,
         SWIGLU=swiglu,
         STAGES=buffering.stages,
         BUFFERS=buffering.buffers,
@@ -280,11 +308,18 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def launch_product(x: Tensor, weight: Tensor, out: Tensor, product: Tensor | None = None) -> bool:
-    """Fill out and, with SwiGLU, its product; False, and nothing is done, where the kernel does not serve."""
+def launch_product(
+    x: Tensor, weight: Tensor, out: Tensor, product: Tensor | None = None, low: LowRank | None = None
+) -> bool:
+    """Fill out and, with SwiGLU, its product; False, and nothing is done, where the kernel does not serve.
+
+    Args:
+        low: of two parts, a matrix that is added to out; with SwiGLU only.
+    """
     if not is_hopper(x.device):
         return False
-    tensors = x, weight, out, out if product is None else product
+    h, factor = (x, weight) if low is None else low[:2]
+    tensors = x, weight, out, out if product is None else product, h, factor
     shapes, strides = tuple(tuple(t.shape) for t in tensors), tuple(t.stride() for t in tensors)
     run = _prepared(shapes, strides, tuple(t.dtype for t in tensors), x.device, product is not None)
     addresses = [t.data_ptr() for t in tensors]

@@ -11,7 +11,8 @@ next weights needs z, and backward, which reads gate and up anyway, can recomput
 (``with_product``). ``swiglu_backward_`` writes over what it read: dgate_up over gate_up and z over dz, so
 that a whole backward takes no further memory. The largest magnitude of z, or of dgate_up, comes along where it is asked
 for (``absmax.py``). Forward can note the steepest slope of z within each of its blocks, which tells backward into fp8
-which of them cannot hold the largest gradient (``swiglu_quantize.py``).
+which of them cannot hold the largest gradient (``swiglu_quantize.py``). Backward can add to dz, as it loads it, what an
+adapter's gradient adds to the gradient of a product (``lora.py``): a pass over memory less.
 
 Rounding: all in fp32 and rounded once, where bf16 eager code rounds silu(gate) before it multiplies, and in backward
 its gradient too; so results differ from eager ones by a rounding or two, and are closer to the exact ones.
@@ -39,11 +40,15 @@ from torch.autograd.function import once_differentiable
 from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
 from cs336_systems.kernels.assembly import sigmoid_of
 from cs336_systems.kernels.launching import ceil_div, check_alike, check_runnable, launch
+from cs336_systems.kernels.lora import block_rank, check_low_rank, low_rank_of
+from cs336_systems.kernels.lora_reference import LowRank
 
 BLOCK_ROWS = 8
 BLOCK_F = 256
 """A warp's 32 loads of 16 bytes are 256 bf16, and 256 divides the d_ff of every model size, of Llama and of Qwen; with
 8 rows each of the 128 threads has two such loads of each matrix on their way."""
+LOW_RANK_BLOCK = {"BLOCK_ROWS": 32, "BLOCK_F": 128, "num_warps": 8}
+"""Where a matrix of low rank is added: as many numbers for a thread, and a factor of rank 16 is 4 KB beside 24 KB."""
 
 
 @triton.jit
@@ -92,11 +97,11 @@ def swiglu_forward_kernel(
 
 @triton.jit
 def swiglu_backward_kernel(
-    dz, gate_up, dgate_up, z, absmax, n_rows, d_ff,
-    WITH_PRODUCT: tl.constexpr, WITH_ABSMAX: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_F: tl.constexpr,
+    dz, gate_up, dgate_up, z, h, factor, absmax, n_rows, d_ff, h_stride, column_stride, rank_stride,
+    RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, WITH_PRODUCT: tl.constexpr, WITH_ABSMAX: tl.constexpr,
+    IN_PLACE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """dgate_up and z; IN_PLACE, dgate_up is gate_up and z is dz."""
+    """dgate_up and z; IN_PLACE, dgate_up is gate_up and z is dz. With a RANK, h factor^T is added to dz."""
     at, gate_at, inside = own_block(n_rows, d_ff, BLOCK_ROWS, BLOCK_F)
     gate = tl.load(gate_up + gate_at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + gate_at + d_ff, mask=inside, other=0.0).to(tl.float32)
@@ -104,6 +109,14 @@ def swiglu_backward_kernel(
     if IN_PLACE:
         # For rows that are not aligned Triton may give an element's load and its store to different threads.
         tl.debug_barrier()
+    if RANK:
+        n_blocks = tl.cdiv(d_ff, BLOCK_F)
+        rows = tl.program_id(0) // n_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        columns = tl.program_id(0) % n_blocks * BLOCK_F + tl.arange(0, BLOCK_F)
+        g += low_rank_of(
+            h, factor, h_stride, column_stride, rank_stride, rows, columns, rows < n_rows, columns < d_ff,
+            RANK, BLOCK_RANK,
+        )  # fmt: skip
     dgate, dup, product = gradients_of(gate, up, g)
     tl.store(dgate_up + gate_at, dgate, mask=inside)
     tl.store(dgate_up + gate_at + d_ff, dup, mask=inside)
@@ -113,12 +126,31 @@ def swiglu_backward_kernel(
         raise_absmax(absmax, tl.maximum(magnitude_bits(dgate), magnitude_bits(dup)), dgate_up.dtype.element_ty)
 
 
-def _launch(kernel: Any, absmax: Tensor | None, gate_up_R2F: Tensor, *tensors: Tensor, **constants: bool) -> None:
-    n_rows, d_ff = gate_up_R2F.shape[:-1].numel(), gate_up_R2F.shape[-1] // 2
-    grid = (ceil_div(n_rows, BLOCK_ROWS) * ceil_div(d_ff, BLOCK_F),)
-    arguments = *tensors, gate_up_R2F if absmax is None else absmax, n_rows, d_ff
-    constants |= {"WITH_ABSMAX": absmax is not None}
-    launch(kernel, grid, *arguments, **constants, BLOCK_ROWS=BLOCK_ROWS, BLOCK_F=BLOCK_F)
+def _launch_backward(
+    dz: Tensor,
+    gate_up: Tensor,
+    dgate_up: Tensor,
+    z: Tensor,
+    absmax: Tensor | None = None,
+    low: LowRank | None = None,
+    **constants: bool,
+) -> None:
+    n_rows, d_ff = gate_up.shape[:-1].numel(), gate_up.shape[-1] // 2
+    of_h, block = (dz, dz, 0, 0, 0, 0), {"BLOCK_ROWS": BLOCK_ROWS, "BLOCK_F": BLOCK_F, "num_warps": 4}
+    if low is not None:
+        of_h = low.h, low.factor, low.h.stride(0), *low.factor.stride(), low.factor.shape[1]
+        block = LOW_RANK_BLOCK
+    h, factor, *strides, rank = of_h
+    launch(
+        swiglu_backward_kernel,
+        (ceil_div(n_rows, block["BLOCK_ROWS"]) * ceil_div(d_ff, block["BLOCK_F"]),),
+        *(dz, gate_up, dgate_up, z, h, factor, gate_up if absmax is None else absmax, n_rows, d_ff, *strides),
+        RANK=rank,
+        BLOCK_RANK=block_rank(rank or 1),
+        WITH_ABSMAX=absmax is not None,
+        **constants,
+        **block,
+    )
 
 
 class SwiGLU(torch.autograd.Function):
@@ -135,7 +167,7 @@ class SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, dz_RF: Tensor) -> Tensor:
         (gate_up,), dz = ctx.saved_tensors, dz_RF.contiguous()
         dgate_up = torch.empty_like(gate_up)
-        _launch(swiglu_backward_kernel, None, gate_up, dz, gate_up, dgate_up, dz, WITH_PRODUCT=False, IN_PLACE=False)
+        _launch_backward(dz, gate_up, dgate_up, dz, WITH_PRODUCT=False, IN_PLACE=False)
         return dgate_up
 
 
@@ -169,8 +201,16 @@ def swiglu_forward(
     check_slopes(slopes, gate_up_R2F)
     gate_up = gate_up_R2F.contiguous()
     z = product_like(gate_up) if out is None else out
-    noted = gate_up if slopes is None else slopes
-    _launch(swiglu_forward_kernel, absmax, gate_up, gate_up, z, noted, WITH_SLOPES=slopes is not None)
+    n_rows, d_ff = z.shape[:-1].numel(), z.shape[-1]
+    launch(
+        swiglu_forward_kernel,
+        (ceil_div(n_rows, BLOCK_ROWS) * ceil_div(d_ff, BLOCK_F),),
+        *(gate_up, z, gate_up if slopes is None else slopes, gate_up if absmax is None else absmax, n_rows, d_ff),
+        WITH_SLOPES=slopes is not None,
+        WITH_ABSMAX=absmax is not None,
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_F=BLOCK_F,
+    )
     return z
 
 
@@ -205,24 +245,35 @@ def _blocks_of(gate_up_R2F: Tensor) -> tuple[int, int]:
     return ceil_div(n_rows, BLOCK_ROWS), ceil_div(d_ff, BLOCK_F)
 
 
-def swiglu_backward_(dz_RF: Tensor, gate_up_R2F: Tensor, *, with_product: bool, absmax: Tensor | None = None) -> None:
+def swiglu_backward_(
+    dz_RF: Tensor,
+    gate_up_R2F: Tensor,
+    *,
+    with_product: bool,
+    absmax: Tensor | None = None,
+    low: LowRank | None = None,
+) -> None:
     """Write dgate_up over gate_up (..., 2 d_ff) and, ``with_product``, z over dz (..., d_ff), in one pass.
 
     Args:
         dz_RF: the gradient of the output.
         with_product: whether dz becomes z = silu(gate) * up, the bits that forward gave.
         absmax: one fp32 element, which is raised to the largest magnitude of dgate_up.
+        low: of one part, a matrix that is added to dz before anything else.
 
     Raises:
-        ValueError: as ``swiglu``, dz does not fit gate_up in shape, dtype or device, or either is not contiguous.
+        ValueError: as ``swiglu``, dz or low does not fit gate_up in shape, dtype or device, or dz or gate_up is not
+            contiguous.
     """
     _check(gate_up_R2F, dz_RF)
     check_absmax(absmax, gate_up_R2F)
     for name, x in (("dz", dz_RF), ("gate_up", gate_up_R2F)):
         if not x.is_contiguous():
             raise ValueError(f"{name} is overwritten and must be contiguous, got strides {x.stride()}")
+    if low is not None:
+        check_low_rank(dz_RF, low, n_parts=1)
     tensors = dz_RF, gate_up_R2F, gate_up_R2F, dz_RF
-    _launch(swiglu_backward_kernel, absmax, gate_up_R2F, *tensors, WITH_PRODUCT=with_product, IN_PLACE=True)
+    _launch_backward(*tensors, absmax, low, WITH_PRODUCT=with_product, IN_PLACE=True)
 
 
 def _check(gate_up: Tensor, dz: Tensor | None = None) -> None:

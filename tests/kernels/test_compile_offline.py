@@ -18,8 +18,9 @@ pytestmark = pytest.mark.slow
 BEGIN = """
 import json, sys
 from importlib import import_module
-modules = ("absmax adamw add_rows cross_entropy_rows grad_norm launching norm_rotate products quantize quantize_parts "
-           "quantize_reference rms_norm rms_norm_quantize rotary swiglu swiglu_quantize").split()
+modules = ("absmax adamw add_rows cross_entropy_rows grad_norm launching lora lora_reference norm_rotate products "
+           "quantize quantize_parts quantize_reference rms_norm rms_norm_quantize rotary swiglu "
+           "swiglu_quantize").split()
 globals().update((name, import_module("cs336_systems.kernels." + name)) for name in modules)
 for module in [globals()[name] for name in modules]:
     for name, other in (("n_multiprocessors", 132), ("check_device", None), ("needs_other_device", False)):
@@ -42,10 +43,14 @@ def part(dtype):
     part = quantize_reference.Part(zeros(8192, dtype=dtype), zeros(8192, dtype=torch.uint8), 0, ones(()))
     return quantize_parts.PartsQuantizer([part], fp8, bf16)
 
-def product(swiglu):
+def product(swiglu, rank=0):
     shapes = (32768, 896), (9728, 896), (32768, 9728), (32768, 4864 if swiglu else 9728)
+    shapes += ((32768, 2 * rank), (9728, rank)) if rank else shapes[:2]
     strides = tuple((shape[1], 1) for shape in shapes)
-    products._prepared(shapes, strides, 4 * (bf16,), torch.device("cpu"), swiglu)
+    products._prepared(shapes, strides, 6 * (bf16,), torch.device("cpu"), swiglu)
+
+def low(*widths):
+    return lora_reference.LowRank(zeros(2048, 16 * len(widths)), zeros(sum(widths), 16), widths)
 
 found = {}
 for key, launch in json.loads(sys.argv[1]).items():
@@ -104,6 +109,19 @@ LAUNCHES = {
     "absmax": "absmax.absmax(zeros(512, 4096))",
     "product": "product(False)",
     "product swiglu": "product(True)",
+    "product lora": "product(True, 16)",
+    "shrink": "lora.shrink(zeros(2048, 3584), zeros(48, 3584).T, (3584,), 2.0)",
+    "shrink parts": "lora.shrink(zeros(2048, 37888), zeros(37888, 16), (18944, 18944), 2.0)",
+    "expand": "lora.expand_(zeros(2048, 4608), low(3584, 512, 512))",
+    "factor_gradients": (
+        "h, x, dy = zeros(2048, 48), zeros(2048, 3584), zeros(2048, 4608)\n"
+        "lora.factor_gradients_(zeros(48, 3584), zeros(4608, 16), x, dy, h, h, (3584, 512, 512), True)"
+    ),
+    "swiglu_backward lora": (
+        "tensors, factor = (zeros(2048, 18944), zeros(2048, 37888)), zeros(16, 18944).T\n"
+        "low = lora_reference.LowRank(zeros(2048, 16), factor, (18944,))\n"
+        "swiglu.swiglu_backward_(*tensors, with_product=True, low=low)"
+    ),
     "update bf16": "update(bf16, bf16, bf16)",
     "update fp32": "update(fp32, fp32, fp32)",
     "update master": "update(bf16, bf16, fp32, master=ones(10000))",
@@ -112,7 +130,7 @@ LAUNCHES = {
 """By the kernel's name and its form, the launch that compiles it."""
 COUNTED = (
     *("ld.global", "st.global", "ld.global.v4.b32", "st.global.v4.b32", "st.global.v2.b32", "st.global.b32"),
-    *("fma", "st.global.b8", "st.shared.b8", "cvt.rn.satfinite", "bar.sync", "cp.async.cg", "atom.global"),
+    *("fma", "st.global.b8", "st.shared.b8", "cvt.rn.satfinite", "bar.sync", "cp.async.cg", "atom.global", "mma.sync"),
 )
 
 
@@ -219,7 +237,20 @@ def test_registers_leave_room_and_loads_are_wide(key: str, registers: int) -> No
     assert found["ld.global.v4.b32"] >= (8 if key == "cross_entropy_rows" else 1)
 
 
-@pytest.mark.parametrize("key", ["product", "product swiglu"])
+def test_adapters_copy_ahead_in_16_bytes_and_multiply_in_each_warp_alone() -> None:
+    """Sixteen rows and 512 columns of shrink are eight warps' slices: 4 steps of 16 columns, by halves of 16 ranks."""
+    for key, programs in (("shrink", 1), ("shrink parts", 2), ("factor_gradients", 2), ("expand", 4)):
+        found = found_of(key)
+        assert found["registers"] * found["threads"] * programs <= 65536
+        assert (found["shared"] + 1024) * programs <= 228 * 1024
+        assert (found["cp.async.cg"] > 0) == (key != "expand")
+        assert found["wgmma"] > 0 or key.startswith("shrink")
+    assert found_of("shrink parts")["mma.sync"] == 4 * 2 * 2  # rows by two tiles of 16
+    found = fits("swiglu_backward lora", 768)
+    assert found["ld.global.v4.b32"] >= 6 and found["st.global"] == found["st.global.v4.b32"] == 6
+
+
+@pytest.mark.parametrize("key", ["product", "product swiglu", "product lora"])
 def test_matmuls_on_hopper(key: str) -> None:
     found = found_of(key)
     assert not found["serialised"]

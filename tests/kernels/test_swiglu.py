@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cs336_systems.kernels.lora_reference import LowRank, expand_
 from cs336_systems.kernels.swiglu import swiglu, swiglu_backward_, swiglu_forward
 from cs336_systems.model import ops
 from tests.kernels.against_fp64 import PLACES, check, check_refused, random
@@ -51,6 +52,28 @@ def test_values_and_gradients(shape: tuple[int, ...], device: str, dtype: torch.
     assert torch.equal(out, z)
     out.sum().backward()
     assert torch.equal(leaf.grad, backward(torch.ones_like(dz), gate_up)[0])
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("rows", "d_ff", "rank"), [(37, 130, 5), (9, 64, 70)])
+def test_what_is_added_to_dz_in_backward(rows: int, d_ff: int, rank: int, device: str, dtype: torch.dtype) -> None:
+    """A matrix of low rank, whose factor has strides as A of an adapter; one that is zero changes no bit."""
+    gate_up, dz = make((rows, 2 * d_ff), device, dtype)
+    h, factor = (random(shape, device, dtype, seed) for seed, shape in enumerate(((rows, rank), (rank, d_ff)), 2))
+    found = dz.clone(), gate_up.clone()
+    swiglu_backward_(*found, with_product=True, low=LowRank(h, factor.T, (d_ff,)))
+    results = []
+    for wide in (dtype, torch.float64):
+        leaf, added = gate_up.to(wide, copy=True).requires_grad_(), dz.to(wide, copy=True)
+        expand_(added, LowRank(h.to(wide), factor.to(wide).T, (d_ff,)))
+        results.append(torch.autograd.grad(reference(leaf), leaf, added)[0])
+    check("dgate_up", found[1], *results)
+    assert torch.equal(found[0], swiglu_forward(gate_up))
+    zero = dz.clone(), gate_up.clone()
+    swiglu_backward_(*zero, with_product=False, low=LowRank(torch.zeros_like(h), factor.T, (d_ff,)))
+    assert torch.equal(zero[1], backward(dz, gate_up)[0])
+    with pytest.raises(ValueError, match=rf"parts of \({d_ff // 2}, {d_ff // 2}\) columns do not fit"):
+        swiglu_backward_(*zero, with_product=False, low=LowRank(h, factor.T, (d_ff // 2, d_ff // 2)))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's

@@ -1,0 +1,66 @@
+"""The formulas of low-rank adapters (LoRA) in plain PyTorch; the kernels are in ``lora.py``.
+
+Of y = x W^T + h B^T with h = s x A^T, where A and B are trained:
+
+    shrink              h = s x A^T         dh = s dy B
+    expand_             y += h B^T          dx += dh A
+    factor_gradients_   dA = dh^T x         dB = dy^T h
+
+A matrix has n parts (q, k, v: 3; gate, up: 2), whose columns of y lie one after the other. Each has an A and a B of
+rank r of its own: h (R, n r) has the columns of each part's, and columns of part i of y get h_i B_i^T.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LowRank(NamedTuple):
+    """A matrix (R, N) of low rank that is to be added to another: part i of its columns is h_i F_i^T."""
+
+    h: Tensor
+    """(R, n r)"""
+    factor: Tensor
+    """F (N, r), of any strides"""
+    widths: tuple[int, ...]
+    """Columns of each of the n parts, at most three; N together."""
+
+
+def shrink(x_RN: Tensor, factor_Nr: Tensor, widths: Sequence[int], scale: float) -> Tensor:
+    """scale x_i F_i for each part of the columns of x (R, N) and of the rows of F (N, r): (R, n r)."""
+    rank = factor_Nr.shape[1]
+    h = x_RN.new_empty(len(x_RN), len(widths) * rank)
+    parts = x_RN.split(list(widths), dim=1), factor_Nr.split(list(widths)), h.split(rank, dim=1)
+    for x, factor, out in zip(*parts, strict=True):
+        torch.addmm(out, x, factor, beta=0, alpha=scale, out=out)
+    return h
+
+
+def expand_(y_RN: Tensor, low: LowRank) -> None:
+    """y += low."""
+    rank, widths = low.factor.shape[1], list(low.widths)
+    parts = y_RN.split(widths, dim=1), low.h.split(rank, dim=1), low.factor.split(widths)
+    for y, h, factor in zip(*parts, strict=True):
+        y.addmm_(h, factor.T)
+
+
+def factor_gradients_(
+    da: Tensor | None,
+    db: Tensor | None,
+    x_RK: Tensor,
+    dy_RN: Tensor,
+    h_Rr: Tensor,
+    dh_Rr: Tensor,
+    widths: Sequence[int],
+    accumulate: bool,
+) -> None:
+    """Write the gradient of A to ``da`` (n r, K) and that of B to ``db`` (N, r), or add; None skips one."""
+    beta = int(accumulate)
+    if da is not None:
+        da.addmm_(dh_Rr.T, x_RK, beta=beta)
+    if db is not None:
+        parts = db.split(list(widths)), dy_RN.split(list(widths), dim=1), h_Rr.split(db.shape[1], dim=1)
+        for gradient, dy, h in zip(*parts, strict=True):
+            gradient.addmm_(dy.T, h, beta=beta)

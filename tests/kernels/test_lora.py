@@ -1,0 +1,79 @@
+"""Kernels of low-rank adapters against fp64: parts, ranks and shapes that no tile divides, and what must be refused."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.kernels import lora, lora_reference
+from cs336_systems.kernels.lora_reference import LowRank
+from tests.kernels.against_fp64 import PLACES, check, check_refused, random
+
+SHAPES = [
+    (70, 200, (136, 72, 24), 16),  # as q, k and v
+    (33, 72, (130, 130), 5),
+    (20, 530, (64,), 70),  # more ranks than a tile has
+]
+"""R rows, K columns of x, columns of y by part, and the rank of each."""
+
+
+def make(rows: int, width: int, widths: tuple[int, ...], rank: int, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """x, dy, a, b, da and db, the latter for gradients to be added to."""
+    shapes = (rows, width), (rows, sum(widths)), (len(widths) * rank, width), (sum(widths), rank)
+    found = [random(shape, device, dtype, seed) for seed, shape in enumerate((*shapes, *shapes[2:]))]
+    found[3] /= 4
+    return found
+
+
+def all_of(kernels, widths: tuple[int, ...], tensors: list[Tensor], accumulate: bool) -> dict[str, Tensor]:
+    """Everything that an adapter computes, in the order of a step; the tensors stay as they are."""
+    x, dy, a, b, da, db = (tensor.clone() for tensor in tensors)
+    h = kernels.shrink(x, a.T, (a.shape[1],), 1.5)
+    y, dx = dy.clone(), x.clone()
+    kernels.expand_(y, LowRank(h, b, widths))
+    dh = kernels.shrink(dy, b, widths, 1.5)
+    kernels.expand_(dx, LowRank(dh, a.T, (a.shape[1],)))
+    kernels.factor_gradients_(da, db, x, dy, h, dh, widths, accumulate)
+    return {"h": h, "y": y, "dh": dh, "dx": dx, "da": da, "db": db}
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("rows", "width", "widths", "rank"), SHAPES)
+@pytest.mark.usefixtures("poisoned")
+def test_values(rows: int, width: int, widths: tuple[int, ...], rank: int, device: str, dtype: torch.dtype) -> None:
+    tensors = make(rows, width, widths, rank, device, dtype)
+    found, eager = (all_of(kernels, widths, tensors, accumulate=True) for kernels in (lora, lora_reference))
+    exact = all_of(lora_reference, widths, [tensor.double() for tensor in tensors], accumulate=True)
+    for name, value in found.items():
+        check(name, value, eager[name], exact[name])
+    again = all_of(lora, widths, tensors, accumulate=True)
+    assert all(torch.equal(again[name], value) for name, value in found.items())
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
+def test_one_gradient_strided_inputs_and_memory_to_be_overwritten(device: str, dtype: torch.dtype) -> None:
+    """x and dy as quantized products have them, by columns; without accumulation, NaN in memory does not stay."""
+    widths = (40, 24)
+    x, dy, a, b, da, db = make(50, 72, widths, 8, device, dtype)
+    h, dh = lora.shrink(x, a.T, (72,), 2.0), lora.shrink(dy, b, widths, 2.0)
+    assert torch.equal(lora.shrink(x.T.contiguous().T, a.T, (72,), 2.0), h)
+    gradients = [torch.full_like(gradient, torch.nan) for gradient in (da, db)]
+    lora.factor_gradients_(*gradients, x, dy, h, dh, widths, False)
+    by_columns = [torch.full_like(gradient, torch.nan) for gradient in (da, db)]
+    lora.factor_gradients_(by_columns[0], None, x.T.contiguous().T, dy, h, dh, widths, False)
+    lora.factor_gradients_(None, by_columns[1], x, dy.T.contiguous().T, h, dh, widths, False)
+    assert all(map(torch.equal, gradients, by_columns))
+    assert not any(gradient.isnan().any() for gradient in gradients)
+
+
+def test_refusals() -> None:
+    x, dy, _, b, da, db = make(6, 8, (5, 3), 2, "cpu", torch.float32)
+    h, dh = torch.zeros(6, 4), torch.zeros(6, 4)
+    check_refused(
+        (lambda: lora.shrink(x, b, (5, 2), 1.0), r"parts of \(5, 2\) columns do not fit .* \(6, 8\) .* \(8, 2\)"),
+        (lambda: lora.shrink(x, b.double(), (5, 3), 1.0), "torch.float64"),
+        (lambda: lora.expand_(dy, LowRank(h[:, :3], b, (5, 3))), r"h \(6, 3\) .* 6 rows of rank 2"),
+        (lambda: lora.expand_(dy.T.contiguous().T, LowRank(h, b, (5, 3))), r"strides \(1, 6\)"),
+        (lambda: lora.factor_gradients_(da.T, db, x, dy, h, dh, (5, 3), True), r"da must be contiguous"),
+        (lambda: lora.factor_gradients_(da, db[:7], x, dy, h, dh, (5, 3), True), r"shape \(8, 2\) .* \(7, 2\)"),
+        (lambda: lora.factor_gradients_(da, db, x[:5], dy, h, dh, (5, 3), True), r"\(5, 8\), \(6, 8\)"),
+    )
