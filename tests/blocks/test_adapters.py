@@ -10,8 +10,10 @@ from torch import nn
 from cs336_systems.blocks import REFERENCE, adapt, block_ops, block_products, write_out
 from cs336_systems.blocks.products import STORED
 from cs336_systems.blocks.weights import PARTS
-from cs336_systems.config import ADAPTED, Lora, Recipe
+from cs336_systems.config import ADAPTED, MODEL_SIZES, Lora, Recipe
+from cs336_systems.kernels import products as products_kernel
 from cs336_systems.model import TransformerLM
+from tests.kernels.against_fp64 import check
 
 from .cases import LLAMA, QWEN, QWEN3
 from .test_kernels import CPU, CUDA
@@ -158,6 +160,38 @@ def test_kernels_with_adapters(device):
     assert all(torch.equal(one, other) for one, other in zip(found["products"], found["all"], strict=True))
     assert len(found["all"]) == 2 + 14
     torch.testing.assert_close(found["all"], found["reference"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_block_of_half_a_billion_on_a_gpu():
+    """bf16, where the product with SwiGLU adds the adapter's part: the same bits at each level, and without adapters
+    where B is zero; errors against fp64 are at most twice those of the plain operations in bf16.
+    """
+    config = replace(MODEL_SIZES["qwen2.5-0.5b"], n_layers=1, vocab_size=64)
+    assert (2 * config.d_ff, config.d_model, True) in products_kernel.FASTER
+    lora, fused = Lora(rank=16, alpha=32.0), block_ops("fused", "flash")
+    with torch.device("cuda"):
+        x = torch.randn(1, 1024, config.d_model, generator=torch.Generator("cuda").manual_seed(1)).bfloat16()
+        plain = written_out(config, dtype=torch.bfloat16)
+        models = {keep: adapted(config, keep, lora, dtype=torch.bfloat16) for keep in ("input", "products", "all")}
+        models |= {"eager": copy.deepcopy(models["all"]), "exact": copy.deepcopy(models["all"]).double()}
+        models |= {"plain": plain, "zero": copy.deepcopy(plain)}
+        adapt(models["zero"], lora)
+    found = {}
+    for name, model in models.items():
+        block = model.layers[0]
+        block.block_ops = REFERENCE if name in ("eager", "exact") else fused
+        own = x.to(block.ln1.weight.dtype, copy=True).requires_grad_()
+        y = block(own, *model.rotary(1024))
+        y.backward(y.detach().cos())
+        adapters = [parameter.grad for key, parameter in block.named_parameters() if ".lora_" in key]
+        found[name] = [y.detach(), own.grad, *adapters]
+    assert all(map(torch.equal, found["zero"], found["plain"]))
+    for ours, *others in zip(*(found[name] for name in ("products", "input", "all")), strict=True):
+        assert all(torch.equal(ours, other) for other in others)
+    for name, *values in zip(range(2 + 14), *(found[name] for name in ("products", "eager", "exact")), strict=True):
+        check(str(name), *values)
 
 
 def test_a_rank_beyond_a_matrix_is_refused():

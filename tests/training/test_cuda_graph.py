@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.case import UNCAPTURED_STEPS, Parallel, Unsupported
-from cs336_systems.config import MODEL_SIZES
+from cs336_systems.config import MODEL_SIZES, Lora
 from cs336_systems.distributed import process_group
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.kernels.linear_cross_entropy import IGNORED
@@ -27,6 +27,15 @@ from tests.training.emulated_graph import EmulatedGraph, emulate
 CONFIG = replace(MODEL_SIZES["tiny"], name="tiniest", d_model=16, d_ff=32, n_layers=1, vocab_size=31, context_length=8)
 SHARED = replace(CONFIG, vocab_size=32, n_kv_heads=2)
 QUANTIZED = replace(CONFIG, d_model=64, d_ff=96, context_length=16)
+
+
+@dataclass(frozen=True)
+class Adapting(TrainingCase):
+    """Adapters are trained."""
+
+    @property
+    def lora(self) -> Lora:
+        return Lora(rank=8, alpha=16.0)
 
 
 def batches(n: int, case: TrainingCase) -> list[tuple[Tensor, Tensor]]:
@@ -49,8 +58,9 @@ def conversations(n: int, case: TrainingCase) -> list[tuple[Tensor, Tensor]]:
 
 
 def same_bits(one: TrainStep, other: TrainStep) -> bool:
+    """Of all that is trained: what is frozen may be in fp8 alone."""
     pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+    return all(torch.equal(a, b) for a, b in pairs if a.requires_grad)
 
 
 def train_both(
@@ -66,10 +76,12 @@ def train_both(
     assert steps[0] == steps[1] == {n_steps}
 
 
-def pair(monkeypatch: pytest.MonkeyPatch, **fields: object) -> tuple[CapturedStep, TrainStep, TrainingCase]:
+def pair(
+    monkeypatch: pytest.MonkeyPatch, kind: type[TrainingCase] = TrainingCase, **fields: object
+) -> tuple[CapturedStep, TrainStep, TrainingCase]:
     """A step whose graphs are emulated, and a plain one."""
     emulate(monkeypatch)
-    case = replace(TrainingCase.of(CONFIG, batch_size=2, optimizer="torch-fused"), **fields)
+    case = replace(kind.of(CONFIG, batch_size=2, optimizer="torch-fused"), **fields)
     step, plain = assemble(case), assemble(case)
     of = step.model, step.optimizer, step.precision, step.loss_function, step.accumulate
     captured = CapturedStep(*of)
@@ -106,6 +118,14 @@ def test_quantized_weights_are_those_of_the_step(monkeypatch):
                 for each in (captured, plain):
                     each.model.layers[0].ffn.w2.weight.mul_(3)
     assert same_bits(captured, plain)
+
+
+@pytest.mark.parametrize("recipe", ["same", "e4m3"])
+def test_adapters_are_replayed_beside_frozen_weights(monkeypatch, recipe):
+    fields = {"keep": "products", "matmul_dtype": recipe, "size": QUANTIZED, "context_length": 16, "accumulate": 2}
+    captured, plain, case = pair(monkeypatch, Adapting, **fields)
+    train_both(captured, plain, case, n_steps=6)
+    assert captured._passes_graph.n_replays == 6 - UNCAPTURED_STEPS
 
 
 @pytest.mark.slow
@@ -199,9 +219,9 @@ CASES = {
 }
 
 
-def gpu_pair(**fields: object) -> tuple[CapturedStep, TrainStep, TrainingCase]:
+def gpu_pair(kind: type[TrainingCase] = TrainingCase, **fields: object) -> tuple[CapturedStep, TrainStep, TrainingCase]:
     config = replace(MODEL_SIZES["tiny"], name="tinier", context_length=64, tie_embeddings=bool(fields.pop("tied", 0)))
-    case = TrainingCase.of(config, device="cuda", batch_size=2, **fields)
+    case = kind.of(config, device="cuda", batch_size=2, **fields)
     captured = assemble(replace(case, cuda_graph="on"))
     assert isinstance(captured, CapturedStep)
     return captured, assemble(case), case
@@ -215,6 +235,15 @@ def test_ten_captured_steps_are_uncaptured_ones_on_a_gpu(name, tied):
     train_both(captured, plain, case)
     assert captured._passes_graph is not None
     assert (captured._update_graph is not None) == (CASES[name]["optimizer"] == "fused")
+
+
+@on_gpu
+@pytest.mark.parametrize("recipe", ["same", "e4m3"])
+def test_adapters_are_replayed_on_a_gpu(recipe):
+    how = FUSED | {"attention": "flash", "kernels": "fused", "keep": "products", "accumulate": 2}
+    captured, plain, case = gpu_pair(Adapting, matmul_dtype=recipe, **how)
+    train_both(captured, plain, case)
+    assert captured._passes_graph is not None and captured._update_graph is not None
 
 
 @on_gpu
