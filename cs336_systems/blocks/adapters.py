@@ -33,7 +33,7 @@ from cs336_systems.blocks.quantized import QuantizedProducts
 from cs336_systems.blocks.saved import low_rank_name
 from cs336_systems.blocks.weights import PARTS, merge_
 from cs336_systems.config import Lora
-from cs336_systems.kernels.lora_reference import LowRank
+from cs336_systems.kernels.lora_reference import LowRank, Scaled
 from cs336_systems.model import TransformerLM
 
 
@@ -49,7 +49,7 @@ class Adapter:
     """Columns of y that each part has; N together."""
     scale: float
 
-    def forward(self, ops: BlockOps, x_RK: Tensor) -> Tensor:
+    def forward(self, ops: BlockOps, x_RK: Scaled) -> Tensor:
         """h (R, n r)."""
         return ops.lora_shrink(x_RK, self.a.T, (self.a.shape[1],), self.scale)
 
@@ -57,7 +57,7 @@ class Adapter:
         """The part of y that is the adapter's."""
         return LowRank(h_Rr, self.b, self.widths)
 
-    def backward(self, ops: BlockOps, dy_RN: Tensor) -> LowRank:
+    def backward(self, ops: BlockOps, dy_RN: Scaled) -> LowRank:
         """The part of dx that is the adapter's, whose h is dh (R, n r)."""
         dh_Rr = ops.lora_shrink(dy_RN, self.b, self.widths, self.scale)
         return LowRank(dh_Rr, self.a.T, (self.a.shape[1],))

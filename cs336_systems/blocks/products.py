@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.blocks.ops import BlockOps
-from cs336_systems.kernels.lora_reference import LowRank
+from cs336_systems.kernels.lora_reference import LowRank, Scaled
 from cs336_systems.model.tensor_ranks import ALONE, EVERYTHING, Arriving, TensorRanks
 
 GATHERED = ("normed1", "normed2", "dy", "dresidual")
@@ -221,16 +221,14 @@ class Products:
         """dy^T x, of columns; written into ``gradient``, or added to it."""
         ops.weight_backward_(gradient, dy, x, accumulate)
 
-    def by_rows(self, x: Operand) -> Tensor:
-        """A matrix (R, K) in the block's dtype, with the values that its rows have for products."""
+    def by_rows(self, x: Operand) -> Scaled:
+        """A matrix (R, K) for adapters, with the values that its rows have for products."""
         x.wait()
-        rows: Tensor = x.rows
-        return rows
+        return Scaled(x.rows)
 
-    def by_columns(self, x: Operand) -> Tensor:
-        """A matrix (R, K) in the block's dtype, with the values that its columns have for products."""
-        columns: Tensor = x.whole_columns()
-        return columns
+    def by_columns(self, x: Operand) -> Scaled:
+        """A matrix (R, K) for adapters, with the values that its columns have for products."""
+        return Scaled(x.whole_columns())
 
     def kept(self, name: str, operand: Operand) -> dict[str, Tensor]:
         """The tensors that are kept of one of ``costs.kept.OPERANDS``, by names in ``KEPT``."""

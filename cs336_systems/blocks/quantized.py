@@ -40,7 +40,7 @@ from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import NONE, Maxima, Operand, Products, stored
 from cs336_systems.config import Recipe
 from cs336_systems.costs.kept import SCALED_BLOCK
-from cs336_systems.kernels.lora_reference import LowRank
+from cs336_systems.kernels.lora_reference import LowRank, Scaled
 from cs336_systems.kernels.matmul import multiply_scaled_
 from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
@@ -281,12 +281,20 @@ class QuantizedProducts(Products):
     def backward_weight_(self, ops: BlockOps, gradient: Tensor, dy: Quantized, x: Quantized, accumulate: bool) -> None:
         self._multiply(dy, x, out=gradient, adds=accumulate)
 
-    def by_rows(self, x: Operand) -> Tensor:
+    def by_rows(self, x: Operand) -> Scaled:
         x.wait()
-        return _stored(x.rows, by=self.recipe.scaling)
+        return self._scaled(x.rows)
 
-    def by_columns(self, x: Operand) -> Tensor:
-        return _stored(x.whole_columns(), by=self.recipe.scaling).T
+    def by_columns(self, x: Operand) -> Scaled:
+        values, scale = self._scaled(x.whole_columns())
+        return Scaled(values.T, scale)
+
+    def _scaled(self, x: Quantized) -> Scaled:
+        """One scale is left to who reads the matrix; several are multiplied by here."""
+        if self.recipe.scaling == "tensor":
+            return Scaled(x.values, x.scale)
+        scale = spread(x.scale, x.values.shape[1]) if self.recipe.scaling == "block" else x.scale
+        return Scaled(x.values.to(x.dtype).mul_(scale))
 
     def kept(self, name: str, operand: Operand) -> dict[str, Tensor]:
         columns = operand.whole_columns()
@@ -420,12 +428,6 @@ def _emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: 
     if adds:
         product += out
     out.copy_(product)
-
-
-def _stored(x: Quantized, *, by: str) -> Tensor:
-    """The matrix again in the dtype from before, with what quantizing has cost."""
-    scale = spread(x.scale, x.values.shape[1]) if by == "block" else x.scale
-    return x.values.to(x.dtype).mul_(scale)
 
 
 def _unscaled(x: Quantized, dtype: torch.dtype) -> Tensor:

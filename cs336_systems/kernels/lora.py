@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA) beside a large product, in kernels that pass over memory once; formulas: ``lora_reference``.
 
-    h = shrink(x, a.T, (K,), scale)                               # R x n r of R x K
+    h = shrink(Scaled(x), a.T, (K,), scale)                       # R x n r of R x K
     expand_(y, LowRank(h, b, widths))                             # y += h B^T
-    factor_gradients_(da, db, x, dy, h, dh, widths, accumulate)   # both gradients of an adapter in one launch
+    factor_gradients_(da, db, Scaled(x), Scaled(dy), h, dh, widths, accumulate)   # both in one launch
 
 Why. A library's kernels have tiles of 64 and more columns, of which 16 are in use, and without a second use of rows
 have a program for each 64 of them: 2,048 rows leave 100 of 132 multiprocessors idle. Here every one has work:
@@ -17,8 +17,9 @@ have a program for each 64 of them: 2,048 rows leave 100 of 132 multiprocessors 
 Traffic at R rows: shrink reads x; expand_ reads and writes y; gradients read x and dy. Factors, h and dh are small, and
 come from the L2 cache.
 
-Sums are in fp32 and rounded once, in fp32 without TF32. Limits: fp32, bf16 and fp16, at most three parts; the last
-dimension of x, dy and y is contiguous but for ``factor_gradients_``, which takes any strides.
+Sums are in fp32 and rounded once, in fp32 without TF32. Of fp8, x and dy are read as they are; values are products'
+operands in the dtype of the factors, and sums are multiplied by the scale. Limits: fp32, bf16 and fp16, at most three
+parts; the last dimension of x and y is contiguous but for ``factor_gradients_``, which takes any strides.
 
 Shape legend: R rows, K columns of x, N columns of y, r rank, n parts.
 """
@@ -37,7 +38,7 @@ from cs336_systems.kernels.launching import (
     n_multiprocessors,
     next_power_of_2,
 )
-from cs336_systems.kernels.lora_reference import LowRank
+from cs336_systems.kernels.lora_reference import LowRank, Scaled
 
 MAX_PARTS = 3
 BLOCK_RANK = 64
@@ -47,8 +48,9 @@ WARPS_SHRINK, STAGES_SHRINK = 8, 3
 of an H100's bandwidth, 25 bytes a ns, takes some 20 KB on their way."""
 BLOCK_ROWS, BLOCK_COLUMNS = 64, 128
 """The numbers of y that a program of ``expand_`` adds to."""
-GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_STAGES = 128, 64, 3
-"""Numbers of x or dy that a program loads at once: 16 KB in bf16, of rows of 128 bytes."""
+GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_STAGES = 64, 64, 4
+"""Numbers of x or dy that a program loads at once, 8 KB in bf16, of rows of 128 bytes. Five programs fit, and the 648 of
+gate | up at 7B are one wave."""
 
 
 @triton.jit
@@ -66,9 +68,9 @@ def part_of(block, width_0, width_1, width_2, BLOCK: tl.constexpr):
 
 @triton.jit
 def shrink_kernel(
-    x, factor, out, scale, n_rows, row_stride, column_stride, rank_stride, width_0, width_1, width_2,
+    x, factor, out, x_scale, scale, n_rows, row_stride, column_stride, rank_stride, width_0, width_1, width_2,
     N_PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    SLICES: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    SLICES: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """out (n_rows, N_PARTS RANK) contiguous; a program for each block of rows, part and block of ranks."""
     N_BLOCKS: tl.constexpr = (RANK + BLOCK_RANK - 1) // BLOCK_RANK
@@ -92,7 +94,9 @@ def shrink_kernel(
         left = tl.load(x_at + start, mask=own_rows & (start + of_x < width), other=0.0)
         right_at = factor_at + tl.cast(start, tl.int64) * column_stride
         right = tl.load(right_at, mask=own_ranks & (start + of_factor < width), other=0.0)
-        acc = tl.dot(left, right, acc, input_precision="ieee")
+        acc = tl.dot(left.to(right.dtype), right, acc, input_precision="ieee")
+    if SCALED:
+        scale *= tl.load(x_scale)
     at = out + rows.to(tl.int64)[:, None] * (N_PARTS * RANK) + (part * RANK + ranks)[None, :]
     tl.store(at, tl.sum(acc, axis=0) * scale, mask=(rows < n_rows)[:, None] & (ranks < RANK)[None, :])
 
@@ -136,9 +140,9 @@ def expand_kernel(
 
 @triton.jit
 def factor_gradient(
-    gradient, x, narrow, n_rows, first, end, row_stride, column_stride, narrow_stride, to_column, to_rank,
+    gradient, x, narrow, scale, n_rows, first, end, row_stride, column_stride, narrow_stride, to_column, to_rank,
     RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr, ADDS: tl.constexpr,
+    STAGES: tl.constexpr, ADDS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """gradient = x^T narrow, of a block of the columns of x, with the strides to_column and to_rank."""
     columns = first + tl.arange(0, BLOCK_COLUMNS)
@@ -153,7 +157,9 @@ def factor_gradient(
             left = tl.load(left_at, mask=(columns < end)[:, None] & (own < n_rows)[None, :], other=0.0)
             right_at = narrow + own[:, None] * narrow_stride + ranks[None, :]
             right = tl.load(right_at, mask=(own < n_rows)[:, None] & (ranks < RANK)[None, :], other=0.0)
-            acc = tl.dot(left, right, acc, input_precision="ieee")
+            acc = tl.dot(left.to(right.dtype), right, acc, input_precision="ieee")
+        if SCALED:
+            acc *= tl.load(scale)
         at = gradient + columns.to(tl.int64)[:, None] * to_column + ranks.to(tl.int64)[None, :] * to_rank
         inside = (columns < end)[:, None] & (ranks < RANK)[None, :]
         if ADDS:
@@ -163,22 +169,24 @@ def factor_gradient(
 
 @triton.jit
 def factor_gradients_kernel(
-    da, db, x, dy, h, dh, n_rows, n_of_a, width, x_row, x_column, dy_row, dy_column, da_row, width_0, width_1, width_2,
+    da, db, x, dy, h, dh, x_scale, dy_scale, n_rows, n_of_a, width, x_row, x_column, dy_row, dy_column, da_row,
+    width_0, width_1, width_2,
     N_PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK_A: tl.constexpr, BLOCK_RANK_B: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, STAGES: tl.constexpr, ADDS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """da (N_PARTS RANK, width) and db (N, RANK); the first n_of_a programs have columns of x, the others of dy."""
     block, narrow_stride = tl.program_id(0), N_PARTS * RANK
     if block < n_of_a:
         factor_gradient(
-            da, x, dh, n_rows, block * BLOCK_COLUMNS, width, x_row, x_column, narrow_stride, 1, da_row,
-            N_PARTS * RANK, BLOCK_RANK_A, BLOCK_ROWS, BLOCK_COLUMNS, STAGES, ADDS,
+            da, x, dh, x_scale, n_rows, block * BLOCK_COLUMNS, width, x_row, x_column, narrow_stride, 1, da_row,
+            N_PARTS * RANK, BLOCK_RANK_A, BLOCK_ROWS, BLOCK_COLUMNS, STAGES, ADDS, SCALED,
         )  # fmt: skip
     else:
         part, first, end = part_of(block - n_of_a, width_0, width_1, width_2, BLOCK_COLUMNS)
         factor_gradient(
-            db, dy, h + part * RANK, n_rows, first, end, dy_row, dy_column, narrow_stride, RANK, 1,
-            RANK, BLOCK_RANK_B, BLOCK_ROWS, BLOCK_COLUMNS, STAGES, ADDS,
+            db, dy, h + part * RANK, dy_scale, n_rows, first, end, dy_row, dy_column, narrow_stride, RANK, 1,
+            RANK, BLOCK_RANK_B, BLOCK_ROWS, BLOCK_COLUMNS, STAGES, ADDS, SCALED,
         )  # fmt: skip
 
 
@@ -187,16 +195,17 @@ def block_rank(rank: int) -> int:
     return min(BLOCK_RANK, max(16, next_power_of_2(rank)))
 
 
-def shrink(x_RN: Tensor, factor_Nr: Tensor, widths: Sequence[int], scale: float) -> Tensor:
+def shrink(x_RN: Scaled, factor_Nr: Tensor, widths: Sequence[int], scale: float) -> Tensor:
     """``lora_reference.shrink``.
 
     Raises:
         ValueError: shapes do not fit, another dtype than fp32, bf16 or fp16, or there is no CUDA device.
     """
-    n_rows, rank, n_parts = len(x_RN), factor_Nr.shape[1], len(widths)
+    values, x_scale = x_RN
+    n_rows, rank, n_parts = len(values), factor_Nr.shape[1], len(widths)
     _check_parts(x_RN, factor_Nr, widths)
-    x = x_RN if x_RN.stride(1) == 1 else x_RN.contiguous()
-    out = x.new_empty(n_rows, n_parts * rank)
+    x = values if values.stride(1) == 1 else values.contiguous()
+    out = factor_Nr.new_empty(n_rows, n_parts * rank)
     ranks = block_rank(rank)
     n_beside = n_parts * ceil_div(rank, ranks)
     enough = n_multiprocessors(x.device) * 3 // 4
@@ -205,14 +214,16 @@ def shrink(x_RN: Tensor, factor_Nr: Tensor, widths: Sequence[int], scale: float)
     launch(
         shrink_kernel,
         (ceil_div(n_rows, block_rows) * n_beside,),
-        *(x, factor_Nr, out, scale, n_rows, x.stride(0), *factor_Nr.stride(), *_three(widths)),
+        *(x, factor_Nr, out, out if x_scale is None else x_scale, scale, n_rows, x.stride(0)),
+        *(*factor_Nr.stride(), *_three(widths)),
         N_PARTS=n_parts,
         RANK=rank,
         BLOCK_RANK=ranks,
         BLOCK_ROWS=block_rows,
         SLICES=WARPS_SHRINK,
-        DEPTH=64 if max(ranks, block_rows) < 64 and x.element_size() == 2 else 32,
+        DEPTH=64 if max(ranks, block_rows) < 64 and factor_Nr.element_size() == 2 else 32,
         STAGES=STAGES_SHRINK,
+        SCALED=x_scale is not None,
         num_warps=WARPS_SHRINK,
     )
     return out
@@ -244,8 +255,8 @@ def expand_(y_RN: Tensor, low: LowRank) -> None:
 def factor_gradients_(
     da: Tensor | None,
     db: Tensor | None,
-    x_RK: Tensor,
-    dy_RN: Tensor,
+    x_RK: Scaled,
+    dy_RN: Scaled,
     h_Rr: Tensor,
     dh_Rr: Tensor,
     widths: Sequence[int],
@@ -256,26 +267,30 @@ def factor_gradients_(
     Raises:
         ValueError: as ``shrink``, or a tensor that must be contiguous is not.
     """
-    n_parts, rank, width = len(widths), h_Rr.shape[1] // len(widths), x_RK.shape[1]
+    (x, x_scale), (dy, dy_scale) = x_RK, dy_RN
+    n_parts, rank, width = len(widths), h_Rr.shape[1] // len(widths), x.shape[1]
     contiguous = {"da": da, "db": db, "h": h_Rr, "dh": dh_Rr}
     for name, tensor in contiguous.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-    for gradient, shape in ((da, (n_parts * rank, width)), (db, (dy_RN.shape[1], rank))):
+    for gradient, shape in ((da, (n_parts * rank, width)), (db, (dy.shape[1], rank))):
         if gradient is not None and gradient.shape != shape:
             raise ValueError(f"a gradient of shape {shape} does not fit memory of shape {tuple(gradient.shape)}")
-    if h_Rr.shape != dh_Rr.shape or len({len(x_RK), len(dy_RN), len(h_Rr)}) > 1 or sum(widths) != dy_RN.shape[1]:
-        shapes = [tuple(tensor.shape) for tensor in (x_RK, dy_RN, h_Rr, dh_Rr)]
+    if h_Rr.shape != dh_Rr.shape or len({len(x), len(dy), len(h_Rr)}) > 1 or sum(widths) != dy.shape[1]:
+        shapes = [tuple(tensor.shape) for tensor in (x, dy, h_Rr, dh_Rr)]
         raise ValueError(f"x, dy, h and dh of shapes {shapes} do not fit parts of {tuple(widths)}")
-    check_alike(x=x_RK, dy=dy_RN, h=h_Rr, dh=dh_Rr)
-    check_runnable(factor_gradients_kernel, x_RK)
+    if (x_scale is None) != (dy_scale is None):
+        raise ValueError(f"x and dy must both have a scale, or neither, got {x.dtype} and {dy.dtype}")
+    check_alike(h=h_Rr, dh=dh_Rr, **({"x": x, "dy": dy} if x_scale is None else {}))
+    check_runnable(factor_gradients_kernel, h_Rr)
     n_of_a = 0 if da is None else ceil_div(width, GRADIENT_COLUMNS)
     n_of_b = 0 if db is None else sum(ceil_div(each, GRADIENT_COLUMNS) for each in widths)
     launch(
         factor_gradients_kernel,
         (n_of_a + n_of_b,),
-        *(h_Rr if da is None else da, h_Rr if db is None else db, x_RK, dy_RN, h_Rr, dh_Rr),
-        *(len(x_RK), n_of_a, width, *x_RK.stride(), *dy_RN.stride(), width, *_three(widths)),
+        *(h_Rr if da is None else da, h_Rr if db is None else db, x, dy, h_Rr, dh_Rr),
+        *(h_Rr if x_scale is None else x_scale, h_Rr if dy_scale is None else dy_scale),
+        *(len(x), n_of_a, width, *x.stride(), *dy.stride(), width, *_three(widths)),
         N_PARTS=n_parts,
         RANK=rank,
         BLOCK_RANK_A=block_rank(n_parts * rank),
@@ -284,6 +299,7 @@ def factor_gradients_(
         BLOCK_COLUMNS=GRADIENT_COLUMNS,
         STAGES=GRADIENT_STAGES,
         ADDS=accumulate,
+        SCALED=x_scale is not None,
         num_warps=4,
     )
 
@@ -294,16 +310,18 @@ def _three(widths: Sequence[int]) -> tuple[int, ...]:
 
 def check_low_rank(y_RN: Tensor, low: LowRank, n_parts: int = MAX_PARTS) -> None:
     """Raise ValueError unless ``low``, of so many parts at most, can be added to y by a kernel."""
-    _check_parts(y_RN, low.factor, low.widths, n_parts)
+    _check_parts(Scaled(y_RN), low.factor, low.widths, n_parts)
     h, rank = low.h, low.factor.shape[1]
     if h.shape != (len(y_RN), len(low.widths) * rank) or h.stride(1) != 1:
         raise ValueError(f"h {tuple(h.shape)} with strides {h.stride()} does not fit {len(y_RN)} rows of rank {rank}")
     check_alike(y=y_RN, h=h)
 
 
-def _check_parts(wide: Tensor, factor: Tensor, widths: Sequence[int], n_parts: int = MAX_PARTS) -> None:
+def _check_parts(matrix: Scaled, factor: Tensor, widths: Sequence[int], n_parts: int = MAX_PARTS) -> None:
+    wide = matrix.values
     if wide.dim() != 2 or not 1 <= len(widths) <= n_parts or {sum(widths), wide.shape[1]} != {len(factor)}:
         shapes = f"{tuple(wide.shape)} and a factor of {tuple(factor.shape)}"
         raise ValueError(f"parts of {tuple(widths)} columns do not fit a matrix of {shapes}")
-    check_alike(wide=wide, factor=factor)
-    check_runnable(shrink_kernel, wide)
+    if matrix.scale is None:
+        check_alike(wide=wide, factor=factor)
+    check_runnable(shrink_kernel, factor)

@@ -17,6 +17,18 @@ import torch
 from torch import Tensor
 
 
+class Scaled(NamedTuple):
+    """A matrix in the dtype of the factors, or a quantized one: values in fp8, all to be multiplied by one scale."""
+
+    values: Tensor
+    scale: Tensor | None = None
+    """fp32, one element"""
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """The matrix in this dtype."""
+        return self.values if self.scale is None else self.values.to(dtype).mul_(self.scale)
+
+
 class LowRank(NamedTuple):
     """A matrix (R, N) of low rank that is to be added to another: part i of its columns is h_i F_i^T."""
 
@@ -28,11 +40,11 @@ class LowRank(NamedTuple):
     """Columns of each of the n parts, at most three; N together."""
 
 
-def shrink(x_RN: Tensor, factor_Nr: Tensor, widths: Sequence[int], scale: float) -> Tensor:
+def shrink(x_RN: Scaled, factor_Nr: Tensor, widths: Sequence[int], scale: float) -> Tensor:
     """scale x_i F_i for each part of the columns of x (R, N) and of the rows of F (N, r): (R, n r)."""
-    rank = factor_Nr.shape[1]
-    h = x_RN.new_empty(len(x_RN), len(widths) * rank)
-    parts = x_RN.split(list(widths), dim=1), factor_Nr.split(list(widths)), h.split(rank, dim=1)
+    rank, whole = factor_Nr.shape[1], x_RN.to(factor_Nr.dtype)
+    h = whole.new_empty(len(whole), len(widths) * rank)
+    parts = whole.split(list(widths), dim=1), factor_Nr.split(list(widths)), h.split(rank, dim=1)
     for x, factor, out in zip(*parts, strict=True):
         torch.addmm(out, x, factor, beta=0, alpha=scale, out=out)
     return h
@@ -49,8 +61,8 @@ def expand_(y_RN: Tensor, low: LowRank) -> None:
 def factor_gradients_(
     da: Tensor | None,
     db: Tensor | None,
-    x_RK: Tensor,
-    dy_RN: Tensor,
+    x_RK: Scaled,
+    dy_RN: Scaled,
     h_Rr: Tensor,
     dh_Rr: Tensor,
     widths: Sequence[int],
@@ -59,8 +71,9 @@ def factor_gradients_(
     """Write the gradient of A to ``da`` (n r, K) and that of B to ``db`` (N, r), or add; None skips one."""
     beta = int(accumulate)
     if da is not None:
-        da.addmm_(dh_Rr.T, x_RK, beta=beta)
+        da.addmm_(dh_Rr.T, x_RK.to(da.dtype), beta=beta)
     if db is not None:
-        parts = db.split(list(widths)), dy_RN.split(list(widths), dim=1), h_Rr.split(db.shape[1], dim=1)
+        dy = dy_RN.to(db.dtype)
+        parts = db.split(list(widths)), dy.split(list(widths), dim=1), h_Rr.split(db.shape[1], dim=1)
         for gradient, dy, h in zip(*parts, strict=True):
             gradient.addmm_(dy.T, h, beta=beta)

@@ -106,9 +106,6 @@ def swiglu_backward_kernel(
     gate = tl.load(gate_up + gate_at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + gate_at + d_ff, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(dz + at, mask=inside, other=0.0).to(tl.float32)
-    if IN_PLACE:
-        # For rows that are not aligned Triton may give an element's load and its store to different threads.
-        tl.debug_barrier()
     if RANK:
         n_blocks = tl.cdiv(d_ff, BLOCK_F)
         rows = tl.program_id(0) // n_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -117,6 +114,9 @@ def swiglu_backward_kernel(
             h, factor, h_stride, column_stride, rank_stride, rows, columns, rows < n_rows, columns < d_ff,
             RANK, BLOCK_RANK,
         )  # fmt: skip
+    if IN_PLACE:
+        # For rows that are not aligned Triton may give an element's load and its store to different threads.
+        tl.debug_barrier()
     dgate, dup, product = gradients_of(gate, up, g)
     tl.store(dgate_up + gate_at, dgate, mask=inside)
     tl.store(dgate_up + gate_at + d_ff, dup, mask=inside)

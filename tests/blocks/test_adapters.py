@@ -139,12 +139,16 @@ def test_frozen_weights_are_quantized_once_and_there_in_fp8_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["same", "e4m3"])
 @pytest.mark.parametrize("device", [CUDA, CPU])
-def test_kernels_with_adapters(device):
-    """The same bits at each level, and as without adapters where B is zero; near the plain operations."""
-    fused, found = block_ops("fused", "flash"), {}
-    models = {"plain": written_out(WIDE, dtype=torch.float32), "reference": adapted(WIDE, dtype=torch.float32)}
-    models |= {"products": adapted(WIDE, dtype=torch.float32), "all": adapted(WIDE, "all", dtype=torch.float32)}
+def test_kernels_with_adapters(device, recipe):
+    """The same bits at each level, and as without adapters where B is zero; near the plain operations: in fp8 sums in
+    another order round a few numbers to their other neighbour.
+    """
+    fused, found, kernels = block_ops("fused", "flash"), {}, {"dtype": torch.float32}
+    kernels["products"], plain = (block_products(name, Recipe(recipe)) for name in ("fused", "reference"))
+    models = {"plain": written_out(WIDE, **kernels), "reference": adapted(WIDE, products=plain, dtype=torch.float32)}
+    models |= {"products": adapted(WIDE, **kernels), "all": adapted(WIDE, "all", **kernels)}
     models["zero"] = copy.deepcopy(models["plain"])
     adapt(models["zero"], LORA)
     for name, model in models.items():
@@ -159,7 +163,10 @@ def test_kernels_with_adapters(device):
     assert all(torch.equal(one, other) for one, other in zip(found["plain"], found["zero"][:2], strict=True))
     assert all(torch.equal(one, other) for one, other in zip(found["products"], found["all"], strict=True))
     assert len(found["all"]) == 2 + 14
-    torch.testing.assert_close(found["all"], found["reference"], rtol=1e-4, atol=1e-4)
+    if recipe == "same":
+        torch.testing.assert_close(found["all"], found["reference"], rtol=1e-4, atol=1e-4)
+    for ours, reference in zip(found["all"], found["reference"], strict=True):
+        assert (ours - reference).norm() < 1e-2 * reference.norm()
 
 
 @pytest.mark.gpu

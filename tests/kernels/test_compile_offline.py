@@ -49,6 +49,10 @@ def product(swiglu, rank=0):
     strides = tuple((shape[1], 1) for shape in shapes)
     products._prepared(shapes, strides, 6 * (bf16,), torch.device("cpu"), swiglu)
 
+def scaled(*shape, fp8=False):
+    values = zeros(*shape, dtype=torch.float8_e4m3fn if fp8 else bf16)
+    return lora_reference.Scaled(values, ones(()) if fp8 else None)
+
 def low(*widths):
     return lora_reference.LowRank(zeros(2048, 16 * len(widths)), zeros(sum(widths), 16), widths)
 
@@ -110,11 +114,17 @@ LAUNCHES = {
     "product": "product(False)",
     "product swiglu": "product(True)",
     "product lora": "product(True, 16)",
-    "shrink": "lora.shrink(zeros(2048, 3584), zeros(48, 3584).T, (3584,), 2.0)",
-    "shrink parts": "lora.shrink(zeros(2048, 37888), zeros(37888, 16), (18944, 18944), 2.0)",
+    "shrink": "lora.shrink(scaled(2048, 3584), zeros(48, 3584).T, (3584,), 2.0)",
+    "shrink parts": "lora.shrink(scaled(2048, 37888), zeros(37888, 16), (18944, 18944), 2.0)",
+    "shrink fp8": "lora.shrink(scaled(2048, 37888, fp8=True), zeros(37888, 16), (18944, 18944), 2.0)",
+    "factor_gradients fp8": (
+        "h, x, dy = zeros(2048, 16), scaled(18944, 2048, fp8=True), scaled(2048, 3584, fp8=True)\n"
+        "x = lora_reference.Scaled(x.values.T, x.scale)\n"
+        "lora.factor_gradients_(zeros(16, 18944), zeros(3584, 16), x, dy, h, h, (3584,), True)"
+    ),
     "expand": "lora.expand_(zeros(2048, 4608), low(3584, 512, 512))",
     "factor_gradients": (
-        "h, x, dy = zeros(2048, 48), zeros(2048, 3584), zeros(2048, 4608)\n"
+        "h, x, dy = zeros(2048, 48), scaled(2048, 3584), scaled(2048, 4608)\n"
         "lora.factor_gradients_(zeros(48, 3584), zeros(4608, 16), x, dy, h, h, (3584, 512, 512), True)"
     ),
     "swiglu_backward lora": (
@@ -237,9 +247,20 @@ def test_registers_leave_room_and_loads_are_wide(key: str, registers: int) -> No
     assert found["ld.global.v4.b32"] >= (8 if key == "cross_entropy_rows" else 1)
 
 
+ADAPTERS = {
+    "shrink": 1,
+    "shrink parts": 2,
+    "shrink fp8": 2,
+    "factor_gradients": 2,
+    "factor_gradients fp8": 4,
+    "expand": 4,
+}
+"""How many programs are to fit a multiprocessor."""
+
+
 def test_adapters_copy_ahead_in_16_bytes_and_multiply_in_each_warp_alone() -> None:
     """Sixteen rows and 512 columns of shrink are eight warps' slices: 4 steps of 16 columns, by halves of 16 ranks."""
-    for key, programs in (("shrink", 1), ("shrink parts", 2), ("factor_gradients", 2), ("expand", 4)):
+    for key, programs in ADAPTERS.items():
         found = found_of(key)
         assert found["registers"] * found["threads"] * programs <= 65536
         assert (found["shared"] + 1024) * programs <= 228 * 1024
