@@ -48,9 +48,9 @@ WARPS_SHRINK, STAGES_SHRINK = 8, 3
 of an H100's bandwidth, 25 bytes a ns, takes some 20 KB on their way."""
 BLOCK_ROWS, BLOCK_COLUMNS = 64, 128
 """The numbers of y that a program of ``expand_`` adds to."""
-GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_STAGES = 64, 64, 4
-"""Numbers of x or dy that a program loads at once, 8 KB in bf16, of rows of 128 bytes. Five programs fit, and the 648 of
-gate | up at 7B are one wave."""
+GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_STAGES = 64, 64, 3
+"""Numbers of x or dy that a program loads at once, 8 KB in bf16, of rows of 128 bytes. Six programs fit a
+multiprocessor, so the 648 of gate | up at 7B run all at once."""
 
 
 @triton.jit

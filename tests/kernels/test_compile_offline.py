@@ -247,14 +247,8 @@ def test_registers_leave_room_and_loads_are_wide(key: str, registers: int) -> No
     assert found["ld.global.v4.b32"] >= (8 if key == "cross_entropy_rows" else 1)
 
 
-ADAPTERS = {
-    "shrink": 1,
-    "shrink parts": 2,
-    "shrink fp8": 2,
-    "factor_gradients": 2,
-    "factor_gradients fp8": 4,
-    "expand": 4,
-}
+ADAPTERS = {"shrink": 1, "shrink parts": 2, "shrink fp8": 2, "expand": 4}
+ADAPTERS |= {"factor_gradients": 4, "factor_gradients fp8": 6}
 """How many programs are to fit a multiprocessor."""
 
 
