@@ -24,6 +24,7 @@ gradients. What is missing is part of others: gate | up's addition is in its pro
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +96,8 @@ def adapt(model: TransformerLM, lora: Lora) -> None:
         if isinstance(block.products, QuantizedProducts):
             block.products.frozen = True
         block.adapter_scale = lora.scale  # type: ignore[assignment]
-        block.kept = *block.kept, *map(low_rank_name, lora.on)  # type: ignore[operator, assignment]
+        kept: Any = block.kept
+        block.kept = (*kept, *map(low_rank_name, lora.on))  # type: ignore[assignment]
         merge_(block)
 
 

@@ -136,11 +136,10 @@ def _launch_backward(
     **constants: bool,
 ) -> None:
     n_rows, d_ff = gate_up.shape[:-1].numel(), gate_up.shape[-1] // 2
-    of_h, block = (dz, dz, 0, 0, 0, 0), {"BLOCK_ROWS": BLOCK_ROWS, "BLOCK_F": BLOCK_F, "num_warps": 4}
-    if low is not None:
-        of_h = low.h, low.factor, low.h.stride(0), *low.factor.stride(), low.factor.shape[1]
-        block = LOW_RANK_BLOCK
-    h, factor, *strides, rank = of_h
+    block = {"BLOCK_ROWS": BLOCK_ROWS, "BLOCK_F": BLOCK_F, "num_warps": 4} if low is None else LOW_RANK_BLOCK
+    h, factor = (dz, dz) if low is None else (low.h, low.factor)
+    strides = (0, 0, 0) if low is None else (h.stride(0), *factor.stride())
+    rank = 0 if low is None else factor.shape[1]
     launch(
         swiglu_backward_kernel,
         (ceil_div(n_rows, block["BLOCK_ROWS"]) * ceil_div(d_ff, block["BLOCK_F"]),),
