@@ -17,9 +17,11 @@ have a program for each 64 of them: 2,048 rows leave 100 of 132 multiprocessors 
 Traffic at R rows: shrink reads x; expand_ reads and writes y; gradients read x and dy. Factors, h and dh are small, and
 come from the L2 cache.
 
-Sums are in fp32 and rounded once, in fp32 without TF32. Of fp8, x and dy are read as they are; values are products'
-operands in the dtype of the factors, and sums are multiplied by the scale. Limits: fp32, bf16 and fp16, at most three
-parts; the last dimension of x and y is contiguous but for ``factor_gradients_``, which takes any strides.
+Sums are in fp32 and rounded once. Products of fp32 are three of TF32 each, as exact as fp32's. Quantized x and dy are
+read as they are: their values are multiplied in the factors' dtype, and the sums by the scale.
+
+Limits: fp32, bf16 and fp16, at most three parts; rows of x and y are contiguous, but ``factor_gradients_`` takes x and
+dy of any strides.
 
 Shape legend: R rows, K columns of x, N columns of y, r rank, n parts.
 """
@@ -46,6 +48,10 @@ BLOCK_RANK = 64
 WARPS_SHRINK, STAGES_SHRINK = 8, 3
 """Eight slices of 64 columns and 16 rows: 16 KB of x a stage, of which two are on their way. A multiprocessor's share
 of an H100's bandwidth, 25 bytes a ns, takes some 20 KB on their way."""
+BYTES_SHRINK = 2**16
+"""The most that x and a factor take a stage."""
+SUMS_SHRINK = 2048
+"""The most sums of a warp, of which each thread holds a 32nd in registers."""
 BLOCK_ROWS, BLOCK_COLUMNS = 64, 128
 """The numbers of y that a program of ``expand_`` adds to."""
 GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_STAGES = 64, 64, 3
@@ -94,7 +100,7 @@ def shrink_kernel(
         left = tl.load(x_at + start, mask=own_rows & (start + of_x < width), other=0.0)
         right_at = factor_at + tl.cast(start, tl.int64) * column_stride
         right = tl.load(right_at, mask=own_ranks & (start + of_factor < width), other=0.0)
-        acc = tl.dot(left.to(right.dtype), right, acc, input_precision="ieee")
+        acc = tl.dot(left.to(right.dtype), right, acc, input_precision="tf32x3")
     if SCALED:
         scale *= tl.load(x_scale)
     at = out + rows.to(tl.int64)[:, None] * (N_PARTS * RANK) + (part * RANK + ranks)[None, :]
@@ -114,7 +120,7 @@ def low_rank_of(
         left = tl.load(left_at, mask=own_rows[:, None] & (ranks < RANK)[None, :], other=0.0)
         right_at = factor + columns.to(tl.int64)[None, :] * column_stride + ranks[:, None] * rank_stride
         right = tl.load(right_at, mask=(ranks < RANK)[:, None] & own_columns[None, :], other=0.0)
-        acc = tl.dot(left, right, acc, input_precision="ieee")
+        acc = tl.dot(left, right, acc, input_precision="tf32x3")
     return acc
 
 
@@ -157,7 +163,7 @@ def factor_gradient(
             left = tl.load(left_at, mask=(columns < end)[:, None] & (own < n_rows)[None, :], other=0.0)
             right_at = narrow + own[:, None] * narrow_stride + ranks[None, :]
             right = tl.load(right_at, mask=(own < n_rows)[:, None] & (ranks < RANK)[None, :], other=0.0)
-            acc = tl.dot(left.to(right.dtype), right, acc, input_precision="ieee")
+            acc = tl.dot(left.to(right.dtype), right, acc, input_precision="tf32x3")
         if SCALED:
             acc *= tl.load(scale)
         at = gradient + columns.to(tl.int64)[:, None] * to_column + ranks.to(tl.int64)[None, :] * to_rank
@@ -209,8 +215,10 @@ def shrink(x_RN: Scaled, factor_Nr: Tensor, widths: Sequence[int], scale: float)
     ranks = block_rank(rank)
     n_beside = n_parts * ceil_div(rank, ranks)
     enough = n_multiprocessors(x.device) * 3 // 4
-    fitting = [n for n in (64, 32) if ceil_div(n_rows, n) * n_beside >= enough]
-    block_rows = fitting[0] if fitting else 16
+    fitting = [n for n in (64, 32) if ceil_div(n_rows, n) * n_beside >= enough and n * ranks <= SUMS_SHRINK]
+    block_rows, depth = fitting[0] if fitting else 16, 64
+    while WARPS_SHRINK * depth * (block_rows + ranks) * factor_Nr.element_size() > BYTES_SHRINK:
+        depth //= 2
     launch(
         shrink_kernel,
         (ceil_div(n_rows, block_rows) * n_beside,),
@@ -221,7 +229,7 @@ def shrink(x_RN: Scaled, factor_Nr: Tensor, widths: Sequence[int], scale: float)
         BLOCK_RANK=ranks,
         BLOCK_ROWS=block_rows,
         SLICES=WARPS_SHRINK,
-        DEPTH=64 if max(ranks, block_rows) < 64 and factor_Nr.element_size() == 2 else 32,
+        DEPTH=depth,
         STAGES=STAGES_SHRINK,
         SCALED=x_scale is not None,
         num_warps=WARPS_SHRINK,
