@@ -1,7 +1,9 @@
 """Adapters against autograd through the merged weights, at each level of what is kept, and with quantized products."""
 
 import copy
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -92,6 +94,29 @@ def test_each_level_gives_the_same_bits_and_two_backwards_add_up(recipe):
         assert len(found[-1]) == 14 * WIDE.n_layers
     for others in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+
+@pytest.mark.parametrize("keep", LEVELS)
+def test_h_is_computed_once_and_its_bytes_are_kept(keep):
+    """Four times h and four times its gradient, whatever is computed again; what is added to gate | up and to the
+    gradient of SwiGLU's product goes along with the operations that write and read these.
+    """
+    calls, names, kept = Counter(), ("lora_shrink", "lora_expand_", "lora_gradients_"), []
+
+    def counted(name, *arguments):
+        calls[name] += 1
+        return getattr(REFERENCE, name)(*arguments)
+
+    model = adapted(LLAMA, keep, dtype=torch.float32)
+    block = model.layers[0]
+    block.block_ops = replace(REFERENCE, **{name: partial(counted, name) for name in names})
+    x = torch.randn(2, 12, LLAMA.d_model)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        y = block(x, *model.rotary(12))
+    assert [tuple(tensor.shape) for tensor in kept[-4:]] == [(24, n * LORA.rank) for n in (3, 1, 2, 1)]
+    y.sum().backward()
+    assert (calls["lora_shrink"], calls["lora_gradients_"]) == (8, 4)
+    assert calls["lora_expand_"] == 3 + 3 + {"input": 2, "attention": 2}.get(keep, "qkv" in keep)
 
 
 @pytest.mark.parametrize("recipe", ["same", "tensor"])
