@@ -19,7 +19,7 @@ def low_rank_name(name: str) -> str:
 
 
 class Saved:
-    """Tensors by their names in ``costs.kept.KEPT``, or in ``APART``.
+    """Tensors by their names in ``costs.kept.KEPT``, in ``APART``, or as ``low_rank_name`` gives them.
 
     Args:
         names: of those to keep; a forward after which no backward comes keeps none.
