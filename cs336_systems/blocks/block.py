@@ -25,7 +25,7 @@ All tensors share one dtype, but for statistics, the rotary tables and what quan
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -80,7 +80,13 @@ class _Stages:
         return self.products.read(name, x, self.maxima, rows=rows, columns=columns)
 
     def adapter(self, name: str) -> Adapter | None:
-        """The adapter of the matrix of this name, if it has one."""
+        """The adapter of the matrix of this name, if it has one; of ``APART`` the part that belongs to it."""
+        if name in APART and (whole := self.adapter("qkv")) is not None:
+            of_q, rank, d_query = name == "q", whole.b.shape[1], self.config.d_query
+            rows_a, rows_b, parts = (slice(end) if of_q else slice(end, None) for end in (rank, d_query, 1))
+            return replace(whole, a=whole.a[rows_a], b=whole.b[rows_b], widths=whole.widths[parts])
+        if name in APART:
+            return None
         a, b = (getattr(self.weights, f"{name}_{each}") for each in "ab")
         if a is None:
             return None
@@ -132,8 +138,7 @@ class _Stages:
             n_heads, n_kv_heads = (n_heads, 0) if name == "q" else (0, n_kv_heads)
         out = self.place(name, x_RD, (n_heads + 2 * n_kv_heads) * config.d_head)
         self.products.forward_(self.ops, out, normed1_RD, weight, bias)
-        assert name not in APART or self.weights.qkv_a is None, "two projections have no adapter"
-        self.adapt_("qkv", out, normed1_RD)
+        self.adapt_(name, out, normed1_RD)
         if not config.qk_norm:
             self.rotate_(out, n_heads, n_kv_heads, inverse=False)
         return out
@@ -406,7 +411,8 @@ class _Writer:
         """Write the gradients of the matrix's adapter, if it has one; ``low`` is its ``addition_backward``."""
         if (adapter := self.stages.adapter(name)) is not None and low is not None:
             products, h = self.stages.products, self.stages.low_rank.get(low_rank_name(name))
-            assert h is not None, f"the adapter of {name} needs {low_rank_name(name)}, which forward did not keep"
+            if h is None:  # a streamed step keeps none
+                h = adapter.forward(self.stages.ops, products.by_columns(x_RM))
             read = products.by_columns(x_RM), products.by_rows(dy_RN), h, low.h, adapter.widths
             self._now_or_later(partial(_write_adapter, self.stages.ops, name, read))
 

@@ -13,6 +13,9 @@ What is kept for backward travels in three parts, of which a level of ``costs/ke
 ``input``, ``attention``, ``products``. Where a sequence is longer than a chunk, attention needs k and v of all its
 chunks before in both directions: they are a part of their own, ``context``, that is kept of all or none.
 
+Where adapters are trained (LoRA), weights stream and are never written: nothing but activations goes out. Adapters,
+their gradients and their moments stay on the device.
+
 FLOPs: causal attention counts half of its square; backward has two matmuls for each of forward's, and attention's 2.5;
 recomputation counts in HFU, not in MFU. Seconds: matmuls and attention at sustained rates, passes of norms, rotation,
 SwiGLU and optimizer at the memory's. Launches of kernels and Python are left out, as chunks of 8,192 tokens hide them.
@@ -23,11 +26,11 @@ SwiGLU and optimizer at the memory's. Launches of kernels and Python are left ou
     work.item_bytes("products"), work.seconds("forward", chunk=1), Rates.of(hardware).link_alone
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from cs336_systems.config import PRECISIONS, ModelConfig, Precision, Recipe
+from cs336_systems.config import ADAPTED, PRECISIONS, Lora, ModelConfig, Precision, Recipe
 from cs336_systems.costs.flops import forward_flops, model_flops
 from cs336_systems.costs.kept import LEVELS as ALL_LEVELS
 from cs336_systems.costs.kept import STORED, kept_names, kept_sizes, recomputed, recomputed_flops
@@ -113,6 +116,8 @@ class StreamedWork:
     """The recipe of blocks' matmuls; it changes seconds, not the bytes of items."""
     share: Share | None = None
     """The part of the model that a rank of a ring has; all of it if None."""
+    lora: Lora | None = None
+    """The adapters that are trained while the weights are frozen; None if the weights are trained."""
 
     def __post_init__(self) -> None:
         short, long = sorted((self.chunk, self.context_length))
@@ -168,8 +173,23 @@ class StreamedWork:
     # bytes
 
     @property
+    def states(self) -> tuple[str, ...]:
+        """The parts of a layer's state that may stream; of adapters all stays on the device."""
+        return ("weights",) if self.lora else ("weights", "gradients", "moments")
+
+    @property
+    def streamed_moments(self) -> tuple[tuple[str, int], ...]:
+        """``moments`` if they may stream, else none."""
+        return () if self.lora else self.moments
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        """Parameters of one layer that are trained."""
+        return self.lora.n_parameters(replace(self.config, n_layers=1)) if self.lora else self.config.n_block_parameters
+
+    @property
     def layer_bytes(self) -> int:
-        """W = G: bytes of one layer's weights, and of its gradients."""
+        """Bytes of one layer's weights, and of their gradients if they are trained."""
         return self.config.n_block_parameters * self.precision.parameter_bytes
 
     @cached_property
@@ -180,14 +200,14 @@ class StreamedWork:
         apart = context * width if self.is_long else 0
         return {
             "weights": self.layer_bytes,
-            "gradients": self.layer_bytes,
+            "gradients": 0 if self.lora else self.layer_bytes,
             "input": of["x"] + of["rstd1"] + of["rstd2"],
             "context": context * width,
             "attention": of["attended"] + of["lse"],
             "products": of["qkv"] - apart + of["residual"] + of["gate_up"],
             "dy": self.chunk * config.d_model * width,
             "dcontext": context * WIDE,  # sums over chunks
-            **{name: n * config.n_block_parameters for name, n in self.moments},
+            **{name: n * config.n_block_parameters for name, n in self.streamed_moments},
         }
 
     def item_bytes(self, what: str) -> int:
@@ -201,7 +221,8 @@ class StreamedWork:
     @property
     def state_bytes(self) -> int:
         """Bytes of weights, gradients and moments of one layer."""
-        return 2 * self.layer_bytes + sum(self.item_bytes(name) for name, _ in self.moments)
+        moments = sum(self.item_bytes(name) for name, _ in self.streamed_moments)
+        return self.layer_bytes + self.item_bytes("gradients") + moments
 
     @property
     def _fixed_parameters(self) -> int:
@@ -212,16 +233,27 @@ class StreamedWork:
     @property
     def fixed_bytes(self) -> int:
         """Bytes that stay on the device: embedding, head and final norm with all their state, as far as they are here,
-        and the rotary tables.
+        adapters, and the rotary tables.
 
         A tied embedding has two gradients, added up at the end of a step. A sequence that is longer than a chunk has a
         place for what one chunk adds to the gradients of its keys and values.
         """
         config, width = self.config, self.precision.parameter_bytes
-        per_parameter = 2 * width + sum(n for _, n in self.moments)
+        per_parameter = width if self.lora else self._bytes_per_trained
         found = self._fixed_parameters * per_parameter + rotary_bytes(config.at_context(self.context_length))
-        found += config.vocab_size * config.d_model * width if config.tie_embeddings and self.has_head else 0
+        if config.tie_embeddings and self.has_head and not self.lora:
+            found += config.vocab_size * config.d_model * width
+        found += self.adapter_bytes
         return found + (self.context_length * 2 * config.d_kv * width if self.is_long else 0)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the adapters that are here with all their state."""
+        return len(self.layers) * self.trained_parameters * self._bytes_per_trained if self.lora else 0
+
+    @property
+    def _bytes_per_trained(self) -> int:
+        return 2 * self.precision.parameter_bytes + sum(n for _, n in self.moments)
 
     @property
     def temporary_bytes(self) -> int:
@@ -234,14 +266,20 @@ class StreamedWork:
         attention = (d_model + d_query + config.d_qkv) * width + wide_queries
         if config.qk_norm:  # q and k normed and rotated, and where sequences are long the k of all their chunks
             attention += (d_query + config.d_kv * (1 + self.chunks_per_sequence * self.is_long)) * width
+        low_rank = 2 * 3 * self.lora.rank * width if self.lora else 0  # x A^T and its gradient, of q, k and v
         head = 3 * d_model * width  # norm, its gradient, and x
         logits = min(tokens, HEAD_TOKENS) * config.vocab_size * width
-        return max(tokens * max(feed_forward, attention), (tokens * head + logits) * self.has_head)
+        return max(tokens * (max(feed_forward, attention) + low_rank), (tokens * head + logits) * self.has_head)
 
     @property
     def n_parameters(self) -> int:
         """Parameters that are here."""
         return len(self.layers) * self.config.n_block_parameters + self._fixed_parameters
+
+    @property
+    def n_trained(self) -> int:
+        """Parameters that are here and are trained."""
+        return len(self.layers) * self.trained_parameters if self.lora else self.n_parameters
 
     # operations
 
@@ -285,13 +323,15 @@ class StreamedWork:
         """
         d_model = self.config.d_model
         if kind == "head":
-            return (_whole(self.config.vocab_size) + _whole(d_model) + 1) / 3
+            both = _whole(self.config.vocab_size) + _whole(d_model)
+            return both / 2 if self.lora else (both + 1) / 3
         shapes = self._shapes
         flops = sum(k * n for k, n in shapes)
         forward = sum(k * n * _whole(n) for k, n in shapes) / flops
         if kind != "backward":
             return forward
-        return (sum(k * n * _whole(k) for k, n in shapes) / flops + 1) / 2
+        backward = sum(k * n * _whole(k) for k, n in shapes) / flops
+        return backward if self.lora else (backward + 1) / 2
 
     @property
     def _shapes(self) -> tuple[tuple[int, int], ...]:
@@ -300,7 +340,9 @@ class StreamedWork:
         return (d_model, self.config.d_qkv), (self.config.d_query, d_model), (d_model, 2 * d_ff), (d_ff, d_model)
 
     def gradient_bytes(self, kind: str) -> int:
-        """Bytes of the gradients of weights that an operation's products add to."""
+        """Bytes of the gradients of weights, or of adapters, that an operation's products add to."""
+        if self.lora:
+            return self.trained_parameters * self.precision.parameter_bytes if kind == "backward" else 0
         head = self.config.vocab_size * self.config.d_model * self.precision.parameter_bytes
         return {"backward": self.layer_bytes, "head": head}.get(kind, 0)
 
@@ -337,9 +379,12 @@ class StreamedWork:
         keys = 2 * tokens * d_model * 2 * d_kv  # k and v, a matmul of their own where sequences are longer than a chunk
         behind = products - 2 * tokens * d_model * config.d_qkv
         always = recomputed(config, *self.batch, self.precision, "products").traffic_bytes
+        adapters = 2 * tokens * self.trained_parameters if self.lora else 0
+        passes = {name: row * n for name, n in self._adapter_passes.items()}
         match kind:
             case "forward":  # two norms and a sum 6 d, rotation 2 (d_query + d_kv), SwiGLU 3 d_ff
-                return _Amounts(products, attention, row * (6 * d_model + 2 * d_query + 2 * d_kv + 3 * d_ff))
+                traffic = row * (6 * d_model + 2 * d_query + 2 * d_kv + 3 * d_ff) + passes["forward"]
+                return _Amounts(products + adapters, attention, traffic)
             case "recompute":
                 again = recomputed_flops(config, *self.batch, level, 0)
                 traffic = recomputed(config, *self.batch, self.precision, level).traffic_bytes - always
@@ -351,24 +396,36 @@ class StreamedWork:
                 traffic = row * (8 * d_model + 10 * d_query + 2 * d_kv + 5 * d_ff) + always
                 if config.qk_norm:  # recomputed norm and rotation, and x beside their backward
                     traffic += 3 * row * (d_query + d_kv)
-                return _Amounts(2 * products, 5 * attention // 2, traffic)
+                if self.lora:  # no gradients of weights; x A^T once more, half of forward's
+                    products, traffic = products + 5 * adapters // 2, traffic + passes["backward"]
+                else:
+                    products *= 2
+                return _Amounts(products, 5 * attention // 2, traffic)
             case "keys":  # and a norm, and their rotation
                 return _Amounts(keys, 0, row * (2 * d_model + 2 * d_kv))
             case "restore":  # the matmuls behind attention, a norm with its sum, SwiGLU
                 return _Amounts(behind, 0, row * (4 * d_model + 3 * d_ff))
             case "head":  # logits are read twice and written once between its products
-                return _Amounts(3 * whole.head, 0, 3 * row * config.vocab_size)
+                return _Amounts((2 if self.lora else 3) * whole.head, 0, 3 * row * config.vocab_size)
             case "embed":
                 return _Amounts(0, 0, 2 * row * d_model)
             case "embed backward":
                 return _Amounts(0, 0, 6 * row * d_model / ADD_ROWS_SHARE)
             case "norm":
-                return _Amounts(0, 0, self.layer_bytes)
+                return _Amounts(0, 0, self.trained_parameters * self.precision.parameter_bytes)
             case "optimizer":
-                return _Amounts(0, 0, self._optimizer_bytes(config.n_block_parameters))
+                return _Amounts(0, 0, self._optimizer_bytes(self.trained_parameters))
             case "fixed optimizer":
-                return _Amounts(0, 0, self._optimizer_bytes(self._fixed_parameters))
+                return _Amounts(0, 0, self._optimizer_bytes(0 if self.lora else self._fixed_parameters))
         return None
+
+    @cached_property
+    def _adapter_passes(self) -> dict[str, int]:
+        """Numbers of each token that the thin products of adapters read and write, by kind of operation."""
+        on = self.lora.on if self.lora else ()
+        adapted = [shape for name, shape in zip(ADAPTED, self._shapes, strict=True) if name in on]
+        forward = sum(k + 2 * n for k, n in adapted)  # x is read, y added to
+        return {"forward": forward, "backward": sum(4 * k + 2 * n for k, n in adapted)}  # x, dy twice; dx added to
 
     def _optimizer_bytes(self, parameters: int) -> int:
         """Bytes that the optimizer moves: it reads weights, gradients and moments and writes weights and moments."""

@@ -215,16 +215,18 @@ def linear_cross_entropy_forward_backward(
     targets_T: Tensor,
     *,
     grad_weight: Tensor | None = None,
+    frozen: bool = False,
     denominator: Tensor | None = None,
     z_loss: float = 0.0,
     chunk: int | None = None,
     fused: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """(loss (), dx (T, D), dweight (V, D), lse (T,)), outside of autograd; loss and lse are at least fp32.
 
     Args:
         targets_T: int64 in [0, V), or ``IGNORED``.
         grad_weight: like weight_VD; dweight is added to it in place, and it is what is returned.
+        frozen: compute no dweight; None is returned in its place.
         denominator: () on the device of x, by which the sum over the targets that count is divided; by default their
             number. It may be the number over all micro-batches or ranks.
         z_loss: adds z_loss * lse^2 to each target's loss.
@@ -237,7 +239,9 @@ def linear_cross_entropy_forward_backward(
     if grad_weight is not None and (grad_weight.shape, grad_weight.dtype) != (weight_VD.shape, weight_VD.dtype):
         got = f"{tuple(grad_weight.shape)} {grad_weight.dtype}"
         raise ValueError(f"grad_weight must be like weight {tuple(weight_VD.shape)} {weight_VD.dtype}, got {got}")
-    dx, dweight = torch.empty_like(x_TD), torch.empty_like(weight_VD) if grad_weight is None else grad_weight
+    dx, dweight = torch.empty_like(x_TD), grad_weight
+    if dweight is None and not frozen:
+        dweight = torch.empty_like(weight_VD)
     denominator = (targets_T != IGNORED).sum() if denominator is None else denominator
     how = dx, dweight, grad_weight is not None, z_loss, chunk, fused
     with torch.no_grad():

@@ -86,7 +86,10 @@ def caps_of(options: TrainOptions, case: TrainerCase, device: torch.device, fenc
     """The caps of a run, whose saves are staged in pinned memory."""
     assert options.device_gib is not None and options.host_gib is not None
     width = 4 if case.master == "fp32" else max(case.precision.parameter_bytes, case.moment_bytes)
-    staging = 2 ** math.ceil(math.log2(case.config.vocab_size * case.config.d_model * width))
+    config, rows = case.config, case.config.vocab_size
+    if case.lora is not None:  # adapters alone are saved
+        rows = case.lora.rank * max(1, config.d_ff // config.d_model, config.d_query // config.d_model)
+    staging = 2 ** math.ceil(math.log2(rows * config.d_model * width))
     gib = options.device_gib, options.host_gib
     return caps_within(device, gib, fence, least_host=HOST_OVERHEAD, staging=staging)
 
@@ -138,6 +141,7 @@ def chooser(
         chunk = options.batch_size * length
     moments = {"exp_avg": width, "exp_avg_sq": width} | ({"master": 4} if case.master == "fp32" else {})
     how: dict[str, Any] = {"precision": case.precision, "moments": moments, "tokens_per_step": tokens}
+    how |= {"lora": case.lora}
     how |= {"rates": Rates.of(hardware_of(device), copied_messages=copied_messages)}
     how |= {"effort": EFFORT if device.type == "cuda" else EFFORT // 20}
 
@@ -181,7 +185,7 @@ def planned_segments(choice: ChosenPlan, *, copies: bool) -> dict[str, int]:
 def copy_bytes(choice: ChosenPlan) -> int:
     """Bytes of a checkpoint's copy; 0 where the host's cap has no room for it, and no copy is made."""
     work = choice.plan.work
-    n_bytes = work.n_parameters * (work.precision.parameter_bytes + sum(n for _, n in work.moments))
+    n_bytes = work.n_trained * (work.precision.parameter_bytes + sum(n for _, n in work.moments))
     return n_bytes if n_bytes <= choice.spare_host_bytes else 0
 
 
@@ -228,10 +232,10 @@ class CappedStep:
             raise ValueError(str(error).partition("\n")[0]) from error
         self.guard, self.model = self._step.guard, self._step.model()
         self.optimizer = self._step.optimizer_state(self.model, **options.adamw)
-        if options.init is None:
+        if options.init is None or options.lora:  # adapters are drawn as where nothing streams: after all weights
             with self._refusals():
                 self._step.reset_parameters()
-        else:
+        if options.init is not None:
             load_hf_weights(self.model, options.init)
             self._step.begin_training()
 

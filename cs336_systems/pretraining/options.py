@@ -420,7 +420,6 @@ _UNDER_CAPS: dict[str, list[Any]] = {
         "pipeline": [1],
         "offload": [()],
         "keep": [None],
-        "lora_rank": [None],
         "compile": ["off"],
         "cuda_graph": ["off"],
     },

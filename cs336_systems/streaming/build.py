@@ -170,7 +170,7 @@ class _Builder:
 
     def run(self) -> Schedule:
         plan, group = self.plan, self.plan.work.chunks_per_sequence
-        names, item_bytes = [name for name, _ in plan.work.moments], plan.work.item_bytes
+        names, item_bytes = [name for name, _ in plan.work.streamed_moments], plan.work.item_bytes
         residents = {what: len(plan.resident_layers(what)) for what in (*STATE_RINGS, "moments")}
         layers = plan.work.layers
         state = [Item(what, k) for k in layers for what in ("weights", *names)]
@@ -187,7 +187,7 @@ class _Builder:
         rings |= {what: self.sizes.get(what, 0) + residents[what] for what in STATE_RINGS}
         rings["moments"] = residents["moments"] * len(names)
         beside = {
-            "moments": max(map(item_bytes, names)),
+            "moments": max(map(item_bytes, names), default=0),
             "products": plan.slot_bytes["products"],
         }  # moments that stream lie there, too
         regions = {name: Region(n, item_bytes(name)) for name, n in self.place_counts.items()}

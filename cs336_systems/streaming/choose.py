@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain, product
 
-from cs336_systems.config import PRECISIONS, ModelConfig, Precision
+from cs336_systems.config import PRECISIONS, Lora, ModelConfig, Precision
 from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.memory import TABLE_SHARE
 from cs336_systems.costs.rates import Rates
@@ -24,7 +24,7 @@ from cs336_systems.hardware import GIB
 from cs336_systems.streaming.build import build, schedule_times
 from cs336_systems.streaming.estimate import WorkSeconds, best_keep, neighbours
 from cs336_systems.streaming.order import TooFewSlotsError
-from cs336_systems.streaming.plan import ORDERS, Keep, Order, Plan
+from cs336_systems.streaming.plan import ORDERS, RESIDENTS, Keep, Order, Plan
 from cs336_systems.streaming.schedule import BACKWARDS, Schedule
 
 DEVICE_OVERHEAD = int(1.05 * GIB)
@@ -108,7 +108,8 @@ class ChosenPlan:
         work = self.plan.work
         tables = math.ceil(self.caps.table_share * sum(region.n_bytes for region in self.schedule.regions.values()))
         rings = {name: ring.n_bytes for name, ring in self.schedule.rings.items()}
-        beside = {"embedding, head": work.fixed_bytes, "temporaries": work.temporary_bytes}
+        beside = {"embedding, head": work.fixed_bytes - work.adapter_bytes, "temporaries": work.temporary_bytes}
+        beside |= {"adapters": work.adapter_bytes} if work.lora else {}
         return beside | {"context, libraries": self.caps.device_overhead + tables} | rings
 
     @cached_property
@@ -135,6 +136,7 @@ def choose(
     precision: Precision = PRECISIONS["bf16"],
     moments: dict[str, int] = MOMENTS,
     least_chunk: int = LEAST_CHUNK,
+    lora: Lora | None = None,
     effort: int = EFFORT,
 ) -> ChosenPlan:
     """The plan whose simulated step has the most tokens per second.
@@ -143,6 +145,7 @@ def choose(
         tokens_per_step: tokens of all rounds; None to take as many as hide the optimizer.
         chunk: tokens of a chunk, chosen if None; so are ``chunks`` of a round.
         least_chunk: tokens of a chunk, where chunks are chosen.
+        lora: adapters that are trained instead of the weights.
         effort: operations to simulate in each part of the search.
 
     Raises:
@@ -150,7 +153,7 @@ def choose(
         ValueError: a chunk that does not divide, or tokens of a step that no chunks make up.
     """
     works = [
-        StreamedWork(config, context_length, tokens, precision, tuple(moments.items()))
+        StreamedWork(config, context_length, tokens, precision, tuple(moments.items()), lora=lora)
         for tokens in ([chunk] if chunk else chunk_sizes(context_length, least_chunk))
     ]
     return Search(works, caps, rates, tokens_per_step, chunks, clipping).best(effort)
@@ -233,7 +236,7 @@ class Search:
         counts = [n for n in counts if n >= (work.share.n_ranks if work.share else 1)]
         residents = [
             (weights, gradients, moments)
-            for weights, gradients, moments in product(parts, repeat=3)
+            for weights, gradients, moments in product(*(parts if what in work.states else [0] for what in RESIDENTS))
             if gradients <= weights or weights == n_layers
         ]
         attention, ring_bytes = seconds.recompute_input - seconds.recompute_attention, self._ring_bytes(work)

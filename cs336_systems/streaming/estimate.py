@@ -13,7 +13,7 @@ from operator import itemgetter
 
 from cs336_systems.costs.rates import Rates
 from cs336_systems.costs.streaming import StreamedWork
-from cs336_systems.streaming.plan import RESIDENTS, Keep, Plan
+from cs336_systems.streaming.plan import Keep, Plan
 
 SHARPNESS = 8
 """Exponent of the corner between a step that kernels bound and one that the link bounds: where both take the same time
@@ -51,6 +51,7 @@ class WorkSeconds:
             return sum(work.seconds(kind, chunk, level, rates) for chunk in (0, last)) / 2
 
         n_layers = len(work.layers)
+        embedding = ("embed",) if work.lora else ("embed", "embed backward")
         return cls(
             rates,
             n_layers * mean("forward"),
@@ -59,7 +60,7 @@ class WorkSeconds:
             mean("recompute", "attention"),
             mean("keys"),
             mean("restore"),
-            sum(map(mean, ("embed", "embed backward") * work.has_embedding + ("head",) * work.has_head)),
+            sum(map(mean, embedding * work.has_embedding + ("head",) * work.has_head)),
             n_layers * mean("optimizer") + mean("fixed optimizer"),
         )
 
@@ -77,7 +78,8 @@ class WorkSeconds:
         recomputed = keys + plan.chunks * plan.restores * self.restore
         recomputed += n_input * self.recompute_input + n_attention * self.recompute_attention
         backward = plan.chunks * self.backward + recomputed
-        weights, gradients = (plan.n_layers - plan.weights) * layer, (plan.n_layers - plan.gradients) * layer
+        weights = (plan.n_layers - plan.weights) * layer
+        gradients = (plan.n_layers - plan.gradients) * plan.work.item_bytes("gradients")
         kept = plan.evicted_bytes(keep)
         if alone:
             back = _together(backward, link(weights + kept + gradients, gradients))
@@ -86,6 +88,8 @@ class WorkSeconds:
 
     def of_optimizer(self, plan: Plan) -> float:
         """Seconds of the step's end, if the optimizer waits for the end of backward."""
+        if plan.work.lora:  # whose adapters are on the device
+            return self.optimizer
         return max(self.rates.link_seconds(plan.host_state_bytes, plan.updated_bytes), self.optimizer)
 
 
@@ -124,7 +128,7 @@ def neighbours(plan: Plan, parts: int) -> Iterator[Callable[[Plan], Plan | None]
     pairs, n_layers = max(1, plan.pairs // parts), max(1, plan.n_layers // parts)
     for (attention, products), sign in product(((1, 0), (0, 1), (1, 1)), (1, -1)):
         yield partial(_with_keep, attention=sign * attention * pairs, products=sign * products * pairs)
-    for what, sign in product(RESIDENTS, (1, -1)):
+    for what, sign in product(plan.work.states, (1, -1)):
         yield partial(_with_residents, what=what, more=sign * n_layers)
     for sign in (1, -1):
         yield partial(with_residents_for_products, more=sign * n_layers)

@@ -81,11 +81,7 @@ def reasons(choice: ChosenPlan) -> Iterator[str]:
     if (every := plan.input_every) > 1:
         kept += f", but x itself of every {every}{'rd' if every == 3 else 'th' if every > 3 else 'nd'} layer alone"
     yield f"{kept}; {100 * recomputed_share(choice):.1f} % of the time recomputes."
-    streamed = [
-        f"{what} of {n_layers - n}"
-        for what in ("weights", "gradients", "moments")
-        if (n := getattr(plan, what)) < n_layers
-    ]
+    streamed = [f"{what} of {n_layers - n}" for what in work.states if (n := getattr(plan, what)) < n_layers]
     whose = "" if work.share is None else f" of rank {work.rank}"
     yield f"Of {n_layers} layers{whose}, {', '.join(streamed) or 'none'} stream; the others' stay on the device."
     if waits := [

@@ -8,10 +8,11 @@
 
 Weights, gradients, moments and masters have the tensors of ``blocks.BlockWeights``. Keys and values of a token are
 neighbours, so that those of chunks in neighbouring slots are one tensor. Their gradients are summed in at least fp32,
-as are statistics. Sizes: n tokens of a chunk, D d_model, F d_ff, P = (H + 2 K) E the width of q | k | v.
+as are statistics. Adapters and all their state never leave the device. Sizes: n tokens of a chunk, D d_model, F d_ff,
+P = (H + 2 K) E the width of q | k | v.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -19,8 +20,12 @@ from math import prod
 import torch
 from torch import Tensor
 
+from cs336_systems.blocks.adapters import adapter_shapes
+from cs336_systems.blocks.weights import PARTS
+from cs336_systems.config import Lora, ModelConfig
 from cs336_systems.costs.streaming import StreamedWork
 from cs336_systems.kernels.host_memory import Slab, aligned, device_slab, host_slab
+from cs336_systems.model import TransformerBlock
 from cs336_systems.model.layers import RotaryEmbedding
 from cs336_systems.streaming.schedule import Place, Schedule, Slot
 
@@ -53,6 +58,8 @@ class MemoryMap:
     parts: Mapping[str, tuple[Part, ...]]
     states: Mapping[str, torch.dtype]
     """Names of the states that the optimizer keeps of each parameter."""
+    adapters: Mapping[str, tuple[Part, ...]]
+    """The parts of a layer's adapters: weights, gradients and each state; empty if there are none."""
 
     @classmethod
     def of(cls, work: StreamedWork) -> "MemoryMap":
@@ -70,11 +77,19 @@ class MemoryMap:
             Part("gate_up", (2 * config.d_ff, d), dtype),
             Part("down", (d, config.d_ff), dtype),
         )
+        of_dtypes = {"weights": dtype, "gradients": dtype, **states}
+        of_state = {what: tuple(replace(part, dtype=of) for part in weights) for what, of in of_dtypes.items()}
+        adapters = {}
+        if work.lora is not None:
+            of_state = {"weights": weights}
+            shapes = _adapter_shapes(config, work.lora)
+            adapters = {
+                what: tuple(Part(name, shape, of) for name, shape in shapes.items()) for what, of in of_dtypes.items()
+            }
         sequences, positions = work.batch
         keys_values = (n, 2, config.kv_heads, config.d_head)
         parts = {
-            **dict.fromkeys(("weights", "gradients"), weights),
-            **{name: tuple(replace(part, dtype=kept) for part in weights) for name, kept in states.items()},
+            **of_state,
             "input": (
                 Part("x", (sequences, positions, d), dtype),
                 Part("rstd1", (n,), wide),
@@ -93,7 +108,7 @@ class MemoryMap:
             "dy": (Part("dy", (sequences, positions, d), dtype),),
             "dcontext": (Part("keys_values", keys_values, wide),),
         }
-        return cls(dtype, parts, states)
+        return cls(dtype, parts, states, adapters)
 
     def n_bytes(self, what: str) -> int:
         """Bytes of an item."""
@@ -101,11 +116,23 @@ class MemoryMap:
 
     def views(self, memory: Tensor, what: str) -> dict[str, Tensor]:
         """The parts of an item in its memory, by name."""
-        found, end = {}, 0
-        for part in self.parts[what]:
-            start, end = end, end + part.n_bytes
-            found[part.name] = memory[start:end].view(part.dtype).view(part.shape)
-        return found
+        return _views(memory, self.parts[what])
+
+
+def _adapter_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, int]]:
+    """Shapes of a layer's adapters, by the names of ``BlockWeights``."""
+    block = TransformerBlock(config, device="meta")
+    shapes = adapter_shapes({name: tuple(p.shape) for name, p in block.named_parameters()}, lora)
+    held = {name: [shapes[part] for part in parts] for name, parts in PARTS.items() if parts[0] in shapes}
+    return {name: (sum(rows for rows, _ in parts), parts[0][1]) for name, parts in held.items()}
+
+
+def _views(memory: Tensor, parts: Sequence[Part]) -> dict[str, Tensor]:
+    found, end = {}, 0
+    for part in parts:
+        start, end = end, end + part.n_bytes
+        found[part.name] = memory[start:end].view(part.dtype).view(part.shape)
+    return found
 
 
 class Memory:
@@ -161,7 +188,7 @@ class Memory:
 
 class Fixed:
     """The tensors that never leave the device: rotary tables, and those of embedding, final norm and head that this
-    rank holds, with their state.
+    rank holds, with their state; of frozen ones weights alone, but the state of all adapters.
 
     A tied embedding has a gradient from each of its two uses, added up once at the end: rounds may be in any order, and
     the sums still have the same bits.
@@ -174,16 +201,24 @@ class Fixed:
         shapes |= {NORM: (config.d_model,), HEAD: matrix} if work.has_head else {}
         self.tied = config.tie_embeddings
         owned = {name: shape for name, shape in shapes.items() if not (self.tied and name == HEAD)}
-        kept = {"weights": dtype, **tensors.states}
+        kept = {"weights": dtype, **({} if work.lora else tensors.states)}
+        with_gradients = {} if work.lora else shapes
+        layer_bytes = {what: sum(part.n_bytes for part in parts) for what, parts in tensors.adapters.items()}
         n_bytes = sum(aligned(prod(shape) * of.itemsize) for of in kept.values() for shape in owned.values())
-        n_bytes += sum(aligned(prod(shape) * dtype.itemsize) for shape in shapes.values())
+        n_bytes += sum(aligned(prod(shape) * dtype.itemsize) for shape in with_gradients.values())
+        n_bytes += sum(aligned(n) for n in layer_bytes.values()) * len(work.layers)
         self.slab: Slab = device_slab(n_bytes, device)
         self.states = {
             what: {name: self.slab.take(shape, of) for name, shape in owned.items()} for what, of in kept.items()
         }
         """``weights`` and what the optimizer keeps, by the names of parameters."""
         self.weights = self.states["weights"]
-        self.gradients = {name: self.slab.take(shape, dtype) for name, shape in shapes.items()}
+        self.gradients = {name: self.slab.take(shape, dtype) for name, shape in with_gradients.items()}
+        self.adapters = {
+            what: {layer: _views(self.slab.take((layer_bytes[what],), torch.uint8), parts) for layer in work.layers}
+            for what, parts in tensors.adapters.items()
+        }
+        """``weights``, ``gradients`` and what the optimizer keeps of adapters, by layer and names of parts."""
         rotary = RotaryEmbedding(config.at_context(work.context_length), device=device, dtype=dtype)
         rotary.reset_parameters()
         self.cos, self.sin = rotary(work.context_length)
@@ -207,4 +242,4 @@ class Fixed:
         """Gradients of the weights, at the end of a step's last backward; to be asked for once in a step."""
         if self.tied and self.gradients:
             self.gradients[EMBEDDING].add_(self.gradients[HEAD])
-        return {name: self.gradients[name] for name in self.weights}
+        return {name: self.gradients[name] for name in self.weights if name in self.gradients}

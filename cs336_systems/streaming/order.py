@@ -182,10 +182,15 @@ def _own_backward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Task]:
         sums = (*_before(plan, "dcontext", *at), Item("dcontext", *at))
         uses += _reads(own, *before) + (_writes(*sums) if last_of_sequence else _changes(*sums))
     accumulate = r > 0 or chunk < plan.chunks - 1
-    uses += (_changes if accumulate else _writes)(Item("gradients", layer))
+    uses += (_changes if accumulate else _writes)(*_gradients(plan, layer))
     yield Task(Kind.BACKWARD, *at, uses, level, accumulate)
-    if layer == 0:
+    if layer == 0 and not plan.work.lora:
         yield Task(Kind.EMBED_BACKWARD, *at, _reads(Item("dy", 0, r, chunk)))
+
+
+def _gradients(plan: Plan, layer: int) -> tuple[Item, ...]:
+    """The gradients of a layer, unless they are its adapters', which have no slots."""
+    return () if plan.work.lora else (Item("gradients", layer),)
 
 
 def _restore(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Task]:
@@ -202,14 +207,15 @@ def _complete(plan: Plan, layer: int) -> Iterator[Task]:
     if plan.work.owner(layer) != plan.work.rank:
         return
     if plan.clipping:
-        yield Task(Kind.NORM, layer, plan.rounds - 1, 0, _reads(Item("gradients", layer)))
+        yield Task(Kind.NORM, layer, plan.rounds - 1, 0, _reads(*_gradients(plan, layer)))
     else:
         yield _optimizer(plan, layer)
 
 
 def _optimizer(plan: Plan, layer: int) -> Task:
-    moments = tuple(Item(name, layer) for name, _ in plan.work.moments)
-    uses = _reads(Item("gradients", layer)) + _changes(Item("weights", layer), *moments)
+    moments = tuple(Item(name, layer) for name, _ in plan.work.streamed_moments)
+    weights = () if plan.work.lora else (Item("weights", layer),)
+    uses = _reads(*_gradients(plan, layer)) + _changes(*weights, *moments)
     return Task(Kind.OPTIMIZER, layer, plan.rounds - 1, 0, uses)
 
 
@@ -258,7 +264,7 @@ class TooFewSlotsError(ValueError):
 
 def ring_of(plan: Plan, item: Item) -> str:
     """The ring in which an item lies: moments of layers that stream share the slots of ``products``."""
-    if item.what in dict(plan.work.moments):
+    if item.what in dict(plan.work.streamed_moments):
         return "moments" if is_resident(plan, item) else "products"
     return item.what
 
@@ -272,20 +278,20 @@ def unit_of(plan: Plan, item: Item) -> Unit:
 
 def is_resident(plan: Plan, item: Item) -> bool:
     """Whether it has a slot of its own from step to step."""
-    what = "moments" if item.what in dict(plan.work.moments) else item.what
+    what = "moments" if item.what in dict(plan.work.streamed_moments) else item.what
     return item.layer in plan.resident_layers(what)
 
 
 def is_state(plan: Plan, item: Item) -> bool:
     """Whether the next step begins with it."""
-    return item.what == "weights" or item.what in dict(plan.work.moments)
+    return item.what == "weights" or item.what in dict(plan.work.streamed_moments)
 
 
 def resident_slot(plan: Plan, item: Item) -> int:
     """The index in its ring; residents have the first ones."""
     if item.what in STATE_RINGS:
         return plan.resident_layers(item.what).index(item.layer)
-    names = [name for name, _ in plan.work.moments]
+    names = [name for name, _ in plan.work.streamed_moments]
     return plan.resident_layers("moments").index(item.layer) * len(names) + names.index(item.what)
 
 

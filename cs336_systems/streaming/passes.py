@@ -27,14 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_systems.blocks import BlockGradients, BlockOps, BlockWeights, Saved, backward, forward, recall
+from cs336_systems.blocks import BlockGradients, BlockOps, BlockWeights, Saved, backward, forward, recall, write_out
+from cs336_systems.blocks.adapters import adapt
 from cs336_systems.costs.kept import kept_names
-from cs336_systems.costs.streaming import HEAD_TOKENS
+from cs336_systems.costs.streaming import HEAD_TOKENS, StreamedWork
 from cs336_systems.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_forward_backward,
 )
-from cs336_systems.model import TransformerBlock
+from cs336_systems.model import TransformerLM
 from cs336_systems.streaming.memory import EMBEDDING, HEAD, NORM, Fixed, Memory
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.schedule import Kind, Operation
@@ -125,7 +126,10 @@ class Passes:
         self.optimizer, self.guard, self.total = optimizer, guard, total
         config, dtype, device = self.config, memory.map.dtype, fixed.cos.device
         wide = torch.promote_types(dtype, torch.float32)
-        self.block_parameters = dict(TransformerBlock(config, device="meta", dtype=dtype).named_parameters())
+        shell = one_block(plan.work, ops, dtype)
+        self.block_parameters = dict(shell.layers[0].named_parameters())
+        self.trained = [name for name, parameter in self.block_parameters.items() if parameter.requires_grad]
+        """The names of the parameters of a block that are trained."""
         self.losses = torch.zeros(plan.rounds, plan.chunks, dtype=wide, device=device)
         self.norms = torch.zeros(config.n_layers + 2, dtype=wide, device=device)
         """L2 norms of the gradients of each layer, of the embedding, of final norm with head; 0 for other ranks'."""
@@ -135,7 +139,10 @@ class Passes:
         """Whether layers' norms have been taken in this step."""
         self.scale: Tensor | None = None
         step_dtype = torch.int64 if device.type == "cuda" else torch.float32
-        n_parameters = config.n_layers * len(self.block_parameters) + (2 if fixed.tied else 3)
+        self.before = 0 if self.work.lora else 1
+        """Trained parameters before the first block's."""
+        ends = 0 if self.work.lora else 2 if fixed.tied else 3
+        n_parameters = config.n_layers * len(self.trained) + ends
         self.steps = torch.zeros(n_parameters, dtype=step_dtype, device=device)
         self.token_ids, self.targets = (torch.zeros(plan.tokens, dtype=torch.int64, device=device) for _ in range(2))
         self.starts: Tensor | None = None
@@ -284,7 +291,7 @@ class Passes:
     def _backward(self, operation: Operation) -> None:
         saved = self._saved(operation, self._of(operation, "input"))
         saved.tensors |= saved.places
-        dy, gradients = self._of(operation, "dy")["dy"], BlockGradients(**self._of(operation, "gradients"))
+        dy, gradients = self._of(operation, "dy")["dy"], BlockGradients(**self._state(operation, "gradients"))
         dx = backward(
             dy,
             self._weights(operation),
@@ -301,7 +308,13 @@ class Passes:
 
     def _weights(self, operation: Operation) -> BlockWeights:
         weights: dict[str, Any] = self._of(operation, "weights")
+        if (lora := self.work.lora) is not None:
+            weights = weights | self._state(operation, "weights") | {"adapter_scale": lora.scale}
         return BlockWeights(**weights)
+
+    def _state(self, operation: Operation, what: str) -> dict[str, Tensor]:
+        """The part of a layer's state that is trained, or its gradients: in slots, or of adapters."""
+        return self.fixed.adapters[what][operation.layer] if self.work.lora else self._of(operation, what)
 
     def _saved(self, operation: Operation, own: Mapping[str, Tensor], *, context: bool = True) -> Saved:
         """The tensors of level ``products`` in slots; with keys and values of a long sequence if ``context``."""
@@ -364,7 +377,8 @@ class Passes:
             normed,
             fixed.head,
             targets,
-            grad_weight=fixed.gradients[HEAD],
+            grad_weight=fixed.gradients.get(HEAD),
+            frozen=HEAD not in fixed.gradients,
             denominator=self.denominator,
             chunk=HEAD_TOKENS,
             fused=normed.is_cuda,
@@ -373,12 +387,13 @@ class Passes:
         self.losses[operation.round, operation.chunk].copy_(loss)
         dy = self._of(operation, "dy")["dy"]
         dx, dgain = self.ops.rms_norm_backward(dnormed, rows, gain, rstd, dy.zero_().view_as(rows))
-        fixed.gradients[NORM].add_(dgain)
+        if NORM in fixed.gradients:
+            fixed.gradients[NORM].add_(dgain)
         dy.copy_(dx.view_as(dy))
 
     def _norm(self, operation: Operation) -> None:
         self.clipping = True
-        self.norms[operation.layer].copy_(self._norm_of(operation.layer, self._of(operation, "gradients").values()))
+        self.norms[operation.layer].copy_(self._norm_of(operation.layer, self._state(operation, "gradients").values()))
 
     def rehearse_updates(self, operations: Sequence[Operation]) -> None:
         """Runs the kernels of updates to no effect, by a gradient that is not finite, so that they are loaded.
@@ -394,10 +409,10 @@ class Passes:
         nothing = torch.full((), torch.nan, device=self.norms.device)
         for operation in operations:
             if operation.kind is Kind.NORM:
-                self._norm_of(operation.layer, self._of(operation, "gradients").values())
+                self._norm_of(operation.layer, self._state(operation, "gradients").values())
             elif operation.kind is Kind.OPTIMIZER and operation.layer >= 0:
                 self._update_layer(operation, nothing)
-        gradients = {name: self.fixed.gradients[name] for name in self.fixed.weights}
+        gradients = {name: self.fixed.gradients[name] for name in self.fixed.weights if name in self.fixed.gradients}
         self._norm_ends(gradients)
         self._update_fixed(gradients, nothing)
 
@@ -415,11 +430,11 @@ class Passes:
 
     def _update_layer(self, operation: Operation, scale: Tensor | None) -> None:
         state = {
-            what: list(self.by_parameter(self._of(operation, what)).values())
+            what: list(self.by_parameter(self._state(operation, what)).values())
             for what in ("weights", "gradients", *self.memory.map.states)
         }
-        n = len(self.block_parameters)
-        first = 1 + operation.layer * n
+        n = len(self.trained)
+        first = self.before + operation.layer * n
         self.optimizer(first, state, self.steps[first : first + n].unbind(), scale)
 
     def _norm_of(self, place: int, gradients: Iterable[Tensor]) -> Tensor:
@@ -435,7 +450,7 @@ class Passes:
     def _update_fixed(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
         fixed = self.fixed
         numbers = {EMBEDDING: 0, NORM: len(self.steps) - (1 if fixed.tied else 2), HEAD: len(self.steps) - 1}
-        for name in fixed.weights:
+        for name in gradients:
             number = numbers[name]
             state = {what: [own[name]] for what, own in fixed.states.items()} | {"gradients": [gradients[name]]}
             self.optimizer(number, state, [self.steps[number]], scale)
@@ -443,7 +458,20 @@ class Passes:
     def by_parameter(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Views of a layer's parts by the names of the reference block's parameters, in their order."""
         views = BlockGradients(**parts).by_parameter(self.block_parameters)
-        return {name: views[name] for name in self.block_parameters}
+        return {name: views[name] for name in self.block_parameters if name in views}
+
+
+def one_block(work: StreamedWork, ops: BlockOps, dtype: torch.dtype) -> TransformerLM:
+    """A model of one layer on ``meta``, with adapters if these are trained."""
+    return with_adapters(TransformerLM(replace(work.config, n_layers=1), device="meta", dtype=dtype), work, ops)
+
+
+def with_adapters(model: TransformerLM, work: StreamedWork, ops: BlockOps) -> TransformerLM:
+    """The model on ``meta``, given adapters if these are trained."""
+    if work.lora is not None:
+        write_out(model, ops, "products")
+        adapt(model, work.lora)
+    return model
 
 
 _OF_CHUNKS = frozenset({"input", "context", "attention", "products", "dy", "dcontext"})

@@ -86,7 +86,7 @@ class Plan:
         if not within or self.keep.products > self.keep.attention:
             raise ValueError(f"a plan of this kind keeps from {least} to {most}, got {self.keep}")
         for what in RESIDENTS:
-            if not 0 <= (layers := getattr(self, what)) <= self.n_layers:
+            if not 0 <= (layers := getattr(self, what)) <= self.n_layers * (what in self.work.states):
                 raise ValueError(f"{layers} layers cannot have resident {what}, of {self.n_layers}")
 
     @property
@@ -199,7 +199,7 @@ class Plan:
     @cached_property
     def moment_bytes(self) -> int:
         """Bytes of what the optimizer keeps of a layer."""
-        return sum(self.work.item_bytes(name) for name, _ in self.work.moments)
+        return sum(self.work.item_bytes(name) for name, _ in self.work.streamed_moments)
 
     @cached_property
     def slot_bytes(self) -> dict[str, int]:
@@ -207,7 +207,8 @@ class Plan:
         found = {ring: self.work.item_bytes(ring) for ring in LEAST_SLOTS[self.order]}
         found["context"] *= self.work.chunks_per_sequence
         if self.moments < self.n_layers:
-            found["products"] = max(found["products"], *(self.work.item_bytes(name) for name, _ in self.work.moments))
+            moments = [self.work.item_bytes(name) for name, _ in self.work.streamed_moments]
+            found["products"] = max([found["products"], *moments])
         return found
 
     @cached_property
@@ -218,7 +219,7 @@ class Plan:
         found["weights"] = min(found["weights"] + self.input_every - 1, self.n_layers - self.weights)
         found["gradients"] = min(found["gradients"], self.n_layers - self.gradients)
         if self.moments < self.n_layers:
-            found["products"] = max(found["products"], len(self.work.moments))
+            found["products"] = max(found["products"], len(self.work.streamed_moments))
         if not self.work.is_long:
             del found["context"]
         return found
@@ -235,7 +236,8 @@ class Plan:
     def least_ring_bytes(self) -> int:
         """Bytes of all rings at their smallest."""
         work = self.work
-        resident = (self.weights + self.gradients) * work.layer_bytes + self.moments * self.moment_bytes
+        resident = self.weights * work.layer_bytes + self.gradients * work.item_bytes("gradients")
+        resident += self.moments * self.moment_bytes
         sums = work.item_bytes("dcontext") * work.chunks_per_sequence if work.is_long else 0
         fixed = resident + sums + self.chunks * work.item_bytes("dy")
         return fixed + sum(n * self.slot_bytes[ring] for ring, n in self.least_slots.items())
@@ -262,14 +264,14 @@ class Plan:
 
     @cached_property
     def updated_bytes(self) -> int:
-        """Bytes of weights and moments that stream."""
+        """Bytes of weights and moments that stream, which an optimizer updates unless adapters are trained."""
         layers = (self.n_layers - self.weights) * self.work.layer_bytes
         return layers + (self.n_layers - self.moments) * self.moment_bytes
 
     @cached_property
     def host_state_bytes(self) -> int:
         """Bytes of state that lies on the host."""
-        return self.updated_bytes + (self.n_layers - self.gradients) * self.work.layer_bytes
+        return self.updated_bytes + (self.n_layers - self.gradients) * self.work.item_bytes("gradients")
 
     def _in_flight_bytes(self, keep: Keep) -> int:
         """Bytes on the host beyond what is kept there: while two rounds overlap, one more place of each region."""

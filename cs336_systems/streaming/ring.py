@@ -71,11 +71,13 @@ def choose_ring(
         return [choose(config, context_length, caps[0], rates, effort=effort, **how, **others)]
     precision, moments = others.pop("precision", PRECISIONS["bf16"]), others.pop("moments", MOMENTS)
     clipping, least = others.pop("clipping", True), others.pop("least_chunk", LEAST_CHUNK)
+    lora = others.pop("lora", None)
 
     def search(rank: int, cut: Cut) -> Search:
         sizes = [cut.chunk] if cut.chunk else chunk_sizes(context_length, least)
         share = Share.dealt(config, rank, n_ranks)
-        works = [StreamedWork(config, context_length, n, precision, tuple(moments.items()), share=share) for n in sizes]
+        how: dict[str, Any] = {"share": share, "lora": lora}
+        works = [StreamedWork(config, context_length, n, precision, tuple(moments.items()), **how) for n in sizes]
         orders = (cut.order,) if cut.order else ORDERS
         return Search(works, caps[rank], rates, cut.tokens, cut.chunks, clipping, orders)
 

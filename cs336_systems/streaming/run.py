@@ -11,7 +11,7 @@ On a CPU the same schedule runs with a pretended link (``lanes.py``).
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,9 +24,9 @@ from cs336_systems.distributed.pipeline import Elsewhere
 from cs336_systems.model import TransformerLM
 from cs336_systems.streaming.build import build_forward
 from cs336_systems.streaming.lanes import Lanes, PretendedLink, Streams
-from cs336_systems.streaming.memory import EMBEDDING, HEAD, MASTER, Fixed, Memory, MemoryMap
+from cs336_systems.streaming.memory import HEAD, MASTER, Fixed, Memory, MemoryMap
 from cs336_systems.streaming.messages import Messages
-from cs336_systems.streaming.passes import LayerOptimizer, Passes
+from cs336_systems.streaming.passes import LayerOptimizer, Passes, one_block, with_adapters
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.schedule import Item, Kind, Lane, Operation, Schedule
 from cs336_systems.training.clipping import GradientGuard
@@ -90,9 +90,10 @@ class StreamedStep:
     def begin_training(self) -> None:
         """Sets moments to zero, steps to none, and masters to the weights."""
         self.passes.steps.zero_()
+        weights = self._named("weights")
         for what in self.memory.map.states:
-            for (_, kept), (_, weight) in zip(self._named(what), self._named("weights"), strict=True):
-                kept.copy_(weight) if what == MASTER else kept.zero_()
+            for name, kept in self._named(what).items():
+                kept.copy_(weights[name]) if what == MASTER else kept.zero_()
 
     @torch.no_grad()
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
@@ -158,18 +159,19 @@ class StreamedStep:
             return self.memory.tensors(self.schedule.slots[item], item.what)
         return self.memory.place_tensors(self.schedule.places[item], item.what)
 
-    def _named(self, what: str) -> Iterator[tuple[str, Tensor]]:
-        """This rank's weights or moments, by name and in the order of the model's parameters, where they lie between
-        steps."""
-        fixed = self.fixed.states[what]
-        yield from ((name, tensor) for name, tensor in fixed.items() if name == EMBEDDING)
+    def _named(self, what: str) -> dict[str, Tensor]:
+        """This rank's weights, or moments of those that are trained, by name, where they lie between steps."""
+        found = dict(self.fixed.states.get(what, {}))
         for layer in self.plan.work.layers:
-            yield from ((f"layers.{layer}.{name}", tensor) for name, tensor in self._layer(what, layer).items())
-        yield from ((name, tensor) for name, tensor in fixed.items() if name != EMBEDDING)
+            found |= {f"layers.{layer}.{name}": tensor for name, tensor in self._layer(what, layer).items()}
+        return found
 
     def _layer(self, what: str, layer: int) -> dict[str, Tensor]:
         """Weights or moments of one layer, by the names of a block's parameters."""
-        return self.passes.by_parameter(self._home(Item(what, layer)))
+        parts = dict(self.fixed.adapters[what][layer]) if self.fixed.adapters else {}
+        if what in self.memory.map.parts:
+            parts |= self._home(Item(what, layer))
+        return self.passes.by_parameter(parts)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -178,22 +180,39 @@ class StreamedStep:
         A rank of a ring also draws the other ranks' layers, so that all draw the same model.
         """
         work, dtype, drawn = self.plan.work, self.memory.map.dtype, self.fixed.weights
-        shell = TransformerLM(replace(self.config, n_layers=1), device="meta", dtype=dtype)
+        shell = one_block(work, self.passes.ops, dtype)
         tied = {HEAD: self.fixed.head} if self.fixed.tied and work.has_head else {}
         shell.load_state_dict(drawn | tied, strict=False, assign=True)
         if not work.has_embedding:
             shell.token_embeddings.weight = nn.Parameter(self._unused((self.config.vocab_size, self.config.d_model)))
         shell.token_embeddings.reset_parameters()
         block = shell.layers[0].to_empty(device=self.device)
-        for layer in range(self.config.n_layers):
-            for module in block.modules():
-                if callable(reset := getattr(module, "reset_parameters", None)):
-                    reset()
-            for name, weight in self._layer("weights", layer).items() if layer in work.layers else ():
-                weight.copy_(block.get_parameter(name))
+
+        def draw(*, adapters: bool) -> None:
+            for layer in range(self.config.n_layers):
+                for name, module in block.named_modules():
+                    if (".lora_" in name) == adapters and callable(reset := getattr(module, "reset_parameters", None)):
+                        reset()
+                for name, weight in self._layer("weights", layer).items() if layer in work.layers else ():
+                    if (".lora_" in name) == adapters:
+                        weight.copy_(block.get_parameter(name))
+
+        cuda = self.device.type == "cuda"
+        generator = torch.cuda.default_generators[self.device.index or 0] if cuda else torch.default_generator
+        before = generator.get_state()
+        draw(adapters=False)
         if work.has_head:
             shell.ln_final.reset_parameters()
             shell.lm_head.reset_parameters()
+        elif work.lora is not None:  # the head is drawn into the slots where layers lie
+            shell.lm_head.weight = nn.Parameter(self._unused((self.config.vocab_size, self.config.d_model)))
+            shell.lm_head.reset_parameters()
+            after = generator.get_state()
+            generator.set_state(before)
+            draw(adapters=False)
+            generator.set_state(after)
+        if work.lora is not None:
+            draw(adapters=True)  # after all weights, as where nothing streams
         self.begin_training()
 
     def _unused(self, shape: tuple[int, ...]) -> Tensor:
@@ -211,6 +230,7 @@ class StreamedStep:
         """
         work = self.plan.work
         model = TransformerLM(self.config, device="meta", dtype=self.memory.map.dtype)
+        with_adapters(model, work, self.passes.ops)
         for layer in set(range(self.config.n_layers)) - set(work.layers):
             model.layers[layer] = Elsewhere(model.layers[layer])
         for name, here in (("token_embeddings", work.has_embedding), ("ln_final", work.has_head)):
@@ -218,7 +238,7 @@ class StreamedStep:
                 setattr(model, name, Elsewhere(getattr(model, name)))
         if not work.has_head:
             model.lm_head = Elsewhere(model.lm_head)  # type: ignore[assignment]
-        model.load_state_dict(dict(self._named("weights")), strict=False, assign=True)
+        model.load_state_dict(self._named("weights"), strict=False, assign=True)
         if self.fixed.tied and work.has_head:
             model.lm_head.weight = model.token_embeddings.weight
         return model
@@ -232,12 +252,14 @@ class StreamedStep:
         Args:
             hyperparameters: are saved with it.
         """
-        kept = {what: dict(self._named(what)) for what in self.memory.map.states}
-        whole = TransformerLM(self.config, device="meta")
-        steps = dict(zip(dict(whole.named_parameters()), self.passes.steps.unbind(), strict=True))
+        kept = {what: self._named(what) for what in self.memory.map.states}
+        whole = with_adapters(TransformerLM(self.config, device="meta"), self.plan.work, self.passes.ops)
+        trained = [name for name, parameter in whole.named_parameters() if parameter.requires_grad]
+        steps = dict(zip(trained, self.passes.steps.unbind(), strict=True))
         states: dict[Tensor, Mapping[str, Tensor]] = {
             parameter: {"step": steps[name]} | {what: named[name] for what, named in kept.items()}
             for name, parameter in model.named_parameters()
+            if name in steps
         }
         return StateInPlace(states, **hyperparameters)
 

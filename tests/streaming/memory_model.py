@@ -158,7 +158,8 @@ class _Model:
         own = {Item("context", *at)} & keys
         weights, x, products = Item("weights", layer), Item("input", *at), Item("products", *at)
         attention, dy = Item("attention", *at), Item("dy", 0, r, chunk)
-        moments = {Item(name, layer) for name, _ in plan.work.moments}
+        lora, state = plan.work.lora, {Item(name, layer) for name, _ in plan.work.streamed_moments}
+        gradients = set() if lora else {Item("gradients", layer)}
         uses_level = operation.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
         again = self.restores(layer)  # of this layer's x, by then
         statistics = {x} if again else set()  # of x, which come with x that is kept
@@ -192,24 +193,24 @@ class _Model:
                 n_inputs = 2 + again + with_keys + bool(again)
                 self.versions(operation, weights=0, input=n_inputs, dy=self.gradients_down_to(layer), products=written)
                 so_far = r * plan.chunks + plan.chunks - 1 - chunk
-                gradients = Item("gradients", layer)
-                if self.newest[gradients] != so_far or operation.accumulate != (so_far > 0):
-                    raise ScheduleError(f"gradients of layer {layer} have {self.newest[gradients]} parts, not {so_far}")
+                parts = {self.newest[item] for item in gradients} - {so_far}
+                if parts or operation.accumulate != (so_far > 0):
+                    raise ScheduleError(f"gradients of layer {layer} have {parts} parts, not {so_far}")
                 sums = {Item("dcontext", layer, r, i) for i in range(first, chunk + 1)} if plan.work.is_long else set()
                 old_sums = set() if (chunk + 1) % group == 0 else sums
                 read = {weights, x, attention, products, dy} | keys | old_sums
-                return read | ({gradients} if so_far else set()), {products, dy, gradients} | sums
+                return read | (gradients if so_far else set()), {products, dy} | gradients | sums
             case Kind.EMBED_BACKWARD:
                 self.versions(operation, dy=self.gradients_down_to(0) + 1)
                 return {dy}, set()
             case Kind.NORM:
-                self.versions(operation, gradients=plan.rounds * plan.chunks)
-                return {Item("gradients", layer)}, set()
+                self.versions(operation, **({} if lora else {"gradients": plan.rounds * plan.chunks}))
+                return gradients, set()
             case Kind.OPTIMIZER:
-                if layer < 0:
+                if layer < 0 or lora:  # whose adapters have no slots
                     return set(), set()
                 self.versions(operation, gradients=plan.rounds * plan.chunks)
-                return {Item("gradients", layer), weights, *moments}, {weights, *moments}
+                return {*gradients, weights, *state}, {weights, *state}
         raise ScheduleError(f"{operation.kind} on the compute lane")
 
     def complete(self) -> None:
@@ -219,7 +220,9 @@ class _Model:
         for r in range(plan.rounds):
             for chunk in range(plan.chunks):
                 if work.has_embedding:
-                    expected[Kind.EMBED, 0, r, chunk] = expected[Kind.EMBED_BACKWARD, 0, r, chunk] = 1
+                    expected[Kind.EMBED, 0, r, chunk] = 1
+                    if not work.lora:
+                        expected[Kind.EMBED_BACKWARD, 0, r, chunk] = 1
                 if work.has_head:
                     expected[Kind.HEAD, work.config.n_layers, r, chunk] = 1
                 for layer in work.layers:
@@ -241,10 +244,10 @@ class _Model:
                 expected[Kind.NORM, layer, plan.rounds - 1, 0] = 1
         if self.done != expected:
             raise ScheduleError(f"not a whole step: {(self.done - expected) + (expected - self.done)}")
-        state = {Item(what, k) for k in work.layers for what in ("weights", *(n for n, _ in plan.work.moments))}
+        state = {Item(what, k) for k in work.layers for what in ("weights", *(n for n, _ in work.streamed_moments))}
         ends = dict(self.schedule.slots) | dict(self.schedule.places)
         if set(ends) != state:
             raise ScheduleError(f"state without a home: {state ^ set(ends)}")
         for item, where in ends.items():
-            if self.contents.get(where) != (item, 1):
+            if self.contents.get(where) != (item, 0 if work.lora else 1):
                 raise ScheduleError(f"the next step finds {self.contents.get(where)} in {where}, not the new {item}")

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from cs336_systems.config import ModelConfig
+from cs336_systems.config import Lora, ModelConfig
 from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, Share, StreamedWork
 from cs336_systems.streaming.build import build
 from cs336_systems.streaming.memory import MemoryMap
@@ -13,15 +13,17 @@ from cs336_systems.streaming.plan import ORDERS, Keep, Plan
 from cs336_systems.streaming.schedule import Held, Item, Operation, Ring, Schedule, Slot
 
 CHUNK = 16
+LORA = Lora(3, 6.0, ("qkv", "gate_up", "down"))
 
 
 def random_plan(seed: int) -> tuple[Plan, Schedule]:
-    """A plan with rings as small as they can be, or up to six slots larger."""
-    rng = random.Random(seed)
+    """A plan with rings as small as they can be, or up to six slots larger; every third one trains adapters."""
+    rng, lora = random.Random(seed), LORA if seed % 3 == 2 else None
     n_layers, group = rng.randint(1, 5), rng.choice((1, 1, 2, 3))
     config = ModelConfig("random", 16, 32, n_layers, 2, vocab_size=32, context_length=64, n_kv_heads=1)
     context_length = group * CHUNK if group > 1 else CHUNK // rng.choice((1, 2))
-    work = StreamedWork(config, context_length, CHUNK, moments=tuple(rng.choice((MOMENTS, MASTER_MOMENTS)).items()))
+    moments = tuple(rng.choice((MOMENTS, MASTER_MOMENTS)).items())
+    work = StreamedWork(config, context_length, CHUNK, moments=moments, lora=lora)
     chunks, every = group * rng.randint(1, 4 // group), rng.choice((1, 1, 2, 3))
     sources = chunks * sum(layer % every > 0 for layer in range(1, n_layers))  # x of these layers is restored
 
@@ -30,6 +32,7 @@ def random_plan(seed: int) -> tuple[Plan, Schedule]:
         return Keep(attention, rng.choice((0, attention, rng.randint(0, attention))) if every == 1 else 0)
 
     residents = {what: rng.randint(0, n_layers) for what in ("weights", "gradients", "moments") if rng.random() < 0.5}
+    residents = {what: n for what, n in residents.items() if what in work.states}
     rings = ("weights", "gradients", "input", "attention", "products", *(("context",) if group > 1 else ()))
     slots = dict.fromkeys(rings, 1)
     slots |= {rng.choice(rings): rng.randint(1, 6) for _ in range(3)}
@@ -47,7 +50,7 @@ def random_ring(seed: int, n_ranks: int, config: ModelConfig | None = None) -> l
         rng = random.Random(f"{seed} of {rank}")
         work = replace(like.work, config=config, share=Share.dealt(config, rank, n_ranks))
         attention = rng.randint(0, like.chunks * len(work.layers))
-        residents = {what: rng.randint(0, len(work.layers)) for what in ("weights", "gradients", "moments")}
+        residents = {what: rng.randint(0, len(work.layers)) for what in work.states}
         how = {"keep_context": like.keep_context, "clipping": like.clipping, **residents}
         keep = Keep(attention, rng.randint(0, attention))
         rings = ("weights", "gradients", "input", "attention", "products", *(("context",) if work.is_long else ()))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.blocks import REFERENCE, write_out
+from cs336_systems.blocks import REFERENCE, head_ops, write_out
+from cs336_systems.blocks.adapters import adapt
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
 from cs336_systems.costs.streaming import StreamedWork
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy
@@ -20,7 +21,7 @@ from cs336_systems.streaming.plan import Keep, Plan
 from cs336_systems.streaming.run import LayerAdamW, StreamedStep
 from cs336_systems.streaming.schedule import Item, Kind, Schedule
 from cs336_systems.training.optimizer import decay_groups
-from tests.streaming.plans import random_plan, resident, roomy
+from tests.streaming.plans import LORA, random_plan, resident, roomy
 
 CONFIG = ModelConfig(
     "toy", d_model=32, d_ff=48, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=61, context_length=32, qkv_bias=True
@@ -35,7 +36,9 @@ CPU = torch.device("cpu")
 def plan_of(length=16, chunk=32, config=CONFIG, precision=PRECISIONS["fp32"], *, chunks=1, rounds=1, **more) -> Plan:
     """Everything kept, unless ``keep`` says otherwise, and gradients not clipped."""
     n, pairs = precision.parameter_bytes, chunks * config.n_layers
-    work = StreamedWork(config, length, chunk, precision, (("exp_avg", n), ("exp_avg_sq", n)))
+    work = StreamedWork(
+        config, length, chunk, precision, (("exp_avg", n), ("exp_avg_sq", n)), lora=more.pop("lora", None)
+    )
     how = {"order": "sequential", "keep": Keep(pairs, pairs), "clipping": False, **more}
     return Plan(work, chunks, rounds, **how)
 
@@ -66,7 +69,16 @@ def model_of(plan: Plan) -> TransformerLM:
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
     write_out(model, REFERENCE, "products")
+    if (lora := plan.work.lora) is not None:
+        adapt(model, lora)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B.weight"):
+                torch.nn.init.normal_(parameter, std=0.1)
     return model
+
+
+def trained_of(model: TransformerLM) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def batches(plan: Plan, n: int) -> list[tuple[Tensor, Tensor]]:
@@ -126,11 +138,11 @@ def differing(got: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
 
 
 @pytest.mark.parametrize("config", [CONFIG, TIED, QK_NORM], ids=["untied", "tied", "qk norm"])
-@pytest.mark.parametrize("keep", [Keep(3, 3), Keep(0, 0)])
-def test_a_step_of_one_chunk_is_that_of_plain_training(config, keep):
-    plan = plan_of(config=config, keep=keep)
+@pytest.mark.parametrize(("keep", "lora"), [(Keep(3, 3), None), (Keep(0, 0), None), (Keep(0, 0), LORA)])
+def test_a_step_of_one_chunk_is_that_of_plain_training(config, keep, lora):
+    plan = plan_of(config=config, keep=keep, lora=lora)
     step, model = step_of(plan), model_of(plan)
-    optimizer = torch.optim.AdamW(decay_groups(model.parameters()), lr=0.01, fused=True)
+    optimizer = torch.optim.AdamW(decay_groups(trained_of(model).values()), lr=0.01, fused=True)
     for ids, targets in (*batches(plan, 3), *packed(batches(plan, 2)), *batches(plan, 1)):
         loss = model(ids, targets)
         optimizer.zero_grad()
@@ -174,15 +186,17 @@ def test_clipping_is_that_of_plain_training():
 
 @pytest.mark.parametrize("config", [CONFIG, TIED, QK_NORM], ids=["untied", "tied", "qk norm"])
 @pytest.mark.parametrize("length", [4, 32])
-def test_rounds_of_chunks_are_the_whole_batch(length, config):
+@pytest.mark.parametrize("lora", [None, LORA], ids=["weights", "adapters"])
+def test_rounds_of_chunks_are_the_whole_batch(length, config, lora):
     """Four sequences of 32 in chunks of 8, or two short ones a chunk: gradients against plain training, in fp64."""
-    plan = plan_of(length, 8, config, FP64, chunks=8, rounds=2)
+    plan = plan_of(length, 8, config, FP64, chunks=8, rounds=2, lora=lora)
     step, model = step_of(plan), model_of(plan)
     ((ids, targets),) = batches(plan, 1)
     loss = model(ids, targets)
     loss.backward()
     torch.testing.assert_close(step(ids, targets), loss.detach(), rtol=1e-13, atol=0)
-    for number, (name, parameter) in enumerate(model.named_parameters()):
+    assert len(step.optimizer.gradients) == len(trained_of(model))
+    for number, (name, parameter) in enumerate(trained_of(model).items()):
         got, size = step.optimizer.gradients[number], max(1.0, parameter.grad.abs().max().item())
         assert (got - parameter.grad).abs().max() <= 500 * torch.finfo(torch.float64).eps * size, name
 
@@ -209,7 +223,8 @@ def test_every_plan_gives_the_same_bits(seed):
     assert rehearsed.guard.norm is None
     rehearsed.rehearse(*batches(plan, 1)[0])
     assert rehearsed.guard.norm == 0  # its kernels have run
-    assert rehearsed.fixed.gradients[EMBEDDING].any()  # and those of an embedding's backward
+    if not plan.work.lora:
+        assert rehearsed.fixed.gradients[EMBEDDING].any()  # and those of an embedding's backward
     for step in (step_of(plan, schedule, PretendedLink()), rehearsed):
         assert not differing(trained(step, 4), expected)
 
