@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.config import PRECISIONS, resolve_size
+from cs336_systems.config import PRECISIONS, Lora, resolve_size
 from cs336_systems.costs.flops import hardware_flops, model_flops
 from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.costs.lanes import Lanes, simulate, simulate_ranks
@@ -24,6 +24,23 @@ def test_bytes_of_llama_by_hand() -> None:
     assert 32 * work.state_bytes / GIB == pytest.approx(52.0, abs=0.01)
     assert work.fixed_bytes / GIB == pytest.approx(7.83, abs=0.01)
     assert StreamedWork(LLAMA, 8192, 8192, moments=tuple(MASTER_MOMENTS.items())).state_bytes == 16 * 218_112_000
+
+
+def test_adapters_of_llama_by_hand() -> None:
+    """Rank 16 on all matrices: 16 (3 x 4096 + 6144 + 8192 + 2 (4096 + 14,336) + 18,432) = 1,310,720 a layer."""
+    own, whole = (StreamedWork(LLAMA, 8192, 16_384, lora=lora) for lora in (Lora(16, 32.0), None))
+    assert own.trained_parameters == 16 * (3 * 4096 + 6144 + 8192 + 3 * (4096 + 14_336)) == 1_310_720
+    assert own.state_bytes == own.layer_bytes == whole.layer_bytes
+    assert own.adapter_bytes == 32 * 8 * 1_310_720
+    vocabulary = 2 * LLAMA.vocab_size * 4096 + 4096
+    assert own.fixed_bytes - own.adapter_bytes == whole.fixed_bytes - 6 * vocabulary
+    thin, products = 2 * 16_384 * 1_310_720, 2 * 16_384 * 218_103_808
+    attention = own.attention_flops(0)
+    assert own.hardware_flops("forward", 0, "") == products + thin + attention
+    assert own.hardware_flops("backward", 0, "") == products + 5 * thin // 2 + 5 * attention // 2
+    assert own.hardware_flops("head", 0, "") == 2 * whole.hardware_flops("head", 0, "") // 3
+    assert own.seconds("forward", 0, "", RATES) > whole.seconds("forward", 0, "", RATES)
+    assert own.seconds("backward", 0, "", RATES) < 0.75 * whole.seconds("backward", 0, "", RATES)
 
 
 @pytest.mark.parametrize("context_length", [8192, 131_072])

@@ -216,7 +216,6 @@ def test_peft_loads_it(folder, trained):
         ({"tensor": 2}, "LoRA of rank 4 with tensor 2, pipeline 1"),
         ({"pipeline": 2, "accumulate": 2}, "LoRA of rank 4 with tensor 1, pipeline 2"),
         ({"agree": "every-step", "replicas": 2}, "--lora-rank 4 does not go together with --agree every-step"),
-        ({"device_gib": 1.0, "host_gib": 1.0}, "--lora-rank 4 does not go together with --device-gib"),
     ],
 )
 def test_options_that_do_not_serve_are_one_sentence(folder, alone, changes, complaint):
