@@ -72,7 +72,7 @@ def attention(
         impl: one of ``config.ATTENTIONS``.
         scale: the factor of the scores; None means 1 / sqrt(d_head).
         starts: (batch, n_queries) int32, the first key of each query's document, never less than that of the query
-            before: it sees no earlier one. Needs causal, and as many keys as queries.
+            before: it sees no earlier one. Needs causal, and no more queries than keys.
 
     Returns:
         A tensor of the shape and dtype of ``q``.

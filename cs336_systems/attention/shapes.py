@@ -114,21 +114,20 @@ def check_starts(shape: AttentionShape, causal: bool, starts: Tensor) -> None:
     if starts.dtype != torch.int32 or tuple(starts.shape) != wanted or not starts.is_contiguous():
         got = f"{starts.dtype} {tuple(starts.shape)}"
         raise ValueError(f"starts of documents must be contiguous int32 {wanted}, got {got}")
-    if not causal or shape.offset:
+    if not causal or shape.offset < 0:
         sizes = f"{shape.n_queries} queries, {shape.n_keys} keys"
         raise ValueError(
-            f"documents are masked in causal attention of a sequence to itself, got causal {causal}, {sizes}"
+            f"documents are masked in causal attention with no more queries than keys, got causal {causal}, {sizes}"
         )
 
 
-def ends_of(starts_BS: Tensor) -> Tensor:
-    """The first place after each key's document, (B, S) int32: the first query whose document starts after the key.
+def ends_of(starts_BQ: Tensor, n_keys: int) -> Tensor:
+    """The first query whose document starts after each key, (B, n_keys) int32; 0 for keys that no query sees.
 
-    ``starts_BS``, int32, holds the first place of each query's document, and so never falls along a sequence.
+    ``starts_BQ``, int32, holds the first key of each query's document, and so never falls along a sequence.
     """
-    batch, length = starts_BS.shape
-    places = torch.arange(length, dtype=torch.int32, device=starts_BS.device).expand(batch, -1).contiguous()
-    return torch.searchsorted(starts_BS, places, right=True, out_int32=True)
+    keys = torch.arange(n_keys, dtype=torch.int32, device=starts_BQ.device).expand(len(starts_BQ), -1).contiguous()
+    return torch.searchsorted(starts_BQ, keys, right=True, out_int32=True)
 
 
 def kernel_limits(q: Tensor) -> str | None:

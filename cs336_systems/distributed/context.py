@@ -15,7 +15,8 @@ share them.
     rotate_local(model, mesh.group("context"), "zigzag")          # angles of these tokens' positions
 
 A rank's output is that of the whole sequence at its tokens, but for rounding: partial outputs have the dtype of the
-inputs and are merged in fp32; so are gradients, not in ``gathered``.
+inputs and are merged in fp32; so are gradients, not in ``gathered``. Documents that share a sequence are masked from
+each other in ``gathered`` alone, where the keys of a part of the queries are all that come before.
 """
 
 from collections.abc import Callable
@@ -40,9 +41,9 @@ def positions(length: int, rank: int, n_ranks: int, order: str) -> Tensor:
     return _local(torch.arange(length, device="cpu"), 0, rank, n_ranks, order)
 
 
-def local_tokens(tokens: Tensor, mesh: Mesh | None, order: str) -> Tensor:
-    """The tokens of this rank along context, (..., S / n), of those of whole sequences, (..., S)."""
-    return tokens if mesh is None else _local(tokens, -1, mesh.place("context"), mesh.size("context"), order)
+def local_tokens(tokens: Tensor, mesh: Mesh | None, order: str, dim: int = -1) -> Tensor:
+    """The tokens of this rank along context, S / n of those of whole sequences, S, along a dimension."""
+    return tokens if mesh is None else _local(tokens, dim, mesh.place("context"), mesh.size("context"), order)
 
 
 def _local(whole: Tensor, dim: int, rank: int, n_ranks: int, order: str) -> Tensor:
@@ -223,11 +224,14 @@ class Gathered:
         first, second = (self._rank + 1) * half, (2 * self._n_ranks - self._rank) * half
         return (slice(0, half), slice(0, first)), (slice(half, length), slice(0, second))
 
-    def forward(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """(o, lse (B, H, S)), as ``attention_forward`` of ``blocks/ops.py``."""
+    def forward(
+        self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, starts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(o, lse (B, H, S)), as ``attention_forward`` of ``blocks/ops.py``; starts are places in whole sequences."""
         keys_values, found = self._gather(k_BKSE, v_BKSE), []
         for queries, keys in self._parts(q_BHSE.shape[2]):
-            found.append(self._ops.attention_forward(q_BHSE[:, :, queries], *keys_values[:, :, :, keys]))
+            given = q_BHSE[:, :, queries], *keys_values[:, :, :, keys]
+            found.append(self._ops.attention_forward(*given, **_documents(starts, queries)))
         o, lse = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
         return o, lse
 
@@ -240,6 +244,7 @@ class Gathered:
         o_BHSE: Tensor,
         lse_BHS: Tensor,
         gradients: tuple[Tensor, Tensor, Tensor],
+        starts: Tensor | None = None,
     ) -> None:
         """Write (dq, dk, dv) of this rank's tokens, as ``attention_backward`` of ``blocks/ops.py``."""
         keys_values = self._gather(k_BKSE, v_BKSE)
@@ -248,7 +253,8 @@ class Gathered:
             do, q, o, lse = (each[:, :, queries] for each in (do_BHSE, q_BHSE, o_BHSE, lse_BHS))
             part = torch.empty_like(keys_values[:, :, :, keys])
             into = gradients[0][:, :, queries], *part
-            self._ops.attention_backward(do, q, *keys_values[:, :, :, keys], o, lse.contiguous(), into)
+            given = do, q, *keys_values[:, :, :, keys], o, lse.contiguous(), into
+            self._ops.attention_backward(*given, **_documents(starts, queries))
             total[:, :, :, keys] += part
         by_part = total.to(k_BKSE.dtype).movedim(3, 0).unflatten(0, (2 * self._n_ranks, -1))
         by_rank = torch.stack((by_part[: self._n_ranks], by_part[self._n_ranks :].flip(0)), dim=1)
@@ -256,6 +262,10 @@ class Gathered:
         dist.reduce_scatter_tensor(own, by_rank.flatten(0, 2), group=self._group)
         for gradient, found in zip(gradients[1:], own.movedim(0, 3), strict=True):
             gradient.copy_(found)
+
+
+def _documents(starts: Tensor | None, queries: slice) -> dict[str, Tensor]:
+    return {} if starts is None else {"starts": starts[:, queries].contiguous()}
 
 
 def merge_(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor) -> None:

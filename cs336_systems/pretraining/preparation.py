@@ -94,8 +94,8 @@ class PreparedRun:
         return self.datasets[0]
 
     def own(self, tokens: Tensor) -> Tensor:
-        """This rank's part of the tokens of whole sequences."""
-        return local_tokens(tokens, self.mesh, self.case.context_order)
+        """This rank's part of the tokens of whole sequences, (sequences, positions) or with starts of documents."""
+        return local_tokens(tokens, self.mesh, self.case.context_order, dim=1)
 
 
 def describe_device(rank: Rank) -> Device:

@@ -67,12 +67,35 @@ def test_a_blocks_reference_treats_each_document_as_if_alone():
     assert_alike(of_block(block_ops("reference", "reference"), leaves, STARTS), leaves, 1e-12)
 
 
+def small_tiles_of_flash(monkeypatch):
+    monkeypatch.setattr("cs336_systems.attention.flash.forward.tile_for", lambda *key: Tile(32, 16, 4, 1))
+    monkeypatch.setattr("cs336_systems.attention.flash.backward.tile_for", lambda *key: Tile(16, 32, 4, 1))
+
+
+@pytest.mark.parametrize("first", [1, 70, 149])
+@pytest.mark.parametrize("name", ["reference", "flash"])
+def test_the_last_queries_alone_see_what_they_see_among_all(first, name, ieee_products, monkeypatch):
+    """Documents end before the first query, hold it, or begin after it; keys that no query sees have no gradients."""
+    device = "cuda" if torch.cuda.is_available() and name == "flash" else "cpu"
+    small_tiles_of_flash(monkeypatch)
+    q, k, v = (x.detach() for x in inputs(torch.float32, device))
+    own, starts = slice(first, None), STARTS.to(device)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    o = alone(*exact)[:, :, own]
+    expected = results(o, exact)
+    expected[1] = expected[1][:, :, own]
+    found = of_block(block_ops("reference", name), (q[:, :, own], k, v), starts[:, own].contiguous())
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs.float(), rtol=0, atol=1e-5)
+    again, _ = oracle_attention(q[:, :, own], k, v, causal=True, starts=starts[:, own].contiguous())
+    torch.testing.assert_close(again, expected[0].float(), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("small_tiles", [False, True])
 def test_flash_treats_each_document_as_if_alone(small_tiles, ieee_products, monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton interprets
     if small_tiles:
-        monkeypatch.setattr("cs336_systems.attention.flash.forward.tile_for", lambda *key: Tile(32, 16, 4, 1))
-        monkeypatch.setattr("cs336_systems.attention.flash.backward.tile_for", lambda *key: Tile(16, 32, 4, 1))
+        small_tiles_of_flash(monkeypatch)
     leaves = inputs(torch.float32, device)
     starts = STARTS.to(device)
     exact = [x.detach().double().requires_grad_() for x in leaves]
@@ -93,3 +116,5 @@ def test_what_cannot_be_packed_is_refused():
         attention(q, k, v, causal=True, impl="reference", starts=STARTS.long())
     with pytest.raises(ValueError, match="got causal False, 150 queries, 150 keys"):
         attention(q, k, v, causal=False, impl="reference", starts=STARTS)
+    with pytest.raises(ValueError, match="no more queries than keys, got causal True, 150 queries, 149 keys"):
+        attention(q, k[:, :, 1:], v[:, :, 1:], causal=True, impl="reference", starts=STARTS)

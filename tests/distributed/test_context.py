@@ -18,19 +18,20 @@ from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.traffic import Traffic
 
+from ..attention.test_packed import starts_of
 from ..blocks.cases import LLAMA, QWEN3, block_of, inputs, tables, written_out
 from .checks import checks_of, on_each, on_gpus, spawn
 
 LENGTH, D_HEAD = 24, 8
 
 
-def attend(ops, tensors, do):
+def attend(ops, tensors, do, **documents):
     """(o, lse, dq, dk, dv), gradients written into slices of one of q | k | v."""
     q, k, v = tensors
-    o, lse = ops.attention_forward(q, k, v)
+    o, lse = ops.attention_forward(q, k, v, **documents)
     dqkv = q.new_empty(q.shape[0], q.shape[2], sum(x.shape[1] for x in tensors), q.shape[3])
     gradients = dqkv.transpose(1, 2).split_with_sizes([x.shape[1] for x in tensors], dim=1)
-    ops.attention_backward(do, q, k, v, o, lse, gradients)
+    ops.attention_backward(do, q, k, v, o, lse, gradients, **documents)
     return o, lse, *gradients
 
 
@@ -57,6 +58,19 @@ def check_attention_is_that_of_whole_sequences(rank: Rank):
             for part, one, right in zip(found, whole, expected, strict=True):
                 budget = 2 * (one - right).abs().max() + 2**-23 * right.abs().max()
                 assert (part - right[:, :, own]).abs().max() <= budget, (order, n_kv_heads)
+
+
+def check_gathered_attention_masks_documents_from_each_other(rank: Rank):
+    """Documents within a rank's part, over the borders of parts and of ranks, and of one token."""
+    group = Mesh.over(rank, context=rank.world_size).group("context")
+    own, ops = positions(LENGTH, rank.rank, rank.world_size, "gathered"), context_ops(REFERENCE, group, "gathered")
+    for lengths in ([[LENGTH], [1] * LENGTH], [[2, 1, 8, 13], [7, 10, 7]], [[23, 1], [12, 12]]):
+        starts = torch.stack([starts_of(one) for one in lengths])
+        for n_heads, n_kv_heads in ((4, 4), (3, 1)):
+            *exact, do = draw(n_heads, n_kv_heads, LENGTH, D_HEAD)
+            expected = attend(REFERENCE, exact, do, starts=starts)
+            found = attend(ops, [x[:, :, own] for x in exact], do[:, :, own], starts=starts[:, own])
+            torch.testing.assert_close(found, tuple(x[:, :, own] for x in expected), rtol=1e-11, atol=1e-12)
 
 
 def check_a_block_is_the_whole_blocks_rows_whatever_it_keeps(rank: Rank):

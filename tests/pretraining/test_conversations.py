@@ -177,11 +177,48 @@ def test_micro_batches_and_ranks_do_not_change_the_loss(folder, alone, tmp_path)
     shared = {"batch_size": 2, "keep": "products"}
     two += [of(name, **{name: 2}, **shared) for name in ("tensor", "context", "pipeline")]
     two += [of(f"packed-{name}", packing=True, **{name: 2}, **shared) for name in ("tensor", "pipeline")]
+    two += [of("packed-context", packing=True, context=2, context_order="gathered", **shared)]
     spawn(train_each, 2, two, timeout_s=120)
     for name in ("single", *(f"two-{zero}" for zero in (0, 1, 2, 3)), "tensor", "context", "pipeline"):
         assert_same_course(tmp_path / "whole", tmp_path / name)
-    for name in ("single", "two", "autograd", "tensor", "pipeline"):
+    for name in ("single", "two", "autograd", "tensor", "pipeline", "context"):
         assert_same_course(tmp_path / "packed", tmp_path / f"packed-{name}")
+
+
+def of_a_step(rank, options_, ids, targets):
+    """This rank's loss, and the gradients of a step by name."""
+    prepared = prepare(options_, rank)
+    phases = prepared.step.phases("step", prepared.own(ids), prepared.own(targets))
+    del phases["optimizer"]
+    for phase in phases.values():
+        phase()
+    model = getattr(prepared.step.model, "module", prepared.step.model)
+    return prepared.step.loss, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_targets_of_packed_rows_weigh_the_same_on_whatever_context_rank(folder, alone, tmp_path):
+    """Of the first two rows one rank has all targets, of the others the ranks have one and many."""
+    shape = {"packing": True, "keep": "products", "batch_size": 2, "total_batch_tokens": 64, "evaluate_every": None}
+    rows = rows_of(folder, packing=True)
+    ids, targets = rows.send(rows.read(range(4)))
+    early, late = slice(4, 12), [*range(4), *range(12, 16)]  # of rank 1 and of rank 0
+    targets[:2, early] = IGNORED
+    targets[2:, late] = IGNORED
+    targets[2, 0] = 7
+    counts = [
+        (targets[rows_of_step] != IGNORED)[:, own].sum()
+        for rows_of_step in (slice(2), slice(2, 4))
+        for own in (early, late)
+    ]
+    assert counts[0] == 0 < counts[1] and counts[2] > counts[3] == 1
+    loss, expected = of_a_step(alone, options(folder, out=tmp_path / "one", **shape), ids, targets)
+    shared = options(folder, out=tmp_path / "two", context=2, context_order="gathered", **shape)
+    found = spawn(of_a_step, 2, shared, ids, targets, timeout_s=120)
+    torch.testing.assert_close(torch.stack([one for one, _ in found]).mean(), loss, rtol=1e-6, atol=0)
+    for _, gradients in found:
+        for name, gradient in expected.items():
+            limit = 1e-5 * gradient.abs().max().item()
+            torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=limit, msg=name)
 
 
 def test_caps_on_memory_do_not_change_the_loss(folder, alone, tmp_path):
@@ -233,7 +270,14 @@ def test_a_run_says_what_its_rows_hold_and_resumes_only_with_the_same(folder, al
             {"packing": True, "attention": "sdpa-flash"},
             "--packing needs --attention reference, flash or hopper, .* sdpa-flash",
         ),
-        ({"packing": True, "context": 2, "keep": "products"}, "--packing does not go together with --context 2: its"),
+        (
+            {"packing": True, "context": 2, "keep": "products"},
+            "--packing with --context 2 needs --context-order gathered, .* got zigzag",
+        ),
+        (
+            {"packing": True, "context": 2, "keep": "products", "context_order": "ring"},
+            "--packing with --context 2 needs --context-order gathered, .* got ring",
+        ),
         (
             {"packing": True, "chunk": 8, "device_gib": 0.5, "host_gib": 2.0},
             "--packing needs --chunk of whole sequences of 16 tokens, got 8",

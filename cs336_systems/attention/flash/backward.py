@@ -250,7 +250,7 @@ def launch_backward(
     common["PACKED"] = starts_BQ is not None
     starts = ends = delta
     if starts_BQ is not None:
-        starts, ends = starts_BQ, ends_of(starts_BQ)
+        starts, ends = starts_BQ, ends_of(starts_BQ, n_keys)
     inputs = (q, k, v, do, lse_log2, delta)
     strides = [stride for x in (q, k, v, do) for stride in x.stride()[:3]]
     sizes_and_scales = (n_heads // n_kv_heads, n_queries, n_keys, scale, scale * LOG2_E.value)

@@ -176,7 +176,7 @@ def launch_backward(
     if ordered:
         turns = torch.zeros(launches.n_turns, dtype=torch.int32, device=device)
     launches.preprocess(stream, o, do, lse_BHQ.data_ptr(), stats, sums)
-    ends_BN = None if starts_BQ is None else ends_of(starts_BQ)
+    ends_BN = None if starts_BQ is None else ends_of(starts_BQ, k_BKND.shape[2])
     documents = () if ends_BN is None else (ends_BN.data_ptr(),)
     launches.main(stream, q, k, v, do, stats, sums, dk, dv, turns.data_ptr(), counter.data_ptr(), *documents)
     launches.postprocess(stream, sums, dq)

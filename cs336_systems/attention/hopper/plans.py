@@ -98,7 +98,7 @@ class KeyTile:
     first_key: gl.tensor
     first_tile: gl.tensor
     end_tile: gl.tensor
-    """With packed documents the query tile after the last that sees these keys; else 0, and unused."""
+    """With packed documents the query tile after the last that sees these keys, if any; else 0, and unused."""
 
 
 @aggregate
@@ -136,6 +136,7 @@ class KeyPlan(Plan):
         if self.PACKED:
             last_key = gl.minimum(first_key + self.BLOCK_K, self.n_keys) - 1
             end_tile = gl.cdiv(self.document_end(ends, batch_head // n_kv_heads, last_key), self.BLOCK_Q)
+            end_tile = gl.maximum(end_tile, first_tile + 1)  # keys that no query sees meet one tile, all of it masked
         return KeyTile(batch_head // n_kv_heads, batch_head % n_kv_heads, first_key, first_tile, end_tile)
 
     @gluon.jit

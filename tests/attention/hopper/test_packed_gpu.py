@@ -59,10 +59,11 @@ def random_documents(part: int, d_head: int) -> None:
         forward, backward = choose.choice(SCHEDULES if d_head == 64 else SCHEDULES[:1])
         ordered, batch = choose.random() < 0.5, choose.randint(1, 3)
         lengths = [documents(choose, length) for _ in range(batch)]
-        print(part, d_head, kv_heads, group, ordered, lengths, forward, backward, file=sys.stderr)
-        shape = {"batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads, "n_queries": length}
-        q, k, v, do = make("cuda", torch.bfloat16, **shape, d_head=d_head)
-        starts = torch.stack([starts_of(one) for one in lengths]).cuda()
+        n_queries = choose.choice([length, choose.randint(1, length)])  # the last ones
+        print(part, d_head, kv_heads, group, ordered, n_queries, lengths, forward, backward, file=sys.stderr)
+        shape = {"batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads}
+        q, k, v, do = make("cuda", torch.bfloat16, **shape, n_queries=n_queries, n_keys=length, d_head=d_head)
+        starts = torch.stack([starts_of(one) for one in lengths])[:, -n_queries:].contiguous().cuda()
         o, lse = launch_forward(q, k, v, True, 0.125, forward, starts)
         gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
         launch_backward(q, k, v, o, lse, do, *gradients, True, 0.125, ordered, backward, starts)
