@@ -200,7 +200,9 @@ def of_linear_cross_entropy(cell: KernelCell, device: torch.device) -> Subject:
 
 def our_loss(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     """(dx, dweight, lse)."""
-    return linear_cross_entropy_forward_backward(x, weight, targets, fused=True)[1:]
+    _, dx, dweight, lse = linear_cross_entropy_forward_backward(x, weight, targets, fused=True)
+    assert dweight is not None
+    return dx, dweight, lse
 
 
 LR, BETAS, ADAM_EPS, WEIGHT_DECAY = 0.1, (0.9, 0.95), 1e-8, 0.01

@@ -13,7 +13,7 @@ earlier in the list, so one pass enqueues it all. The same list is executed, sim
 
 Device memory is rings of equal slots, host memory regions of equal places. What lies in them are items:
 
-    weights, gradients        of a layer
+    weights, gradients        of a layer; weights alone where adapters are trained, which have no slots
     exp_avg, exp_avg_sq, ...  of a layer: what the optimizer keeps, an item each
     input                     of (layer, round, chunk): x, and both norms' statistics; layer L is the head's input.
                               Embed or the forward of the layer before writes x, the layer's own forward the statistics

@@ -13,7 +13,8 @@ from cs336_systems.streaming.plan import ORDERS, Keep, Plan
 from cs336_systems.streaming.schedule import Held, Item, Operation, Ring, Schedule, Slot
 
 CHUNK = 16
-LORA = Lora(3, 6.0, ("qkv", "gate_up", "down"))
+LORA = Lora(8, 12.0, ("qkv", "gate_up", "down"))
+"""Of a rank whose rows the kernels of a GPU read where they lie."""
 
 
 def random_plan(seed: int) -> tuple[Plan, Schedule]:
