@@ -112,9 +112,14 @@ def attend_on_gpu(rank: Rank, attention):
         own = positions(length, rank.rank, rank.world_size, order).to(rank.device)
         for n_heads, n_kv_heads in ((4, 4), (8, 2)):
             *narrow, do = (x.to(rank.device) for x in draw(n_heads, n_kv_heads, length, d_head, torch.bfloat16))
-            expected = attend(REFERENCE, [x.double() for x in narrow], do.double())
-            whole = attend(ops, narrow, do)
-            found = attend(context_ops(ops, group, order), [x[:, :, own] for x in narrow], do[:, :, own])
+            documents, own_documents = {}, {}
+            if order == "gathered":
+                starts = torch.stack([starts_of(one) for one in ([length], [100, 37, length // 2, length // 2 - 137])])
+                documents, own_documents = ({"starts": each.to(rank.device)} for each in (starts, starts[:, own.cpu()]))
+            expected = attend(REFERENCE, [x.double() for x in narrow], do.double(), **documents)
+            whole = attend(ops, narrow, do, **documents)
+            local = [x[:, :, own] for x in narrow]
+            found = attend(context_ops(ops, group, order), local, do[:, :, own], **own_documents)
             for number, (part, one, right) in enumerate(zip(found, whole, expected, strict=True)):
                 budget = 2 * (one - right).abs().max() + 2**-8 * right.abs().max()  # gathered adds in bf16
                 off = (part - right[:, :, own]).abs().max()
