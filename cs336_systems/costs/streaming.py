@@ -266,7 +266,9 @@ class StreamedWork:
         attention = (d_model + d_query + config.d_qkv) * width + wide_queries
         if config.qk_norm:  # q and k normed and rotated, and where sequences are long the k of all their chunks
             attention += (d_query + config.d_kv * (1 + self.chunks_per_sequence * self.is_long)) * width
-        low_rank = 2 * 3 * self.lora.rank * width if self.lora else 0  # x A^T and its gradient, of q, k and v
+        low_rank = (
+            10 * self.lora.rank * width if self.lora else 0
+        )  # x A^T of all matrices; the gradient of q, k and v's
         head = 3 * d_model * width  # norm, its gradient, and x
         logits = min(tokens, HEAD_TOKENS) * config.vocab_size * width
         return max(tokens * (max(feed_forward, attention) + low_rank), (tokens * head + logits) * self.has_head)
