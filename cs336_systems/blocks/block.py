@@ -81,12 +81,12 @@ class _Stages:
 
     def adapter(self, name: str) -> Adapter | None:
         """The adapter of the matrix of this name, if it has one; of ``APART`` the part that belongs to it."""
-        if name in APART and (whole := self.adapter("qkv")) is not None:
-            of_q, rank, d_query = name == "q", whole.b.shape[1], self.config.d_query
-            rows_a, rows_b, parts = (slice(end) if of_q else slice(end, None) for end in (rank, d_query, 1))
-            return replace(whole, a=whole.a[rows_a], b=whole.b[rows_b], widths=whole.widths[parts])
         if name in APART:
-            return None
+            if (whole := self.adapter("qkv")) is None:
+                return None
+            ends = whole.b.shape[1], self.config.d_query, 1  # of what is q's
+            rows_a, rows_b, parts = (slice(end) if name == "q" else slice(end, None) for end in ends)
+            return replace(whole, a=whole.a[rows_a], b=whole.b[rows_b], widths=whole.widths[parts])
         a, b = (getattr(self.weights, f"{name}_{each}") for each in "ab")
         if a is None:
             return None

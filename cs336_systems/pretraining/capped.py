@@ -86,10 +86,11 @@ def caps_of(options: TrainOptions, case: TrainerCase, device: torch.device, fenc
     """The caps of a run, whose saves are staged in pinned memory."""
     assert options.device_gib is not None and options.host_gib is not None
     width = 4 if case.master == "fp32" else max(case.precision.parameter_bytes, case.moment_bytes)
-    config, rows = case.config, case.config.vocab_size
-    if case.lora is not None:  # adapters alone are saved
-        rows = case.lora.rank * max(1, config.d_ff // config.d_model, config.d_query // config.d_model)
-    staging = 2 ** math.ceil(math.log2(rows * config.d_model * width))
+    config, lora = case.config, case.lora
+    largest = config.vocab_size * config.d_model
+    if lora is not None:  # adapters alone are saved
+        largest = lora.rank * max(config.d_model, config.d_query, config.d_ff)
+    staging = 2 ** math.ceil(math.log2(largest * width))
     gib = options.device_gib, options.host_gib
     return caps_within(device, gib, fence, least_host=HOST_OVERHEAD, staging=staging)
 

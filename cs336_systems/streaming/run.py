@@ -180,40 +180,41 @@ class StreamedStep:
         A rank of a ring also draws the other ranks' layers, so that all draw the same model.
         """
         work, dtype, drawn = self.plan.work, self.memory.map.dtype, self.fixed.weights
-        shell = one_block(work, self.passes.ops, dtype)
+        shell = TransformerLM(replace(self.config, n_layers=1), device="meta", dtype=dtype)
         tied = {HEAD: self.fixed.head} if self.fixed.tied and work.has_head else {}
         shell.load_state_dict(drawn | tied, strict=False, assign=True)
         if not work.has_embedding:
             shell.token_embeddings.weight = nn.Parameter(self._unused((self.config.vocab_size, self.config.d_model)))
         shell.token_embeddings.reset_parameters()
-        block = shell.layers[0].to_empty(device=self.device)
-
-        def draw(*, adapters: bool) -> None:
-            for layer in range(self.config.n_layers):
-                for name, module in block.named_modules():
-                    if (".lora_" in name) == adapters and callable(reset := getattr(module, "reset_parameters", None)):
-                        reset()
-                for name, weight in self._layer("weights", layer).items() if layer in work.layers else ():
-                    if (".lora_" in name) == adapters:
-                        weight.copy_(block.get_parameter(name))
-
-        cuda = self.device.type == "cuda"
-        generator = torch.cuda.default_generators[self.device.index or 0] if cuda else torch.default_generator
-        before = generator.get_state()
-        draw(adapters=False)
-        if work.has_head:
-            shell.ln_final.reset_parameters()
-            shell.lm_head.reset_parameters()
-        elif work.lora is not None:  # the head is drawn into the slots where layers lie
-            shell.lm_head.weight = nn.Parameter(self._unused((self.config.vocab_size, self.config.d_model)))
-            shell.lm_head.reset_parameters()
-            after = generator.get_state()
-            generator.set_state(before)
-            draw(adapters=False)
-            generator.set_state(after)
-        if work.lora is not None:
-            draw(adapters=True)  # after all weights, as where nothing streams
+        block = dict(shell.layers[0].to_empty(device=self.device).named_modules())
+        adapted = one_block(work, self.passes.ops, dtype).layers[0].named_modules()
+        adapters = {name: module.to_empty(device=self.device) for name, module in adapted if ".lora_" in name}
+        twice = bool(adapters) and not work.has_head  # another rank's head is drawn into the slots of our layers
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else [], enabled=twice):
+            self._draw(block)
+            if work.has_head:
+                shell.ln_final.reset_parameters()
+            elif twice:
+                shell.lm_head.weight = nn.Parameter(self._unused((self.config.vocab_size, self.config.d_model)))
+            if work.has_head or twice:
+                shell.lm_head.reset_parameters()
+            self._draw(adapters)  # after all weights, as where nothing streams
+        if twice:
+            self._draw(block)
         self.begin_training()
+
+    def _draw(self, modules: Mapping[str, nn.Module]) -> None:
+        """Draws these modules of a block for one layer after the other, and keeps those of this rank's layers."""
+        for layer in range(self.config.n_layers):
+            for module in modules.values():
+                if callable(reset := getattr(module, "reset_parameters", None)):
+                    reset()
+            if layer not in self.plan.work.layers:
+                continue
+            weights = self._layer("weights", layer)
+            for name, module in modules.items():
+                for own, parameter in module.named_parameters(recurse=False):
+                    weights[f"{name}.{own}"].copy_(parameter)
 
     def _unused(self, shape: tuple[int, ...]) -> Tensor:
         """Memory for a matrix that is drawn and dropped: the empty slots, or new memory if they are too small."""
