@@ -7,7 +7,7 @@
 # for a cell; hopper: as flash; 3 s to compile for a shape, 8 to start):
 #
 #   part        minutes  what
-#   training        3    the shapes of training, in turns, three rounds
+#   training        4    the shapes of training, in turns, three rounds
 #   pytorch         3    the handout's first grid: eager and compiled in turns, two rounds; eager at the two lengths at
 #                        which memory ends, at d 64 (a compiled cell takes a minute there, and memory does not scatter)
 #   flash           5    of the next two what the documents name, bf16 (2) before fp32: every length and head dimension,
@@ -17,10 +17,13 @@
 #   flash-fp32     15    the same in fp32, which hopper and two of the peers refuse
 #   variants        2    masks and score modifications
 #   model           2    a model's step with every implementation
+#   peers           3    flash and hopper beside cuDNN and FlashAttention-4: the shapes of training up to 16,384 tokens,
+#                        two rounds, by the harness's clock and without the host's launches (estimated for an H100)
 #
 # The tiled implementation launches a dozen small operations for each of its tiles, so its part of the flash grid ends
 # at length 4096. PYTHON picks the interpreter (default: uv run). Each part appends to its own folder below FOLDER, flash
-# to those of flash-bf16 and flash-fp32; uv run scripts/report.py --adopt FOLDER moves the rows to profiles/results/<gpu>/.
+# to those of flash-bf16 and flash-fp32. FlashAttention-4 needs flash-attn-4 and nvidia-cutlass-dsl[cu13] (pip install);
+# without them its rows say so. uv run scripts/report.py --adopt FOLDER moves the rows to profiles/results/<gpu>/.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_attention.sh FOLDER PART...}
 shift
@@ -52,11 +55,14 @@ for part in "$@"; do
       attention --grid flash --dtype "${part#flash-}" --impl reference flash hopper "${both_clocks[@]}"
       attention --grid flash --dtype "${part#flash-}" --impl "${peers[@]}"
       attention --grid flash --dtype "${part#flash-}" --impl tiled --length 128 256 512 1024 2048 4096 ;;
+    peers)
+      attention --grid training --impl flash hopper sdpa-cudnn flash-attn-4 --length 1024 2048 4096 16384 \
+        --clock harness device --repeat 2 ;;
     model)
       "${python[@]}" benchmarks/benchmark_model.py --format csv --out "$out" --size small xl --context-length 2048 \
         --dtype bf16 --mode step --attention reference flash hopper "${peers[@]}" ;;
     *)
-      echo "unknown part '$part': parts are training, pytorch, flash, flash-bf16, flash-fp32, variants and model" >&2
+      echo "unknown part '$part': parts are training, pytorch, flash, flash-bf16, flash-fp32, variants, model, peers" >&2
       exit 2 ;;
   esac
 done

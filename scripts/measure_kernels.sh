@@ -14,6 +14,9 @@
 #   head             60  loss of a head beside compiled chunks and Liger's: 32,768 x 4096 x 151,936
 #   head-peers       60  the same with all logits at once, and Apple's cut cross entropy
 #   head-widths     400  all ways at 16,384 tokens, widths of six models
+#   peers            85  on an H100: RMSNorm, with and without the residual add, and AdamW at 16,384 x 4096, and cross
+#                        entropy of 8,192 x 131,072, beside quack's, Liger's in Triton and in CuTe DSL, and torch's
+#   peers-head       65  the same of the head and loss: 8,192 x 4096 x 131,072
 #   quantize        165  quantization to fp8, its transposes, and the largest magnitudes that it asks for
 #   leaderboard      80  a block of leaderboard-8b at 1 x 32,768, at each level and compiled
 #   llama            65  the same of llama3-8b at 2 x 8,192
@@ -25,12 +28,12 @@
 #   llama-steps      45  forward and backward of llama3-8b at 8,192 tokens: keeping all, keeping products, compiled
 #   accumulate       60  a step of the same keeping all, the optimizer once per 16 sequences
 #
-# Peers need liger-kernel and cut-cross-entropy (uv sync, or pip install); without them their rows say so. Parts up to
-# quantize append to FOLDER/kernels, those with blocks to FOLDER/fused, steps and accumulate to FOLDER/fused-steps,
-# steps-products and llama-steps to folders of their own; uv run scripts/report.py --adopt FOLDER moves the rows to
-# profiles/results/<gpu>/. PYTHON picks the interpreter (default: uv run). Ways that are compared follow each other,
-# kernels in one process; blocks and steps take turns, since what is long runs at the power cap. Run nothing else on the
-# host.
+# Peers need liger-kernel and cut-cross-entropy (uv sync, or pip install), and those in CuTe DSL quack-kernels and
+# nvidia-cutlass-dsl[cu13] (pip install); without them their rows say so. Parts up to quantize append to FOLDER/kernels,
+# those with blocks to FOLDER/fused, steps and accumulate to FOLDER/fused-steps, steps-products and llama-steps to
+# folders of their own; uv run scripts/report.py --adopt FOLDER moves the rows to profiles/results/<gpu>/. PYTHON picks
+# the interpreter (default: uv run). Ways that are compared follow each other, kernels in one process; blocks and steps
+# take turns, since what is long runs at the power cap. Run nothing else on the host.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_kernels.sh FOLDER PART...}
 shift
@@ -40,6 +43,7 @@ blocks() { "${python[@]}" benchmarks/benchmark_blocks.py --format csv --out "$fo
 model() { "${python[@]}" benchmarks/benchmark_model.py --format csv --dtype bf16 --attention hopper "$@"; }
 in_background() { timeout 60 "${python[@]}" "benchmarks/benchmark_$1.py" "${@:2}" >"$log" 2>&1 & }
 tokens=(4096 65536)
+libraries=(quack liger liger-cute)
 norms_and_passes=(rms_norm add_rms_norm swiglu rotary)
 levels=(input attention products all)
 leaderboard=(--size leaderboard-8b --context-length 32768)
@@ -87,6 +91,13 @@ for part in "$@"; do
         --how eager cut-cross-entropy ;;
     head-widths)
       kernels --kernel linear_cross_entropy --rows 16384 --samples 20 ;;
+    peers)
+      kernels --kernel rms_norm add_rms_norm adamw --size llama3-8b
+      kernels --kernel cross_entropy --rows 8192 --vocabulary 131072 --samples 20 \
+        --how ours compiled "${libraries[@]}" ;;
+    peers-head)
+      kernels --kernel linear_cross_entropy --size llama3-8b --rows 8192 --vocabulary 131072 --samples 20 \
+        --how ours compiled liger-large-chunks "${libraries[@]}" ;;
     quantize)
       kernels --kernel absmax quantize quantize.transposed quantize_blocks rms_norm_quantize swiglu_quantize \
         transpose_bytes ;;

@@ -87,6 +87,7 @@ def _text(argument: Any) -> str:
 def _text_of_rows(rows: pd.DataFrame) -> str:
     """Rows as they were measured: without what no row could say then, and so is at its default in all."""
     defaults = NOT_RECORDED | DEFAULTS | EARLIER["prefetch"] | EARLIER["host_gib"] | EARLIER["total_batch_tokens"]
+    defaults |= EARLIER["n_samples"] | {"kv_heads": EARLIER["d_head"]["kv_heads"]}
     unsaid = [name for name, default in defaults.items() if name in rows and (rows[name] == default).all()]
     own = rows.drop(columns=unsaid)
     if "cuda" in own:  # a number when committed pictures were drawn

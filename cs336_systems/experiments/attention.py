@@ -17,7 +17,7 @@ from cs336_systems.costs.attention import AttentionWork
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
 from cs336_systems.experiments.peers import Peer, PeerRun, interleaved
-from cs336_systems.report.results import MAIN, Column, Line, ResultTable
+from cs336_systems.report.results import MAIN, MISSING, Column, Line, ResultTable
 from cs336_systems.report.tables import Table, digits
 
 if TYPE_CHECKING:
@@ -32,15 +32,20 @@ VARIANTS = (
     *("causal & ALiBi", "causal & relative bias", "causal & softcap"),
 )
 VARIANT_IMPLEMENTATIONS = ("flex", "sdpa-dense-mask")
+FLASH_4 = "flash-attn-4"
+"""FlashAttention-4 for Hopper, in CuTe DSL, of the package of that name: a peer, which no model here can choose."""
 SLOW_ON_A_CPU = "reference-compiled"
 """An implementation whose kernels take half a minute to compile there."""
 CPU_LENGTHS = (256, 1024)
-Clock = Literal["harness", "do-bench"]
+Clock = Literal["harness", "do-bench", "device"]
 
 
 @dataclass(frozen=True)
 class AttentionCell(Peer):
-    """One implementation at one shape; ``heads`` 0 means inputs without a head dimension. The fields are columns."""
+    """One implementation at one shape; the fields are columns.
+
+    ``heads`` 0 means inputs without a head dimension, ``kv_heads`` 0 as many as ``heads``.
+    """
 
     WAY = "impl"
     device: str
@@ -53,7 +58,7 @@ class AttentionCell(Peer):
     impl: str = option(
         "",
         "Implementations; by default those that the grid compares, on a CPU without reference-compiled.",
-        values=tuple(dict.fromkeys(ATTENTIONS + VARIANT_IMPLEMENTATIONS)),
+        values=tuple(dict.fromkeys((*ATTENTIONS, FLASH_4, *VARIANT_IMPLEMENTATIONS))),
         asked=(),
         aliases=("--attention",),
     )
@@ -67,12 +72,14 @@ class AttentionCell(Peer):
     length: int = option(0, "Only these sequence lengths of the grids; by default all.", asked=(), sign="positive")
     batch_size: int = 0
     heads: int = 0
+    kv_heads: int = 0
     causal: bool = False
     mask: str = ""
     """One of ``VARIANTS``; empty for plain attention, causal or not."""
     clock: Clock = option(
         "harness",
-        "Clock of the times: this suite's, or triton.testing.do_bench with its own warm-up and repetitions.",
+        "Clock of the times: this suite's; triton.testing.do_bench with its own warm-up and repetitions; or device, "
+        "this suite's with the GPU waiting until the host has launched all, so that kernels alone are timed.",
     )
     autotune: bool = False
     """A column of rows that are there: earlier commands could search for the tiles of flash."""
@@ -83,10 +90,11 @@ class AttentionCell(Peer):
     @property
     def work(self) -> AttentionWork:
         heads = self.heads or 1
-        return AttentionWork(self.batch_size, heads, heads, self.length, self.length, self.d_head, self.causal)
+        sizes = (self.batch_size, heads, self.kv_heads or heads, self.length, self.length, self.d_head)
+        return AttentionWork(*sizes, self.causal)
 
     def __str__(self) -> str:
-        heads = f" heads {self.heads}" if self.heads else ""
+        heads = f" heads {heads_of(self.heads, self.kv_heads)}" if self.heads else ""
         mask = f" {self.mask}" if self.mask else ""
         clock = f" by {self.clock}" if self.clock != "harness" else ""
         shape = f"batch {self.batch_size}{heads} length {self.length} d {self.d_head}"
@@ -98,14 +106,14 @@ Options: Any = options_of(AttentionCell, PeerRun, cpu={"length": CPU_LENGTHS, "d
 
 @dataclass(frozen=True)
 class Grid:
-    """The implementations that a grid compares by default, and the shapes (batch, heads, length, d_head)."""
+    """The implementations that a grid compares by default, and the shapes (batch, heads, kv_heads, length, d_head)."""
 
     impls: tuple[str, ...]
     dtypes: tuple[str, ...]
-    shapes: list[tuple[int, int, int, int]]
+    shapes: list[tuple[int, int, int, int, int]]
     causal: bool
     masks: tuple[str, ...] = ("",)
-    allowed: tuple[str, ...] = ATTENTIONS
+    allowed: tuple[str, ...] = (*ATTENTIONS, FLASH_4)
 
 
 GRIDS = {
@@ -113,24 +121,26 @@ GRIDS = {
         MATERIALISED,
         ("fp32",),
         # the handout's five lengths, and on until memory ends
-        [(8, 0, n, d) for d in (16, 32, 64, 128) for n in (256, 1024, 4096, 8192, 16_384, 32_768, 65_536)],
+        [(8, 0, 0, n, d) for d in (16, 32, 64, 128) for n in (256, 1024, 4096, 8192, 16_384, 32_768, 65_536)],
         causal=False,
     ),
     "flash": Grid(
         ATTENTIONS,
         ("bf16", "fp32"),
-        [(1, 0, 2**power, d) for d in (16, 32, 64, 128) for power in range(7, 17)],
+        [(1, 0, 0, 2**power, d) for d in (16, 32, 64, 128) for power in range(7, 17)],
         causal=True,
     ),
     "training": Grid(
-        ("flash", "hopper", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex"),
+        ("flash", "hopper", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", FLASH_4),
         ("bf16",),
-        # the first is the 2025 leaderboard's
-        [(1, 16, 16_384, 64), (8, 16, 2048, 64), (1, 32, 16_384, 128), (4, 32, 4096, 128), (2, 32, 32_768, 128)],
+        [
+            *((1, 16, 0, 16_384, 64), (8, 16, 0, 2048, 64), (32, 14, 0, 1024, 64)),  # the first: 2025's leaderboard
+            *((1, 32, 0, 16_384, 128), (4, 32, 0, 4096, 128), (2, 32, 0, 32_768, 128), (1, 64, 8, 16_384, 128)),
+        ],
         causal=True,
     ),
     "variants": Grid(
-        *(VARIANT_IMPLEMENTATIONS, ("bf16",), [(4, 16, 4096, 64)]),
+        *(VARIANT_IMPLEMENTATIONS, ("bf16",), [(4, 16, 0, 4096, 64)]),
         causal=False,
         masks=VARIANTS,
         allowed=VARIANT_IMPLEMENTATIONS,
@@ -144,18 +154,18 @@ def make_cells(options: Any) -> list[AttentionCell]:
     Raises:
         ValueError: a value that no cell can have.
     """
-    if options.device != "cuda" and "do-bench" in options.clock:
-        raise ValueError(f"--clock do-bench: triton's do_bench times CUDA devices, got --device {options.device}")
+    if options.device != "cuda" and (gpus := {"do-bench", "device"}.intersection(options.clock)):
+        raise ValueError(f"--clock {min(gpus)} times CUDA devices, got --device {options.device}")
     cells = []
     for name in options.grid:
         grid = GRIDS[name]
         usual = [impl for impl in grid.impls if options.device == "cuda" or impl != SLOW_ON_A_CPU]
         impls = [impl for impl in options.impl or usual if impl in grid.allowed]
-        for impl, dtype, (batch, heads, length, d_head), mask, clock in itertools.product(
+        for impl, dtype, (batch, heads, kv_heads, length, d_head), mask, clock in itertools.product(
             impls, options.dtype or grid.dtypes, grid.shapes, grid.masks, options.clock
         ):
             if length in (options.length or (length,)) and d_head in (options.d_head or (d_head,)):
-                shape = (d_head, length, batch, heads, grid.causal, mask, clock)
+                shape = (d_head, length, batch, heads, kv_heads, grid.causal, mask, clock)
                 cells.append(AttentionCell(options.device, name, impl, dtype, *shape, seed=options.seed))
     if not cells:
         lengths = f", with lengths {', '.join(map(str, options.length))}" if options.length else ""
@@ -175,8 +185,8 @@ def measure(cell: AttentionCell) -> list[Metric]:
 
 PASSES = ("forward", "backward", "both")
 SETTINGS = (
-    *("gpu", "device", "grid", "dtype", "batch_size", "heads", "d_head", "length", "causal", "mask", "impl"),
-    "clock",
+    *("gpu", "device", "grid", "dtype", "batch_size", "heads", "kv_heads", "d_head", "length", "causal", "mask"),
+    *("impl", "clock"),
 )
 """Columns that tell one cell from another."""
 
@@ -228,18 +238,47 @@ EXPERIMENT = Experiment(
 )
 
 
-_SHAPE = ["batch_size", "heads", "length", "d_head"]
+_SHAPE = ["batch_size", "heads", "kv_heads", "length", "d_head"]
+_ERRORS = {"forward": ("error_o",), "backward": ("error_dq", "error_dk", "error_dv")}
 
 
-def comparison_table(rows: pd.DataFrame, ours: str = "flash") -> Table:
-    """Forward, backward and both of ``ours`` at each shape, and every other's time over it in the same repeats."""
-    times = _times(rows, _SHAPE)
+def heads_of(heads: int, kv_heads: int) -> str:
+    """Query heads, and behind a slash key/value heads where they are fewer."""
+    return f"{heads}/{kv_heads}" if kv_heads not in (0, heads) else str(heads)
+
+
+def comparison_table(rows: pd.DataFrame, ours: str = "flash", clock: Clock = "harness", errors: bool = False) -> Table:
+    """Forward, backward and both of ``ours`` at each shape, and every other's time over it in the same repeats.
+
+    Where another failed, its status stands. With ``errors`` a column for each has its largest error: in forward that of
+    the output, in backward that of the gradients.
+    """
+    times = _times(rows, _SHAPE, clock)
     over = times.div(times[ours], axis=0).drop(columns=ours).add_suffix(f" / {ours}")
     every = over.assign(own=times[ours]).groupby(level=[*_SHAPE, "metric"], sort=False).median()
     ratios = every.drop(columns="own").map("{:.2f}".format)
     ratios.insert(0, f"{ours} ms", every["own"].map(digits))
-    names = {"batch_size": "batch", "d_head": "d", "metric": "pass"}
-    return Table("", ratios.reset_index().rename(columns=names))
+    failed = by_clock(rows, clock)
+    for (impl, *shape), of_cell in failed[failed["status"] != "ok"].groupby(["impl", *_SHAPE], sort=False):
+        here = (ratios.index.droplevel("metric") == tuple(shape)) & (impl != ours)
+        if (header := f"{impl} / {ours}") not in ratios:
+            ratios[header] = MISSING
+        ratios.loc[here & ratios[header].isin(("nan", MISSING)), header] = of_cell["status"].iloc[-1]
+    if errors:
+        found = _newest(rows, _SHAPE, clock)
+        passes = {name: found[found["metric"].isin(metrics)] for name, metrics in _ERRORS.items()}
+        passes["both"] = found[found["metric"].isin(sum(_ERRORS.values(), ()))]
+        for impl in times:
+            largest = {
+                (*shape, name): value
+                for name, own in passes.items()
+                for shape, value in own[own["impl"] == impl].groupby(_SHAPE)["median"].max().items()
+            }
+            ratios[f"{impl} error"] = [f"{largest[cell]:.1e}" if cell in largest else MISSING for cell in ratios.index]
+    table = ratios.reset_index()
+    table.insert(1, "all_heads", [*map(heads_of, table["heads"], table["kv_heads"])])
+    names = {"batch_size": "batch", "all_heads": "heads", "d_head": "d", "metric": "pass"}
+    return Table("", table.drop(columns=["heads", "kv_heads"]).rename(columns=names))
 
 
 def time_over(rows: pd.DataFrame, metric: str, impl: str, ours: str) -> float:
@@ -252,17 +291,25 @@ def time_over(rows: pd.DataFrame, metric: str, impl: str, ours: str) -> float:
     return float((times[impl] / times[ours]).median())
 
 
-def _times(rows: pd.DataFrame, shape: list[str]) -> pd.DataFrame:
+def _times(rows: pd.DataFrame, shape: list[str], clock: Clock = "harness") -> pd.DataFrame:
     """Milliseconds by shape, pass and repeat (lines) and implementation (columns), of newest runs."""
-    import pandas as pd
+    from cs336_systems.harness.runs import repeats
 
-    from cs336_systems.harness.runs import newest_run, repeats
-
-    own = by_clock(rows)
-    own = own[(own["status"] == "ok") & own["metric"].isin(PASSES)]
-    runs = pd.concat([newest_run(cell) for _, cell in own.groupby([*shape, "impl", "metric"], sort=False)])
+    runs = _newest(rows, shape, clock)
+    runs = runs[runs["metric"].isin(PASSES)]
     index = [*shape, "metric", "repeat"]
     return runs.assign(repeat=repeats(runs)).pivot_table("median", index, "impl", sort=False)
+
+
+def _newest(rows: pd.DataFrame, shape: list[str], clock: Clock) -> pd.DataFrame:
+    """The newest run of each implementation's metrics at each shape, of those that were measured."""
+    import pandas as pd
+
+    from cs336_systems.harness.runs import newest_run
+
+    own = by_clock(rows, clock)
+    own = own[own["status"] == "ok"]
+    return pd.concat([newest_run(cell) for _, cell in own.groupby([*shape, "impl", "metric"], sort=False)])
 
 
 def account_table(work: AttentionWork, bytes_per_element: int) -> Table:

@@ -1,9 +1,10 @@
 """Time, memory and error of one attention at one shape: the cell of ``benchmark_attention.py``.
 
 Forward, backward and both are timed separately, backward as backward, with a cold L2 cache; by this suite's clock or
-by triton's ``do_bench``, which has warm-up and repetitions of its own. TFLOP/s use the FlashAttention convention; for a
-variant they count the scores that its mask leaves. Errors are relative Frobenius norms of the first head of the first
-sequence against fp64.
+by triton's ``do_bench``, which has warm-up and repetitions of its own; or by the first while the GPU waits for the
+host's launches (``device``). TFLOP/s use the FlashAttention convention; for a variant they count the scores that its
+mask leaves. Errors are relative Frobenius norms against fp64 of the first key/value head of the first sequence and the
+query heads that share it.
 
 A cell with a ``mask`` measures one of ``VARIANTS``: FlexAttention (``flex``) beside torch's attention with the same
 rule as a dense tensor (``sdpa-dense-mask``). Masks are built before any clock starts, and their bytes reported.
@@ -23,10 +24,10 @@ from torch import Tensor
 from cs336_systems.attention import variants
 from cs336_systems.attention.dispatch import attention, unsupported_reason
 from cs336_systems.attention.oracle import oracle_attention
-from cs336_systems.attention.shapes import AttentionShape, validate
+from cs336_systems.attention.shapes import HOPPER_DTYPES, AttentionShape, validate
 from cs336_systems.case import Unsupported
-from cs336_systems.experiments.attention import MATERIALISED, AttentionCell
-from cs336_systems.experiments.peers import error_metric, relative_error
+from cs336_systems.experiments.attention import FLASH_4, MATERIALISED, AttentionCell
+from cs336_systems.experiments.peers import error_metric, installed, relative_error
 from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.harness.clock import time_kernel
 from cs336_systems.harness.isolation import PredictedOutOfMemory
@@ -67,8 +68,9 @@ def measure_attention(cell: AttentionCell) -> list[Metric]:
     if needed > (free := free_bytes(device)):
         raise PredictedOutOfMemory(f"needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
     torch.manual_seed(cell.seed)
-    shape = (cell.batch_size, *((cell.heads,) if cell.heads else ()), cell.length, cell.d_head)
-    q, k, v, do = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    heads = (cell.heads, *2 * [cell.kv_heads or cell.heads], cell.heads)
+    shapes = ((cell.batch_size, *((n,) if n else ()), cell.length, cell.d_head) for n in heads)
+    q, k, v, do = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
     served = _serve_variant(cell, q, k, v) if cell.mask else _serve(cell, q, k, v)
 
@@ -93,7 +95,7 @@ def measure_attention(cell: AttentionCell) -> list[Metric]:
     metrics += [Metric("predicted_peak_memory", "GiB", [needed / GIB]), *served.metrics]
     if cell.repeat == 0 and cell.length <= _ORACLE_LENGTH[device.type]:
         metrics += errors(served.exact, (q, k, v), do, (o, *gradients))
-    clock = {"harness": timed, "do-bench": timed_by_do_bench}[cell.clock]
+    clock = {"harness": timed, "do-bench": timed_by_do_bench, "device": timed_on_the_device}[cell.clock]
     del gradients
     samples_ms = {"backward": clock(backward, device)}
     del o, backward  # the graph holds what forward kept, which the others need room for
@@ -111,10 +113,16 @@ def measure_attention(cell: AttentionCell) -> list[Metric]:
     return metrics
 
 
-def timed(run: Callable[[], object], device: torch.device) -> list[float]:
+def timed(run: Callable[[], object], device: torch.device, host_first: bool = False) -> list[float]:
     """At least ten samples, and about a third of a second of them."""
     first = sorted(time_kernel(run, device=device, warmup=1, samples=3))[1]
-    return time_kernel(run, device=device, warmup=2, samples=int(min(100, max(10, 300 / first))))
+    samples = int(min(100, max(10, 300 / first)))
+    return time_kernel(run, device=device, warmup=2, samples=samples, host_first=host_first)
+
+
+def timed_on_the_device(run: Callable[[], object], device: torch.device) -> list[float]:
+    """The same of the kernels alone, which begin when the host has launched them all."""
+    return timed(run, device, host_first=True)
 
 
 def timed_by_do_bench(run: Callable[[], object], device: torch.device) -> list[float]:
@@ -127,14 +135,20 @@ def timed_by_do_bench(run: Callable[[], object], device: torch.device) -> list[f
 def errors(
     exact: Attend, inputs: tuple[Tensor, Tensor, Tensor], do: Tensor, results: tuple[Tensor, ...]
 ) -> list[Metric]:
-    """Relative errors of (o, dq, dk, dv) in the first head of the first sequence against ``exact`` in fp64."""
-    first = (slice(0, 1),) * (do.dim() - 2)
-    leaves = [x.detach()[first].double().requires_grad_() for x in inputs]
-    o = exact(*leaves)
-    wanted = (o.detach(), *torch.autograd.grad(o, leaves, do[first].double()))
+    """Relative errors of (o, dq, dk, dv) in the first key/value head of the first sequence, with the query heads that
+    share it, against ``exact`` in fp64, which takes one query head at a time."""
+    q, k, v, do, *results = (x.detach()[:1] if x.ndim == 4 else x.detach()[:1, None] for x in (*inputs, do, *results))
+    group = q.shape[1] // k.shape[1]
+    parts: list[tuple[Tensor, ...]] = []
+    for head in range(group):
+        leaves = [x.double().requires_grad_() for x in (q[:, head : head + 1], k[:, :1], v[:, :1])]
+        o = exact(*leaves)
+        parts.append((o.detach(), *torch.autograd.grad(o, leaves, do[:, head : head + 1].double())))
+    o, dq, dk, dv = zip(*parts, strict=True)
+    wanted = {"o": torch.cat(o, 1), "dq": torch.cat(dq, 1), "dk": sum(dk), "dv": sum(dv)}
     return [
-        error_metric(name, relative_error(got[first], want))
-        for name, got, want in zip(("o", "dq", "dk", "dv"), results, wanted, strict=True)
+        error_metric(name, relative_error(got[:, : want.shape[1]], want))
+        for got, (name, want) in zip(results, wanted.items(), strict=True)
     ]
 
 
@@ -162,10 +176,33 @@ def make_variant(name: str, shape: AttentionShape, device: torch.device, *, of_h
 
 
 def _serve(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor) -> _Served:
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return oracle_attention(q, k, v, causal=cell.causal)[0]
+
+    if cell.impl == FLASH_4:
+        return _Served(_flash_4(q.device, q.dtype, causal=cell.causal), exact)
     if reason := unsupported_reason(cell.impl, q, k, v, causal=cell.causal):
         raise Unsupported(reason)
-    attend = functools.partial(attention, causal=cell.causal, impl=cell.impl)
-    return _Served(attend, lambda q, k, v: oracle_attention(q, k, v, causal=cell.causal)[0])
+    return _Served(functools.partial(attention, causal=cell.causal, impl=cell.impl), exact)
+
+
+def _flash_4(device: torch.device, dtype: torch.dtype, *, causal: bool) -> Attend:
+    """FlashAttention-4, which gets views of the inputs with the sequence before the heads; nothing is copied.
+
+    Raises:
+        Unsupported: it is not installed, or takes no such device or dtype.
+    """
+    if device.type != "cuda":
+        raise Unsupported(f"{FLASH_4} is compiled for CUDA devices, the inputs are on {device.type}")
+    if dtype not in HOPPER_DTYPES:
+        raise Unsupported(f"{FLASH_4} multiplies in {' and '.join(map(str, HOPPER_DTYPES))}, the inputs are {dtype}")
+    function = installed("flash_attn.cute", FLASH_4).flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o, _ = function(*(x.transpose(1, 2) if x.ndim == 4 else x.unsqueeze(2) for x in (q, k, v)), causal=causal)
+        return o.transpose(1, 2) if q.ndim == 4 else o.squeeze(2)
+
+    return attend
 
 
 def _serve_variant(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor) -> _Served:

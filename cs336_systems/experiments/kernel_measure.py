@@ -11,15 +11,15 @@ import torch._functorch.config
 from torch import Tensor
 
 from cs336_systems.case import Unsupported
-from cs336_systems.experiments.kernels import BY_FLOPS, KernelCell
+from cs336_systems.experiments.kernels import LOSSES, KernelCell
 from cs336_systems.experiments.peers import error_metric, relative_error
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import measure_copy, time_kernel
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes
 from cs336_systems.harness.record import Metric
 
-ANYWHERE = ("eager", "compiled", "torch")
-"""Ways that are not Triton's, and run on a CPU."""
+ANYWHERE = ("eager", "compiled", "torch", "torch-foreach")
+"""Ways that run on a CPU: they are neither Triton's nor CuTe DSL's."""
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -49,12 +49,13 @@ def measure_kernel(cell: KernelCell) -> list[Metric]:
     Raises:
         Unsupported: a Triton kernel on a CPU, a peer that is not installed, or a shape that a kernel does not take.
     """
-    from cs336_systems.experiments.kernel_subjects import PEERS, SUBJECTS  # which import what stands here
+    from cs336_systems.experiments.kernel_peers import PEERS  # which imports what stands here
+    from cs336_systems.experiments.kernel_subjects import SUBJECTS
 
     if cell.how not in ANYWHERE and cell.device != "cuda":
-        raise Unsupported("Triton kernels need a CUDA device")
+        raise Unsupported(f"kernels of {cell.how} need a CUDA device, got {cell.device}")
     torch.manual_seed(cell.seed)
-    device, long = torch.device(cell.device), cell.kernel in BY_FLOPS
+    device, long = torch.device(cell.device), cell.kernel in LOSSES
     subject = SUBJECTS[cell.kernel](cell, device)
     inputs = list(subject.inputs.values())
     function = {"ours": subject.ours, "eager": subject.reference}.get(cell.how)
@@ -65,7 +66,10 @@ def measure_kernel(cell: KernelCell) -> list[Metric]:
     function = function or PEERS[cell.how][cell.kernel]()
     leaves = [x for x in inputs if x.requires_grad]
     gradients = [torch.randn_like(x) for x in _outputs(subject.reference(*inputs))] if leaves else []
-    metrics = errors(subject, function, gradients)  # compiles, outside of every clock
+    try:
+        metrics = errors(subject, function, gradients)  # compiles, outside of every clock
+    except NotImplementedError as refusal:
+        raise Unsupported(f"{cell.how}: {refusal}") from refusal
     copy = Metric("copy", "GB/s", measure_copy(device))
     time = functools.partial(
         time_kernel,

@@ -1,44 +1,25 @@
-"""Each kernel's subject: the tensors it is measured on, the formula beside it, the bytes that must move; and peers.
+"""Each kernel's subject: the tensors it is measured on, the formula beside it, and the bytes that must move.
 
 Tensors are (rows, width) of the cell's dtype and normal, unless a function says otherwise. Errors are told from the
-formula in fp64, where ``scaled_bytes`` does not round.
-
-Each peer of ``PEERS`` runs in the best configuration that it supports:
-
-* Liger's RMSNorm with ``casting_mode="llama"``, which rounds as the reference does, and ``in_place=True``, its default:
-  dx is written over the gradient that arrives, which is restored between samples, outside of the clock. With the
-  residual add ``in_place=False``, its default, which writes as much. SwiGLU of one merged matrix of gates and ups, for
-  which it has kernels of its own. Rotary positions of q and k in memory of their own: in a merged q | k | v it would
-  copy them first.
-* Liger's head and loss in chunks whose logits take as much memory as the head's input, its default, and in chunks four
-  times as large, which at 32,768 x 4096 are as large as ours. Gradients are computed in forward, in the parameters'
-  dtype.
-* Apple's cut cross entropy computes logits block by block in forward, and recomputes them in backward. With
-  ``filter_eps=None`` it is the same computation as ours; by default it would leave out gradients of words whose
-  probability rounds to nothing, on random data nearly all.
-* Torch's ``F.rms_norm``, which has a fused kernel; fused AdamW through its functional form, so that no optimizer object
-  is part of the time; the norm of ``clip_grad_norm_(foreach=True)``.
+formula in fp64, where ``scaled_bytes`` does not round. Other libraries' kernels are in ``kernel_peers.py``.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm as torchs_rms_norm
-from torch.optim.adamw import adamw
 
 from cs336_systems.case import Unsupported
 from cs336_systems.config import PRECISIONS
-from cs336_systems.experiments.kernel_measure import Function, Subject
+from cs336_systems.experiments.kernel_measure import Subject
 from cs336_systems.experiments.kernels import KernelCell
-from cs336_systems.experiments.peers import installed
 from cs336_systems.kernels import absmax, quantize_reference, rms_norm, rms_norm_quantize, swiglu
 from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_
 from cs336_systems.kernels.column_sums import column_sums
+from cs336_systems.kernels.cross_entropy_rows import launch_rows
 from cs336_systems.kernels.grad_norm import grad_norm, norm_table
-from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy_forward_backward
+from cs336_systems.kernels.linear_cross_entropy import IGNORED, linear_cross_entropy_forward_backward
 from cs336_systems.kernels.quantize import quantize, quantize_blocks, transpose_bytes
 from cs336_systems.kernels.quantize_reference import Quantized
 from cs336_systems.kernels.rotary import rotate_
@@ -159,37 +140,70 @@ def of_rotary(cell: KernelCell, device: torch.device) -> Subject:
     return Subject({"q": heads(q), "k": heads(k)} | angles, ours, reference, n_bytes)
 
 
-VOCABULARY = {"cuda": 151_936, "cpu": 1000}
-"""Words: Qwen2.5's, and few enough for a CPU."""
 COMPILED_CHUNK = 4096
-"""Tokens at a time of the compiled formula, the faster of what PyTorch offers, and of the reference in fp64."""
+"""Tokens at a time of the head's compiled formula, the faster of what PyTorch offers, and of references in fp64."""
+
+
+def some_targets(cell: KernelCell, n_words: int, device: torch.device) -> Tensor:
+    """Targets (rows,) among so many words, every eighth of them ignored."""
+    targets = torch.randint(n_words, (cell.rows,), device=device)
+    targets[::8] = IGNORED
+    return targets
+
+
+def rows_of_logits(logits: Tensor, targets: Tensor, scale: Tensor | float) -> tuple[Tensor, Tensor]:
+    """(gradient of the loss times a scale (rows, 1), lse (rows,)) of logits (rows, words), at least fp32."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    lse = logits.logsumexp(-1, keepdim=True)
+    one_hot = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return ((logits - lse).exp() - one_hot.to(logits.dtype)) * scale, lse.squeeze(-1)
+
+
+def of_cross_entropy(cell: KernelCell, device: torch.device) -> Subject:
+    """Forward does everything: it reads logits (rows, width) of ``width`` words, and writes the gradient of the sum of
+    the losses in their place, and lse (rows,), which stands for the loss."""
+    logits, targets = normal(cell, device), some_targets(cell, cell.width, device)
+    one = torch.ones(1, device=device)
+
+    def ours(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        losses, lse = (torch.empty(len(logits), device=device) for _ in range(2))
+        launch_rows(logits, targets, losses, lse, scale=one, z_loss=0.0, gradient=True)
+        return logits, lse
+
+    def reference(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        chunk = COMPILED_CHUNK if logits.dtype == torch.float64 else cell.rows
+        gradients, all_lse = [], []
+        for logits_C, targets_C in zip(logits.split(chunk), targets.split(chunk), strict=True):
+            dlogits, lse = rows_of_logits(logits_C, targets_C, (targets_C != IGNORED)[:, None])
+            gradients.append(dlogits.to(logits.dtype))
+            all_lse.append(lse)
+        return torch.cat(gradients), torch.cat(all_lse)
+
+    n_bytes = 2 * logits.nbytes + cell.rows * torch.float32.itemsize
+    return Subject({"logits": logits, "targets": targets}, ours, reference, n_bytes)
 
 
 def of_linear_cross_entropy(cell: KernelCell, device: torch.device) -> Subject:
     """Forward does everything: it reads x and weight (vocabulary, width) and writes the gradients of both and lse
     (rows,). Its bound is not these bytes but 6 rows x width x vocabulary FLOPs.
 
-    Logits have unit variance, and every eighth target (rows,) is ignored. lse stands for the loss, as a scalar's error
-    says little; peers do not return it. Eager has the logits of all tokens at once, as a separate head and loss have.
+    Logits have unit variance. lse stands for the loss, as a scalar's error says little; peers do not return it. Eager
+    has the logits of all tokens at once, as a separate head and loss have.
     """
-    n_words = VOCABULARY[device.type]
     x = normal(cell, device)
-    weight = normal(cell, device, n_words, cell.width).mul_(cell.width**-0.5)
-    dtype, targets = x.dtype, torch.randint(n_words, (cell.rows,), device=device)
-    targets[::8] = -100
+    weight = normal(cell, device, cell.vocabulary, cell.width).mul_(cell.width**-0.5)
+    dtype, targets = x.dtype, some_targets(cell, cell.vocabulary, device)
 
     def reference(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         wide = torch.promote_types(x.dtype, torch.float32)
         chunk = cell.rows if cell.how == "eager" and x.dtype == dtype else COMPILED_CHUNK
-        counts = (targets != -100).to(wide)
+        counts = (targets != IGNORED).to(wide)
         scale = counts / counts.sum()
         all_lse, all_dx, dweight = [], [], torch.zeros_like(weight)
         for x_C, targets_C, scale_C in zip(x.split(chunk), targets.split(chunk), scale.split(chunk), strict=True):
-            logits = (x_C @ weight.T).to(wide)
-            lse = logits.logsumexp(-1, keepdim=True)
-            one_hot = torch.arange(n_words, device=device) == targets_C[:, None]
-            dlogits = (((logits - lse).exp() - one_hot.to(wide)) * scale_C[:, None]).to(x.dtype)
-            all_lse.append(lse.squeeze(-1))
+            dlogits, lse = rows_of_logits(x_C @ weight.T, targets_C, scale_C[:, None])
+            dlogits = dlogits.to(x.dtype)
+            all_lse.append(lse)
             all_dx.append(dlogits @ weight)
             dweight = torch.addmm(dweight, dlogits.T, x_C)
         return torch.cat(all_dx), dweight, torch.cat(all_lse)
@@ -333,84 +347,9 @@ def of_transpose_bytes(cell: KernelCell, device: torch.device) -> Subject:
 
 
 _EVERY: tuple[Callable[[KernelCell, torch.device], Subject], ...] = (
-    of_rms_norm, of_add_rms_norm, of_swiglu, of_rotary, of_linear_cross_entropy, of_adamw,
-    of_grad_norm, of_column_sums, of_absmax, of_quantize, of_quantize_blocks,
+    of_rms_norm, of_add_rms_norm, of_swiglu, of_rotary, of_cross_entropy, of_linear_cross_entropy,
+    of_adamw, of_grad_norm, of_column_sums, of_absmax, of_quantize, of_quantize_blocks,
     of_rms_norm_quantize, of_swiglu_quantize, of_transpose_bytes,
 )  # fmt: skip
 SUBJECTS = {function.__name__.removeprefix("of_"): function for function in _EVERY}
 SUBJECTS["quantize.transposed"] = functools.partial(of_quantize, transposed=True)
-
-
-def torchs_adamw() -> Function:
-    """Torch's fused update, in place."""
-    steps: list[Tensor] = []  # one on the device, counted up by every call
-
-    def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        if not steps:
-            steps.append(torch.tensor(float(STEP), device=p.device))
-        rates: dict[str, Any] = {"lr": LR, "beta1": BETAS[0], "beta2": BETAS[1], "eps": ADAM_EPS}
-        rates |= {"weight_decay": WEIGHT_DECAY, "amsgrad": False, "maximize": False}
-        adamw([p], [g], [m], [v], [], steps, fused=True, **rates)
-        return p, m, v
-
-    return update
-
-
-def liger(name: str, *options: Any, reverse: bool = False) -> Callable[[], Function]:
-    """Imports and returns one of Liger's autograd Functions, with these options behind the inputs."""
-
-    def load() -> Function:
-        function = getattr(installed("liger_kernel.ops", "liger-kernel"), name).apply
-        if reverse:
-            return lambda *inputs: tuple(reversed(function(*inputs, *options)))
-        return lambda *inputs: function(*inputs, *options)
-
-    return load
-
-
-def liger_loss(chunk_mem_const: int) -> Callable[[], Function]:
-    """Liger's head and loss, in chunks of so many times its usual memory."""
-    options = (None, None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False, None, None, chunk_mem_const)
-    load = liger("LigerFusedLinearCrossEntropyFunction", *options)
-
-    def loaded() -> Function:
-        function = load()
-        return gradients_of(lambda *inputs: function(*inputs)[0])
-
-    return loaded
-
-
-def cut_cross_entropy() -> Function:
-    """Apple's head and loss."""
-    function = installed("cut_cross_entropy", "cut-cross-entropy").linear_cross_entropy
-    return gradients_of(functools.partial(function, impl="cce", filter_eps=None))
-
-
-def gradients_of(loss: Callable[..., Tensor]) -> Function:
-    """(x, weight, targets) -> the gradients of x and weight by forward and backward in one call, as ours has them."""
-
-    def gradients(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
-        return torch.autograd.grad(loss(*leaves, targets), leaves)
-
-    return gradients
-
-
-PEERS: dict[str, dict[str, Callable[[], Function]]] = {
-    "torch": {
-        "rms_norm": lambda: lambda x, weight: torchs_rms_norm(x, weight.shape, weight, EPS),
-        "adamw": torchs_adamw,
-        "grad_norm": lambda: lambda x: torch.nn.utils.get_total_norm([x], foreach=True),
-    },
-    "liger": {
-        "rms_norm": liger("LigerRMSNormFunction", EPS, 0.0, "llama", True),
-        "add_rms_norm": liger("LigerFusedAddRMSNormFunction", EPS, 0.0, "llama", False, reverse=True),
-        "swiglu": liger("LigerFusedGateUpSiLUMulFunction"),
-        "rotary": liger("LigerRopeFunction", None, 1, D_HEAD),
-        "linear_cross_entropy": liger_loss(1),
-    },
-    "liger-large-chunks": {"linear_cross_entropy": liger_loss(4)},
-    "cut-cross-entropy": {"linear_cross_entropy": cut_cross_entropy},
-}
-"""By the names of ``kernels.PEERS`` and by kernel, functions that import and return a peer's: it may overwrite its
-inputs and arriving gradients, and returns what ours does or the first of it."""

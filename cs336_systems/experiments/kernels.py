@@ -1,7 +1,8 @@
 """How fast is each fused kernel, against plain PyTorch, others' kernels and a copy?
 
-``kernel_subjects.py`` says on what each kernel is measured, beside which formula, which bytes must move, and in which
-configurations peers run; ``kernel_measure.py`` measures. A kernel takes a function there and its name in ``KERNELS``.
+``kernel_subjects.py`` says on what each kernel is measured, beside which formula, and which bytes must move;
+``kernel_peers.py`` in which configurations peers run; ``kernel_measure.py`` measures. A kernel takes a function in the
+first and its name in ``KERNELS``.
 """
 
 from __future__ import annotations
@@ -25,19 +26,23 @@ if TYPE_CHECKING:
 
 KERNELS = (
     *("rms_norm", "add_rms_norm", "swiglu", "rotary"),
-    *("linear_cross_entropy", "adamw", "grad_norm", "column_sums"),
+    *("cross_entropy", "linear_cross_entropy", "adamw", "grad_norm", "column_sums"),
     *("absmax", "quantize", "quantize.transposed", "quantize_blocks"),
     *("rms_norm_quantize", "swiglu_quantize", "transpose_bytes"),
 )
 """Kernels of the package; ``quantize.transposed`` also writes the transposed copy."""
 
-BY_FLOPS = ("linear_cross_entropy",)
-"""Kernels whose bound is FLOPs and not bytes. They take long beside their launches."""
+LOSSES = ("cross_entropy", "linear_cross_entropy")
+"""Kernels that take long beside their launches, and some of whose peers wait for the device. The bound of the second,
+the head and loss, is FLOPs and not bytes."""
 
 PEERS = {
     "torch": ("rms_norm", "adamw", "grad_norm"),
-    "liger": ("rms_norm", "add_rms_norm", "swiglu", "rotary", "linear_cross_entropy"),
+    "torch-foreach": ("adamw",),
+    "quack": ("rms_norm", "add_rms_norm", "cross_entropy", "linear_cross_entropy"),
+    "liger": ("rms_norm", "add_rms_norm", "swiglu", "rotary", "cross_entropy", "linear_cross_entropy"),
     "liger-large-chunks": ("linear_cross_entropy",),
+    "liger-cute": ("rms_norm", "cross_entropy", "linear_cross_entropy"),
     "cut-cross-entropy": ("linear_cross_entropy",),
 }
 """By name, the kernels that a peer has."""
@@ -56,14 +61,16 @@ class KernelCell(Peer):
     width: int = option(
         0,
         "Elements per row, instead of the widths of --size: for swiglu those of its output, for rotary those of all "
-        "query heads together, 128 each.",
+        "query heads together, 128 each. For cross_entropy those of --vocabulary stand.",
         asked=(),
         sign="positive",
     )
+    vocabulary: int = option(151_936, "Words of cross_entropy and linear_cross_entropy.", sign="positive")
     how: str = option(
         "ours",
-        "ours; eager and compiled, the formula in plain PyTorch; torch, its own fused kernel; liger; for the loss also "
-        "Liger's in larger chunks, and Apple's cut cross entropy with all gradients.",
+        "ours; eager and compiled, the formula in plain PyTorch; torch, its own fused kernel, and torch-foreach; "
+        "quack; liger, and liger-cute in CuTe DSL; for the head and loss also Liger's in larger chunks, and Apple's "
+        "cut cross entropy with all gradients.",
         values=HOWS,
         asked=HOWS,
     )
@@ -84,7 +91,10 @@ class Asked(RunOptions):
     """Models whose widths are measured: d_ff for swiglu, d_model for the others."""
 
 
-CPU = {"how": ("ours", "eager"), "dtype": ("fp32",), "rows": (1024,), "size": ("qwen2.5-0.5b",), "samples": 10}
+CPU = {
+    **{"how": ("ours", "eager"), "dtype": ("fp32",), "rows": (1024,), "size": ("qwen2.5-0.5b",), "samples": 10},
+    "vocabulary": (1000,),
+}
 """Defaults there, where compiling takes half a minute."""
 Options: Any = options_of(KernelCell, Asked, cpu=CPU)
 
@@ -98,12 +108,21 @@ def make_cells(options: Any) -> list[KernelCell]:
     cells = [
         cell
         for kernel in options.kernel
-        for cell in every(KernelCell, options, kernel=[kernel], width=options.width or widths(kernel, options.size))
+        for shape in shapes(kernel, options)
+        for cell in every(KernelCell, options, kernel=[kernel], **shape)
         if kernel in PEERS.get(cell.how, KERNELS)
     ]
     if not cells:
         raise ValueError(f"--how {' '.join(options.how)} has no --kernel {' '.join(options.kernel)}")
     return cells
+
+
+def shapes(kernel: str, options: Any) -> list[dict[str, Sequence[int]]]:
+    """The widths of a kernel and, for each of them, the vocabularies, which others than losses do not have."""
+    if kernel == "cross_entropy":
+        return [{"width": [n_words], "vocabulary": [n_words]} for n_words in options.vocabulary]
+    words = options.vocabulary if kernel in LOSSES else [KernelCell.vocabulary]
+    return [{"width": options.width or widths(kernel, options.size), "vocabulary": words}]
 
 
 def widths(kernel: str, sizes: Sequence[str]) -> list[int]:
@@ -126,7 +145,7 @@ def _worst(line: Line, prefix: str) -> str | None:
 
 
 KERNEL_TABLE = ResultTable(
-    settings=("gpu", "device", "kernel", "dtype", "rows", "width", "how", "n_samples"),
+    settings=("gpu", "device", "kernel", "dtype", "rows", "width", "vocabulary", "how", "n_samples"),
     always=("kernel", "how"),
     labels={"n_samples": "samples"},
     columns=(
@@ -156,7 +175,7 @@ def shares_figure(rows: pd.DataFrame) -> Figure | None:
     from cs336_systems.harness.runs import newest
     from cs336_systems.report.figures import lines
 
-    rows = rows[rows["kernel"].isin(set(KERNELS) - set(BY_FLOPS))]
+    rows = rows[rows["kernel"].isin(set(KERNELS) - set(LOSSES))]
     cells = newest(rows, [name for name in KERNEL_TABLE.settings if name in rows])
     shares = cells[(cells["status"] == "ok") & cells["metric"].str.endswith("_copy_share")]
     for setting in ("gpu", "dtype", "rows"):

@@ -48,10 +48,11 @@ NOT_RECORDED = {"nccl": ""}
 
 EARLIER: dict[str, dict[str, Any]] = {
     "context_length": DEFAULTS,
-    "d_head": {"clock": "harness", "repeat": 0},
+    "d_head": {"clock": "harness", "repeat": 0, "kv_heads": 0},
     "ddp": {"max_ctas": Parallel.max_ctas},
     "host_gib": {"peer": "", "ranks": 1},
     "tensor_by": {name: getattr(Parallel, name) for name in ("replicas", *PIPELINE)},
+    "n_samples": {"vocabulary": 151_936},
     "profiler": {"repeat": 0},
     "total_batch_tokens": {"recipe": "stored", "library": "", "gather_by": Parallel.gather_by, "apart": "off"}
     | {"conversations": "off", "lora_rank": 0, "matmul_kernels": "library", "offload": "none"},

@@ -1,5 +1,8 @@
 """Attention's benchmark: its refusals, a cell on the CPU, variants in dense form, and tables."""
 
+import sys
+import types
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -35,7 +38,9 @@ def measured(**values):
 
 def test_bad_values_are_named():
     for arguments, message in {
-        "--clock harness do-bench": "--clock do-bench: .* got --device cpu",
+        "--clock harness do-bench": "--clock do-bench times CUDA devices, got --device cpu",
+        "--clock device harness": "--clock device times CUDA devices, got --device cpu",
+        "--grid variants --impl flash-attn-4": "no cell of --grid variants",
         "--length 77": "no cell of --grid pytorch flash .* lengths 77",
         "--grid variants --impl flash": "no cell of --grid variants",
     }.items():
@@ -45,7 +50,8 @@ def test_bad_values_are_named():
 
 @pytest.mark.slow
 def test_a_cpu_measures_attention_with_and_without_heads():
-    for values in ({"impl": "reference"}, {"impl": "sdpa-flash", "heads": 0, "causal": True}):
+    shared = {"impl": "tiled", "heads": 6, "kv_heads": 2, "causal": True}
+    for values in ({"impl": "reference"}, {"impl": "sdpa-flash", "heads": 0, "causal": True}, shared):
         metrics = measured(mask="", length=100, **values)
         assert max(metrics[f"error_{name}"][0] for name in ("o", "dq", "dk", "dv")) < 2e-6
         assert min(len(metrics[name]) for name in ("forward", "backward", "both")) >= 10
@@ -90,6 +96,72 @@ def test_what_cannot_be_measured_is_told_apart(monkeypatch):
         measured(impl="reference", mask="", length=65_536, batch_size=1, heads=1, causal=True)
 
 
+def test_flash_attention_4_gets_views_and_returns_the_output_alone(monkeypatch):
+    seen = []
+
+    def flash_attn_func(q, k, v, causal=False):
+        seen.extend((q, k, v))
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        o = F.scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2])
+        return o.transpose(1, 2).contiguous(), None
+
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", types.SimpleNamespace(flash_attn_func=flash_attn_func))
+    on_a_gpu = (torch.device("cuda"), torch.bfloat16)
+    attend = attention_measure._flash_4(*on_a_gpu, causal=True)
+    q, k, v = (torch.randn(2, heads, 50, 16) for heads in (4, 2, 2))
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(attend(q, k, v), wanted, rtol=0, atol=1e-6)
+    assert [x.shape for x in seen] == [(2, 50, 4, 16), (2, 50, 2, 16), (2, 50, 2, 16)]
+    assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in (q, k, v)]
+    alone = [x[:, 0] for x in (q, k, v)]
+    torch.testing.assert_close(attend(*alone), F.scaled_dot_product_attention(*alone, is_causal=True))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    for device, dtype, message in (
+        (*on_a_gpu, "^flash-attn-4 is not there"),
+        ("cuda", torch.float32, "multiplies in torch.bfloat16 and torch.float16, the inputs are torch.float32"),
+        ("cpu", torch.bfloat16, "compiled for CUDA devices, the inputs are on cpu"),
+    ):
+        with pytest.raises(Unsupported, match=message):
+            attention_measure._flash_4(torch.device(device), dtype, causal=True)
+
+
+def test_shapes_of_training_are_measured_beside_peers():
+    asked = (
+        "--grid",
+        "training",
+        "--impl",
+        "hopper",
+        "flash-attn-4",
+        "--length",
+        "16384",
+        "1024",
+        "--d-head",
+        "64",
+        "128",
+    )
+    cells = cells_of("attention", *asked)
+    assert [(each.impl, each.heads, each.kv_heads, each.d_head) for each in cells[::2]] == [
+        *(("hopper", 16, 0, 64), ("hopper", 14, 0, 64), ("hopper", 32, 0, 128), ("hopper", 64, 8, 128))
+    ]
+    assert {each.impl for each in cells[1::2]} == {"flash-attn-4"}
+    assert (cells[-1].work.kv_heads, cells[0].work.kv_heads) == (8, 16)
+    assert str(cells[-1]) == "flash-attn-4 bf16 batch 1 heads 64/8 length 16384 d 128"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_flash_attention_4_is_as_exact_as_ours_on_a_gpu():
+    values = {"device": "cuda", "dtype": "bf16", "d_head": 64, "length": 500, "mask": "", "causal": True}
+    try:
+        theirs = measured(**values, impl="flash-attn-4", heads=6, kv_heads=2)
+    except Unsupported as missing:
+        pytest.skip(str(missing))
+    ours = measured(**values, impl="flash", heads=6, kv_heads=2, clock="device")
+    for name in ("error_o", "error_dq", "error_dk", "error_dv"):
+        assert theirs[name][0] <= 2 * ours[name][0]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.timing
@@ -104,7 +176,7 @@ def test_do_bench_agrees_with_the_harness_on_a_gpu():
 
 
 def row(impl, metric, median, *, status="ok", message="", repeat=0, **settings):
-    shape = {"batch_size": 1, "heads": 2, "d_head": 64, "length": 1024, "causal": True, "mask": ""}
+    shape = {"batch_size": 1, "heads": 2, "kv_heads": 0, "d_head": 64, "length": 1024, "causal": True, "mask": ""}
     own = {"gpu": "a GPU", "device": "cuda", "grid": "flash", "dtype": "bf16", "impl": impl, "clock": "harness"}
     outcome = {"status": status, "message": message, "metric": metric, "median": median}
     return own | shape | settings | outcome | {"argv": "a command", "repeat": repeat}
@@ -130,5 +202,11 @@ def test_repeats_are_pooled_and_compared_with_their_neighbours():
     assert list(frame["peer / flash"]) == ["2.00"] * 3
     again = pd.DataFrame(rows_of("flash", 4.0) + rows_of("peer", 5.0)).assign(argv="a later command")
     assert list(comparison_table(pd.concat([rows, again])).frame["peer / flash"]) == ["1.25"] * 3
+    shared = [r for impl in times for r in rows_of(impl, 4.0, heads=8, kv_heads=2)]
+    absent = [row("absent", "", None, status="unsupported", message="is not there", heads=8, kv_heads=2)]
+    frame = comparison_table(pd.DataFrame([*rows.to_dict("records"), *shared, *absent]), errors=True).frame
+    assert list(frame["heads"]) == ["2"] * 3 + ["8/2"] * 3
+    assert list(frame["absent / flash"]) == ["–"] * 3 + ["unsupported"] * 3
+    assert list(frame["peer error"]) == ["1.0e-03", "3.0e-03", "3.0e-03"] * 2
     with pytest.raises(KeyError, match="other"):
         time_over(rows, "forward", "other", "flash")
