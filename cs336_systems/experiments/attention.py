@@ -258,17 +258,20 @@ def comparison_table(rows: pd.DataFrame, ours: str = "flash", clock: Clock = "ha
     every = over.assign(own=times[ours]).groupby(level=[*_SHAPE, "metric"], sort=False).median()
     ratios = every.drop(columns="own").map("{:.2f}".format)
     ratios.insert(0, f"{ours} ms", every["own"].map(digits))
-    failed = by_clock(rows, clock)
-    for (impl, *shape), of_cell in failed[failed["status"] != "ok"].groupby(["impl", *_SHAPE], sort=False):
-        here = (ratios.index.droplevel("metric") == tuple(shape)) & (impl != ours)
-        if (header := f"{impl} / {ours}") not in ratios:
-            ratios[header] = MISSING
-        ratios.loc[here & ratios[header].isin(("nan", MISSING)), header] = of_cell["status"].iloc[-1]
+    others = by_clock(rows, clock)
+    others = others[(others["status"] != "ok") & (others["impl"] != ours)]
+    for (impl, *shape), failed in others.groupby(["impl", *_SHAPE], sort=False):
+        header, status = f"{impl} / {ours}", failed["status"].iloc[-1]
+        before = ratios[header] if header in ratios else [MISSING] * len(ratios)
+        ratios[header] = [
+            status if cell[:-1] == tuple(shape) and ratio in ("nan", MISSING) else ratio
+            for cell, ratio in zip(ratios.index, before, strict=True)
+        ]
     if errors:
         found = _newest(rows, _SHAPE, clock)
         passes = {name: found[found["metric"].isin(metrics)] for name, metrics in _ERRORS.items()}
         passes["both"] = found[found["metric"].isin(sum(_ERRORS.values(), ()))]
-        for impl in times:
+        for impl in dict.fromkeys(by_clock(rows, clock)["impl"]):
             largest = {
                 (*shape, name): value
                 for name, own in passes.items()

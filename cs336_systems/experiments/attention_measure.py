@@ -137,18 +137,19 @@ def errors(
 ) -> list[Metric]:
     """Relative errors of (o, dq, dk, dv) in the first key/value head of the first sequence, with the query heads that
     share it, against ``exact`` in fp64, which takes one query head at a time."""
-    q, k, v, do, *results = (x.detach()[:1] if x.ndim == 4 else x.detach()[:1, None] for x in (*inputs, do, *results))
-    group = q.shape[1] // k.shape[1]
-    parts: list[tuple[Tensor, ...]] = []
-    for head in range(group):
-        leaves = [x.double().requires_grad_() for x in (q[:, head : head + 1], k[:, :1], v[:, :1])]
+    first = [x.detach()[:1] if x.ndim == 4 else x.detach()[:1, None] for x in (*inputs, do, *results)]
+    q, k, v, do = first[:4]
+    parts = []
+    for head in range(q.shape[1] // k.shape[1]):
+        here = slice(head, head + 1)
+        leaves = [x.double().requires_grad_() for x in (q[:, here], k[:, :1], v[:, :1])]
         o = exact(*leaves)
-        parts.append((o.detach(), *torch.autograd.grad(o, leaves, do[:, head : head + 1].double())))
-    o, dq, dk, dv = zip(*parts, strict=True)
-    wanted = {"o": torch.cat(o, 1), "dq": torch.cat(dq, 1), "dk": sum(dk), "dv": sum(dv)}
+        parts.append((o.detach(), *torch.autograd.grad(o, leaves, do[:, here].double())))
+    of_all = [torch.cat(each, dim=1) for each in zip(*parts, strict=True)]
+    wanted = [*of_all[:2], *(x.sum(1, keepdim=True) for x in of_all[2:])]
     return [
         error_metric(name, relative_error(got[:, : want.shape[1]], want))
-        for got, (name, want) in zip(results, wanted.items(), strict=True)
+        for name, got, want in zip(("o", "dq", "dk", "dv"), first[4:], wanted, strict=True)
     ]
 
 

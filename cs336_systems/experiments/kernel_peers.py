@@ -35,16 +35,16 @@ from cs336_systems.experiments.peers import installed
 from cs336_systems.kernels.linear_cross_entropy import IGNORED
 
 
-def torchs_adamw(**how: bool) -> Function:
+def torchs_adamw(*, fused: bool = False, foreach: bool = False) -> Function:
     """Torch's update in place, ``fused`` or ``foreach``."""
     steps: list[Tensor] = []  # one, counted up by every call, where torch's optimizer has it
 
     def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         if not steps:
-            steps.append(torch.tensor(float(STEP), device=p.device if how.get("fused") else "cpu"))
+            steps.append(torch.tensor(float(STEP), device=p.device if fused else "cpu"))
         rates: dict[str, Any] = {"lr": LR, "beta1": BETAS[0], "beta2": BETAS[1], "eps": ADAM_EPS}
         rates |= {"weight_decay": WEIGHT_DECAY, "amsgrad": False, "maximize": False}
-        adamw([p], [g], [m], [v], [], steps, **how, **rates)
+        adamw([p], [g], [m], [v], [], steps, fused=fused, foreach=foreach, **rates)
         return p, m, v
 
     return update

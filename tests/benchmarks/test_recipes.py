@@ -108,6 +108,23 @@ def test_ways_that_are_compared_follow_each_other(tmp_path):
     ]
 
 
+def test_kernels_are_measured_beside_the_best_peers_at_their_published_shapes(tmp_path):
+    (cells,) = cells_of("attention", tmp_path, "peers")
+    shapes = {(each.batch_size, each.heads, each.kv_heads, each.length, each.d_head) for each in cells}
+    assert shapes >= {(1, 64, 8, 16_384, 128), (4, 32, 0, 4096, 128), (8, 16, 0, 2048, 64), (32, 14, 0, 1024, 64)}
+    ways = {"flash", "hopper", "sdpa-cudnn", "flash-attn-4"}
+    assert {(each.impl, each.clock) for each in cells} == {
+        (way, clock) for way in ways for clock in ("harness", "device")
+    }
+    (cells,) = cells_of("kernels", tmp_path, "peers-head")
+    assert {(each.rows, each.width, each.vocabulary) for each in cells} == {(8192, 4096, 131_072)}
+    assert {"ours", "quack", "liger-cute"} < {each.how for each in cells}
+    norms, losses = cells_of("kernels", tmp_path, "peers")
+    assert {"quack", "liger-cute"} < {each.how for each in norms if each.kernel == "rms_norm"}
+    assert {"torch", "torch-foreach", "compiled"} < {each.how for each in norms if each.kernel == "adamw"}
+    assert {(each.kernel, each.rows, each.width) for each in losses} == {("cross_entropy", 8192, 131_072)}
+
+
 @pytest.mark.parametrize("worlds", ["1 2", "1 2 4"])
 def test_ranks_are_measured_beside_one_gpu_in_bf16_and_fp8(worlds, tmp_path):
     for part in (part for part in parts("training") if part.startswith("ranks")):
