@@ -2,6 +2,7 @@
 
     uv run benchmarks/benchmark_attention.py                                  # the grid that fits this machine
     uv run benchmarks/benchmark_attention.py --grid training --impl hopper flash sdpa-cudnn flex --repeat 3
+    uv run benchmarks/benchmark_attention.py --grid training --impl hopper flash-attn-4 --clock device
     uv run benchmarks/benchmark_attention.py --grid flash --d-head 64 --length 1024 4096 --dtype bf16 --out results/
     uv run benchmarks/benchmark_attention.py --grid flash --impl flash hopper --clock harness do-bench --dtype bf16
 

@@ -33,7 +33,8 @@ VARIANTS = (
 )
 VARIANT_IMPLEMENTATIONS = ("flex", "sdpa-dense-mask")
 FLASH_4 = "flash-attn-4"
-"""FlashAttention-4 for Hopper, in CuTe DSL, of the package of that name: a peer, which no model here can choose."""
+"""FlashAttention-4 for Hopper, in CuTe DSL, of the package of that name: a peer, which no model here can choose.
+FlashAttention-3 is none, as PyPI had no wheel of it for this torch in November 2026."""
 SLOW_ON_A_CPU = "reference-compiled"
 """An implementation whose kernels take half a minute to compile there."""
 CPU_LENGTHS = (256, 1024)

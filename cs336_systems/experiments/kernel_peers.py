@@ -12,7 +12,8 @@
   logits at once, and takes multiples of 128 rows and of 256 words.
 * quack's RMSNorm and cross entropy in CuTe DSL. The latter writes the gradient over the logits in one kernel, as
   quack's own head does. Head and loss in chunks of 4,096 tokens, its default: in bf16 on Hopper by its pipeline of
-  scaled exponentials, whose weight gradient is summed in fp32.
+  scaled exponentials, whose weight gradient is summed in fp32. quack takes only what lies in a folder called
+  ``site-packages`` for libraries: wheels that are unpacked elsewhere let the import of its head fail.
 * Apple's cut cross entropy computes logits block by block in forward, and recomputes them in backward. With
   ``filter_eps=None`` it is the same computation as ours; by default it would leave out gradients of words whose
   probability rounds to nothing, on random data nearly all.

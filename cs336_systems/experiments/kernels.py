@@ -80,7 +80,8 @@ class KernelCell(Peer):
     seed: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kernel} {self.how} {self.dtype} {self.rows} x {self.width}"
+        words = f" x {self.vocabulary}" if self.kernel == "linear_cross_entropy" else ""
+        return f"{self.kernel} {self.how} {self.dtype} {self.rows} x {self.width}{words}"
 
 
 @dataclass(frozen=True)
