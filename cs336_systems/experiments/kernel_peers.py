@@ -11,9 +11,10 @@
 * ``liger-cute``: Liger's kernels in CuTe DSL, for Hopper, which need nvidia-cutlass-dsl. Its head and loss has all
   logits at once, and takes multiples of 128 rows and of 256 words.
 * quack's RMSNorm and cross entropy in CuTe DSL. The latter writes the gradient over the logits in one kernel, as
-  quack's own head does. Head and loss in chunks of 4,096 tokens, its default: in bf16 on Hopper by its pipeline of
-  scaled exponentials, whose weight gradient is summed in fp32. quack takes only what lies in a folder called
-  ``site-packages`` for libraries: wheels that are unpacked elsewhere let the import of its head fail.
+  quack's own head does. Head and loss in bf16 on Hopper by its pipeline of scaled exponentials, whose weight gradient
+  is summed in fp32, in chunks of 8,192 tokens: 4,096, its default, are refused at a width of 4,096. quack takes only
+  what lies in a folder called ``site-packages`` for libraries: wheels that are unpacked elsewhere let the import of
+  its head fail.
 * Apple's cut cross entropy computes logits block by block in forward, and recomputes them in backward. With
   ``filter_eps=None`` it is the same computation as ours; by default it would leave out gradients of words whose
   probability rounds to nothing, on random data nearly all.
@@ -150,7 +151,9 @@ PEERS: dict[str, dict[str, Callable[[], Function]]] = {
         "rms_norm": quack("rmsnorm", "rmsnorm", eps=EPS),
         "add_rms_norm": quack_add_rms_norm,
         "cross_entropy": quack_rows,
-        "linear_cross_entropy": of_a_loss(quack("linear_cross_entropy", "chunked_linear_cross_entropy")),
+        "linear_cross_entropy": of_a_loss(
+            quack("linear_cross_entropy", "chunked_linear_cross_entropy", chunk_size=8192)
+        ),
     },
     "liger": {
         "rms_norm": liger("LigerRMSNormFunction", EPS, 0.0, "llama", True),
