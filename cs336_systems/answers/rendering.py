@@ -91,7 +91,8 @@ class Pages:
     ) -> str:
         """Part of a table, and below it a link to the whole one."""
         shown = part_of(table, columns, where)
-        return f"{shown.markdown()}\n\nAll columns and lines ({len(table.frame)}): {self._csv(name, table)}."
+        rest = "columns" if len(shown.frame) == len(table.frame) else f"{len(table.frame)} lines"
+        return f"{shown.markdown()}\n\nAll {rest}: {self._csv(name, table)}."
 
     def _csv(self, name: str, table: Table) -> str:
         """Write a table beside the pages; a link to it from this page."""

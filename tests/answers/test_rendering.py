@@ -19,7 +19,7 @@ NAMES = {
     "share": 0.1278,
     "endless": float("inf"),
     "later": missing,
-    "table": lambda: Table("Two.", pd.DataFrame({"size": ["xl"], "ms": ["697"]})),
+    "table": lambda: Table("Two.", pd.DataFrame({"size": ["xl", "xl2"], "ms": ["697", "600"]})),
     "frame": lambda: pd.DataFrame({"a": [1]}),
 }
 
@@ -57,7 +57,7 @@ def test_tables_and_parts_stand_where_they_are_called_and_the_template_is_named(
         "# T",
         "<!-- Rendered by scripts/report.py from cs336_systems/answers/pages/page.md.jinja: edit that. -->",
     )
-    table = ["Two.", "", "| size   |   ms |", "|:-------|-----:|", "| xl     |  697 |"]
+    table = ["Two.", "", "| size   |   ms |", "|:-------|-----:|", "| xl     |  697 |", "| xl2    |  600 |"]
     assert body == [*table, "- 0.128", "End"]
 
 
@@ -99,9 +99,10 @@ def test_a_table_beside_a_page_is_linked_from_where_the_page_is():
     call = '# T\n{{ shown("two", table(), ["ms"], {"size": "xl"}) }}'
     pages = Pages({"writeup.md": call, "profiles/a.md": call}, NAMES)
     assert "\n|   ms |\n|-----:|\n|  697 |\n" in pages.render("writeup.md")
-    assert "All columns and lines (1): [two.csv](profiles/tables/two.csv)." in pages.render("writeup.md")
+    assert "All 2 lines: [two.csv](profiles/tables/two.csv)." in pages.render("writeup.md")
+    assert "All columns: [two.csv](profiles/tables/two.csv)." in rendered('{{ shown("two", table()) }}')
     assert "[two.csv](tables/two.csv)" in pages.render("profiles/a.md")
-    assert pages.files == {"profiles/tables/two.csv": "size,ms\nxl,697\n"}
+    assert pages.files == {"profiles/tables/two.csv": "size,ms\nxl,697\nxl2,600\n"}
     for wrong in ('shown("two", table(), ["s"])', 'shown("two", table(), where={"size": "small"})'):
         with pytest.raises(CannotRender):
             rendered(f"{{{{ {wrong} }}}}")
