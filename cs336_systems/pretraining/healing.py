@@ -160,8 +160,9 @@ class Transport(HTTPTransport[Any]):
         if not tensor.is_cuda:
             return _bytes_of(tensor, piece).clone()
         n_bytes = piece.last - piece.first
-        fits = place is not None and n_bytes <= len(place)
-        host = place[:n_bytes] if fits else torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
+        if place is None or n_bytes > len(place):
+            place = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
+        host = place[:n_bytes]
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             host.copy_(_bytes_of(tensor, piece), non_blocking=True)
