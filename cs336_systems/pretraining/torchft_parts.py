@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.nn.functional import pad
@@ -44,7 +45,9 @@ _CONNECT_S = 20.0
 """Seconds for which NCCL waits for the connections of a new group, whose members have all been there just before."""
 
 _LOOK_S = 0.2
-"""Seconds between two looks at whether a replica that waits for a quorum is to end."""
+"""Seconds between two looks at whether a replica that waits for a quorum is to end, or the group of a collective."""
+_NOTICE_S = 0.5
+"""Seconds from a member's death until gloo's collectives are given up: most end by themselves within 0.1 s."""
 _GRACE_S = 5.0
 """Seconds for which one that is to end still waits: mostly the others come, and all end after the same step."""
 
@@ -74,21 +77,6 @@ class _Watched(ProcessGroup):
     def _count(self, collective: str, tensors: list[Tensor]) -> None:
         n_bytes = sum(tensor.nbytes for tensor in tensors)
         self.sent_bytes += cost(collective, self.size(), n_bytes).wire_bytes
-
-
-class Gloo(_Watched, ProcessGroupGloo):
-    """Gives up soon on a member that does not connect."""
-
-    _timeout: timedelta
-
-    def _create_pg(self, *args: Any, **kwargs: Any) -> Any:
-        whole, self._timeout = self._timeout, min(self._timeout, timedelta(seconds=_JOIN_S))
-        try:
-            group = super()._create_pg(*args, **kwargs)
-        finally:
-            self._timeout = whole
-        group._get_backend(torch.device("cpu")).set_timeout(whole)
-        return group
 
 
 class Lookout:
@@ -143,7 +131,8 @@ class Lookout:
 class LookedAfter(ProcessGroup):
     """A process group that has a lookout and aborts itself when a member dies.
 
-    On one host nothing tells NCCL's kernels of a death: they would wait for the dead member until the timeout.
+    On one host nothing tells NCCL's kernels of a death: they would wait for the dead member until the timeout. ``Gloo``
+    notices most deaths, but not all.
     """
 
     _timeout: timedelta
@@ -198,6 +187,66 @@ class LookedAfter(ProcessGroup):
     def errored(self) -> Exception | None:
         error = super().errored()
         return self._gone or error
+
+    @property
+    def parent(self) -> Any:
+        if self._gone is not None:
+            raise RuntimeError(str(self._gone))
+        return super().parent
+
+
+class _UntilItsEnd(dist.Work):
+    """A collective of gloo, for which nobody waits longer than its group is there."""
+
+    def __init__(self, work: dist.Work, group: "Gloo") -> None:
+        super().__init__()
+        self._work, self._group, self._of = work, group, group._pg
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        while not self._work.is_completed() and self._group._pg is self._of:
+            with suppress(RuntimeError):  # which says that it is not complete yet
+                self._work.wait(timedelta(seconds=_LOOK_S))
+        if not self._work.is_completed():
+            # Who frees the group waits for its collectives: a thread does, which holds this one.
+            threading.Thread(target=self._see_out, daemon=True).start()
+            raise RuntimeError(str(self._group._gone or "the group has ended"))
+        return self._work.wait()
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
+    def _see_out(self) -> None:
+        with suppress(RuntimeError):
+            self._work.wait()
+
+
+class Gloo(LookedAfter, _Watched, ProcessGroupGloo):
+    """Gives up soon on a member that does not connect, and on collectives that do not notice that one has gone.
+
+    gloo reads a connection message by message. If a collective fails because the member that it sends to has died, a
+    message for it may still come from the member on its other side: that one has no place any more, so that gloo never
+    reads on to those of another collective, or to the end of the connection (``Pair::prepareRead``). Nor does it tell
+    who waits for a message of which a part has come or gone (``Pair::signalException``, gloo/transport/tcp/pair.cc).
+    """
+
+    def _create_pg(self, *args: Any, **kwargs: Any) -> Any:
+        whole, self._timeout = self._timeout, min(self._timeout, timedelta(seconds=_JOIN_S))
+        try:
+            group = super()._create_pg(*args, **kwargs)
+        finally:
+            self._timeout = whole
+        group._get_backend(torch.device("cpu")).set_timeout(whole)
+        return group
+
+    def _wrap_work(self, work: dist.Work, opts: Any) -> dist.Work:
+        return _UntilItsEnd(work, self)
+
+    def _lost(self, turn: int, member: int) -> None:
+        time.sleep(_NOTICE_S)
+        super()._lost(turn, member)
+
+    def errored(self) -> None:
+        """Its collectives raise their errors; one that is complete is so although a member has gone since."""
 
 
 class Nccl(LookedAfter, _Watched, ProcessGroupNCCL):
