@@ -14,7 +14,9 @@ other by host name, on ports of all interfaces and without passwords: keep repli
 torchft counts steps of its own, from 0 in each session of the replicas; the trainer's number of steps is in the state.
 """
 
+import fcntl
 import logging
+import os
 import re
 import secrets
 import socket
@@ -115,6 +117,7 @@ class ReplicaAgreement(Agreement, ABC):
         self._group = Nccl(self._timeout) if rank.device.type == "cuda" else Gloo(self._timeout)
         self._lighthouse = lighthouse
         self._manager: ReportingManager | None = None
+        self._claimed: int | None = None
 
     @property
     def _timeout(self) -> timedelta:
@@ -162,7 +165,12 @@ class ReplicaAgreement(Agreement, ABC):
         return out / f"replica-{self._name}"
 
     def join(self, prepared: PreparedRun, made: int) -> int:
-        """Come to the others, and wait until there are as many as --replicas, or some that have trained."""
+        """Come to the others, and wait until there are as many as --replicas, or some that have trained.
+
+        Raises:
+            ValueError: another process is this replica, with the same --out.
+        """
+        on_rank_0(lambda: self._claim(self.folder(prepared.options.out)))
         self._prepared, self._made, self._first_step = prepared, made, made
         assert isinstance(prepared.step, TrainStep)
         self._step = prepared.step
@@ -180,6 +188,17 @@ class ReplicaAgreement(Agreement, ABC):
         self._records = self._records[-1:]  # the last membership, of those who met
         self._joined = True
         return self._made
+
+    def _claim(self, folder: Path) -> None:
+        """Lock the replica's folder until it leaves, or its process ends."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._claimed = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another command writes to {folder} as replica {self._name}: give this one its own --replica or --out"
+            ) from None
 
     def _warm_up(self) -> None:
         """Run forward and backward once: it loads or compiles kernels, for which the others would wait later."""
@@ -213,6 +232,9 @@ class ReplicaAgreement(Agreement, ABC):
         if self._manager is not None:
             self._manager.shutdown(wait=False)
             self._group.abort(errored=False)
+        if self._claimed is not None:
+            os.close(self._claimed)
+            self._claimed = None
 
     def before_quorum(self) -> None:
         """Called by the manager."""

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import threading
 import time
 from dataclasses import replace
@@ -262,6 +263,22 @@ def test_who_trains_something_else_is_refused(site):
         assert isinstance(each.error, ValueError)
         assert f"is unlike the others: {what}" in str(each.error)
     assert len(site.end()) == 3
+
+
+def test_a_folder_belongs_to_one_replica_until_it_has_gone(site):
+    """Another of its name is refused before it comes to the others."""
+    dies = threading.Event()
+    one, two = site.start("0"), site.start("1", fault=lambda place, step: die() if dies.is_set() else None)
+    one.wait_for(lambda number, n_there: n_there == 2)
+    again = site.start("1")
+    again.join(60)
+    assert re.match("another command writes to .*replica-1 as replica 1: give this one its own", str(again.error))
+    assert not again.there
+    dies.set()
+    two.join(60)
+    back = site.start("1")
+    back.wait_for(lambda number, n_there: n_there == 2)
+    assert site.end() == [again.error]
 
 
 def test_one_that_stalls_beyond_the_time_out_is_given_up_and_trains_on_when_it_wakes(site):
