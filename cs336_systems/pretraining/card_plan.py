@@ -251,12 +251,10 @@ class CardPlan:
                     raise NothingFits(str(error)) from None
         return found or self._refuse(least)
 
-    def _fastest(
-        self, recipes: Mapping[str, Recipe], layouts: Iterable[Layout]
-    ) -> tuple[dict[str, Way], tuple[int, str] | None]:
-        """The fastest way that fits, by recipe; and of the ways that do not fit the least bytes, with its options."""
+    def _fastest(self, recipes: Mapping[str, Recipe], layouts: Iterable[Layout]) -> tuple[dict[str, Way], Way | None]:
+        """The fastest way that fits and runs, by recipe; and of all ways the one that needs the fewest bytes."""
         ways: dict[str, list[Way]] = {}
-        least: tuple[int, str] | None = None
+        least: Way | None = None
         for layout, offload in product(layouts, map(frozenset, OFFLOADS)):
             if offload and self._on_host(layout, offload) > self.host_bytes:
                 continue
@@ -264,8 +262,8 @@ class CardPlan:
                 peak = sum(self._peak(layout, offload, recipe).values())
                 if peak <= self.device_bytes:
                     ways.setdefault(name, []).append(self.way(name, layout, offload, recipe))
-                elif least is None or peak < least[0]:
-                    least = peak, f"--keep {layout.keep} --batch-size {layout.micro_batch}"
+                if least is None or peak < least.device_bytes:
+                    least = self.way(name, layout, offload, recipe)
         found: dict[str, Way] = {}
         for name, those in ways.items():
             fastest = sorted(those, key=lambda way: -way.tokens_per_s)
@@ -273,14 +271,17 @@ class CardPlan:
                 found[name] = first
         return found, least
 
-    def _refuse(self, least: tuple[int, str] | None) -> NoReturn:
-        where = f"{self.config.name} at {self.length:,} tokens does not fit {self.asked.gpus} x {self.hardware.name}"
+    def _refuse(self, least: Way | None) -> NoReturn:
+        cards, what = f"{self.asked.gpus} x {self.hardware.name}", f"{self.config.name} at {self.length:,} tokens"
         if least is None:
-            raise NothingFits(f"{where} with these options")
-        short = (least[0] - self.device_bytes) / GIB
+            raise NothingFits(f"steps of {self.tokens_per_step:,} tokens of {what} do not divide among {cards}")
+        short = (least.device_bytes - self.device_bytes) / GIB
+        if short <= 0:
+            raise NothingFits(f"{what} fits {cards}, but not with these options: {self._fault(least)}")
         host = "" if self.asked.host_gib else "; with --host-gib states or layers can lie on the host"
         raise NothingFits(
-            f"{where}: {least[1]} needs {least[0] / GIB:.1f} GiB a card, {short:.1f} more than tensors may take{host}"
+            f"{what} does not fit {cards}: the least, {self._said(least)}, needs {least.device_bytes / GIB:.1f} GiB a "
+            f"card, {short:.1f} more than tensors may take{host}"
         )
 
     @property
@@ -301,6 +302,10 @@ class CardPlan:
 
     def runs(self, way: Way) -> bool:
         """Whether train.py would run it on a GPU that can: whether no options of it exclude each other."""
+        return self._fault(way) is None
+
+    def _fault(self, way: Way) -> str | None:
+        """Why train.py would not run it, or None if it would."""
         layout = way.layout
         try:
             replace(
@@ -314,9 +319,9 @@ class CardPlan:
                 tensor_by=layout.tensor_by,  # type: ignore[arg-type]
                 matmul_dtype=way.recipe.matmul,
             ).check()
-        except ValueError:
-            return False
-        return True
+        except ValueError as error:
+            return str(error)
+        return None
 
     def _streamed(self) -> Way:
         assert self.asked.host_gib is not None
@@ -369,8 +374,12 @@ class CardPlan:
             gib = self.device_bytes / GIB
             tokens = way.streamed.plan.rounds * way.streamed.plan.round_tokens
             return f"{words} --total-batch-tokens {tokens} --device-gib {gib:.1f} --host-gib {self.asked.host_gib:g}"
-        words += f" --total-batch-tokens {self.tokens_per_step} {way}"
-        return f"{words} --matmul-dtype {way.recipe.matmul}" if way.recipe.quantized else words
+        return f"{words} --total-batch-tokens {self.tokens_per_step} {self._said(way)}"
+
+    @staticmethod
+    def _said(way: Way) -> str:
+        """The options of train.py in which a way differs from others of the plan."""
+        return f"{way} --matmul-dtype {way.recipe.matmul}" if way.recipe.quantized else str(way)
 
     @property
     def fastest(self) -> Way:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 from dataclasses import replace
 
@@ -54,13 +55,33 @@ def test_seven_billion_in_fp8_is_planned_as_measured():
 
 
 def test_what_does_not_fit_says_by_how_much():
-    with pytest.raises(NothingFits, match=r"llama3-8b at 8,192 tokens does not fit 1 x RTX 4090: .* needs 6\d\.\d GiB"):
+    least = r"the least, --keep input --batch-size 1, needs 6\d\.\d GiB a card, 4\d\.\d more"
+    with pytest.raises(NothingFits, match=rf"llama3-8b at 8,192 tokens does not fit 1 x RTX 4090: {least}"):
         _ = plan("llama3-8b", 8192, gpu="rtx-4090").best
     streamed = plan("llama3-8b", 8192, gpu="rtx-4090", host_gib=64).best["streamed"]
     assert streamed.device_bytes <= 24 * GIB and streamed.host_bytes <= 64 * GIB
     assert 1000 < streamed.tokens_per_s < 2600 and "a step" in str(streamed)
     with pytest.raises(NothingFits, match=r"the host is \d+(\.\d)? GiB short"):
         _ = plan("llama3-70b", 8192, gpu="rtx-4090", host_gib=64).best
+
+
+def test_what_does_not_fit_names_all_of_the_least_way_which_needs_as_much():
+    found = plan("llama3-70b", 8192, gpu="rtx-4090", gpus=8, host_gib=2000)
+    with pytest.raises(NothingFits, match="does not fit 8 x RTX 4090") as refusal:
+        _ = found.best
+    words = re.search(r"the least, (.*), needs (\d+\.\d) GiB a card", str(refusal.value))
+    assert words is not None and "--tensor 8" in words[1] and "--offload m residual v" in words[1]
+    layout = Layout(tensor=8, keep="input", n_micro_batches=64)
+    least = found.way("bf16", layout, frozenset({"m", "v", "residual"}), RECIPES["bf16"])
+    assert str(least) == words[1] and f"{least.device_bytes / GIB:.1f}" == words[2]
+
+
+def test_a_batch_that_does_not_divide_and_options_that_exclude_all_ways_are_named(monkeypatch):
+    with pytest.raises(NothingFits, match="steps of 3,072 tokens of .* do not divide among 4 x H100"):
+        _ = plan(gpus=4, options={"total_batch_tokens": 3 * 1024}).best
+    monkeypatch.setattr(TrainOptions, "check", lambda self: (_ for _ in ()).throw(ValueError("--size is odd")))
+    with pytest.raises(NothingFits, match="fits 1 x H100 SXM, but not with these options: --size is odd"):
+        _ = plan().best
 
 
 def test_offload_needs_a_host_and_ranks_divide():
