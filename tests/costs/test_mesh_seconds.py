@@ -67,6 +67,15 @@ def test_few_rows_of_tensor_ranks_go_by_collectives():
     assert four[0] == four[1]  # 8,192 tokens: 8 Mi elements a rank
 
 
+def test_rows_of_tensor_ranks_that_leave_their_host_go_by_collectives_at_the_networks_rate():
+    def waiting(tensor, tensor_by, **how):
+        return seconds("2.7b", tensor=tensor, tensor_by=tensor_by, copied_from=0, **how).waiting
+
+    assert waiting(8, "copies") < 0.02 * waiting(8, "collectives")
+    assert waiting(16, "copies") == waiting(16, "collectives")
+    assert waiting(16, "copies", network_bytes_per_s=5e9) > 2 * waiting(16, "copies")
+
+
 def test_ranks_divide_work_and_add_what_they_wait_for():
     alone, two, copies = seconds(), seconds(tensor=2), seconds(tensor=2, tensor_by="copies")
     assert (alone.waiting, alone.slowed) == (0, 0)

@@ -120,8 +120,8 @@ def step_seconds(
         offload: names of what lies on the host, of ``costs/offload.py``.
         sustained: the engine's shares of the device's rates.
         launches: whether kernels may wait for this suite's host, which launches them one by one.
-        copied_from: the fewest elements of a tensor rank's rows that are copied, if its layout asks for copies; fewer
-            go by collectives.
+        copied_from: the fewest elements of a tensor rank's rows that are copied, if its layout asks for copies; fewer,
+            and those to another host, go by collectives.
         simulated: whether the bubble is simulated; else it is the least that its schedule can have.
 
     Raises:
@@ -143,7 +143,7 @@ def step_seconds(
     network = _Network(hardware.link_bytes_per_s or rates.link_out_both, network_bytes_per_s)
     rows = layout.micro_batch * length // c
     many = rows // layout.tensor * config.d_model >= copied_from
-    by = layout.tensor_by if many else "collectives"
+    by = layout.tensor_by if many and layout.tensor <= GPUS_PER_HOST else "collectives"
     waits = _tensor_waits(_layers(part, slowest.n_layers), rows, layout.keep, layout.tensor, by, network)
     waits += _context_waits(part, slowest, rows, layout, network, own * work.attention)
     slowed = _slowed(part, fullest, layout, network, compute)
