@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.blocks import REFERENCE, head_ops, write_out
+from cs336_systems.blocks import REFERENCE, write_out
 from cs336_systems.blocks.adapters import adapt
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
 from cs336_systems.costs.streaming import StreamedWork
