@@ -16,9 +16,9 @@
 #   mesh-short               2      300  1,024 to 4,096 tokens: FSDP, tensor and context ranks
 #   mesh-pipeline            2      480  4 to 16 micro-batches of 4,096 tokens: every schedule, recorded
 #   mesh-pipeline-peers      2      300  1F1B and ZBV beside torch's, keeping products and all
-#   mesh-pipeline-four       4      240  four stages, recorded
-#   mesh-four                4      300  8,192 tokens: FSDP, tensor and context ranks on four
-#   mesh-four-long           4      260  whole steps of 131,072 tokens; one GPU, too, which needs 141 GB
+#   mesh-pipeline-four       4      280  four stages, and one GPU
+#   mesh-four                4      130  8,192 tokens: FSDP, tensor and context ranks on four
+#   mesh-four-long           4      400  whole steps of 131,072 tokens; one GPU, too, which needs 141 GB
 #
 #   failures            CPU      180  tiny on two cores: replicas, some killed, beside a restart from a checkpoint
 #   diloco              CPU      480  tiny: DiLoCo on two replicas averaging every H steps for five H, on one and four for
@@ -86,7 +86,7 @@ for part in "$@"; do
       measure "${stages[@]}" --world-size 2 --pipeline 2 --accumulate 8 --steps 5 --keep products all \
         --pipeline-schedule 1f1b zbv --peer ;;
     mesh-pipeline-four)
-      measure "${stages[@]}" --world-size 4 --pipeline 4 --accumulate 8 --steps 5 --trace "$folder/$part" \
+      measure "${stages[@]}" --world-size 4 1 --pipeline 4 1 --accumulate 8 16 --steps 5 \
         --pipeline-schedule 1f1b zb-h1 zbv dualpipev ;;
     mesh-four)
       measure "${products[@]}" --context-length 8192 --world-size 4 1 --tensor 2 4 1 --context 1 4 \
