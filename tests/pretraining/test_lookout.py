@@ -178,3 +178,18 @@ def test_a_process_whose_group_cannot_be_aborted_ends():
             process.receive(time.monotonic() + 20)
     finally:
         process.end()
+
+
+def test_a_timer_of_an_older_group_ends_no_newer_one():
+    class Group:
+        turn, n_aborts = 1, 0
+
+        def abort(self):
+            self.n_aborts += 1
+
+    group = Group()
+    timer = torchft_parts._AsOfNow(group)
+    timer.abort()
+    group.turn += 1
+    timer.abort()
+    assert group.n_aborts == 1
