@@ -1,8 +1,6 @@
 """Options of ``train.py`` for low-rank adapters (LoRA), which are trained instead of the weights. Imports no torch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from cs336_systems.config import ADAPTED, Adapted, Lora
 from cs336_systems.declared import option
@@ -32,21 +30,3 @@ class LoraFields:
             return None
         alpha = 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
         return Lora(self.lora_rank, alpha, tuple(name for name in ADAPTED if name in self.lora_on))
-
-
-LORA_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (
-        lambda o: o.lora_rank is None and (o.lora_alpha is not None or o.lora_on != ADAPTED),
-        "--lora-alpha and --lora-on are for adapters: give --lora-rank, too",
-    ),
-    (
-        lambda o: o.lora_rank is not None and o.init is None and o.save_every is not None,
-        "--lora-rank {o.lora_rank} needs --init or --save-every None: saved adapters need the weights they are for",
-    ),
-    (lambda o: not o.lora_on, "--lora-on needs at least one of " + ", ".join(ADAPTED)),
-    (
-        lambda o: o.lora_rank is not None and o.agree is not None,
-        "--lora-rank {o.lora_rank} does not go together with --agree {o.agree}",
-    ),
-)
-"""As ``options._REFUSALS``."""

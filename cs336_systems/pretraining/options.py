@@ -1,11 +1,11 @@
-"""Options of ``train.py``, and checks before anything runs: every fault is one sentence. Imports no torch.
+"""The options of ``train.py``. Imports no torch.
 
-A run is a step, declared by ``TrainerCase``, and its surroundings, declared by ``RunFields``. ``training_case`` is the
-step that the options describe; how many steps and micro-batches there are also follows from the number of ranks.
+``TrainerCase`` declares the options of a step, ``RunFields`` all others; ``TrainOptions`` has both. Its methods derive
+the step, and the numbers of steps and micro-batches, which depend on the number of ranks. ``run_refusals.py`` lists
+what a run cannot be.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
@@ -20,24 +20,23 @@ from cs336_systems.case import (
     kept_as,
     mesh_shape,
 )
-from cs336_systems.config import PACKING, Lora, ModelConfig, resolve_size
+from cs336_systems.config import Lora, ModelConfig, resolve_size
 from cs336_systems.costs.kept import default_keep
-from cs336_systems.declared import flag, like, option, option_name, options_in, options_of
-from cs336_systems.pretraining.lora_options import LORA_REFUSALS, LoraFields
-from cs336_systems.pretraining.replica_options import ReplicaFields, replica_refusal
+from cs336_systems.declared import like, option, option_name, options_of
+from cs336_systems.pretraining.lora_options import LoraFields
+from cs336_systems.pretraining.replica_options import ReplicaFields
+from cs336_systems.pretraining.run_refusals import run_refusal
 from cs336_systems.pretraining.schedules import LearningRate, ScheduleKind
 from cs336_systems.pretraining.sources import sources_of
 from cs336_systems.refusals import refusal
 
 CHOSEN = ("batch_size", "keep", "offload")
 """The options that ``--choose-fastest`` chooses."""
-_MOST_WARMUP = 100
-"""The most steps of warm-up by default."""
 
 
 @dataclass(frozen=True)
 class TrainerCase(TrainingCase):
-    """A training step as a run divides it over ranks."""
+    """The training step of a run, and how ranks share it."""
 
     dtype: str = like(TrainingCase, "dtype", asked="bf16", values=("fp32", "tf32", "bf16", "autocast-bf16"))
     attention: str = like(TrainingCase, "attention", asked="flash")
@@ -113,19 +112,19 @@ class TrainerCase(TrainingCase):
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of an element of each of AdamW's moments."""
+        """Bytes of one element of one of AdamW's moments."""
         return {"same": self.precision.parameter_bytes, "fp32": 4, "bf16": 2}[self.moments]
 
     @property
     def parallel(self) -> Parallel:
         mesh: dict[str, Any] = {name: getattr(self, name) for name in SHARED_BATCH}
         if self.world_size <= self.tensor * self.pipeline:
-            return Parallel(**mesh)  # FSDP would copy each weight to gather it from itself
+            return Parallel(**mesh)  # one rank has nobody to shard with
         if self.zero == 3:
             return Parallel("fsdp", gather_by=self.gather_by, replicas=self.replicas, **mesh)
         if self.zero == 0:
             return Parallel("bucketed", **mesh)
-        if self.zero == 1 and self.optimizer == "muon":  # which updates whole matrices
+        if self.zero == 1 and self.optimizer == "muon":  # Muon needs whole matrices
             return Parallel("bucketed", optimizer_state="owned", **mesh)
         return Parallel(optimizer_state="scattered" if self.zero == 1 else "scattered-gradients", **mesh)
 
@@ -247,7 +246,7 @@ class RunFields(LoraFields, ReplicaFields):
 if TYPE_CHECKING:
 
     @dataclass(frozen=True)
-    class _Options(RunFields, TrainerCase):  # of which tyro sees none
+    class _Options(RunFields, TrainerCase):  # for type checkers; tyro sees the other
         size: str = ""
 
 else:
@@ -266,37 +265,15 @@ class TrainOptions(_Options):
         return cls() if device == "cuda" else cls(device="cpu", **cls.CPU_DEFAULTS)
 
     def settled(self) -> Self:
-        """Where epochs are asked for, the default of steps does not count."""
+        """Return the options without --steps if --epochs is given and --steps is the default."""
         by_default = self.epochs is not None and self.steps == self.default(self.device).steps
         return replace(self, steps=None) if by_default else self
 
     def check(self) -> None:
         """Raise ValueError for faults that show without data, device or ranks."""
-        for each, of in options_in(self):
-            name, value = option_name(each), getattr(self, option_name(each))
-            if not of.sign or value is None:
-                continue
-            if not math.isfinite(value):
-                raise ValueError(f"{flag(name)} must be finite, got {value}")
-            if value < 0 or (value == 0 and of.sign == "positive"):
-                must = "be positive" if of.sign == "positive" else "not be negative"
-                raise ValueError(f"{flag(name)} must {must}, got {value}")
-        values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
-        asked = {name: f"{flag(name)} {value}" for name, value, default in values if value != default}
-        for one, other in _ALTERNATIVES:
-            if one in asked and other in asked:
-                raise ValueError(f"{asked[one]} and {asked[other]}: give one of them")
-        for name in _OF_QUANTIZED if self.matmul_dtype == "same" else ():
-            if name in asked:
-                raise ValueError(f"{asked[name]} is for quantized matmuls, and --matmul-dtype is same")
         sources_of(self.data)
-        for refused, sentence in (*_REFUSALS, *LORA_REFUSALS):
-            if refused(self):
-                raise ValueError(sentence.format(o=self))
-        if reason := replica_refusal(self):
+        if reason := run_refusal(self):
             raise ValueError(reason)
-        if self.capped:
-            self._check_caps()
         sharing = self.pipeline, self.context, self.tensor
         config = ModelConfig("any", 64, 192, 10_000, 4) if self.init else resolve_size(self.size)
         if reason := refusal(self.training_case(config, math.prod((self.copies_in_world, *sharing)))):
@@ -304,60 +281,44 @@ class TrainOptions(_Options):
 
     @property
     def capped(self) -> bool:
-        """Whether the step runs under caps on memory."""
+        """Whether the step runs under memory limits."""
         return self.device_gib is not None
-
-    def _check_caps(self) -> None:
-        """Raise ValueError for options that do not go together with caps on memory."""
-        optimizer = "fused" if self.device == "cuda" else "torch-fused"
-        for name, served in (_UNDER_CAPS | {"optimizer": [optimizer]}).items():
-            value = getattr(self, name)
-            if value not in served:
-                shown = " ".join(value) if isinstance(value, tuple) else value
-                raise ValueError(f"{flag(name)} {shown} does not go together with --device-gib and --host-gib")
-        if self.moments == "bf16" and self.dtype != "bf16":
-            raise ValueError(f"--moments bf16 does not go together with --dtype {self.dtype} under --device-gib")
-        if self.chunk is None:
-            return
-        short, long = sorted((self.chunk, self.context_length))
-        if long % short or self.tokens_per_step(1) % long:
-            whole = f"sequences of {self.context_length} tokens and a step of {self.tokens_per_step(1):,}"
-            raise ValueError(f"--chunk {self.chunk} does not divide {whole} evenly")
 
     @property
     def copies_in_world(self) -> int:
-        """Copies of FSDP's shards in one world of ranks; replicas that agree are worlds of their own."""
+        """Copies of FSDP's shards in one world of ranks. With --agree each replica is a world of its own."""
         return 1 if self.agree else self.replicas
 
     @property
     def worlds(self) -> int:
-        """The worlds of ranks that train together when all are there."""
+        """The number of worlds of ranks that train together if none has failed."""
         return self.replicas if self.agree else 1
 
     @property
     def kept(self) -> dict[str, str]:
-        """The columns ``keep`` and ``checkpoint`` that --keep means; under caps the most."""
+        """The values of the columns ``keep`` and ``checkpoint``, which follow from --keep."""
         if self.capped:
-            return {"keep": "products"}
+            return {"keep": "products"}  # the most that a plan keeps
         by_default = "products" if self.lora else default_keep(self.kernels, self.matmul_dtype)
         return kept_as(self.keep or by_default)
 
     def data_ranks(self, world_size: int) -> int:
-        """The ranks of a world of so many that have batches of their own; ValueError if the mesh does not fit.
+        """Return the number of ranks with batches of their own.
 
-        Under caps on memory all ranks are a ring, which has one batch.
+        Raises:
+            ValueError: the mesh does not divide ``world_size`` ranks.
         """
         if self.capped:
-            return 1
+            return 1  # all ranks are a ring that shares a batch
         copies = {"replicas": self.copies_in_world, "pipeline": self.pipeline}
         _, replicas, shards, *_ = mesh_shape(world_size, self.context, self.tensor, **copies)
         return replicas * shards
 
     def micro_batches(self, world_size: int) -> int:
-        """Micro-batches per step.
+        """Return the number of micro-batches per step.
 
         Raises:
-            ValueError: the tokens of a step are no whole number of micro-batches of all ranks.
+            ValueError: --total-batch-tokens is no multiple of the tokens of one micro-batch on all ranks.
         """
         if self.total_batch_tokens is None:
             return self.accumulate
@@ -370,20 +331,20 @@ class TrainOptions(_Options):
         return self.total_batch_tokens // tokens
 
     def tokens_per_step(self, world_size: int) -> int:  # type: ignore[override]
-        """Tokens per step of all ranks of all replicas."""
+        """Return the tokens per step, over all ranks and replicas."""
         n_data = self.data_ranks(world_size) * self.worlds
         return self.micro_batches(world_size) * self.batch_size * self.context_length * n_data
 
     def n_steps(self, n_sequences: int, world_size: int) -> int:
-        """Steps of the whole run, on data of so many sequences."""
+        """Return the number of steps of the whole run if the data have ``n_sequences`` sequences."""
         if self.steps is not None:
             return self.steps
         per_step = self.tokens_per_step(world_size) // self.context_length
         return max(1, math.ceil((self.epochs or 1.0) * n_sequences / per_step))
 
     def rate_of(self, n_steps: int) -> LearningRate:
-        """The learning rate by step; raises ValueError as ``LearningRate`` does."""
-        warmup = min(_MOST_WARMUP, n_steps // 10) if self.warmup_steps is None else self.warmup_steps
+        """Return the learning rate as a function of the step; raises ValueError as ``LearningRate`` does."""
+        warmup = min(100, n_steps // 10) if self.warmup_steps is None else self.warmup_steps
         ends = self.final_fraction, self.cooldown_steps
         return LearningRate(self.learning_rate, n_steps, self.schedule, warmup, *ends)
 
@@ -393,7 +354,7 @@ class TrainOptions(_Options):
         return {"lr": self.learning_rate, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
     def training_case(self, config: ModelConfig, world_size: int) -> TrainerCase:
-        """The step on each of so many ranks."""
+        """Return the step that each of ``world_size`` ranks runs."""
         own: dict[str, Any] = {
             "size": replace(config, context_length=self.context_length),
             "accumulate": self.micro_batches(world_size),
@@ -406,100 +367,3 @@ class TrainOptions(_Options):
         }
         given = [each for each in fields(TrainerCase) if each.name not in own]
         return TrainerCase(**own, **{each.name: getattr(self, option_name(each)) for each in given})
-
-
-_OF_QUANTIZED = ("gradient_dtype", "scaling", "fp8_skip_first", "fp8_skip_last")
-"""Options for quantized matmuls alone."""
-_ALTERNATIVES = (("steps", "epochs"), ("init", "resume_from"), ("total_batch_tokens", "accumulate"))
-"""Pairs of options that say the same thing in two ways."""
-_UNDER_CAPS: dict[str, list[Any]] = {
-    **{
-        "zero": [0],
-        "tensor": [1],
-        "context": [1],
-        "pipeline": [1],
-        "offload": [()],
-        "keep": [None],
-        "compile": ["off"],
-        "cuda_graph": ["off"],
-    },
-    **{"dtype": ["bf16", "fp32"], "kernels": ["fused", "reference"], "matmul_dtype": ["same"], "z_loss": [0.0]},
-}
-"""The only values of some options under caps on memory."""
-
-
-_REFUSALS: tuple[tuple[Callable[[TrainOptions], bool], str], ...] = (
-    (lambda o: o.seed >= 2**32, "--seed must be less than 2^32, as many as NumPy's generator has, got {o.seed}"),
-    (lambda o: not all(0 <= beta < 1 for beta in o.betas), "--betas must lie in [0, 1), got {o.betas[0]} {o.betas[1]}"),
-    (
-        lambda o: o.moments != "same" and o.optimizer != "fused",
-        "--moments {o.moments} needs --optimizer fused, got {o.optimizer}",
-    ),
-    (
-        lambda o: o.z_loss > 0 and o.kept["keep"] == "autograd",
-        "--z-loss {o.z_loss} needs a head with a hand-written backward, not --keep autograd",
-    ),
-    (
-        lambda o: o.deterministic and o.attention == "hopper" and o.kept["keep"] == "autograd",
-        "--deterministic and --attention hopper need blocks with a hand-written backward, not --keep autograd",
-    ),
-    (
-        lambda o: o.optimizer == "muon" and o.agree is not None,
-        "--agree {o.agree} does not go together with --optimizer muon",
-    ),
-    (
-        lambda o: o.resume_from is not None and o.agree is not None,
-        "--agree {o.agree} does not go together with --resume-from {o.resume_from}",
-    ),
-    (lambda o: o.choose_fastest and o.device != "cuda", "--choose-fastest is for --device cuda, got {o.device}"),
-    (lambda o: o.gather_by == "copies" and o.zero != 3, "--gather-by copies is for --zero 3, got --zero {o.zero}"),
-    (
-        lambda o: o.copies_in_world > 1 and o.zero != 3,
-        "--replicas {o.replicas} is for --zero 3, got --zero {o.zero}, or for --agree",
-    ),
-    (
-        lambda o: o.tensor_by != Parallel.tensor_by and o.tensor == 1,
-        "--tensor-by {o.tensor_by} is for --tensor of 2 or more, got 1",
-    ),
-    (
-        lambda o: o.context_order != Parallel.context_order and o.context == 1,
-        "--context-order {o.context_order} is for --context of 2 or more, got 1",
-    ),
-    (
-        lambda o: o.pipeline_schedule != Parallel.pipeline_schedule and o.pipeline == 1,
-        "--pipeline-schedule {o.pipeline_schedule} is for --pipeline of 2 or more, got 1",
-    ),
-    (
-        lambda o: (o.device_gib is None) != (o.host_gib is None),
-        "--device-gib and --host-gib are one thing: give both or none, got {o.device_gib} and {o.host_gib}",
-    ),
-    (
-        lambda o: o.chunk is not None and not o.capped,
-        "--chunk {o.chunk} is for a run under --device-gib and --host-gib",
-    ),
-    (
-        lambda o: o.packing and o.attention not in PACKING,
-        "--packing needs --attention "
-        + f"{', '.join(PACKING[:-1])} or {PACKING[-1]}"
-        + ", which mask documents from each other, got {o.attention}",
-    ),
-    (
-        lambda o: o.packing and o.context > 1 and o.context_order != "gathered",
-        "--packing with --context {o.context} needs --context-order gathered, which masks documents from each other, "
-        "got {o.context_order}",
-    ),
-    (
-        lambda o: o.packing and o.chunk is not None and o.chunk < o.context_length,
-        "--packing needs --chunk of whole sequences of {o.context_length} tokens, got {o.chunk}",
-    ),
-    (
-        lambda o: o.evaluate_every is None and (o.keep_best or o.stop_after_no_gain is not None),
-        "--keep-best and --stop-after-no-gain need evaluations, and --evaluate-every is None",
-    ),
-    (lambda o: o.save_every is None and o.keep_best, "--keep-best needs checkpoints, and --save-every is None"),
-    (
-        lambda o: o.save_every is None and o.export,
-        "--save-every None leaves no checkpoint to be exported: --no-export does without",
-    ),
-)
-"""Conditions under which no run is possible, whatever its data, device and ranks; ``o`` are the options."""

@@ -6,11 +6,10 @@ Without ``--agree``, ``--replicas`` is a dimension of the mesh (hybrid sharding)
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from cs336_systems.declared import option
+from cs336_systems.declared import flag, option
 
 Agree = Literal["every-step", "diloco"]
 FaultKind = Literal["kill", "stall", "nan"]
@@ -60,6 +59,15 @@ class ReplicaFields:
     """Faults to try replicas with, as in "kill 1 at 40; stall 0 at 60 for 20s; nan 2 at 80; kill lighthouse at 90":
     real signals to replica 1 in step 40, and so on."""
 
+    @property
+    def stray(self) -> str | None:
+        """The first option that is given and has no meaning without ``--agree``, or without ``--agree diloco``."""
+        of_diloco = ("agree_every", "agree_fragments", "agree_delay", "agree_dtype", "outer_learning_rate")
+        of_any = ("agree_timeout", "ranks_per_replica", "lighthouse", "replica", "fail")
+        names = (() if self.agree == "diloco" else (*of_diloco, "outer_momentum")) + (() if self.agree else of_any)
+        given = (name for name in names if getattr(self, name) != getattr(ReplicaFields, name))
+        return next((f"{flag(name)} {getattr(self, name)}" for name in given), None)
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -105,73 +113,3 @@ def faults_of(fail: str | None) -> tuple[Fault, ...]:
         else:
             found.append(Fault(kind, int(replica), int(step)))  # type: ignore[arg-type]
     return tuple(sorted(found, key=lambda fault: fault.step))
-
-
-def _stray(o: Any) -> str | None:
-    """The first option that says nothing without ``--agree diloco``, or without ``--agree``, and is given."""
-    of_diloco = ("agree_every", "agree_fragments", "agree_delay", "agree_dtype", "outer_learning_rate")
-    of_any = ("agree_timeout", "ranks_per_replica", "lighthouse", "replica", "fail")
-    names = (() if o.agree == "diloco" else (*of_diloco, "outer_momentum")) + (() if o.agree else of_any)
-    plain = ReplicaFields()
-    changed = (name for name in names if getattr(o, name) != getattr(plain, name))
-    return next((f"--{name.replace('_', '-')} {getattr(o, name)}" for name in changed), None)
-
-
-REPLICA_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (
-        lambda o: _stray(o) is not None and o.agree is None,
-        "{stray} is for replicas that agree: --agree every-step or --agree diloco",
-    ),
-    (lambda o: _stray(o) is not None, "{stray} is for --agree diloco, got --agree {o.agree}"),
-    (
-        lambda o: (o.lighthouse is None) != (o.replica is None),
-        "--lighthouse and --replica are one thing: give both or none, got {o.lighthouse} and {o.replica}",
-    ),
-    (
-        lambda o: o.lighthouse is not None and o.fail is not None,
-        "--fail {o.fail!r} is for replicas that this command starts, not with --lighthouse {o.lighthouse}",
-    ),
-    (
-        lambda o: any(fault.replica >= o.replicas for fault in faults_of(o.fail)),
-        "--fail {o.fail!r} names a replica that is not there: --replicas {o.replicas} are counted from 0",
-    ),
-    (
-        lambda o: o.agree is not None and o.capped,
-        "--agree {o.agree} does not go together with --device-gib and --host-gib",
-    ),
-    (
-        lambda o: o.agree is not None and (o.keep_best or o.stop_after_no_gain is not None),
-        "--agree {o.agree} evaluates on one replica alone: not with --keep-best or --stop-after-no-gain",
-    ),
-    (
-        lambda o: o.agree is not None and (o.cuda_graph == "on" or bool(o.offload)),
-        "--agree {o.agree} needs gradients and states on the device and the host's word in each step: not with "
-        "--cuda-graph on or --offload",
-    ),
-    (
-        lambda o: o.agree == "diloco" and o.zero in (1, 2),
-        "--agree diloco averages all weights that an optimizer updates: --zero must be 0 or 3, got {o.zero}",
-    ),
-    (
-        lambda o: o.agree == "diloco" and o.agree_every % o.agree_fragments != 0,
-        "--agree-every {o.agree_every} is no multiple of --agree-fragments {o.agree_fragments}",
-    ),
-    (
-        lambda o: o.agree == "diloco" and o.agree_delay >= o.agree_every // o.agree_fragments,
-        "--agree-delay {o.agree_delay} must be less than the steps between two averages, --agree-every {o.agree_every} "
-        "over --agree-fragments {o.agree_fragments}",
-    ),
-    (
-        lambda o: o.agree == "diloco" and o.steps is not None and o.steps % o.agree_every != 0,
-        "--steps {o.steps} is no multiple of --agree-every {o.agree_every}: replicas end on an average",
-    ),
-)
-"""As ``options._REFUSALS``; ``stray`` is the first option without its ``--agree``."""
-
-
-def replica_refusal(options: Any) -> str | None:
-    """Why no replicas can agree as the options of a run say, in one sentence, or None if they can."""
-    for refused, sentence in REPLICA_REFUSALS:
-        if refused(options):
-            return sentence.format(o=options, stray=_stray(options))
-    return None

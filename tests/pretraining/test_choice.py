@@ -10,8 +10,7 @@ import torch
 from cs336_systems.config import resolve_size
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.hardware import GIB
-from cs336_systems.pretraining import choice, preparation
-from cs336_systems.pretraining import options as options_of
+from cs336_systems.pretraining import choice, preparation, run_refusals
 from cs336_systems.pretraining.card_plan import CardPlan, NothingFits
 from cs336_systems.pretraining.choice import Choice, choose_fastest
 from cs336_systems.pretraining.options import TrainOptions
@@ -127,7 +126,7 @@ def test_an_option_that_is_given_is_not_chosen(load_script, tmp_path, monkeypatc
 def test_a_run_that_resumes_keeps_its_choice(tmp_path, monkeypatch):
     """A CPU's, with a choice put in place of a plan's: the steps are those of a run with these options."""
     write_dataset(tmp_path / "data")
-    monkeypatch.setattr(options_of, "_REFUSALS", ())  # of a CPU that is to choose
+    monkeypatch.setattr(run_refusals, "REFUSALS", ())  # --choose-fastest needs a GPU
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a CPU")
     made = Choice(2, "products", (), 128, "for this test")
     with joined("cpu") as alone:

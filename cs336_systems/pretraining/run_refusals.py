@@ -1,0 +1,228 @@
+"""The faults of a training run's options that show without data, device or ranks. Imports no torch.
+
+Checks come in this order: signs of numbers, options that exclude each other, the conditions of ``REFUSALS``, and memory
+limits. ``TrainOptions.check`` then asks ``cs336_systems/refusals.py`` about the step.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from cs336_systems.case import RECIPE, Parallel
+from cs336_systems.config import ADAPTED, PACKING
+from cs336_systems.declared import flag, option_name, options_in
+from cs336_systems.pretraining.replica_options import faults_of
+
+if TYPE_CHECKING:
+    from cs336_systems.pretraining.options import TrainOptions
+
+_ALTERNATIVES = (("steps", "epochs"), ("init", "resume_from"), ("total_batch_tokens", "accumulate"))
+"""Pairs of options of which only one may be given."""
+_UNDER_CAPS: dict[str, tuple[Any, ...]] = {
+    "zero": (0,),
+    "tensor": (1,),
+    "context": (1,),
+    "pipeline": (1,),
+    "offload": ((),),
+    "keep": (None,),
+    "compile": ("off",),
+    "cuda_graph": ("off",),
+    "dtype": ("bf16", "fp32"),
+    "kernels": ("fused", "reference"),
+    "matmul_dtype": ("same",),
+    "z_loss": (0.0,),
+}
+"""The values that some options may have under memory limits."""
+
+
+def run_refusal(options: "TrainOptions") -> str | None:
+    """Return why no run can have these options, in one sentence, or None if one can.
+
+    Raises:
+        ValueError: ``--fail`` names a fault that is not known.
+    """
+    if reason := _wrong_sign(options):
+        return reason
+    values = ((each.name, getattr(options, each.name), each.default) for each in fields(options))
+    given = {name: f"{flag(name)} {value}" for name, value, default in values if value != default}
+    for one, other in _ALTERNATIVES:
+        if one in given and other in given:
+            return f"{given[one]} and {given[other]}: give one of them"
+    for name in RECIPE[1:] if options.matmul_dtype == "same" else ():
+        if name in given:
+            return f"{given[name]} is for quantized matmuls, and --matmul-dtype is same"
+    for refused, sentence in REFUSALS:
+        if refused(options):
+            return sentence.format(o=options)
+    return _over_caps(options) if options.capped else None
+
+
+def _wrong_sign(options: "TrainOptions") -> str | None:
+    for each, of in options_in(options):
+        name, value = option_name(each), getattr(options, option_name(each))
+        if not of.sign or value is None:
+            continue
+        if not math.isfinite(value):
+            return f"{flag(name)} must be finite, got {value}"
+        if value < 0 or (value == 0 and of.sign == "positive"):
+            must = "be positive" if of.sign == "positive" else "not be negative"
+            return f"{flag(name)} must {must}, got {value}"
+    return None
+
+
+def _over_caps(options: "TrainOptions") -> str | None:
+    """Return why the options do not go together with memory limits, or None if they do."""
+    optimizer = "fused" if options.device == "cuda" else "torch-fused"
+    for name, allowed in (_UNDER_CAPS | {"optimizer": (optimizer,)}).items():
+        value = getattr(options, name)
+        if value not in allowed:
+            shown = " ".join(value) if isinstance(value, tuple) else value
+            return f"{flag(name)} {shown} does not go together with --device-gib and --host-gib"
+    if options.moments == "bf16" and options.dtype != "bf16":
+        return f"--moments bf16 does not go together with --dtype {options.dtype} under --device-gib"
+    if options.chunk is None:
+        return None
+    short, long = sorted((options.chunk, options.context_length))
+    tokens = options.tokens_per_step(1)
+    if long % short or tokens % long:
+        whole = f"sequences of {options.context_length} tokens and a step of {tokens:,}"
+        return f"--chunk {options.chunk} does not divide {whole} evenly"
+    return None
+
+
+REFUSALS: tuple[tuple[Callable[["TrainOptions"], bool], str], ...] = (
+    (lambda o: o.seed >= 2**32, "--seed must be less than 2^32, as many as NumPy's generator has, got {o.seed}"),
+    (lambda o: not all(0 <= beta < 1 for beta in o.betas), "--betas must lie in [0, 1), got {o.betas[0]} {o.betas[1]}"),
+    (
+        lambda o: o.moments != "same" and o.optimizer != "fused",
+        "--moments {o.moments} needs --optimizer fused, got {o.optimizer}",
+    ),
+    (
+        lambda o: o.z_loss > 0 and o.kept["keep"] == "autograd",
+        "--z-loss {o.z_loss} needs a head with a hand-written backward, not --keep autograd",
+    ),
+    (
+        lambda o: o.deterministic and o.attention == "hopper" and o.kept["keep"] == "autograd",
+        "--deterministic and --attention hopper need blocks with a hand-written backward, not --keep autograd",
+    ),
+    (
+        lambda o: o.optimizer == "muon" and o.agree is not None,
+        "--agree {o.agree} does not go together with --optimizer muon",
+    ),
+    (
+        lambda o: o.resume_from is not None and o.agree is not None,
+        "--agree {o.agree} does not go together with --resume-from {o.resume_from}",
+    ),
+    (lambda o: o.choose_fastest and o.device != "cuda", "--choose-fastest is for --device cuda, got {o.device}"),
+    (lambda o: o.gather_by == "copies" and o.zero != 3, "--gather-by copies is for --zero 3, got --zero {o.zero}"),
+    (
+        lambda o: o.copies_in_world > 1 and o.zero != 3,
+        "--replicas {o.replicas} is for --zero 3, got --zero {o.zero}, or for --agree",
+    ),
+    (
+        lambda o: o.tensor_by != Parallel.tensor_by and o.tensor == 1,
+        "--tensor-by {o.tensor_by} is for --tensor of 2 or more, got 1",
+    ),
+    (
+        lambda o: o.context_order != Parallel.context_order and o.context == 1,
+        "--context-order {o.context_order} is for --context of 2 or more, got 1",
+    ),
+    (
+        lambda o: o.pipeline_schedule != Parallel.pipeline_schedule and o.pipeline == 1,
+        "--pipeline-schedule {o.pipeline_schedule} is for --pipeline of 2 or more, got 1",
+    ),
+    (
+        lambda o: (o.device_gib is None) != (o.host_gib is None),
+        "--device-gib and --host-gib are one thing: give both or none, got {o.device_gib} and {o.host_gib}",
+    ),
+    (
+        lambda o: o.chunk is not None and not o.capped,
+        "--chunk {o.chunk} is for a run under --device-gib and --host-gib",
+    ),
+    (
+        lambda o: o.packing and o.attention not in PACKING,
+        "--packing needs --attention "
+        + f"{', '.join(PACKING[:-1])} or {PACKING[-1]}"
+        + ", which mask documents from each other, got {o.attention}",
+    ),
+    (
+        lambda o: o.packing and o.context > 1 and o.context_order != "gathered",
+        "--packing with --context {o.context} needs --context-order gathered, which masks documents from each other, "
+        "got {o.context_order}",
+    ),
+    (
+        lambda o: o.packing and o.chunk is not None and o.chunk < o.context_length,
+        "--packing needs --chunk of whole sequences of {o.context_length} tokens, got {o.chunk}",
+    ),
+    (
+        lambda o: o.evaluate_every is None and (o.keep_best or o.stop_after_no_gain is not None),
+        "--keep-best and --stop-after-no-gain need evaluations, and --evaluate-every is None",
+    ),
+    (lambda o: o.save_every is None and o.keep_best, "--keep-best needs checkpoints, and --save-every is None"),
+    (
+        lambda o: o.save_every is None and o.export,
+        "--save-every None leaves no checkpoint to be exported: --no-export does without",
+    ),
+    (
+        lambda o: o.lora_rank is None and (o.lora_alpha is not None or o.lora_on != ADAPTED),
+        "--lora-alpha and --lora-on are for adapters: give --lora-rank, too",
+    ),
+    (
+        lambda o: o.lora_rank is not None and o.init is None and o.save_every is not None,
+        "--lora-rank {o.lora_rank} needs --init or --save-every None: saved adapters need the weights they are for",
+    ),
+    (lambda o: not o.lora_on, "--lora-on needs at least one of " + ", ".join(ADAPTED)),
+    (
+        lambda o: o.lora_rank is not None and o.agree is not None,
+        "--lora-rank {o.lora_rank} does not go together with --agree {o.agree}",
+    ),
+    (
+        lambda o: o.stray is not None and o.agree is None,
+        "{o.stray} is for replicas that agree: --agree every-step or --agree diloco",
+    ),
+    (lambda o: o.stray is not None, "{o.stray} is for --agree diloco, got --agree {o.agree}"),
+    (
+        lambda o: (o.lighthouse is None) != (o.replica is None),
+        "--lighthouse and --replica are one thing: give both or none, got {o.lighthouse} and {o.replica}",
+    ),
+    (
+        lambda o: o.lighthouse is not None and o.fail is not None,
+        "--fail {o.fail!r} is for replicas that this command starts, not with --lighthouse {o.lighthouse}",
+    ),
+    (
+        lambda o: any(fault.replica >= o.replicas for fault in faults_of(o.fail)),
+        "--fail {o.fail!r} names a replica that is not there: --replicas {o.replicas} are counted from 0",
+    ),
+    (
+        lambda o: o.agree is not None and o.capped,
+        "--agree {o.agree} does not go together with --device-gib and --host-gib",
+    ),
+    (
+        lambda o: o.agree is not None and (o.keep_best or o.stop_after_no_gain is not None),
+        "--agree {o.agree} evaluates on one replica alone: not with --keep-best or --stop-after-no-gain",
+    ),
+    (
+        lambda o: o.agree is not None and (o.cuda_graph == "on" or bool(o.offload)),
+        "--agree {o.agree} needs gradients and states on the device and the host's word in each step: not with "
+        "--cuda-graph on or --offload",
+    ),
+    (
+        lambda o: o.agree == "diloco" and o.zero in (1, 2),
+        "--agree diloco averages all weights that an optimizer updates: --zero must be 0 or 3, got {o.zero}",
+    ),
+    (
+        lambda o: o.agree == "diloco" and o.agree_every % o.agree_fragments != 0,
+        "--agree-every {o.agree_every} is no multiple of --agree-fragments {o.agree_fragments}",
+    ),
+    (
+        lambda o: o.agree == "diloco" and o.agree_delay >= o.agree_every // o.agree_fragments,
+        "--agree-delay {o.agree_delay} must be less than the steps between two averages, --agree-every {o.agree_every} "
+        "over --agree-fragments {o.agree_fragments}",
+    ),
+    (
+        lambda o: o.agree == "diloco" and o.steps is not None and o.steps % o.agree_every != 0,
+        "--steps {o.steps} is no multiple of --agree-every {o.agree_every}: replicas end on an average",
+    ),
+)
+"""Conditions under which no run is possible, each with the sentence that says why; ``o`` are the options."""
