@@ -1,24 +1,24 @@
-"""The training run: steps, evaluations and checkpoints, from where the folder's newest checkpoint stands to the end.
+"""The training run: steps, evaluations and checkpoints, from the folder's newest checkpoint to the end.
 
     with joined("cuda") as rank:
         outcome = train(options, rank, RunConsole())
 
-Every rank runs the same; the first keeps the log. Nothing in a step waits for the device: loss and norm are read when
-the next step is queued (``deferred.py``), and a signal that one rank alone was sent is added up over the ranks in each
-step and reaches all at the same one. A run that resumes is the run that was not interrupted: model, moments and the
-place in the data are in the checkpoint, and the learning rate is a function of the step. Under caps on memory the step
-is a streamed one (``capped.py``), and all the rest is the same.
+All ranks run this; the first keeps the log. No step waits for the device: the loss and norm of a step are read after
+the next one is queued (``deferred.py``). A signal may reach one rank alone, so each step sums the ranks' reasons to
+stop, and all stop at the same step. A run that resumes computes what an uninterrupted one does: the checkpoint holds
+the model, the moments and the place in the data, and the learning rate is a function of the step. Under memory limits
+the step is streamed (``capped.py``); all else is the same.
 
-Checkpoints are written while training goes on; one that is due while the one before is still being written waits for
-that, and training with it. A run stops at the first step whose loss or gradient is not finite; no such step changes the
-model. Ctrl-C, SIGTERM and a time limit end it after the step that runs, with a checkpoint.
+Checkpoints are written in the background. If one is due while another is being written, training waits. A run stops at
+the first step whose loss or gradient is not finite, and such a step does not change the model. Ctrl-C, SIGTERM and a
+time limit end the run after the current step, with a checkpoint.
 """
 
 import gc
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.distributed.background_checkpoint import BackgroundSaver, Saved
-from cs336_systems.distributed.checkpoint import resume_checkpoint
 from cs336_systems.distributed.checkpoint_folder import locked, survey
 from cs336_systems.distributed.peer_memory import mapped_bytes
 from cs336_systems.distributed.process_group import Rank, on_rank_0
@@ -43,27 +42,19 @@ from cs336_systems.pretraining.deferred import Deferred, Done
 from cs336_systems.pretraining.loader import Sequences, evaluate
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import PreparedRun, introduction, predicted_segments, prepare, read_gpu_state
-from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, Sink, TensorBoard, WeightsAndBiases, read_run
-from cs336_systems.pretraining.run_records import (
-    Data,
-    End,
-    Evaluation,
-    LoggedCheckpoint,
-    LoggedStep,
-    Memory,
-    Session,
-    changed_options,
-)
+from cs336_systems.pretraining.resuming import Best, open_log, resume
+from cs336_systems.pretraining.run_log import RunLog, Sink
+from cs336_systems.pretraining.run_records import End, Evaluation, LoggedCheckpoint, LoggedStep, Memory
 from cs336_systems.pretraining.stop_requests import REASONS, StopRequests
 
 NO_GAIN = "no gain"
-"""The reason to end a run whose held-out loss does not fall any more, which all ranks know by themselves."""
+"""The reason to end a run whose held-out loss no longer falls. All ranks know the loss, so none need be told."""
 
 _VALUES = ("loss", "norm", *REASONS)
-"""Values of each step, read a step late; a reason to stop is the number of ranks that have it."""
+"""Values that are read one step late; that of a reason to stop is the number of ranks that have it."""
 
 _GPU_EVERY = 10
-"""Steps between two looks at the GPU's state: some answers of NVML take a millisecond."""
+"""Steps between two readings of the GPU's state: some calls of NVML take a millisecond."""
 
 _COPIES = 0.8
 """The share of free host memory that copies of checkpoints may take."""
@@ -71,13 +62,13 @@ _COPIES = 0.8
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run, or of the part of it that this process has made.
+    """How a command ended.
 
     Attributes:
-        steps: steps that were made, earlier processes included.
+        steps: steps that are made, including those of earlier commands.
         reason: done, no gain, walltime, terminated or interrupted.
         complaint: why the last checkpoint could not be written.
-        best_step: that of the checkpoint with the lowest held-out loss, if it was kept.
+        best_step: the step of the checkpoint with the lowest held-out loss, if --keep-best was given.
     """
 
     folder: Path
@@ -93,23 +84,22 @@ class NonFiniteStep(RuntimeError):
 
 
 class RankAlone(ValueError):
-    """A fault of one rank's data, of which the others know nothing."""
+    """One rank's data have a fault that the other ranks cannot see."""
 
 
 def train(options: TrainOptions, rank: Rank, *sinks: Sink, agreement: Agreement | None = None) -> Outcome:
-    """Make the steps that are still to be made; a collective.
+    """Make the remaining steps; a collective.
 
     Args:
-        sinks: to which the first rank tells what it also writes to the log.
-        agreement: how this world of ranks trains one model with others; by default there are none.
+        sinks: receive every record that the first rank writes to the log.
+        agreement: how this world of ranks trains one model with other worlds; by default there are none.
 
     Raises:
-        ValueError: options, data, folder, weights or device do not serve, or the run has made more steps already; one
-            sentence, before anything is changed.
-            From a run under way: its data hold an id that is no token; the steps before it are saved.
-        RankAlone: the same where there are several ranks, on one of them; steps since the last checkpoint are lost.
-        OSError: something cannot be read, or the log not be written.
-        NonFiniteStep: a loss or a gradient is not finite; checkpoints are as they were.
+        ValueError: options, data, folder, weights or device are unsuitable, or the run has made more steps already;
+            then nothing was changed. Or the data hold an id that is no token; then the steps before it are saved.
+        RankAlone: one of several ranks met such an id; steps since the last checkpoint are lost.
+        OSError: a file cannot be read, or the log cannot be written.
+        NonFiniteStep: a loss or a gradient is not finite; no checkpoint of that step is written.
     """
     ends_at = None if options.walltime is None else time.monotonic() + options.walltime
     return run_prepared(prepare(options, rank), rank, *sinks, ends_at=ends_at, agreement=agreement)
@@ -122,7 +112,7 @@ def run_prepared(
     ends_at: float | None = None,
     agreement: Agreement | None = None,
 ) -> Outcome:
-    """``train`` for a run that is prepared, for callers that look at its model afterwards.
+    """``train`` for a prepared run, whose model the caller can look at afterwards.
 
     Args:
         ends_at: when to save and end, by ``time.monotonic``.
@@ -132,14 +122,14 @@ def run_prepared(
         stack.enter_context(prepared.loader)
         passed_over: list[str] = []
         stack.callback(agreement.leave)
-        made, best, found = _resume(prepared, passed_over.append)
+        made, best, found = resume(prepared, passed_over.append)
         stop = agreement.stop = stack.enter_context(StopRequests(ends_at))
         try:
             first_step = agreement.join(prepared, made)
         except StoppedWaiting:
             assert stop.asked is not None
             return Outcome(prepared.options.out, made, made, stop.asked, None)
-        log = stack.enter_context(_open_log(prepared, first_step, agreement.folder(prepared.options.out), sinks, found))
+        log = stack.enter_context(open_log(prepared, first_step, agreement.folder(prepared.options.out), sinks, found))
         for sentence in passed_over:
             log.say(sentence, "warning")
         for record in introduction(prepared, rank):
@@ -147,91 +137,8 @@ def run_prepared(
         step, options = prepared.step, prepared.options
         keep: dict[str, Any] = {"keep_last": options.keep_last, "keep_every": options.keep_every}
         saver = stack.enter_context(BackgroundSaver(options.out, step.model, step.optimizer, **keep))
-        stack.callback(gc.unfreeze)  # also objects that the caller has frozen
+        stack.callback(gc.unfreeze)  # also what the caller has frozen
         return _Run(prepared, rank, log, saver, first_step, best, agreement).to_the_end(stop)
-
-
-@dataclass
-class _Best:
-    """The lowest held-out loss so far, after how many steps, and the evaluations since."""
-
-    loss: float = math.inf
-    step: int | None = None
-    n_since: int = 0
-
-    def look(self, step: int, loss: float) -> None:
-        if loss < self.loss:
-            self.loss, self.step, self.n_since = loss, step, 0
-        else:
-            self.n_since += 1
-
-
-def _resume(prepared: PreparedRun, tell: Callable[[str], None]) -> tuple[int, _Best, Path | None]:
-    """Take up the newest checkpoint that is whole; returns the steps that it has made, 0 if there is none, and it."""
-    step, options = prepared.step, prepared.options
-    groups: list[dict[str, Any]] = step.optimizer.param_groups
-    asked = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    found = resume_checkpoint(prepared.origin, step.model, step.optimizer, tell=tell)
-    if found is None:
-        return 0, _Best(), None
-    if found.step > prepared.n_steps:
-        raise ValueError(f"{found.path} has made more than the {prepared.n_steps:,} steps that the run is to have")
-    for group, hyperparameters in zip(step.optimizer.param_groups, asked, strict=True):
-        group.update(hyperparameters)  # as this command has them, not the one that saved
-    prepared.loader.load_state_dict(found.extra["loader"])
-    if prepared.origin != options.out:  # whose best checkpoint is not in this run's folder
-        return found.step, _Best(), found.path
-    return found.step, _Best(**found.extra.get("best", {})), found.path
-
-
-def _open_log(
-    prepared: PreparedRun, first_step: int, folder: Path, sinks: Sequence[Sink], found: Path | None
-) -> RunLog:
-    """The first rank's log, begun; other ranks' log goes nowhere; a collective, as it may fail there.
-
-    Args:
-        found: the checkpoint that the run has taken up.
-    """
-    options, foreign = prepared.options, found is not None and prepared.origin != prepared.options.out
-    logs, path = [RunLog()], folder / LOG
-    asked = Session(asdict(options), asdict(TrainOptions.default(options.device)), prepared.n_steps, first_step)
-
-    def open_it() -> None:
-        earlier = found.parent / LOG if found is not None and foreign else path
-        run = read_run(earlier) if earlier.exists() else None
-        before = run.last(Session) if run and first_step else None
-        data = run.last(Data) if run and first_step else None
-        trackers: list[Sink] = [TensorBoard(folder, first_step)] if options.tensorboard else []
-        if options.wandb is not None:
-            trackers.append(WeightsAndBiases(folder, options.wandb, resume=first_step > 0))
-        log = RunLog(LogFile(path), *sinks, *trackers)
-        try:
-            log.write(asked)
-            if foreign:
-                log.say(f"goes on from {found}")
-            if before is not None and (changes := changed_options(before, asked)):
-                log.say(f"unlike the session before: {changes}")
-            if data is not None and data.tokens_per_step != prepared.tokens_per_step:
-                log.say(_other_batch(data.tokens_per_step, prepared, first_step), "warning")
-        except OSError:
-            log.close()
-            raise
-        logs[0] = log
-
-    on_rank_0(open_it)
-    return logs[0]
-
-
-def _other_batch(before: int, prepared: PreparedRun, first_step: int) -> str:
-    """A sentence on what changes in a run whose steps had ``before`` tokens, and how to keep it."""
-    options, n_data = prepared.options, prepared.options.data_ranks(prepared.case.world_size)
-    epochs = prepared.loader.epochs_after(prepared.n_steps - first_step)
-    was = f"a step has {prepared.tokens_per_step:,} tokens now and had {before:,} before step {first_step:,}"
-    now = f"the {prepared.n_steps:,} steps of the run are {epochs:.2f} epochs"
-    rows, rest = divmod(before, options.context_length * n_data)
-    if rest:
-        return f"{was}: {now}; {before:,} cannot be divided over {n_data} ranks"
-    return f"{was}: {now}; --total-batch-tokens {before} --batch-size {math.gcd(rows, options.batch_size)} keeps them"
 
 
 class _Run:
@@ -244,28 +151,28 @@ class _Run:
         log: RunLog,
         saver: BackgroundSaver,
         first_step: int,
-        best: _Best,
+        best: Best,
         agreement: Agreement,
     ) -> None:
         self._prepared, self._rank, self._log, self._saver = prepared, rank, log, saver
         self._agreement = agreement
-        self._tokens: dict[int, int] = {}  # of steps that are not told yet
+        self._tokens: dict[int, int] = {}  # by step, until it is logged
         self._due: set[str] = set()
         self._options, self._step = prepared.options, prepared.step
         self._best = best
         self._first_step = self._made = self._saved_step = first_step
-        self._copies = prepared.options.save_every is not None  # before they are written
+        self._copies = prepared.options.save_every is not None  # whether checkpoints are copied to the host first
         self._complaint: str | None = None
         self._gpu_speaks = rank.rank == 0 and rank.device.type == "cuda"
         self._no_reason = torch.zeros(len(REASONS), device=rank.device)
-        # A step's exchange of reasons to stop would otherwise come after its gathers of weights on NCCL's stream, and
-        # whoever waits for it wait for these. Before the step it comes after those of the step before.
-        self._sends_under_forward = rank.world_size > 1 and isinstance(prepared.step.optimizer, ShardedOptimizer)
-        self._sends_under_forward |= agreement.on  # which tells the other worlds in the step
-        self._reason: str | None = None  # to end, as all ranks know it
+        # ShardedOptimizer gathers weights under the next forward. Reasons exchanged after the step would queue behind
+        # these gathers on NCCL's stream, and so would the host; other worlds need them in the step.
+        sharded = rank.world_size > 1 and isinstance(prepared.step.optimizer, ShardedOptimizer)
+        self._asks_before_step = sharded or agreement.on
+        self._reason: str | None = None  # to end, the same on all ranks
 
     def to_the_end(self, stop: StopRequests) -> Outcome:
-        """Make the steps that are left, unless there is a reason to stop; raises as ``train``."""
+        """Make the remaining steps until there is a reason to stop; raises as ``train``."""
         deferred = Deferred(self._rank.device, _VALUES)
         try:
             if self._made == 0 and self._agreement.first and self._prepared.evaluation is not None:
@@ -290,20 +197,18 @@ class _Run:
         except NonFiniteStep as error:
             self._fail(error)
             raise
-        except ValueError as error:  # of the data: tokens that no step has seen
-            if self._agreement.on:
-                self._fail(error)
-                raise
-            if self._rank.world_size > 1:
-                self._fail(error)
-                raise RankAlone(f"rank {self._rank.rank}: {error}") from error
-            self._tell(deferred.flush(), self._made - 1)
-            if self._options.save_every is not None and self._made > self._saved_step:
-                self._save()
+        except ValueError as error:  # the data hold an id that is no token
+            several = self._rank.world_size > 1
+            if not several and not self._agreement.on:
+                self._tell(deferred.flush(), self._made - 1)
+                if self._options.save_every is not None and self._made > self._saved_step:
+                    self._save()
             self._fail(error)
+            if several and not self._agreement.on:
+                raise RankAlone(f"rank {self._rank.rank}: {error}") from error
             raise
         self._tell_saves(self._saver.wait())
-        wait_for_parameters(self._step.model)  # for callers that look at them
+        wait_for_parameters(self._step.model)  # callers may read them
         if isinstance(self._step, CappedStep) and (passed := self._step.passed()):
             self._log.say(passed, "warning")
         reason = self._reason if self._made < self._prepared.n_steps and self._reason else "done"
@@ -312,7 +217,7 @@ class _Run:
         return Outcome(self._options.out, self._first_step, self._made, reason, self._complaint, best)
 
     def _fail(self, error: Exception) -> None:
-        """Log why and where the run ends."""
+        """Log the error and the end of the run."""
         self._tell_saves(self._saver.wait())
         self._log.say(str(error), "error")
         self._log.write(End(self._made, "failed"))
@@ -324,17 +229,17 @@ class _Run:
             raise NonFiniteStep(self._agreement.hopeless)
 
     def _queue_step(self, stop: StopRequests, deferred: Deferred) -> list[Tensor] | None:
-        """Give the device one step; returns ``_VALUES``, or None if the step does not count."""
+        """Queue one step on the device; return tensors for ``_VALUES``, or None if the step does not count."""
         self._made = self._agreement.begin(self._made)
-        if self._made >= self._prepared.n_steps:  # with the state of others
+        if self._made >= self._prepared.n_steps:  # the state of other worlds was taken over
             return None
         rate = self._prepared.rate(self._made)
         for group in self._step.optimizer.param_groups:
             group["lr"] = rate
         batch = [self._prepared.own(each) for each in next(self._prepared.loader)]
         deferred.begin()
-        before = self._exchange_reasons(stop) if self._sends_under_forward else None
-        if before is not None and self._agreement.on:
+        before = self._exchange_reasons(stop) if self._asks_before_step else None
+        if self._agreement.on and before is not None:
             if before[1] is not None:
                 before[1].wait()
             self._agreement.reasons = before[0]
@@ -342,8 +247,8 @@ class _Run:
         if not self._agreement.kept:
             return None
         if self._made == self._first_step:
-            # Python's collector looks at later objects alone from here on. Most objects are of modules and stay, and
-            # going through them takes 0.1 to 0.3 s in some step: longer than the host is ahead of a GPU.
+            # Later garbage collections skip the objects that exist now. Most belong to modules and stay, and walking
+            # them takes 0.1 to 0.3 s, longer than the host is ahead of the GPU.
             gc.collect()
             gc.freeze()
         reasons, exchange = before or self._exchange_reasons(stop)
@@ -358,7 +263,7 @@ class _Run:
         return [guard.loss, guard.norm, *reasons]
 
     def _exchange_reasons(self, stop: StopRequests) -> tuple[Tensor, dist.Work | None]:
-        """How many ranks have each of ``REASONS``, (n,), once the exchange is done, if there is one."""
+        """Return (n reasons,) counts of the ranks with each of ``REASONS``, and the all-reduce to wait for, if any."""
         reasons, asked = self._no_reason, stop.asked
         if asked is not None:
             reasons = torch.tensor([float(reason == asked) for reason in REASONS], device=self._rank.device)
@@ -368,8 +273,8 @@ class _Run:
         return reasons, dist.all_reduce(reasons, async_op=True)
 
     def _look_at_memory(self) -> None:
-        """Log the device's memory in the second step, the first with all states in place: the host knows it once that
-        is queued. Reserve host memory for copies of these states."""
+        """Reserve host memory for checkpoints after the first step, and log the peak of the second, which has all
+        states in place."""
         if self._made == self._first_step and self._options.save_every is not None:
             budget = int(_COPIES * free_bytes(torch.device("cpu"))) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             if isinstance(self._step, CappedStep):
@@ -392,7 +297,7 @@ class _Run:
             self._log.write(Memory(planned, {"in all": peak, "free": free}))
 
     def _look_at_gpu(self) -> None:
-        """Log the first rank's GPU beside every tenth step, which has been queued; a reading that fails is the last."""
+        """Log the state of the first rank's GPU every ``_GPU_EVERY`` steps, until a reading fails."""
         if not self._gpu_speaks or self._made % _GPU_EVERY:
             return
         import pynvml
@@ -404,7 +309,7 @@ class _Run:
             self._gpu_speaks = False
 
     def _tell(self, done: Done | None, step: int) -> None:
-        """Log a step that is done, and learn from it whether to stop; raises NonFiniteStep."""
+        """Log a finished step and take over its reasons to stop; raises NonFiniteStep."""
         if done is None:
             return
         loss, norm = done.values["loss"], done.values["norm"]
@@ -416,7 +321,7 @@ class _Run:
             raise NonFiniteStep(f"step {step}: loss {loss:g}, norm {norm:g}: the model is as it was before")
 
     def _evaluate_and_save(self, deferred: Deferred) -> None:
-        """Do what is due after this step; only then the host waits for the device."""
+        """Evaluate and save if that is due; only then does the host wait for the device."""
         options, done = self._options, self._made == self._prepared.n_steps
         for what, every in (("evaluation", options.evaluate_every), ("checkpoint", options.save_every)):
             if every is not None and (done or self._made % every == 0):
@@ -426,7 +331,7 @@ class _Run:
         self._tell(deferred.flush(), self._made - 1)
         evaluates, saves = ("evaluation" in self._due, "checkpoint" in self._due)
         self._due.clear()
-        if not self._agreement.first:  # which does it for all
+        if not self._agreement.first:  # the first world does it for all
             return
         if evaluates and self._prepared.evaluation is not None:
             self._evaluate(self._prepared.evaluation)
@@ -436,7 +341,7 @@ class _Run:
         deferred.restart()
 
     def _evaluate(self, sequences: Sequences) -> None:
-        """Log the held-out loss; decide whether it is the best, and whether to go on."""
+        """Measure and log the held-out loss, and note whether it is the best and whether to stop."""
         began, batch = time.perf_counter(), self._prepared.evaluation_batch
         shared = self._options.evaluation_sequences, self._prepared.own, self._prepared.place
         with self._agreement.common_weights():
@@ -451,14 +356,14 @@ class _Run:
             by_source = {name: {"loss": one, "epochs": epochs[name]} for name, (one, _) in found.items()}
         self._log.write(Evaluation(self._made, loss, tokens, time.perf_counter() - began, by_source))
         if self._made == 0:
-            return  # of which there is no checkpoint
+            return  # there is no checkpoint of step 0
         self._best.look(self._made, loss)
         limit = self._options.stop_after_no_gain
         if limit is not None and self._best.n_since >= limit and self._reason is None:
             self._reason = NO_GAIN
 
     def _save(self) -> None:
-        """Begin to write a checkpoint; if that fails, training goes on with the older ones."""
+        """Start writing a checkpoint; if that fails, training goes on and older checkpoints stay."""
         extra: dict[str, Any] = {"loader": self._prepared.loader.state_dict()}
         if isinstance(self._step, CappedStep):
             extra["chunking"] = asdict(self._step.chunking)
@@ -471,7 +376,7 @@ class _Run:
         self._tell_saves(self._saver.finished())
 
     def _save_alone(self) -> None:
-        """Save where other worlds do not come, unless another that waits in vain has saved the same step by then."""
+        """Save without the other worlds, unless another world has saved this step already."""
         if self._options.save_every is None or not self._agreement.at_average:
             return
         with ExitStack() as claim:

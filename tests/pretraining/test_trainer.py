@@ -20,6 +20,7 @@ from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.loader import epoch_order
 from cs336_systems.pretraining.preparation import prepare
+from cs336_systems.pretraining.resuming import resume
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import (
     Data,
@@ -156,7 +157,7 @@ def test_a_run_that_is_done_is_left_and_one_that_resumes_has_its_own_hyperparame
     assert losses_and_norms(whole / "run") == before
     prepared = prepare(options(whole, steps=12, weight_decay=0.3, betas=(0.5, 0.6), eps=1e-3), alone)
     with prepared.loader:
-        assert trainer._resume(prepared, pytest.fail)[0] == 10
+        assert resume(prepared, pytest.fail)[0] == 10
     matrices, others = prepared.step.optimizer.param_groups
     assert (matrices["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
     assert all((group["betas"], group["eps"]) == ((0.5, 0.6), 1e-3) for group in (matrices, others))
