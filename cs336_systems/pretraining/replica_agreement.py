@@ -43,7 +43,8 @@ from cs336_systems.pretraining.preparation import PreparedRun, data_identity, mu
 from cs336_systems.pretraining.run_records import Membership, Record
 from cs336_systems.pretraining.sources import sources_of
 from cs336_systems.pretraining.stop_requests import REASONS
-from cs336_systems.pretraining.torchft_parts import Gloo, Nccl, ReportingManager
+from cs336_systems.pretraining.torchft_groups import Gloo, Nccl
+from cs336_systems.pretraining.torchft_manager import ReportingManager
 from cs336_systems.training.clipping import gradients_of
 from cs336_systems.training.step import TrainStep
 

@@ -110,7 +110,7 @@ def test_averages_of_whole_steps_are_data_parallelism(trained):
 def test_averages_that_all_fail_end_the_wait_for_the_first_one(tmp_path, monkeypatch):
     from torchft.work import _DummyWork
 
-    from cs336_systems.pretraining.torchft_parts import ReportingManager
+    from cs336_systems.pretraining.torchft_manager import ReportingManager
 
     def fail(manager, tensor, *_, **__):
         manager.report_error(ConnectionError("the network is down"))

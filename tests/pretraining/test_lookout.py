@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from cs336_systems.processes import Died, FreshProcess
 
-torchft_parts = pytest.importorskip("cs336_systems.pretraining.torchft_parts")
+torchft_groups = pytest.importorskip("cs336_systems.pretraining.torchft_groups")
 
 
-class LookedAfterGloo(torchft_parts.LookedAfter, torchft_parts.ProcessGroupGloo):
+class LookedAfterGloo(torchft_groups.LookedAfter, torchft_groups.ProcessGroupGloo):
     """Stands for a group of NCCL on GPUs: here its own operations would notice a death, too."""
 
 
@@ -73,7 +73,7 @@ def sums(members):
 
 def test_nobody_waits_for_a_collective_of_gloo_that_does_not_notice_that_a_member_has_gone():
     """Gloo may miss the end of a connection; here the member's connections stay and only its lookout ends."""
-    store, groups = host_store(), [torchft_parts.Gloo(timedelta(seconds=8)) for _ in range(3)]
+    store, groups = host_store(), [torchft_groups.Gloo(timedelta(seconds=8)) for _ in range(3)]
     meet(store, groups, 1)
     assert sums(groups) == [[3.0] * 8] * 3
     began = time.monotonic()
@@ -89,11 +89,11 @@ def test_nobody_waits_for_a_collective_of_gloo_that_does_not_notice_that_a_membe
 
 
 def test_a_collective_of_gloo_that_is_complete_stays_so_when_a_member_goes_and_the_next_is_refused():
-    store, groups = host_store(), [torchft_parts.Gloo(timedelta(seconds=6)) for _ in range(2)]
+    store, groups = host_store(), [torchft_groups.Gloo(timedelta(seconds=6)) for _ in range(2)]
     meet(store, groups, 1)
     sums(groups)
     groups[1].abort()
-    time.sleep(torchft_parts._NOTICE_S + 0.3)
+    time.sleep(torchft_groups._NOTICE_S + 0.3)
     assert groups[0].errored() is None
     assert sums(groups[:1])[0] == "member 1 of the group has gone"
 
@@ -112,7 +112,7 @@ class Unbounded(LookedAfterGloo):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_member_that_does_not_come_is_given_up_before_anybody_connects(monkeypatch, rank, stale):
     """It died once all had agreed; or the store has addresses of an older group, as a new lighthouse counts anew."""
-    monkeypatch.setattr(torchft_parts, "_JOIN_S", 0.1)
+    monkeypatch.setattr(torchft_groups, "_JOIN_S", 0.1)
     store, group = host_store(), Unbounded(timedelta(seconds=60))
     if stale:
         dist.PrefixStore("1", store).set(f"lookout {1 - rank}", "localhost:9")
@@ -157,7 +157,7 @@ def test_a_member_that_dies_while_all_connect_is_known_afterwards():
         group.abort()
 
 
-class Stuck(torchft_parts.LookedAfter):
+class Stuck(torchft_groups.LookedAfter):
     """A group whose abort never ends."""
 
     def __init__(self):
@@ -165,8 +165,8 @@ class Stuck(torchft_parts.LookedAfter):
 
 
 def be_stuck(connection):
-    torchft_parts._CONNECT_S = 0.4
-    torchft_parts.ProcessGroup.abort = lambda *_: time.sleep(60)
+    torchft_groups._CONNECT_S = 0.4
+    torchft_groups.ProcessGroup.abort = lambda *_: time.sleep(60)
     Stuck().abort()
     connection.send("on it goes")
 

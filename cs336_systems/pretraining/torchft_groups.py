@@ -1,0 +1,264 @@
+"""torchft's process groups for replicas, which notice soon that a member has died (``replica_agreement.py``)."""
+
+import faulthandler
+import math
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchft.process_group import (
+    ProcessGroup,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+    _WorkAcceleratorTimeout,
+    create_store_client,
+)
+
+from cs336_systems.costs.communication import cost
+
+_JOIN_S = 1.0
+"""Seconds for which gloo waits, five times, until another member of a new group connects. That member may have died
+since all agreed. Or the lighthouse was started again and numbers its groups from the beginning, so that the store still
+has the addresses of an older group."""
+_CONNECT_S = 20.0
+"""Seconds for which NCCL waits for the connections of a new group, whose members have all just passed the lookout."""
+
+LOOK_S = 0.2
+"""Seconds between two looks at whether to go on waiting, for a collective or a quorum."""
+_NOTICE_S = 0.5
+"""Seconds from a member's death until gloo's collectives are given up; most fail by themselves within 0.1 s."""
+
+
+class _Watched(ProcessGroup):
+    """A process group that notes whether its members have changed, and counts the bytes sent.
+
+    Attributes:
+        changed: whether the group was formed anew since somebody reset this.
+        sent_bytes: bytes that this rank has sent, if each collective went around a ring (``costs/communication.py``).
+    """
+
+    changed = False
+    sent_bytes = 0.0
+
+    def configure(self, *args: Any, **kwargs: Any) -> None:
+        self.changed = True
+        super().configure(*args, **kwargs)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        self._count("all_reduce", tensors)
+        return super().allreduce(tensors, opts)
+
+    def allgather(self, output_tensors: list[list[Tensor]], input_tensor: list[Tensor], opts: Any) -> Any:
+        self._count("all_gather", output_tensors[0])
+        return super().allgather(output_tensors, input_tensor, opts)
+
+    def _count(self, collective: str, tensors: list[Tensor]) -> None:
+        n_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.sent_bytes += cost(collective, self.size(), n_bytes).wire_bytes
+
+
+class Lookout:
+    """Idle connections from one member of a group to all others; when one ends, the member at its other end has gone.
+
+    The constructor returns once all members have called it.
+
+    Args:
+        store: the group's key-value store, by which members find each other.
+        lost: called once, in a thread, with the rank of a member that has died or has closed its connections.
+
+    Raises:
+        OSError, RuntimeError: another member did not come within five seconds.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, lost: Callable[[int], None]) -> None:
+        self._others: dict[socket.socket, int] = {}
+        with socket.create_server(("", 0)) as door:
+            door.settimeout(5 * _JOIN_S)
+            store.set(f"lookout {rank}", f"{socket.gethostname()}:{door.getsockname()[1]}")
+            for other in range(rank):
+                host, _, port = store.get(f"lookout {other}").decode().rpartition(":")
+                connection = socket.create_connection((host, int(port)), timeout=5 * _JOIN_S)
+                connection.sendall(rank.to_bytes(4))
+                self._others[connection] = other
+            for _ in range(rank + 1, world_size):
+                connection = door.accept()[0]
+                connection.settimeout(5 * _JOIN_S)
+                self._others[connection] = int.from_bytes(connection.recv(4, socket.MSG_WAITALL))
+        self._closed = False
+        threading.Thread(target=self._watch, args=(lost,), name="lookout", daemon=True).start()
+
+    def _watch(self, lost: Callable[[int], None]) -> None:
+        """Wait for the first connection that ends; runs in a thread."""
+        if not self._others:
+            return
+        with selectors.DefaultSelector() as selector:
+            for connection, other in self._others.items():
+                selector.register(connection, selectors.EVENT_READ, other)
+            ended = selector.select()[0][0]
+        if not self._closed:
+            lost(ended.data)
+
+    def close(self) -> None:
+        """End the connections, which the other members notice."""
+        self._closed = True
+        for connection in self._others:
+            with suppress(OSError):  # the other side has ended it
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class LookedAfter(ProcessGroup):
+    """A process group that has a lookout and aborts itself when a member dies.
+
+    NCCL's kernels on one host do not notice a death and would wait until the timeout; gloo notices most deaths.
+    """
+
+    _timeout: timedelta
+    _lookout: Lookout | None = None
+    _gone: RuntimeError | None = None
+    turn = 0
+    """The number of the current group, from 1."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        super().__init__(timeout)
+        self._lock = threading.RLock()
+
+    def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any) -> None:
+        with self._lock:
+            self.turn += 1  # members that leave the old group from now on have not died
+            self.abort(errored=False)
+            self._gone = None
+        store = create_store_client(store_addr, timeout=timedelta(seconds=5 * _JOIN_S))
+        # The lookout comes first: NCCL would wait for the whole timeout for a member that has died since all agreed, or
+        # at the address of an older group.
+        lookout = Lookout(store, rank, world_size, partial(self._lost, self.turn))
+        try:
+            super().configure(store_addr, replica_id, rank, world_size, *args)
+        except BaseException:
+            lookout.close()
+            raise
+        with self._lock:
+            self._lookout = lookout
+            if self._gone is not None:  # a member died before there was a group to abort
+                self.abort()
+                raise self._gone
+
+    def _lost(self, turn: int, member: int) -> None:
+        with self._lock:
+            if turn == self.turn:
+                self._gone = RuntimeError(f"member {member} of the group has gone")
+                self.abort()
+
+    def abort(self, errored: bool = True) -> None:
+        with self._lock:  # two threads must not abort NCCL at once
+            lookout, self._lookout = self._lookout, None
+            if lookout is not None:
+                lookout.close()
+            # A process whose abort hangs ends itself; started again, it takes over the state of another replica.
+            within_s = self._timeout.total_seconds() + _CONNECT_S
+            faulthandler.dump_traceback_later(within_s, exit=True, file=2)
+            with ExitStack() as last:
+                last.callback(faulthandler.cancel_dump_traceback_later)
+                last.callback(super().errored)  # waits for the device; its kernels end after the abort
+                super().abort(errored)
+
+    def errored(self) -> Exception | None:
+        error = super().errored()
+        return self._gone or error
+
+    @property
+    def parent(self) -> Any:
+        if self._gone is not None:
+            raise RuntimeError(str(self._gone))
+        return super().parent
+
+
+class _UntilItsEnd(dist.Work):
+    """A collective of gloo whose ``wait`` ends when its group does."""
+
+    def __init__(self, work: dist.Work, group: "Gloo") -> None:
+        super().__init__()
+        self._work, self._group, self._of = work, group, group._pg
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        while not self._work.is_completed() and self._group._pg is self._of:
+            with suppress(RuntimeError):  # raised as long as it is not complete
+                self._work.wait(timedelta(seconds=LOOK_S))
+        if not self._work.is_completed():
+            # Freeing the group waits for its collectives, so a thread of its own keeps this one until it ends.
+            threading.Thread(target=self._see_out, daemon=True).start()
+            raise RuntimeError(str(self._group._gone or "the group has ended"))
+        return self._work.wait()
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
+    def _see_out(self) -> None:
+        with suppress(RuntimeError):
+            self._work.wait()
+
+
+class Gloo(LookedAfter, _Watched, ProcessGroupGloo):
+    """gloo's process group, which gives up soon on members that do not connect or have gone.
+
+    gloo reads a connection message by message. A collective may fail because the member that it sends to has died,
+    while a message for it still comes from another member. That message has no buffer any more, and gloo reads neither
+    the next messages nor the end of the connection (``Pair::prepareRead``). Nor does an error reach those who wait for
+    a message that is partly transferred (``Pair::signalException``, gloo/transport/tcp/pair.cc).
+    """
+
+    def _create_pg(self, *args: Any, **kwargs: Any) -> Any:
+        whole, self._timeout = self._timeout, min(self._timeout, timedelta(seconds=_JOIN_S))
+        try:
+            group = super()._create_pg(*args, **kwargs)
+        finally:
+            self._timeout = whole
+        group._get_backend(torch.device("cpu")).set_timeout(whole)
+        return group
+
+    def _wrap_work(self, work: dist.Work, opts: Any) -> dist.Work:
+        return _UntilItsEnd(work, self)
+
+    def _lost(self, turn: int, member: int) -> None:
+        time.sleep(_NOTICE_S)
+        super()._lost(turn, member)
+
+    def errored(self) -> None:
+        """Return None: collectives raise their own errors, and a complete one stays valid if a member goes later."""
+
+
+class Nccl(LookedAfter, _Watched, ProcessGroupNCCL):
+    """NCCL's process group, for replicas on GPUs."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        # An abort waits until the first connections are made or given up, by default for the whole timeout.
+        seconds = math.ceil(min(timeout.total_seconds(), _CONNECT_S))
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(seconds))
+        super().__init__(timeout)
+
+    def _wrap_work(self, work: Any, opts: object) -> Any:
+        """Wrap the work in torchft's timer, which may abort the work's own group but no later one."""
+        wrapped = super()._wrap_work(work, opts)
+        if isinstance(wrapped, _WorkAcceleratorTimeout):
+            wrapped._pg = _AsOfNow(self)
+        return wrapped
+
+
+class _AsOfNow:
+    """A group as it is now, for a timer that may fire when there is another one: only this one is aborted."""
+
+    def __init__(self, group: LookedAfter) -> None:
+        self._group, self._turn = group, group.turn
+
+    def abort(self) -> None:
+        if self._group.turn == self._turn:
+            self._group.abort()
