@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cs336_systems.costs.parallelism.seconds import by_class
+from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.hardware import GIB, find_hardware
-from cs336_systems.pretraining.card_plan import ERRORS, PRINT_PLAN, Asked, CardPlan, Way
+from cs336_systems.pretraining.card_plan import PRINT_PLAN, Asked, CardPlan, Way
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.report.command_line import n_gpus
 from cs336_systems.report.run_console import memory_table
@@ -23,6 +25,13 @@ if TYPE_CHECKING:
 
 _BAR = 30
 """Characters of a step's whole time."""
+_ERRORS = {"H100 SXM": 0.05, "H200": 0.05, "RTX 3090": 0.12, "RTX PRO 6000 Blackwell": 0.12}
+"""By card, the relative error that nine of ten predictions stayed below: for an H100 and an H200 of this suite's own
+steps, else of published ones (profiles/your-card.md; ``scripts/parallelism.py cards``)."""
+_UNFITTED, _SEVERAL = 0.2, 0.15
+"""That error for cards on whose steps nothing was fitted, and the least for more than four GPUs."""
+_FP8_GAIN = 0.03
+"""The least gain for which fp8 pays, as it loses accuracy."""
 
 
 def plan_asked(arguments: Sequence[str], runs: Callable[[list[str]], Sequence[TrainOptions]], command: str) -> int:
@@ -77,7 +86,31 @@ def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str) -> int
 def _figures(plan: CardPlan, way: Way) -> dict[str, Any]:
     figures = {"how": str(way), "tokens_per_s": way.tokens_per_s, "step_s": _step_seconds(plan, way)}
     figures |= {"device_gib": way.device_bytes / GIB, "host_gib": way.host_bytes * plan.asked.gpus / GIB}
-    return figures | {"hours": plan.hours(way), "kwh": plan.kwh(way), "price": plan.price(way), "error": plan.error}
+    return figures | run_cost(plan, way) | {"error": relative_error(plan)}
+
+
+def run_tokens(plan: CardPlan) -> float:
+    """Return the tokens of the whole run: --run-tokens, else those of --steps, else a billion."""
+    if plan.asked.run_tokens is not None:
+        return plan.asked.run_tokens
+    return 1e9 if plan.own.steps is None else plan.own.steps * plan.tokens_per_step
+
+
+def run_cost(plan: CardPlan, way: Way) -> dict[str, float | None]:
+    """Return the ``hours``, ``kwh`` and ``price`` of the whole run.
+
+    Energy is that of the cards alone, at full power. It or the price is None if the power or the price of a card is
+    not known.
+    """
+    hours = run_tokens(plan) / way.tokens_per_s / 3600
+    watts, each = plan.hardware.watts, plan.asked.price_per_gpu_hour
+    kwh = None if watts is None else hours * plan.asked.gpus * watts / 1000
+    return {"hours": hours, "kwh": kwh, "price": None if each is None else each * plan.asked.gpus * hours}
+
+
+def relative_error(plan: CardPlan) -> float:
+    """Return the relative error that nine of ten predictions for this card stay below."""
+    return max(_ERRORS.get(plan.hardware.name, _UNFITTED), _SEVERAL if plan.asked.gpus > 4 else 0.0)
 
 
 def _step_seconds(plan: CardPlan, way: Way) -> float:
@@ -94,9 +127,12 @@ def ways_table(plan: CardPlan) -> Table:
         fits = way.device_bytes <= plan.device_bytes and way.host_bytes <= max(plan.host_bytes, 0)
         fits = fits or way.streamed is not None
         spare = (plan.device_bytes - way.device_bytes) / GIB
-        low, high = (way.tokens_per_s * (1 + sign * plan.error) for sign in (-1, 1))
-        light = plan.light(way)
-        kwh, price = plan.kwh(way), plan.price(way)
+        low, high = (way.tokens_per_s * (1 + sign * relative_error(plan)) for sign in (-1, 1))
+        dtype = "fp8" if way.recipe.quantized else "bf16"
+        how: dict[str, Any] = {"block_dtype": dtype, "n_devices": plan.asked.gpus}
+        light = speed_of_light(plan.config, plan.length, plan.hardware, **how).share(way.tokens_per_s)
+        hours, kwh, price = run_cost(plan, way).values()
+        assert hours is not None
         lines.append(
             {
                 "way": name,
@@ -109,7 +145,7 @@ def ways_table(plan: CardPlan) -> Table:
                 "from - to": f"{low:,.0f} - {high:,.0f}",
                 "step s": f"{_step_seconds(plan, way):.3g}",
                 "light %": "" if light is None else f"{100 * light:.1f}",
-                "days": f"{plan.hours(way) / 24:,.2f}",
+                "days": f"{hours / 24:,.2f}",
                 "kWh": "" if kwh is None else f"{kwh:,.0f}",
                 **({} if price is None else {"price": f"{price:,.0f}"}),
                 "how": str(way),
@@ -118,7 +154,7 @@ def ways_table(plan: CardPlan) -> Table:
     cards = f"{plan.asked.gpus} x {plan.hardware.name}" if plan.asked.gpus > 1 else plan.hardware.name
     caption = (
         f"{plan.config.name} on {cards}, sequences of {plan.length:,}, {plan.tokens_per_step:,} tokens a step, "
-        f"{plan.run_tokens:.3g} tokens in all: predicted, nothing was run"
+        f"{run_tokens(plan):.3g} tokens in all: predicted, nothing was run"
     )
     notes = {"light %": "share of the speed of light", "kWh": "of the cards alone, at their full power"}
     return Table(caption, pd.DataFrame(lines), notes, {"how": 0, "tokens/s": 0})
@@ -132,11 +168,19 @@ def segments(plan: CardPlan) -> dict[str, int]:
     return found | ({"on the host, all ranks": way.host_bytes * plan.asked.gpus} if way.host_bytes else {})
 
 
+def seconds_by_class(plan: CardPlan, way: Way) -> dict[str, float]:
+    """Return the seconds of a step by class of kernel."""
+    if way.streamed is not None:
+        return {"kernels": way.seconds.compute, "waiting for copies": way.seconds.waiting}
+    how: dict[str, Any] = {"moments": plan.moments, "recipe": way.recipe, "offload": way.offload}
+    return by_class(plan.config, plan.length, way.layout, plan.hardware, **how)
+
+
 def classes_table(plan: CardPlan) -> Table:
     """Seconds of a step by class of kernel, a bar beside each."""
     import pandas as pd
 
-    seconds = plan.classes(plan.fastest)
+    seconds = seconds_by_class(plan, plan.fastest)
     whole = sum(seconds.values())
     lines = [
         (name, f"{each:.3g}", f"{100 * each / whole:.1f}", "#" * round(_BAR * each / whole))
@@ -147,15 +191,36 @@ def classes_table(plan: CardPlan) -> Table:
 
 
 def sentences(plan: CardPlan) -> list[str]:
-    """What a plan says in words."""
-    error = f"{100 * plan.error:.0f} %"
-    known = plan.hardware.name in ERRORS
+    """Return the fastest way as a command, whether fp8 pays, and how far predictions may be off."""
+    error = f"{100 * relative_error(plan):.0f} %"
+    known = plan.hardware.name in _ERRORS
     fitted = "nine of ten known steps of this card were that near" if known else "nothing was fitted on this card"
     return [
-        f"Fastest: train.py {plan.command(plan.fastest)}",
-        plan.fp8_pays,
+        f"Fastest: train.py {train_arguments(plan, plan.fastest)}",
+        fp8_pays(plan),
         f"The range is {error} each way: {fitted}.",
     ]
+
+
+def train_arguments(plan: CardPlan, way: Way) -> str:
+    """Return the arguments with which train.py runs a way."""
+    words = f"--size {plan.own.size} --context-length {plan.length}"
+    if way.streamed is None:
+        return f"{words} --total-batch-tokens {plan.tokens_per_step} {way.arguments}"
+    tokens = way.streamed.plan.rounds * way.streamed.plan.round_tokens
+    caps = f"--device-gib {plan.device_bytes / GIB:.1f} --host-gib {plan.asked.host_gib:g}"
+    return f"{words} --total-batch-tokens {tokens} {caps}"
+
+
+def fp8_pays(plan: CardPlan) -> str:
+    """Return a sentence on whether fp8 pays on this card."""
+    if not plan.hardware.peak("fp8"):
+        return f"fp8: {plan.hardware.name} has no products in fp8."
+    fp8, bf16 = plan.best.get("fp8"), plan.best.get("bf16")
+    if fp8 is None or bf16 is None:
+        return f"fp8: {'only fp8' if fp8 else 'only bf16' if bf16 else 'neither'} fits without streaming."
+    times = fp8.tokens_per_s / bf16.tokens_per_s
+    return f"fp8 {'pays' if times > 1 + _FP8_GAIN else 'does not pay'} here: {times:.2f} times as fast as bf16."
 
 
 def classes_figure(plan: CardPlan) -> Figure:
@@ -164,7 +229,7 @@ def classes_figure(plan: CardPlan) -> Figure:
 
     figure, (panel,) = panels(1, 1, 7.5, 1.0 + 0.6 * len(plan.best))
     for row, way in enumerate(plan.best.values()):
-        seconds = plan.classes(way)
+        seconds = seconds_by_class(plan, way)
         left, unit = 0.0, 1e6 / way.tokens_per_s / sum(seconds.values())
         for colour, (name, each) in zip(OKABE_ITO, seconds.items(), strict=False):
             panel.barh(row, each * unit, left=left, color=colour, label=name if row == 0 else None)
