@@ -5,8 +5,8 @@
 
 A field made by ``option`` is a column of rows and an option of every command that runs a step (``declared.py``); rows
 that were measured before the field existed are read with its default. A new option is a field here and the line of
-``training/assemble.py`` that obeys it; combinations that are refused are listed in ``refusals.py``. This module imports
-no torch, so that a command line can be parsed before torch is loaded.
+``training/assemble.py`` that applies it; ``refusals.py`` lists the combinations that no step can have. This module
+imports no torch, so that a command line is parsed before torch is loaded.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from cs336_systems.config import (
     resolve_size,
 )
 from cs336_systems.declared import option, options_in
+from cs336_systems.ranks import Parallel
 
 COMPILED = {"on": "compiled", "whole-model": "whole model compiled", "loss": "loss compiled"}
 """The ways to compile a step, in words. All compile the loss."""
@@ -38,185 +39,7 @@ UNCAPTURED_STEPS = 3
 
 
 class Unsupported(ValueError):
-    """Raised if the device, the build or a library cannot run what was asked for; the message says why."""
-
-
-def mesh_shape(
-    world_size: int, context: int, tensor: int, *, replicas: int = 1, pipeline: int = 1
-) -> tuple[int, int, int, int, int]:
-    """Return the numbers of ranks along pipeline, replica, shard, context and tensor; their product is all ranks.
-
-    Raises:
-        ValueError: a dimension is not positive, or the ranks cannot be divided so.
-    """
-    others = pipeline * replicas * context * tensor
-    if min(pipeline, replicas, context, tensor) < 1 or world_size % others:
-        rare = {"pipeline": pipeline, "replicas": replicas}
-        asked = "".join(f"{name} {n} x " for name, n in rare.items() if n != 1) + f"context {context} x tensor {tensor}"
-        raise ValueError(f"{world_size} ranks cannot be divided into {asked}")
-    return pipeline, replicas, world_size // others, context, tensor
-
-
-CONTEXT_ORDERS = ("zigzag", "ring", "gathered")
-TORCH_CONTEXT_ORDERS = ("torch", "torch-gathered")
-"""Torch's own context parallelism, with the tokens of zigzag."""
-TORCH_CONTEXT_ATTENTIONS = ("sdpa-cudnn", "sdpa-flash")
-
-CONTEXT_ORDER_HELP = (
-    "Which tokens a context rank holds, and how keys and values reach it: ring, in parts one after the other; zigzag, "
-    "early and late parts, for equal work; gathered, zigzag's parts, with all keys gathered first."
-)
-
-
-def context_parts(length: int, n_ranks: int, order: str) -> int:
-    """Return the number of equal parts into which context ranks divide a sequence of so many tokens.
-
-    Raises:
-        ValueError: it cannot be divided so.
-    """
-    n_parts = 1 if n_ranks == 1 else n_ranks if order == "ring" else 2 * n_ranks
-    if length % n_parts:
-        raise ValueError(f"context {n_ranks} in order {order} needs {n_parts} equal parts, got {length} tokens")
-    return n_parts
-
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
-"""Orders in which the stages of a pipeline work: ``costs/parallelism/schedules.py``."""
-
-GatherBy = Literal["collectives", "copies"]
-TensorBy = Literal["collectives", "copies", "torch", "torch-async"]
-PipelineBy = Literal["messages", "torch"]
-
-SPLIT_BY_TORCH = ("zb-h1", "zbv", "dualpipev")
-"""Schedules for which torch divides a backward in two, which it cannot do to compiled blocks."""
-
-PIPELINE = ("pipeline", "pipeline_schedule", "pipeline_chunks", "pipeline_by")
-"""Fields of ``Parallel`` about stages."""
-
-SHARED_BATCH = ("tensor", "tensor_by", "context", "context_order", *PIPELINE[:-1])
-"""Fields of ``Parallel`` that say how ranks share a batch."""
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """Says how ranks share a step: what wraps the model, and how the optimizer's state is sharded."""
-
-    wrapper: str = "none"
-    """The wrapper of the model: none, or a name of ``training.parallel.WRAPPERS``, such as bucketed or fsdp."""
-    optimizer_state: str = "replicated"
-    """The optimizer's state: replicated, owned, scattered, scattered-gradients or torch-zero, as
-    ``training.parallel.make_parallel_optimizer`` explains."""
-    bucket_size_mb: float = option(
-        25.0, "MiB of the buckets in which gradients (and owned parameters) are sent.", sign="positive", shown=True
-    )
-    communication_dtype: str = option(
-        "same",
-        "Dtype in which DDP sends and reduces gradients: their own, or bf16.",
-        values=("same", "bf16"),
-        shown=True,
-    )
-    max_ctas: int = option(
-        0,
-        "Most thread blocks of each NCCL kernel that sends DDP's gradients; each block takes a multiprocessor from "
-        "backward. 0: NCCL chooses.",
-        sign="not negative",
-    )
-    compute_dtype: str = "same"
-    """The dtype in which FSDP gathers weights and computes: same as its shards, or bf16."""
-    prefetch: int = option(1, "How many units ahead our FSDP gathers weights.", sign="not negative", shown=True)
-    gather_by: GatherBy = option(
-        "collectives",
-        "How our FSDP gathers weights: in collectives, or by copying from the other ranks' memory on the same host.",
-        shown=True,
-    )
-    update: str = option(
-        "after-backward",
-        "When the optimizer updates our FSDP's shards: after backward, or each unit as soon as its gradients are "
-        "reduced.",
-        values=("after-backward", "under-backward"),
-    )
-    on_host: bool = False
-    """Whether torch's FSDP2 keeps shards, their gradients and the optimizer's state in host memory."""
-    replicas: int = option(
-        1,
-        "Copies of FSDP's shards (hybrid sharding): weights are divided over the ranks of each, and gradients "
-        "averaged over all.",
-        sign="positive",
-        shown=True,
-    )
-    tensor: int = option(
-        1,
-        "Ranks of tensor and sequence parallelism: they share matrices and tokens. Not with --keep autograd.",
-        sign="positive",
-        shown=True,
-    )
-    tensor_by: TensorBy = option(
-        "collectives",
-        "How tensor ranks exchange rows: collectives, between matrix products; copies, from each other's memory while "
-        "products run, which needs ranks on one host (few rows still go by collectives; CPUs send messages); "
-        "torch and torch-async, by torch's own tensor parallelism of the model with --keep autograd.",
-        shown=True,
-    )
-    context: int = option(
-        1,
-        "Ranks of context parallelism, which share sequences. Not with --keep autograd.",
-        sign="positive",
-        shown=True,
-    )
-    context_order: str = option(
-        "zigzag",
-        f"{CONTEXT_ORDER_HELP} torch and torch-gathered: zigzag's parts by torch's own context parallelism, with "
-        "--keep autograd and for attention alone; keys go round a ring, or are gathered.",
-        values=(*CONTEXT_ORDERS, *TORCH_CONTEXT_ORDERS),
-        shown=True,
-    )
-
-    pipeline: int = option(
-        1,
-        "Stages of a pipeline, each with a part of the blocks, through which micro-batches (--accumulate) pass. Not "
-        "with --keep autograd.",
-        sign="positive",
-        shown=True,
-    )
-    pipeline_schedule: str = option(
-        "1f1b",
-        "Order in which stages work: gpipe; 1f1b; interleaved, several chunks of blocks a stage; zb-h1, gradients of "
-        "weights put off; zbv, as well, and two chunks a stage in opposite order; dualpipev.",
-        values=SCHEDULES,
-        shown=True,
-    )
-    pipeline_chunks: int = option(2, "Chunks of blocks that a stage of the schedule interleaved has.", sign="positive")
-    pipeline_by: PipelineBy = option(
-        "messages",
-        "Who runs the stages: messages, this suite, which sends beside operations; torch, torch.distributed.pipelining "
-        "with --keep autograd.",
-        shown=True,
-    )
-
-    @property
-    def ranks_per_batch(self) -> int:
-        """The ranks that share a batch; the others, along data, have batches of their own."""
-        return self.pipeline * self.context * self.tensor
-
-    @property
-    def tensor_by_torch(self) -> bool:
-        """Whether torch divides the matrices, by ``parallelize_module``."""
-        return self.tensor > 1 and self.tensor_by.startswith("torch")
-
-    @property
-    def by_torch(self) -> bool:
-        """Whether ranks share a batch as torch has it."""
-        return self.tensor_by_torch or self.context_by_torch or self.pipeline_by_torch
-
-    @property
-    def pipeline_by_torch(self) -> bool:
-        """Whether torch runs the stages of a pipeline."""
-        return self.pipeline > 1 and self.pipeline_by == "torch"
-
-    @property
-    def context_by_torch(self) -> bool:
-        """Whether torch's context parallelism divides sequences."""
-        return self.context > 1 and self.context_order in TORCH_CONTEXT_ORDERS
+    """The device, the build or a library cannot run the step; the message says why."""
 
 
 _POLICIES = {"input": "full", "recursive": "recursive", "matmuls": "keep-matmuls", "attention": "keep-attention"}
@@ -226,7 +49,7 @@ _COUNTED_POLICIES = {"every": "every", "after": "first"}
 def kept_as(keep: str) -> dict[str, str]:
     """Return the values of the columns ``keep`` and ``checkpoint`` for a value of ``--keep``.
 
-    ``autograd-every-3`` means keep autograd and checkpoint every-3; other values leave ``checkpoint`` out.
+    ``autograd-every-3`` means keep autograd and checkpoint every-3. Without ``autograd-`` there is no ``checkpoint``.
 
     Raises:
         ValueError: no policy of activation checkpointing has this name.
@@ -256,7 +79,7 @@ KEEP_HELP = (
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """Says everything that decides how a training step runs, except its data."""
+    """All that decides how a training step runs, except its data."""
 
     device: str = "cpu"
     size: str | ModelConfig = option(
@@ -400,7 +223,7 @@ class TrainingCase:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe by which matmuls of blocks are quantized, or that of none."""
+        """The recipe by which matmuls of blocks are quantized, if they are."""
         return Recipe(self.matmul_dtype, self.gradient_dtype, self.scaling, self.fp8_skip_first, self.fp8_skip_last)
 
     @property
@@ -430,12 +253,12 @@ class TrainingCase:
 
     @property
     def n_trained(self) -> int:
-        """The number of parameters that are trained, of the whole model."""
+        """The number of trained parameters of the whole model."""
         return self.config.n_parameters if self.lora is None else self.lora.n_parameters(self.config)
 
     @property
     def moment_bytes(self) -> int:
-        """The bytes of an element of each of AdamW's moments; the trainer may override this."""
+        """Bytes of one element of one of AdamW's moments; the trainer overrides this."""
         return self.precision.parameter_bytes
 
     @property
@@ -450,11 +273,11 @@ class TrainingCase:
 
     @property
     def tokens_per_step(self) -> int:
-        """The tokens of a step of the ranks that share its micro-batches."""
+        """The tokens of a step on one data rank."""
         return self.accumulate * self.batch_size * self.context_length
 
     def __str__(self) -> str:
-        """Return a few words for people, which name what differs from plain eager training."""
+        """Return the shape and the differences from plain eager training, in a few words."""
         return " ".join([self.shape_words, *self.extras])
 
     @property
@@ -475,4 +298,4 @@ class TrainingCase:
 
 
 RECIPE = ("matmul_dtype", "gradient_dtype", "scaling", "fp8_skip_first", "fp8_skip_last")
-"""The fields that together are a recipe of quantized matmuls."""
+"""The fields of ``TrainingCase`` that make up ``recipe``."""

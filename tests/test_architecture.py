@@ -14,6 +14,7 @@ PACKAGE = ROOT / "cs336_systems"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 LADDER = (
     {"config", "hardware", "processes", "declared"},
+    {"ranks"},
     {"case"},
     {"costs"},
     {"refusals"},
@@ -32,7 +33,7 @@ LADDER = (
     {"answers"},
     {"benchmarks", "scripts"},
 )
-PURE = ("config", "hardware", "declared", "case", "costs", "refusals")
+PURE = ("config", "hardware", "declared", "ranks", "case", "costs", "refusals")
 SOURCES = sorted(
     path for folder in ("cs336_systems", "benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py")
 )

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.case import TrainingCase
 from cs336_systems.config import Lora
+from cs336_systems.ranks import Parallel
 from cs336_systems.refusals import REFUSALS, refusal
 
 PLAIN = TrainingCase(size="tiny", context_length=64)

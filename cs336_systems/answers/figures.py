@@ -19,7 +19,6 @@ from cs336_systems.answers.evidence import seal
 from cs336_systems.answers.optimizers import optimizers_figure
 from cs336_systems.answers.predicted import points, scatter_figure
 from cs336_systems.answers.training import of_bf16_commands, rates_of_others
-from cs336_systems.case import SCHEDULES
 from cs336_systems.costs.parallelism.pipeline import simulate
 from cs336_systems.experiments.attention import scaling_figure as attention_figure
 from cs336_systems.experiments.blocks import kept_figure
@@ -38,6 +37,7 @@ from cs336_systems.experiments.streaming import heatmap_figure
 from cs336_systems.experiments.training import rates_figure
 from cs336_systems.harness.record import DEFAULTS, EARLIER, NOT_RECORDED
 from cs336_systems.pretraining.run_log import Run
+from cs336_systems.ranks import SCHEDULES
 from cs336_systems.report.figures import save
 from cs336_systems.report.pipelines import pipelines_figure, simulated
 from cs336_systems.report.run_figure import run_figure

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.blocks import BlockOps
-from cs336_systems.case import context_parts
 from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.model import TransformerLM
+from cs336_systems.ranks import context_parts
 
 
 def positions(length: int, rank: int, n_ranks: int, order: str) -> Tensor:

@@ -22,9 +22,9 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cs336_systems.case import mesh_shape
 from cs336_systems.distributed.pipeline import directions
 from cs336_systems.distributed.process_group import Rank, divisions
+from cs336_systems.ranks import mesh_shape
 
 DIMENSIONS = ("pipeline", "replica", "shard", "context", "tensor")
 

@@ -19,9 +19,9 @@ import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.case import SPLIT_BY_TORCH
 from cs336_systems.costs.parallelism.schedules import Schedule
 from cs336_systems.model import TransformerLM
+from cs336_systems.ranks import SPLIT_BY_TORCH
 
 _NAMES = {
     "gpipe": "GPipe",

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from cs336_systems.case import RECIPE, Parallel, TrainingCase
+from cs336_systems.case import RECIPE, TrainingCase
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment
 from cs336_systems.experiments.options import RankedCase, RankedRun, training_cells
@@ -42,6 +42,7 @@ from cs336_systems.experiments.ranked import (
     with_earlier_rows,
     with_effort,
 )
+from cs336_systems.ranks import Parallel
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:

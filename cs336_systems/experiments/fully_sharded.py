@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from cs336_systems.case import RECIPE, GatherBy, Parallel, TrainingCase
+from cs336_systems.case import RECIPE, TrainingCase
 from cs336_systems.config import PRECISIONS, Precision, resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.speed_of_light import least_ms
@@ -35,6 +35,7 @@ from cs336_systems.experiments.ranked import (
     with_effort,
 )
 from cs336_systems.hardware import find_hardware
+from cs336_systems.ranks import GatherBy, Parallel
 from cs336_systems.report.results import MAIN, MISSING, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:

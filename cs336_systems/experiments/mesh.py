@@ -16,16 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.case import (
-    PIPELINE,
-    RECIPE,
-    SPLIT_BY_TORCH,
-    TORCH_CONTEXT_ORDERS,
-    Parallel,
-    PipelineBy,
-    TensorBy,
-    TrainingCase,
-)
+from cs336_systems.case import RECIPE, TrainingCase
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.fsdp import MAXIMA_BYTES, model_units, quantized_units, step_traffic
 from cs336_systems.costs.parallelism.layout import Layout
@@ -50,6 +41,7 @@ from cs336_systems.experiments.ranked import (
     with_effort,
 )
 from cs336_systems.hardware import find_hardware
+from cs336_systems.ranks import PIPELINE, SPLIT_BY_TORCH, TORCH_CONTEXT_ORDERS, Parallel, PipelineBy, TensorBy
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 if TYPE_CHECKING:

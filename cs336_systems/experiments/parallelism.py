@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.case import SCHEDULES
 from cs336_systems.costs.communication import RingCost, cost
 from cs336_systems.costs.parallelism import failures, forms, mesh, pipeline, scaling
+from cs336_systems.ranks import SCHEDULES
 from cs336_systems.report.command_line import complain
 
 if TYPE_CHECKING:

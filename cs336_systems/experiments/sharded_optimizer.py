@@ -20,12 +20,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from cs336_systems.case import RECIPE, Parallel, TrainingCase
+from cs336_systems.case import RECIPE, TrainingCase
 from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB, link_bytes_per_step, state_bytes_by_rank
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment, presented
 from cs336_systems.experiments.options import RankedCase, RankedRun, training_cells
 from cs336_systems.experiments.ranked import EFFORT, Effort, check_losses, time_metrics, with_effort
+from cs336_systems.ranks import Parallel
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.blocks import block_ops
-from cs336_systems.case import Parallel, TrainingCase, Unsupported
+from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.costs.flops import model_flops
 from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.rates import Rates
@@ -42,6 +42,7 @@ from cs336_systems.harness.clock import (
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.capped import caps_within, hardware_of
+from cs336_systems.ranks import Parallel
 from cs336_systems.report.figures import save
 from cs336_systems.report.timeline import streaming_figure, timeline_rows
 from cs336_systems.streaming.build import build

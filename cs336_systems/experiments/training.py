@@ -15,7 +15,6 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cs336_systems.case import Parallel
 from cs336_systems.config import ATTENTIONS, MODEL_SIZES, resolve_size
 from cs336_systems.costs.kept import check_known
 from cs336_systems.declared import like, option, options_of
@@ -23,6 +22,7 @@ from cs336_systems.experiments.driver import Experiment, one_stage, presented
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.experiments.options import RunOptions, cell_of
 from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.ranks import Parallel
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import pandas as pd
 
-from cs336_systems.case import PIPELINE, Parallel, TrainingCase
+from cs336_systems.case import TrainingCase
+from cs336_systems.ranks import PIPELINE, Parallel
 
 SCHEMA_VERSION = 1
 

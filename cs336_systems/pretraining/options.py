@@ -10,16 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
-from cs336_systems.case import (
-    CONTEXT_ORDER_HELP,
-    CONTEXT_ORDERS,
-    SHARED_BATCH,
-    GatherBy,
-    Parallel,
-    TrainingCase,
-    kept_as,
-    mesh_shape,
-)
+from cs336_systems.case import TrainingCase, kept_as
 from cs336_systems.config import Lora, ModelConfig, resolve_size
 from cs336_systems.costs.kept import default_keep
 from cs336_systems.declared import like, option, option_name, options_of
@@ -28,6 +19,7 @@ from cs336_systems.pretraining.replica_options import ReplicaFields
 from cs336_systems.pretraining.run_refusals import run_refusal
 from cs336_systems.pretraining.schedules import LearningRate, ScheduleKind
 from cs336_systems.pretraining.sources import sources_of
+from cs336_systems.ranks import CONTEXT_ORDER_HELP, CONTEXT_ORDERS, SHARED_BATCH, GatherBy, Parallel, mesh_shape
 from cs336_systems.refusals import refusal
 
 CHOSEN = ("batch_size", "keep", "offload")

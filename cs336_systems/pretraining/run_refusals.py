@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.case import RECIPE, Parallel
+from cs336_systems.case import RECIPE
 from cs336_systems.config import ADAPTED, PACKING
 from cs336_systems.declared import flag, option_name, options_in
 from cs336_systems.pretraining.replica_options import faults_of
+from cs336_systems.ranks import Parallel
 
 if TYPE_CHECKING:
     from cs336_systems.pretraining.options import TrainOptions

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.cells import cell_len, set_cell_size
 
-from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.case import TrainingCase
 from cs336_systems.declared import plain_values
+from cs336_systems.ranks import Parallel
 from cs336_systems.report.command_line import Format
 
 if TYPE_CHECKING:

@@ -29,11 +29,12 @@ from torch._C._distributed_c10d import FakeWork
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336_systems.case import SHARED_BATCH, Parallel, TrainingCase
+from cs336_systems.case import TrainingCase
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PARTS, PeakMemory, cuda_block_bytes
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.kernels.allocating import FUNCTIONS, only_allocating
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
+from cs336_systems.ranks import SHARED_BATCH, Parallel
 from cs336_systems.training.assemble import build_unchecked, finish, mesh_of
 from cs336_systems.training.precision import matmul_dtype
 from cs336_systems.training.step import TrainStep

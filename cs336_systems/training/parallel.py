@@ -21,7 +21,6 @@ from torch import nn
 from cs336_systems.blocks import QuantizedProducts, WrittenOutBlock
 from cs336_systems.blocks.quantized import FORMATS, WEIGHTS
 from cs336_systems.blocks.weights import PARTS
-from cs336_systems.case import Parallel
 from cs336_systems.distributed.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_quantized import QuantizedTravel
@@ -30,6 +29,7 @@ from cs336_systems.distributed.process_group import Rank, limited_group
 from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, SHARD, ShardedOptimizer
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
+from cs336_systems.ranks import Parallel
 from cs336_systems.training.muon import Muon, RowsOfRanks, muon_groups
 from cs336_systems.training.optimizer import decay_groups, optimizer_class
 

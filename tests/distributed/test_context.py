@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from cs336_systems.blocks import REFERENCE, BlockGradients, BlockWeights, Saved, backward, forward
 from cs336_systems.blocks.ops import block_ops
-from cs336_systems.case import CONTEXT_ORDERS
 from cs336_systems.costs.kept import LEVELS, kept_names
 from cs336_systems.costs.parallelism.step import GATHER, SCATTER, SEND, context_sent
 from cs336_systems.distributed.context import context_ops, positions
 from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.traffic import Traffic
+from cs336_systems.ranks import CONTEXT_ORDERS
 
 from ..attention.test_packed import starts_of
 from ..blocks.cases import LLAMA, QWEN3, block_of, inputs, tables, written_out

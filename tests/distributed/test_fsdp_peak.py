@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
 
-from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.case import TrainingCase
 from cs336_systems.config import ModelConfig
 from cs336_systems.distributed.process_group import Rank
+from cs336_systems.ranks import Parallel
 from cs336_systems.training import assemble, random_batch
 from tests.live_bytes import LiveBytes
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.case import Parallel, TrainingCase, Unsupported
+from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import LEVELS
 from cs336_systems.costs.parallelism import step as costs
@@ -22,6 +22,7 @@ from cs336_systems.distributed.tensor import tensor_dim
 from cs336_systems.harness.traffic import Traffic
 from cs336_systems.kernels.linear_cross_entropy import IGNORED
 from cs336_systems.model import TransformerLM
+from cs336_systems.ranks import Parallel
 from cs336_systems.training.assemble import assemble, build_model, finish, mesh_of, random_batch
 from cs336_systems.training.clipping import GradientGuard
 

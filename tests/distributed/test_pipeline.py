@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.case import SCHEDULES, Parallel
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import LEVELS
 from cs336_systems.costs.parallelism.schedules import Schedule
@@ -24,6 +23,7 @@ from cs336_systems.distributed.fsdp_parameters import GroupState
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.ranked import PreparedStep, check_replicas
 from cs336_systems.harness.traffic import Traffic
+from cs336_systems.ranks import SCHEDULES, Parallel
 from cs336_systems.training.assemble import assemble, mesh_of, random_batch
 from cs336_systems.training.step import local_gradients
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from cs336_systems.case import Parallel
 from cs336_systems.costs.parallelism import step as costs
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.tensor import GroupRanks
 from cs336_systems.distributed.tensor_travel import TravellingRanks
 from cs336_systems.experiments.mesh import MeshCell, predicted_messages
 from cs336_systems.harness.traffic import Traffic
+from cs336_systems.ranks import Parallel
 
 from .checks import checks_of, on_each
 from .driver import Imagined

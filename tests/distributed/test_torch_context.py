@@ -16,11 +16,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.library import _scoped_library
 
 from cs336_systems.attention.dispatch import attention_op
-from cs336_systems.case import TORCH_CONTEXT_ATTENTIONS, TORCH_CONTEXT_ORDERS
 from cs336_systems.distributed.context import positions
 from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.torch_context import sharing_by_torch
+from cs336_systems.ranks import TORCH_CONTEXT_ATTENTIONS, TORCH_CONTEXT_ORDERS
 
 from .checks import checks_of, on_each, on_gpus, spawn
 from .test_context import draw

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336_systems.case import SCHEDULES, Parallel
 from cs336_systems.costs.parallelism.schedules import make_schedule
 from cs336_systems.distributed.process_group import Rank
+from cs336_systems.ranks import SCHEDULES, Parallel
 from cs336_systems.training import assemble, random_batch
 
 from .checks import on_ranks

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336_systems.case import Parallel
 from cs336_systems.distributed.process_group import Rank
+from cs336_systems.ranks import Parallel
 from cs336_systems.training import assemble, random_batch
 from tests.distributed.checks import on_ranks
 from tests.distributed.test_mesh import LLAMA, QWEN2, Meshed

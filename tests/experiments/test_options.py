@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.case import TrainingCase
 from cs336_systems.declared import like, option, options_in, options_of
 from cs336_systems.experiments.options import (
     RankedCase,
@@ -15,6 +15,7 @@ from cs336_systems.experiments.options import (
     check_options,
     training_cells,
 )
+from cs336_systems.ranks import Parallel
 from cs336_systems.report.command_line import parse
 
 

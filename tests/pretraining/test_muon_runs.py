@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.case import Parallel
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank, joined
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.trainer import train
+from cs336_systems.ranks import Parallel
 from cs336_systems.training.muon import muon_groups
 from cs336_systems.training.parallel import make_parallel_optimizer
 from tests.distributed.checks import on_gpus, on_ranks

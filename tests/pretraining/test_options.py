@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.case import Parallel
 from cs336_systems.config import resolve_size
 from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.ranks import Parallel
 
 PLAIN = TrainOptions.default("cpu")
 

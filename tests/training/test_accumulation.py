@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.case import Parallel
 from cs336_systems.config import MODEL_SIZES, phase_of
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.kernels.linear_cross_entropy import IGNORED
+from cs336_systems.ranks import Parallel
 from cs336_systems.training import TrainingCase, TrainStep, assemble, random_batch
 from tests.distributed.checks import checks_of, on_each
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.case import Parallel, TrainingCase, Unsupported
+from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
+from cs336_systems.ranks import Parallel
 from cs336_systems.training import assemble, random_batch
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.step import TrainStep

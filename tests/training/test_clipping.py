@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.case import TrainingCase
 from cs336_systems.config import MODEL_SIZES
+from cs336_systems.ranks import Parallel
 from cs336_systems.training.assemble import build_model, finish, random_batch
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.parallel import make_parallel_optimizer, wrap

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.case import UNCAPTURED_STEPS, Parallel, Unsupported
+from cs336_systems.case import UNCAPTURED_STEPS, Unsupported
 from cs336_systems.config import MODEL_SIZES, Lora
 from cs336_systems.distributed import process_group
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.kernels.linear_cross_entropy import IGNORED
+from cs336_systems.ranks import Parallel
 from cs336_systems.training import TrainingCase, TrainStep, assemble
 from cs336_systems.training.assemble import build_model, finish
 from cs336_systems.training.clipping import GradientGuard

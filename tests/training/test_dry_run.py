@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from cs336_systems.case import Parallel, TrainingCase, Unsupported
+from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.config import MODEL_SIZES, ModelConfig, resolve_size
 from cs336_systems.costs.kept import LEVELS, bytes_kept
 from cs336_systems.costs.memory import PARTS
 from cs336_systems.harness.memory import cublas_workspace_bytes, predicted_bytes, predicted_states
 from cs336_systems.kernels.allocating import computes
+from cs336_systems.ranks import Parallel
 from cs336_systems.training import assemble, random_batch
 from cs336_systems.training.dry_run import dry_run
 from tests.live_bytes import LiveBytes

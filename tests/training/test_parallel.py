@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cs336_systems.case import Parallel, TrainingCase, Unsupported
+from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.config import MODEL_SIZES, ModelConfig
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.traffic import Traffic
 from cs336_systems.model import TransformerLM
+from cs336_systems.ranks import Parallel
 from cs336_systems.training import assemble, random_batch
 from tests.distributed.checks import on_ranks
 

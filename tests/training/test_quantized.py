@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.case import TrainingCase
 from cs336_systems.config import MODEL_SIZES, PRECISIONS, Recipe
 from cs336_systems.distributed.process_group import Rank
+from cs336_systems.ranks import Parallel
 from cs336_systems.training import TrainStep, assemble, random_batch
 from cs336_systems.training.precision import recipe_unsupported_reason
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.case import Parallel, TrainingCase, Unsupported
+from cs336_systems.case import TrainingCase, Unsupported
+from cs336_systems.ranks import Parallel
 from cs336_systems.training import TrainStep, assemble, check_supported, random_batch
 
 from .test_parallel import CONFIG, LLAMA, QWEN, Shared

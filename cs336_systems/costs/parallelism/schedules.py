@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
-from cs336_systems.case import SCHEDULES
+from cs336_systems.ranks import SCHEDULES
 
 Kind = Literal["F", "B", "W", "BW"]
 """Forward, input gradient, weight gradient, or the last two in one piece."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from cs336_systems.case import SCHEDULES
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.flops import model_flops
 from cs336_systems.costs.parallelism.bubbles import simulates
@@ -25,6 +24,7 @@ from cs336_systems.costs.parallelism.schedules import places_of
 from cs336_systems.costs.parallelism.seconds import Moments, StepSeconds, step_seconds
 from cs336_systems.costs.streaming import LEVELS, MASTER_MOMENTS
 from cs336_systems.hardware import GIB, Hardware
+from cs336_systems.ranks import SCHEDULES
 
 USABLE = 0.95
 """The share of a GPU's memory that tensors may take: the CUDA context, NCCL's buffers and fragmentation need the rest

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cs336_systems.case import SCHEDULES
 from cs336_systems.costs.parallelism import bubbles, pipeline
 from cs336_systems.costs.parallelism.bubbles import alive, least_bubble, simulates, span_seconds
+from cs336_systems.ranks import SCHEDULES
 
 DURATIONS = {"F": 2.0, "B": 2.7, "W": 1.5}
 

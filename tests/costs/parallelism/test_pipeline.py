@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from cs336_systems.case import SCHEDULES
 from cs336_systems.costs.parallelism.pipeline import Timeline, simulate, timed
 from cs336_systems.costs.parallelism.schedules import UNIT, make_schedule
+from cs336_systems.ranks import SCHEDULES
 
 DURATIONS = [UNIT, {"F": 1.0, "B": 1.25, "W": 0.75}]
 SHAPES = [(1, 3), (2, 4), (4, 12)]

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.case import TrainingCase
 from cs336_systems.config import PRECISIONS, resolve_size
 from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.rank_memory import rank_peak
 from cs336_systems.costs.parallelism.stages import stages_of
 from cs336_systems.costs.streaming import LEVELS, MOMENTS
+from cs336_systems.ranks import Parallel
 from cs336_systems.training.dry_run import dry_run
 
 CLOSE = 0.05

@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import pytest
 
-from cs336_systems.case import SCHEDULES
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.parallelism import seconds
 from cs336_systems.costs.parallelism.schedules import VEE
 from cs336_systems.costs.parallelism.search import USABLE, Candidate, Job, Search, divisors
 from cs336_systems.hardware import GIB, find_hardware, hardware_named
+from cs336_systems.ranks import SCHEDULES
 
 H100 = hardware_named("h100")
 SMALL = ModelConfig("small", d_model=4096, d_ff=14_336, n_layers=8, n_heads=32, n_kv_heads=8, vocab_size=32_000)
