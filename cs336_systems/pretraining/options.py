@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from cs336_systems.case import TrainingCase, kept_as
-from cs336_systems.config import Lora, ModelConfig, resolve_size
+from cs336_systems.config import ADAPTED, Adapted, Lora, ModelConfig, resolve_size
 from cs336_systems.costs.kept import default_keep
 from cs336_systems.declared import like, option, option_name, options_of
-from cs336_systems.pretraining.lora_options import LoraFields
 from cs336_systems.pretraining.replica_options import ReplicaFields
 from cs336_systems.pretraining.run_refusals import run_refusal
 from cs336_systems.pretraining.schedules import LearningRate, ScheduleKind
@@ -122,7 +121,7 @@ class TrainerCase(TrainingCase):
 
 
 @dataclass(frozen=True)
-class RunFields(LoraFields, ReplicaFields):
+class RunFields(ReplicaFields):
     """The options of a training run that do not describe its step."""
 
     CPU_DEFAULTS: ClassVar[dict[str, Any]] = {
@@ -135,6 +134,18 @@ class RunFields(LoraFields, ReplicaFields):
     CPU_WALLTIME: ClassVar[float] = 70.0
     """Seconds of walltime of the command without any option on a CPU, so that a first try ends soon."""
 
+    lora_rank: int | None = option(
+        None,
+        "Train low-rank adapters (LoRA) of this rank beside the weights of --init, which are frozen; not with --keep "
+        "autograd. None trains all weights.",
+        sign="positive",
+    )
+    lora_alpha: float | None = option(
+        None, "Adapters' products are multiplied by this over the rank; by default twice the rank.", sign="positive"
+    )
+    lora_on: tuple[Adapted, ...] = ADAPTED
+    """Matrices with adapters: qkv (queries, keys and values), output (of attention), gate_up and down (of the
+    feed-forward)."""
     init: Path | None = None
     """Hugging Face folder whose weights are trained further, instead of --size."""
     data: Path | tuple[Path, ...] | None = None
@@ -233,6 +244,14 @@ class RunFields(LoraFields, ReplicaFields):
         sign="positive",
     )
     seed: int = option(0, "Seed of parameters, data order and stochastic rounding.", sign="not negative")
+
+    @property
+    def lora(self) -> Lora | None:
+        """The adapters, if there are to be some."""
+        if self.lora_rank is None:
+            return None
+        alpha = 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+        return Lora(self.lora_rank, alpha, tuple(name for name in ADAPTED if name in self.lora_on))
 
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from cs336_systems.declared import flag, option
+from cs336_systems.declared import option
 
 Agree = Literal["every-step", "diloco"]
 FaultKind = Literal["kill", "stall", "nan"]
@@ -58,15 +58,6 @@ class ReplicaFields:
     fail: str | None = None
     """Faults to try replicas with, as in "kill 1 at 40; stall 0 at 60 for 20s; nan 2 at 80; kill lighthouse at 90":
     real signals to replica 1 in step 40, and so on."""
-
-    @property
-    def stray(self) -> str | None:
-        """The first option that is given and has no meaning without ``--agree``, or without ``--agree diloco``."""
-        of_diloco = ("agree_every", "agree_fragments", "agree_delay", "agree_dtype", "outer_learning_rate")
-        of_any = ("agree_timeout", "ranks_per_replica", "lighthouse", "replica", "fail")
-        names = (() if self.agree == "diloco" else (*of_diloco, "outer_momentum")) + (() if self.agree else of_any)
-        given = (name for name in names if getattr(self, name) != getattr(ReplicaFields, name))
-        return next((f"{flag(name)} {getattr(self, name)}" for name in given), None)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The faults of a training run's options that show without data, device or ranks. Imports no torch.
 
-Checks come in this order: signs of numbers, options that exclude each other, the conditions of ``REFUSALS``, and memory
-limits. ``TrainOptions.check`` then asks ``cs336_systems/refusals.py`` about the step.
+Checks come in this order: signs of numbers, two options for one thing, options without what they are for, the
+conditions of ``REFUSALS``, and memory limits. ``TrainOptions.check`` then checks the step by
+``cs336_systems/refusals.py``.
 """
 
 import math
@@ -13,7 +14,6 @@ from cs336_systems.case import RECIPE
 from cs336_systems.config import ADAPTED, PACKING
 from cs336_systems.declared import flag, option_name, options_in
 from cs336_systems.pretraining.replica_options import faults_of
-from cs336_systems.ranks import Parallel
 
 if TYPE_CHECKING:
     from cs336_systems.pretraining.options import TrainOptions
@@ -37,6 +37,21 @@ _UNDER_CAPS: dict[str, tuple[Any, ...]] = {
 """The values that some options may have under memory limits."""
 
 
+_DILOCO = ("agree_every", "agree_fragments", "agree_delay", "agree_dtype", "outer_learning_rate", "outer_momentum")
+_AGREEING = (*_DILOCO, "agree_timeout", "ranks_per_replica", "lighthouse", "replica", "fail")
+_ONLY_FOR: tuple[tuple[tuple[str, ...], Callable[["TrainOptions"], bool], str], ...] = (
+    (RECIPE[1:], lambda o: o.matmul_dtype != "same", "quantized matmuls, and --matmul-dtype is same"),
+    (("gather_by",), lambda o: o.zero == 3, "--zero 3, got --zero {o.zero}"),
+    (("tensor_by",), lambda o: o.tensor > 1, "--tensor of 2 or more, got 1"),
+    (("context_order",), lambda o: o.context > 1, "--context of 2 or more, got 1"),
+    (("pipeline_schedule",), lambda o: o.pipeline > 1, "--pipeline of 2 or more, got 1"),
+    (("chunk",), lambda o: o.capped, "a run under --device-gib and --host-gib"),
+    (_AGREEING, lambda o: o.agree is not None, "replicas that agree: --agree every-step or --agree diloco"),
+    (_DILOCO, lambda o: o.agree == "diloco", "--agree diloco, got --agree {o.agree}"),
+)
+"""Options that may only be given if a condition holds, and what they are for."""
+
+
 def run_refusal(options: "TrainOptions") -> str | None:
     """Return why no run can have these options, in one sentence, or None if one can.
 
@@ -50,9 +65,10 @@ def run_refusal(options: "TrainOptions") -> str | None:
     for one, other in _ALTERNATIVES:
         if one in given and other in given:
             return f"{given[one]} and {given[other]}: give one of them"
-    for name in RECIPE[1:] if options.matmul_dtype == "same" else ():
-        if name in given:
-            return f"{given[name]} is for quantized matmuls, and --matmul-dtype is same"
+    for names, served, what in _ONLY_FOR:
+        for name in names:
+            if name in given and not served(options):
+                return f"{given[name]} is for {what.format(o=options)}"
     for refused, sentence in REFUSALS:
         if refused(options):
             return sentence.format(o=options)
@@ -116,30 +132,13 @@ REFUSALS: tuple[tuple[Callable[["TrainOptions"], bool], str], ...] = (
         "--agree {o.agree} does not go together with --resume-from {o.resume_from}",
     ),
     (lambda o: o.choose_fastest and o.device != "cuda", "--choose-fastest is for --device cuda, got {o.device}"),
-    (lambda o: o.gather_by == "copies" and o.zero != 3, "--gather-by copies is for --zero 3, got --zero {o.zero}"),
     (
         lambda o: o.copies_in_world > 1 and o.zero != 3,
         "--replicas {o.replicas} is for --zero 3, got --zero {o.zero}, or for --agree",
     ),
     (
-        lambda o: o.tensor_by != Parallel.tensor_by and o.tensor == 1,
-        "--tensor-by {o.tensor_by} is for --tensor of 2 or more, got 1",
-    ),
-    (
-        lambda o: o.context_order != Parallel.context_order and o.context == 1,
-        "--context-order {o.context_order} is for --context of 2 or more, got 1",
-    ),
-    (
-        lambda o: o.pipeline_schedule != Parallel.pipeline_schedule and o.pipeline == 1,
-        "--pipeline-schedule {o.pipeline_schedule} is for --pipeline of 2 or more, got 1",
-    ),
-    (
         lambda o: (o.device_gib is None) != (o.host_gib is None),
         "--device-gib and --host-gib are one thing: give both or none, got {o.device_gib} and {o.host_gib}",
-    ),
-    (
-        lambda o: o.chunk is not None and not o.capped,
-        "--chunk {o.chunk} is for a run under --device-gib and --host-gib",
     ),
     (
         lambda o: o.packing and o.attention not in PACKING,
@@ -178,11 +177,6 @@ REFUSALS: tuple[tuple[Callable[["TrainOptions"], bool], str], ...] = (
         lambda o: o.lora_rank is not None and o.agree is not None,
         "--lora-rank {o.lora_rank} does not go together with --agree {o.agree}",
     ),
-    (
-        lambda o: o.stray is not None and o.agree is None,
-        "{o.stray} is for replicas that agree: --agree every-step or --agree diloco",
-    ),
-    (lambda o: o.stray is not None, "{o.stray} is for --agree diloco, got --agree {o.agree}"),
     (
         lambda o: (o.lighthouse is None) != (o.replica is None),
         "--lighthouse and --replica are one thing: give both or none, got {o.lighthouse} and {o.replica}",
