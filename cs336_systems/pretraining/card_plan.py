@@ -194,14 +194,12 @@ class CardPlan:
                 levels = (0, 1, 3) if data > 1 else (0,)
                 by = ("collectives", "copies") if tensor > 1 else ("collectives",)
                 for zero, keep, tensor_by in product(levels, KEEPS, by):
-                    yield Layout.of_data(
-                        *(data, zero),
-                        tensor_by=tensor_by,
-                        tensor=tensor,
-                        keep=keep,
-                        micro_batch=micro_batch,
-                        n_micro_batches=sequences // data // micro_batch,
-                    )
+                    yield self._layout(data, zero, tensor, tensor_by, keep, micro_batch)
+
+    def _layout(self, data: int, zero: int, tensor: int, tensor_by: str, keep: str, micro_batch: int) -> Layout:
+        n_micro_batches = self.tokens_per_step // self.length // data // micro_batch
+        how: dict[str, Any] = {"tensor": tensor, "tensor_by": tensor_by, "keep": keep, "micro_batch": micro_batch}
+        return Layout.of_data(data, zero, n_micro_batches=n_micro_batches, **how)
 
     def _divides(self, tensor: int) -> bool:
         try:
@@ -259,13 +257,9 @@ class CardPlan:
                     ways.setdefault(name, []).append(self.way(layout, offload, recipe))
                 if least is None or peak < least.device_bytes:
                     least = self.way(layout, offload, recipe)
-        found: dict[str, Way] = {}
-        for name, fitting in ways.items():
-            for way in sorted(fitting, key=lambda way: -way.tokens_per_s):
-                if self.fault(way) is None:
-                    found[name] = way
-                    break
-        return found, least
+        fastest = ((name, sorted(fitting, key=lambda way: -way.tokens_per_s)) for name, fitting in ways.items())
+        accepted = {name: next((way for way in those if self.fault(way) is None), None) for name, those in fastest}
+        return {name: way for name, way in accepted.items() if way is not None}, least
 
     def _refuse(self, least: Way | None) -> NoReturn:
         cards, what = f"{self.asked.gpus} x {self.hardware.name}", f"{self.config.name} at {self.length:,} tokens"
@@ -342,14 +336,8 @@ class CardPlan:
         micro_batch = math.gcd(sequences // data, own.batch_size) if own.choose_fastest else own.batch_size
         if not case.written_out or shared or sequences % (data * micro_batch):
             return None
-        layout = Layout.of_data(
-            *(data, own.zero if data > 1 else 0),
-            tensor=own.tensor,
-            keep=case.keep,
-            tensor_by=own.tensor_by,
-            micro_batch=micro_batch,
-            n_micro_batches=sequences // data // micro_batch,
-        )
+        zero = own.zero if data > 1 else 0
+        layout = self._layout(data, zero, own.tensor, own.tensor_by, case.keep, micro_batch)
         return self.way(layout, frozenset(own.offload), case.recipe)
 
     @property

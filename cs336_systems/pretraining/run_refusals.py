@@ -58,8 +58,14 @@ def run_refusal(options: "TrainOptions") -> str | None:
     Raises:
         ValueError: ``--fail`` names a fault that is not known.
     """
-    if reason := _wrong_sign(options):
-        return reason
+    for each, of in options_in(options):
+        name, value = option_name(each), getattr(options, option_name(each))
+        if not of.sign or value is None:
+            continue
+        if not math.isfinite(value):
+            return f"{flag(name)} must be finite, got {value}"
+        if value < 0 or (value == 0 and of.sign == "positive"):
+            return f"{flag(name)} must {'be positive' if of.sign == 'positive' else 'not be negative'}, got {value}"
     values = ((each.name, getattr(options, each.name), each.default) for each in fields(options))
     given = {name: f"{flag(name)} {value}" for name, value, default in values if value != default}
     for one, other in _ALTERNATIVES:
@@ -73,19 +79,6 @@ def run_refusal(options: "TrainOptions") -> str | None:
         if refused(options):
             return sentence.format(o=options)
     return _over_caps(options) if options.capped else None
-
-
-def _wrong_sign(options: "TrainOptions") -> str | None:
-    for each, of in options_in(options):
-        name, value = option_name(each), getattr(options, option_name(each))
-        if not of.sign or value is None:
-            continue
-        if not math.isfinite(value):
-            return f"{flag(name)} must be finite, got {value}"
-        if value < 0 or (value == 0 and of.sign == "positive"):
-            must = "be positive" if of.sign == "positive" else "not be negative"
-            return f"{flag(name)} must {must}, got {value}"
-    return None
 
 
 def _over_caps(options: "TrainOptions") -> str | None:

@@ -179,7 +179,10 @@ class _Run:
                 self._evaluate(self._prepared.evaluation)
             while self._made < self._prepared.n_steps and self._reason is None:
                 queued = self._queue_step(stop, deferred)
-                self._tell_of_worlds()
+                for record in self._agreement.told():
+                    self._log.write(record)
+                if self._agreement.hopeless:
+                    raise NonFiniteStep(self._agreement.hopeless)
                 if queued is None:
                     continue
                 self._tell(deferred.push(*queued), self._made - 1)
@@ -221,12 +224,6 @@ class _Run:
         self._tell_saves(self._saver.wait())
         self._log.say(str(error), "error")
         self._log.write(End(self._made, "failed"))
-
-    def _tell_of_worlds(self) -> None:
-        for record in self._agreement.told():
-            self._log.write(record)
-        if self._agreement.hopeless:
-            raise NonFiniteStep(self._agreement.hopeless)
 
     def _queue_step(self, stop: StopRequests, deferred: Deferred) -> list[Tensor] | None:
         """Queue one step on the device; return tensors for ``_VALUES``, or None if the step does not count."""
