@@ -19,7 +19,7 @@ from .trained import options, write_dataset
 
 os.environ["RUST_LOG"] = "error"  # read when torchft is imported
 healing = pytest.importorskip("cs336_systems.pretraining.healing")
-torchft_parts = pytest.importorskip("cs336_systems.pretraining.torchft_parts")
+torchft_groups = pytest.importorskip("cs336_systems.pretraining.torchft_parts")
 LighthouseServer = pytest.importorskip("torchft.coordination").LighthouseServer
 
 
@@ -255,7 +255,7 @@ def test_one_dies_twice_in_a_row_and_two_of_three_at_once(site):
 
 def test_one_that_has_made_the_last_step_leaves_once_all_have(site, monkeypatch):
     """The other is late to look whether somebody has gone since its averages came, which NCCL's group asks."""
-    monkeypatch.delattr(torchft_parts.Gloo, "errored")
+    monkeypatch.delattr(torchft_groups.Gloo, "errored")
     late = site.start("0", until=4, steps=4, fault=once("commit", 3, lambda: time.sleep(1)))
     prompt = site.start("1", until=4, steps=4)
     late.join(60), prompt.join(60)

@@ -188,7 +188,7 @@ def test_a_timer_of_an_older_group_ends_no_newer_one():
             self.n_aborts += 1
 
     group = Group()
-    timer = torchft_parts._AsOfNow(group)
+    timer = torchft_groups._AsOfNow(group)
     timer.abort()
     group.turn += 1
     timer.abort()
