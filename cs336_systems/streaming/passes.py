@@ -1,27 +1,18 @@
-"""The kernels of each kind of operation, on tensors in slots: the block, head and optimizer of one layer and chunk.
+"""Runs the kernels of each operation in a schedule, on tensors in slots: blocks, embedding, head and optimizer.
 
-    passes = Passes(plan, memory, fixed, ops, head, optimizer, guard)
+    passes = Passes(plan, memory, fixed, ops, optimizer, guard)
     passes.begin(token_ids, targets)
     passes.run(operation)                        # for every operation on the compute lane, in order
     passes.loss()
 
-The schedule says where results are written: matmuls write into slots themselves, what a kernel returns is copied there.
-Besides slots, kernels take memory from torch for as long as an operation lasts. Sums over chunks and rounds are taken
-in the schedule's order of one layer, which is the same for all plans with the same chunks in a round; so are the bits.
-
-A sequence that is longer than a chunk keeps the keys and values of a layer, chunk after chunk. Forward visits chunks
-first to last. A chunk's keys and values, a matmul of their own (``blocks/saved.py``: ``APART``), are written behind
-those of the chunks before, and its queries attend to all of them, the last query seeing the last key. Backward visits
-chunks last to first: each adds what its queries give to the gradients of all keys and values up to its own, whose sum
-is complete then, as no earlier query sees them. A block calls ``attending`` as it calls any attention
-(``blocks/ops.py``), so what is not kept is recomputed from the same keys by the same function: the same bits.
-
-Shape legend: S positions of a sequence up to a chunk's last, K key/value heads, E d_head; keys and values of a token
-are neighbours: (S, 2, K, E).
+The schedule says where results go. Matmuls write into slots directly; other results are copied there. Kernels may also
+take memory from torch for the duration of one operation. Sums over chunks and rounds are taken in the schedule's order
+for one layer. Plans with the same chunks in a round share that order, so they give the same bits. ``context.py`` has
+attention for sequences that are longer than a chunk.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,85 +20,33 @@ from torch import Tensor
 
 from cs336_systems.blocks import BlockGradients, BlockOps, BlockWeights, Saved, backward, forward, recall, write_out
 from cs336_systems.blocks.adapters import adapt
+from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import kept_names
 from cs336_systems.costs.streaming import HEAD_TOKENS, StreamedWork
-from cs336_systems.kernels.linear_cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_forward_backward,
-)
+from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward_backward
 from cs336_systems.model import TransformerLM
+from cs336_systems.streaming.context import Sums, attending
 from cs336_systems.streaming.memory import EMBEDDING, HEAD, NORM, Fixed, Memory
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.schedule import Kind, Operation
 from cs336_systems.training.clipping import GradientGuard
 
-
-@dataclass(frozen=True)
-class Sums:
-    """Gradients of keys and values, (S, 2, K, E) each."""
-
-    total: Tensor
-    """Sums over the chunks that have been, in at least fp32."""
-    part: Tensor
-    """Memory for the gradients that one chunk gives."""
-    is_last: bool
-    """Whether the chunk is its sequence's last, whose backward comes first: ``total`` is then overwritten."""
-
-
-def attending(
-    ops: BlockOps, context_S2KE: Tensor, sums: Sums | None = None, turned: Callable[[Tensor], Tensor] | None = None
-) -> BlockOps:
-    """``ops`` for a chunk of one sequence, whose own keys and values are the last ones of ``context``.
-
-    Args:
-        turned: (S, 2 K E) -> (S, K E), keys as attention reads them, where the context has them before their norm.
-    """
-
-    def heads() -> tuple[Tensor, Tensor]:
-        keys, values = _heads(context_S2KE)
-        if turned is not None:
-            keys = turned(context_S2KE.flatten(1)).view(keys.shape[2], *keys.shape[1::2]).transpose(0, 1)[None]
-        return keys, values
-
-    def forward(q_1HSE: Tensor, k_1KSE: Tensor, v_1KSE: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.attention_forward(q_1HSE, *heads())
-
-    def backward(
-        do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, into: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        assert sums is not None
-        dq, *own = into
-        ops.attention_backward(do, q, *heads(), o, lse, (dq, *_heads(sums.part)))
-        if sums.is_last:
-            sums.total.copy_(sums.part)
-        else:
-            sums.total.add_(sums.part)
-        for gradient, complete in zip(own, _heads(sums.total[-q.shape[2] :]), strict=True):
-            gradient.copy_(complete)
-
-    return replace(ops, attention_forward=forward, attention_backward=backward)
-
-
-def _heads(keys_values_S2KE: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as attention takes them: views (1, K, S, E)."""
-    keys, values = keys_values_S2KE.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
-    return keys, values
-
-
 LayerOptimizer = Callable[[int, Mapping[str, Sequence[Tensor]], Sequence[Tensor], Tensor | None], None]
-"""Called as ``run.LayerAdamW`` is."""
+"""Takes the arguments of ``run.LayerAdamW.__call__``."""
 
 IGNORED = -100
-"""The target that does not count."""
+"""The target of a token that does not count in the loss."""
+_OF_CHUNKS = frozenset({"input", "context", "attention", "products", "dy", "dcontext"})
+"""The items that exist once for each chunk."""
 
 
 class Passes:
-    """Kernels of a step's operations.
+    """Runs the operations of a step's compute lane.
 
     Args:
-        ops: operations of blocks; plans give the same bits if these are deterministic.
-        guard: takes norms; in a step with operations of kind ``NORM`` it also clips gradients and skips steps that are
-            not finite.
+        ops: the blocks' operations. Plans give the same bits if these are deterministic.
+        guard: computes gradient norms. In a step with operations of kind ``NORM`` it also clips gradients and skips
+            steps that are not finite.
         total: sums a tensor over the ranks of a ring, in place; None for one rank.
     """
 
@@ -129,10 +68,10 @@ class Passes:
         shell = one_block(plan.work, ops, dtype)
         self.block_parameters = dict(shell.layers[0].named_parameters())
         self.trained = [name for name, parameter in self.block_parameters.items() if parameter.requires_grad]
-        """The names of the parameters of a block that are trained."""
+        """Names of a block's trained parameters."""
         self.losses = torch.zeros(plan.rounds, plan.chunks, dtype=wide, device=device)
         self.norms = torch.zeros(config.n_layers + 2, dtype=wide, device=device)
-        """L2 norms of the gradients of each layer, of the embedding, of final norm with head; 0 for other ranks'."""
+        """L2 norms of the gradients: each layer, the embedding, final norm with head; 0 where another rank has them."""
         self.of_all = self.norms, self.losses
         """(norms, losses) of all ranks, once ``add_up`` has run."""
         self.clipping = False
@@ -152,11 +91,11 @@ class Passes:
         self.part = torch.empty(context_shape, dtype=dtype, device=device) if self.work.is_long else None
 
     def begin(self, token_ids: Tensor, targets: Tensor) -> None:
-        """Begins a step on ids (sequences, positions), or with starts, as ``TransformerLM`` takes them, (sequences,
-        positions, 2); a target of -100 does not count.
+        """Begins a step on ids (sequences, positions), or on ids with starts (sequences, positions, 2) as
+        ``TransformerLM`` takes them. A target of -100 does not count.
 
         Raises:
-            ValueError: not as many ids as the step has, or starts of sequences that are longer than a chunk.
+            ValueError: the number of ids is not the step's, or there are starts and a sequence is longer than a chunk.
         """
         expected = self.plan.n_sequences, self.work.context_length
         if tuple(token_ids.shape[:2]) != expected or tuple(targets.shape) != expected:
@@ -167,10 +106,10 @@ class Passes:
         self.clipping, self.scale = False, None
 
     def begin_evaluation(self, token_ids: Tensor, targets: Tensor) -> None:
-        """Begins an evaluation of ids (sequences, positions), at most those of a round; missing ones do not count.
+        """Begins an evaluation of ids (sequences, positions), at most one round's; missing ones do not count.
 
         Raises:
-            ValueError: they are none, too many, or of another length.
+            ValueError: there are no sequences, too many, or sequences of another length.
         """
         most, seq_len = self.plan.round_sequences, self.work.context_length
         n, *rest = targets.shape
@@ -183,42 +122,36 @@ class Passes:
 
     def _take(self, token_ids: Tensor, targets: Tensor) -> None:
         n = targets.numel()
-        if token_ids.dim() == 3:
-            token_ids, starts = token_ids.unbind(-1)
-            self._take_starts(starts)
-        else:
+        if token_ids.dim() == 2:
             self.starts = None
+        else:
+            token_ids, starts = token_ids.unbind(-1)
+            if self.work.is_long:
+                lengths = f"{self.work.context_length:,} tokens, which chunks of {self.work.chunk:,} would cut"
+                raise ValueError(f"documents share sequences of {lengths}")
+            if self.starts is None:
+                self.starts = torch.zeros_like(self.token_ids, dtype=torch.int32)
+            self.starts[:n].copy_(starts.reshape(-1), non_blocking=True)
         self.token_ids[:n].copy_(token_ids.reshape(-1), non_blocking=True)
         self.targets[:n].copy_(targets.reshape(-1), non_blocking=True)
         torch.sum(self.targets != IGNORED, dim=0, out=self.denominator)
 
-    def _take_starts(self, starts: Tensor) -> None:
-        if self.part is not None:
-            raise ValueError(
-                f"documents share sequences of {self.work.context_length:,} tokens, which chunks of "
-                f"{self.work.chunk:,} would cut"
-            )
-        if self.starts is None:
-            self.starts = torch.zeros_like(self.token_ids, dtype=torch.int32)
-        self.starts[: starts.numel()].copy_(starts.reshape(-1), non_blocking=True)
-
     def loss(self) -> Tensor:
-        """The mean loss of the step before its update, or of the evaluation, on every rank; () on the device."""
+        """The mean loss before the update, or of the evaluation, on every rank; () on the device."""
         return self.of_all[1].sum()
 
     def add_up(self) -> None:
-        """Sums norms and losses over all ranks, when each has its own: the ring's one collective.
+        """Sums norms and losses over all ranks: the ring's one collective.
 
         Each number is 0 on all ranks but one, so the sums have the same bits as a step on one rank.
         """
         if self.total is not None:
             whole = torch.cat([self.norms, self.losses.flatten()])
             self.total(whole)
-            norms, losses = whole.split([len(self.norms), self.losses.numel()])
-            self.of_all = norms, losses.view_as(self.losses)
+            self.of_all = whole[: len(self.norms)], whole[len(self.norms) :].view_as(self.losses)
 
     def run(self, operation: Operation) -> None:
-        """Runs one operation of the compute lane, by the method that is named as its kind is."""
+        """Runs one operation of the compute lane, by the method named after its kind."""
         getattr(self, f"_{operation.kind.replace(' ', '_')}")(operation)
 
     def _of(self, operation: Operation, what: str, layer: int | None = None) -> dict[str, Tensor]:
@@ -247,32 +180,39 @@ class Passes:
     def _starts(self, operation: Operation) -> Tensor | None:
         return None if self.starts is None else self.starts[self._tokens(operation)].view(self.work.batch)
 
-    def _tables(self, operation: Operation) -> tuple[Tensor, Tensor]:
-        start = operation.chunk % self.work.chunks_per_sequence * self.work.chunk
+    def _config_and_tables(self, operation: Operation) -> tuple[ModelConfig, Tensor, Tensor]:
+        """The config, and cos and sin of the chunk's positions, as blocks take them."""
+        start = self._earlier_chunks(operation) * self.work.chunk
         positions = slice(start, start + self.work.batch[1])
-        return self.fixed.cos[positions], self.fixed.sin[positions]
+        return self.config, self.fixed.cos[positions], self.fixed.sin[positions]
+
+    def _earlier_chunks(self, operation: Operation) -> int:
+        """How many chunks of the sequence come before the operation's."""
+        return operation.chunk % self.work.chunks_per_sequence
 
     def _forward(self, operation: Operation) -> None:
-        own, weights = self._of(operation, "input", operation.layer), self._weights(operation)
-        saved = self._saved(operation, own)
-        ops = self._attending(operation)
-        y = self._of(operation, "input", operation.layer + 1)["x"]
-        how: dict[str, Any] = {"out": y, "starts": self._starts(operation)}
-        forward(own["x"], weights, saved, ops, self.config, *self._tables(operation), **how)
+        saved, ops = self._saved(operation), self._attending(operation)
+        x, y = (self._of(operation, "input", operation.layer + i)["x"] for i in (0, 1))
+        how = self._config_and_tables(operation)
+        forward(x, self._weights(operation), saved, ops, *how, out=y, starts=self._starts(operation))
 
     def _recompute(self, operation: Operation) -> None:
         attends = operation.level == "input"
-        saved = self._saved(operation, self._of(operation, "input"), context=attends)
-        there = self._kept(operation) | {"keys_values"}
-        saved.tensors |= {name: place for name, place in saved.places.items() if name in there}
-        ops = self._attending(operation) if attends else self.ops
-        how = self.config, *self._tables(operation)
-        recall(saved, self._weights(operation), ops, *how, starts=self._starts(operation))
+        saved = self._saved(operation, context=attends)
+        self._recall(operation, saved, self._attending(operation) if attends else self.ops, "keys_values")
 
-    def _kept(self, operation: Operation) -> frozenset[str]:
-        """Names of what recomputation finds; x that was restored has no statistics."""
-        restored = any(held.item.what == "input" for held in operation.writes)
-        return frozenset(kept_names(operation.level or "input")) - ({"rstd1", "rstd2"} if restored else set())
+    def _keys(self, operation: Operation) -> None:
+        places = self._of(operation, "input") | self._keys_values(operation)
+        self._recall(operation, Saved(["rstd1", "keys_values"], places), self.ops)
+
+    def _recall(self, operation: Operation, saved: Saved, ops: BlockOps, *there: str) -> None:
+        """Computes the tensors of ``saved`` that the operation's level has not kept, except those named ``there``."""
+        found = {*kept_names(operation.level or "input"), *there}
+        if any(held.item.what == "input" for held in operation.writes):
+            found -= {"rstd1", "rstd2"}  # x was restored, without its statistics
+        saved.tensors |= {name: place for name, place in saved.places.items() if name in found}
+        how = self._config_and_tables(operation)
+        recall(saved, self._weights(operation), ops, *how, starts=self._starts(operation))
 
     def _restore(self, operation: Operation) -> None:
         products = self._of(operation, "products")
@@ -280,30 +220,15 @@ class Passes:
         saved = Saved(places, places)
         saved.tensors["attended"] = self._of(operation, "attention")["attended"]
         x, y = (self._of(operation, "input", operation.layer + i)["x"] for i in (0, 1))
-        forward(x, self._weights(operation), saved, self.ops, self.config, *self._tables(operation), out=y)
-
-    def _keys(self, operation: Operation) -> None:
-        own, there = self._of(operation, "input"), self._kept(operation)
-        saved = Saved(["rstd1", "keys_values"], own | self._keys_values(operation))
-        saved.tensors |= {name: place for name, place in own.items() if name in there}
-        recall(saved, self._weights(operation), self.ops, self.config, *self._tables(operation))
+        forward(x, self._weights(operation), saved, self.ops, *self._config_and_tables(operation), out=y)
 
     def _backward(self, operation: Operation) -> None:
-        saved = self._saved(operation, self._of(operation, "input"))
+        saved = self._saved(operation)
         saved.tensors |= saved.places
         dy, gradients = self._of(operation, "dy")["dy"], BlockGradients(**self._state(operation, "gradients"))
-        dx = backward(
-            dy,
-            self._weights(operation),
-            saved,
-            gradients,
-            self._attending(operation, backward=True),
-            self.config,
-            *self._tables(operation),
-            accumulate=operation.accumulate,
-            consume=True,
-            starts=self._starts(operation),
-        )
+        weights, ops = self._weights(operation), self._attending(operation, backward=True)
+        how: dict[str, Any] = {"accumulate": operation.accumulate, "consume": True, "starts": self._starts(operation)}
+        dx = backward(dy, weights, saved, gradients, ops, *self._config_and_tables(operation), **how)
         dy.copy_(dx)
 
     def _weights(self, operation: Operation) -> BlockWeights:
@@ -313,50 +238,51 @@ class Passes:
         return BlockWeights(**weights)
 
     def _state(self, operation: Operation, what: str) -> dict[str, Tensor]:
-        """The part of a layer's state that is trained, or its gradients: in slots, or of adapters."""
+        """A layer's trained weights, their gradients, or an optimizer state: the adapters', or those in slots."""
         return self.fixed.adapters[what][operation.layer] if self.work.lora else self._of(operation, what)
 
-    def _saved(self, operation: Operation, own: Mapping[str, Tensor], *, context: bool = True) -> Saved:
-        """The tensors of level ``products`` in slots; with keys and values of a long sequence if ``context``."""
-        places = dict(own) | self._of(operation, "attention") | self._of(operation, "products")
+    def _saved(self, operation: Operation, *, context: bool = True) -> Saved:
+        """The tensors of level ``products`` in slots; ``context`` adds keys and values of a long sequence."""
+        places = self._of(operation, "input", operation.layer)
+        places = places | self._of(operation, "attention") | self._of(operation, "products")
         if self.part is not None and context:
             places |= self._keys_values(operation)
         return Saved(places, places)
 
     def _keys_values(self, operation: Operation) -> dict[str, Tensor]:
-        """k | v (n, 2 K E) of an operation's chunk, in its slot of ``context``."""
+        """k | v (n, 2 K E) of the chunk, in its slot of ``context``."""
         return {"keys_values": self._of(operation, "context")["keys_values"].view(self.work.chunk, -1)}
 
     def _attending(self, operation: Operation, *, backward: bool = False) -> BlockOps:
         if self.part is None:
             return self.ops
-        context, turned = self._until(operation, "context"), self._turned(operation)
+        context, norm_keys = self._until(operation, "context"), self._norm_keys(operation)
         if not backward:
-            return attending(self.ops, context, None, turned)
-        is_last = (operation.chunk + 1) % self.work.chunks_per_sequence == 0
+            return attending(self.ops, context, None, norm_keys)
+        is_last = self._earlier_chunks(operation) + 1 == self.work.chunks_per_sequence
         sums = Sums(self._until(operation, "dcontext"), self.part[: len(context)], is_last)
-        return attending(self.ops, context, sums, turned)
+        return attending(self.ops, context, sums, norm_keys)
 
-    def _turned(self, operation: Operation) -> Callable[[Tensor], Tensor] | None:
-        """Norm and rotation of the keys of a sequence's first chunks, where keys have norms."""
+    def _norm_keys(self, operation: Operation) -> Callable[[Tensor], Tensor] | None:
+        """A function for norm and rotation of the keys of a sequence's first chunks; None if keys have no norms."""
         config, weights, fixed = self.config, self._weights(operation), self.fixed
         if weights.q_norm is None or weights.k_norm is None:
             return None
         gains = weights.q_norm, weights.k_norm
 
-        def turned(rows: Tensor) -> Tensor:
+        def norm_keys(rows: Tensor) -> Tensor:
             tables = fixed.cos[: len(rows)], fixed.sin[: len(rows)]
             return self.ops.norm_rotate(rows, *gains, config.rms_norm_eps, *tables, 0, config.kv_heads)
 
-        return turned
+        return norm_keys
 
     def _until(self, operation: Operation, what: str) -> Tensor:
-        """An item of an operation's sequence up to its chunk, as one tensor (S, 2, K, E)."""
-        slot, before = operation.slot(what, operation.chunk), operation.chunk % self.work.chunks_per_sequence
-        return self.memory.run_of(slot.ring, what, slot.index - before, before + 1)
+        """An item of the operation's sequence up to its chunk, as one tensor (S, 2, K, E)."""
+        slot, earlier = operation.slot(what, operation.chunk), self._earlier_chunks(operation)
+        return self.memory.run_of(slot.ring, what, slot.index - earlier, earlier + 1)
 
     def _normed(self, operation: Operation) -> tuple[Tensor, Tensor, Tensor]:
-        """The head's input (n, D), the rows that were normed, and their statistic."""
+        """The head's input (n, D), the rows before their norm, and rstd."""
         x = self._of(operation, "input")["x"]
         rows = x.view(-1, x.shape[-1])
         normed, rstd = self.ops.rms_norm_forward(rows, self.fixed.weights[NORM], self.config.rms_norm_eps)
@@ -373,16 +299,9 @@ class Passes:
         fixed, gain = self.fixed, self.fixed.weights[NORM]
         normed, rows, rstd = self._normed(operation)
         targets = self.targets[self._tokens(operation)]
-        loss, dnormed, *_ = linear_cross_entropy_forward_backward(
-            normed,
-            fixed.head,
-            targets,
-            grad_weight=fixed.gradients.get(HEAD),
-            frozen=HEAD not in fixed.gradients,
-            denominator=self.denominator,
-            chunk=HEAD_TOKENS,
-            fused=normed.is_cuda,
-        )
+        how: dict[str, Any] = {"denominator": self.denominator, "chunk": HEAD_TOKENS, "fused": normed.is_cuda}
+        how |= {"grad_weight": fixed.gradients.get(HEAD), "frozen": HEAD not in fixed.gradients}
+        loss, dnormed, *_ = linear_cross_entropy_forward_backward(normed, fixed.head, targets, **how)
         del normed
         self.losses[operation.round, operation.chunk].copy_(loss)
         dy = self._of(operation, "dy")["dy"]
@@ -396,10 +315,10 @@ class Passes:
         self.norms[operation.layer].copy_(self._norm_of(operation.layer, self._state(operation, "gradients").values()))
 
     def rehearse_updates(self, operations: Sequence[Operation]) -> None:
-        """Runs the kernels of updates to no effect, by a gradient that is not finite, so that they are loaded.
+        """Loads the kernels of updates by running them with a factor that is not finite, which changes nothing.
 
-        Besides, the first update of tensors sends small copies to the device that tell it where they lie: inside a step
-        each of these would wait for a large copy.
+        The first update of tensors also sends their addresses to the device, in small copies. Inside a step each of
+        these would wait for a large copy.
         """
         for operation in operations:
             if operation.kind is Kind.EMBED_BACKWARD:
@@ -438,11 +357,11 @@ class Passes:
         self.optimizer(first, state, self.steps[first : first + n].unbind(), scale)
 
     def _norm_of(self, place: int, gradients: Iterable[Tensor]) -> Tensor:
-        """The L2 norm, a tensor of shape (), of the gradients whose norm has this place in ``norms``."""
+        """The L2 norm () of the gradients whose norm has this place in ``norms``."""
         return self.guard.norm_of(f"norm {place}", list(gradients), self.norms.device)
 
     def _norm_ends(self, gradients: Mapping[str, Tensor]) -> None:
-        """Takes the norms of the embedding and of final norm with head, if they are here."""
+        """Computes the norms of the embedding's and of final norm's and head's gradients, if they are on this rank."""
         for place, names in ((-2, (EMBEDDING,)), (-1, (NORM, HEAD))):
             if here := [gradients[name] for name in names if name in gradients]:
                 self.norms[place].copy_(self._norm_of(place, here))
@@ -472,6 +391,3 @@ def with_adapters(model: TransformerLM, work: StreamedWork, ops: BlockOps) -> Tr
         write_out(model, ops, "products")
         adapt(model, work.lora)
     return model
-
-
-_OF_CHUNKS = frozenset({"input", "context", "attention", "products", "dy", "dcontext"})

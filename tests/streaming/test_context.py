@@ -9,7 +9,7 @@ from torch import Tensor
 from cs336_systems.blocks import REFERENCE, BlockGradients, BlockWeights, Saved, backward, block_ops, forward
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import kept_names
-from cs336_systems.streaming.passes import Sums, attending
+from cs336_systems.streaming.context import Sums, attending
 from tests.blocks.cases import LLAMA, QWEN, block_of, inputs, tables
 
 LENGTH = 24
