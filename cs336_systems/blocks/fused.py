@@ -50,7 +50,6 @@ KERNELS = BlockOps(
     weight_backward_=weight_backward_,
     swiglu_product_=swiglu_product_,
     swiglu_backward_=swiglu_backward_,
-    swiglu=swiglu_forward,
     column_sums=column_sums,
     rotate_=rotate_,
     norm_rotate=norm_rotate,

@@ -7,8 +7,7 @@ itself to the bit where one value can be had in two ways, since a block may keep
 
 * ``add_rms_norm_forward`` norms the residual that it returns, rounded, as ``rms_norm_forward`` of it would;
 * ``swiglu_backward_`` finds the product that ``swiglu_product_`` wrote;
-* ``swiglu_product_`` finds the product that ``swiglu`` would of the gate | up that it finds, and without an adapter's
-  part the gate | up that ``product_`` would.
+* ``swiglu_product_`` without an adapter's part finds the gate | up that ``product_`` would.
 
 Where products are quantized by kernels, operations that write what products read, the norm's backward among them, take
 ``absmax=``: one fp32 element, which they raise to the largest magnitude of what they write.
@@ -249,7 +248,6 @@ class BlockOps:
     weight_backward_: Callable[..., object] = weight_backward_
     swiglu_product_: Callable[..., object] = swiglu_product_
     swiglu_backward_: Callable[..., object] = swiglu_backward_
-    swiglu: Callable[[Tensor], Tensor] = swiglu
     column_sums: Callable[..., Tensor] = column_sums
     rotate_: Callable[..., object] = rotate_
     norm_rotate: Callable[..., Tensor] = norm_rotate

@@ -178,10 +178,6 @@ class Products:
             ops.swiglu_product_(gate_up[part], rows, weight, product[part], low)
         return product
 
-    def swiglu(self, ops: BlockOps, gate_up: Tensor, maxima: Maxima) -> Tensor:
-        """SwiGLU of gate | up that are there."""
-        return ops.swiglu(gate_up)
-
     def swiglu_backward_(
         self,
         ops: BlockOps,

@@ -3,29 +3,20 @@
     products = block_products("reference", Recipe("e4m3"))
     y = forward(x, weights, saved, REFERENCE, config, cos, sin, products=products)
 
-Scales are current: of the tensor at hand. Fp8 products on Hopper sum over the last dimension of both operands, so a
-matrix that is read both ways is stored both ways, in one pass; with one scale for all of it the second is the transpose
-of the first. A bias is added to the product before it is rounded; to one with scales by block, afterwards.
+Scaling is current: each scale comes from the tensor at hand. Hopper's fp8 products sum over the last dimension of both
+operands. So a matrix that is read both ways is stored both ways, in one pass; with one scale for the whole tensor, the
+second is the first one's transpose. ``quantized_matmul.py`` multiplies.
 
-On CUDA devices a product is ``torch._scaled_mm``; elsewhere it is emulated: the same quantized values, multiplied and
-added up in fp32, so that a recipe can be judged without a GPU. What the emulation leaves out is how Hopper adds up
-(measured by DeepSeek-V3, arXiv 2412.19437, and SageAttention2, arXiv 2411.10958): 32 products and the sum so far are
-shifted to the largest exponent among them, and keep 13 bits behind its point; the rest is cut off, of the new sum too.
-With fast accumulation a whole product is summed so, without it sums of 128 are, which then add up in fp32.
+Tensor ranks gather bytes. Each rank quantizes its own rows by the largest magnitude on any rank (``maxima.py``), so the
+gathered bytes are those of the whole tensor quantized on one rank; its transpose is made from them. Each rank has its
+own scale for its weights and for what it computes from its own heads or its own part of the feed-forward width.
 
-Tensor ranks gather bytes. Each quantizes its own rows by the largest magnitude of all ranks' (``maxima.py``), so that
-what arrives is to the bit the whole, quantized on one rank; its transpose is made of the bytes that arrived. Weights,
-and what a rank computes of its own heads or its own part of the feed-forward width, have a scale for each rank.
-
-Gradients of weights that add to earlier ones: the sum is rounded once, as of a product in bf16; on CUDA devices with
-scales by row or block the product is rounded before (``_scaled_mm`` adds to nothing).
-
-Weights are quantized each time they are read, or, with ``remember``, once until they change. A change is seen by their
-version, which operations in place raise, and ``FusedAdamW``. Collectives into flat memory and replayed graphs write
-without raising it, so who lets them must (``torch.autograd.graph.increment_version``), as ``training.TrainStep`` does.
-Weights that are frozen, beside adapters, are in memory in fp8 alone once they have been read: two bytes a number.
-FSDP, which fills and frees the same parameters again and again, must not remember; it may quantize weights itself and
-hand them over (``receive``), as ``distributed/fsdp_quantized.py`` does to move half the bytes.
+Weights are quantized at each use, or, with ``remember``, once until they change. A change shows in the parameters'
+versions, which in-place operations and ``FusedAdamW`` raise. Collectives into flat memory and replayed graphs write
+without raising them; their caller must (``torch.autograd.graph.increment_version``), as ``training.TrainStep`` does.
+Frozen weights (beside adapters) exist only in fp8 after their first use: two bytes a number. FSDP fills and frees the
+same parameters again and again, so it must not remember. It may quantize weights itself and hand them over
+(``receive``), as ``distributed/fsdp_quantized.py`` does to move half the bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,40 +29,22 @@ from torch import Tensor
 from cs336_systems.blocks.maxima import FoundMaxima, FusedQuantizers, Quantizers
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import NONE, Maxima, Operand, Products, stored
+from cs336_systems.blocks.quantized_matmul import Quantized, multiply, spread
 from cs336_systems.config import Recipe
 from cs336_systems.costs.kept import SCALED_BLOCK
 from cs336_systems.kernels.lora_reference import LowRank, Scaled
-from cs336_systems.kernels.matmul import multiply_scaled_
 from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
 ACTIVATIONS = ("normed1", "attended", "normed2", "product")
 GRADIENTS = ("dy", "dgate_up", "dresidual", "dqkv")
-"""The names of the tensors that products read, beside weights: activations and gradients."""
+"""Names of the activations and gradients that products read."""
 WEIGHTS = ("qkv", "output", "gate_up", "down")
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """A matrix (M, K) in fp8, to be multiplied by its scales."""
-
-    values: Tensor
-    scale: Tensor
-    """fp32: (), (M, 1), or (M, K / 128), rounded up."""
-    dtype: torch.dtype
-    """The dtype of the matrix before it was quantized."""
-
-    def __getitem__(self, rows: slice) -> "Quantized":
-        return replace(self, values=self.values[rows], scale=self.scale[rows] if self.scale.dim() else self.scale)
-
-    def empty(self, width: int) -> Tensor:
-        """Memory for a matrix (M, width) of the dtype from before."""
-        return self.values.new_empty(len(self.values), width, dtype=self.dtype)
-
-
-@dataclass(frozen=True)
 class UnstoredNorm:
-    """RMSNorm of x (R, D) before it is computed: it is quantized as x is loaded."""
+    """RMSNorm of x (R, D), which is computed when it is quantized and never stored."""
 
     x_RD: Tensor
     gain_D: Tensor
@@ -83,7 +56,7 @@ class QuantizedProducts(Products):
 
     Args:
         remember: keep weights quantized until they change.
-        ranks: those that share the block's matrices, with one scale for each tensor that they gather.
+        ranks: the tensor ranks that share the block's matrices; each tensor that they gather has one scale.
     """
 
     quantized = True
@@ -95,15 +68,14 @@ class QuantizedProducts(Products):
         super().__init__(ranks)
         self.recipe, self.quantizers, self.remember = recipe, quantizers, remember
         self._weights: dict[str, Operand] = {}
-        self._versions: _Versions = []
+        self._versions: list[tuple[Any, ...]] = []
         self.frozen = False
-        """Whether weights never change: those that are remembered then give back the memory in which they are stored,
-        as nothing else reads it."""
+        """Whether weights never change. Remembered weights then free their own memory, which nothing else reads."""
         self.arrived: Arrived | None = None
-        """A function that gives weights as who moves them has quantized them; None where they are quantized here."""
+        """Gives weights that FSDP has quantized and moved; None if weights are quantized here."""
 
     def for_another_block(self) -> "QuantizedProducts":
-        """Make equal products, with weights of their own to remember."""
+        """Make equal products that remember weights of their own."""
         return QuantizedProducts(self.recipe, self.quantizers, self.remember, self.ranks)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -174,7 +146,7 @@ class QuantizedProducts(Products):
         return self._quantize(dy_RN, dtype, True, columns, absmax)
 
     def _gather(self, operand: Operand, columns: bool) -> Operand:
-        """All ranks' rows of an operand with this rank's, which has the scale of all."""
+        """All ranks' rows of an operand; this rank's rows have the scale that all ranks agreed on."""
         own: Quantized = operand.rows
         in_bytes = self.ranks.arriving(own.values.view(torch.uint8), whole=columns)  # gloo sends no fp8
         arriving = in_bytes.read_as(lambda rows: replace(own, values=rows.view(own.values.dtype)))
@@ -204,18 +176,18 @@ class QuantizedProducts(Products):
     def at(self, parameters: Sequence[Tensor]) -> None:
         if not self.remember:
             return
-        versions = _versions(parameters)
+        versions = [(p.untyped_storage()._cdata, p.storage_offset(), p._version) for p in parameters]
         if versions != self._versions:
             self._versions = versions
             self._weights.clear()
 
     def receive(self, arrived: "Arrived") -> None:
-        """Read weights there from now on; the parameters may have no memory."""
+        """Read weights from this function from now on; the parameters may have no memory."""
         self.arrived = arrived
 
     def forward_(self, ops: BlockOps, out: Tensor, x: Operand, weight: Quantized, bias: Tensor | None = None) -> None:
         for part, rows in x.parts():
-            self._multiply(rows, weight, bias, fast=self.recipe.fast_accumulation, out=out[part])
+            multiply(rows, weight, bias, fast=self.recipe.fast_accumulation, out=out[part], by=self.recipe.scaling)
 
     def sum_forward(self, ops: BlockOps, x: Operand, weight: Quantized) -> Tensor:
         return self._sum(x, weight, fast=self.recipe.fast_accumulation)
@@ -223,10 +195,10 @@ class QuantizedProducts(Products):
     def _sum(self, x: Operand, weight: Quantized, *, fast: bool = False) -> Tensor:
         """Own rows of the ranks' sum of x W^T."""
 
-        def multiply(out: Tensor, rows: slice) -> None:
-            self._multiply(x.rows[rows], weight, fast=fast, out=out)
+        def compute(out: Tensor, rows: slice) -> None:
+            multiply(x.rows[rows], weight, fast=fast, out=out, by=self.recipe.scaling)
 
-        return self.ranks.sums(multiply, x.rows.empty(0), len(weight.values))
+        return self.ranks.sums(compute, x.rows.empty(0), len(weight.values))
 
     def add_forward_(self, ops: BlockOps, out: Tensor, base: Tensor, x: Operand, weight: Quantized) -> None:
         torch.add(base, self.sum_forward(ops, x, weight), out=out)
@@ -237,9 +209,6 @@ class QuantizedProducts(Products):
         self.forward_(ops, gate_up, x, weight)
         if low is not None:
             ops.lora_expand_(gate_up, low)
-        return self.swiglu(ops, gate_up, maxima)
-
-    def swiglu(self, ops: BlockOps, gate_up: Tensor, maxima: Maxima) -> Tensor:
         slopes = maxima.steepest(gate_up) if isinstance(maxima, FoundMaxima) else {}
         product: Tensor = self.quantizers.swiglu(gate_up, **maxima.raised("product"), **slopes)
         return product
@@ -272,14 +241,14 @@ class QuantizedProducts(Products):
     def backward(self, ops: BlockOps, dy: Operand, weight: Quantized) -> Tensor:
         dx: Tensor = dy.rows.empty(len(weight.values))
         for part, rows in dy.parts():
-            self._multiply(rows, weight, out=dx[part])
+            multiply(rows, weight, out=dx[part], by=self.recipe.scaling)
         return dx
 
     def sum_backward(self, ops: BlockOps, dy: Operand, weight: Quantized) -> Tensor:
         return self._sum(dy, weight)
 
     def backward_weight_(self, ops: BlockOps, gradient: Tensor, dy: Quantized, x: Quantized, accumulate: bool) -> None:
-        self._multiply(dy, x, out=gradient, adds=accumulate)
+        multiply(dy, x, out=gradient, adds=accumulate, by=self.recipe.scaling)
 
     def by_rows(self, x: Operand) -> Scaled:
         x.wait()
@@ -290,7 +259,7 @@ class QuantizedProducts(Products):
         return Scaled(values.T, scale)
 
     def _scaled(self, x: Quantized) -> Scaled:
-        """One scale is left to who reads the matrix; several are multiplied by here."""
+        """A matrix with one scale is left to the reader to scale; several scales are applied here."""
         if self.recipe.scaling == "tensor":
             return Scaled(x.values, x.scale)
         scale = spread(x.scale, x.values.shape[1]) if self.recipe.scaling == "block" else x.scale
@@ -313,7 +282,7 @@ class QuantizedProducts(Products):
         *,
         square: bool = False,
     ) -> Operand:
-        """Quantize x; ``square`` says that blocks, where the recipe has them, are 128 x 128."""
+        """Quantize x; ``square``: scales by block are for 128 x 128 numbers."""
         quantizers, asked = self.quantizers, dict[str, Any](rows=rows, transposed=columns)
         match self.recipe.scaling:
             case "tensor":
@@ -334,41 +303,21 @@ class QuantizedProducts(Products):
                     )
         return _operand(found, x_RK.dtype)
 
-    def _multiply(
-        self,
-        a: Quantized,
-        b: Quantized,
-        bias: Tensor | None = None,
-        *,
-        out: Tensor,
-        fast: bool = False,
-        adds: bool = False,
-    ) -> None:
-        """out = a b^T + bias, of (M, K), (N, K) and (N,); or, with ``adds``, that and what out was."""
-        multiply = _emulated if a.values.is_cpu else _scaled_mm
-        multiply(a, b, bias, fast, out, adds, by=self.recipe.scaling)
-
 
 Arrived = Callable[[str, bool], tuple[Tensor, Tensor]]
-"""A function of a weight's name, and of whether it is to be transposed: its values in fp8 and its inverse scale, ()."""
-_Versions = list[tuple[Any, ...]]
-
-
-def _versions(parameters: Sequence[Tensor]) -> _Versions:
-    """Place and version of each parameter, which differ once it has moved or changed."""
-    return [(p.untyped_storage()._cdata, p.storage_offset(), p._version) for p in parameters]
+"""(a weight's name, whether to transpose it) -> (its fp8 values, its inverse scale ())."""
 
 
 def _operand(found: Any, dtype: torch.dtype) -> Operand:
-    """Make an operand of what quantizers return for a tensor of this dtype."""
+    """The operand of a quantizer's result for a tensor of this dtype."""
     rows = None if found.q is None else Quantized(found.q, found.inverse_scale, dtype)
     return Operand(rows, None if found.q_t is None else Quantized(found.q_t, found.inverse_scale_t, dtype))
 
 
 def _of_each_row(scale: Tensor | None, values: Tensor | None) -> Tensor | None:
-    """(M, K / 128) from scales of 128 x 128 blocks of values (M, K); as kernels leave them, M is contiguous.
+    """Scales (M, K / 128) from those of 128 x 128 blocks of values (M, K); M is contiguous, as kernels leave it.
 
-    Where 4 does not divide K / 128, versions of PyTorch want different strides of larger blocks' scales.
+    PyTorch versions disagree on the strides of 128 x 128 blocks' scales where 4 does not divide K / 128.
     """
     if scale is None or values is None:
         return None
@@ -376,11 +325,12 @@ def _of_each_row(scale: Tensor | None, values: Tensor | None) -> Tensor | None:
 
 
 def block_products(kernels: str, recipe: Recipe, *, remember: bool = False, ranks: TensorRanks = ALONE) -> Products:
-    """The products of a recipe, quantized by plain functions or kernels, as a name in ``config.KERNELS`` says.
+    """The products of a recipe, quantized by plain functions or kernels.
 
     Args:
+        kernels: a name in ``config.KERNELS``.
         remember: keep weights quantized until they change.
-        ranks: those that share the matrices.
+        ranks: the tensor ranks that share the matrices.
     """
     if not recipe.quantized:
         return stored(ranks)
@@ -389,52 +339,3 @@ def block_products(kernels: str, recipe: Recipe, *, remember: bool = False, rank
     from cs336_systems.blocks.fused import QUANTIZERS  # brings Triton along, which not every machine has
 
     return QuantizedProducts(recipe, QUANTIZERS, remember, ranks)
-
-
-def _scaled_mm(
-    a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor, adds: bool, *, by: str
-) -> None:
-    """Multiply by the library's product, which with scales by block adds up in fp32 and adds no bias."""
-    if by == "tensor" and bias is None:
-        multiply_scaled_(out, a.values, b.values.T, (a.scale, b.scale), adds=adds, fast=fast)
-        return
-    if adds:
-        product = torch.empty_like(out)
-        _scaled_mm(a, b, bias, fast, product, False, by=by)
-        out.add_(product)
-        return
-    scale_a, scale_b = a.scale, b.scale
-    if by == "row":
-        scale_b = scale_b.T
-    if by == "block":  # along M and N first
-        scale_a, scale_b = scale_a.T.contiguous().T, scale_b.T.contiguous()
-    how: dict[str, Any] = {"out_dtype": a.dtype, "out": out}
-    if by != "block":
-        how |= {"bias": bias, "use_fast_accum": fast}
-    torch._scaled_mm(a.values, b.values.T, scale_a, scale_b, **how)
-    if bias is not None and by == "block":
-        out.add_(bias)
-
-
-def _emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor, adds: bool, *, by: str) -> None:
-    """Multiply quantized values in at least fp32."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    if by == "block":
-        product = (_unscaled(a, wide) @ _unscaled(b, wide).T).to(wide if bias is None else a.dtype)
-    else:
-        product = a.values.to(wide) @ b.values.to(wide).T * (a.scale.view(-1, 1) * b.scale.view(1, -1))
-    if bias is not None:
-        product += bias
-    if adds:
-        product += out
-    out.copy_(product)
-
-
-def _unscaled(x: Quantized, dtype: torch.dtype) -> Tensor:
-    """Values times the scale of their block."""
-    return x.values.to(dtype) * spread(x.scale, x.values.shape[1])
-
-
-def spread(scale: Tensor, width: int) -> Tensor:
-    """Scales by block, (M, K / 128) rounded up, as one for each number: (M, K) of this width."""
-    return scale.repeat_interleave(SCALED_BLOCK, dim=1)[:, :width]

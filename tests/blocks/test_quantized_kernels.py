@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cs336_systems.blocks import BlockGradients, BlockWeights, Saved, backward, block_ops, block_products, forward
-from cs336_systems.blocks.quantized import Quantized, QuantizedProducts, _emulated, _scaled_mm, _unscaled
+from cs336_systems.blocks.quantized import QuantizedProducts
+from cs336_systems.blocks.quantized_matmul import Quantized, emulated, scaled_mm, values_of_blocks
 from cs336_systems.config import PRECISIONS, ModelConfig, Recipe
 from cs336_systems.costs.kept import LEVELS, kept_names, kept_sizes
 from cs336_systems.training import TrainingCase, assemble, random_batch
@@ -98,7 +99,7 @@ def sums_may_lose(a_MK: torch.Tensor, b_NK: torch.Tensor, promoted_every: int) -
     One instruction adds 32 products to the sum so far. It shifts these 33 numbers to the largest exponent among them
     and cuts each off 13 bits behind that point, then the new sum 13 bits behind its own. So it loses less than 33 units
     of 2^-13 times the largest magnitude and one of the new sum's. Every ``promoted_every`` products the sum is added to
-    others in fp32. Sources: ``blocks/quantized.py``; promotion after 128 is CUTLASS's, cuBLAS says periodically.
+    others in fp32. Sources: ``blocks/quantized_matmul.py``; promotion after 128 is CUTLASS's, cuBLAS says periodically.
     """
     lost = torch.zeros(a_MK.shape[0], b_NK.shape[0], dtype=a_MK.dtype, device=a_MK.device)
     for first in range(0, a_MK.shape[1], 32):
@@ -132,7 +133,7 @@ def test_what_the_library_is_asked_for(monkeypatch, recipe, asked):
         calls.append((how.get("use_fast_accum"), how.get("bias") is not None))
         return torch.zeros(m, n, dtype=torch.bfloat16) if out is None else out.zero_()
 
-    monkeypatch.setattr("cs336_systems.blocks.quantized._emulated", _scaled_mm)  # as on a GPU
+    monkeypatch.setattr("cs336_systems.blocks.quantized_matmul.emulated", scaled_mm)  # as on a GPU
     monkeypatch.setattr(torch, "_scaled_mm", library)
     products = block_products("reference", replace(RECIPES[recipe], fast_accumulation=asked))
     assert isinstance(products, QuantizedProducts)
@@ -173,14 +174,14 @@ def test_the_emulation_is_the_gpus_product_within_its_rounding(recipe):
     by = RECIPES[recipe].scaling
     for name, (a, b, added) in pairs.items():
         wide = [replace(operand, dtype=torch.float64) for operand in (a, b)]
-        product, exact = (multiplied(_emulated, *wide, each, by=by) for each in (None, added))
+        product, exact = (multiplied(emulated, *wide, each, by=by) for each in (None, added))
         rounded = exact.abs() if added is None or by != "block" else exact.abs() + 1.01 * product.abs()
         for fast in (False, True):
             every = a.values.shape[1] if fast and by != "block" else 128  # scales by block leave no choice
             bound = 2**-8 * rounded + 1.01 * sums_may_lose(*(unscaled(each, by) for each in (a, b)), every)
-            got = multiplied(_scaled_mm, a, b, added, fast=fast, by=by)
+            got = multiplied(scaled_mm, a, b, added, fast=fast, by=by)
             assert ((got.double() - exact).abs() <= bound).all(), (name, fast)
-        once, twice = (multiplied(_scaled_mm, a, b, None, adds_to=there, by=by) for there in (0.0, 100.0))
+        once, twice = (multiplied(scaled_mm, a, b, None, adds_to=there, by=by) for there in (0.0, 100.0))
         roundings = 2**-8 * (1 if by == "tensor" else 2) * (once.double().abs() + 101)
         assert ((twice.double() - once.double() - 100).abs() <= roundings).all(), name
 
@@ -203,7 +204,7 @@ def multiplied(
 
 def unscaled(x: Quantized, by: str) -> torch.Tensor:
     """What x stands for, fp64."""
-    return _unscaled(x, torch.float64) if by == "block" else x.values.double() * x.scale
+    return values_of_blocks(x, torch.float64) if by == "block" else x.values.double() * x.scale
 
 
 @pytest.mark.gpu

@@ -1,0 +1,105 @@
+"""Multiplies two fp8 matrices: ``torch._scaled_mm`` on CUDA devices, emulated elsewhere.
+
+The emulation multiplies the same quantized values and adds them up in fp32, so a recipe can be judged without a GPU. It
+leaves out how Hopper accumulates (measured by DeepSeek-V3, arXiv 2412.19437, and SageAttention2, arXiv 2411.10958):
+32 products and the sum so far are shifted to the largest exponent among them and keep 13 bits behind its point; the
+rest is cut off, and so is the rest of the new sum. With fast accumulation this goes on for the whole product; without
+it, for 128 products at a time, whose sums are added in fp32.
+
+A bias is added before the product is rounded, with scales by block afterwards. A product that adds to its output is
+rounded once; on CUDA devices with scales by row or block it is also rounded before, as ``_scaled_mm`` adds to nothing.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336_systems.costs.kept import SCALED_BLOCK
+from cs336_systems.kernels.matmul import multiply_scaled_
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix (M, K): fp8 values and the scales to multiply them by."""
+
+    values: Tensor
+    scale: Tensor
+    """fp32: (), (M, 1), or (M, K / 128), rounded up."""
+    dtype: torch.dtype
+    """The matrix's dtype before it was quantized."""
+
+    def __getitem__(self, rows: slice) -> "Quantized":
+        return replace(self, values=self.values[rows], scale=self.scale[rows] if self.scale.dim() else self.scale)
+
+    def empty(self, width: int) -> Tensor:
+        """Memory for a matrix (M, width) of the original dtype."""
+        return self.values.new_empty(len(self.values), width, dtype=self.dtype)
+
+
+def multiply(
+    a: Quantized,
+    b: Quantized,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor,
+    by: str,
+    fast: bool = False,
+    adds: bool = False,
+) -> None:
+    """out = a b^T + bias, for a (M, K), b (N, K) and bias (N,).
+
+    Args:
+        by: the recipe's scaling: tensor, row or block.
+        fast: whether tensor cores may accumulate the whole product in their registers.
+        adds: whether to add to what ``out`` holds.
+    """
+    (emulated if a.values.is_cpu else scaled_mm)(a, b, bias, fast, out, adds, by=by)
+
+
+def scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor, adds: bool, *, by: str) -> None:
+    """``multiply`` by torch's product, which with scales by block accumulates in fp32 and takes no bias."""
+    if by == "tensor" and bias is None:
+        multiply_scaled_(out, a.values, b.values.T, (a.scale, b.scale), adds=adds, fast=fast)
+        return
+    if adds:
+        product = torch.empty_like(out)
+        scaled_mm(a, b, bias, fast, product, False, by=by)
+        out.add_(product)
+        return
+    scale_a, scale_b = a.scale, b.scale
+    if by == "row":
+        scale_b = scale_b.T
+    if by == "block":  # along M and N first
+        scale_a, scale_b = scale_a.T.contiguous().T, scale_b.T.contiguous()
+    how: dict[str, Any] = {"out_dtype": a.dtype, "out": out}
+    if by != "block":
+        how |= {"bias": bias, "use_fast_accum": fast}
+    torch._scaled_mm(a.values, b.values.T, scale_a, scale_b, **how)
+    if bias is not None and by == "block":
+        out.add_(bias)
+
+
+def emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor, adds: bool, *, by: str) -> None:
+    """``multiply`` in at least fp32; ``fast`` changes nothing."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    if by == "block":
+        product = (values_of_blocks(a, wide) @ values_of_blocks(b, wide).T).to(wide if bias is None else a.dtype)
+    else:
+        product = a.values.to(wide) @ b.values.to(wide).T * (a.scale.view(-1, 1) * b.scale.view(1, -1))
+    if bias is not None:
+        product += bias
+    if adds:
+        product += out
+    out.copy_(product)
+
+
+def values_of_blocks(x: Quantized, dtype: torch.dtype) -> Tensor:
+    """Values times their block's scale."""
+    return x.values.to(dtype) * spread(x.scale, x.values.shape[1])
+
+
+def spread(scale: Tensor, width: int) -> Tensor:
+    """Scales by block, (M, K / 128) rounded up, repeated for each number: (M, K) with K = ``width``."""
+    return scale.repeat_interleave(SCALED_BLOCK, dim=1)[:, :width]
