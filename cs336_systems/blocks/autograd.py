@@ -24,12 +24,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
-from cs336_systems.blocks.block import Later, backward, forward
+from cs336_systems.blocks.block import backward, forward
 from cs336_systems.blocks.host_inputs import HostInputs
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import STORED, Products, stored
 from cs336_systems.blocks.quantized import QuantizedProducts
 from cs336_systems.blocks.saved import Saved
+from cs336_systems.blocks.weight_gradients import Later
 from cs336_systems.blocks.weights import BlockGradients, BlockWeights, merge_
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import keep_of_blocks, kept_names

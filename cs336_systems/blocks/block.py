@@ -24,216 +24,25 @@ All tensors share one dtype, but for statistics, the rotary tables and what quan
 ``ops.py``.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cs336_systems.blocks.adapters import Adapter
 from cs336_systems.blocks.ops import BlockOps
-from cs336_systems.blocks.products import NONE, STORED, Maxima, Operand, Products
+from cs336_systems.blocks.products import NONE, STORED, Operand, Products
 from cs336_systems.blocks.saved import APART, Saved, low_rank_name
+from cs336_systems.blocks.stages import Stages
+from cs336_systems.blocks.weight_gradients import GradientWriter, Later
 from cs336_systems.blocks.weights import BlockGradients, BlockWeights
 from cs336_systems.config import ADAPTED, ModelConfig
 from cs336_systems.costs.kept import KEPT, OPERANDS
-from cs336_systems.kernels.lora_reference import LowRank
-
-Later = list[Callable[[BlockGradients, bool], None]]
-"""Gradients of matrices that are still to be computed: each is called with where they go, and whether to add there."""
-
-
-@dataclass(frozen=True)
-class _Stages:
-    """The forward of one block in steps, from activations to activations; backward runs some of them again."""
-
-    weights: BlockWeights
-    ops: BlockOps
-    products: Products
-    maxima: Maxima
-    config: ModelConfig
-    cos: Tensor
-    sin: Tensor
-    places: Mapping[str, Tensor]
-    """Memory for results of products, by the names of ``Saved``."""
-    documents: Mapping[str, Tensor]
-    """``starts`` of attention, if several documents share a sequence; not every attention takes it."""
-    low_rank: dict[str, Tensor] = field(default_factory=dict)
-    """h of adapters, by the names under which they are kept: those that forward kept, or as they are computed."""
-
-    def place(self, name: str, like: Tensor, width: int) -> Tensor:
-        """Memory for a result of a product: the caller's, or new."""
-        if name in self.places:
-            return self.places[name]
-        return like.new_empty(like.shape[0] * self.products.ranks.n_ranks, width)
-
-    def rows_of(self, name: str) -> Any:
-        return self.products.read_weight(name, getattr(self.weights, name), rows=True).rows
-
-    def columns_of(self, name: str) -> Any:
-        return self.products.read_weight(name, getattr(self.weights, name), columns=True).columns
-
-    def read(self, name: str, x: Any, *, rows: bool = True, columns: bool = True) -> Operand:
-        """An activation, by its name among ``Saved``'s, as products read it."""
-        return self.products.read(name, x, self.maxima, rows=rows, columns=columns)
-
-    def adapter(self, name: str) -> Adapter | None:
-        """The adapter of the matrix of this name, if it has one; of ``APART`` the part that belongs to it."""
-        if name in APART:
-            if (whole := self.adapter("qkv")) is None:
-                return None
-            ends = whole.b.shape[1], self.config.d_query, 1  # of what is q's
-            rows_a, rows_b, parts = (slice(end) if name == "q" else slice(end, None) for end in ends)
-            return replace(whole, a=whole.a[rows_a], b=whole.b[rows_b], widths=whole.widths[parts])
-        a, b = (getattr(self.weights, f"{name}_{each}") for each in "ab")
-        if a is None:
-            return None
-        config = self.config
-        widths = {"qkv": (config.d_query, config.d_kv, config.d_kv), "gate_up": (config.d_ff, config.d_ff)}
-        return Adapter(a, b, widths.get(name, (config.d_model,)), self.weights.adapter_scale)
-
-    def addition(self, name: str, x_RK: Operand) -> LowRank | None:
-        """What the adapter of the matrix of this name, if it has one, adds to its product with the operand."""
-        if (adapter := self.adapter(name)) is None:
-            return None
-        kept = low_rank_name(name)
-        if kept not in self.low_rank:
-            self.low_rank[kept] = adapter.forward(self.ops, self.products.by_rows(x_RK))
-        return adapter.addition(self.low_rank[kept])
-
-    def adapt_(self, name: str, out_RN: Tensor, x_RK: Operand) -> None:
-        """Add ``addition``."""
-        if (low := self.addition(name, x_RK)) is not None:
-            self.ops.lora_expand_(out_RN, low)
-
-    def addition_backward(self, name: str, dy_RN: Operand) -> LowRank | None:
-        """What the adapter adds to the gradient of the product's operand; its h is the gradient of h."""
-        adapter = self.adapter(name)
-        return None if adapter is None else adapter.backward(self.ops, self.products.by_rows(dy_RN))
-
-    def adapt_backward_(self, name: str, dx_RK: Tensor, dy_RN: Operand) -> LowRank | None:
-        """Add ``addition_backward``, and return it."""
-        if (low := self.addition_backward(name, dy_RN)) is not None:
-            self.ops.lora_expand_(dx_RK, low)
-        return low
-
-    def norm1(self, x_RD: Tensor, rstd_R: Tensor | None = None) -> tuple[Any, Tensor]:
-        """The norm of x, to be read, and its statistic, which may be known."""
-        how = self.weights.ln1, self.config.rms_norm_eps, self.maxima.raised("normed1")
-        return self.products.norm(self.ops, x_RD, *how, rstd_R)
-
-    def norm2(self, residual_RD: Tensor, rstd_R: Tensor | None = None) -> tuple[Any, Tensor]:
-        how = self.weights.ln2, self.config.rms_norm_eps, self.maxima.raised("normed2")
-        return self.products.norm(self.ops, residual_RD, *how, rstd_R)
-
-    def project(self, name: str, x_RD: Tensor, normed1_RD: Operand) -> Tensor:
-        """q | k | v (R, P), or of ``APART`` the one of this name; rotated, unless q and k have norms."""
-        config, weight, bias = self.config, self.rows_of("qkv"), self.weights.qkv_bias
-        n_heads, n_kv_heads = config.n_heads, config.kv_heads
-        if name in APART:
-            rows = slice(config.d_query) if name == "q" else slice(config.d_query, None)
-            weight, bias = weight[rows], None if bias is None else bias[rows]
-            n_heads, n_kv_heads = (n_heads, 0) if name == "q" else (0, n_kv_heads)
-        out = self.place(name, x_RD, (n_heads + 2 * n_kv_heads) * config.d_head)
-        self.products.forward_(self.ops, out, normed1_RD, weight, bias)
-        self.adapt_(name, out, normed1_RD)
-        if not config.qk_norm:
-            self.rotate_(out, n_heads, n_kv_heads, inverse=False)
-        return out
-
-    def norm_rotate(self, rows: Tensor, n_heads: int, n_kv_heads: int) -> Tensor:
-        """q | k of rows of q | k | v, normed and rotated."""
-        return self.ops.norm_rotate(rows, *self._norms, self.cos, self.sin, n_heads, n_kv_heads)
-
-    def norm_rotate_backward_(self, dqkv: Tensor, projected: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The gradients of both gains; that of q | k in dqkv becomes the gradient of what was projected."""
-        config, how = self.config, (*self._norms, self.cos, self.sin)
-        if len(projected) == 1:
-            return self.ops.norm_rotate_backward_(dqkv, *projected, *how, config.n_heads, config.kv_heads)
-        (q, keys_values), (dq, dkeys_values) = projected, dqkv.split((config.d_query, 2 * config.d_kv), dim=1)
-        dq_gain, _ = self.ops.norm_rotate_backward_(dq, q, *how, config.n_heads, 0)
-        _, dk_gain = self.ops.norm_rotate_backward_(dkeys_values, keys_values, *how, 0, config.kv_heads)
-        return dq_gain, dk_gain
-
-    @property
-    def _norms(self) -> tuple[Tensor, Tensor, float]:
-        assert self.weights.q_norm is not None and self.weights.k_norm is not None
-        return self.weights.q_norm, self.weights.k_norm, self.config.rms_norm_eps
-
-    def rotate_(self, rows: Tensor, n_heads: int, n_kv_heads: int, *, inverse: bool, **absmax: Tensor) -> None:
-        sequences = rows.view(-1, self.cos.shape[0], rows.shape[-1])
-        self.ops.rotate_(sequences, self.cos, self.sin, n_heads, n_kv_heads, inverse=inverse, **absmax)
-
-    def heads(self, rows: Tensor) -> Tensor:
-        """Rows of heads (R, n E) as attention takes them: a view (B, n, S, E)."""
-        d_head = self.config.d_head
-        return rows.view(-1, self.cos.shape[0], rows.shape[-1] // d_head, d_head).transpose(1, 2)
-
-    def qkv_heads(self, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of q | k | v, or of q and k | v: views (B, H, S, E) and (B, K, S, E)."""
-        config = self.config
-        if len(projected) == 1:
-            sizes = config.n_heads, config.kv_heads, config.kv_heads
-            q, k, v = self.heads(*projected).split_with_sizes(sizes, dim=1)
-        else:
-            q, keys_values = map(self.heads, projected)
-            k, v = keys_values.chunk(2, dim=1)
-        return q, k, v
-
-    def attended_heads(self, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v as attention reads them, shaped as ``qkv_heads``."""
-        q, k, v = self.qkv_heads(*projected)
-        if not self.config.qk_norm:
-            return q, k, v
-        n_heads, n_kv_heads = self.config.n_heads, self.config.kv_heads
-        if len(projected) == 1:
-            q, k = self.heads(self.norm_rotate(*projected, n_heads, n_kv_heads)).split_with_sizes(
-                (n_heads, n_kv_heads), dim=1
-            )
-        else:
-            q = self.heads(self.norm_rotate(projected[0], n_heads, 0))
-            k = self.heads(self.norm_rotate(projected[1], 0, n_kv_heads))
-        return q, k, v
-
-    def attend(self, *projected: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention's output (R, H E) and lse (B, H, S)."""
-        o_BHSE, lse = self.ops.attention_forward(*self.attended_heads(*projected), **self.documents)
-        return o_BHSE.transpose(1, 2).reshape(projected[0].shape[0], -1), lse
-
-    def add(self, x_RD: Tensor, attended_RD: Tensor) -> tuple[Tensor, Any, Tensor]:
-        """The residual stream after attention, its norm, to be read, and the norm's statistic."""
-        attended = self.read("attended", attended_RD, columns=False)
-        branch = self.products.sum_forward(self.ops, attended, self.rows_of("output"))
-        self.adapt_("output", branch, attended)
-        del attended
-        how = self.weights.ln2, self.config.rms_norm_eps, self.maxima.raised("normed2")
-        return self.products.add_norm(self.ops, x_RD, branch, *how)
-
-    def gate_up(self, x_RD: Tensor, normed2_RD: Operand) -> Tensor:
-        if self.weights.gate_up_a is not None and not self.products.quantized:
-            return self.feed(x_RD, normed2_RD)[0]  # which rounds the product and what is added to it together
-        gate_up = self.place("gate_up", x_RD, self.weights.gate_up.shape[0])
-        self.products.forward_(self.ops, gate_up, normed2_RD, self.rows_of("gate_up"))
-        self.adapt_("gate_up", gate_up, normed2_RD)
-        return gate_up
-
-    def feed(self, x_RD: Tensor, normed2_RD: Operand) -> tuple[Tensor, Tensor]:
-        """gate | up and SwiGLU's product of it."""
-        gate_up, weight = self.place("gate_up", x_RD, self.weights.gate_up.shape[0]), self.rows_of("gate_up")
-        how = self.maxima, self.addition("gate_up", normed2_RD)
-        return gate_up, self.products.swiglu_forward_(self.ops, gate_up, normed2_RD, weight, *how)
-
-
-def _documents(starts: Tensor | None) -> dict[str, Tensor]:
-    return {} if starts is None else {"starts": starts}
 
 
 class _Recalled:
     """A block's activations by name: what was kept, and the rest computed again when it is first asked for."""
 
-    def __init__(self, stages: _Stages, saved: Saved, *, consume: bool) -> None:
+    def __init__(self, stages: Stages, saved: Saved, *, consume: bool) -> None:
         x, products = saved.tensors["x"], stages.products
         self.stages, self.projections = stages, saved.projections
         self.there: dict[str, Any] = saved.tensors | {"x": x.view(-1, x.shape[-1])}
@@ -277,13 +86,13 @@ class _Recalled:
     def _again(self, name: str) -> dict[str, Any]:
         match name:
             case "rstd1":
-                normed1, rstd1 = self.stages.norm1(self["x"])
+                normed1, rstd1 = self.stages.norm(1, self["x"])
                 return {"normed1": normed1, "rstd1": rstd1}
             case "normed1":
                 rstd1 = self["rstd1"]  # which brings its norm, if it had to be computed again
                 if "normed1" in self.there:
                     return {}
-                return {"normed1": self.stages.norm1(self["x"], rstd1)[0]}
+                return {"normed1": self.stages.norm(1, self["x"], rstd1)[0]}
             case "qkv" | "q" | "keys_values":
                 return {name: self.stages.project(name, self["x"], self.operand("normed1", rows=True))}
             case "attended" | "lse":
@@ -297,7 +106,7 @@ class _Recalled:
                 residual = self["residual"]  # which brings its norm, if it had to be computed again
                 if "normed2" in self.there:
                     return {}
-                return {"normed2": self.stages.norm2(residual, self["rstd2"])[0]}
+                return {"normed2": self.stages.norm(2, residual, self["rstd2"])[0]}
             case _:
                 assert name == "gate_up", name
                 return {"gate_up": self.stages.gate_up(self["x"], self.operand("normed2", rows=True))}
@@ -325,12 +134,12 @@ def forward(
         out: contiguous memory for the output, which none of the arguments has.
         starts: the first position of each token's document, (B, S) int32, if several share a sequence.
     """
-    how = config, cos, sin, saved.places, _documents(starts)
-    stages = _Stages(weights, ops, products, products.maxima(x_BSD), *how)
+    how = config, cos, sin, saved.places, starts
+    stages = Stages(weights, ops, products, products.maxima(x_BSD), *how)
     x = x_BSD.view(-1, x_BSD.shape[-1])
     attended = saved.tensors.get("attended")
     if attended is None:
-        y, rstd1 = stages.norm1(x)
+        y, rstd1 = stages.norm(1, x)
         normed1 = stages.read("normed1", y, columns="normed1" in saved.names)
         del y  # each is freed once it has been read, unless it is kept
         saved.keep(x=x_BSD, rstd1=rstd1)
@@ -378,69 +187,11 @@ def recall(
 
     Products are of matrices as they are stored; ``starts`` is that of forward.
     """
-    stages = _Stages(weights, ops, STORED, NONE, config, cos, sin, saved.places, _documents(starts))
+    stages = Stages(weights, ops, STORED, NONE, config, cos, sin, saved.places, starts)
     again = _Recalled(stages, saved, consume=False)
     for name in (*(row.name for row in KEPT), *APART):
         if name in saved.names and name not in saved.tensors:
             saved.keep(**{name: again.operand(name, rows=True).rows if name in OPERANDS else again[name]})
-
-
-@dataclass(frozen=True)
-class _Writer:
-    """Writes gradients of weights, or adds to them."""
-
-    gradients: BlockGradients
-    stages: _Stages
-    accumulate: bool
-    later: Later | None
-    """Takes the products, if they are for later."""
-
-    def product(self, name: str, dy_RN: Operand, x_RM: Operand) -> None:
-        """Write the gradient of W in y = x W^T."""
-        if getattr(self.gradients, name) is None:
-            return
-        # Without this writer, whose list it may join: a cycle would keep what it reads until Python's collector comes.
-        read = dy_RN.whole_columns(), x_RM.whole_columns()
-        self._now_or_later(partial(_write_product, self.stages.products, self.stages.ops, name, *read))
-
-    def wants(self, name: str) -> bool:
-        """Whether a matrix or its adapter has a gradient to be written, which reads the product's operand."""
-        return any(getattr(self.gradients, each) is not None for each in (name, f"{name}_a", f"{name}_b"))
-
-    def adapter(self, name: str, dy_RN: Operand, x_RM: Operand, low: LowRank | None) -> None:
-        """Write the gradients of the matrix's adapter, if it has one; ``low`` is its ``addition_backward``."""
-        if (adapter := self.stages.adapter(name)) is not None and low is not None:
-            products, h = self.stages.products, self.stages.low_rank.get(low_rank_name(name))
-            if h is None:  # a streamed step keeps none
-                h = adapter.forward(self.stages.ops, products.by_columns(x_RM))
-            read = products.by_columns(x_RM), products.by_rows(dy_RN), h, low.h, adapter.widths
-            self._now_or_later(partial(_write_adapter, self.stages.ops, name, read))
-
-    def _now_or_later(self, write: Callable[[BlockGradients, bool], None]) -> None:
-        if self.later is None:
-            write(self.gradients, self.accumulate)
-        else:
-            self.later.append(write)
-
-    def vector(self, gradient: Tensor | None, value: Tensor) -> None:
-        """Write the gradient of a gain or a bias."""
-        if gradient is not None and self.accumulate:
-            gradient.add_(value)
-        elif gradient is not None:
-            gradient.copy_(value)
-
-
-def _write_product(
-    products: Products, ops: BlockOps, name: str, dy: Any, x: Any, gradients: BlockGradients, accumulate: bool
-) -> None:
-    products.backward_weight_(ops, getattr(gradients, name), dy, x, accumulate)
-
-
-def _write_adapter(
-    ops: BlockOps, name: str, read: tuple[Any, ...], gradients: BlockGradients, accumulate: bool
-) -> None:
-    da, db = (getattr(gradients, f"{name}_{each}") for each in "ab")
-    ops.lora_gradients_(da, db, *read, accumulate)
 
 
 def backward(
@@ -473,8 +224,8 @@ def backward(
     """
     of_dy = products.maxima(dy_BSD, saved.tensors)
     low_rank = {name: saved.tensors[name] for name in map(low_rank_name, ADAPTED) if name in saved.tensors}
-    stages = _Stages(weights, ops, products, of_dy, config, cos, sin, {}, _documents(starts), low_rank)
-    maxima, write = products.gradient_maxima(dy_BSD), _Writer(grads, stages, accumulate, later)
+    stages = Stages(weights, ops, products, of_dy, config, cos, sin, {}, starts, low_rank)
+    maxima, write = products.gradient_maxima(dy_BSD), GradientWriter(grads, stages, accumulate, later)
     recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 
     gate_up, with_product = recalled.take("gate_up"), write.wants("down") and "product" not in recalled.operands
