@@ -2,23 +2,21 @@
 
     adapt(model, Lora(rank=16, alpha=32))            # written-out blocks; everything else is frozen
 
-Of y = x W^T + h B^T, with h = s x A^T, W (N, K) gets no gradient. With dh = s dy B:
+y = x W^T + h B^T with h = s x A^T. W (N, K) gets no gradient. With dh = s dy B:
 
     dx = dy W + dh A        dA = dh^T x        dB = dy^T h
 
 Shape legend: x (R, K), y (R, N), A (r, K), B (N, r), and s = alpha / rank. A matrix of n parts (q, k, v: 3; gate, up:
-2) has an A of n r rows.
+2) has an A of its own for each part, stacked in one matrix of n r rows; each part's B adds to that part's columns.
 
-h, r numbers a token, is kept for backward at every level: 14 r bytes a token and block in bf16, if all matrices have
-adapters. q, k and v have an A of their own each, one after the other in one matrix, and so have gate and up; each B
-adds to its own columns. Parameters have peft's names below the matrix they belong to (``attn.q_proj.lora_A.weight``),
-its shapes, and its initial values: A uniform within 1 / sqrt(K), B zero, with which a block computes what it computes
-without them, to the bit. Where the matrices are quantized, adapters read the values that quantized products read, but
-multiply in the block's dtype.
+h has r numbers a token and is kept for backward at every level: 14 r bytes a token and block in bf16 if all matrices
+have adapters. Parameters have peft's names (``attn.q_proj.lora_A.weight``), shapes and initial values: A is uniform
+within 1 / sqrt(K) and B is zero, so at first a block gives the same bits as without adapters. Beside quantized
+matrices, adapters read the quantized values but multiply in the block's dtype.
 
-Beside the large products these are small ones, which would take longer than their FLOPs (``kernels/lora.py``): where
-kernels are fused, a block has four launches for h, three that add to y, four for dh, three that add to dx and four for
-gradients. What is missing is part of others: gate | up's addition is in its product, down's to dx in SwiGLU's backward.
+These products are small and would take longer than their FLOPs suggest (``kernels/lora.py``). With fused kernels a
+block has four launches for h, three that add to y, four for dh, three that add to dx and four for gradients. The two
+others are fused: gate | up's addition into its product, down's addition to dx into SwiGLU's backward.
 """
 
 import math
@@ -40,14 +38,14 @@ from cs336_systems.model import TransformerLM
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a matrix with n parts, of rank r each; its gradients are ``BlockOps.lora_gradients_``'s."""
+    """The adapter of a matrix with n parts, each of rank r; ``BlockOps.lora_gradients_`` gives its gradients."""
 
     a: Tensor
     """(n r, K)"""
     b: Tensor
     """(N, r)"""
     widths: tuple[int, ...]
-    """Columns of y that each part has; N together."""
+    """Columns of y in each part; their sum is N."""
     scale: float
 
     def forward(self, ops: BlockOps, x_RK: Scaled) -> Tensor:
@@ -55,11 +53,11 @@ class Adapter:
         return ops.lora_shrink(x_RK, self.a.T, (self.a.shape[1],), self.scale)
 
     def addition(self, h_Rr: Tensor) -> LowRank:
-        """The part of y that is the adapter's."""
+        """The adapter's term of y."""
         return LowRank(h_Rr, self.b, self.widths)
 
     def backward(self, ops: BlockOps, dy_RN: Scaled) -> LowRank:
-        """The part of dx that is the adapter's, whose h is dh (R, n r)."""
+        """The adapter's term of dx; its ``h`` is dh (R, n r)."""
         dh_Rr = ops.lora_shrink(dy_RN, self.b, self.widths, self.scale)
         return LowRank(dh_Rr, self.a.T, (self.a.shape[1],))
 
@@ -102,7 +100,7 @@ def adapt(model: TransformerLM, lora: Lora) -> None:
 
 
 def adapter_shapes(weights: Mapping[str, tuple[int, ...]], lora: Lora) -> dict[str, tuple[int, int]]:
-    """Names and shapes of the adapters' parameters, for those of a block's, or a model's, own.
+    """Names and shapes of the adapters' parameters, from those of a block's or a model's weights.
 
     Raises:
         ValueError: a matrix has fewer rows or columns than the rank.

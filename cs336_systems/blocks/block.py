@@ -1,26 +1,24 @@
-"""The Llama and Qwen block, forward and backward as plain functions on tensors: autograd's work, written out.
+"""Forward and backward of the Llama and Qwen block as plain functions on tensors, without autograd.
 
     x -> norm -> q | k | v (one product) -> rotate -> attention -> output product -> + x = residual
     residual -> norm -> gate | up (one product) -> SwiGLU -> down product -> + residual
 
-q and k | v may be two products instead (``saved.APART``). Where heads of q and k have norms (Qwen3), q | k | v is kept
-as it was before them: attention reads a normed and rotated copy of q and k, and backward computes that copy again.
+q and k | v may be two products instead (``saved.APART``). If heads of q and k have norms (Qwen3), q | k | v is kept
+without them: attention reads a normed and rotated copy of q and k, which backward computes again.
 
-Written out, backward can be told what it may keep (``saved.py``), where gradients go (``grads``, in place, so that
-micro-batches accumulate without a second buffer), which operations it calls (``ops.py``), and how its matrix products
-are computed (``products.py``). What was not kept is computed again by the functions that computed it first, so
-gradients are the same bits whatever is kept.
+Callers choose what is kept for backward (``saved.py``), where gradients go (``grads``: in place, so micro-batches
+accumulate without a second buffer), the operations (``ops.py``) and the matrix products (``products.py``). Whatever was
+not kept is recomputed by the functions of forward (``stages.py``), so gradients have the same bits whatever is kept.
 
     weights, saved = BlockWeights.of(dict(block.named_parameters())), Saved(kept_names("products"))
     y = forward(x, weights, saved, REFERENCE, config, cos, sin)
     dx = backward(dy, weights, saved, grads, REFERENCE, config, cos, sin)
 
-Given a list (``later``), backward leaves out the gradients of matrices, four products that can wait until a stage of a
-pipeline has nothing else to do (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2).
+Given a list (``later``), backward leaves the gradients of matrices to it: four products that can wait until a pipeline
+stage is idle (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2). ``recall`` recomputes ahead of backward,
+into the caller's memory.
 
-``recall`` computes what was not kept before backward, into memory of the caller's, where backward is to find it there.
-
-All tensors share one dtype, but for statistics, the rotary tables and what quantized products read. Shape legend:
+All tensors share one dtype, except statistics, rotary tables and the operands of quantized products. Shape legend:
 ``ops.py``.
 """
 
@@ -40,7 +38,7 @@ from cs336_systems.costs.kept import KEPT, OPERANDS
 
 
 class _Recalled:
-    """A block's activations by name: what was kept, and the rest computed again when it is first asked for."""
+    """A block's activations by name; those that were not kept are recomputed when they are first read."""
 
     def __init__(self, stages: Stages, saved: Saved, *, consume: bool) -> None:
         x, products = saved.tensors["x"], stages.products
@@ -64,7 +62,7 @@ class _Recalled:
         return [self[name] for name in self.projections]
 
     def operand(self, name: str, *, rows: bool = False) -> Operand:
-        """The operand of this name: its columns, and its rows where what follows it is recomputed."""
+        """The operand of this name: its columns, and with ``rows`` its rows, from which later stages are recomputed."""
         found = self.operands.get(name)
         if found is None or (rows and found.rows is None):
             found = self.operands[name] = self.stages.read(name, self[name], rows=rows)
@@ -72,13 +70,13 @@ class _Recalled:
         return found
 
     def forget(self, *names: str) -> None:
-        """Free what backward needs no longer, unless ``saved`` still has it."""
+        """Free tensors that backward no longer needs, unless ``saved`` still has them."""
         for name in names:
             self.there.pop(name, None)
             self.operands.pop(name, None)
 
     def take(self, name: str) -> Tensor:
-        """Hand out a tensor for backward to write over, and keep it no longer."""
+        """Remove and return a tensor that backward may write over."""
         tensor = self[name]
         self.forget(name)
         return tensor.clone() if name in self.stay else tensor
@@ -89,7 +87,7 @@ class _Recalled:
                 normed1, rstd1 = self.stages.norm(1, self["x"])
                 return {"normed1": normed1, "rstd1": rstd1}
             case "normed1":
-                rstd1 = self["rstd1"]  # which brings its norm, if it had to be computed again
+                rstd1 = self["rstd1"]  # recomputing it also gives normed1
                 if "normed1" in self.there:
                     return {}
                 return {"normed1": self.stages.norm(1, self["x"], rstd1)[0]}
@@ -103,7 +101,7 @@ class _Recalled:
                 self.operands.pop("normed2", None)
                 return {"residual": residual, "normed2": normed2, "rstd2": self.there.get("rstd2", rstd2)}
             case "normed2":
-                residual = self["residual"]  # which brings its norm, if it had to be computed again
+                residual = self["residual"]  # recomputing it also gives normed2
                 if "normed2" in self.there:
                     return {}
                 return {"normed2": self.stages.norm(2, residual, self["rstd2"])[0]}
@@ -125,13 +123,13 @@ def forward(
     products: Products = STORED,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """The block's output (B, S, D) for contiguous x (B, S, D); fills ``saved``, and writes into no argument besides.
+    """The block's output (B, S, D) for contiguous x (B, S, D). Only ``saved`` and ``out`` are written.
 
-    Where ``saved`` holds attention's output already, what comes before it is not computed.
+    If ``saved`` already holds attention's output, forward starts there.
 
     Args:
-        cos: of the angles of every position, (S, E/2), as ``model.layers.RotaryEmbedding`` gives them; sin likewise.
-        out: contiguous memory for the output, which none of the arguments has.
+        cos, sin: (S, E/2), as ``model.layers.RotaryEmbedding`` returns them.
+        out: contiguous memory for the output, which no other argument uses.
         starts: the first position of each token's document, (B, S) int32, if several share a sequence.
     """
     how = config, cos, sin, saved.places, starts
@@ -141,10 +139,10 @@ def forward(
     if attended is None:
         y, rstd1 = stages.norm(1, x)
         normed1 = stages.read("normed1", y, columns="normed1" in saved.names)
-        del y  # each is freed once it has been read, unless it is kept
+        del y  # frees it, as below, unless it is kept
         saved.keep(x=x_BSD, rstd1=rstd1)
         projected = {name: stages.project(name, x, normed1) for name in saved.projections}
-        saved.keep(**projected, **products.kept("normed1", normed1))  # which waits for the rows of all ranks
+        saved.keep(**projected, **products.kept("normed1", normed1))  # waits for the rows of all ranks
         del normed1
         attended, lse = stages.attend(*projected.values())
         del projected
@@ -183,9 +181,9 @@ def recall(
     *,
     starts: Tensor | None = None,
 ) -> None:
-    """Compute again what ``saved`` names but does not hold, as ``forward`` did, from what it holds, and keep it.
+    """Recompute the tensors that ``saved`` names but does not hold, from those that it holds, and keep them.
 
-    Products are of matrices as they are stored; ``starts`` is that of forward.
+    Products are not quantized; ``starts`` is forward's.
     """
     stages = Stages(weights, ops, STORED, NONE, config, cos, sin, saved.places, starts)
     again = _Recalled(stages, saved, consume=False)
@@ -210,28 +208,28 @@ def backward(
     later: Later | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of x (B, S, D), for contiguous dy (B, S, D); those of weights are written into ``grads``.
+    """The gradient of x (B, S, D) for contiguous dy (B, S, D); weights' gradients are written into ``grads``.
 
     Args:
         products: those of forward.
-        accumulate: add to what ``grads`` holds, as for every micro-batch but the first.
-        consume: take what ``saved`` holds, write over it and free it once it has been read; no other backward can come
-            then. Otherwise ``saved`` stays as it is.
-        later: receives the products that give matrices' gradients, instead of their being computed; those in ``grads``
-            may be on ``meta``. To call them in their order, before weights change, gives the same bits. Until then they
-            hold what they read, and neither dy nor ``saved`` may be written over.
+        accumulate: add to what ``grads`` holds, as every micro-batch but the first does.
+        consume: take the tensors out of ``saved``, write over them and free each after its last use, so no other
+            backward can follow. Otherwise ``saved`` stays as it is.
+        later: receives functions that compute the gradients of matrices, whose tensors in ``grads`` may be on ``meta``.
+            Calling them in order, before weights change, gives the same bits. They hold the tensors they will read;
+            until they are called, dy and ``saved`` must not be written.
         starts: that of forward.
     """
-    of_dy = products.maxima(dy_BSD, saved.tensors)
+    activation_maxima = products.maxima(dy_BSD, saved.tensors)
     low_rank = {name: saved.tensors[name] for name in map(low_rank_name, ADAPTED) if name in saved.tensors}
-    stages = Stages(weights, ops, products, of_dy, config, cos, sin, {}, starts, low_rank)
+    stages = Stages(weights, ops, products, activation_maxima, config, cos, sin, {}, starts, low_rank)
     maxima, write = products.gradient_maxima(dy_BSD), GradientWriter(grads, stages, accumulate, later)
     recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 
     gate_up, with_product = recalled.take("gate_up"), write.wants("down") and "product" not in recalled.operands
     dy_read = products.read_gradient("dy", dy, maxima, columns=grads.down is not None)
     if products.ranks.under_products and write.wants("gate_up"):
-        recalled.operand("normed2")  # whose rows travel meanwhile
+        recalled.operand("normed2")  # its rows travel during the next product
     dproduct = products.backward(ops, dy_read, stages.columns_of("down"))
     low = stages.addition_backward("down", dy_read)
     asked: dict[str, Any] = {"low": low, "with_product": with_product, "columns": grads.gate_up is not None}
@@ -243,7 +241,7 @@ def backward(
         write.adapter("down", dy_read, again, low)
     del dy_read, again
     recalled.forget("product")
-    residual = recalled["residual"]  # before its norm, which it brings with it if it has to be computed again
+    residual = recalled["residual"]  # recomputing it also gives its norm, which is read next
     if write.wants("gate_up"):
         write.product("gate_up", dgate_up, recalled.operand("normed2"))
     dnormed2 = products.sum_backward(ops, dgate_up, stages.columns_of("gate_up"))
