@@ -57,9 +57,9 @@ class _Recalled:
             self.there |= self._again(name)
         return self.there[name]
 
-    def projected(self) -> list[Tensor]:
-        """q | k | v, or q and k | v."""
-        return [self[name] for name in self.projections]
+    def projected(self) -> dict[str, Tensor]:
+        """q | k | v, or q and k | v, by name."""
+        return {name: self[name] for name in self.projections}
 
     def operand(self, name: str, *, rows: bool = False) -> Operand:
         """The operand of this name: its columns, and with ``rows`` its rows, from which later stages are recomputed."""
@@ -86,25 +86,19 @@ class _Recalled:
             case "rstd1":
                 normed1, rstd1 = self.stages.norm(1, self["x"])
                 return {"normed1": normed1, "rstd1": rstd1}
-            case "normed1":
-                rstd1 = self["rstd1"]  # recomputing it also gives normed1
-                if "normed1" in self.there:
-                    return {}
-                return {"normed1": self.stages.norm(1, self["x"], rstd1)[0]}
+            case "normed1" | "normed2":
+                number, x = (1, self["x"]) if name == "normed1" else (2, self["residual"])
+                rstd = self[f"rstd{number}"]  # recomputing it, or the residual, also gives the norm
+                return {} if name in self.there else {name: self.stages.norm(number, x, rstd)[0]}
             case "qkv" | "q" | "keys_values":
                 return {name: self.stages.project(name, self["x"], self.operand("normed1", rows=True))}
             case "attended" | "lse":
-                attended, lse = self.stages.attend(*self.projected())
+                attended, lse = self.stages.attend(self.projected())
                 return {"attended": attended, "lse": lse}
             case "residual" | "rstd2":
                 residual, normed2, rstd2 = self.stages.add(self["x"], self["attended"])
                 self.operands.pop("normed2", None)
                 return {"residual": residual, "normed2": normed2, "rstd2": self.there.get("rstd2", rstd2)}
-            case "normed2":
-                residual = self["residual"]  # recomputing it also gives normed2
-                if "normed2" in self.there:
-                    return {}
-                return {"normed2": self.stages.norm(2, residual, self["rstd2"])[0]}
             case _:
                 assert name == "gate_up", name
                 return {"gate_up": self.stages.gate_up(self["x"], self.operand("normed2", rows=True))}
@@ -144,7 +138,7 @@ def forward(
         projected = {name: stages.project(name, x, normed1) for name in saved.projections}
         saved.keep(**projected, **products.kept("normed1", normed1))  # waits for the rows of all ranks
         del normed1
-        attended, lse = stages.attend(*projected.values())
+        attended, lse = stages.attend(projected)
         del projected
         saved.keep(attended=attended, lse=lse)
         attended = saved.tensors.get("attended", attended)  # at its place, if it has one
@@ -271,7 +265,7 @@ def backward(
     dqkv = dattended.new_empty(dattended.shape[0], config.d_qkv)
     ops.attention_backward(
         stages.heads(dattended),
-        *stages.attended_heads(*projected),
+        *stages.attended_heads(projected),
         stages.heads(recalled["attended"]),
         recalled["lse"],
         stages.qkv_heads(dqkv),

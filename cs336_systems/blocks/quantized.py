@@ -126,24 +126,21 @@ class QuantizedProducts(Products):
         return residual, UnstoredNorm(residual, gain_D, rstd), rstd
 
     def read(self, name: str, x_RK: Any, maxima: Maxima, *, rows: bool = True, columns: bool = True) -> Operand:
-        absmax = maxima.of(name, x_RK)
-        if self.gathers(name):
-            return self._gather(self._read_own(x_RK, absmax, True, False), columns)
-        return self._read_own(x_RK, absmax, rows, columns)
-
-    def _read_own(self, x_RK: Any, absmax: Tensor | None, rows: bool, columns: bool) -> Operand:
-        dtype = FORMATS[self.recipe.matmul]
-        if isinstance(x_RK, UnstoredNorm):
-            assert self._fused is not None and absmax is not None
-            x, how = x_RK.x_RD, {"rows": rows, "transposed": columns}
-            return _operand(self._fused.rms_norm_quantize(x, x_RK.gain_D, x_RK.rstd_R, absmax, dtype, **how), x.dtype)
-        return self._quantize(x_RK, dtype, rows, columns, absmax)
+        return self._read_in(FORMATS[self.recipe.matmul], name, x_RK, maxima, rows, columns)
 
     def read_gradient(self, name: str, dy_RN: Tensor, maxima: Maxima, *, columns: bool = True) -> Operand:
-        absmax, dtype = maxima.of(name, dy_RN), FORMATS[self.recipe.gradient]
-        if self.gathers(name):
-            return self._gather(self._quantize(dy_RN, dtype, True, False, absmax), columns)
-        return self._quantize(dy_RN, dtype, True, columns, absmax)
+        return self._read_in(FORMATS[self.recipe.gradient], name, dy_RN, maxima, True, columns)
+
+    def _read_in(self, dtype: torch.dtype, name: str, x: Any, maxima: Maxima, rows: bool, columns: bool) -> Operand:
+        absmax, gathers = maxima.of(name, x), self.gathers(name)
+        own_rows, own_columns = (True, False) if gathers else (rows, columns)
+        if isinstance(x, UnstoredNorm):
+            assert self._fused is not None and absmax is not None
+            norm, how = (x.x_RD, x.gain_D, x.rstd_R), {"rows": own_rows, "transposed": own_columns}
+            operand = _operand(self._fused.rms_norm_quantize(*norm, absmax, dtype, **how), x.x_RD.dtype)
+        else:
+            operand = self._quantize(x, dtype, own_rows, own_columns, absmax)
+        return self._gather(operand, columns) if gathers else operand
 
     def _gather(self, operand: Operand, columns: bool) -> Operand:
         """All ranks' rows of an operand; this rank's rows have the scale that all ranks agreed on."""

@@ -100,34 +100,31 @@ class Stages:
         """The block's first or second norm of x, to be read, and its rstd, which may be given."""
         return self.products.norm(self.ops, x_RD, *self._norm(number), rstd_R)
 
+    def n_heads(self, name: str) -> tuple[int, int]:
+        """Numbers of query heads and of key/value heads in the projection of this name."""
+        return 0 if name == "keys_values" else self.config.n_heads, 0 if name == "q" else self.config.kv_heads
+
     def project(self, name: str, x_RD: Tensor, normed1_RD: Operand) -> Tensor:
         """q | k | v (R, P), or the one in ``APART`` with this name; rotated, unless q and k have norms."""
-        config, weight, bias = self.config, self.rows_of("qkv"), self.weights.qkv_bias
-        n_heads, n_kv_heads = config.n_heads, config.kv_heads
+        weight, bias, (n_heads, n_kv_heads) = self.rows_of("qkv"), self.weights.qkv_bias, self.n_heads(name)
         if name in APART:
-            rows = slice(config.d_query) if name == "q" else slice(config.d_query, None)
+            rows = slice(self.config.d_query) if name == "q" else slice(self.config.d_query, None)
             weight, bias = weight[rows], None if bias is None else bias[rows]
-            n_heads, n_kv_heads = (n_heads, 0) if name == "q" else (0, n_kv_heads)
-        out = self.place(name, x_RD, (n_heads + 2 * n_kv_heads) * config.d_head)
+        out = self.place(name, x_RD, (n_heads + 2 * n_kv_heads) * self.config.d_head)
         self.products.forward_(self.ops, out, normed1_RD, weight, bias)
         self.adapt_(name, out, normed1_RD)
-        if not config.qk_norm:
+        if not self.config.qk_norm:
             self.rotate_(out, n_heads, n_kv_heads, inverse=False)
         return out
 
-    def norm_rotate(self, rows: Tensor, n_heads: int, n_kv_heads: int) -> Tensor:
-        """q | k, normed and rotated, of rows of q | k | v."""
-        return self.ops.norm_rotate(rows, *self._qk_norms, n_heads, n_kv_heads)
-
-    def norm_rotate_backward_(self, dqkv: Tensor, projected: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def norm_rotate_backward_(self, dqkv: Tensor, projected: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The gradients of both gains. In dqkv, the gradient of q | k becomes that before norm and rotation."""
-        config, how = self.config, self._qk_norms
-        if len(projected) == 1:
-            return self.ops.norm_rotate_backward_(dqkv, *projected, *how, config.n_heads, config.kv_heads)
-        (q, keys_values), (dq, dkeys_values) = projected, dqkv.split((config.d_query, 2 * config.d_kv), dim=1)
-        dq_gain, _ = self.ops.norm_rotate_backward_(dq, q, *how, config.n_heads, 0)
-        _, dk_gain = self.ops.norm_rotate_backward_(dkeys_values, keys_values, *how, 0, config.kv_heads)
-        return dq_gain, dk_gain
+        parts = zip(dqkv.split([rows.shape[1] for rows in projected.values()], dim=1), projected.items(), strict=True)
+        dgains = [
+            self.ops.norm_rotate_backward_(part, rows, *self._qk_norms, *self.n_heads(name))
+            for part, (name, rows) in parts
+        ]
+        return dgains[0][0], dgains[-1][1]
 
     @property
     def _qk_norms(self) -> tuple[Tensor, Tensor, float, Tensor, Tensor]:
@@ -154,17 +151,15 @@ class Stages:
             k, v = keys_values.chunk(2, dim=1)
         return q, k, v
 
-    def attended_heads(self, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def attended_heads(self, projected: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as attention reads them, shaped as ``qkv_heads``."""
-        q, k, v = self.qkv_heads(*projected)
-        if not self.config.qk_norm:
-            return q, k, v
-        n_heads, n_kv_heads = self.config.n_heads, self.config.kv_heads
-        if len(projected) == 1:
-            q, k = self.heads(self.norm_rotate(*projected, n_heads, n_kv_heads)).tensor_split([n_heads], dim=1)
-        else:
-            q = self.heads(self.norm_rotate(projected[0], n_heads, 0))
-            k = self.heads(self.norm_rotate(projected[1], 0, n_kv_heads))
+        q, k, v = self.qkv_heads(*projected.values())
+        if self.config.qk_norm:
+            turned = [
+                self.heads(self.ops.norm_rotate(rows, *self._qk_norms, *self.n_heads(name)))
+                for name, rows in projected.items()
+            ]
+            q, k = turned if len(turned) == 2 else turned[0].tensor_split([self.config.n_heads], dim=1)
         return q, k, v
 
     @property
@@ -172,10 +167,10 @@ class Stages:
         """``starts`` as an argument of attention; not every attention takes it."""
         return {} if self.starts is None else {"starts": self.starts}
 
-    def attend(self, *projected: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, projected: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Attention's output (R, H E) and lse (B, H, S)."""
-        o_BHSE, lse = self.ops.attention_forward(*self.attended_heads(*projected), **self.documents)
-        return o_BHSE.transpose(1, 2).reshape(projected[0].shape[0], -1), lse
+        o_BHSE, lse = self.ops.attention_forward(*self.attended_heads(projected), **self.documents)
+        return o_BHSE.transpose(1, 2).reshape(-1, self.config.d_query), lse
 
     def add(self, x_RD: Tensor, attended_RD: Tensor) -> tuple[Tensor, Any, Tensor]:
         """The residual stream after attention, its norm, to be read, and the norm's rstd."""

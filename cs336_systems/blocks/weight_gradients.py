@@ -66,7 +66,5 @@ class GradientWriter:
 
     def vector(self, gradient: Tensor | None, value: Tensor) -> None:
         """Write the gradient of a gain or a bias."""
-        if gradient is not None and self.accumulate:
-            gradient.add_(value)
-        elif gradient is not None:
-            gradient.copy_(value)
+        if gradient is not None:
+            (gradient.add_ if self.accumulate else gradient.copy_)(value)
