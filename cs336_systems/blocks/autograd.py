@@ -75,7 +75,7 @@ class _Call:
     adapter_scale: float
 
     def weights(self, parameters: Mapping[str, Tensor]) -> BlockWeights:
-        """What a pass reads, of which products are told."""
+        """The weights for a pass; products are told which parameters hold them."""
         self.products.at([parameter for name, parameter in parameters.items() if ".lora_" not in name])
         return BlockWeights.of(parameters, self.adapter_scale)
 

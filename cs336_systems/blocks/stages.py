@@ -68,7 +68,7 @@ class Stages:
         return Adapter(a, b, widths.get(name, (config.d_model,)), self.weights.adapter_scale)
 
     def addition(self, name: str, x_RK: Operand) -> LowRank | None:
-        """What the matrix's adapter, if it has one, adds to the product of operand and matrix."""
+        """The term that the matrix's adapter, if it has one, adds to the product of operand and matrix."""
         if (adapter := self.adapter(name)) is None:
             return None
         kept = low_rank_name(name)
@@ -82,7 +82,7 @@ class Stages:
             self.ops.lora_expand_(out_RN, low)
 
     def addition_backward(self, name: str, dy_RN: Operand) -> LowRank | None:
-        """What the adapter adds to the gradient of the product's operand; its ``h`` is the gradient of h."""
+        """The term that the adapter adds to the gradient of the product's operand; its ``h`` is the gradient of h."""
         adapter = self.adapter(name)
         return None if adapter is None else adapter.backward(self.ops, self.products.by_rows(dy_RN))
 
