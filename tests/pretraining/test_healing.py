@@ -18,10 +18,8 @@ from cs336_systems.pretraining.preparation import prepare
 from .trained import options, write_dataset
 
 os.environ["RUST_LOG"] = "error"  # read when torchft is imported
-healing = pytest.importorskip("cs336_systems.pretraining.healing")
-torchft_groups = pytest.importorskip("cs336_systems.pretraining.torchft_parts")
 LighthouseServer = pytest.importorskip("torchft.coordination").LighthouseServer
-
+from cs336_systems.pretraining import healing, torchft_groups  # noqa: E402  they import torchft
 
 PREPARING = threading.Lock()
 """A model is made under a context that all threads share."""

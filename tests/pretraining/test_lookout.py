@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from cs336_systems.processes import Died, FreshProcess
 
-torchft_groups = pytest.importorskip("cs336_systems.pretraining.torchft_groups")
+pytest.importorskip("torchft")
+from cs336_systems.pretraining import torchft_groups
 
 
 class LookedAfterGloo(torchft_groups.LookedAfter, torchft_groups.ProcessGroupGloo):
