@@ -11,7 +11,7 @@ several parts of the model ("chunks"): chunk c of stage s is part c p + s, or un
     1f1b          p - s - 1 forwards ahead at stage s, then one backward each  (p-1)(F + B + W)       p - s
     interleaved   1f1b over v thin stages on each device                       (p-1)(F + B + W) / v   more than 1f1b
     zb-h1         1f1b with W put off, by s micro-batches at stage s           (p-1)(F + B - W)       p
-    zbv           V-shaped; B first, then F as far as memory allows, W last    less than zb-h1        p
+    zbv           V-shaped; of several greedy lists the fastest (``zbv.py``)   less than zb-h1        p
     dualpipev     V-shaped; F of one chunk and BW of the other in turn         less than zb-h1        p + 1/2
 
 (Interleaved at stage s: min(m, (2(p-s-1) + (v-1)p + 1) / v). Zero-bubble as far as W is no longer than F and B.)
@@ -26,13 +26,12 @@ section 2 (ZB-H1); Qi et al. 2024, "Pipeline parallelism with controllable memor
 2024 and Sea AI Lab 2025 (DualPipeV: the V-shaped half of DualPipe).
 """
 
-import heapq
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
+from cs336_systems.costs.parallelism.zbv import best_orders
 from cs336_systems.ranks import SCHEDULES
 
 Kind = Literal["F", "B", "W", "BW"]
@@ -166,7 +165,7 @@ def make_schedule(
         durations = [durations] * (stages * chunks)
     check_durations(durations, stages * chunks)
     if name == "zbv":
-        orders = _greedy(stages, microbatches, durations)
+        orders = [[Operation(*item) for item in order] for order in best_orders(stages, microbatches, durations)]
     else:
         by_stage: Callable[..., list[Operation]] = _dual_pipe if name == "dualpipev" else _one_direction
         orders = [by_stage(name, stage, stages, microbatches, chunks) for stage in range(stages)]
@@ -277,51 +276,3 @@ def _dual_pipe(name: str, stage: int, stages: int, microbatches: int, chunks: in
     while waiting:
         weights()
     return order
-
-
-def _greedy(stages: int, microbatches: int, durations: Sequence[Mapping[str, float]]) -> list[list[Operation]]:
-    """What stages do that always take the most urgent operation that can begin.
-
-    B comes first, then F, of the second chunk before the first; W where nothing else can begin, or memory is full. A
-    stage holds at most p micro-batches in both chunks (2p half ones). One half is never given to the first chunk, so
-    that the oldest micro-batch can always go on.
-    """
-    plan = Schedule("zbv", stages, microbatches, 2, ())
-    orders: list[list[Operation]] = [[] for _ in range(stages)]
-    ends: dict[tuple[int, Operation], float] = {}
-    left = [
-        {(kind, chunk): 0 for kind in ("F", "B") for chunk in (0, 1)} for _ in range(stages)
-    ]  # the next micro-batch of each
-    waiting: list[list[Operation]] = [[] for _ in range(stages)]
-    alive, free_at, most = [0] * stages, [0.0] * stages, 2 * stages
-    times = [0.0]
-
-    def can_begin(stage: int, operation: Operation, now: float) -> bool:
-        return all(ends.get(each, math.inf) <= now for each in plan.inputs(stage, operation))
-
-    def choose(stage: int, now: float) -> Operation | None:
-        urgent: tuple[tuple[Literal["F", "B"], int], ...] = (("B", 0), ("B", 1), ("F", 1), ("F", 0))
-        for kind, chunk in urgent:
-            i = left[stage][kind, chunk]
-            room = kind == "B" or alive[stage] < most - (chunk == 0)
-            if i < microbatches and room and can_begin(stage, operation := Operation(kind, i, chunk), now):
-                return operation
-        return waiting[stage][0] if waiting[stage] else None
-
-    while times:
-        now = heapq.heappop(times)
-        for stage in range(stages):
-            if free_at[stage] > now or (found := choose(stage, now)) is None:
-                continue
-            orders[stage].append(found)
-            if found.kind == "W":
-                waiting[stage].pop(0)
-                alive[stage] -= 1
-            else:
-                left[stage][found.kind, found.chunk] += 1
-                alive[stage] += found.kind == "F"
-                if found.kind == "B":
-                    waiting[stage].append(Operation("W", found.microbatch, found.chunk))
-            ends[stage, found.result] = free_at[stage] = now + durations[plan.part(stage, found.chunk)][found.kind]
-            heapq.heappush(times, free_at[stage])
-    return orders

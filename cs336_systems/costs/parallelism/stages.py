@@ -106,16 +106,19 @@ def _divide(schedule: str, n_stages: int, chunks: int, config: ModelConfig) -> t
         raise ValueError(f"{config.n_layers} blocks are too few for {len(places)} parts of a pipeline of {schedule}")
     for part in (-1, 0)[:missing]:
         counts[part] = 0
-    (first, _), (last, _), loads = places[0], places[-1], [0.0] * n_stages
-    for (stage, _), count in zip(places, counts, strict=True):
-        loads[stage] += count
-    for stage, end in zip((first, last), end_blocks(config), strict=True):
-        loads[stage] += end
+    loads, of_stages = [float(count) for count in counts], [0.0] * n_stages
+    for part, end in zip((0, -1), end_blocks(config), strict=True):
+        loads[part] += end
+    for (stage, _), load in zip(places, loads, strict=True):
+        of_stages[stage] += load
+    late = 1 if schedule == "zbv" else -1
     for _ in range(config.n_layers - len(places)):
-        # Of the stage with least to do, the part with fewest blocks; ties go to later parts, which wait for the others.
-        part = min(range(len(places)), key=lambda part: (loads[places[part][0]], counts[part], -part))
+        # Of the stage with least to do, the part with least. Ties go to later parts, which wait for the others; under
+        # ZBV to earlier ones (Llama 3 8B on four stages with 8 micro-batches: 9.9 for 11.9 % idle, simulated).
+        part = min(range(len(places)), key=lambda part: (of_stages[places[part][0]], loads[part], late * part))
         counts[part] += 1
-        loads[places[part][0]] += 1
+        loads[part] += 1
+        of_stages[places[part][0]] += 1
     return tuple(counts)
 
 

@@ -19,7 +19,8 @@ def test_few_micro_batches_tell_the_span_of_many(schedule):
         if simulates(schedule, n_stages, m, chunks):
             whole = pipeline.simulate(schedule, n_stages, m, chunks=chunks, durations=DURATIONS)
             assert span_seconds(schedule, n_stages, m, chunks, DURATIONS) == pytest.approx(whole.span)
-            assert alive(schedule, n_stages, m, chunks) == pytest.approx(whole.peak_activations)
+            alike = pipeline.simulate(schedule, n_stages, m, chunks=chunks)
+            assert alive(schedule, n_stages, m, chunks) == pytest.approx(alike.peak_activations)
             assert least_bubble(schedule, n_stages, chunks, DURATIONS) <= whole.bubble + 1e-9
             n_compared += 1
     assert n_compared >= 8
