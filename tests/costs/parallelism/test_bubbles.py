@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from cs336_systems.costs.parallelism import bubbles, pipeline
-from cs336_systems.costs.parallelism.bubbles import alive, least_bubble, simulates, span_seconds
+from cs336_systems.costs.parallelism.bubbles import BLOCK, alive, least_bubble, simulates, span_seconds
 from cs336_systems.ranks import SCHEDULES
 
 DURATIONS = {"F": 2.0, "B": 2.7, "W": 1.5}
@@ -19,7 +19,7 @@ def test_few_micro_batches_tell_the_span_of_many(schedule):
         if simulates(schedule, n_stages, m, chunks):
             whole = pipeline.simulate(schedule, n_stages, m, chunks=chunks, durations=DURATIONS)
             assert span_seconds(schedule, n_stages, m, chunks, DURATIONS) == pytest.approx(whole.span)
-            alike = pipeline.simulate(schedule, n_stages, m, chunks=chunks)
+            alike = pipeline.simulate(schedule, n_stages, m, chunks=chunks, durations=BLOCK)
             assert alive(schedule, n_stages, m, chunks) == pytest.approx(alike.peak_activations)
             assert least_bubble(schedule, n_stages, chunks, DURATIONS) <= whole.bubble + 1e-9
             n_compared += 1
