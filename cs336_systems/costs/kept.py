@@ -127,11 +127,11 @@ def keep_of_blocks(keep: str, n_layers: int) -> tuple[str, ...]:
     return (*found, *[rest] * (n_layers - len(found)))
 
 
-def check_known(what: str, value: str, known: tuple[str, ...], where: str = "") -> None:
-    """Raise ValueError, with the nearest of the known, for a value that is none of them."""
+def check_known(what: str, value: str | int, known: tuple[str | int, ...], where: str = "") -> None:
+    """Raise ValueError, with the nearest of the known names, for a value that is none of them."""
     if value not in known:
-        hint = did_you_mean(value, known, show=repr)
-        raise ValueError(f"unknown {what} {value!r}{where}: {hint}known are {', '.join(known)}")
+        hint = did_you_mean(str(value), [each for each in known if isinstance(each, str)], show=repr)
+        raise ValueError(f"unknown {what} {value!r}{where}: {hint}known are {', '.join(map(str, known))}")
 
 
 def default_keep(kernels: str, matmul_dtype: str) -> str:

@@ -125,6 +125,7 @@ def test_kills_are_random_by_seed_and_spare_the_ends():
         ({"replicas": 1}, "--replicas must be at least 2, of which one may die, got 1"),
         ({"kills": 100}, "--kills 100 of --steps 100, of which 96 can have one"),
         ({"save_every": 1}, "--save-every must leave steps to lose, at least 2, got 1"),
+        ({"zero": 9}, "unknown zero 9: known are 0, 1, 2, 3"),
         ({"size": "tinny"}, "tinny"),
         ({"data": "nowhere"}, "nowhere"),
     ],
