@@ -6,7 +6,6 @@ import os
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -14,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchft.process_group import (
     ProcessGroup,
@@ -30,13 +28,10 @@ _JOIN_S = 1.0
 """Seconds for which gloo waits, five times, until another member of a new group connects. That member may have died
 since all agreed. Or the lighthouse was started again and numbers its groups from the beginning, so that the store still
 has the addresses of an older group."""
+_STORE_S = 15.0
+"""Seconds for a connection to the store, in which its name is looked up: three times what resolvers wait by default."""
 _CONNECT_S = 20.0
 """Seconds for which NCCL waits for the connections of a new group, whose members have all just passed the lookout."""
-
-LOOK_S = 0.2
-"""Seconds between two looks at whether to go on waiting, for a collective or a quorum."""
-_NOTICE_S = 0.5
-"""Seconds from a member's death until gloo's collectives are given up; most fail by themselves within 0.1 s."""
 
 
 class _Watched(ProcessGroup):
@@ -137,7 +132,8 @@ class LookedAfter(ProcessGroup):
             self.turn += 1  # members that leave the old group from now on have not died
             self.abort(errored=False)
             self._gone = None
-        store = create_store_client(store_addr, timeout=timedelta(seconds=5 * _JOIN_S))
+        store = create_store_client(store_addr, timeout=timedelta(seconds=_STORE_S))
+        store.set_timeout(timedelta(seconds=5 * _JOIN_S))
         # The lookout comes first: NCCL would wait for the whole timeout for a member that has died since all agreed, or
         # at the address of an older group.
         lookout = Lookout(store, rank, world_size, partial(self._lost, self.turn))
@@ -175,46 +171,11 @@ class LookedAfter(ProcessGroup):
         error = super().errored()
         return self._gone or error
 
-    @property
-    def parent(self) -> Any:
-        if self._gone is not None:
-            raise RuntimeError(str(self._gone))
-        return super().parent
 
+class Gloo(_Watched, ProcessGroupGloo):
+    """Gives up soon on a member that does not connect."""
 
-class _UntilItsEnd(dist.Work):
-    """A collective of gloo whose ``wait`` ends when its group does."""
-
-    def __init__(self, work: dist.Work, group: "Gloo") -> None:
-        super().__init__()
-        self._work, self._group, self._of = work, group, group._pg
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        while not self._work.is_completed() and self._group._pg is self._of:
-            with suppress(RuntimeError):  # raised as long as it is not complete
-                self._work.wait(timedelta(seconds=LOOK_S))
-        if not self._work.is_completed():
-            # Freeing the group waits for its collectives, so a thread of its own keeps this one until it ends.
-            threading.Thread(target=self._see_out, daemon=True).start()
-            raise RuntimeError(str(self._group._gone or "the group has ended"))
-        return self._work.wait()
-
-    def get_future(self) -> Any:
-        return self._work.get_future()
-
-    def _see_out(self) -> None:
-        with suppress(RuntimeError):
-            self._work.wait()
-
-
-class Gloo(LookedAfter, _Watched, ProcessGroupGloo):
-    """gloo's process group, which gives up soon on members that do not connect or have gone.
-
-    gloo reads a connection message by message. A collective may fail because the member that it sends to has died,
-    while a message for it still comes from another member. That message has no buffer any more, and gloo reads neither
-    the next messages nor the end of the connection (``Pair::prepareRead``). Nor does an error reach those who wait for
-    a message that is partly transferred (``Pair::signalException``, gloo/transport/tcp/pair.cc).
-    """
+    _timeout: timedelta
 
     def _create_pg(self, *args: Any, **kwargs: Any) -> Any:
         whole, self._timeout = self._timeout, min(self._timeout, timedelta(seconds=_JOIN_S))
@@ -224,16 +185,6 @@ class Gloo(LookedAfter, _Watched, ProcessGroupGloo):
             self._timeout = whole
         group._get_backend(torch.device("cpu")).set_timeout(whole)
         return group
-
-    def _wrap_work(self, work: dist.Work, opts: Any) -> dist.Work:
-        return _UntilItsEnd(work, self)
-
-    def _lost(self, turn: int, member: int) -> None:
-        time.sleep(_NOTICE_S)
-        super()._lost(turn, member)
-
-    def errored(self) -> None:
-        """Return None: collectives raise their own errors, and a complete one stays valid if a member goes later."""
 
 
 class Nccl(LookedAfter, _Watched, ProcessGroupNCCL):

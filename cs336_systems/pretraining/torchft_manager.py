@@ -17,10 +17,11 @@ from torchft.work import _DummyWork
 
 from cs336_systems.costs.parallelism.local_steps import SCALED
 from cs336_systems.pretraining.agreement import StoppedWaiting
-from cs336_systems.pretraining.torchft_groups import LOOK_S
 
 _RETRIES = 20
 """Failed attempts in a row to form a group before a step is tried without one."""
+_LOOK_S = 0.2
+"""Seconds between two looks at whether a replica that waits for a quorum is to end."""
 _GRACE_S = 5.0
 """Seconds for which a replica that is asked to end still waits for a quorum. Mostly the others come, and all end after
 the same step."""
@@ -40,7 +41,7 @@ class Reported(Protocol):
         """Whether this replica still lacks pieces of the others' state, which it fetches while it steps with them."""
 
     def is_to_end(self) -> bool:
-        """Asked every ``LOOK_S`` seconds while waiting for a quorum; True gives it up after ``_GRACE_S``."""
+        """Asked every ``_LOOK_S`` seconds while waiting for a quorum; True gives it up after ``_GRACE_S``."""
 
 
 class _DaemonThreads(Executor):
@@ -101,7 +102,7 @@ class ReportingManager(Manager):
         gives_up_at = math.inf
         while time.monotonic() < gives_up_at:
             try:
-                return self._quorum_future.result(LOOK_S)
+                return self._quorum_future.result(_LOOK_S)
             except TimeoutError:
                 if self._quorum_future.done():  # the quorum itself timed out
                     raise
