@@ -41,7 +41,8 @@ class GradientWriter:
         return any(getattr(self.gradients, each) is not None for each in (name, f"{name}_a", f"{name}_b"))
 
     def adapter(self, name: str, dy_RN: Operand, x_RM: Operand, low: LowRank | None) -> None:
-        """Write the gradients of the matrix's adapter, if it has one; ``low`` is its ``addition_backward``."""
+        """Write the gradients of the matrix's adapter, if it has one; ``low`` is what
+        ``Stages.addition_backward`` gives."""
         adapter = self.stages.adapter(name)
         if adapter is None or low is None:
             return

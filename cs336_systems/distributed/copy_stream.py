@@ -56,6 +56,11 @@ def _library() -> Any:
     return library
 
 
+def _check(name: str, result: int) -> None:
+    if result != _SUCCESS:
+        raise RuntimeError(f"{name} failed with CUDA error {result}")
+
+
 def unshared_stream() -> torch.cuda.ExternalStream:
     """A stream of the current CUDA device that nobody else uses, and that waits for no other.
 
@@ -67,8 +72,7 @@ def unshared_stream() -> torch.cuda.ExternalStream:
     """
     torch.cuda.current_stream()  # the device's context exists from here on
     handle = ctypes.c_void_p()
-    if (status := _library().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)) != _SUCCESS:
-        raise RuntimeError(f"cuStreamCreate fails with {status}")
+    _check("cuStreamCreate", _library().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING))
     return torch.cuda.ExternalStream(handle.value)
 
 
@@ -102,12 +106,12 @@ class CopyStream:
     def synchronize(self) -> None:
         """Let the host wait for all work of the device, on every stream."""
         self.flush()
-        self._check("cuCtxSynchronize", self._library.cuCtxSynchronize())
+        _check("cuCtxSynchronize", self._library.cuCtxSynchronize())
 
     def copy(self, into: int, source: int, n_bytes: int) -> None:
         """Copy bytes from one address to another."""
         self.flush()
-        self._check("cuMemcpyAsync", self._library.cuMemcpyAsync(into, source, n_bytes, self._handle))
+        _check("cuMemcpyAsync", self._library.cuMemcpyAsync(into, source, n_bytes, self._handle))
 
     def raise_flag(self, address: int, number: int) -> None:
         """Write a number when this stream's work so far is done; ``flush`` or a later call enqueues it."""
@@ -129,13 +133,13 @@ class CopyStream:
         if self._n_batched:
             n, self._n_batched = self._n_batched, 0
             result = self._library.cuStreamBatchMemOp_v2(self._handle, n, self._place, 0)
-            self._check("cuStreamBatchMemOp", result)
+            _check("cuStreamBatchMemOp", result)
 
     def follow(self) -> None:
         """Let this stream wait for the current stream's work so far."""
         self.flush()
         event = self._record(self._current())
-        self._check("cuStreamWaitEvent", self._library.cuStreamWaitEvent(self._handle, event, 0))
+        _check("cuStreamWaitEvent", self._library.cuStreamWaitEvent(self._handle, event, 0))
         self._idle_events.append(event)
 
     def reached(self) -> Wait:
@@ -149,22 +153,17 @@ class CopyStream:
         def wait() -> None:
             if events:
                 event = events.pop()
-                self._check("cuStreamWaitEvent", self._library.cuStreamWaitEvent(self._current(), event, 0))
+                _check("cuStreamWaitEvent", self._library.cuStreamWaitEvent(self._current(), event, 0))
                 self._idle_events.append(event)
 
         return wait
 
     def _record(self, stream: int) -> int:
         event = self._idle_events.pop() if self._idle_events else self._make_event()
-        self._check("cuEventRecord", self._library.cuEventRecord(event, stream))
+        _check("cuEventRecord", self._library.cuEventRecord(event, stream))
         return event
 
     def _make_event(self) -> int:
         event = ctypes.c_uint64()
-        self._check("cuEventCreate", self._library.cuEventCreate(ctypes.addressof(event), _NO_TIMING))
+        _check("cuEventCreate", self._library.cuEventCreate(ctypes.addressof(event), _NO_TIMING))
         return int(event.value)
-
-    @staticmethod
-    def _check(name: str, result: int) -> None:
-        if result != _SUCCESS:
-            raise RuntimeError(f"{name} failed with CUDA error {result}")

@@ -65,7 +65,7 @@ class FailureCell:
         asked=(REPLICAS, RESTART),
     )
     replicas: int = option(
-        2, "Replicas; of the run that is restarted, the factor of its ranks.", several=False, sign="positive"
+        2, "Replicas; the restarted run has as many ranks as all of them together.", several=False, sign="positive"
     )
     ranks_per_replica: int = option(1, "Ranks of each replica, a process each.", several=False, sign="positive")
     zero: int = option(

@@ -113,7 +113,7 @@ class Work:
     tiles: Tiles
     depth: gl.tensor
     rank: gl.tensor
-    """Of each half of the columns; 0 where nothing of low rank is added."""
+    """The rank of each half of the columns; 0 where nothing of low rank is added."""
     left: gl.shared_memory_descriptor
     """The left operand's tiles: for each slot of the ring, the first consumer's part and the second's."""
     right: Ring

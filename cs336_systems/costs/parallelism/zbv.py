@@ -22,7 +22,7 @@ from typing import Literal
 Item = tuple[Literal["F", "B", "W"], int, int]
 """Kind, micro-batch and chunk."""
 Rule = tuple[int, float, Sequence[tuple[Literal["F", "B"], int]]]
-"""Of ``_LEFT_FREE``, of ``_LATE`` and of ``_URGENT``."""
+"""Halves left free on the first stage; share of a W for which an operation may wait; kinds and chunks by urgency."""
 
 _URGENT: tuple[tuple[tuple[Literal["F", "B"], int], ...], ...] = (
     (("F", 1), ("B", 0), ("B", 1), ("F", 0)),
