@@ -200,7 +200,7 @@ def test_a_block_of_half_a_billion_on_a_gpu():
     """bf16, where the product with SwiGLU adds the adapter's part: the same bits at each level, and without adapters
     where B is zero; errors against fp64 are at most twice those of the plain operations in bf16.
     """
-    config = replace(MODEL_SIZES["qwen2.5-0.5b"], n_layers=1, vocab_size=64)
+    config = replace(MODEL_SIZES["qwen2.5-0.5b"], n_layers=1, vocab_size=64, context_length=1024)
     assert (2 * config.d_ff, config.d_model, True) in products_kernel.FASTER
     lora, fused = Lora(rank=16, alpha=32.0), block_ops("fused", "flash")
     with torch.device("cuda"):

@@ -67,7 +67,11 @@ def test_one_gradient_strided_inputs_and_memory_to_be_overwritten(device: str, d
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
 def test_quantized_matrices_are_read_as_they_are(device: str, dtype: torch.dtype) -> None:
-    """With one scale; x by columns, as what products keep of it is transposed."""
+    """With one scale; x by columns, as what products keep of it is transposed.
+
+    Scales are powers of two, so nothing but the order of sums can differ: on a GPU tensor cores take a converted matrix's
+    columns in another order. bf16's half step of 2^-9 then moves some numbers by one step.
+    """
     widths, fp8 = (136, 72), (torch.float8_e4m3fn, torch.float8_e5m2)
     x, dy, a, b, da, db = make(50, 96, widths, 8, device, dtype)
     scales = torch.tensor([0.25, 0.125], device=device)
@@ -80,7 +84,8 @@ def test_quantized_matrices_are_read_as_they_are(device: str, dtype: torch.dtype
         by_columns = x._replace(values=x.values.T.contiguous().T)
         lora.factor_gradients_(*gradients, by_columns, dy, h, dh, widths, True)
         found.append((h, dh, *gradients))
-    assert all(map(torch.equal, *found)), "scales are powers of two"
+    for read, converted in zip(*found, strict=True):
+        assert (read - converted).norm() <= (0.0 if device == "cpu" else 2**-9) * converted.norm()
 
 
 def test_refusals() -> None:
