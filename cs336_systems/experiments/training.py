@@ -218,7 +218,7 @@ def make_cells(options: Any) -> list[TrainingRunCell]:
         if how == "ours":
             ways = {name: getattr(options, name) for name in ways}
         elif how == "input-gradients":
-            ways |= {name: getattr(options, name) for name in (*_WORDS, "conversations")}
+            ways |= {name: getattr(options, name) for name in (*_WORDS, "conversations")} | {"cuda_graph": ("off",)}
         for values in itertools.product(*ways.values()):
             own = dict(zip(ways, values, strict=True)) | {"size": size, "how": how, "library": _library(how)}
             if own["world_size"] == 1 or own["apart"] == "on":
