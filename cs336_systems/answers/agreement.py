@@ -1,9 +1,9 @@
 """Whether the numbers of rows agree: with their samples, with each other, and with the limits that they are shares of.
 
 A row's statistics are recomputed from its samples. Derived metrics keep none: a rate's follow, but for its amount of
-work, from those of its time in the same outcome, one or two samples from the statistics themselves. Rows of one outcome
-agree: a rate times its time is the tokens of a step, a share times its limit is its rate, no share of a peak is above
-100 %.
+work, from those of its time in the same outcome, a part's from those of the whole, one or two samples from the
+statistics themselves. Rows of one outcome agree: a rate times its time is the tokens of a step (others' steps of
+conversations have fewer), a share times its limit is its rate, no share of a peak is above 100 %.
 
     for sentence in contradictions(read_rows(path)): print(sentence)
 """
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
+from cs336_systems.experiments.training import TRL
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.runs import RATES
 
@@ -26,6 +27,9 @@ _TIMES = (
     | {f"{time}_{rate}": time for time in ("forward", "backward") for rate in ("bandwidth", "copy_share")}
 )
 """Derived metrics that are an amount over a time, with the metric of that time."""
+
+_PARTS = dict.fromkeys(("useful_tokens_per_s", "targets_per_s"), "tokens_per_s")
+"""Derived metrics that are one share of each sample of another metric: steps of conversations differ in tokens."""
 
 _BY_ROUND = ("exposed", "exposed_share")
 """Derived metrics of rounds, which rows do not tell apart."""
@@ -74,11 +78,11 @@ def _samples(rows: pd.DataFrame, outcome: pd.Series) -> pd.Series:
     """The samples of each row, or those that it follows from; empty where there are none."""
     found = rows["samples"].copy()
     kept = found.map(len) > 0
-    timed = dict(zip(zip(outcome[kept], rows["metric"][kept], strict=True), found[kept], strict=True))
+    by_metric = dict(zip(zip(outcome[kept], rows["metric"][kept], strict=True), found[kept], strict=True))
     derived = rows[~kept & (rows["metric"] != "")]
     for row, metric, median, p10, p90, n in derived[["metric", "median", "p10", "p90", "n"]].itertuples(name=None):
-        if (times := timed.get((outcome[row], _TIMES.get(metric)))) is not None:
-            rates = 1 / np.asarray(times)
+        if (whole := by_metric.get((outcome[row], _TIMES.get(metric) or _PARTS.get(metric)))) is not None:
+            rates = 1 / np.asarray(whole) if metric in _TIMES else np.asarray(whole)
             found[row] = list(rates * (median / np.median(rates)))
         elif n in (1, 2):  # percentiles of two lie a tenth of their distance inside
             found[row] = [median + sign * (n - 1) * (p90 - p10) / 1.6 for sign in (-1, 1)][: int(n)]
@@ -121,10 +125,12 @@ def _disagreements(rows: pd.DataFrame, outcome: pd.Series) -> list[str]:
     found, planned = [], _tokens_of_settings(rows)
     if "planned_tokens_per_step" in medians:
         planned = beside(rows["median"], medians["planned_tokens_per_step"]).fillna(planned)
+    packed_by_others = rows["how"].isin(TRL) if "how" in rows else pd.Series(False, rows.index)
     for rate, time in (("tokens_per_s", "step"), ("simulated_tokens_per_s", "simulated_step")):
         if {rate, time} <= medians.keys():
             times = rows["samples"][medians[time].index].map(lambda samples: float(np.median(1 / np.array(samples))))
-            tokens = medians[rate] / beside(medians[rate], times) / 1e3
+            rates = medians[rate][~packed_by_others]
+            tokens = rates / beside(rates, times) / 1e3
             words = f"here {rate} times {time}", "the tokens of a step"
             found.append(_unequal(tokens, planned[tokens.index], _AGREEMENT * tokens, *words, len(rows)))
     for share, (rate, limit) in ((name, _SHARES[name]) for name in sorted(known)):

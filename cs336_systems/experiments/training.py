@@ -268,25 +268,31 @@ def _of_conversations(metric: str, line: Line) -> float | None:
 
 
 def _over_fastest(line: Line, **settings: object) -> Spread | None:
-    """Useful tokens/s over those of the fastest line with these settings and the same size, context and recipe.
-
-    None unless one command measured both.
+    """Useful tokens/s over those of the fastest line of the same command with these settings, and of the same size,
+    context and recipe; None if there is none.
     """
     same = {name: line.settings.get(name) for name in ("size", "context_length", "recipe")} | settings
-    peers = [
+    peers = (
         peer
         for peer in line.lines.values()
         if all(str(peer.settings.get(name)) == str(value) for name, value in same.items())
-    ]
-    peers = [peer for peer in peers if peer.median("useful_tokens_per_s")]
-    fastest = max(peers, key=lambda peer: peer.median("useful_tokens_per_s") or 0.0, default=None)
-    return line.repeats_over("useful_tokens_per_s", fastest)
+    )
+    ratios = filter(None, (line.repeats_over("useful_tokens_per_s", peer) for peer in peers))
+    return min(ratios, key=lambda ratio: ratio.median, default=None)
 
 
 def _over_pre_training(line: Line) -> Spread | None:
     if line.settings.get("conversations", "off") == "off":
         return None
     return _over_fastest(line, how="ours", conversations="off", lora_rank=0)
+
+
+def _over_trl(line: Line) -> Spread | None:
+    """Useful tokens/s over those of TRL's fastest way in the same command."""
+    if line.settings["how"] != "ours" or line.settings.get("conversations", "off") == "off":
+        return None
+    ratios = filter(None, (_over_fastest(line, how=how) for how in TRL))
+    return min(ratios, key=lambda ratio: ratio.median, default=None)
 
 
 def _over_input_gradients(line: Line) -> Spread | None:
@@ -315,6 +321,9 @@ TRAINING_TABLE = ResultTable(
             for name, note in (("useful_tokens", "without padding"), ("targets", "tokens of answers"))
         ),
         Column("x pre-training", _over_pre_training, ".3f", optional=True, note="useful tokens, in the same command"),
+        Column(
+            "x TRL", _over_trl, ".3f", optional=True, note="useful tokens, over its fastest way in the same command"
+        ),
         Column("x input gradients", _over_input_gradients, ".3f", optional=True),
         Column("x", _speedup, ".3f", optional=True, note="times as fast as stored products in the same command"),
         Column("x one rank", _over_one_rank, ".3f", optional=True, note="times as fast as one, in the same command"),

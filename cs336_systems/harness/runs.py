@@ -16,7 +16,6 @@ import pandas as pd
 
 RATES = (
     dict.fromkeys(("tokens_per_s", "model_tflops", "mfu", "mfu_palm", "hfu", "light", "speed_of_light"), "step")
-    | dict.fromkeys(("useful_tokens_per_s", "targets_per_s"), "step")
     | dict.fromkeys(("matmul_ceiling_share", "simulated_over_measured", "tflops"), "step")
     | dict.fromkeys(("optimizer_bandwidth", "optimizer_copy_share"), "optimizer")
     | dict.fromkeys(("algbw", "busbw"), "time")

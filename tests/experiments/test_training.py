@@ -1,6 +1,7 @@
 """``benchmark_training.py``: its grid, and runs that end once they have been steady for long enough, on all ranks."""
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from statistics import median
 
 import pandas as pd
@@ -11,7 +12,7 @@ from cs336_systems.config import resolve_size
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.experiments.block_measure import with_float8
 from cs336_systems.experiments.training import TRAINING_TABLE, Options, make_cells, measure, rates_figure
-from cs336_systems.harness.record import parse_samples
+from cs336_systems.harness.record import parse_samples, read_rows
 from cs336_systems.pretraining.peer import peer_model
 from tests.distributed.checks import on_ranks
 
@@ -139,6 +140,22 @@ def test_useful_tokens_are_those_of_conversations_and_nothing_is_trained_for_the
     shown = frame["x pre-training"].tolist()
     assert shown[0] == shown[3] == shown[4] == "–" and "–" not in shown[1:3]
     assert frame["x input gradients"][:3].tolist() == ["–"] * 3 and frame["x input gradients"][3] != "–"
+
+
+def test_a_line_is_compared_with_the_fastest_of_its_own_command():
+    """Of the committed rows, where two commands measured the same at other batch sizes."""
+    rows = read_rows(Path(__file__).parents[2] / "profiles/results/h200/finetuning/benchmark_training.csv")
+    frame = TRAINING_TABLE.of(rows[rows["size"] == "qwen2.5-0.5b"]).frame
+    assert frame["how"].tolist() == ["ours", "ours", "trl-flash", "trl-flash-compiled"] * 2
+    useful = [float(text.replace(",", "")) for text in frame["useful_tokens/s"].replace("–", "nan")]
+    expected = {1: useful[1] / max(useful[2:4]), 5: useful[5] / max(useful[6:8])}
+    assert {row: float(text) for row, text in frame["x TRL"].items() if text != "–"} == pytest.approx(
+        expected, abs=1e-3
+    )
+    pre_training = [float(text.replace(",", "")) for text in frame["tokens/s"]]
+    expected = {row: useful[row] / pre_training[row // 4 * 4] for row in (1, 2, 3, 5, 6, 7)}
+    found = {row: float(text) for row, text in frame["x pre-training"].items() if text != "–"}
+    assert found == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.slow

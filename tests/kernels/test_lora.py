@@ -69,8 +69,8 @@ def test_one_gradient_strided_inputs_and_memory_to_be_overwritten(device: str, d
 def test_quantized_matrices_are_read_as_they_are(device: str, dtype: torch.dtype) -> None:
     """With one scale; x by columns, as what products keep of it is transposed.
 
-    Scales are powers of two, so nothing but the order of sums can differ: on a GPU tensor cores take a converted matrix's
-    columns in another order. bf16's half step of 2^-9 then moves some numbers by one step.
+    Scales are powers of two, so only the order of sums can differ: on a GPU, tensor cores take the columns of a
+    converted matrix in another order. A change of the last bit in fp32 moves some numbers by a step of bf16.
     """
     widths, fp8 = (136, 72), (torch.float8_e4m3fn, torch.float8_e5m2)
     x, dy, a, b, da, db = make(50, 96, widths, 8, device, dtype)
