@@ -28,13 +28,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as Definition
 
+from cs336_systems.config import how_to_download
 from cs336_systems.pretraining.tokenizer import END_OF_TEXT
 
 TEMPLATE = "chat_template.jinja"
 ROLES = ("system", "developer", "user", "assistant")
 TOOL_MESSAGES, WITHOUT_ANSWER = "messages of tools left out", "conversations without an answer left out"
-"""What is counted while conversations are read, besides definitions of tools."""
-TOOL_LISTS = "lists of tools left out"
+TOOL_LISTS, TOOL_CALLS = "lists of tools left out", "calls of tools beside an answer left out"
+HALF_PAIRS = "rows with halves of surrogate pairs, which became ?"
+"""These are counted while conversations are read."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that data give a message's reasoning; transformers hands it on by the first two, and so does this."""
@@ -88,37 +90,48 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template is none: {error}") from None
+            raise ValueError(f"the chat template is not Jinja: {error}") from None
 
     @classmethod
-    def find(cls, tokenizer: Path | None, file: Path | None = None, eos: str | None = None) -> Self:
+    def find(
+        cls, tokenizer: Path | None, file: Path | None = None, eos: str | None = None, *, advice: str = ""
+    ) -> Self:
         """The template of a tokenizer's folder, or of a file; special tokens are those of the tokenizer's config.
 
         Args:
             tokenizer: a ``tokenizer.json`` or its folder; None for one that is made here.
             eos: the end of text, whatever the config says.
+            advice: ends the sentence that there is no template.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is none, or no tokenizer.
             OSError: it cannot be read.
         """
+        if tokenizer is not None and not tokenizer.exists():
+            raise ValueError(f"tokenizer {tokenizer} does not exist{how_to_download(tokenizer)}")
         folder = None if tokenizer is None else tokenizer if tokenizer.is_dir() else tokenizer.parent
         settings: dict[str, Any] = {}
         if folder is not None and (config := folder / "tokenizer_config.json").exists():
-            settings = json.loads(config.read_text(encoding="utf-8"))
+            try:
+                settings = dict(json.loads(config.read_text(encoding="utf-8")))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{config} is no object of JSON: {error}") from None
         named = {name: one["content"] if isinstance(one, dict) else one for name, one in settings.items()
                  if name.endswith("_token") and isinstance(one, str | dict)}  # fmt: skip
         named |= {"eos_token": eos} if eos else {} if folder is not None else {"eos_token": END_OF_TEXT}
         if file is None and folder is not None and (folder / TEMPLATE).exists():
             file = folder / TEMPLATE
         if file is not None:
-            return cls(file.read_text(encoding="utf-8"), named)
+            try:
+                return cls(file.read_text(encoding="utf-8"), named)
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from None
         source = settings.get("chat_template")
         if isinstance(source, list):  # several, by name
             source = {each["name"]: each["template"] for each in source}.get("default")
         if source is None:
             where = f"{folder} has no {TEMPLATE}, and its config none" if folder else "a tokenizer made here has none"
-            raise ValueError(f"no chat template: {where}; --chat-template names a file")
+            raise ValueError(f"no chat template: {where}{advice}")
         return cls(source, named)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer_next: bool = False) -> str:
@@ -135,7 +148,7 @@ class ChatTemplate:
             return self._template.render(messages=list(messages), **(self._special_tokens | shared))
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from None
-        except TypeError as error:
+        except Exception as error:  # a template is a program: it may divide by zero, or call itself without end
             raise ValueError(f"the chat template fails on the conversation: {error}") from None
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, Answers]:
@@ -147,15 +160,19 @@ class ChatTemplate:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         return text, tuple(self._answer(messages, i, text) for i in answers)
 
-    def end_of_turn(self) -> str:
-        """What the template writes behind an answer, without the white space after it."""
+    def stops(self, encoder: "ChatEncoder", eos_id: int) -> frozenset[int]:
+        """The token that ends an answer, one of its own or the end of text; none if the template writes neither."""
         messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _PROBE}]
-        return self.render(messages).partition(_PROBE)[2].rstrip()
+        end_of_turn = self.render(messages).partition(_PROBE)[2].rstrip()
+        ((ids, _),) = encoder.encode([end_of_turn], [()])
+        return frozenset(ids.tolist() if len(ids) == 1 else {eos_id} & set(ids.tolist()))
 
     def _answer(self, messages: Sequence[Mapping[str, Any]], i: int, text: str) -> tuple[int, int]:
         before = self.render(messages[:i], answer_next=True)
         probe = {"role": "assistant", "content": _PROBE}
-        _, _, end_of_turn = self.render([*messages[:i], probe]).partition(_PROBE)
+        _, found, end_of_turn = self.render([*messages[:i], probe]).partition(_PROBE)
+        if not found:
+            raise ValueError(f"the chat template leaves answer {i + 1} out or writes it in another way")
         _, _, rest = self.render([*messages[:i], probe, *messages[i + 1 :]]).partition(_PROBE)
         if not (text.startswith(before) and text.endswith(rest) and rest.startswith(end_of_turn)):
             fault = f"the chat template writes what is around answer {i + 1} in several ways"
@@ -193,13 +210,14 @@ def messages_of(row: Mapping[str, Any], place: str, counted: Counter[str]) -> li
     if not isinstance(found, list):
         raise ValueError(f"{place}: messages must be a list, got {type(found).__name__}")
     counted[TOOL_LISTS] += bool(row.get("tools"))
-    messages = []
+    messages, is_changed = [], False
     for number, message in enumerate(found, 1):
         where = f"{place}, message {number}"
         if not isinstance(message, dict):
             raise ValueError(f"{where}: a message has role and content, got {type(message).__name__}")
         role, content = message.get("role"), message.get("content")
-        if role in ("tool", "function") or (message.get("tool_calls") and not content):
+        calls = bool(message.get("tool_calls") or message.get("function_call"))
+        if role in ("tool", "function") or (calls and not content):
             counted[TOOL_MESSAGES] += 1
             continue
         if role not in ROLES:
@@ -207,10 +225,13 @@ def messages_of(row: Mapping[str, Any], place: str, counted: Counter[str]) -> li
         if not isinstance(content, str):
             found_there = "no content" if content is None else f"content of type {type(content).__name__}"
             raise ValueError(f"{where}: {found_there}, where text must be")
+        counted[TOOL_CALLS] += calls
         own = {"role": role, "content": _text(content)}
         if reasoning := next((message[name] for name in _REASONING if isinstance(message.get(name), str)), None):
             own |= {"reasoning_content": _text(reasoning), "thinking": _text(reasoning)}
+        is_changed |= own["content"] != content or own.get("thinking") != (reasoning or None)
         messages.append(own)
+    counted[HALF_PAIRS] += is_changed
     return messages
 
 

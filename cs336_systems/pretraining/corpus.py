@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from cs336_systems.config import how_to_download
-from cs336_systems.pretraining.chat import Answers, ChatReader
+from cs336_systems.pretraining.chat import HALF_PAIRS, Answers, ChatReader
 from cs336_systems.pretraining.unpacked import PACKED, Utf8File, plain_name, unpacked
 
 SUFFIXES = (".py", ".txt", ".md", ".jsonl", ".parquet")
@@ -29,11 +29,11 @@ SUFFIXES = (".py", ".txt", ".md", ".jsonl", ".parquet")
 MOST_BYTES = 64 * 2**20
 """The most bytes of a document in a text file: one without separators is rarely meant to be one document."""
 
-_JSON_LINES = (".jsonl", ".ndjson", ".json")
+JSON_LINES = (".jsonl", ".ndjson", ".json")
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
 _CHUNK_BYTES = 2**20
 
-WITHOUT_TEXT, HALF_PAIRS = "rows without text left out", "rows with halves of surrogate pairs, which became ?"
+WITHOUT_TEXT = "rows without text left out"
 REPLACED, RECODED = "files not UTF-8 in places, where bytes became U+FFFD", "files read as "
 
 
@@ -103,7 +103,7 @@ class Corpus:
         skipped: Counter[str] = Counter()
         for path in paths:
             if not path.exists():
-                is_file = plain_name(path).suffix.lower() in (*suffixes, *_JSON_LINES)
+                is_file = plain_name(path).suffix.lower() in (*suffixes, *JSON_LINES)
                 fetch = "" if is_file else how_to_download(path, "--repo-type dataset ")
                 raise ValueError(f"{path} does not exist{fetch}")
             files, others = _files(path, suffixes) if path.is_dir() else ((path,), Counter())
@@ -133,8 +133,8 @@ class Corpus:
         self.counted.clear()
         for path in self.files:
             suffix = plain_name(path).suffix.lower()
-            if self.chat is not None and suffix not in _JSON_LINES:
-                raise ValueError(f"{path} has no conversations: --chat reads {', '.join(_JSON_LINES)}")
+            if self.chat is not None and suffix not in JSON_LINES:
+                raise ValueError(f"{path} has no conversations: --chat reads {', '.join(JSON_LINES)}")
             found = _parquet(path, self.field, self.counted) if suffix == ".parquet" else self._of_text(path, suffix)
             yield from (document for document in found if document.text)
 
@@ -145,7 +145,7 @@ class Corpus:
                 self.counted[RECODED + file.encoding] += 1
             if self.chat is not None:
                 found = _conversations(path, file, self.chat)
-            elif suffix in _JSON_LINES:
+            elif suffix in JSON_LINES:
                 found = _json_lines(path, file, self.field, self.counted)
             else:
                 found = _text(path, file, self.separator, None if self.strict else self.counted)
@@ -253,10 +253,19 @@ def _rows(path: Path, file: Utf8File) -> Iterator[tuple[Any, str, int]]:
         place = f"{path}, line {number}"
         content = _decoded(line, place, 0)
         try:
-            row = json.loads(content)
-        except ValueError as error:
+            row = json.loads(content, object_pairs_hook=_object)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{place}: not JSON, of which each line has to be one object: {error}") from None
         yield row, place, len(line)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ValueError if a key is there twice, as the first value would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"key {key!r} is there twice")
+    return found
 
 
 def _parquet(path: Path, field: str, counted: Counter[str]) -> Iterator[Document]:

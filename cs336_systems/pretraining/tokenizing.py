@@ -18,7 +18,7 @@ With ``--chat`` each JSON line is a conversation (``chat.py``), and files of mar
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cs336_systems.pretraining.chat import TEMPLATE, ChatEncoder, ChatReader, ChatTemplate
-from cs336_systems.pretraining.corpus import SUFFIXES, Corpus, Document
+from cs336_systems.pretraining.corpus import JSON_LINES, SUFFIXES, Corpus, Document
 from cs336_systems.pretraining.dataset import ANSWER, BEGIN, MANIFEST, Dataset, TokenWriter, describe, published
 from cs336_systems.pretraining.tokenizer import (
     END_OF_TEXT,
@@ -43,6 +43,8 @@ from cs336_systems.pretraining.tokenizer import (
 _SAMPLE_CHARACTERS = 16_000_000
 """Characters of the first training documents on which a BPE is trained: more change few of its merges."""
 _WITHIN = "answers begin within a token: the chat template should write a line's end, not a blank, in front of them"
+_NAME_TEMPLATE = "; --chat-template names a file"
+_ENDLESS = "the chat template ends answers by no token of its own, as eos_token, so a model will not stop there"
 _BATCH_CHARACTERS = 2**19
 """Characters of text that are encoded at once: enough for all cores."""
 
@@ -55,7 +57,7 @@ class TokenizeOptions:
     """Text, .jsonl and .parquet files, and folders of such; all but the last also as .gz, .zst, .bz2 or .xz. By default
     the standard library of the running Python."""
     suffix: tuple[str, ...] = SUFFIXES
-    """Suffixes of the files that are taken from folders."""
+    """Suffixes of the files that are taken from folders; by default those of JSON lines alone for --chat."""
     field: str = "text"
     """Field of a JSON line or Parquet row that holds the text."""
     separator: str | None = None
@@ -106,12 +108,13 @@ def tokenize(options: TokenizeOptions) -> Dataset:
     """
     options.check()
     how: dict[str, Any] = {"field": options.field, "separator": options.separator, "encoding": options.encoding}
-    corpus = Corpus.find(options.input, suffixes=options.suffix, **how)
+    suffixes = JSON_LINES if options.chat and options.suffix == SUFFIXES else options.suffix
+    corpus = Corpus.find(options.input, suffixes=suffixes, **how)
     template = None
     if options.chat:
         made_here = options.tokenizer in ("bpe", "bytes")
         own = None if made_here else Path(options.tokenizer)
-        template = ChatTemplate.find(own, options.chat_template, options.eos_token)
+        template = ChatTemplate.find(own, options.chat_template, options.eos_token, advice=_NAME_TEMPLATE)
         corpus = replace(corpus, chat=ChatReader(template, corpus.counted))
     out = options.out or default_folder(options, corpus)
     if out.exists() and not (out / MANIFEST).exists():
@@ -143,6 +146,9 @@ def tokenize(options: TokenizeOptions) -> Dataset:
     for what, number in corpus.counted.items():
         if number:
             print(f"{number:,} {what}", file=sys.stderr)
+    with suppress(ValueError):  # the template may refuse a conversation that is not the corpus's
+        if template is not None and not template.stops(ChatEncoder(tokenizer.json()), tokenizer.eos_id):
+            print(f"{corpus.description}: {_ENDLESS}", file=sys.stderr)
     return Dataset.open(out)
 
 
@@ -255,8 +261,10 @@ def _write(
         raise ValueError(f"there is no {what} in {corpus.description}{left_out and ': '}{left_out}")
     for name, wanted in (("train", fraction < 1), ("evaluation", fraction > 0)):
         if wanted and not said[name]["documents"]:
-            fault = f"none of {n_documents} documents is for {name} at --evaluation-fraction {fraction:g}"
-            advice = "--separator says where documents end, and fraction 0 holds none out"
+            what = "conversations" if options.chat else "documents"
+            fault = f"none of {n_documents} {what} is for {name} at --evaluation-fraction {fraction:g}"
+            advice = "" if options.chat else "--separator says where documents end, and "
+            advice += "fraction 0 holds none out"
             raise ValueError(f"{fault}: {advice}")
     return {
         name: {"files": writer.files, **said[name], "tokens": writer.n_tokens}

@@ -4,13 +4,14 @@ import io
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Definition
 
 from cs336_systems.distributed.process_group import joined
-from cs336_systems.pretraining.chat import ChatEncoder, ChatTemplate, messages_of
+from cs336_systems.pretraining.chat import HALF_PAIRS, TOOL_CALLS, ChatEncoder, ChatTemplate, messages_of
 from cs336_systems.pretraining.dataset import ANSWER, BEGIN, Dataset
 from cs336_systems.pretraining.tokenizer import load_tokenizer, train_bpe
 from cs336_systems.pretraining.tokenizing import TokenizeOptions, tokenize
@@ -135,6 +136,11 @@ def test_a_template_that_hides_where_answers_begin_must_mark_them():
         ('{"text": "a"}', "neither messages nor prompt and completion, it has text"),
         ("[1]", "a conversation is an object, got list"),
         (
+            '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+            "line 1: not JSON, .* key 'content' is there twice",
+        ),
+        ("[" * 100_000, "line 1: not JSON"),
+        (
             '{"messages": [{"role": "developer", "content": "a"}, {"role": "assistant", "content": "b"}]}',
             "no developer",
         ),
@@ -143,10 +149,30 @@ def test_a_template_that_hides_where_answers_begin_must_mark_them():
 def test_a_bad_line_is_one_sentence(tmp_path, line, sentence):
     (tmp_path / "a.jsonl").write_text(line + "\n")
     (tmp_path / "llama.jinja").write_text(plain("llama"))
-    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
+    with pytest.raises(ValueError, match=re.escape(sentence).replace(r"\.\*", ".*")) as caught:
         tokenize(chat_options(tmp_path, chat_template=tmp_path / "llama.jinja"))
     assert "\n" not in str(caught.value) and "line 1" in str(caught.value)
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{{ 1 / 0 }}", "line 1: the chat template fails on the conversation: division by zero"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "line 1: the chat template fails .*recursion"),
+        ("{{ messages[0].content.index('b') }}", "line 1: the chat template fails .*substring not found"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "line 1: the chat template leaves answer 2 out"),
+        ("", "line 1: the chat template leaves answer 2 out"),
+        ("{% if %}", "t.jinja: the chat template is not Jinja"),
+        ("\udce9", "t.jinja: 'utf-8' codec can't decode"),
+    ],
+)
+def test_a_template_that_does_not_serve_is_one_sentence(tmp_path, template, sentence):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "completion": "c"}))
+    (tmp_path / "t.jinja").write_text(template, errors="surrogateescape")
+    with pytest.raises(ValueError, match=sentence) as caught:
+        tokenize(chat_options(tmp_path, chat_template=tmp_path / "t.jinja"))
+    assert "\n" not in str(caught.value) and not (tmp_path / "data").exists()
 
 
 def chat_options(folder, **options):
@@ -160,11 +186,23 @@ def test_without_a_template_a_sentence_says_so(tmp_path, folder):
         tokenize(chat_options(tmp_path))
     with pytest.raises(ValueError, match="has no chat_template.jinja, and its config none"):
         tokenize(chat_options(tmp_path, tokenizer=str(folder)))
+    with pytest.raises(
+        ValueError, match="^tokenizer Org/Chat does not exist; .*: hf download Org/Chat --local-dir Chat"
+    ):
+        tokenize(chat_options(tmp_path, tokenizer="Org/Chat"))
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match="tokenizer_config.json is no object of JSON"):
+        tokenize(chat_options(tmp_path, tokenizer=str(tmp_path)))
 
 
 def test_a_dataset_of_conversations_has_marks_and_its_template(tmp_path, folder, monkeypatch, capsys):
     monkeypatch.setattr("cs336_systems.pretraining.dataset.FILE_TOKENS", 100)
     tools = [{"role": "tool", "content": "5"}, {"role": "assistant", "content": None, "tool_calls": [1]}]
+    tools += [
+        {"role": "function", "content": "5"},
+        {"role": "assistant", "content": None, "function_call": {"name": "f"}},
+    ]
     rows = [{"messages": messages} for messages in CONVERSATIONS]
     rows[0] = {"prompt": "2 + 2?", "completion": "It is 4.", "tools": [1]}
     rows[1] = {"messages": CONVERSATIONS[1][:3] + tools + CONVERSATIONS[1][3:]}
@@ -173,8 +211,8 @@ def test_a_dataset_of_conversations_has_marks_and_its_template(tmp_path, folder,
     (tmp_path / "t.jinja").write_text(plain("chatml"))
     made = tokenize(chat_options(tmp_path, tokenizer=str(folder), chat_template=tmp_path / "t.jinja"))
     said = capsys.readouterr().err
-    assert "2 messages of tools left out" in said and "1 conversations without an answer left out" in said
-    assert "1 lists of tools left out" in said
+    assert "4 messages of tools left out" in said and "1 conversations without an answer left out" in said
+    assert "1 lists of tools left out" in said and "end" not in said
 
     dataset = Dataset.open(made.folder)
     assert dataset.chat and len(dataset.train.files) > 1
@@ -205,7 +243,26 @@ def test_an_answer_that_begins_within_a_token_is_said(tmp_path, capsys, before):
     template += "{% if add_generation_prompt %}{{ 'assistant:SEP' }}{% endif %}"
     (tmp_path / "t.jinja").write_text(template.replace("SEP", before))
     tokenize(chat_options(tmp_path, tokenizer="bpe", vocab_size=300, chat_template=tmp_path / "t.jinja"))
-    assert ("answers begin within a token" in capsys.readouterr().err) == (before == " ")
+    said = capsys.readouterr().err
+    assert ("answers begin within a token" in said) == (before == " ") and "will not stop there" not in said
+
+
+@pytest.mark.parametrize(("end", "stops"), [("\n\n", False), ("\n### End\n", False), ("<|endoftext|>\n", True)])
+def test_a_template_that_ends_no_answer_is_said(tmp_path, capsys, end, stops):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    template = "{% for m in messages %}{{ m.role + ':\\n' + m.content }}END{% endfor %}"
+    (tmp_path / "t.jinja").write_text(template.replace("END", "{{ " + repr(end) + " }}"))
+    tokenize(chat_options(tmp_path, chat_template=tmp_path / "t.jinja"))
+    assert ("so a model will not stop there" in capsys.readouterr().err) != stops
+
+
+def test_a_folder_of_conversations_may_have_other_files(tmp_path, capsys):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    (tmp_path / "source" / "README.md").write_text("read me")
+    (tmp_path / "t.jinja").write_text(plain("chatml"))
+    tokenize(replace(chat_options(tmp_path, chat_template=tmp_path / "t.jinja"), input=(tmp_path / "source",)))
+    assert "1 files are passed over for their suffix: 1 .md" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", json.dumps({"messages": CONVERSATIONS[0][:1]}), '{"messages": []}'])
@@ -216,6 +273,14 @@ def test_a_source_without_any_answer_is_one_sentence(tmp_path, content):
     with pytest.raises(ValueError, match=rf"^there is no conversation with an answer in .*a\.jsonl{n}$"):
         tokenize(chat_options(tmp_path, chat_template=tmp_path / "t.jinja"))
     assert not (tmp_path / "data").exists()
+
+
+def test_what_a_message_loses_is_counted():
+    row = [{"role": "assistant", "content": "a\ud83d", "tool_calls": [1]}, {"role": "user", "content": "b\ud83d"}]
+    counted = Counter()
+    assert [each["content"] for each in messages_of({"messages": row}, "", counted)] == ["a?", "b?"]
+    messages_of({"messages": [{"role": "assistant", "content": "a", "reasoning": ""}]}, "", counted)
+    assert +counted == {TOOL_CALLS: 1, HALF_PAIRS: 1}
 
 
 def test_reasoning_has_both_names_and_roles_stay():
@@ -230,7 +295,7 @@ def test_a_conversation_is_sampled_as_the_template_has_it(tmp_path, folder, monk
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in CONVERSATIONS))
     (tmp_path / "t.jinja").write_text(plain("chatml"))
     data = tokenize(chat_options(tmp_path, tokenizer=str(folder), chat_template=tmp_path / "t.jinja")).folder
-    run = {"context_length": 64, "steps": 1, "warmup_steps": 0, "evaluate_every": None, "save_every": 1}
+    run = {"context_length": 128, "steps": 1, "warmup_steps": 0, "evaluate_every": None, "save_every": 1}
     with joined("cpu") as rank:
         train(options(tmp_path, data=data, out=tmp_path / "run", **run), rank)
     tokenizer = load_tokenizer(data)
@@ -254,3 +319,13 @@ def test_a_conversation_is_sampled_as_the_template_has_it(tmp_path, folder, monk
     assert json.loads(line)["messages"] == messages
     template = ChatTemplate.find(data)
     assert prompts == [template.render(messages[:n], answer_next=True) for n in (1, 3)]
+
+    answers = iter([tokenizer.encode(["4"])[0]])
+    monkeypatch.setattr("sys.stdin", io.StringIO("2 + 2?\n" + 64 * "4 + 4? "))
+    assert sample.main([str(tmp_path / "run"), "--chat"]) == 0
+    said = capsys.readouterr()
+    assert "the conversation ends, as the context of 128 tokens is full" in said.err
+    assert json.loads(said.out.splitlines()[-1])["messages"] == messages[:2]
+    (tmp_path / "run" / "chat_template.jinja").unlink()
+    assert sample.main([str(tmp_path / "run"), "--chat"]) == 2
+    assert "no chat template: " in (said := capsys.readouterr().err) and "--chat-template" not in said
