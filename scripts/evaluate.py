@@ -89,6 +89,8 @@ def _evaluate(options: EvaluateOptions) -> int:
     datasets = [Dataset.open(folder) for folder in options.data]
     started = time.perf_counter()
     rows = [row for path in paths for row in _rows(options, path, datasets)]
+    for data, said in {row["data"]: row["conversations"] for row in rows if "conversations" in row}.items():
+        print(f"{NAME}: {data}: {said}", file=sys.stderr)
     shown = [
         {"step": "-" if row["step"] is None else f"{row['step']:,}", "data": row["data"]}
         | {"loss": f"{_shown(row['loss'], '.4f')} ± {_shown(row['standard_error'], '.4f')}"}
@@ -174,6 +176,7 @@ def _rows(options: EvaluateOptions, path: Path, datasets: list[Any]) -> list[dic
         row |= {"standard_error": scores.standard_error, "perplexity": scores.perplexity}
         row["bits_per_byte"] = None if dataset.chat else scores.bits_per_byte(of["tokens"], of["bytes"])
         row |= {"targets": scores.n_targets, "sequences": scores.n_sequences}
+        row |= {"conversations": sequences.said} if isinstance(sequences, Conversations) else {}
         rows.append(
             {name: None if isinstance(one, float) and not math.isfinite(one) else one for name, one in row.items()}
         )

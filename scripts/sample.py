@@ -105,9 +105,7 @@ def _sample(options: SampleOptions) -> int:
     ids, seconds = _generated(trained, prompt, trained.eos_ids, drawn, before=text)
     stopped = "end of text" if ids[-1] in trained.eos_ids else "max tokens"
     if stopped == "max tokens" and len(ids) < options.max_tokens:
-        stopped, context = "context full", trained.model.config.context_length
-        note = f"the context of {context:,} tokens is full after {len(prompt):,} of the prompt"
-        print(f"{NAME}: {note} and {len(ids):,} new ones", file=sys.stderr)
+        stopped = "context full"
     line: dict[str, Any] = {"command": NAME, "model": str(options.model), "step": trained.step, "stopped": stopped}
     line |= {"prompt_tokens": len(prompt), "new_tokens": len(ids), "tokens_per_s": round(len(ids) / seconds, 1)}
     print(json.dumps(line | {"text": tokenizer.decode([i for i in ids if i not in trained.eos_ids])}))
@@ -129,6 +127,9 @@ def _generated(
         if token_id not in stops:
             print(stream.push(token_id), end="", flush=True)
     print(stream.rest())
+    if ids[-1] not in stops and len(ids) < drawn["max_tokens"]:
+        note = f"tokens is full after {len(prompt):,} of the prompt and {len(ids):,} new ones"
+        print(f"{NAME}: the context of {trained.model.config.context_length:,} {note}", file=sys.stderr)
     return ids, time.perf_counter() - started
 
 
@@ -148,14 +149,18 @@ def _chat(options: SampleOptions, trained: Any, turns: Iterable[str], drawn: dic
     from cs336_systems.pretraining.tokenizer import TOKENIZER
 
     tokenizer, path = trained.tokenizer, options.model.resolve()
-    template = ChatTemplate.find(path if (path / TOKENIZER).exists() else path.parent, eos=tokenizer.eos_token)
-    encoder, n_new, seconds = ChatEncoder(tokenizer.json()), 0, 0.0
-    ((end, _),) = encoder.encode([template.end_of_turn()], [()])
-    stops = trained.eos_ids | (frozenset(end.tolist()) if len(end) == 1 else frozenset())
+    folder = path if (path / TOKENIZER).exists() else path.parent
+    template = ChatTemplate.find(folder, eos=tokenizer.eos_token, advice="; a run has that of data made with --chat")
+    encoder, context, n_new, seconds = ChatEncoder(tokenizer.json()), trained.model.config.context_length, 0, 0.0
+    stops = trained.eos_ids | template.stops(encoder, tokenizer.eos_id)
     messages: list[dict[str, str]] = []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
         ((prompt, _),) = encoder.encode([template.render(messages, answer_next=True)], [()])
+        if len(messages) > 1 and len(prompt) > context:
+            messages.pop()
+            print(f"{NAME}: the conversation ends, as the context of {context:,} tokens is full", file=sys.stderr)
+            break
         ids, took = _generated(trained, prompt.tolist(), stops, drawn)
         n_new, seconds = n_new + len(ids), seconds + took
         print(f"{NAME}: {len(ids):,} tokens, {len(ids) / took:,.1f} tokens/s", file=sys.stderr)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_systems.config import ModelConfig, RopeScaling
+from cs336_systems.config import ModelConfig, RopeScaling, how_to_download
 from cs336_systems.distributed.checkpoint import find_checkpoint, load_whole_model
 from cs336_systems.distributed.checkpoint_folder import is_checkpoint, survey
 from cs336_systems.model import TransformerLM
@@ -121,7 +121,8 @@ def read_run_json(folder: Path) -> ModelOfRun:
     """
     file = folder / RUN
     if not file.exists():
-        fault = f"is no folder of a run: it has no {RUN}" if folder.exists() else "does not exist"
+        absent = f"does not exist{how_to_download(folder)}"
+        fault = f"is no folder of a run: it has no {RUN}" if folder.exists() else absent
         raise ValueError(f"{folder} {fault}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

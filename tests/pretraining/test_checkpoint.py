@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,6 +123,10 @@ def test_a_checkpoint_of_another_model(run):
 def test_folders_that_hold_no_run(tmp_path):
     with pytest.raises(ValueError, match="nowhere does not exist"):
         load_weights(tmp_path / "nowhere")
+    with pytest.raises(
+        ValueError, match="^Org/Model does not exist; .*: hf download Org/Model --local-dir Model fetches"
+    ):
+        load_weights(Path("Org/Model"))
     with pytest.raises(ValueError, match=f"{tmp_path.name} is no folder of a run: it has no run.json"):
         load_weights(tmp_path)
     write_run(tmp_path / "run")

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ def folder(tmp_path_factory):
 
 
 def scores_of(capsys, *arguments):
-    assert main([*map(str, arguments)]) == 0
+    assert main([*map(str, arguments)]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out.splitlines()[-1])["scores"]
 
 
@@ -70,6 +71,11 @@ def test_two_sources_have_scores_of_their_own_and_other_tokens_are_refused(folde
     assert "has other tokens than" in capsys.readouterr().err
     assert main([str(folder / "of-data"), "--data", str(folder / "data"), "--context-length", "99"]) == 2
     assert "--context-length 99 is beyond the model's context of 16" in capsys.readouterr().err
+    assert main([str(folder / "of-chat"), "--data", str(folder / "chat"), "--context-length", "9", "--all"]) == 0
+    assert (
+        len(re.findall(r"chat: \d conversations in \d rows .*; \d beyond the context are cut", capsys.readouterr().err))
+        == 1
+    )
 
 
 def test_the_standard_error_is_the_spread_of_means_over_samples():
