@@ -83,7 +83,7 @@ class Conversations(Sequences):
 
     @property
     def identity(self) -> dict[str, int]:
-        return {"long_dropped": int(self._drops), "n_sequences": len(self), "packing": int(self.packing)}
+        return {"packing": int(self.packing), "long_dropped": int(self._drops), "n_sequences": len(self)}
 
     def read(self, numbers: Sequence[int] | NDArray[np.int64]) -> Tensor:
         """(2 or, packed, 3, len(numbers), context_length) int64: inputs, targets, starts; raises as ``Sequences``."""

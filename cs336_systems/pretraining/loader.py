@@ -226,7 +226,8 @@ class Loader:
         """
         for name, own in self._identity.items():
             if (then := state.get(name, 0)) != own:
-                raise ValueError(f"the data were at a position for {name} {then:,}, and this run has {own:,}")
+                fault = f"{name}: {then:,} in the data of the saved run, {own:,} in this one's"
+                raise ValueError(f"{fault}; a run goes on with its own data, and --init begins one on others")
         saved = state.get("fingerprint", ())  # none in states before 2026-11-27
         places = zip(self._sequences.fingerprint, saved, strict=False)
         if sum(now != then for now, then in places) > 1:  # a broken token may have been mended in one of them
