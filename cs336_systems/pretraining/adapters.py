@@ -59,8 +59,7 @@ class AdaptersOfRun:
 
     def shapes(self, config: ModelConfig) -> dict[str, tuple[int, int]]:
         """The adapters' parameters in a model of this shape."""
-        whole = TransformerLM(config, device="meta").named_parameters()
-        return adapter_shapes({name: tuple(parameter.shape) for name, parameter in whole}, self.lora)
+        return shapes_of(self.lora, config)
 
     @torch.no_grad()
     def merged(self, own: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -86,6 +85,12 @@ class AdaptersOfRun:
                 weight = weights[f"{module}.weight"]
                 weight.copy_(weight.float().addmm_(b, a, alpha=self.lora.scale))
         return weights
+
+
+def shapes_of(lora: Lora, config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The parameters of adapters in a model; raises ValueError if a matrix is smaller than the rank."""
+    whole = TransformerLM(config, device="meta").named_parameters()
+    return adapter_shapes({name: tuple(parameter.shape) for name, parameter in whole}, lora)
 
 
 def checksum_of(folder: Path) -> str:

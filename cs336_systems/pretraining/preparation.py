@@ -28,7 +28,7 @@ from cs336_systems.harness.memory import check_fit, is_predictable, predicted_pe
 from cs336_systems.harness.provenance import device_state, host_name, memory_used_bytes, versions
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
-from cs336_systems.pretraining.adapters import AdaptersOfRun
+from cs336_systems.pretraining.adapters import AdaptersOfRun, shapes_of
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.checkpoint import ModelOfRun, goes_on_from, write_run_json
 from cs336_systems.pretraining.choice import Choice, choose_fastest
@@ -227,14 +227,19 @@ def default_data() -> Path:
 
 
 def config_of(options: TrainOptions, dataset: Dataset | None) -> ModelConfig:
-    """The model's shape: that of the weights, or a named size with the data's vocabulary, its own without data."""
-    if options.init is not None:
-        return config_from_hf(options.init).at_context(options.context_length)
-    config = resolve_size(options.size).at_context(options.context_length)
-    if dataset is None:
-        return config
-    rounded = -(-dataset.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-    return replace(config, vocab_size=rounded)
+    """The model's shape: that of the weights, or a named size with the data's vocabulary, its own without data.
+
+    Raises:
+        ValueError: there are no such weights, or one of its matrices is smaller than adapters of the rank.
+    """
+    config = resolve_size(options.size) if options.init is None else config_from_hf(options.init)
+    config = config.at_context(options.context_length)
+    if options.init is None and dataset is not None:
+        rounded = -(-dataset.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+        config = replace(config, vocab_size=rounded)
+    if options.lora is not None:
+        shapes_of(options.lora, config)
+    return config
 
 
 def _check_alike(say: Callable[[], dict[str, Any]]) -> None:

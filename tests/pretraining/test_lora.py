@@ -204,7 +204,11 @@ def test_peft_loads_it(folder, trained):
     [
         ({"lora_rank": 0}, "--lora-rank must be positive, got 0"),
         ({"lora_alpha": -1.0}, "--lora-alpha must be positive, got -1.0"),
-        ({"lora_rank": 17}, "rank of 17 is larger than attn.k_proj.weight, which is 16 x 32"),
+        ({"lora_rank": 17}, "rank of 17 is larger than layers.0.attn.k_proj.weight, which is 16 x 32"),
+        (
+            {"lora_rank": 10**9},
+            "rank of 1000000000 is larger than layers.0.attn.q_proj.weight",
+        ),  # before memory is looked at
         ({"lora_on": ()}, "--lora-on needs at least one of qkv, output, gate_up, down"),
         ({"lora_rank": None}, "--lora-alpha and --lora-on are for adapters: give --lora-rank, too"),
         ({"init": None}, "--lora-rank 4 needs --init"),

@@ -84,6 +84,14 @@ def main(load_script, monkeypatch, tmp_path, capfd):
 QUICK = ("--data", "data", "--out", "run", "--context-length", "16", "--warmup-steps", "0")
 
 
+def test_no_memory_is_printed_of_adapters_that_are_too_large(main):
+    code, out, err = main("--lora-rank", "65", "--save-every", "None", "--no-export", "--print-memory")
+    assert (code, out) == (
+        2,
+        "",
+    ) and "a LoRA rank of 65 is larger than layers.0.attn.q_proj.weight, which is 64 x 64" in err
+
+
 @pytest.mark.slow
 def test_memory_is_printed_without_training(main, tmp_path):
     offload = ["m", "v", "residual"]
