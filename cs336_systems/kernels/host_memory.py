@@ -119,11 +119,11 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def check_uncaptured(device: torch.device) -> None:
-    """Raise RuntimeError while a CUDA graph is captured, whose replays would not know what changed."""
+    """Raise RuntimeError while a CUDA graph is captured, whose replays would not know of new values of the host."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "addresses or hyperparameters changed while a CUDA graph is captured: take a step before the capture, and "
-            "clear gradients in place"
+            "addresses, hyperparameters or targets would come from the host while a CUDA graph is captured: take a "
+            "step before the capture, clear gradients in place, and give targets on the device"
         )
 
 

@@ -13,11 +13,18 @@ from cs336_systems.kernels.host_memory import (
     control_group_headroom,
     device_slab,
     host_slab,
+    to_device,
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PAGE = 4096
 MEMBERSHIP = "5:cpu:/elsewhere\n4:memory:/jobs/7\n0::/jobs/7\n"
+
+
+def test_what_would_come_from_the_host_into_a_captured_graph_is_named(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="hyperparameters or targets .* host .* give targets on the device"):
+        to_device(torch.zeros(1), CUDA)
 
 
 def control_group(root, files):
