@@ -64,40 +64,56 @@ def least_bubble(schedule: str, n_stages: int, chunks: int, durations: Mapping[s
     return max(0.0, (n_stages - 1) * late.get(schedule, 0.0))
 
 
-def _in_rhythm(schedule: str, n_stages: int, n_micro_batches: int, chunks: int, *how: float) -> tuple[float, ...]:
-    """Span and activations alive by stage, of so few micro-batches that the last two groups added the same."""
-    groups = SIMULATED
-    while (more := -(-n_micro_batches // max(1, n_stages)) - groups) > 0:
-        few = n_micro_batches - more * n_stages
-        runs = (_simulated(schedule, n_stages, few - i * n_stages, chunks, *how) for i in range(3))
-        ran = [run for run in runs if run is not None]
-        if len(ran) == 3:
-            steps, earlier = ([b - a for a, b in zip(ran[i + 1], ran[i], strict=True)] for i in (0, 1))
-            if all(isclose(*each, rel_tol=1e-9, abs_tol=1e-9) for each in zip(steps, earlier, strict=True)):
-                return tuple(last + more * step for last, step in zip(ran[0], steps, strict=True))
-        groups *= 2
-    whole = _simulated(schedule, n_stages, n_micro_batches, chunks, *how)
-    if whole is None:
-        pipeline.simulate(schedule, n_stages, n_micro_batches, chunks=chunks)  # which says why not
-        raise AssertionError(schedule)
-    return whole
-
-
-@cache
-def _simulated(
+def _in_rhythm(
     schedule: str,
     n_stages: int,
-    few: int,
+    n_micro_batches: int,
     chunks: int,
     forward: float,
     inputs: float,
     weights: float,
     put_off: float = 1.0,
-) -> tuple[float, ...] | None:
-    """Span, and activations alive by stage, of a simulated schedule; None if it does not run so."""
+) -> tuple[float, ...]:
+    """Span and activations alive by stage, of so few micro-batches that the last two groups added the same."""
+
+    def run(few: int) -> list[float] | None:
+        found = _simulated(schedule, n_stages, few, chunks, forward, inputs, weights)
+        if found is None:
+            return None
+        span, n_chunks, held = found
+        return [span, *(max(whole + put_off * late for late, whole in each) / n_chunks for each in held)]
+
+    groups = SIMULATED
+    while (more := -(-n_micro_batches // max(1, n_stages)) - groups) > 0:
+        few = n_micro_batches - more * n_stages
+        ran = [each for each in (run(few - i * n_stages) for i in range(3)) if each is not None]
+        if len(ran) == 3:
+            steps, earlier = ([b - a for a, b in zip(ran[i + 1], ran[i], strict=True)] for i in (0, 1))
+            if all(isclose(*each, rel_tol=1e-9, abs_tol=1e-9) for each in zip(steps, earlier, strict=True)):
+                return tuple(last + more * step for last, step in zip(ran[0], steps, strict=True))
+        groups *= 2
+    whole = run(n_micro_batches)
+    if whole is None:
+        pipeline.simulate(schedule, n_stages, n_micro_batches, chunks=chunks)  # which says why not
+        raise AssertionError(schedule)
+    return tuple(whole)
+
+
+@cache  # whatever a micro-batch counts for between B and W: lists of zbv take a second each
+def _simulated(
+    schedule: str, n_stages: int, few: int, chunks: int, forward: float, inputs: float, weights: float
+) -> tuple[float, int, list[list[tuple[int, int]]]] | None:
+    """Span and chunks of a simulated schedule, and by stage the most that is held before B for each number held after.
+
+    None if it does not run so.
+    """
     durations = {"F": forward, "B": inputs, "W": weights}
     try:
         timeline = pipeline.simulate(schedule, n_stages, few, chunks=chunks, durations=durations)
     except ValueError:
         return None
-    return timeline.span, *timeline.peaks(put_off)
+    held: list[dict[int, int]] = [{} for _ in range(n_stages)]
+    for stage, most in enumerate(held):
+        for _, whole, late in timeline.held(stage):
+            most[late] = max(most.get(late, 0), whole)
+    return timeline.span, timeline.plan.chunks, [list(most.items()) for most in held]

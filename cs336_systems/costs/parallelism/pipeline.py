@@ -80,15 +80,19 @@ class Timeline:
         Args:
             put_off: what counts for a micro-batch between B and W.
         """
-        changes: list[tuple[float, float]] = []
-        after = {"B": put_off - 1, "W": -put_off, "BW": -1.0}
-        for timed in self.operations[stage]:
-            kind = timed.operation.kind
-            changes.append((timed.start, 1.0) if kind == "F" else (timed.end, after[kind]))
-        alive, found = 0.0, []
-        for time, change in sorted(changes):
-            alive += change
-            found.append((time, alive / self.plan.chunks))
+        return [(at, (whole + put_off * late) / self.plan.chunks) for at, whole, late in self.held(stage)]
+
+    def held(self, stage: int) -> list[tuple[float, int, int]]:
+        """(time, micro-batches from F to the end of B, those from B to the end of W) after each change, by chunk."""
+        ended = {"B": (-1, 1), "W": (0, -1), "BW": (-1, 0)}
+        changes = [
+            (timed.start, 1, 0) if timed.operation.kind == "F" else (timed.end, *ended[timed.operation.kind])
+            for timed in self.operations[stage]
+        ]
+        whole, late, found = 0, 0, []
+        for at, of_whole, of_late in sorted(changes):
+            whole, late = whole + of_whole, late + of_late
+            found.append((at, whole, late))
         return found
 
 

@@ -32,17 +32,33 @@ def test_a_rhythm_that_begins_late_is_waited_for(monkeypatch):
     def late(schedule, n_stages, m, *, chunks, durations=None):
         if m < 8:
             raise ValueError(f"needs 8 microbatches, got {m}")
-        return SimpleNamespace(span=float(10 * m + min(m, 20) ** 2), peaks=lambda _: (float(min(m, 9)),))
+        span, held = float(10 * m + min(m, 20) ** 2), [(0.0, min(m, 9), 0)]
+        return SimpleNamespace(span=span, plan=SimpleNamespace(chunks=1), held=lambda stage: held)
 
     monkeypatch.setattr(pipeline, "simulate", late)
     bubbles._simulated.cache_clear()
     try:
         assert span_seconds("late", 2, 100, 1, {"F": 3.0, "B": 3.0, "W": 3.0}) == pytest.approx(3 * (1000 + 400))
-        assert alive("late", 2, 100, 1) == (9.0,)
+        assert alive("late", 2, 100, 1) == (9.0, 9.0)
         with pytest.raises(ValueError, match="needs 8 microbatches, got 7"):
             span_seconds("late", 4, 7, 1, DURATIONS)
     finally:
         bubbles._simulated.cache_clear()
+
+
+def test_a_schedule_is_simulated_once_whatever_its_weight_gradients_keep(monkeypatch):
+    simulate, asked = pipeline.simulate, []
+
+    def counting(*what, **how):
+        asked.append((what, tuple(how["durations"].values())))
+        return simulate(*what, **how)
+
+    monkeypatch.setattr(pipeline, "simulate", counting)
+    bubbles._simulated.cache_clear()
+    for schedule, put_off in product(("zb-h1", "zbv", "dualpipev"), (0.3, 1.0, 1.7)):
+        whole = simulate(schedule, 3, 24, chunks=2, durations=BLOCK)
+        assert alive(schedule, 3, 24, 2, put_off) == pytest.approx(whole.peaks(put_off))
+    assert len(asked) == len(set(asked))
 
 
 def test_what_does_not_run_is_said_as_the_simulation_says_it():
