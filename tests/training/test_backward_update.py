@@ -26,10 +26,11 @@ STEPS = 3
 class Sharded(TrainingCase):
     update: str = "after-backward"
     how: str = "fsdp"
+    context: int = 1
 
     @property
     def parallel(self) -> Parallel:
-        return Parallel(self.how, update=self.update)
+        return Parallel(self.how, update=self.update, context=self.context)
 
 
 CASES = (
@@ -38,6 +39,7 @@ CASES = (
     Sharded.of(TIED, dtype="bf16", accumulate=2),
     Sharded.of(TIED, keep="input", checkpoint="none"),
     Sharded.of(CONFIG, checkpoint="full"),
+    Sharded.of(TIED, keep="products", context=2),
 )
 
 
