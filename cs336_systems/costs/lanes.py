@@ -2,7 +2,8 @@
 
 Operations run on lanes: one for kernels, one for copies in each direction over the host link, and in a ring one each
 for messages to and from other ranks. A lane runs its operations in order, each as soon as those that it waits for have
-ended. Copies share the link, and slow kernels down a little. Messages take another link and no time of kernels.
+ended. Copies share the link and, with those of other ranks, the host's memory; they slow kernels down a little. Messages
+take another link and no time of kernels.
 
     times = simulate(["in", "compute"], amounts=[2**30, 0.1], waits=[(), (0,)], rates=rates)
     times.span, times.busy["compute"]
@@ -89,7 +90,8 @@ def simulate_ranks(
                         for other, j in others:
                             machines[other].begin(machines[other].of.lanes[j], j, now)
                         began = True
-        steps = [step for machine in machines if (step := machine.next_end()) is not None]
+        copying = sum(machine.copies > 0 for machine in machines)
+        steps = [step for machine in machines if (step := machine.next_end(copying)) is not None]
         if not steps:
             break
         now += min(steps)
@@ -143,12 +145,17 @@ class _Machine:
         elif lane in ("in", "out"):
             self.left[lane] += self.rates.copy_latency_s * self.rates.link_alone
 
-    def next_end(self) -> float | None:
-        """Seconds until the next operation ends, if any runs."""
+    @property
+    def copies(self) -> int:
+        """The ways in which the host link is busy."""
+        return ("in" in self.left) + ("out" in self.left)
+
+    def next_end(self, copying: int) -> float | None:
+        """Seconds until the next operation ends, if any runs, while so many ranks copy, this one included."""
         if not self.left:
             return None
-        rates, copies = self.rates, ("in" in self.left) + ("out" in self.left)
-        into, out = (rates.link_in_both, rates.link_out_both) if copies == 2 else (rates.link_alone, rates.link_alone)
+        rates, copies = self.rates, self.copies
+        into, out = rates.link(both=copies == 2, copying=copying - (copies > 0))
         self.speeds = {"in": into, "compute": 1 - copies * (1 - rates.beside_copies), "out": out}
         self.speeds |= dict.fromkeys(("send", "receive"), rates.messages)
         return min(left / self.speeds[lane] for lane, left in self.left.items())

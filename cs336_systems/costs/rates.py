@@ -31,6 +31,11 @@ from one GPU to another have not been measured and are assumed to reach it, too.
 MESSAGE_BYTES_PER_S = 40e9
 """Bytes/s of a message that two thread blocks carry over NVLink (``distributed/pipeline.py``)."""
 
+IN_BESIDE_GPU, OUT_BESIDE_GPU = 0.25, 0.11
+"""The time that copies to and from a GPU take longer for each other GPU that copies from or to the same host, relative
+to their time alone. Fitted to the ring of two H200s (row of streaming-ring at 066fc93b), whose copies took 25 % longer
+in and 11 % longer out than simulated without them. Of more GPUs than two there is no row yet."""
+
 
 @dataclass(frozen=True)
 class Sustained:
@@ -112,6 +117,10 @@ class Rates:
     """``Sustained.added``."""
     messages: float = MESSAGE_BYTES_PER_S
     """From one GPU to another of its host, each way."""
+    in_beside_gpu: float = IN_BESIDE_GPU
+    out_beside_gpu: float = OUT_BESIDE_GPU
+    others: int = 0
+    """Other GPUs of the host that copy all the time."""
 
     @classmethod
     def of(
@@ -151,10 +160,17 @@ class Rates:
             messages=between,
         )
 
-    @property
-    def link_in_both(self) -> float:
-        """Bytes/s to the device, while the other way is busy too."""
-        return self.link_out_both * self.in_beside_out
+    def link(self, *, both: bool, copying: int = 0) -> tuple[float, float]:
+        """Bytes/s of copies to the device and from it.
+
+        Args:
+            both: whether both ways are busy.
+            copying: GPUs of the host that copy now besides ``others``.
+        """
+        into, out, others = self.link_alone, self.link_alone, self.others + copying
+        if both:
+            into, out = self.link_out_both * self.in_beside_out, self.link_out_both
+        return into / (1 + self.in_beside_gpu * others), out / (1 + self.out_beside_gpu * others)
 
     def attention(self, d_head: int, length: float) -> tuple[float, float]:
         """(forward, backward) FLOP/s of causal attention with heads of ``d_head`` on sequences of ``length`` tokens."""
@@ -166,6 +182,6 @@ class Rates:
 
     def link_seconds(self, bytes_in: float, bytes_out: float) -> float:
         """Seconds of copies both ways that begin together."""
-        both = min(bytes_in / self.link_in_both, bytes_out / self.link_out_both)
-        left = bytes_in - both * self.link_in_both + bytes_out - both * self.link_out_both  # of the longer one
-        return both + left / self.link_alone
+        (into, out), (in_alone, out_alone) = self.link(both=True), self.link(both=False)
+        both = min(bytes_in / into, bytes_out / out)
+        return both + (bytes_in - both * into) / in_alone + (bytes_out - both * out) / out_alone  # one of them is 0

@@ -54,8 +54,9 @@ def choose_ring(
     """The fastest plan of each rank, with its share of the layers and its own caps.
 
     A search for the rank with most to compute finds the fastest ways to cut a step into chunks. The other ranks are
-    planned for the best of these, and the ring is simulated as a whole. A round has at least as many chunks as there
-    are ranks, so that all can compute at the same time.
+    planned for the best of these, and the ring is simulated as a whole. A rank by itself is simulated as if all others
+    copied all the time. A round has at least as many chunks as there are ranks, so that all can compute at the same
+    time.
 
     Args:
         caps: of each rank.
@@ -71,7 +72,7 @@ def choose_ring(
         return [choose(config, context_length, caps[0], rates, effort=effort, **how, **others)]
     precision, moments = others.pop("precision", PRECISIONS["bf16"]), others.pop("moments", MOMENTS)
     clipping, least = others.pop("clipping", True), others.pop("least_chunk", LEAST_CHUNK)
-    lora = others.pop("lora", None)
+    lora, beside = others.pop("lora", None), replace(rates, others=n_ranks - 1)
 
     def search(rank: int, cut: Cut) -> Search:
         sizes = [cut.chunk] if cut.chunk else chunk_sizes(context_length, least)
@@ -79,7 +80,7 @@ def choose_ring(
         how: dict[str, Any] = {"share": share, "lora": lora}
         works = [StreamedWork(config, context_length, n, precision, tuple(moments.items()), **how) for n in sizes]
         orders = (cut.order,) if cut.order else ORDERS
-        return Search(works, caps[rank], rates, cut.tokens, cut.chunks, clipping, orders)
+        return Search(works, caps[rank], beside, cut.tokens, cut.chunks, clipping, orders)
 
     def busy(rank: int) -> float:
         return WorkSeconds.of(search(rank, Cut()).works[0], rates).of_chunk

@@ -132,3 +132,15 @@ def test_copies_share_the_link_and_slow_kernels() -> None:
     assert simulate(["compute", "in", "out"], [1, 100, 100], [(), (), ()], slow).ends[0] == pytest.approx(2)
     assert simulate(["compute", "in"], [1, 100], [(), ()], slow).ends[0] == pytest.approx(4 / 3)
     assert simulate(["in"], [10], [()], replace(EVEN, copy_latency_s=0.5)).span == pytest.approx(1.5)
+
+
+def test_copies_of_other_gpus_slow_those_of_one() -> None:
+    """30 in take 3 alone; the first 10 beside a copy out, by half as long again; so do all beside a GPU that always
+    copies."""
+    shared = replace(EVEN, in_beside_gpu=0.5, out_beside_gpu=0.25)
+    reader, writer = Lanes(["in"], [30], [()]), Lanes(["out"], [12], [()])
+    read, written = simulate_ranks([reader, writer], [], shared)
+    assert (written.span, read.span) == (pytest.approx(1.5), pytest.approx(3.5))
+    beside = replace(shared, others=1)
+    assert simulate(["in"], [30], [()], beside).span == pytest.approx(4.5) == beside.link_seconds(30, 0)
+    assert beside.link_seconds(0, 12) == pytest.approx(1.5)

@@ -1,14 +1,19 @@
 """A ring of ranks, each of which streams its own layers: schedules that fit each other, and the bits of one rank."""
 
+import csv
 import os
 import re
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
 
+from cs336_systems.config import resolve_size
+from cs336_systems.costs.memory import TABLE_SHARE
 from cs336_systems.costs.rates import Rates
 from cs336_systems.costs.streaming import Share, StreamedWork
 from cs336_systems.hardware import hardware_named
@@ -27,6 +32,7 @@ from tests.streaming.test_messages import Imagined
 from tests.streaming.test_run import CONFIG, QK_NORM, TIED, batches, differing, step_of, trained
 
 RATES = Rates.of(hardware_named("h100"))
+RESULTS = Path(__file__).parents[2] / "profiles/results"
 
 
 def test_schedules_of_all_ranks_are_sound_and_fit_each_other():
@@ -58,6 +64,27 @@ def test_ranks_that_do_one_thing_at_a_time_do_not_wait_in_a_circle():
             assert able, (seed, heads)
             for rank, _ in able:
                 heads[rank] += 1
+
+
+def test_two_gpus_read_host_memory_as_slowly_as_measured():
+    """The plans of the ring of two H200s whose row is committed; without contention they are 11 % too fast."""
+    rows = csv.DictReader((RESULTS / "h200/streaming-ring/benchmark_streaming.csv").open())
+    ran = {
+        row["metric"]: float(row["median"]) for row in rows if row["ranks"] == "2" and row["commit"][:8] == "066fc93b"
+    }
+    config = replace(resolve_size("llama3-8b"), max_context_length=None).at_context(8192)
+    plans = []
+    for rank, products, gradients, ring_bytes in ((0, 30, 6, 18_871_851_418), (1, 32, 16, 18_581_363_098)):
+        work = StreamedWork(config, 8192, 8192, share=Share(rank, (*(layer % 2 for layer in range(32)), 1)))
+        how = {"weights": 16, "gradients": gradients, "ring_bytes": ring_bytes, "table_share": TABLE_SHARE}
+        plans.append(Plan(work, 2, 16, "interleaved", Keep(32, products), **how))
+    times = ring_times(plans, [build(plan) for plan in plans], Rates.of(hardware_named("h200")))
+    span = max(each.span for each in times)
+    assert span == pytest.approx(ran["step"] / 1e3, rel=0.01)
+    for lane, metric, within in (("in", "link_in", 2), ("out", "link_out", 1)):
+        assert 100 * mean(each.busy[lane] for each in times) / span == pytest.approx(ran[metric], abs=within)
+    idle = 100 - 100 * mean(each.busy["compute"] for each in times) / span
+    assert idle == pytest.approx(ran["compute_idle"], abs=1)
 
 
 def test_a_message_too_few_is_found():
