@@ -2,8 +2,8 @@
 
 Operations run on lanes: one for kernels, one for copies in each direction over the host link, and in a ring one each
 for messages to and from other ranks. A lane runs its operations in order, each as soon as those that it waits for have
-ended. Copies share the link and, with those of other ranks, the host's memory; they slow kernels down a little. Messages
-take another link and no time of kernels.
+ended. Copies share the link and, with those of other ranks, the memory of the host; they slow kernels down a little.
+Messages take another link and no time of kernels.
 
     times = simulate(["in", "compute"], amounts=[2**30, 0.1], waits=[(), (0,)], rates=rates)
     times.span, times.busy["compute"]
