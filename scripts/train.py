@@ -65,6 +65,16 @@ def main(arguments: list[str] | None = None) -> int:
         return _train(options)
     except (ValueError, OSError) as error:
         return complain(NAME, error) if first else 2
+    except RuntimeError as error:
+        from cs336_systems.distributed.process_group import is_peer_lost
+
+        if not is_peer_lost(error):
+            raise
+        rank, fault = os.environ.get("RANK", "0"), str(error).partition("\n")[0]
+        complain(
+            NAME, f"rank {rank} has lost another rank; the same command goes on from the newest checkpoint: {fault}"
+        )
+        return 1
     except KeyboardInterrupt:
         if first:
             print(f"{NAME}: interrupted; earlier checkpoints are kept", file=sys.stderr)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--device", "cpu", "--data", "data", "--context-length", "16", "--warmup-steps", "3", "--walltime", "900")
 
 
-def start(folder, *arguments):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def start(folder, *arguments, **variables):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     command = [sys.executable, str(ROOT / "scripts/train.py"), *SMALL, *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
@@ -61,6 +62,26 @@ def test_a_run_that_is_interrupted_and_resumed(main, tmp_path):
     saved = load_weights(tmp_path / "run").weights
     assert all(torch.equal(parameter, saved[name]) for name, parameter in exported.model.named_parameters())
     assert len(losses_and_norms(tmp_path / "run")) == made + 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharing", ["--tensor", "--context"])
+def test_a_rank_that_is_killed_is_one_sentence_on_the_other(tmp_path, sharing):
+    write_dataset(tmp_path / "data")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    asked = ("--out", "run", "--steps", "100000", "--evaluate-every", "None", "--keep", "products", sharing, "2")
+    first, second = (start(tmp_path, *asked, **place, RANK=rank) for rank in "01")
+    try:
+        wait_for_steps(first, tmp_path / "run" / LOG, 3)
+        second.kill()
+        _, err = first.communicate(timeout=60)
+    finally:
+        first.kill()
+        second.kill()
+    assert first.returncode == 1
+    assert re.fullmatch(r"train: rank 0 has lost another rank; the same command goes on from .*\n", err), err
 
 
 @pytest.fixture
