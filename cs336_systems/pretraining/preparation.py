@@ -127,6 +127,7 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
         OSError: something cannot be read or written.
     """
     _check_alike(lambda: must_be_alike(options))
+    options.data_ranks(rank.world_size)  # raises if these ranks do not make the mesh, before data are made for a minute
     origin = on_rank_0(lambda: goes_on_from(options.out, options.resume_from))
     sources = sources_of(options.data or on_rank_0(default_data))
     _check_alike(lambda: data_identity(options, sources))

@@ -73,7 +73,9 @@ def test_faults_are_one_sentence(ask):
         ("search --gpus 127", "no division of 127 GPUs divides 512 sequences and llama3-70b: the nearest"),
         ("search --gpus 2 --batch-tokens 16K", "llama3-70b on 2 GPUs needs at least"),
         ("search --network slow", "--network slow: say a rate"),
-        ("search --device-gib 0", "device_bytes must be positive, got 0"),
+        ("search --device-gib -1", "--device-gib must be positive, got -1.0"),
+        ("search --gpus 0", "--gpus must be positive, got 0"),
+        ("search --sequence 0", "--sequence must be positive, got 0"),
     ):
         code, out, err = ask(line)
         assert (code, out, err.count("\n")) == (2, "", 1), line

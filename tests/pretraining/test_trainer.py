@@ -15,7 +15,7 @@ import torch
 from cs336_systems.distributed import background_checkpoint
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
-from cs336_systems.pretraining import run_log, trainer
+from cs336_systems.pretraining import preparation, run_log, trainer
 from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.loader import epoch_order
@@ -390,3 +390,9 @@ def test_a_run_in_fp8_resumes_to_the_bit(whole, alone, tmp_path):
     parts = {"blocks": "fp8", "stored blocks": "fp32", "attention": "fp32", "head": "fp32"}
     light = read_run(tmp_path / "whole" / LOG).last(Light)
     assert {name: part["dtype"] for name, part in light.parts.items()} == parts
+
+
+def test_too_few_ranks_are_refused_before_data_are_made(alone, tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "default_data", lambda: pytest.fail("data were made"))
+    with pytest.raises(ValueError, match="1 ranks cannot be divided into context 1 x tensor 2"):
+        prepare(options(tmp_path, data=None, tensor=2, keep="products"), alone)
