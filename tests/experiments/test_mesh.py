@@ -45,6 +45,7 @@ def test_every_division_of_the_ranks_is_a_cell():
     for arguments, value in (
         (["--tensor", "3", "--context", "2", "--world-size", "4"], "--world-size 4 cannot be divided into tensor 3"),
         (["--tensor", "2", "--keep", "autograd"], "keep autograd"),
+        (["--pipeline-chunks", "4"], "--pipeline-chunks 4 is for --pipeline-schedule interleaved, got 1f1b"),
     ):
         with pytest.raises(ValueError, match=value):
             cells_of("mesh", *arguments)

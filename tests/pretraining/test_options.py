@@ -104,6 +104,8 @@ QUANTIZED = {"matmul_dtype": "e4m3"}
         ({"replicas": 2, "zero": 1}, "--replicas 2 is for --zero 3, got --zero 1"),
         ({"tensor_by": "copies"}, "--tensor-by copies is for --tensor of 2"),
         ({"context_order": "ring"}, "--context-order ring is for --context of 2"),
+        ({"pipeline_chunks": 3}, "--pipeline-chunks 3 is for --pipeline of 2 or more, got 1"),
+        ({"pipeline": 2, "pipeline_chunks": 3}, "3 is for --pipeline-schedule interleaved, got 1f1b"),
         ({"context": 2, "context_order": "torch"}, "'torch'"),
         ({"save_every": None}, "--save-every None"),
         ({"keep": "autograd-inpu"}, "did you mean autograd-input"),
