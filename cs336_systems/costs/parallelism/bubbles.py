@@ -37,7 +37,7 @@ def alive(schedule: str, n_stages: int, n_micro_batches: int, chunks: int, put_o
     Raises:
         ValueError: as ``pipeline.simulate``.
     """
-    return _in_rhythm(schedule, n_stages, n_micro_batches, chunks, *BLOCK.values(), put_off)[1:]
+    return _in_rhythm(schedule, n_stages, n_micro_batches, chunks, *BLOCK.values(), put_off=put_off)[1:]
 
 
 def span_seconds(
