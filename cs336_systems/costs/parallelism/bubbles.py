@@ -72,6 +72,7 @@ def _in_rhythm(
     forward: float,
     inputs: float,
     weights: float,
+    *,
     put_off: float = 1.0,
 ) -> tuple[float, ...]:
     """Span and activations alive by stage, of so few micro-batches that the last two groups added the same."""
