@@ -81,10 +81,13 @@ class Share:
         return max(self.rank, *self.owners) + 1
 
     @classmethod
-    def dealt(cls, config: ModelConfig, rank: int, n_ranks: int) -> "Share | None":
-        """A rank's share where layer i is on rank i modulo ``n_ranks``; None for a single rank.
+    def dealt(cls, config: ModelConfig, rank: int, n_ranks: int, first: int = 0) -> "Share | None":
+        """A rank's share where layers are dealt in turn; None for a single rank.
 
         The head is on the last rank, which has the fewest layers, but on the first if it is tied to the embedding.
+
+        Args:
+            first: the lowest layers that rank 0 has before the others are dealt, as a head takes the time of layers.
 
         Raises:
             ValueError: there are fewer layers than ranks.
@@ -94,7 +97,7 @@ class Share:
         head = 0 if config.tie_embeddings else n_ranks - 1
         if config.n_layers < n_ranks:
             raise ValueError(f"{config.n_layers} layers are too few for a ring of {n_ranks} ranks")
-        return cls(rank, (*(layer % n_ranks for layer in range(config.n_layers)), head))
+        return cls(rank, (*(max(0, layer - first) % n_ranks for layer in range(config.n_layers)), head))
 
 
 @dataclass(frozen=True)

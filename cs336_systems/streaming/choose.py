@@ -182,6 +182,8 @@ class Search:
     chunks: int | None
     clipping: bool
     orders: tuple[Order, ...] = ORDERS
+    lead: int = 0
+    """``lead`` of interleaved plans."""
 
     def __post_init__(self) -> None:
         self.tried: dict[Plan, float] = {}
@@ -247,9 +249,10 @@ class Search:
         ):
             if not (self.tokens_per_step or 0) % (chunks * work.chunk):
                 keep = Keep(chunks * (n_layers - math.ceil(n_layers / every)), 0)
+                lead = self.lead if order == "interleaved" else 0
                 for weights, gradients, moments in residents:
                     state, how = (weights, gradients, moments), (kept, every, self.clipping)
-                    yield Plan(work, chunks, 1, order, keep, *state, *how, ring_bytes, self.caps.table_share)
+                    yield Plan(work, chunks, 1, order, keep, *state, *how, ring_bytes, self.caps.table_share, lead)
 
     def _filled(self, blank: Plan, seconds: WorkSeconds) -> tuple[Plan, float]:
         """The plan with the best that it can keep, and its rounds; and its estimated speed, 0 if it does not fit."""

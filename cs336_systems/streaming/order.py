@@ -2,7 +2,8 @@
 
 Forward goes layer by layer, all chunks of one before the next; backward descends through layers and chunks. Sequential
 rounds follow one another; interleaved ones alternate the backward of round r at layer L - 1 - k with the forward of
-round r + 1 at layer k: weights do not change inside a step, and the link then works both ways all the time.
+round r + 1 at layer k: weights do not change inside a step, and the link then works both ways all the time. Forward can
+lead by some layers more, so that one rank of a ring has backward to do while another has the head.
 
 All ranks of a ring follow this one order, and each runs its own layers' part. A message is sent right after the kernel
 that wrote it and received at the same place in the order, so ranks cannot wait for each other in a circle. What is
@@ -72,16 +73,17 @@ def compute_order(plan: Plan) -> Iterator[Task]:
                 if r == last:
                     yield from _complete(plan, layer)
     else:
-        for r in range(-1, plan.rounds):
-            for layer in layers:
-                down = layers[-1 - layer]
-                for chunk in range(plan.chunks):
-                    if r >= 0:
-                        yield from _backward(plan, down, r, plan.chunks - 1 - chunk)
-                    if r < last:
-                        yield from _forward(plan, layer, r + 1, chunk)
-                if r == last:
-                    yield from _complete(plan, down)
+        depth = len(layers)
+        for at in range(-depth - plan.lead, plan.rounds * depth):  # layers of backward since the step began
+            (r, above), (following, layer) = divmod(at, depth), divmod(at + depth + plan.lead, depth)
+            down = layers[-1 - above]
+            for chunk in range(plan.chunks):
+                if r >= 0:
+                    yield from _backward(plan, down, r, plan.chunks - 1 - chunk)
+                if following <= last:
+                    yield from _forward(plan, layer, following, chunk)
+            if r == last:
+                yield from _complete(plan, down)
     yield Task(Kind.OPTIMIZER, -1, last, 0, ())
     if plan.clipping:
         for layer in plan.work.layers:

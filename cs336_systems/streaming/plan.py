@@ -71,6 +71,8 @@ class Plan:
     """Device memory for all slots; with None, rings have as many slots as it takes to copy nothing."""
     table_share: float = 0.0
     """Device memory that page tables take for each byte on the host."""
+    lead: int = 0
+    """Layers by which forward is further than one round ahead of the backward beside it, in interleaved rounds."""
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
@@ -78,6 +80,8 @@ class Plan:
         if self.input_every < 1 or (self.input_every > 1 and self.work.share):
             in_ring = ", and 1 in a ring, whose neighbouring layers are on other ranks" if self.work.share else ""
             raise ValueError(f"input_every must be at least 1{in_ring}, got {self.input_every}")
+        if not 0 <= self.lead < (self.work.config.n_layers if self.order == "interleaved" else 1):
+            raise ValueError(f"forward cannot lead by {self.lead} layers in {self.order} rounds")
         if self.rounds < 1 or self.chunks < 1 or self.chunks % self.work.chunks_per_sequence:
             whole = f", in whole sequences of {self.work.chunks_per_sequence}" if self.work.is_long else ""
             raise ValueError(f"rounds and chunks must be positive{whole}, got {self.rounds} and {self.chunks}")
@@ -239,8 +243,15 @@ class Plan:
         resident = self.weights * work.layer_bytes + self.gradients * work.item_bytes("gradients")
         resident += self.moments * self.moment_bytes
         sums = work.item_bytes("dcontext") * work.chunks_per_sequence if work.is_long else 0
-        fixed = resident + sums + self.chunks * work.item_bytes("dy")
+        fixed = resident + sums + self._dy_slots * work.item_bytes("dy")
         return fixed + sum(n * self.slot_bytes[ring] for ring, n in self.least_slots.items())
+
+    @property
+    def _dy_slots(self) -> int:
+        """Slots of ``dy``: twice the chunks where it comes from the head while backward of the round before goes on."""
+        work, last = self.work, self.work.config.n_layers
+        from_head = work.rank in (work.owner(last - 1), work.owner(last))
+        return self.chunks * (2 if from_head and self.lead and min(work.layers) <= self.lead else 1)
 
     def least_bytes(self, keep: Keep) -> int:
         """Bytes of the device with all rings at their smallest: all that is kept lies on the host, by page tables."""

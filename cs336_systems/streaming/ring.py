@@ -4,17 +4,22 @@ choices = choose_ring(config, 8192, [Caps(24 * GIB, 75 * GIB)] * 2, Rates.of(har
 min(choice.tokens_per_s for choice in choices)
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import product
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from cs336_systems.config import PRECISIONS, ModelConfig
 from cs336_systems.costs.rates import Rates
 from cs336_systems.costs.streaming import MOMENTS, Share, StreamedWork
-from cs336_systems.streaming.build import ring_times
+from cs336_systems.streaming.build import build, ring_times
 from cs336_systems.streaming.choose import (
     EFFORT,
     LEAST_CHUNK,
+    SIMULATED_ROUNDS,
     Caps,
     CapsTooSmallError,
     ChosenPlan,
@@ -23,20 +28,36 @@ from cs336_systems.streaming.choose import (
     chunk_sizes,
 )
 from cs336_systems.streaming.estimate import WorkSeconds
-from cs336_systems.streaming.plan import ORDERS, Order
+from cs336_systems.streaming.plan import ORDERS, Keep, Order, Plan
+from cs336_systems.streaming.schedule import Schedule
 
 RING_CUTS = 4
 """The most ways to cut a step into chunks, by order and number of chunks, for which the whole ring is simulated."""
+EFFORT_SHARE = 4
+"""A search for cuts takes a quarter of the effort, and one for the plan of a rank by itself a quarter of that."""
+DEAL_GAIN = 0.01
+"""The relative gain for which more layers are dealt to one rank, or forward leads by more, as copies make the rest."""
+LEADS = range(4)
+"""Leads of forward that are tried: with 2 ranks of an 8B model one layer is best, with 4 ranks three."""
 
 
 class Cut(NamedTuple):
-    """How a step is cut into chunks, and the order of its rounds; None leaves a choice to the search."""
+    """How a step is cut into chunks; None leaves a choice to the search."""
 
-    tokens: int | None = None
-    """Tokens of a step; ``chunk`` is tokens of a chunk, ``chunks`` the number in a round."""
+    tokens_per_step: int | None = None
+    """``chunk`` is tokens of a chunk, ``chunks`` the number in a round."""
     chunk: int | None = None
     chunks: int | None = None
-    order: Order | None = None
+
+
+class Deal(NamedTuple):
+    """How layers are dealt to ranks, and the order in which these visit them."""
+
+    order: Order
+    first: int = 0
+    """``first`` of ``Share.dealt``."""
+    lead: int = 0
+    """``lead`` of ``Plan``."""
 
 
 def choose_ring(
@@ -53,7 +74,8 @@ def choose_ring(
 ) -> list[ChosenPlan]:
     """The fastest plan of each rank, with its share of the layers and its own caps.
 
-    A search for the rank with most to compute finds the fastest ways to cut a step into chunks. The other ranks are
+    For each order of rounds layers are dealt as is fastest if nothing is copied, and if that does not fit, evenly. A
+    search for the rank with most to compute finds the fastest ways to cut a step into chunks. The other ranks are
     planned for the best of these, and the ring is simulated as a whole. A rank by itself is simulated as if all others
     copied all the time. A round has at least as many chunks as there are ranks, so that all can compute at the same
     time.
@@ -66,41 +88,127 @@ def choose_ring(
         CapsTooSmallError: nothing fits on one of the ranks, or a step has fewer chunks than there are ranks.
         ValueError: as ``choose``; or there are fewer layers than ranks.
     """
-    n_ranks = len(caps)
+    n_ranks, given = len(caps), Cut(tokens_per_step, chunk, chunks)
     if n_ranks == 1:
-        how: dict[str, Any] = {"tokens_per_step": tokens_per_step, "chunk": chunk, "chunks": chunks}
-        return [choose(config, context_length, caps[0], rates, effort=effort, **how, **others)]
+        return [choose(config, context_length, caps[0], rates, effort=effort, **given._asdict(), **others)]
     precision, moments = others.pop("precision", PRECISIONS["bf16"]), others.pop("moments", MOMENTS)
     clipping, least = others.pop("clipping", True), others.pop("least_chunk", LEAST_CHUNK)
     lora, beside = others.pop("lora", None), replace(rates, others=n_ranks - 1)
 
-    def search(rank: int, cut: Cut) -> Search:
+    def works(rank: int, deal: Deal, cut: Cut) -> list[StreamedWork]:
         sizes = [cut.chunk] if cut.chunk else chunk_sizes(context_length, least)
-        share = Share.dealt(config, rank, n_ranks)
-        how: dict[str, Any] = {"share": share, "lora": lora}
-        works = [StreamedWork(config, context_length, n, precision, tuple(moments.items()), **how) for n in sizes]
-        orders = (cut.order,) if cut.order else ORDERS
-        return Search(works, caps[rank], beside, cut.tokens, cut.chunks, clipping, orders)
+        how: dict[str, Any] = {"share": Share.dealt(config, rank, n_ranks, deal.first), "lora": lora}
+        return [StreamedWork(config, context_length, n, precision, tuple(moments.items()), **how) for n in sizes]
 
-    def busy(rank: int) -> float:
-        return WorkSeconds.of(search(rank, Cut()).works[0], rates).of_chunk
+    def search(rank: int, deal: Deal, cut: Cut) -> Search:
+        of = works(rank, deal, cut), caps[rank], beside, cut.tokens_per_step, cut.chunks, clipping
+        return Search(*of, (deal.order,), deal.lead)
 
-    leader = max(range(n_ranks), key=busy)
-    first = search(leader, Cut(tokens_per_step, chunk, chunks))
-    first.best(effort)
-    ways: dict[tuple[Order, int], Cut] = {}
-    for plan in first.ranking():
-        ways.setdefault((plan.order, plan.chunks), Cut(plan.tokens, plan.work.chunk, plan.chunks, plan.order))
+    def cuts(deal: Deal) -> list[tuple[float, Deal, Cut]]:
+        """The best ways to cut a step for the rank with most to compute, each with its tokens per second."""
+        leader = max(range(n_ranks), key=lambda rank: WorkSeconds.of(works(rank, deal, given)[0], rates).of_chunk)
+        first = search(leader, deal, given)
+        first.best(effort // EFFORT_SHARE)
+        best: dict[Cut, float] = {}
+        for plan in first.ranking():
+            best.setdefault(Cut(plan.tokens, plan.work.chunk, plan.chunks), first.rate(plan))
+        return [(rate, deal, cut) for cut, rate in best.items()]
+
+    def planned(deal: Deal, cut: Cut) -> list[ChosenPlan]:
+        found = [search(rank, deal, cut).best(effort // EFFORT_SHARE**2) for rank in range(n_ranks)]
+        return _simulated(found, rates)
+
+    def climbed(choices: list[ChosenPlan]) -> list[ChosenPlan]:
+        """Small steps of one rank's plan after the other's."""
+        for rank in range(n_ranks):
+            others = [None if other == rank else each.plan for other, each in enumerate(choices)]
+            within = _SearchInRing([], caps[rank], rates, None, None, clipping, others=others)
+            choices = [*choices[:rank], within.climb(choices[rank], effort), *choices[rank + 1 :]]
+        return _simulated(choices, rates)
+
     found, short = [], None
-    for cut in list(ways.values())[:RING_CUTS]:
-        try:
-            choices = [search(rank, cut).best(effort // (2 * RING_CUTS)) for rank in range(n_ranks)]
-        except CapsTooSmallError as error:
-            short = short or error
-            continue
-        times = ring_times([each.plan for each in choices], [each.schedule for each in choices], rates)
-        found.append([replace(each, times=own) for each, own in zip(choices, times, strict=True)])
+    deals = [_fastest_deal(lambda rank, deal: works(rank, deal, given)[0], n_ranks, order, rates) for order in ORDERS]
+    for these in (deals, [deal for deal in map(Deal, ORDERS) if deal not in deals]):
+        ways: list[tuple[float, Deal, Cut]] = []
+        for deal in these if not found else ():
+            try:
+                ways += cuts(deal)
+            except CapsTooSmallError as error:
+                short = error
+        for _, deal, cut in sorted(ways, key=itemgetter(0), reverse=True)[:RING_CUTS]:
+            try:
+                found.append(planned(deal, cut))
+            except CapsTooSmallError as error:
+                short = error
     if not found:
         assert short is not None
         raise short
-    return max(found, key=lambda choices: min(each.tokens_per_s for each in choices))
+    best = max(found, key=_tokens_per_s)
+    return max(best, climbed(best), key=_tokens_per_s)
+
+
+def _simulated(choices: Sequence[ChosenPlan], rates: Rates) -> list[ChosenPlan]:
+    """The same plans with the times of the ring as a whole."""
+    times = ring_times([each.plan for each in choices], [each.schedule for each in choices], rates)
+    return [replace(each, times=own) for each, own in zip(choices, times, strict=True)]
+
+
+def _tokens_per_s(choices: Sequence[ChosenPlan]) -> float:
+    return min(each.tokens_per_s for each in choices)
+
+
+@dataclass
+class _SearchInRing(Search):
+    """A search for one rank's plan beside those of the others, for each of which the ring is simulated as a whole."""
+
+    others: Sequence[Plan | None] = ()
+    """The plans of all ranks, None for the one that is searched."""
+
+    def climb(self, choice: ChosenPlan, effort: int) -> ChosenPlan:
+        """A plan that is no slower, by small steps from one that fits, with the times of the latter."""
+        self._climb(choice.plan, effort)
+        plans = (replace(choice, plan=plan, schedule=build(plan)) for plan in self.ranking())
+        return next((each for each in plans if each.fits), choice)
+
+    def _choice(self, plan: Plan) -> ChosenPlan:
+        of_all = [replace(other, rounds=plan.rounds) if other else plan for other in self.others]
+        schedules = [
+            self._build(each) if other else build(each) for each, other in zip(of_all, self.others, strict=True)
+        ]
+        rank = self.others.index(None)
+        self.operations += sum(len(each.operations) for i, each in enumerate(schedules) if i != rank)
+        return ChosenPlan(plan, schedules[rank], ring_times(of_all, schedules, self.rates)[rank], self.caps)
+
+    @cached_property
+    def _build(self) -> Callable[[Plan], Schedule]:
+        """``build`` of the others' plans, which are the same for every plan of this rank."""
+        return cache(build)
+
+
+def _fastest_deal(work: Callable[[int, Deal], StreamedWork], n_ranks: int, order: Order, rates: Rates) -> Deal:
+    """The deal with which ranks end first if everything has a slot.
+
+    Args:
+        work: that of a rank in a deal.
+    """
+    best, least = Deal(order), math.inf
+    plain = work(n_ranks - 1, best)
+    head, depth = plain.owner(plain.config.n_layers), plain.config.n_layers
+    layer = sum(plain.seconds(kind, 0, "products", rates) for kind in ("forward", "backward"))
+    firsts = 1 + math.ceil(plain.seconds("head", 0, "", rates) / layer) if head else 0
+    for first, lead in product(range(min(firsts, depth - n_ranks) + 1), LEADS if order == "interleaved" else (0,)):
+        deal, group = Deal(order, first, lead), plain.chunks_per_sequence
+        of_ranks = [work(rank, deal) for rank in range(n_ranks)]
+        chunks = group * math.ceil(n_ranks / group)
+        plans = [
+            Plan(
+                *(each, chunks, SIMULATED_ROUNDS, order, Keep(*[chunks * len(each.layers)] * 2)),
+                **dict.fromkeys(each.states, len(each.layers)),
+                lead=lead,
+            )
+            for each in of_ranks
+        ]
+        times = ring_times(plans, [build(plan) for plan in plans], rates)
+        if (span := max(each.span for each in times)) < least * (1 - DEAL_GAIN):
+            best, least = deal, span
+    return best

@@ -46,13 +46,15 @@ def random_ring(seed: int, n_ranks: int, config: ModelConfig | None = None) -> l
     """A step that is cut as that of ``random_plan``, for ranks that keep and copy each what it likes."""
     like, _ = random_plan(seed)
     config = config or replace(like.work.config, n_layers=max(n_ranks, like.n_layers))
-    found = []
+    common, found = random.Random(f"{seed} of all"), []
+    first = common.randint(0, config.n_layers - n_ranks)
+    lead = common.randrange(config.n_layers) if like.order == "interleaved" else 0
     for rank in range(n_ranks):
         rng = random.Random(f"{seed} of {rank}")
-        work = replace(like.work, config=config, share=Share.dealt(config, rank, n_ranks))
+        work = replace(like.work, config=config, share=Share.dealt(config, rank, n_ranks, first))
         attention = rng.randint(0, like.chunks * len(work.layers))
         residents = {what: rng.randint(0, len(work.layers)) for what in work.states}
-        how = {"keep_context": like.keep_context, "clipping": like.clipping, **residents}
+        how = {"keep_context": like.keep_context, "clipping": like.clipping, "lead": lead, **residents}
         keep = Keep(attention, rng.randint(0, attention))
         rings = ("weights", "gradients", "input", "attention", "products", *(("context",) if work.is_long else ()))
         slots = dict.fromkeys(rings, 1) | {rng.choice(rings): rng.randint(1, 6) for _ in range(3)}
