@@ -76,9 +76,9 @@ def choose_ring(
 
     For each order of rounds layers are dealt as is fastest if nothing is copied, and if that does not fit, evenly. A
     search for the rank with most to compute finds the fastest ways to cut a step into chunks. The other ranks are
-    planned for the best of these, and the ring is simulated as a whole. A rank by itself is simulated as if all others
-    copied all the time. A round has at least as many chunks as there are ranks, so that all can compute at the same
-    time.
+    planned for the best of these, each by itself as if all others copied all the time, and the ring is simulated as a
+    whole; so it is for the small steps that follow from the best plans, one rank after the other. A round has at least
+    as many chunks as there are ranks, so that all can compute at the same time.
 
     Args:
         caps: of each rank.
@@ -126,7 +126,8 @@ def choose_ring(
             choices = [*choices[:rank], within.climb(choices[rank], effort), *choices[rank + 1 :]]
         return _simulated(choices, rates)
 
-    found, short = [], None
+    found: list[list[ChosenPlan]] = []
+    short: CapsTooSmallError | None = None
     deals = [_fastest_deal(lambda rank, deal: works(rank, deal, given)[0], n_ranks, order, rates) for order in ORDERS]
     for these in (deals, [deal for deal in map(Deal, ORDERS) if deal not in deals]):
         ways: list[tuple[float, Deal, Cut]] = []
@@ -191,24 +192,22 @@ def _fastest_deal(work: Callable[[int, Deal], StreamedWork], n_ranks: int, order
     Args:
         work: that of a rank in a deal.
     """
-    best, least = Deal(order), math.inf
-    plain = work(n_ranks - 1, best)
-    head, depth = plain.owner(plain.config.n_layers), plain.config.n_layers
-    layer = sum(plain.seconds(kind, 0, "products", rates) for kind in ("forward", "backward"))
-    firsts = 1 + math.ceil(plain.seconds("head", 0, "", rates) / layer) if head else 0
-    for first, lead in product(range(min(firsts, depth - n_ranks) + 1), LEADS if order == "interleaved" else (0,)):
-        deal, group = Deal(order, first, lead), plain.chunks_per_sequence
-        of_ranks = [work(rank, deal) for rank in range(n_ranks)]
-        chunks = group * math.ceil(n_ranks / group)
-        plans = [
-            Plan(
-                *(each, chunks, SIMULATED_ROUNDS, order, Keep(*[chunks * len(each.layers)] * 2)),
-                **dict.fromkeys(each.states, len(each.layers)),
-                lead=lead,
-            )
-            for each in of_ranks
-        ]
-        times = ring_times(plans, [build(plan) for plan in plans], rates)
-        if (span := max(each.span for each in times)) < least * (1 - DEAL_GAIN):
+    even, best, least = work(0, Deal(order)), Deal(order), math.inf
+    depth, group = even.config.n_layers, even.chunks_per_sequence
+    chunks = group * math.ceil(n_ranks / group)
+    of_layer = sum(even.seconds(kind, 0, "products", rates) for kind in ("forward", "backward"))
+    most = 1 + math.ceil(even.seconds("head", 0, "", rates) / of_layer) if not even.has_head else 0
+
+    def resident(of: StreamedWork, lead: int) -> Plan:
+        n, pairs = len(of.layers), chunks * len(of.layers)
+        states: dict[str, Any] = dict.fromkeys(of.states, n)
+        return Plan(of, chunks, SIMULATED_ROUNDS, order, Keep(pairs, pairs), lead=lead, **states)
+
+    leads = LEADS[:depth] if order == "interleaved" else range(1)
+    for first, lead in product(range(min(most, depth - n_ranks) + 1), leads):
+        deal = Deal(order, first, lead)
+        plans = [resident(work(rank, deal), lead) for rank in range(n_ranks)]
+        span = max(each.span for each in ring_times(plans, [build(plan) for plan in plans], rates))
+        if span < least * (1 - DEAL_GAIN):
             best, least = deal, span
     return best

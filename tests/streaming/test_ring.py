@@ -16,7 +16,7 @@ from cs336_systems.config import resolve_size
 from cs336_systems.costs.memory import TABLE_SHARE
 from cs336_systems.costs.rates import Rates
 from cs336_systems.costs.streaming import Share, StreamedWork
-from cs336_systems.hardware import hardware_named
+from cs336_systems.hardware import GIB, hardware_named
 from cs336_systems.streaming.build import build, pairs, ring_times
 from cs336_systems.streaming.choose import Caps
 from cs336_systems.streaming.lanes import PretendedLink
@@ -209,6 +209,20 @@ def test_a_ring_is_chosen_that_fits_and_is_faster_than_one_rank():
     assert one.times.span / max(spans) > 1.5
 
 
+def test_two_gpus_are_planned_to_be_twice_as_fast_as_one():
+    """8B within 24 / 75 GiB each: by layers dealt for the head's time, and by plans made for the ring as a whole."""
+    config = replace(resolve_size("llama3-8b"), max_context_length=None).at_context(8192)
+    how = {"tokens_per_step": 262_144, "chunks": 2, "effort": 8000}
+    h200, caps = Rates.of(hardware_named("h200")), Caps(24 * GIB, 75 * GIB)
+    (one,), two = (choose_ring(config, 8192, [caps] * n, h200, **how) for n in (1, 2))
+    assert [each.plan.n_layers for each in two] == [17, 15]
+    assert {each.plan.lead for each in two} == {1}
+    assert all(each.fits for each in two)
+    assert one.times.span / max(each.times.span for each in two) > 2
+    whole = ring_times([each.plan for each in two], [each.schedule for each in two], h200)
+    assert [each.times.span for each in two] == [each.span for each in whole]
+
+
 @pytest.mark.parametrize(
     ("n_ranks", "options", "said"),
     [
@@ -238,3 +252,10 @@ def test_a_share_has_a_layer_and_restores_no_other_ranks_x():
     work = StreamedWork(CONFIG, 16, 16, share=Share.dealt(CONFIG, 0, 2))
     with pytest.raises(ValueError, match="input_every must be at least 1, and 1 in a ring"):
         Plan(work, 2, 1, "sequential", Keep(2, 0), input_every=2)
+
+
+@pytest.mark.parametrize(("order", "lead"), [("sequential", 1), ("interleaved", 3), ("interleaved", -1)])
+def test_forward_leads_by_less_than_a_round_and_in_interleaved_ones_alone(order, lead):
+    work = StreamedWork(replace(CONFIG, n_layers=3), 16, 16, share=Share(0, (0, 1, 0, 1)))
+    with pytest.raises(ValueError, match=f"forward cannot lead by {lead} layers in {order} rounds"):
+        Plan(work, 2, 3, order, Keep(2, 0), lead=lead)
