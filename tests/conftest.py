@@ -22,6 +22,9 @@ from torch import Tensor
 from tests.kernels.interpreter import interpret_without_gpu
 
 interpret_without_gpu()  # before anything imports Triton, in every worker
+# torch's flight recorder notes each group in a map that no lock guards (torch 2.11, FlightRecorderDetail.hpp), and so
+# ends a process of which two threads begin the first collectives of their groups at the same time, as replicas do here.
+os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
 ROOT = Path(__file__).resolve().parents[1]
 GATE, RUNNING = ROOT / "pyproject.toml", Path(__file__)
 """Files that all workers can lock."""

@@ -6,6 +6,7 @@ import os
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchft.process_group import (
     ProcessGroup,
@@ -28,6 +30,13 @@ _JOIN_S = 1.0
 """Seconds for which gloo waits, five times, until another member of a new group connects. That member may have died
 since all agreed. Or the lighthouse was started again and numbers its groups from the beginning, so that the store still
 has the addresses of an older group."""
+_LOOK_S = 0.2
+"""Seconds after which a replica that waits for a collective of gloo looks whether the group's connections still stand."""
+_LOOKS = 3
+"""Looks in a row that find a connection ended until the group is closed. Most collectives end by themselves within
+0.1 s, and those that do not need the member that has gone end well."""
+_LOOK_TAG = 1
+"""The tag of receives to which nothing is ever sent."""
 _STORE_S = 15.0
 """Seconds for a connection to the store, in which its name is looked up: three times what resolvers wait by default."""
 _CONNECT_S = 20.0
@@ -172,10 +181,69 @@ class LookedAfter(ProcessGroup):
         return self._gone or error
 
 
+class _Connections:
+    """The connections of one group of gloo, by which this member knows that another has gone.
+
+    gloo tells of a connection's end only those who wait for a message of it of which nothing has come or gone yet
+    (``Pair::signalException``, gloo/transport/tcp/pair.cc). And it reads no further in a connection, not even to its
+    end, once there is a message in it for a collective that has failed (``Pair::prepareRead``); then another connection
+    of this member has ended, which has made the collective fail.
+    """
+
+    closed = False
+    _n_ended = 0
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def look(self) -> None:
+        """Look whether all connections stand, and close the group at the third look at which one does not."""
+        try:
+            for other in set(range(self._group.size())) - {self._group.rank()}:
+                self._group.recv([torch.empty(1)], other, _LOOK_TAG)  # refused if the connection has ended
+        except RuntimeError:
+            self._n_ended += 1
+            if self._n_ended == _LOOKS:
+                self.close()
+                time.sleep(_LOOK_S)  # until collectives have ended, which write to their tensors
+
+    def close(self) -> None:
+        """End all connections and so the collectives, as a receive does whose time is up; gloo's own abort does not."""
+        self.closed = True
+        with suppress(RuntimeError):
+            self._group.recv_anysource([torch.empty(1)], _LOOK_TAG).wait(timedelta(milliseconds=1))
+
+
+class _Looking(dist.Work):
+    """A collective of gloo, for which nobody waits longer than its group's connections stand."""
+
+    def __init__(self, work: dist.Work, connections: _Connections) -> None:
+        super().__init__()
+        self._work, self._connections = work, connections
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        while not self._connections.closed:
+            try:
+                return self._work.wait(timedelta(seconds=_LOOK_S))
+            except RuntimeError:  # its own, or it is not complete yet
+                if self._work.is_completed():
+                    return self._work.wait()
+            self._connections.look()
+        raise RuntimeError("a member of the group has gone")
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
+
 class Gloo(_Watched, ProcessGroupGloo):
-    """Gives up soon on a member that does not connect."""
+    """gloo's process group, which gives up soon on a member that does not connect or has gone."""
 
     _timeout: timedelta
+    _connections: _Connections | None = None
+
+    def __init__(self, timeout: timedelta) -> None:
+        super().__init__(timeout)
+        self._closed: list[tuple[float, _Connections]] = []
 
     def _create_pg(self, *args: Any, **kwargs: Any) -> Any:
         whole, self._timeout = self._timeout, min(self._timeout, timedelta(seconds=_JOIN_S))
@@ -184,7 +252,22 @@ class Gloo(_Watched, ProcessGroupGloo):
         finally:
             self._timeout = whole
         group._get_backend(torch.device("cpu")).set_timeout(whole)
+        self._connections = _Connections(group)
         return group
+
+    def _wrap_work(self, work: dist.Work, opts: Any) -> dist.Work:
+        if opts is None or self._connections is None:
+            return work  # of a send or receive, which would close the group when a wait for it is over
+        return _Looking(work, self._connections)
+
+    def abort(self, errored: bool = True) -> None:
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            connections.close()
+            # Who frees a group waits for its collectives, and some may end only with their time-out.
+            now, lasts_s = time.monotonic(), self._timeout.total_seconds() + _JOIN_S
+            self._closed = [each for each in self._closed if now - each[0] < lasts_s] + [(now, connections)]
+        super().abort(errored)
 
 
 class Nccl(LookedAfter, _Watched, ProcessGroupNCCL):

@@ -1,6 +1,5 @@
 """torchft's manager, which agrees on each step's group, as replicas need it (``replica_agreement.py``)."""
 
-import gc
 import math
 import threading
 import time
@@ -123,9 +122,7 @@ class ReportingManager(Manager):
         error = self.errored()
         if error is None or isinstance(error.original_exception, FloatingPointError):
             return
-        error.original_exception.with_traceback(None)  # the frames hold works, and works hold gloo's connections
         self._pg.abort(errored=False)
-        gc.collect()
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False, *args: Any, **kwargs: Any) -> Any:
         """Average over replicas; in 8 bits on any device, each rank gathers all and takes the mean in the same order,

@@ -1,6 +1,5 @@
 """Replicas as threads of one process: who takes over whose state, and what the others notice of it."""
 
-import gc
 import os
 import re
 import threading
@@ -53,7 +52,6 @@ class Replica(threading.Thread):
             self.error = error
         finally:
             self.agreement.leave()
-            gc.collect()  # connections end with the last work that knows them, as they do with a process
 
     def _train(self):
         self.agreement = agreements.agreement_of(self._asked, self._rank, self._address, self.name)

@@ -1,10 +1,13 @@
-"""Groups of replicas on GPUs, with gloo for NCCL: what they know of members that die, and when they give up."""
+"""Groups of replicas, with gloo for NCCL: what they know of members that die, and when they give up."""
 
+import os
+import signal
 import threading
 import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from cs336_systems.processes import Died, FreshProcess
@@ -21,23 +24,97 @@ def host_store():
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+def together(call, members):
+    threads = [threading.Thread(target=call, args=(rank, group)) for rank, group in enumerate(members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def meet(store, members, quorum):
+    address = f"127.0.0.1:{store.port}/{quorum}"
+    together(lambda rank, group: group.configure(address, str(rank), rank, len(members), quorum), members)
+
+
+def sum_of_ones(group):
+    work = group.allreduce([ones := torch.ones(600)], dist.AllreduceOptions())
+    return work, ones
+
+
+def test_who_waits_for_a_slow_member_notices_that_another_has_gone():
+    """No message of the member that has gone is waited for; afterwards the others meet in another group at once."""
+    store, groups = host_store(), [torchft_groups.Gloo(timedelta(seconds=5)) for _ in range(3)]
+    meet(store, groups, 1)
+    works = [sum_of_ones(groups[rank])[0] for rank in (0, 0, 0)]
+    time.sleep(0.2)  # until two have begun; gloo begins the third when one of them has ended
+    groups[2].abort()  # as if its process had died
+    began = time.monotonic()
+    for work in works:
+        with pytest.raises(RuntimeError, match="^a member of the group has gone$"):
+            work.wait()
+    meet(store, groups[:2], 2)
+    works = [sum_of_ones(group) for group in groups[:2]]
+    assert [work.wait() and ones.tolist() for work, ones in works] == [[2.0] * 600] * 2
+    assert time.monotonic() - began < 2
+    for group in groups:
+        group.abort()
+
+
+def test_a_collective_that_needs_nothing_of_a_member_that_has_gone_ends_well():
+    """Its message comes 0.3 s after the other has gone: one may leave once it has its own part of the last averages."""
+    store, groups = host_store(), [torchft_groups.Gloo(timedelta(seconds=5)) for _ in range(3)]
+    meet(store, groups, 1)
+    received, options = torch.zeros(8), dist.BroadcastOptions()
+    work = groups[1].broadcast([received], options)
+    groups[2].abort()
+    # It sends to 1 before it finds that it cannot send to 2.
+    threading.Timer(0.3, groups[0].broadcast, ([torch.ones(8)], options)).start()
+    assert work.wait() and received.tolist() == [1.0] * 8
+    for group in groups:
+        group.abort()
+
+
+_LARGE = 2**24
+"""Numbers of a message that fits into no buffer of a connection."""
+
+
+def stop_while_receiving(connection, address):
+    group = torchft_groups.Gloo(timedelta(seconds=5))
+    group.configure(address, "1", 1, 2, 1)
+    work = group.broadcast([torch.empty(_LARGE)], dist.BroadcastOptions())
+    time.sleep(0.3)  # until the sender knows that it may send
+    connection.send(None)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    work.wait()
+
+
+def test_a_message_of_which_a_part_has_gone_to_a_process_that_dies_is_given_up():
+    """gloo would wait for it until the time-out; and nobody waits for that in freeing the group."""
+    store, group = host_store(), torchft_groups.Gloo(timedelta(seconds=5))
+    address = f"127.0.0.1:{store.port}"
+    process = FreshProcess(stop_while_receiving, f"{address}/1")
+    try:
+        group.configure(f"{address}/1", "0", 0, 2, 1)
+        process.receive(time.monotonic() + 20)
+        work = group.broadcast([torch.ones(_LARGE)], dist.BroadcastOptions())
+        time.sleep(0.3)
+    finally:
+        process.end()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="^a member of the group has gone$"):
+        work.wait()
+    del work
+    group.configure(f"{address}/2", "0", 0, 1, 2)
+    assert time.monotonic() - began < 2
+    group.abort()
+
+
 def test_a_group_whose_own_operations_notice_nothing_knows_who_has_gone():
     """Within a second, and aborts itself; not when all members meet in another group."""
     store, groups = host_store(), [LookedAfterGloo(timedelta(seconds=20)) for _ in range(3)]
-
-    def meet(members, quorum):
-        address = f"127.0.0.1:{store.port}/{quorum}"
-        threads = [
-            threading.Thread(target=group.configure, args=(address, str(rank), rank, len(members), quorum))
-            for rank, group in enumerate(members)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    meet(groups, 1)
-    meet(groups, 2)
+    meet(store, groups, 1)
+    meet(store, groups, 2)
     time.sleep(0.3)
     assert [group.errored() for group in groups] == [None] * 3
     groups[1]._lookout.close()  # as if its process had died
@@ -46,7 +123,7 @@ def test_a_group_whose_own_operations_notice_nothing_knows_who_has_gone():
         time.sleep(0.01)
     assert "member 1 of the group has gone" in {str(groups[rank].errored()) for rank in (0, 2)}
     assert [groups[rank]._pg for rank in (0, 2)] == [None, None]  # they have aborted themselves
-    meet([groups[0], groups[2]], 3)
+    meet(store, [groups[0], groups[2]], 3)
     time.sleep(0.2)
     assert [groups[rank].errored() for rank in (0, 2)] == [None, None]
     for group in groups:
