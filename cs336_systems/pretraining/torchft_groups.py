@@ -31,7 +31,7 @@ _JOIN_S = 1.0
 since all agreed. Or the lighthouse was started again and numbers its groups from the beginning, so that the store still
 has the addresses of an older group."""
 _LOOK_S = 0.2
-"""Seconds after which a replica that waits for a collective of gloo looks whether the group's connections still stand."""
+"""Seconds after which a replica that waits for a collective of gloo looks whether the connections still stand."""
 _LOOKS = 3
 """Looks in a row that find a connection ended until the group is closed. Most collectives end by themselves within
 0.1 s, and those that do not need the member that has gone end well."""
