@@ -178,10 +178,6 @@ class Committed:
         """Rows of parts of the measuring recipes; ``part/file`` where a part has several files."""
         return Rows(self._reader(parts, machine or self._machine)).where(**settings)
 
-    def has(self, part: str, machine: str) -> bool:
-        """Whether rows of a part are committed."""
-        return any((self._profiles / "results" / machine / part).glob("*.csv*"))
-
     def _reader(self, parts: tuple[str, ...], machine: str) -> Callable[[], pd.DataFrame]:
         """A function that reads parts, the same for the same ones."""
 

@@ -101,7 +101,6 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
         "given": given,
         "parallelism": parallelism,
         "rows": committed.rows,
-        "has": committed.has,
         "runs": committed.runs,
         "digests": committed.digests,
         "recorded": committed.recorded,
