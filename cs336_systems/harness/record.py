@@ -55,7 +55,7 @@ EARLIER: dict[str, dict[str, Any]] = {
     "tensor_by": {name: getattr(Parallel, name) for name in ("replicas", *PIPELINE)},
     "n_samples": {"vocabulary": 151_936},
     "profiler": {"repeat": 0},
-    "kills": {"ranks_per_replica": 1, "zero": Parallel.zero},
+    "kills": {"ranks_per_replica": 1, "zero": 0},
     "total_batch_tokens": {"recipe": "stored", "library": "", "gather_by": Parallel.gather_by, "apart": "off"}
     | {"conversations": "off", "lora_rank": 0, "matmul_kernels": "library", "offload": "none"},
     "prefetch": {"update": Parallel.update, "gather_by": Parallel.gather_by, "do_bench": "off", "losses": 0},
