@@ -359,7 +359,7 @@ def test_what_cannot_go_on_is_said_and_nothing_lost(whole, alone, tmp_path):
     for changes, value in (
         ({"size": "small"}, "model tiny"),
         ({"steps": 9}, "step-00000010 has made more than the 9 steps"),
-        ({"seed": 1}, "seed 0, and this run has 1"),
+        ({"seed": 1}, "seed: 0 in the data of the saved run, 1 in this one's"),
         ({"context_length": 501}, "502"),
         ({"init": Path("nowhere")}, "nowhere"),
         ({"cuda_graph": "on"}, "got cpu"),
