@@ -71,9 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not is_peer_lost(error):
             raise
         rank, fault = os.environ.get("RANK", "0"), str(error).partition("\n")[0]
-        complain(
-            NAME, f"rank {rank} has lost another rank; the same command goes on from the newest checkpoint: {fault}"
-        )
+        lost = f"rank {rank} has lost another rank"
+        complain(NAME, f"{lost}; the same command goes on from the newest checkpoint: {fault}")
         return 1
     except KeyboardInterrupt:
         if first:

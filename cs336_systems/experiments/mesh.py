@@ -169,9 +169,8 @@ def make_cells(options: Any) -> list[MeshCell]:
     ranks = options.world_size
     chunks = tuple(options.pipeline_chunks)
     if chunks != (PLAIN["pipeline_chunks"],) and "interleaved" not in options.pipeline_schedule:
-        schedules = " ".join(options.pipeline_schedule)
-        asked_for = " ".join(map(str, chunks))
-        raise ValueError(f"--pipeline-chunks {asked_for} is for --pipeline-schedule interleaved, got {schedules}")
+        said, schedules = " ".join(map(str, chunks)), " ".join(options.pipeline_schedule)
+        raise ValueError(f"--pipeline-chunks {said} is for --pipeline-schedule interleaved, got {schedules}")
     fitting = [{"tensor": t, "context": c} for t, c in asked if any(n % (t * c) == 0 for n in ranks)]
     cells = []
     for cell in training_cells(MeshCell, options, inner=fitting or [{"tensor": 1, "context": 1}]):

@@ -267,15 +267,16 @@ def _of_conversations(metric: str, line: Line) -> float | None:
     return None if line.settings.get("conversations", "off") == "off" else line.median(metric)
 
 
-def _over_fastest(line: Line, **settings: object) -> Spread | None:
-    """Useful tokens/s over those of the fastest line of the same command with these settings, and of the same size,
-    context and recipe; None if there is none.
+def _over_fastest(line: Line, *ways: str, **settings: object) -> Spread | None:
+    """Useful tokens/s over those of the fastest line of these ways in the same command, with these settings and of the
+    same size, context and recipe; None if there is none.
     """
     same = {name: line.settings.get(name) for name in ("size", "context_length", "recipe")} | settings
     peers = (
         peer
         for peer in line.lines.values()
-        if all(str(peer.settings.get(name)) == str(value) for name, value in same.items())
+        if peer.settings["how"] in ways
+        and all(str(peer.settings.get(name)) == str(value) for name, value in same.items())
     )
     ratios = filter(None, (line.repeats_over("useful_tokens_per_s", peer) for peer in peers))
     return min(ratios, key=lambda ratio: ratio.median, default=None)
@@ -284,20 +285,19 @@ def _over_fastest(line: Line, **settings: object) -> Spread | None:
 def _over_pre_training(line: Line) -> Spread | None:
     if line.settings.get("conversations", "off") == "off":
         return None
-    return _over_fastest(line, how="ours", conversations="off", lora_rank=0)
+    return _over_fastest(line, "ours", conversations="off", lora_rank=0)
 
 
 def _over_trl(line: Line) -> Spread | None:
     """Useful tokens/s over those of TRL's fastest way in the same command."""
     if line.settings["how"] != "ours" or line.settings.get("conversations", "off") == "off":
         return None
-    ratios = filter(None, (_over_fastest(line, how=how) for how in TRL))
-    return min(ratios, key=lambda ratio: ratio.median, default=None)
+    return _over_fastest(line, *TRL)
 
 
 def _over_input_gradients(line: Line) -> Spread | None:
     adapts = str(line.settings.get("lora_rank", 0)) not in ("0", "")
-    return _over_fastest(line, how="input-gradients", recipe="stored") if adapts else None
+    return _over_fastest(line, "input-gradients", recipe="stored") if adapts else None
 
 
 def _first_loss(line: Line) -> float | None:

@@ -33,8 +33,8 @@ has the addresses of an older group."""
 _LOOK_S = 0.2
 """Seconds after which a replica that waits for a collective of gloo looks whether the connections still stand."""
 _LOOKS = 3
-"""Looks in a row that find a connection ended until the group is closed. Most collectives end by themselves within
-0.1 s, and those that do not need the member that has gone end well."""
+"""Looks that find a connection ended until the group is closed: what has ended stays so. Most collectives end by
+themselves within 0.1 s, and those that do not need the member that has gone end well."""
 _LOOK_TAG = 1
 """The tag of receives to which nothing is ever sent."""
 _STORE_S = 15.0
@@ -222,6 +222,11 @@ class _Looking(dist.Work):
         self._work, self._connections = work, connections
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """True once it is complete; its group's time-out ends it, and ``timeout`` is not looked at.
+
+        Raises:
+            RuntimeError: it failed, or a member of the group has gone.
+        """
         while not self._connections.closed:
             try:
                 return self._work.wait(timedelta(seconds=_LOOK_S))

@@ -45,9 +45,10 @@ class Cut(NamedTuple):
     """How a step is cut into chunks; None leaves a choice to the search."""
 
     tokens_per_step: int | None = None
-    """``chunk`` is tokens of a chunk, ``chunks`` the number in a round."""
     chunk: int | None = None
+    """Tokens of a chunk."""
     chunks: int | None = None
+    """Chunks of a round."""
 
 
 class Deal(NamedTuple):
@@ -130,8 +131,10 @@ def choose_ring(
     short: CapsTooSmallError | None = None
     deals = [_fastest_deal(lambda rank, deal: works(rank, deal, given)[0], n_ranks, order, rates) for order in ORDERS]
     for these in (deals, [deal for deal in map(Deal, ORDERS) if deal not in deals]):
+        if found:
+            break
         ways: list[tuple[float, Deal, Cut]] = []
-        for deal in these if not found else ():
+        for deal in these:
             try:
                 ways += cuts(deal)
             except CapsTooSmallError as error:
