@@ -13,6 +13,7 @@ A rank that fails closes or aborts its group on the way out and never waits for 
 
 import itertools
 import os
+import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,9 @@ PEER_LOST_HOLD_S = 2.0
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
+SHARE_GPUS = "CS336_SYSTEMS_SHARE_GPUS"
+"""The environment variable that, set to 1, lets ranks share GPUs of which there are too few: to try, not to time."""
+
 _PEER_LOST_SIGNS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
     *("Timed out waiting", "Application timeout caused pair closure"),
@@ -47,7 +51,7 @@ class Rank:
     """This process in the default group, which is initialised."""
 
     rank: int
-    local_rank: int  # the number among the ranks of this node, which is the index of its GPU
+    local_rank: int  # the number among the ranks of this node
     world_size: int
     device: torch.device
     backend: str
@@ -127,15 +131,17 @@ def check_device(device: str, ranks_here: int) -> None:
         raise Unsupported("device cuda needs the NCCL backend, and this build of torch has none; use device cpu (gloo)")
     if not torch.cuda.is_available():
         raise Unsupported("device cuda needs a GPU for NCCL, and torch finds none here; use device cpu (gloo)")
-    if ranks_here > (present := torch.cuda.device_count()):
-        raise Unsupported(f"{ranks_here} ranks on this machine need a GPU each, and torch finds {present}")
+    if ranks_here > (present := torch.cuda.device_count()) and os.environ.get(SHARE_GPUS) != "1":
+        complaint = f"{ranks_here} ranks on this machine need a GPU each, and torch finds {present}"
+        raise Unsupported(f"{complaint}; with {SHARE_GPUS}=1 they share, slowly")
 
 
 @contextmanager
 def joined(device: str = "cpu", *, timeout_s: float = 600.0) -> Iterator[Rank]:
     """Be a rank of the default process group: NCCL on ``cuda``, gloo on ``cpu``; leave it whatever happens.
 
-    A process may join again after it has left, if all ranks do. A GPU is the one of index LOCAL_RANK.
+    A process may join again after it has left, if all ranks do. A GPU is the one of index LOCAL_RANK; where
+    ``SHARE_GPUS`` allows more ranks than GPUs, they take them in turn.
 
     Args:
         timeout_s: how long a collective, and joining, may wait for the other ranks.
@@ -146,9 +152,13 @@ def joined(device: str = "cpu", *, timeout_s: float = 600.0) -> Iterator[Rank]:
     """
     number, local_rank, world_size = _environment() if launched() else (0, 0, 1)
     check_device(device, local_rank + 1)
-    bound = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
-    if bound.type == "cuda":
+    bound = torch.device("cpu")
+    if device == "cuda":
+        turn, index = divmod(local_rank, torch.cuda.device_count())
+        bound = torch.device("cuda", index)
         torch.cuda.set_device(bound)
+        if turn:  # NCCL refuses two ranks of one host on one GPU; this makes them ranks of two hosts to it
+            os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()} {turn}")
     group = next(_groups) if launched() else 0
     rank = Rank(number, local_rank, world_size, bound, _BACKENDS[device], timeout_s, group)
     store = _store_of(rank)

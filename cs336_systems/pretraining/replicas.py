@@ -135,13 +135,18 @@ class _Replica:
 
 def _variables(rank: int, replica: int, n: int, n_all: int, port: int) -> dict[str, str]:
     """The environment of a rank; those of all replicas share the machine."""
+    import torch
+
     from cs336_systems.distributed.process_group import rank_variables
 
     cores = len(os.sched_getaffinity(0))
     shared = {"OMP_NUM_THREADS": max(1, cores // n_all), "LOCAL_WORLD_SIZE": n_all}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(number) for number in range(n_all)]
-    gpu = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[replica * n : (replica + 1) * n])}
+    gpus = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count() or n_all)]
+    own = dict.fromkeys(gpus[number % len(gpus)] for number in range(replica * n, (replica + 1) * n))
+    gpu = {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+    if len(gpus) < n_all:
+        gpu["NCCL_HOSTID"] = f"replica {replica} rank {rank}"  # as in ``joined``
     return rank_variables(rank, n, port) | {name: str(value) for name, value in shared.items()} | gpu
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from cs336_systems.distributed.process_group import (
     PEER_LOST_HOLD_S,
+    SHARE_GPUS,
     Rank,
     check_device,
     joined,
@@ -132,6 +133,8 @@ def test_devices_that_are_not_there_are_refused(monkeypatch):
         with pytest.raises(ValueError, match=message):
             check_device(device, 3)
     check_device("cuda", 2)
+    monkeypatch.setenv(SHARE_GPUS, "1")
+    check_device("cuda", 3)
 
 
 def test_numbers_that_make_no_world_are_refused():
