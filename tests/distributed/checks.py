@@ -36,11 +36,11 @@ class Ended(NamedTuple):
     returned: Any = None
 
 
-def on_gpus(world_size):
-    """Parameters (world size, device) of a test that needs as many GPUs."""
+def on_gpus(world_size, copies=False):
+    """Parameters (world size, device) of a test that needs as many GPUs, or shared ones if it has no copies between."""
     present = torch.cuda.device_count()
-    enough = present >= world_size or (present and os.environ.get(SHARE_GPUS) == "1")
-    missing = pytest.mark.skipif(not enough, reason=f"needs {world_size} CUDA devices, or {SHARE_GPUS}=1")
+    enough = present >= world_size or (present and not copies and os.environ.get(SHARE_GPUS) == "1")
+    missing = pytest.mark.skipif(not enough, reason=f"needs {world_size} CUDA devices")
     return pytest.param(world_size, "cuda", marks=[pytest.mark.multigpu, missing])
 
 

@@ -174,7 +174,7 @@ def test_two_ranks(check):
     on_ranks(run_by_copies, 2, check)
 
 
-@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2), on_gpus(4)])
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2, copies=True), on_gpus(4, copies=True)])
 def test_gpus(world_size, device):
     checks = [*ON_GPUS, *test_fsdp_ranks.CHECKS] if world_size == 2 else ON_GPUS
     for check in checks:

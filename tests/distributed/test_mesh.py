@@ -220,6 +220,8 @@ def test_gpus_train_what_one_trains(world_size, device):
 
 def compare_on_gpus(world_size, device, cases):
     """Over NCCL: in fp32 to its rounding, in bf16 with fused kernels within twice one GPU's error."""
+    if torch.cuda.device_count() < world_size:  # who shares a GPU cannot copy between GPUs
+        cases = [case for case in cases if case.how.tensor_by != "copies"]
     plain = [replace(case, device=device) for case in cases]
     fused = {"dtype": "bf16", "kernels": "fused"}
     ways = [plain, *([replace(case, **fused, attention=name) for case in plain] for name in ("flash", "hopper"))]

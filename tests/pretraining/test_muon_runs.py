@@ -54,7 +54,8 @@ class Matrices(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         shapes, generator = [(48, 32), (16, 40), (2, 24), (24, 24), (30, 8), (20,)], torch.Generator().manual_seed(0)
-        *layers, other, vector = (nn.Parameter(0.1 * torch.randn(s, generator=generator).to(dtype)) for s in shapes)
+        values = (0.1 * torch.randn(shape, generator=generator, device="cpu") for shape in shapes)
+        *layers, other, vector = (nn.Parameter(value.to(dtype)) for value in values)
         self.layers, self.other, self.vector = nn.ParameterList(layers), other, vector
 
 
@@ -71,7 +72,8 @@ def rows_and_one(rank: Rank) -> None:
             ranks = make_parallel_optimizer("muon", fsdp, Parallel("fsdp"), decay="matrices", **options)
         for step in range(n_steps):
             generator = torch.Generator().manual_seed(step)
-            gradients = {n: torch.randn(p.shape, generator=generator).to(p) for n, p in alone.named_parameters()}
+            drawn = {n: torch.randn(p.shape, generator=generator, device="cpu") for n, p in alone.named_parameters()}
+            gradients = {n: drawn[n].to(p) for n, p in alone.named_parameters()}
             for name, parameter in alone.named_parameters():
                 parameter.grad = gradients[name]
             for managed in fsdp.managed_parameters():

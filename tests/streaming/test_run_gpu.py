@@ -89,16 +89,16 @@ def in_a_ring(rank, seeds):
             assert differing == [], (seed, messages.how)
 
 
-@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2, copies=True)])
 def test_a_ring_has_the_bits_of_one_gpu(world_size, device):
     on_ranks(in_a_ring, world_size, range(4), device=device)
 
 
-@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2, copies=True)])
 def test_messages_by_copies_arrive_whole_and_in_order(world_size, device):
     on_ranks(check_values, world_size, 60, device=device)
 
 
-@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2, copies=True)])
 def test_who_waits_for_a_message_in_vain_ends(world_size, device, tmp_path):
     check_who_waits_in_vain_ends(tmp_path, device)

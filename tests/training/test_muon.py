@@ -36,7 +36,10 @@ def eager(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter((0.1 * torch.randn(shape, generator=generator)).to(DEVICE, dtype)) for shape in SHAPES]
+    return [
+        nn.Parameter((0.1 * torch.randn(shape, generator=generator, device="cpu")).to(DEVICE, dtype))
+        for shape in SHAPES
+    ]
 
 
 def groups(params: list[nn.Parameter]) -> list[dict]:
@@ -45,7 +48,7 @@ def groups(params: list[nn.Parameter]) -> list[dict]:
 
 def gradients(step: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
-    return [torch.randn(shape, generator=generator).to(DEVICE) for shape in SHAPES]
+    return [torch.randn(shape, generator=generator, device="cpu").to(DEVICE) for shape in SHAPES]
 
 
 def run(optimizer, params: list[nn.Parameter], steps: range, **kwargs) -> None:
