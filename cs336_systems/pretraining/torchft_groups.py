@@ -7,8 +7,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchft.futures import context_timeout
 from torchft.process_group import (
     ProcessGroup,
     ProcessGroupGloo,
@@ -283,6 +284,12 @@ class Nccl(LookedAfter, _Watched, ProcessGroupNCCL):
         seconds = math.ceil(min(timeout.total_seconds(), _CONNECT_S))
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(seconds))
         super().__init__(timeout)
+
+    @contextmanager
+    def _run_context(self) -> Iterator[None]:
+        """Abort the group if a call lasts for the whole time-out: torchft's timer outlives a call that raises, too."""
+        with context_timeout(_AsOfNow(self).abort, self._timeout):
+            yield
 
     def _wrap_work(self, work: Any, opts: object) -> Any:
         """Wrap the work in torchft's timer, which may abort the work's own group but no later one."""
