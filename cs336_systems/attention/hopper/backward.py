@@ -71,8 +71,8 @@ def _prepared(
     padded = ceil_div(n_queries, PADDED_ROWS) * PADDED_ROWS
     group = n_heads // n_kv_heads
     queries, keys, half_keys = ((1, 1, rows, block_d) for rows in (schedule.block_q, schedule.block_k, ROWS.value))
-    stats_shape, sums_shape = (batch * n_heads * 2, padded), (batch * n_heads * padded, block_d)
-    dq_box = (64, block_d // 2 if schedule.block_q == 64 else block_d)
+    stats_shape, sums_shape = (batch * n_heads * 2, padded), (batch * n_heads * padded * block_d // 32, 32)
+    part_columns = block_d // 2 if schedule.block_q == 64 else block_d
     # A head reads q and do and adds to dq, which has twice their bytes.
     queries_bytes = group * n_queries * d_head * (2 * dtype.itemsize + torch.float32.itemsize)
     items = ceil_div(n_keys, schedule.block_k) * batch * n_kv_heads
@@ -87,7 +87,7 @@ def _prepared(
         descriptor(*v, keys),
         descriptor(*do, queries),
         descriptor(stats_shape, (padded, 1), torch.float32, (2, schedule.block_q)),
-        descriptor(sums_shape, (block_d, 1), torch.float32, dq_box),
+        descriptor(sums_shape, (32, 1), torch.float32, (ROWS.value * part_columns // 32, 32)),
         descriptor(*dk, half_keys),
         descriptor(*dv, half_keys),
         example(torch.int32),
@@ -111,7 +111,7 @@ def _prepared(
     return Launches(
         prepare_preprocess(shape_BHQD, strides[3], strides[4], dtype, padded, block_d),
         main,
-        prepare_postprocess(*dq, padded, block_d, scale),
+        prepare_postprocess(*dq, padded, block_d, part_columns, scale),
         math.prod(stats_shape),
         math.prod(sums_shape),
         2 * batch * n_heads * padded // schedule.block_q,

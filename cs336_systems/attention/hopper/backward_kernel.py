@@ -73,6 +73,12 @@ def backward_producer(plan, q, k, v, do, stats, taken, ends, tiles):
         turn += 1
 
 
+@gluon.constexpr_function
+def part_columns(parts):
+    """Columns of dq in a consumer's part of a tile, which has 64 rows."""
+    return parts.shape[1] * parts.shape[2] // 64
+
+
 @gluon.jit
 def dq_product(tiles, keys, step, valid, WHO: gl.constexpr):
     """Start this consumer's part of dS K, as soon as both consumers have written their dS^T of this step.
@@ -81,7 +87,7 @@ def dq_product(tiles, keys, step, valid, WHO: gl.constexpr):
     waited for, and nobody looks at the product.
     """
     BLOCK_Q: gl.constexpr = tiles.ds.shape[2]
-    COLUMNS: gl.constexpr = tiles.dq.shape[2]
+    COLUMNS: gl.constexpr = part_columns(tiles.dq)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     nothing = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     slot = step & 1
@@ -96,21 +102,26 @@ def dq_product(tiles, keys, step, valid, WHO: gl.constexpr):
 
 @gluon.jit
 def add_dq(plan, dq, turns, key_tile, tiles, part, row, WHO: gl.constexpr):
-    """Add this consumer's part of a dq tile, whose first query is this row of ``dq``, to global memory."""
+    """Add this consumer's part of a dq tile, whose first query is this row of the sums, to global memory.
+
+    The numbers go in the order in which threads hold them, four of a thread side by side: in rows of a tile two rows of
+    threads would meet in a bank of shared memory. ``element_of_sums`` is where ``postprocess`` finds them.
+    """
     BLOCK_Q: gl.constexpr = tiles.ds.shape[2]
+    BLOCK_D: gl.constexpr = tiles.q.tiles.shape[2]
+    PART_ROWS: gl.constexpr = tiles.dq.shape[1]
     tile = tiles.dq.index(WHO)
+    # Row: warp, half, group of four threads. Column: eight columns, thread of four, one of two.
+    part = part.reshape([4, 2, 8, part.shape[1] // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
     tma.store_wait(0)  # the part before has left
-    tile.store(part)
+    tile.store(part.reshape([PART_ROWS, 32]))
     fence_async_shared()
     turn = turns + row // BLOCK_Q * 2 + WHO
     if plan.ORDERED:
         adds_before = plan.adds_before(key_tile, row % plan.padded)
         while gl.load(turn, volatile=True) != adds_before:
             pass
-    if BLOCK_Q == 64:
-        tma_add(dq, [row, WHO * tiles.dq.shape[2]], tile)
-    else:
-        tma_add(dq, [row + WHO * ROWS, 0], tile)
+    tma_add(dq, [row * (BLOCK_D // 32) + WHO * PART_ROWS, 0], tile)
     if plan.ORDERED:
         finish_adds()
         gl.atomic_add(turn, 1, sem="release", scope="gpu")
@@ -243,7 +254,7 @@ def hopper_backward_kernel(
     CAUSAL: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, ORDERED: gl.constexpr,
     LATE_DQ: gl.constexpr, LEFT_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv (B, K, N, D) and dq (B H padded, BLOCK_D) (fp32, unscaled); each program owns one key tile at a time.
+    """dk, dv (B, K, N, D) and sums of dq (fp32, unscaled, as ``add_dq`` has them); a program owns one key tile at a time.
 
     ``ends`` (B, N) int32 holds the first query after each key's document; None without documents.
     """
@@ -269,7 +280,7 @@ def hopper_backward_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_Q], stats.layout),
         gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_Q], ds_layout),
         ds_full,
-        gl.allocate_shared_memory(gl.float32, [2, ROWS, dq.block_shape[1]], dq.layout),
+        gl.allocate_shared_memory(gl.float32, [2, dq.block_shape[0], dq.block_shape[1]], dq.layout),
     )
     gl.warp_specialize(
         [

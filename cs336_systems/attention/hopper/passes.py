@@ -17,7 +17,7 @@ from cs336_systems.kernels.copy_engine import example
 from cs336_systems.kernels.launching import Prepared, ceil_div
 
 PASS_ROWS = 64
-"""Rows per program."""
+"""Rows per program, and of a part of dq's sums."""
 PADDED_ROWS = 128
 """The longest query tile of a step."""
 
@@ -53,17 +53,32 @@ def hopper_preprocess_kernel(
 
 
 @triton.jit
+def element_of_sums(row, column, PART_COLUMNS: tl.constexpr):
+    """Where dq of a query, of 64, and a column stands among their sums.
+
+    Part after part of PART_COLUMNS columns; in one, eight columns after the other: four numbers of each of 128 threads,
+    which are two of its row and two of the row eight further, as wgmma's result has them.
+    """
+    part, column = column // PART_COLUMNS, column % PART_COLUMNS
+    thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
+    return part * (64 * PART_COLUMNS) + column // 8 * 512 + thread * 4 + row // 8 % 2 * 2 + column % 2
+
+
+@triton.jit
 def hopper_postprocess_kernel(
     summed, dq, stride_dqb, stride_dqh, stride_dq, n_heads, n_queries, padded, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PART_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dq (B, H, Q, D) in its dtype from the fp32 sums (B H, padded, BLOCK_D)."""
+    """dq (B, H, Q, D) in its dtype from the fp32 sums, in which 64 rows of BLOCK_D have the order of ``element_of_sums``.
+    """
     n_tiles = tl.cdiv(n_queries, ROWS)
-    rows = tl.program_id(0) % n_tiles * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0) % n_tiles * ROWS
+    rows = first + tl.arange(0, ROWS)
     batch_head = (tl.program_id(0) // n_tiles).to(tl.int64)
     batch, head = batch_head // n_heads, batch_head % n_heads
     columns = tl.arange(0, BLOCK_D)
-    sums = tl.load(summed + (batch_head * padded + rows)[:, None] * BLOCK_D + columns)
+    elements = element_of_sums(tl.arange(0, ROWS)[:, None], columns[None, :], PART_COLUMNS)
+    sums = tl.load(summed + (batch_head * padded + first) * BLOCK_D + elements)
     dq += batch * stride_dqb + head * stride_dqh + rows[:, None].to(tl.int64) * stride_dq + columns
     exists = (rows < n_queries)[:, None] & (columns < D)[None, :]
     tl.store(dq, (sums * scale).to(dq.dtype.element_ty), mask=exists)
@@ -101,6 +116,7 @@ def prepare_postprocess(
     dtype: torch.dtype,
     padded: int,
     block_d: int,
+    part_columns: int,
     scale: float,
 ) -> Prepared:
     """A launch that takes the addresses of the sums and of dq."""
@@ -117,5 +133,6 @@ def prepare_postprocess(
         scale,
         D=d_head,
         BLOCK_D=block_d,
+        PART_COLUMNS=part_columns,
         ROWS=PASS_ROWS,
     )
