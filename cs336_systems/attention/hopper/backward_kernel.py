@@ -254,7 +254,7 @@ def hopper_backward_kernel(
     CAUSAL: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, ORDERED: gl.constexpr,
     LATE_DQ: gl.constexpr, LEFT_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv (B, K, N, D) and sums of dq (fp32, unscaled, as ``add_dq`` has them); a program owns one key tile at a time.
+    """dk, dv (B, K, N, D) and fp32 sums of unscaled dq, as ``add_dq`` has them; a program owns one key tile at a time.
 
     ``ends`` (B, N) int32 holds the first query after each key's document; None without documents.
     """

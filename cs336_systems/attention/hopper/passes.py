@@ -69,8 +69,7 @@ def hopper_postprocess_kernel(
     summed, dq, stride_dqb, stride_dqh, stride_dq, n_heads, n_queries, padded, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, PART_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dq (B, H, Q, D) in its dtype from the fp32 sums, in which 64 rows of BLOCK_D have the order of ``element_of_sums``.
-    """
+    """dq (B, H, Q, D) in its dtype from the fp32 sums, each 64 rows of BLOCK_D in the order of ``element_of_sums``."""
     n_tiles = tl.cdiv(n_queries, ROWS)
     first = tl.program_id(0) % n_tiles * ROWS
     rows = first + tl.arange(0, ROWS)

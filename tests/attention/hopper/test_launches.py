@@ -62,7 +62,7 @@ def test_tensors_are_read_and_written_where_they_lie(
     assert sums == stats + STATS_BYTES
     assert arguments[:4] == tuple(map(where, (q, k, v, do)))
     assert arguments[4] == (stats, (24, 256), (256, 1))
-    assert arguments[5] == (sums, (12 * 256, 64), (64, 1))
+    assert arguments[5] == (sums, (12 * 256 * 64 // 32, 32), (32, 1))
     dq, dk, dv = gradients
     assert arguments[6:8] == (where(dk), where(dv))
     assert after[:5] == (sums, dq.data_ptr(), *dq.stride()[:3])
