@@ -14,6 +14,7 @@ Under NCCL a message that waits for its sender holds thread blocks, which kernel
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.costs.parallelism.schedules import Operation, Schedule
-from cs336_systems.distributed.process_group import Rank, nccl_options
+from cs336_systems.distributed.process_group import Rank, nccl_options, peer_errors_as
 from cs336_systems.model import TransformerLM
 
 Work = Callable[[Operation, Tensor | None], Tensor | None]
@@ -132,12 +133,13 @@ class Pipeline:
         ends = [self.plan.places[part][0] for part in (0, -1)]
         (other,) = (end for end in ends if end != self.stage)
         theirs = torch.empty_like(tensor)
-        works = [
-            dist.isend(tensor, group=self._groups[other < self.stage], group_dst=other),
-            dist.irecv(theirs, group=self._groups[other > self.stage], group_src=other),
-        ]
-        for each in works:
-            each.wait()  # type: ignore[union-attr]
+        with peer_errors_as(f"stage {self.stage} exchanged gradients with stage {other} in vain"):
+            works = [
+                dist.isend(tensor, group=self._groups[other < self.stage], group_dst=other),
+                dist.irecv(theirs, group=self._groups[other > self.stage], group_src=other),
+            ]
+            for each in works:
+                each.wait()  # type: ignore[union-attr]
         return theirs
 
     def _open(self, device: torch.device) -> None:
@@ -169,7 +171,8 @@ class _Run:
         self._coming = {source: list(plan.channel(source, stage)) for source in range(plan.stages)}
         self._there: dict[tuple[int, Operation], tuple[Tensor, dist.Work | None]] = {}
         """Results that have been received, or are being so, or are this stage's own, until they are taken."""
-        self._sent: dict[Operation, tuple[Tensor, dist.Work]] = {}
+        self._sent: dict[Operation, tuple[int, Tensor, dist.Work]] = {}
+        """Results that are on their way to other stages."""
 
     def __call__(self) -> None:
         order, arrived = self.plan.orders[self.stage], self.plan.arrived(self.stage)
@@ -177,13 +180,13 @@ class _Run:
             self._expect(operation)
             given = self._take(operation)
             for earlier in arrived[operation]:
-                self._sent.pop(earlier)[1].wait()
+                self._finish(earlier)
             if following is not None:
                 self._expect(following)
             result = self._work(operation, given)
             self._hand_on(operation, result)
-        for _, message in self._sent.values():
-            message.wait()
+        for operation in tuple(self._sent):
+            self._finish(operation)
         assert not self._there and not any(self._coming.values()), (self._there.keys(), self._coming)
 
     def _remote(self, operation: Operation) -> list[tuple[int, Operation]]:
@@ -196,18 +199,16 @@ class _Run:
         for source, result in self._remote(operation):
             while source != self.stage and (source, result) not in self._there:
                 coming, into = self._coming[source].pop(0), torch.empty_like(self._like)
-                message = dist.irecv(into, group=self._groups[self.stage < source], group_src=source)
+                with self._receiving(source, coming.result):
+                    message = dist.irecv(into, group=self._groups[self.stage < source], group_src=source)
                 self._there[source, coming.result] = into, message
 
     def _take(self, operation: Operation) -> Tensor | None:
         for source, result in self._remote(operation):
             tensor, message = self._there.pop((source, result))
-            try:
-                if message is not None:
+            if message is not None:
+                with self._receiving(source, result):
                     message.wait()
-            except RuntimeError as error:  # gloo's, which knows no stages
-                what = f"{result.kind} of micro-batch {result.microbatch} of stage {source}"
-                raise dist.DistError(f"stage {self.stage} waited for {what} in vain: {error}") from error
             return tensor
         return None
 
@@ -216,9 +217,25 @@ class _Run:
         if to is None:
             return
         assert result is not None, operation
-        if to[0] == self.stage:
+        target, _ = to
+        if target == self.stage:
             self._there[self.stage, operation.result] = result, None
             return
-        message = dist.isend(result, group=self._groups[to[0] < self.stage], group_dst=to[0])
+        with self._sending(operation, target):
+            message = dist.isend(result, group=self._groups[target < self.stage], group_dst=target)
         assert message is not None
-        self._sent[operation] = result, message
+        self._sent[operation] = target, result, message
+
+    def _finish(self, operation: Operation) -> None:
+        """Wait until the result of an operation has been sent."""
+        target, _, message = self._sent.pop(operation)
+        with self._sending(operation, target):
+            message.wait()
+
+    def _receiving(self, source: int, result: Operation) -> AbstractContextManager[None]:
+        what = f"{result.kind} of micro-batch {result.microbatch} of stage {source}"
+        return peer_errors_as(f"stage {self.stage} waited for {what} in vain")
+
+    def _sending(self, operation: Operation, target: int) -> AbstractContextManager[None]:
+        what = f"{operation.result.kind} of micro-batch {operation.microbatch} to stage {target}"
+        return peer_errors_as(f"stage {self.stage} sent {what} in vain")

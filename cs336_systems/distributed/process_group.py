@@ -334,6 +334,19 @@ def _leave(rank: Rank, failed: bool) -> None:
         dist.destroy_process_group()
 
 
+@contextmanager
+def peer_errors_as(sentence: str) -> Iterator[None]:
+    """Turn an error of a message in the body into a DistError that begins with the sentence.
+
+    Gloo knows no more of another rank than its address. It raises where a message begins if the other has gone by then,
+    else where it is waited for: both belong into the body.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise dist.DistError(f"{sentence}: {error}") from error
+
+
 def is_peer_lost(error: BaseException) -> bool:
     """Whether an error, or what caused it, says no more than that another rank has gone."""
     return any(

@@ -12,14 +12,14 @@ ranks it waits only for those to be received, and only when it can do nothing el
 
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.costs.lanes import LaneTimes
+from cs336_systems.distributed.process_group import peer_errors_as
 from cs336_systems.streaming.messages import Messages, Underway
 from cs336_systems.streaming.schedule import Lane, Operation, Schedule
 
@@ -166,24 +166,19 @@ class PretendedLink:
 def begin_message(operation: Operation, memory: Tensor, messages: Messages | None) -> Underway:
     """Send or receive the memory, on the current stream; DistError if the other rank is gone."""
     assert messages is not None, operation
-    with _naming(operation):
+    with _named(operation):
         return (messages.send if operation.lane is Lane.SEND else messages.receive)(memory, operation.peer)
 
 
 def _finish(operation: Operation, message: Underway) -> None:
-    with _naming(operation):
+    with _named(operation):
         message.wait()
 
 
-@contextmanager
-def _naming(operation: Operation) -> Iterator[None]:
+def _named(operation: Operation) -> AbstractContextManager[None]:
     """Turns an error of a message into a DistError that names chunk, round, layer and the other rank."""
-    try:
-        yield
-    except RuntimeError as error:
-        what = f"chunk {operation.chunk} of round {operation.round} at layer {operation.layer}"
-        how = f"{operation.kind} {what} in vain, as rank {operation.peer} has gone or is stuck"
-        raise dist.DistError(f"{how}: {error}") from error
+    what = f"chunk {operation.chunk} of round {operation.round} at layer {operation.layer}"
+    return peer_errors_as(f"{operation.kind} {what} in vain, as rank {operation.peer} has gone or is stuck")
 
 
 Lanes = Streams | PretendedLink

@@ -30,7 +30,7 @@ from torch import Tensor
 from cs336_systems.distributed.copy_stream import CopyStream, Wait
 from cs336_systems.distributed.peer_memory import PeerMemory, why_not_mapped
 from cs336_systems.distributed.pipeline import MAX_CTAS
-from cs336_systems.distributed.process_group import Rank, nccl_options
+from cs336_systems.distributed.process_group import Rank, nccl_options, peer_errors_as
 
 PIECE_BYTES, N_PIECES = 16 * 2**20, 4
 """Bytes of a piece, and the pieces of a mailbox: 64 MiB of each GPU for each other rank. By arithmetic a piece takes
@@ -111,10 +111,8 @@ class RingMessages:
 
     def total_(self, tensor: Tensor) -> None:
         """Sum in place; DistError if another rank is gone, or does not come in time."""
-        try:
+        with peer_errors_as(f"rank {self.rank.rank} waited in vain for the others' norms"):
             dist.all_reduce(tensor)
-        except RuntimeError as error:
-            raise dist.DistError(f"rank {self.rank.rank} waited in vain for the others' norms: {error}") from error
 
 
 @dataclass(frozen=True)

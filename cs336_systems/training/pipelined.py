@@ -29,6 +29,7 @@ from cs336_systems.costs.parallelism.schedules import Operation, Schedule
 from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.pipeline import Pipeline, Work, on_two_stages
+from cs336_systems.distributed.process_group import peer_errors_as
 from cs336_systems.model.tensor_ranks import ALONE
 from cs336_systems.training.precision import matmul_precision
 from cs336_systems.training.step import Phase, TrainStep, local_gradients, micro_batches
@@ -63,7 +64,9 @@ class _StageStep(TrainStep):
         """The sum of losses of the last part's stage, on every stage."""
         wide = torch.promote_types(self._parameters[0].dtype, torch.float32)
         loss = torch.stack(losses).sum() if losses else torch.zeros((), dtype=wide, device=self.device)
-        dist.broadcast(loss, group=self.stages, group_src=self.pipeline.plan.places[-1][0])
+        last = self.pipeline.plan.places[-1][0]
+        with peer_errors_as(f"stage {self.pipeline.stage} waited for the loss of stage {last} in vain"):
+            dist.broadcast(loss, group=self.stages, group_src=last)
         return loss
 
 
