@@ -58,12 +58,18 @@ def fail_alone(rank: Rank):
 
 
 def hang(rank: Rank):
-    """After having been alone, rank 0 waits in a barrier for rank 1, which never comes."""
-    with alone(rank):
-        pass
-    if rank.rank == 1:
-        time.sleep(300)
+    """After having been alone, rank 0 waits in a barrier for rank 1, which never comes.
+
+    In another group, whose time-out is short, once both have started.
+    """
     dist.barrier()
+    dist.destroy_process_group()
+    with joined(timeout_s=3) as again:
+        with alone(again):
+            pass
+        if rank.rank == 1:
+            time.sleep(300)
+        dist.barrier()
 
 
 @record

@@ -5,6 +5,7 @@ import random
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.hardware import hardware_named
 from cs336_systems.streaming.messages import N_PIECES, CopiedMessages, RingMessages, ring_messages
 from tests.distributed.checks import on_ranks, spawn
-from tests.distributed.driver import ImaginedDriver, imagined_stream
+from tests.distributed.driver import PATIENCE_S, ImaginedDriver, imagined_stream
 
 PIECE = 64
 
@@ -90,9 +91,9 @@ def check_back_pressure(rank: Rank):
         dist.barrier()  # rank 0 has looked
         assert not ended.is_set()
         dist.barrier()  # and taken everything
-        assert ended.wait(5)
+        assert ended.wait(PATIENCE_S)
         return
-    own, until = messages._flags.of_rank[0], time.monotonic() + 5
+    own, until = messages._flags.of_rank[0], time.monotonic() + PATIENCE_S
     while own[1] < N_PIECES:
         assert time.monotonic() < until
     time.sleep(0.1)  # in which the next piece would come
@@ -111,13 +112,14 @@ def test_a_mailbox_is_not_written_over_before_it_is_read():
 
 
 def waiting(rank: Rank, said):
-    """Rank 0 waits for a message that rank 1 never sends."""
+    """Rank 0 waits for a message that rank 1 never sends, and rank 1 until rank 0 has said so."""
     sys.stderr = (said / str(rank.rank)).open("w")
-    messages = messages_of(rank)
+    messages = messages_of(replace(rank, timeout_s=3))
     into = torch.empty(PIECE, dtype=torch.uint8, device=rank.device)
     if rank.rank == 1:
         messages.send(into, 0).wait()
-        time.sleep(8)
+        while not (said / "0").read_text():
+            time.sleep(0.1)
         os._exit(0)
     for _ in range(2):
         messages.receive(into, 1).wait()
@@ -125,7 +127,7 @@ def waiting(rank: Rank, said):
 
 
 def check_who_waits_in_vain_ends(said, device):
-    ended = spawn(waiting, 2, said, device=device, timeout_s=3, apart=True)
+    ended = spawn(waiting, 2, said, device=device, apart=True)
     assert "exit code 1" in ended[0].failure, ended[0].failure
     assert (said / "0").read_text() == "rank 0 has waited 3 s for a message of rank 1, which has gone or is stuck\n"
     assert (said / "1").read_text() == ""

@@ -4,7 +4,6 @@ import csv
 import os
 import re
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -155,20 +154,19 @@ def interrupted(rank):
         return send(tensor, peer)
 
     messages.send = fail
-    began = time.monotonic()
     try:
         step(*batches(plan, 1)[0])
     except torch.distributed.DistError as error:
-        return str(error), time.monotonic() - began
+        return str(error)
 
 
 def test_who_waits_for_a_killed_rank_says_so():
-    ended = spawn(interrupted, 2, timeout_s=8, apart=True)
+    """Before the time-out, which would be said."""
+    ended = spawn(interrupted, 2, apart=True)
     assert ended[0].failure is None, ended[0].failure
-    said, seconds = ended[0].returned
+    said = ended[0].returned
     where = r"(send|receive) chunk \d of round \d at layer \d"
     assert re.match(where + " in vain, as rank 1 has gone or is stuck: .*(by peer|Broken pipe)", said), said
-    assert seconds < 8
     assert "SIGKILL" in ended[1].failure
 
 
