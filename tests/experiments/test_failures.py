@@ -199,8 +199,9 @@ def test_a_killed_replica_costs_one_step_and_nothing_of_what_is_learned(small, c
     assert at[places[0]] < at[places[1]] and at[places[2]] < at[places[3]]
     assert killed["lost_steps"] == [1]
     assert killed["lost_tokens"] == [2 * 2 * 16]
-    assert 0 < killed["notice"][0] < killed["stop"][0] < killed["next_step"][0] < 10
-    assert 0 < killed["healed"][0] < 10
+    assert 0 < killed["notice"][0] < killed["stop"][0] < killed["next_step"][0]
+    assert killed["notice"][0] < cells[1].train_options.agree_timeout
+    assert killed["healed"][0] > 0
     assert killed["goodput"][0] < alone["goodput"][0]
     assert killed["loss"] == pytest.approx(alone["loss"], rel=0.01)
 

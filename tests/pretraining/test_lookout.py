@@ -6,6 +6,7 @@ import threading
 import time
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,10 @@ from cs336_systems.pretraining import torchft_groups
 
 class LookedAfterGloo(torchft_groups.LookedAfter, torchft_groups.Gloo):
     """Stands for a group of NCCL on GPUs: here its own operations would notice a death, too."""
+
+
+PATIENT_S = 60
+"""A time-out of groups that nobody should wait for: half of it is many times what everything else takes."""
 
 
 def host_store():
@@ -44,7 +49,7 @@ def sum_of_ones(group):
 
 def test_who_waits_for_a_slow_member_notices_that_another_has_gone():
     """No message of the member that has gone is waited for; afterwards the others meet in another group at once."""
-    store, groups = host_store(), [torchft_groups.Gloo(timedelta(seconds=5)) for _ in range(3)]
+    store, groups = host_store(), [torchft_groups.Gloo(timedelta(seconds=PATIENT_S)) for _ in range(3)]
     meet(store, groups, 1)
     works = [sum_of_ones(groups[rank])[0] for rank in (0, 0, 0)]
     time.sleep(0.2)  # until two have begun; gloo begins the third when one of them has ended
@@ -56,20 +61,29 @@ def test_who_waits_for_a_slow_member_notices_that_another_has_gone():
     meet(store, groups[:2], 2)
     works = [sum_of_ones(group) for group in groups[:2]]
     assert [work.wait() and ones.tolist() for work, ones in works] == [[2.0] * 600] * 2
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < PATIENT_S / 2
     for group in groups:
         group.abort()
 
 
-def test_a_collective_that_needs_nothing_of_a_member_that_has_gone_ends_well():
-    """Its message comes 0.3 s after the other has gone: one may leave once it has its own part of the last averages."""
-    store, groups = host_store(), [torchft_groups.Gloo(timedelta(seconds=5)) for _ in range(3)]
+def test_a_collective_that_needs_nothing_of_a_member_that_has_gone_ends_well(monkeypatch):
+    """Its message comes after a look has found that the other has gone, and before two more have: one may leave once it
+    has its own part of the last averages."""
+    look = torchft_groups._Connections.look
+
+    def look_and_send(connections):
+        look(connections)
+        if connections._n_ended == 1:
+            # It sends to 1 before it finds that it cannot send to 2.
+            groups[0].broadcast([torch.ones(8)], options)
+
+    monkeypatch.setattr(torchft_groups, "_LOOK_S", 1.0)
+    monkeypatch.setattr(torchft_groups._Connections, "look", look_and_send)
+    store, groups = host_store(), [torchft_groups.Gloo(timedelta(seconds=PATIENT_S)) for _ in range(3)]
     meet(store, groups, 1)
     received, options = torch.zeros(8), dist.BroadcastOptions()
     work = groups[1].broadcast([received], options)
     groups[2].abort()
-    # It sends to 1 before it finds that it cannot send to 2.
-    threading.Timer(0.3, groups[0].broadcast, ([torch.ones(8)], options)).start()
     assert work.wait() and received.tolist() == [1.0] * 8
     for group in groups:
         group.abort()
@@ -80,45 +94,47 @@ _LARGE = 2**24
 
 
 def stop_while_receiving(connection, address):
-    group = torchft_groups.Gloo(timedelta(seconds=5))
+    group = torchft_groups.Gloo(timedelta(seconds=10))
     group.configure(address, "1", 1, 2, 1)
     work = group.broadcast([torch.empty(_LARGE)], dist.BroadcastOptions())
     time.sleep(0.3)  # until the sender knows that it may send
-    connection.send(None)
+    connection.send(os.getpid())
     os.kill(os.getpid(), signal.SIGSTOP)
     work.wait()
 
 
 def test_a_message_of_which_a_part_has_gone_to_a_process_that_dies_is_given_up():
-    """gloo would wait for it until the time-out; and nobody waits for that in freeing the group."""
-    store, group = host_store(), torchft_groups.Gloo(timedelta(seconds=5))
+    """gloo would wait for it until the time-out; and nobody waits for that in freeing the group, but this test."""
+    store, group = host_store(), torchft_groups.Gloo(timedelta(seconds=10))
     address = f"127.0.0.1:{store.port}"
     process = FreshProcess(stop_while_receiving, f"{address}/1")
     try:
         group.configure(f"{address}/1", "0", 0, 2, 1)
-        process.receive(time.monotonic() + 20)
+        other = psutil.Process(process.receive())
+        while other.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
         work = group.broadcast([torch.ones(_LARGE)], dist.BroadcastOptions())
         time.sleep(0.3)
     finally:
         process.end()
-    began = time.monotonic()
     with pytest.raises(RuntimeError, match="^a member of the group has gone$"):
         work.wait()
+    sent = work.get_future()
     del work
     group.configure(f"{address}/2", "0", 0, 1, 2)
-    assert time.monotonic() - began < 2
+    assert not sent.done()
     group.abort()
 
 
 def test_a_group_whose_own_operations_notice_nothing_knows_who_has_gone():
-    """Within a second, and aborts itself; not when all members meet in another group."""
-    store, groups = host_store(), [LookedAfterGloo(timedelta(seconds=20)) for _ in range(3)]
+    """Soon, and aborts itself; not when all members meet in another group."""
+    store, groups = host_store(), [LookedAfterGloo(timedelta(seconds=PATIENT_S)) for _ in range(3)]
     meet(store, groups, 1)
     meet(store, groups, 2)
     time.sleep(0.3)
     assert [group.errored() for group in groups] == [None] * 3
     groups[1]._lookout.close()  # as if its process had died
-    ends_at = time.monotonic() + 1
+    ends_at = time.monotonic() + PATIENT_S / 2
     while time.monotonic() < ends_at and any(groups[rank]._pg is not None for rank in (0, 2)):
         time.sleep(0.01)
     assert "member 1 of the group has gone" in {str(groups[rank].errored()) for rank in (0, 2)}
@@ -145,13 +161,13 @@ class Unbounded(LookedAfterGloo):
 def test_a_member_that_does_not_come_is_given_up_before_anybody_connects(monkeypatch, rank, stale):
     """It died once all had agreed; or the store has addresses of an older group, as a new lighthouse counts anew."""
     monkeypatch.setattr(torchft_groups, "_JOIN_S", 0.1)
-    store, group = host_store(), Unbounded(timedelta(seconds=60))
+    store, group = host_store(), Unbounded(timedelta(seconds=PATIENT_S))
     if stale:
         dist.PrefixStore("1", store).set(f"lookout {1 - rank}", "localhost:9")
     began = time.monotonic()
     with pytest.raises((OSError, RuntimeError)):
         group.configure(f"127.0.0.1:{store.port}/1", str(rank), rank, 2, 1)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < PATIENT_S / 2
     assert not group.connects
 
 
@@ -207,7 +223,7 @@ def test_a_process_whose_group_cannot_be_aborted_ends():
     process = FreshProcess(be_stuck)
     try:
         with pytest.raises(Died, match="exit code 1"):
-            process.receive(time.monotonic() + 20)
+            process.receive()
     finally:
         process.end()
 

@@ -88,10 +88,8 @@ def start(folder, *arguments):
     process = subprocess.Popen(
         [*command, *arguments], cwd=folder, env=environment, text=True, stderr=subprocess.PIPE, start_new_session=True
     )
-    deadline = time.monotonic() + 60
     while not any(path.stat().st_size > 2**20 for path in folder.glob("data/.*/train*")):
         assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline, "nothing was written"
         time.sleep(0.005)
     return process
 
@@ -101,6 +99,6 @@ def start(folder, *arguments):
 def test_ctrl_c_leaves_nothing(tmp_path):
     process = start(tmp_path)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate()
     assert (process.returncode, err) == (130, "tokenize_data: interrupted; nothing was written\n")
     assert list((tmp_path / "data").iterdir()) == []

@@ -33,10 +33,8 @@ def start(folder, *arguments, **variables):
 
 
 def wait_for_steps(process, log, n):
-    deadline = time.monotonic() + 120
     while not log.exists() or log.read_bytes().count(b'"kind": "step"') < n:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -45,7 +43,7 @@ def test_a_run_that_is_interrupted_and_resumed(main, tmp_path):
     process = start(tmp_path, "--out", "run", "--steps", "100000", "--save-every", "100000", "--evaluate-every", "None")
     wait_for_steps(process, tmp_path / "run" / LOG, 5)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     assert (process.returncode, err) == (130, "")
     line = json.loads(out.splitlines()[-1])
     made = line["steps"]
@@ -76,7 +74,7 @@ def test_a_rank_that_is_killed_is_one_sentence_on_the_other(tmp_path, sharing):
     try:
         wait_for_steps(first, tmp_path / "run" / LOG, 3)
         second.kill()
-        _, err = first.communicate(timeout=60)
+        _, err = first.communicate()  # well before a collective's 600 s
     finally:
         first.kill()
         second.kill()
