@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import pytest
 import torch
@@ -33,6 +34,10 @@ QWEN2 = replace(LLAMA, name="tiny-qwen2", qkv_bias=True, tie_embeddings=True)
 QWEN3 = replace(LLAMA, name="tiny-qwen3", qk_norm=True, head_dim=8)
 MAX_NORM = 0.7
 """Below the norms of these gradients, so that clipping acts."""
+EPS = 1e-3
+"""Adam's, of the size of these gradients: a smaller one makes its first steps signs, which near zero go either way."""
+N_STEPS = 10
+"""Steps of the longer comparisons; the others have three."""
 
 
 @dataclass(frozen=True)
@@ -104,23 +109,63 @@ def train(step, guard, batch, n_steps=3):
     return torch.stack(losses), torch.stack(norms)
 
 
-def train_on(rank: Rank, cases):
+class Noting(GradientGuard):
+    """Keeps the gradients of the first step before they are clipped, of shards where the model has shards."""
+
+    first = None
+
+    def __call__(self, model, optimizer, loss=None):
+        self.first = self.first or [p.grad.detach().clone() for p in parameters_of(model)]
+        self.update(model, optimizer, loss)
+
+    update = GradientGuard.__call__
+
+
+class NotingExact(Noting):
+    """Clips as torch does: torch's fused Adam, which ``GradientGuard`` gives a factor, takes none in fp64."""
+
+    def update(self, model, optimizer, loss):
+        self.norm, self.loss = torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_norm), loss
+        optimizer.step()
+
+
+def parameters_of(model):
+    if not isinstance(model, FSDP):
+        return list(model.parameters())
+    return [each.sharded_param for each in model.managed_parameters()]
+
+
+def whole_gradients(model, first, mesh):
+    """Those that ``Noting`` has kept, as ``whole_weights``; they take the place of the model's weights."""
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters_of(model), first, strict=True):
+            parameter.copy_(gradient)
+    return whole_weights(model, mesh)
+
+
+def train_on(rank: Rank, cases, n_steps=3):
+    """(Losses, norms, last weights, gradients of the first step) of each case; no gradients where states are divided,
+    as no rank has all of them whole."""
     costs.COPIED_FROM = 0  # rows of tests are few
     found = []
     for case in cases:
-        mesh, guard = mesh_of(case, rank), GradientGuard(MAX_NORM)
-        step = finish(build_model(case, rank), case, rank, guard=guard)
+        mesh, divided = mesh_of(case, rank), case.parallel.optimizer_state != "replicated"
+        guard = (GradientGuard if divided else Noting)(MAX_NORM)
+        step = finish(build_model(case, rank), case, rank, guard=guard, eps=EPS)
         whole = replace(case, how=Parallel())
         place = Rank(mesh.place("data"), 0, 1, rank.device, rank.backend)
         ids, targets = ignoring(random_batch(whole, place))
         torch.testing.assert_close(own_tokens(ids, mesh, case), random_batch(case, rank)[0])
         batch = own_tokens(ids, mesh, case), own_tokens(targets, mesh, case)
-        found.append(on_cpu(*train(step, guard, batch), whole_weights(step.model, mesh)))
+        losses, norms = train(step, guard, batch, n_steps)
+        weights = on_cpu(whole_weights(step.model, mesh))
+        gradients = {} if divided else on_cpu(whole_gradients(step.model, guard.first, mesh))
+        found.append((losses.cpu(), norms.cpu(), weights, gradients))
     return found
 
 
-def on_cpu(losses, norms, weights):
-    return losses.cpu(), norms.cpu(), {name: weight.detach().cpu() for name, weight in weights.items()}
+def on_cpu(named):
+    return {name: tensor.detach().cpu() for name, tensor in named.items()}
 
 
 HAND_OVER = [run_of(1, 2, "ddp"), run_of(2, 1, "fsdp"), run_of(1, 2, "zero-2"), run_of(2, 1, "zero-owned")]
@@ -133,7 +178,7 @@ def hand_over(rank: Rank, folder, cases, first=0):
     for number, case in enumerate(cases, start=first):
         mesh, guard = mesh_of(case, rank), GradientGuard(MAX_NORM)
         drawn = build_model(replace(case, seed=3 + number), rank)  # other weights, but for the first mesh
-        step = finish(drawn, case, rank, guard=guard)
+        step = finish(drawn, case, rank, guard=guard, eps=EPS)
         assert load_checkpoint(folder, step.model, step.optimizer) == (number or None)
         place, n_data = (mesh.place("data"), mesh.size("data")) if mesh else (rank.rank, rank.world_size)
         batch = (each.chunk(n_data)[place] for each in batch_of(run_of(1, 1, "ddp", case.config), 2))
@@ -146,7 +191,7 @@ def hand_over(rank: Rank, folder, cases, first=0):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda config: config.name)
 def test_checkpoints_move_between_meshes(tmp_path, config):
-    losses, norms, _ = alone(run_of(1, 1, "ddp", config), 2, len(HAND_OVER))
+    losses, norms, *_ = alone(run_of(1, 1, "ddp", config), 2, len(HAND_OVER))
     for found in on_ranks(hand_over, 4, tmp_path, [replace(case, size=config) for case in HAND_OVER]):
         torch.testing.assert_close(found, torch.stack([losses, norms]), rtol=1e-4, atol=0)
 
@@ -162,31 +207,54 @@ def batch_of(case, n_data):
     return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
-def alone(case, n_data, n_steps=3):
-    """The same of one process, on the sequences of ``n_data`` ranks along data."""
-    whole = replace(case, how=Parallel(), batch_size=n_data * case.batch_size)
-    guard, batch = GradientGuard(MAX_NORM), batch_of(case, n_data)
-    step = finish(build_model(whole), whole, guard=guard)
-    return on_cpu(*train(step, guard, batch, n_steps), dict(step.model.named_parameters()))
+def alone(case, n_data, n_steps=3, *, exact=False):
+    """What ``train_on`` returns, of one process on the sequences of ``n_data`` ranks along data; exact in fp64."""
+    return _alone(replace(case, how=Parallel()), n_data, n_steps, exact)
+
+
+@cache
+def _alone(case, n_data, n_steps, exact):
+    whole, guard = replace(case, batch_size=n_data * case.batch_size), (NotingExact if exact else Noting)(MAX_NORM)
+    model = build_model(whole)
+    step = finish(model.double() if exact else model, whole, guard=guard, eps=EPS)
+    losses, norms = train(step, guard, batch_of(case, n_data), n_steps)
+    named = dict(model.named_parameters())
+    gradients = dict(zip(named, guard.first, strict=True))
+    return losses.cpu(), norms.cpu(), on_cpu(named), on_cpu(gradients)
 
 
 def train_alone(rank: Rank, cases, world_size):
     return [alone(case, world_size // case.parallel.ranks_per_batch) for case in cases]
 
 
-def compare(world_size, cases):
-    for case, of_ranks in zip(cases, zip(*on_ranks(train_on, world_size, cases), strict=True), strict=True):
-        losses, norms, weights = alone(case, world_size // case.parallel.ranks_per_batch)
-        assert norms.min() > MAX_NORM
-        for own_losses, own_norms, own_weights in of_ranks:
-            torch.testing.assert_close(own_losses, losses, rtol=2e-6, atol=0)
-            torch.testing.assert_close(own_norms, norms, rtol=1e-5, atol=0)
-            for name in own_weights.keys() & weights.keys():  # FSDP also names a tied head
-                # The first steps of Adam are signs of gradients, and those near zero go either way.
-                assert ((own_weights[name] - weights[name]).abs() > 1e-5).float().mean() < 0.01, (str(case), name)
-        stages = [own.keys() for *_, own in of_ranks]
-        assert weights.keys() <= set().union(*stages), str(case)
-        assert (weights.keys() <= stages[0]) == (case.parallel.pipeline == 1), str(case)
+def vector(named, names):
+    """Tensors of these names as one: rounding is a chance in those that have a few numbers each."""
+    return torch.cat([named[name].flatten() for name in names])
+
+
+def assert_close(mine, one, exact, rounding, what):
+    """Off from the exact vector by at most twice what that of one process is, and by its share of ``rounding``."""
+    budget = 2 * (one - exact).norm() + rounding * exact.norm()
+    assert (mine - exact).norm() <= budget, (what, (mine - exact).norm(), budget)
+
+
+def compare(world_size, cases, n_steps=3):
+    """Losses, norms, weights and gradients against one process in fp64, and one in fp32, with a rounding a rank."""
+    found = zip(*on_ranks(train_on, world_size, cases, n_steps), strict=True)
+    for case, of_ranks in zip(cases, found, strict=True):
+        n_data = world_size // case.parallel.ranks_per_batch
+        one, exact = (alone(case, n_data, n_steps, exact=each) for each in (False, True))
+        assert exact[1].min() > MAX_NORM
+        weights, stages = exact[2].keys(), [own.keys() for _, _, own, _ in of_ranks]
+        for own, held in zip(of_ranks, stages, strict=True):
+            names = sorted(held & weights)  # FSDP also names a tied head
+            for what, *each in zip(("losses", "norms", "weights", "gradients"), own, one, exact, strict=True):
+                if what not in ("weights", "gradients"):
+                    assert_close(*each, world_size * 2**-24, (str(case), what))
+                elif each[0]:
+                    assert_close(*(vector(named, names) for named in each), world_size * 2**-24, (str(case), what))
+        assert weights <= set().union(*stages), str(case)
+        assert (weights <= stages[0]) == (case.parallel.pipeline == 1), str(case)
 
 
 @pytest.mark.slow
@@ -228,8 +296,8 @@ def compare_on_gpus(world_size, device, cases):
     on_one = [spawn(train_alone, 1, cases, world_size, device=device, timeout_s=120)[0] for cases in ways]
     found = [spawn(train_on, world_size, cases, device=device, timeout_s=120) for cases in ways]
     for number, (cases, one, of_ranks) in enumerate(zip(ways, on_one, found, strict=True)):
-        for case, exact, (losses, norms, _), *own in zip(cases, on_one[0], one, *of_ranks, strict=True):
-            for own_losses, own_norms, _ in own:
+        for case, exact, (losses, norms, *_), *own in zip(cases, on_one[0], one, *of_ranks, strict=True):
+            for own_losses, own_norms, *_ in own:
                 for mine, whole, right, rtol in (
                     (own_losses, losses, exact[0], 1e-5),
                     (own_norms, norms, exact[1], 1e-4),
