@@ -8,8 +8,8 @@ where the papers divide by the work ("bubble / ideal"). GPipe and 1F1B have the 
 A smaller one costs interleaving (v p - 1) / (p - 1) times the sends, zero-bubble schedules the memory of what W needs.
 A bubble hardly depends on the number of micro-batches m, so that its fraction falls nearly as 1/m.
 
-Limits: activations are counted in micro-batches of a whole stage, as if all parts kept as much; what W needs counts as
-much as what B needs, unless it is said.
+Limits: activations are counted in micro-batches of a whole stage, as if all parts kept as much, and what W needs as
+much as what B needs; bytes are those of ``rank_memory.py``.
 
     timeline = simulate("zb-h1", stages=4, microbatches=8)
     timeline.bubble_fraction, timeline.peak_activations
@@ -67,32 +67,19 @@ class Timeline:
     @property
     def peak_activations(self) -> tuple[float, ...]:
         """For each stage, the most micro-batches whose activations are alive at once, in units of a whole stage."""
-        return self.peaks(1.0)
+        return tuple(max(alive for _, alive in self.activations(stage)) for stage in range(self.plan.stages))
 
-    def peaks(self, put_off: float) -> tuple[float, ...]:
-        """``peak_activations`` where what W needs is ``put_off`` times as large as what B needs."""
-        stages = range(self.plan.stages)
-        return tuple(max(alive for _, alive in self.activations(stage, put_off)) for stage in stages)
-
-    def activations(self, stage: int, put_off: float = 1.0) -> list[tuple[float, float]]:
-        """(time, micro-batches alive) after each change on a stage: from the start of F to the end of W.
-
-        Args:
-            put_off: what counts for a micro-batch between B and W.
-        """
-        return [(at, (whole + put_off * late) / self.plan.chunks) for at, whole, late in self.held(stage)]
-
-    def held(self, stage: int) -> list[tuple[float, int, int]]:
-        """(time, micro-batches from F to the end of B, those from B to the end of W) after each change, by chunk."""
-        ended = {"B": (-1, 1), "W": (0, -1), "BW": (-1, 0)}
+    def activations(self, stage: int) -> list[tuple[float, float]]:
+        """(time, micro-batches alive) after each change on a stage: from the start of F to the end of W."""
         changes = [
-            (timed.start, 1, 0) if timed.operation.kind == "F" else (timed.end, *ended[timed.operation.kind])
+            (timed.start, 1) if timed.operation.kind == "F" else (timed.end, -1)
             for timed in self.operations[stage]
+            if timed.operation.kind != "B"
         ]
-        whole, late, found = 0, 0, []
-        for at, of_whole, of_late in sorted(changes):
-            whole, late = whole + of_whole, late + of_late
-            found.append((at, whole, late))
+        alive, found = 0, []
+        for at, change in sorted(changes):
+            alive += change
+            found.append((at, alive / self.plan.chunks))
         return found
 
 

@@ -1,23 +1,24 @@
 """The peak memory of one rank of a layout as a closed form, for a search over thousands of them.
 
 The step is a bf16 one with hand-written blocks, whose products may be in fp8. The rule for one step is to run it on
-tensors without storage (``training/dry_run.py``); this form follows what that finds, to within a few percent (tests
-hold it to that). Pipeline stages keep the activations of several micro-batches. With P
-parameters of a stage on a tensor rank, n ranks that divide states, k bytes of moments a parameter, and what a block
-keeps,
+tensors without storage (``training/dry_run.py``); this form follows what that finds: of stages of a pipeline to within
+3 %, else to within a few (tests hold it to that). With P parameters of a stage on a tensor rank, n ranks that divide
+states, k bytes of moments a parameter, and what a block keeps,
 
     weights         2 P, of ZeRO 3 2 P / n and two blocks gathered
     moments         k P, from ZeRO 1 on k P / n
     gradients       2 P, from ZeRO 2 on 2 P / n and two blocks before they are scattered
-    activations     micro-batches alive (``bubbles.alive``) x layers x kept bytes / (context x tensor)
-                    between B and W what both read for the products that are put off
+    activations     layers x kept bytes / (context x tensor)
     working set     of a block's backward, of the loss in chunks of logits, or of the embedding's backward
     fp8             each block's weights twice more, a byte a number (transposed, too); of ZeRO 3 once, of its shard
 
 What lies on the host is left out, but for two blocks' inputs and the gradients in flight (``costs/offload.py``).
 
-The largest of three moments counts: the loss, the backward of the last block, when all is kept, and that of the first,
-when all gradients are there. The CUDA context, NCCL's buffers and fragmentation are left out.
+The largest of four moments counts: the loss, the backward of the last block, when all is kept, that of the first, when
+all gradients are there, and the embedding's. A stage of a pipeline comes to them in each operation of its list, with as
+many micro-batches alive as it then has (``held.py``): what blocks keep from F to B, both operands of the products that
+are put off from B to W, the gradients of input and head from each loss to its B, those of weights from the first W on,
+and a message each way. The CUDA context, NCCL's buffers and fragmentation are left out.
 
     rank_peak(config, 8192, Layout(shards=8, zero=3)).n_bytes
 """
@@ -28,12 +29,12 @@ from typing import NamedTuple
 from cs336_systems.config import PRECISIONS, ModelConfig, Recipe
 from cs336_systems.costs.kept import STORED, kept_sizes
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, WIDE, PeakMemory, default_chunk, rotary_bytes
-from cs336_systems.costs.offload import IN_FLIGHT_BYTES, state_keys
-from cs336_systems.costs.parallelism.bubbles import alive
+from cs336_systems.costs.offload import IN_FLIGHT_BYTES, STATES, state_keys
+from cs336_systems.costs.parallelism.held import Held, Task, fullest, holdings, shown
 from cs336_systems.costs.parallelism.layout import Layout
-from cs336_systems.costs.parallelism.schedules import SPLIT
+from cs336_systems.costs.parallelism.schedules import UNIT, make_schedule
 from cs336_systems.costs.parallelism.seconds import BF16_MOMENTS, Moments
-from cs336_systems.costs.parallelism.stages import Stage, stages_of
+from cs336_systems.costs.parallelism.stages import Stage, blocks_of_parts, part_seconds, stages_of
 
 _BF16 = PRECISIONS["bf16"]
 _WIDTH = _BF16.parameter_bytes
@@ -57,24 +58,27 @@ def rank_peak(
         moments: bytes a parameter that the optimizer keeps, by name.
         recipe: of blocks' matmuls.
         offload: names of what lies on the host, of ``costs/offload.py``.
-        whole_gradients: whether ZeRO 3 keeps whole gradients until the last micro-batch, as this suite's FSDP does.
+        whole_gradients: whether ZeRO 3 keeps whole gradients until the last micro-batch, as this suite's FSDP does;
+            stages of a pipeline do at any level.
 
     Raises:
-        ValueError: the model cannot be divided so, or the schedule does not run so.
+        ValueError: the model cannot be divided so, the schedule does not run so, or stages of a pipeline are to have
+            more than the optimizer's states on the host.
     """
     away = state_keys(offload)
     per_parameter = sum(n_bytes for name, n_bytes in moments if name not in away)
     how = _How(per_parameter, recipe, offload, whole_gradients)
-    kept: tuple[float, ...] = (1.0,)
-    if layout.pipeline > 1:
-        sizes = _sizes_of(config, length, layout, recipe)
-        asked = layout.schedule, layout.pipeline, layout.n_micro_batches, layout.chunks
-        kept = alive(*asked, round(sizes.put_off / sizes.kept, 2) if layout.schedule in SPLIT else 1.0)
-    stages = stages_of(config, length, layout.pipeline, layout.schedule, layout.chunks)
-    most: dict[Stage, float] = {}
-    for stage, n_alive in zip(stages, kept, strict=True):
-        most[stage] = max(most.get(stage, 0.0), n_alive)
-    peaks = (_stage_peak(config, length, layout, *each, how) for each in most.items())
+    if layout.pipeline == 1:
+        (stage,) = stages_of(config, length, 1)
+        return _peak(_states(config, length, layout, stage, how), _moments(config, length, layout, stage, how))
+    if offload - STATES.keys():
+        raise ValueError(f"stages of a pipeline keep {' and '.join(sorted(offload))} on the device")
+    asked = layout.pipeline, layout.schedule, layout.chunks, layout.n_micro_batches
+    cases = _cases(config, length, *asked, layout.keep if layout.schedule == "zbv" else "")
+    peaks = (
+        _peak(_states(config, length, layout, stage, how), _staged_moments(config, length, layout, stage, each, how))
+        for stage, each in cases
+    )
     return max(peaks, key=lambda peak: peak.n_bytes)
 
 
@@ -134,46 +138,125 @@ def _sizes_of(config: ModelConfig, length: int, layout: Layout, recipe: Recipe) 
     return _sizes(config, length, layout.micro_batch, layout.context, layout.tensor, layout.keep, recipe)
 
 
-def _stage_peak(
-    config: ModelConfig, length: int, layout: Layout, stage: Stage, n_alive: float, how: _How
-) -> PeakMemory:
-    """The peak of a rank of one stage that keeps so many micro-batches at once."""
+def _states(config: ModelConfig, length: int, layout: Layout, stage: Stage, how: _How) -> dict[str, float]:
+    """Bytes of what is there all the time, by part of memory."""
+    part, n, zero = config.part(layout.tensor), layout.n_state_shards, layout.zero
+    weights = _WIDTH * stage.n_parameters(part)
+    parts = {
+        "parameters": weights / (n if zero == 3 else 1),
+        "optimizer state": how.per_parameter / _WIDTH * weights / (n if zero else 1),
+        "tables and workspaces": _sizes_of(config, length, layout, how.recipe).tables,
+    }
+    if how.recipe.quantized:
+        copies = stage.n_layers * part.n_block_parameters
+        parts["parameters"] += copies / n if zero == 3 else 2 * copies
+    return parts
+
+
+_Bytes = tuple[float, float, float, float]
+"""Of gradients, activations, temporaries, and parameters that are gathered."""
+_NAMES = "gradients", "activations", "temporaries", "gathered parameters"
+
+
+def _moments(config: ModelConfig, length: int, layout: Layout, stage: Stage, how: _How) -> dict[str, _Bytes]:
+    """Bytes by moment of a rank that has the whole model."""
     part, n, zero = config.part(layout.tensor), layout.n_state_shards, layout.zero
     sizes = _sizes_of(config, length, layout, how.recipe)
     weights, block = _WIDTH * stage.n_parameters(part), _WIDTH * part.n_block_parameters
     words = _WIDTH * part.vocab_size * part.d_model
-    parts = {
-        "parameters": weights / (n if zero == 3 else 1),
-        "optimizer state": how.per_parameter / _WIDTH * weights / (n if zero else 1),
-        "tables and workspaces": sizes.tables,
-    }
-    if how.recipe.quantized:
-        copies = stage.n_layers * block / _WIDTH
-        parts["parameters"] += copies / n if zero == 3 else 2 * copies
     whole = zero == 3 and how.whole_gradients and layout.n_micro_batches > 1
     gradients = weights / (n if zero >= 2 and not whole else 1)
     if "gradients" in how.offload:
         gradients = min(gradients, IN_FLIGHT_BYTES)
-    kept = n_alive * stage.n_layers * sizes.kept
+    kept = stage.n_layers * sizes.kept
     if "residual" in how.offload:
-        kept -= n_alive * max(0, stage.n_layers - _PREFETCHED) * sizes.stream
-    left = kept * (1 - 1 / n_alive) + sizes.kept  # in the first block's backward of the oldest micro-batch
+        kept -= max(0, stage.n_layers - _PREFETCHED) * sizes.stream
     earlier = gradients if layout.n_micro_batches > 1 else 0.0
     unscattered = _PREFETCHED * block if zero >= 2 else 0
-    tied = words if part.tie_embeddings and stage.embedding else 0  # gathered from the first use to the last
-    gathered = _PREFETCHED * block + tied if zero == 3 else 0
-    at = {
-        "last block": (earlier + stage.head * words + block, kept, sizes.work, gathered),
-        "first block": (gradients + unscattered, left, sizes.work, gathered),
+    gathered = _gathered(part, layout, stage)
+    ends = words if zero == 3 else 0
+    last = words + block if zero >= 2 else 0
+    return {
+        "last block": (earlier + words + block, kept, sizes.work, gathered),
+        "first block": (gradients + unscattered, sizes.kept, sizes.work, gathered),
+        "loss": (earlier + words, kept + sizes.stream, sizes.loss, ends),
+        "embedding": (gradients + last, 0.0, sizes.embedding, ends),
     }
-    if stage.head:
-        at["loss"] = earlier + words, kept + sizes.stream, sizes.loss, words if zero == 3 else 0
-    if stage.embedding:
-        last = words + block if zero >= 2 else 0
-        at["embedding"] = gradients + last, left - sizes.kept, sizes.embedding, words if zero == 3 else 0
-    names = "gradients", "activations", "temporaries", "gathered parameters"
-    states, moments = sum(parts.values()), {name: sum(each) for name, each in at.items()}
+
+
+def _gathered(part: ModelConfig, layout: Layout, stage: Stage) -> int:
+    """Bytes of weights that ZeRO 3 has gathered while blocks run."""
+    words = _WIDTH * part.vocab_size * part.d_model
+    tied = words if part.tie_embeddings and stage.embedding else 0  # gathered from the first use to the last
+    return _PREFETCHED * _WIDTH * part.n_block_parameters + tied if layout.zero == 3 else 0
+
+
+@cache
+def _cases(
+    config: ModelConfig, length: int, n_stages: int, schedule: str, chunks: int, n_micro_batches: int, keep: str
+) -> list[tuple[Stage, dict[Task, list[Held]]]]:
+    """Each kind of stage, and the fullest cases of what such stages hold.
+
+    Args:
+        keep: on which durations depend, and with them the lists of ``zbv``; "" for other schedules.
+    """
+    config, few = config.at_context(length), shown(schedule, n_stages, n_micro_batches)
+    counts = blocks_of_parts(schedule, n_stages, chunks, config)
+    durations = part_seconds(config, counts, keep) if keep else UNIT
+    plan = make_schedule(schedule, n_stages, few, chunks, durations)
+    found: dict[tuple[Stage, tuple[int, ...]], dict[Task, set[Held]]] = {}
+    stages = stages_of(config, length, n_stages, schedule, chunks)
+    for stage, (blocks, cases) in zip(stages, holdings(plan, counts), strict=True):
+        merged = found.setdefault((stage, blocks), {})
+        for task, held in cases.items():
+            merged.setdefault(task, set()).update(held)
+    return [(stage, {task: fullest(held) for task, held in cases.items()}) for (stage, _), cases in found.items()]
+
+
+def _staged_moments(
+    config: ModelConfig, length: int, layout: Layout, stage: Stage, cases: dict[Task, list[Held]], how: _How
+) -> dict[str, _Bytes]:
+    """The largest bytes of each kind of moment on a stage, in these cases."""
+    part, sizes = config.part(layout.tensor), _sizes_of(config, length, layout, how.recipe)
+    block, words = _WIDTH * part.n_block_parameters, _WIDTH * part.vocab_size * part.d_model
+    gathered, ends_gathered = _gathered(part, layout, stage), words if layout.zero == 3 else 0
+    found: dict[str, _Bytes] = {}
+
+    def at(moment: str, gradients: float, activations: float, temporaries: float, gathered: float = 0.0) -> None:
+        n_bytes = gradients, activations, temporaries, gathered
+        found[moment] = max(found.get(moment, n_bytes), n_bytes, key=sum)
+
+    for (kind, first, last, n, is_new), held in ((task, each) for task, every in cases.items() for each in every):
+        ends = stage.embedding and held.first, stage.head and held.last
+        gradients = held.gradients * block + words * (any(ends) if part.tie_embeddings else sum(ends))
+        kept = held.whole * sizes.kept + held.late * sizes.put_off
+        kept += 2 * sizes.stream  # a message that comes, and one that goes
+        if stage.head:  # of each loss the gradients of its input and of the head, which are there before B
+            kept += held.losses * (words + sizes.stream)
+        new = is_new * n * block
+        if kind == "W":
+            at("weights", gradients + new, kept, 0.0)
+            continue
+        if kind == "F":
+            kept += n * sizes.kept
+            at("last block", gradients, kept, sizes.work, gathered)
+            if stage.head and last:
+                at("loss", gradients + words, kept + sizes.stream, sizes.loss, ends_gathered)
+            continue
+        if stage.head and last:
+            kept, gradients = kept - words, gradients + (0 if held.last else words)
+        new, later = (0, sizes.put_off) if kind == "B" else (new, 0.0)
+        freed = sizes.kept - later  # of each block when its backward has ended
+        at("last block", gradients + min(new, block), kept, sizes.work, gathered)
+        at("first block", gradients + new, kept - max(0, n - 1) * freed, sizes.work, gathered)
+        if stage.embedding and first:
+            at("embedding", gradients + new + words, kept - n * freed, sizes.embedding, ends_gathered)
+    return found
+
+
+def _peak(states: dict[str, float], at: dict[str, _Bytes]) -> PeakMemory:
+    whole, moments = sum(states.values()), {name: sum(each) for name, each in at.items()}
     largest = max(moments, key=moments.__getitem__)
-    parts |= dict(zip(names, at[largest], strict=True))
-    whole_moments = {name: int(states + each) for name, each in moments.items()}
+    parts = states | dict(zip(_NAMES, at[largest], strict=True))
+    whole_moments = {name: int(whole + each) for name, each in moments.items()}
     return PeakMemory(largest, whole_moments[largest], whole_moments, {name: int(each) for name, each in parts.items()})

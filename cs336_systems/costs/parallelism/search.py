@@ -84,8 +84,7 @@ class Job:
         )
 
     def peak_bytes(self, layout: Layout) -> int:
-        whole = layout.pipeline > 1  # a stage's gradients are reduced when all micro-batches are done
-        return rank_peak(self.config, self.length, layout, moments=self.moments, whole_gradients=whole).n_bytes
+        return rank_peak(self.config, self.length, layout, moments=self.moments).n_bytes
 
     def mfu(self, seconds: float) -> float:
         """Model FLOP/s of a step over the peak; attention counts causal (``costs/flops.py``)."""

@@ -56,10 +56,8 @@ def plan_of(case: TrainingCase) -> Schedule | None:
     if how.pipeline == 1:
         return None
     asked = how.pipeline_schedule, how.pipeline, case.accumulate, how.pipeline_chunks
-    plan = make_schedule(*asked)
-    level = case.keep.split("+")[-1].split("-")[0]
-    durations = part_seconds(case.config, divide(plan, case.config), level if level in LEVELS else LEVELS[-1])
-    return make_schedule(*asked, durations=durations)
+    counts = [own.stop - own.start for own in divide(make_schedule(*asked), case.config)]
+    return make_schedule(*asked, durations=part_seconds(case.config, counts, case.keep))
 
 
 def divide(plan: Schedule, config: ModelConfig) -> tuple[slice, ...]:
@@ -71,7 +69,7 @@ def divide(plan: Schedule, config: ModelConfig) -> tuple[slice, ...]:
     if config.n_layers < (n_parts := len(plan.places)):
         how = f"{plan.chunks} on each of {plan.stages} stages of {plan.name}"
         raise ValueError(f"{config.n_layers} blocks do not make {n_parts} parts of a pipeline, {how}")
-    counts = _divide(plan.name, plan.stages, plan.chunks, config)
+    counts = blocks_of_parts(plan.name, plan.stages, plan.chunks, config)
     starts = [sum(counts[:part]) for part in range(len(counts))]
     return tuple(slice(start, start + count) for start, count in zip(starts, counts, strict=True))
 
@@ -90,7 +88,7 @@ def stages_of(
     if n_stages == 1:
         return (Stage(config.n_layers, True, True),)
     n_layers, places = [0] * n_stages, places_of(schedule, n_stages, chunks)
-    counts = _divide(schedule, n_stages, chunks, config.at_context(length))
+    counts = blocks_of_parts(schedule, n_stages, chunks, config.at_context(length))
     for (stage, _), count in zip(places, counts, strict=True):
         n_layers[stage] += count
     first, last = (places[part][0] for part in (0, -1))
@@ -98,8 +96,8 @@ def stages_of(
 
 
 @cache
-def _divide(schedule: str, n_stages: int, chunks: int, config: ModelConfig) -> tuple[int, ...]:
-    """The number of blocks of each part."""
+def blocks_of_parts(schedule: str, n_stages: int, chunks: int, config: ModelConfig) -> tuple[int, ...]:
+    """The number of blocks of each part, from input to output; raises ValueError if there are too few."""
     places = places_of(schedule, n_stages, chunks)
     counts, missing = [1] * len(places), max(0, len(places) - config.n_layers)
     if missing > 2:
@@ -135,20 +133,21 @@ def end_blocks(config: ModelConfig) -> tuple[float, float]:
     return (seconds["embed"] + seconds["embed backward"]) / block, seconds["head"] / block
 
 
-def part_seconds(config: ModelConfig, blocks: Sequence[slice], level: str) -> list[dict[str, float]]:
+def part_seconds(config: ModelConfig, counts: Sequence[int], keep: str) -> list[dict[str, float]]:
     """Seconds of F, B and W of one sequence on each part of the model.
 
     The head's gradients come with its loss, in F; those of the embedding in B.
 
     Args:
-        blocks: of each part.
-        level: what blocks keep, a name in ``costs.streaming.LEVELS``.
+        counts: the blocks of each part.
+        keep: what blocks keep: the last one's level counts, of which switches are left out.
     """
-    seconds = _seconds(config, level)
+    level = keep.split("+")[-1].split("-")[0]
+    seconds = _seconds(config, level if level in LEVELS else LEVELS[-1])
     products = seconds["weights"]
     whole = seconds["backward"] + seconds["recompute"]
     block = {"F": seconds["forward"], "B": whole - products, "W": products}
-    found = [{kind: (own.stop - own.start) * time for kind, time in block.items()} for own in blocks]
+    found = [{kind: count * time for kind, time in block.items()} for count in counts]
     found[0]["F"] += seconds["embed"]
     found[0]["B"] += seconds["embed backward"]
     found[-1]["F"] += seconds["head"]

@@ -14,10 +14,15 @@ from cs336_systems.costs.streaming import LEVELS, MOMENTS
 from cs336_systems.ranks import Parallel
 from cs336_systems.training.dry_run import dry_run
 
-CLOSE = 0.05
+CLOSE, CLOSE_OF_STAGES = 0.05, 0.03
 ALONE = Layout()
 LLAMA = resolve_size("llama3-8b")
-STAGED = [(2, {"schedule": "1f1b"}), (4, {"schedule": "zb-h1"}), (2, {"schedule": "zbv"})]
+STAGED = [
+    *({"pipeline": 2, "n_micro_batches": 4, "schedule": name} for name in ("gpipe", "interleaved", "zbv", "dualpipev")),
+    *({"pipeline": 4, "n_micro_batches": 8, "schedule": name, "keep": "input"} for name in ("zb-h1", "zbv")),
+    {"pipeline": 2, "n_micro_batches": 4, "schedule": "1f1b", "tensor": 2},
+    {"pipeline": 2, "n_micro_batches": 4, "schedule": "zbv", "zero": 3, "shards": 2},
+]
 
 
 @dataclass(frozen=True)
@@ -65,22 +70,38 @@ def dry_bytes(size, length, layout, master):
         ("llama3-70b", 8192, {"keep": "products", "zero": 3, "shards": 64, "master": "fp32"}),
         ("qwen2.5-1.5b", 4096, {"keep": "input", "zero": 3, "shards": 4, "micro_batch": 4}),  # tied, with biases
         ("qwen3-4b", 4096, {"keep": "attention", "zero": 3, "shards": 2, "tensor": 2}),  # tied, heads normed
-        *(
-            ("llama3-8b", 8192, {"n_micro_batches": 4, "pipeline": 2, "zero": 3, "shards": n} | how)
-            for n, how in STAGED
-        ),
+        *(("llama3-8b", 4096, how) for how in STAGED),
+        ("qwen3-4b", 4096, {"pipeline": 4, "n_micro_batches": 8, "schedule": "1f1b"}),  # tied, on two stages
+        ("qwen3-4b", 4096, {"pipeline": 2, "n_micro_batches": 4, "schedule": "dualpipev"}),  # and on one
     ],
 )
 def test_it_is_close_to_a_dry_run(size, length, how):
     how = dict(how)
     master = how.pop("master", "none")
-    layout = Layout(**how)
+    layout = Layout(**how, chunks=2 if how.get("schedule") == "interleaved" else 1)
     moments = MOMENTS | ({"master": 4} if master == "fp32" else {})
-    how = {"moments": tuple(moments.items()), "whole_gradients": layout.pipeline > 1}
-    found = rank_peak(resolve_size(size), length, layout, **how).n_bytes
+    found = rank_peak(resolve_size(size), length, layout, moments=tuple(moments.items())).n_bytes
     dry = dry_bytes(size, length, layout, master)
     print(f"{size}, {layout}: closed form {found / 2**30:.2f}, dry run {dry / 2**30:.2f} GiB, {found / dry - 1:+.1%}")
-    assert found == pytest.approx(dry, rel=CLOSE)
+    assert found == pytest.approx(dry, rel=CLOSE if layout.pipeline == 1 else CLOSE_OF_STAGES)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "n_stages", "n_micro_batches", "measured_gib"),
+    [
+        *(("gpipe", 2, 4, 50.667), ("interleaved", 2, 4, 47.490), ("1f1b", 2, 8, 44.080)),
+        *(("1f1b", 4, 16, 28.733), ("zb-h1", 4, 8, 32.513)),
+    ],
+)
+def test_stages_take_what_h200s_reported(schedule, n_stages, n_micro_batches, measured_gib):
+    """Within 3 %: ``peak_memory`` in rows of mesh-pipeline, -added and -four whose lists and division are today's.
+
+    Those of zbv and dualpipev are not: by the lists of their commit the form is within 0.6 % of them, too.
+    """
+    chunks = 2 if schedule == "interleaved" else 1
+    how = {"pipeline": n_stages, "schedule": schedule, "n_micro_batches": n_micro_batches, "chunks": chunks}
+    found = rank_peak(LLAMA, 4096, Layout(**how)).n_bytes
+    assert found / 2**30 == pytest.approx(measured_gib, rel=CLOSE_OF_STAGES)
 
 
 def peak(config=LLAMA, **how):
@@ -114,8 +135,9 @@ def test_stages_keep_as_many_micro_batches_as_their_schedule():
         kept[schedule] = peak(pipeline=4, n_micro_batches=12, schedule=schedule).parts["activations"]
     n_layers = [stage.n_layers for stage in stages_of(LLAMA, 8192, 4)]
     assert n_layers == [8, 8, 9, 7]
-    assert kept["1f1b"] == pytest.approx(4 * n_layers[0] * one, rel=1e-3)
-    assert kept["gpipe"] == pytest.approx(12 * n_layers[2] * one, rel=1e-3)
+    stream = 8192 * LLAMA.d_model * 2  # of a message that comes, and one that goes
+    assert kept["1f1b"] == pytest.approx(4 * n_layers[0] * one + 2 * stream, rel=1e-3)
+    assert kept["gpipe"] == pytest.approx(12 * n_layers[2] * one + 2 * stream, rel=1e-3)
 
 
 def test_the_longest_kept_of_a_micro_batch_grows_with_its_sequences():

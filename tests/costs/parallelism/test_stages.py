@@ -19,12 +19,12 @@ def ends(monkeypatch):
     """Sets the work of embedding and head, in blocks."""
 
     def to(embedding, head):
-        stages._divide.cache_clear()
+        stages.blocks_of_parts.cache_clear()
         stages.stages_of.cache_clear()
         monkeypatch.setattr(stages, "end_blocks", lambda _: (embedding, head))
 
     yield to
-    stages._divide.cache_clear()
+    stages.blocks_of_parts.cache_clear()
     stages.stages_of.cache_clear()
 
 
