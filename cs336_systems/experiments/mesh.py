@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.case import RECIPE, TrainingCase
 from cs336_systems.config import resolve_size
-from cs336_systems.costs.fsdp import MAXIMA_BYTES, model_units, quantized_units, step_traffic
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.seconds import step_seconds
-from cs336_systems.costs.parallelism.step import COPIED_FROM_SINCE, SEND, context_sent, copied_from, tensor_sent
+from cs336_systems.costs.parallelism.step import COPIED_FROM_SINCE, copied_from
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment
+from cs336_systems.experiments.mesh_messages import predicted_messages
 from cs336_systems.experiments.mesh_timeline import measure_timeline
 from cs336_systems.experiments.options import RankedCase, RankedRun, in_turns, training_cells
 from cs336_systems.experiments.ranked import (
@@ -53,10 +53,6 @@ if TYPE_CHECKING:
 
 DATA = {"ddp": "bucketed", "fsdp": "fsdp", "fsdp2": "fsdp2"}
 """What wraps the model over ranks with the same weights."""
-
-
-_COUNT_BYTES = 8
-"""Bytes of the number of targets, which ranks that share a mesh add up."""
 
 
 @dataclass(frozen=True)
@@ -213,40 +209,6 @@ def _peers(cell: MeshCell) -> list[MeshCell]:
         return [replace(peer, pipeline_by="torch", compile=peer.compile if whole else "loss")]
     ways: tuple[TensorBy, ...] = ("torch",) if on_cpu else ("torch", "torch-async")
     return [replace(peer, tensor_by=way) for way in ways] if cell.tensor > 1 else [peer]
-
-
-def predicted_messages(cell: MeshCell, rank: int) -> float | None:
-    """Bytes that a rank sends in a step, by arithmetic.
-
-    None for pipelines, FSDP2 and torch's division of matrices, and for shards of several micro-batches or tied weights.
-    """
-    if cell.parallel.tensor_by_torch or cell.pipeline > 1:
-        return None
-    how, config, itemsize = cell.parallel, cell.config.part(cell.tensor), cell.precision.parameter_bytes
-    n_rows = cell.batch_size * cell.context_length // cell.context
-    place = rank // cell.tensor % cell.context
-    copied = n_rows // cell.tensor * config.d_model >= copied_from(cell.device)
-    by = cell.tensor_by if copied else MeshCell.tensor_by
-    sent = tensor_sent(config, n_rows, cell.keep, cell.tensor, itemsize, by=by, recipe=cell.recipe)
-    if cell.device != "cpu":  # where copies are no messages
-        del sent[SEND]
-    sent += context_sent(config, n_rows, cell.keep, cell.context, itemsize, rank=place, order=cell.context_order)
-    n_bytes, n_replicas, units = cell.accumulate * sent.total(), cell.world_size // cell.tensor, model_units(config)
-    if n_replicas == 1:
-        return n_bytes
-    if how.wrapper == "fsdp2":
-        return None
-    counted = _COUNT_BYTES if how.ranks_per_batch * how.replicas > 1 else 0
-    if how.wrapper == "fsdp":
-        n_shards, copies = n_replicas // how.replicas, 1 + (how.replicas > 1)
-        quantized = quantized_units(cell.recipe, config.n_layers)
-        messages = step_traffic(
-            units, n_shards, compute_bytes=itemsize, gradient_bytes=itemsize, quantized=quantized
-        ).messages
-        scattered, agreed = messages["reduce-scatter"] // n_shards, MAXIMA_BYTES * len(quantized)
-        of_data = messages["all-gather"] + copies * (scattered + messages["all-reduce"] - agreed) + agreed
-        return n_bytes + of_data + counted if cell.accumulate == 1 and not config.tie_embeddings else None
-    return n_bytes + config.n_parameters * itemsize + sum(map(len, units)) + counted  # a byte says who has a gradient
 
 
 def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:

@@ -9,7 +9,8 @@ from cs336_systems.costs.parallelism import step as costs
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.tensor import GroupRanks
 from cs336_systems.distributed.tensor_travel import TravellingRanks
-from cs336_systems.experiments.mesh import MeshCell, predicted_messages
+from cs336_systems.experiments.mesh import MeshCell
+from cs336_systems.experiments.mesh_messages import predicted_messages
 from cs336_systems.harness.traffic import Traffic
 from cs336_systems.ranks import Parallel
 

@@ -28,6 +28,7 @@ MEASURED = [
     replace(CELL, tensor=4, tensor_by="copies"),
     *(replace(FP8, **way) for way in ({}, {"tensor_by": "copies", "dtype": "bf16"}, {"weights": "fsdp"})),
     replace(FP8, tensor=1, weights="fsdp", replicas=2, fp8_skip_first=1),
+    *(replace(CELL, pipeline=2, accumulate=2, weights=weights) for weights in ("ddp", "fsdp")),
 ]
 OTHERS = [replace(CELL, tensor=2, weights="fsdp2"), replace(CELL, part="attention", context=4)]
 BY_AUTOGRAD = replace(CELL, part="attention", keep="autograd", attention="sdpa-flash")
@@ -119,6 +120,8 @@ def test_stages_of_both_are_measured():
     for metrics in on_ranks(measure_stages, 2):
         ours, torchs = ({metric.name for metric in own} for own in metrics)
         assert ours >= torchs | {"idle", "messages"}
+        found = {metric.name: metric.samples[0] for metric in metrics[0]}
+        assert found["messages"] == found["predicted_messages"] > 0
         assert torchs >= {"passes", "optimizer", "step", "tokens_per_s"}
     lines = MESH.lines(rows_of([STAGED, STAGED_BY_TORCH], metrics))
     assert [line.settings["pipeline_by"] for line in lines] == ["messages", "torch"]
