@@ -41,7 +41,7 @@ MATMUL_DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
 TERA = 1e12
 GB_PER_S = 1e9
-GIB = 1024**3
+MIB, GIB = 1024**2, 1024**3
 
 # Per direction, as datasheets state it; 128b/130b encoding takes 1.5 % of it and packet headers some more
 # (pinned copies reach 55.5 GB/s on an H200).

@@ -15,12 +15,12 @@ from cs336_systems.costs.communication import LINKS, Link, RingCost, cost, fit
 from cs336_systems.costs.fsdp import model_units
 from cs336_systems.costs.parallelism.forms import FeedForward, find_device
 from cs336_systems.costs.parallelism.scaling import LLAMA3_70B, ModelAndBatch
+from cs336_systems.hardware import MIB
 from cs336_systems.report.tables import Table, digits
 
 LAYER = FeedForward(8192, 28_672, 3)
 WORKLOAD = ModelAndBatch(LLAMA3_70B.n_parameters, 2**22, 8192)
 H100, TPU = find_device("h100"), find_device("tpu-v5p")
-MIB = 2**20
 DATASHEET = LINKS["nvlink4"]
 """The link that joins H100s and H200s of one host."""
 

@@ -12,9 +12,9 @@ from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.costs.attention import AttentionWork, attention_stages
 from cs336_systems.costs.memory import SavedTensor, block_saved_tensors, total_bytes
 from cs336_systems.experiments import precision
+from cs336_systems.hardware import MIB
 from cs336_systems.report.tables import Table, digits
 
-MIB = 2**20
 LARGE = "2.7b"
 """The size whose memory both handouts ask for; the 2026 one calls it xl."""
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.rates import OURS, Rates, Sustained
 from cs336_systems.costs.streaming import StreamedWork
-from cs336_systems.hardware import GIB, Hardware, hardware_named
+from cs336_systems.hardware import GIB, MIB, Hardware, hardware_named
 from cs336_systems.streaming.estimate import WorkSeconds
 from cs336_systems.streaming.plan import Keep, Plan
 
@@ -56,7 +56,6 @@ FITTED = (
     *("link_alone", "link_out_both", "narrow_forward", "narrow_backward"),
 )
 
-_MIB = 2**20
 _WORKSPACE, _WITHOUT_WORKSPACE = GIB // 2, 8192
 """What attention needs beside sequences of more than 8,192 tokens; its rules say 1 GiB, and steps ran that then do not
 fit. With half, ran or not is right for most cells."""
@@ -213,7 +212,7 @@ def _on_device(cell: Cell, work: StreamedWork, pairs: _Pairs) -> tuple[int, int,
     config, layer, chunk, n_layers = work.config, work.layer_bytes, work.chunk, work.config.n_layers
     d_model, words = config.d_model, config.vocab_size
     logits, row = chunk * words * 2, chunk * d_model * 2
-    fixed = 400 * _MIB + (_WORKSPACE if cell.length > _WITHOUT_WORKSPACE else 0)
+    fixed = 400 * MIB + (_WORKSPACE if cell.length > _WITHOUT_WORKSPACE else 0)
     fixed += 2 * 2 * max(chunk, cell.length) * config.d_kv * 2  # keys and values of a sequence, and their gradients
     fixed += 2 * 8 * words * d_model  # embedding and head with all their state
     fixed += 2 * pairs.chunks * row + 2 * row + pairs.products  # between layers, norms again, gradients of one pair

@@ -31,6 +31,7 @@ from cs336_systems.experiments.mesh import MESH
 from cs336_systems.experiments.model import step_table
 from cs336_systems.experiments.streaming import STREAMING_TABLE
 from cs336_systems.experiments.training import TRAINING_TABLE
+from cs336_systems.hardware import MIB
 from cs336_systems.profiling.traces.kernels import short_name
 from cs336_systems.report.tables import Table
 
@@ -84,7 +85,7 @@ CONSTANTS = {
     "H100": calculations.H100,
     "TPU": calculations.TPU,
     "NVLINK": calculations.DATASHEET,
-    "MIB": 2**20,
+    "MIB": MIB,
     "GIB": 2**30,
 }
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from cs336_systems.config import ModelConfig, Precision
-
-MIB = 1024**2
+from cs336_systems.hardware import MIB
 
 WIDE = 4
 """Norms, log-sum-exp and their saved inputs are at least fp32, whatever the parameters' dtype."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from cs336_systems.costs.communication import cost
+from cs336_systems.hardware import MIB
 
 FORMS = ("replicated", "owned", "scattered")
 
@@ -98,7 +99,7 @@ def state_bytes_by_rank(
     world_size: int,
     *,
     per_parameter: int = 2,
-    bucket_bytes: int = int(DEFAULT_BUCKET_SIZE_MB * 1024**2),
+    bucket_bytes: int = int(DEFAULT_BUCKET_SIZE_MB * MIB),
 ) -> list[int]:
     """Optimizer state of each rank: tensors like the parameters, without step counters.
 

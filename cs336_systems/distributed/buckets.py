@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cs336_systems.hardware import MIB
+
 T = TypeVar("T", bound=Tensor)
 
-MIB = 1024**2
 
 _BROADCAST_BYTES = 250 * MIB  # most that one broadcast packs into a temporary copy, unless a single tensor is larger
 

@@ -52,12 +52,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from cs336_systems.distributed.buckets import MIB, Bucket, broadcast_from_rank_0, partition, used_on_any_rank
+from cs336_systems.distributed.buckets import Bucket, broadcast_from_rank_0, partition, used_on_any_rank
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_schedule import inside_backward
 from cs336_systems.distributed.fsdp_units import is_unit
 from cs336_systems.distributed.process_group import check_same_across_ranks
 from cs336_systems.distributed.wrapped import Members, NotCopied, check_shapes_are_known
+from cs336_systems.hardware import MIB
 
 
 class _Average:

@@ -65,6 +65,7 @@ from cs336_systems.distributed.shards import (
     scattered_buckets,
 )
 from cs336_systems.distributed.wrapped import check_shapes_are_known
+from cs336_systems.hardware import MIB
 
 REDUCE_SCATTER, SHARD = "reduce-scatter", "shard"
 
@@ -177,7 +178,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for i, group in enumerate(groups, start=first):
             numbered = [f"parameter {j} of group {i}" for j in range(len(group["params"]))]
             self._names |= zip(group["params"], group.get("param_names", numbered), strict=True)
-        where = self.member, int(self.bucket_size_mb * 1024**2)
+        where = self.member, int(self.bucket_size_mb * MIB)
         if self.world_size == 1:
             self.pieces |= {parameter: Piece(0, parameter) for run in runs for parameter in run}
         elif self._scatter is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cs336_systems.config import ATTENTIONS
 from cs336_systems.costs.attention import AttentionWork
 from cs336_systems.declared import option, options_of
-from cs336_systems.experiments.driver import Experiment, one_stage, presented
+from cs336_systems.experiments.driver import Experiment, measured_by, one_stage, presented
 from cs336_systems.experiments.peers import Peer, PeerRun, interleaved
 from cs336_systems.report.results import MAIN, MISSING, Column, Line, ResultTable
 from cs336_systems.report.tables import Table, digits
@@ -23,8 +23,6 @@ from cs336_systems.report.tables import Table, digits
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-    from cs336_systems.harness.record import Metric
 
 MATERIALISED = ("reference", "reference-compiled")
 VARIANTS = (
@@ -177,13 +175,6 @@ def make_cells(options: Any) -> list[AttentionCell]:
     return sorted(interleaved(cells, options.repeat), key=lambda cell: (options.grid.index(cell.grid), cell.dtype))
 
 
-def measure(cell: AttentionCell) -> list[Metric]:
-    """Time, memory and error of one cell."""
-    from cs336_systems.experiments.attention_measure import measure_attention
-
-    return measure_attention(cell)
-
-
 PASSES = ("forward", "backward", "both")
 SETTINGS = (
     *("gpu", "device", "grid", "dtype", "batch_size", "heads", "kv_heads", "d_head", "length", "causal", "mask"),
@@ -229,7 +220,7 @@ EXPERIMENT = Experiment(
     AttentionCell,
     make_cells,
     one_stage(
-        measure,
+        measured_by("attention_measure"),
         # More processes would compile anew for each shape. What a cell still holds counts in no later one's peak.
         share=lambda cell: (cell.grid, cell.dtype),
     ),

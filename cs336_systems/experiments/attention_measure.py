@@ -53,7 +53,7 @@ class _Served:
     """The share that the mask leaves of the scores that ``AttentionWork`` counts."""
 
 
-def measure_attention(cell: AttentionCell) -> list[Metric]:
+def measure(cell: AttentionCell) -> list[Metric]:
     """Time, memory and error of one cell.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cs336_systems.config import ATTENTIONS, WRITTEN_OUT_ATTENTIONS, ModelConfig, resolve_size
 from cs336_systems.costs.kept import LEVELS, kept_names
 from cs336_systems.declared import option, options_of
-from cs336_systems.experiments.driver import Experiment, one_stage, presented
+from cs336_systems.experiments.driver import Experiment, measured_by, one_stage, presented
 from cs336_systems.experiments.options import every, resolved_sizes
 from cs336_systems.experiments.peers import Peer, PeerRun, interleaved
 from cs336_systems.report.results import MAIN, Column, ResultTable
@@ -19,8 +19,6 @@ from cs336_systems.report.results import MAIN, Column, ResultTable
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-    from cs336_systems.harness.record import Metric
 
 REFERENCE_BLOCKS = ("eager", "compiled")
 """Ways that run the reference block, whose backward is autograd's."""
@@ -95,13 +93,6 @@ def make_cells(options: Any) -> list[BlockCell]:
             f"--attention {' '.join(options.attention)}: a written-out block has {', '.join(WRITTEN_OUT_ATTENTIONS)}"
         )
     return interleaved(cells, options.repeat)
-
-
-def measure(cell: BlockCell) -> list[Metric]:
-    """Errors, time and memory of one way."""
-    from cs336_systems.experiments.block_measure import measure_block
-
-    return measure_block(cell)
 
 
 BLOCK_TABLE = ResultTable(
@@ -181,7 +172,7 @@ EXPERIMENT = Experiment(
     "benchmark_blocks",
     BlockCell,
     make_cells,
-    one_stage(measure, share=lambda cell: cell.subject),
+    one_stage(measured_by("block_measure", "measure_block"), share=lambda cell: cell.subject),
     presented(BLOCK_TABLE.of, {"": kept_figure}),
     ("forward", "backward", "step", "kept", "peak"),
     options=Options,

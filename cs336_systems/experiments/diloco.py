@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.parallelism.local_steps import sent_bytes_per_step
 from cs336_systems.declared import option, options_of
-from cs336_systems.experiments.driver import PRELOADED, Experiment, one_stage, presented
+from cs336_systems.experiments.driver import PRELOADED, Experiment, measured_by, one_stage, presented
 from cs336_systems.experiments.options import RunOptions, every
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
@@ -26,9 +26,6 @@ from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-    from cs336_systems.distributed.process_group import Rank
-    from cs336_systems.harness.record import Metric
 
 STDLIB = "stdlib"
 DATA_PARALLEL = "every-step"
@@ -198,13 +195,6 @@ def make_cells(options: Any) -> list[DilocoCell]:
     return sorted(dict.fromkeys(cells), key=lambda cell: (cell.repeat, cell.agree != DATA_PARALLEL))
 
 
-def measure(cell: DilocoCell, rank: Rank) -> list[Metric]:
-    """One run: held-out loss, tokens and bytes at each evaluation."""
-    from cs336_systems.experiments.diloco_measure import measure
-
-    return measure(cell, rank)
-
-
 def _data_parallel(line: Line) -> Line | None:
     """The line of data parallelism on as many replicas and the same tokens; None for itself."""
     if line.settings["agree"] == DATA_PARALLEL:
@@ -288,7 +278,7 @@ EXPERIMENT = Experiment(
     "benchmark_diloco",
     DilocoCell,
     make_cells,
-    one_stage(measure, lambda cell: cell.device),
+    one_stage(measured_by("diloco_measure"), lambda cell: cell.device),
     presented(TABLE.of, {"": loss_figure}),
     ("held_out_loss", "sent", "sent_per_token", "step"),
     options=Options,

@@ -12,6 +12,7 @@ from pathlib import Path
 from cs336_systems.case import Unsupported
 from cs336_systems.distributed.process_group import Rank, alone, on_rank_0
 from cs336_systems.experiments.diloco import STDLIB, DilocoCell
+from cs336_systems.hardware import MIB
 from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.agreement import agreement_of
 from cs336_systems.pretraining.preparation import default_data
@@ -22,7 +23,6 @@ _PATIENCE = timedelta(seconds=600)
 """The time for which replicas that live are waited for: nobody is to die here."""
 _TOLERANCE = 0.01
 """The share by which bytes may differ from arithmetic, which counts no losses, no reasons to stop and no padding."""
-MIB = 2**20
 
 
 class Watch:

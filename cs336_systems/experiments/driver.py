@@ -9,7 +9,8 @@ A question is one file, ``experiments/NAME.py``, in this order:
    with options that are no columns), with the smaller defaults of a CPU.
 4. ``make_cells(options)``: the grid, by ``every`` or ``training_cells``; ValueError, one sentence with the option and
    its value, for what no cell of this question can have.
-5. ``measure(cell)``, or ``measure(cell, rank)`` for cells with a ``world_size``: a list of ``Metric``.
+5. ``measure(cell)``, or ``measure(cell, rank)`` for cells with a ``world_size``: a list of ``Metric``; or the name of
+   a module beside it that has one, ``measured_by("kernel_measure")``.
 6. Its table (``report.results.ResultTable``) and figures, functions of rows.
 7. ``EXPERIMENT = Experiment(...)``; the command is ``main = command(EXPERIMENT, __doc__)``.
 
@@ -22,6 +23,7 @@ requests that are unsupported are answers as long as something was measured.
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import json
 import sys
@@ -70,6 +72,15 @@ Stages = Callable[[Any, Sequence[Any], "list[Outcome]"], Iterable[Stage]]
 def one_stage(measure: Callable[..., Any], share: Callable[[Any], Hashable] | None = None) -> Stages:
     """All cells by one function."""
     return lambda options, cells, outcomes: [Stage(cells, measure, share)]
+
+
+def measured_by(module: str, function: str = "measure") -> Callable[..., Any]:
+    """A function of a module of this folder, which is imported where it is called: it takes torch, a question none."""
+    return functools.partial(_call, f"{__package__}.{module}", function)
+
+
+def _call(module: str, function: str, *arguments: Any, **keywords: Any) -> Any:
+    return getattr(importlib.import_module(module), function)(*arguments, **keywords)
 
 
 Present = Callable[["list[Outcome]", Any, Path | None], int | None]

@@ -28,7 +28,7 @@ from cs336_systems.costs.parallelism.failures import (
     mean_time_between_failures,
 )
 from cs336_systems.declared import option, options_of
-from cs336_systems.experiments.driver import Experiment, one_stage, presented
+from cs336_systems.experiments.driver import Experiment, measured_by, one_stage, presented
 from cs336_systems.experiments.options import RunOptions, cell_of
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from cs336_systems.harness.record import Metric
     from cs336_systems.report.tables import Table
 
 REPLICAS, RESTART = "replicas", "restart"
@@ -170,13 +169,6 @@ def make_cells(options: Any) -> list[FailureCell]:
 
         Dataset.open(Path(options.data))
     return cells
-
-
-def measure(cell: FailureCell) -> list[Metric]:
-    """Measure a cell as ``failures_measure.py`` says."""
-    from cs336_systems.experiments import failures_measure
-
-    return failures_measure.measure(cell)
 
 
 def _replicated(line: Line, mtbf_s: float) -> ReplicatedJob | None:
@@ -329,7 +321,13 @@ def goodput_figure(rows: pd.DataFrame) -> Figure | None:
 
 
 EXPERIMENT = Experiment(
-    *("benchmark_failures", FailureCell, make_cells, one_stage(measure), presented(tables, {"": goodput_figure})),
+    *(
+        "benchmark_failures",
+        FailureCell,
+        make_cells,
+        one_stage(measured_by("failures_measure")),
+        presented(tables, {"": goodput_figure}),
+    ),
     ("next_step", "healed", "goodput", "loss"),
     options=Options,
 )

@@ -14,7 +14,7 @@ from cs336_systems.config import WRITTEN_OUT_ATTENTIONS, ModelConfig, Recipe, re
 from cs336_systems.costs.kept import kept_names
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.blocks import BlockCell
-from cs336_systems.experiments.driver import Experiment, one_stage, presented
+from cs336_systems.experiments.driver import Experiment, measured_by, one_stage, presented
 from cs336_systems.experiments.options import every, resolved_sizes
 from cs336_systems.experiments.peers import Peer, PeerRun, interleaved
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from cs336_systems.harness.record import Metric
     from cs336_systems.report.tables import Table
 
 RECIPES = {
@@ -115,13 +114,6 @@ def make_cells(options: Any) -> list[Fp8Cell]:
     return interleaved(cells, options.repeat)
 
 
-def measure(cell: Fp8Cell) -> list[Metric]:
-    """Time, rate and memory of one block, and the cosines of its gradients."""
-    from cs336_systems.experiments.block_measure import measure_fp8
-
-    return measure_fp8(cell)
-
-
 def _speedup(line: Line) -> Spread | None:
     """The time of the stored way over this one's, turn by turn."""
     stored = line.peer(how="stored")
@@ -183,7 +175,7 @@ EXPERIMENT = Experiment(
     "benchmark_fp8",
     Fp8Cell,
     make_cells,
-    one_stage(measure, share=lambda cell: cell.subject),
+    one_stage(measured_by("block_measure", "measure_fp8"), share=lambda cell: cell.subject),
     presented(table),
     ("forward", "backward", "step", "tflops", "least_cosine", "mean_cosine"),
     options=Options,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -24,8 +24,8 @@ from cs336_systems.config import PRECISIONS, Precision, resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.speed_of_light import least_ms
 from cs336_systems.declared import flag, like, option, options_of
-from cs336_systems.experiments.driver import Experiment, Stage
-from cs336_systems.experiments.options import RankedCase, RankedRun, in_turns, training_cells
+from cs336_systems.experiments.driver import Experiment, measured_by
+from cs336_systems.experiments.options import TORCH_AT_ITS_FASTEST, RankedCase, RankedRun, in_turns, training_cells
 from cs336_systems.experiments.ranked import (
     SCALING,
     SENT,
@@ -140,13 +140,7 @@ class Asked(RankedRun):
 
 Options: Any = options_of(FullyShardedCell, Asked, size=("xl",))
 
-_PEER: dict[str, Any] = {
-    **_OF_OURS,
-    **{name: getattr(RankedCase, name) for name in ("master", "offload", "kernels", *RECIPE)},
-    **{"fsdp": TORCH, "keep": "autograd", "attention": "sdpa-cudnn", "compile": "on", "optimizer": "torch-fused"},
-    "losses": 0,
-}
-"""Settings with which FSDP2 is as fast as it can be."""
+_PEER: dict[str, Any] = TORCH_AT_ITS_FASTEST | _OF_OURS | {"fsdp": TORCH, "losses": 0}
 
 
 def make_cells(options: Any) -> list[FullyShardedCell]:
@@ -166,13 +160,6 @@ def make_cells(options: Any) -> list[FullyShardedCell]:
     cells = training_cells(FullyShardedCell, options, inner=sides)
     policies = [canonical_policy(policy) for policy in options.peer_checkpoint]
     return in_turns(cells, lambda cell: [replace(cell, **_PEER, checkpoint=policy) for policy in policies])
-
-
-def stages(options: Any, cells: Sequence[FullyShardedCell], outcomes: list[Outcome]) -> list[Stage]:
-    """All cells by one measurement."""
-    from cs336_systems.experiments.fully_sharded_measure import measure
-
-    return list(with_effort(measure)(options, cells, outcomes))
 
 
 _WORK = {"gpu", "device", "size", "dtype", "batch_size", "accumulate", "context_length", "world_size"}
@@ -291,7 +278,7 @@ EXPERIMENT = Experiment(
     "benchmark_fsdp",
     FullyShardedCell,
     make_cells,
-    stages,
+    with_effort(measured_by("fully_sharded_measure")),
     present,
     (
         *("step", "tokens_per_s", "parameters", "gradients", "optimizer_state", "state_error", "peak_memory"),

@@ -24,7 +24,6 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.fully_sharded import DDP, OURS, FullyShardedCell
 from cs336_systems.experiments.ranked import (
     EFFORT,
-    MIB,
     Effort,
     PreparedStep,
     check_losses,
@@ -33,6 +32,7 @@ from cs336_systems.experiments.ranked import (
     sent_metric,
     time_metrics,
 )
+from cs336_systems.hardware import MIB
 from cs336_systems.harness.clock import WHOLE, PhaseTimes, in_gib, synchronize, time_phases_of_ranks
 from cs336_systems.harness.memory import PeakMeter, check_fit, is_predictable, predicted_states
 from cs336_systems.harness.provenance import sampled_state

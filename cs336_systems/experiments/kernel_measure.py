@@ -43,7 +43,7 @@ class Subject:
     backward_bytes: int = 0
 
 
-def measure_kernel(cell: KernelCell) -> list[Metric]:
+def measure(cell: KernelCell) -> list[Metric]:
     """Error, time, bandwidth and, on a GPU, memory of one cell.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.config import resolve_size
 from cs336_systems.declared import option, options_of
-from cs336_systems.experiments.driver import Experiment, one_stage, presented
+from cs336_systems.experiments.driver import Experiment, measured_by, one_stage, presented
 from cs336_systems.experiments.options import RunOptions, every
 from cs336_systems.experiments.peers import Peer
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
@@ -21,8 +21,6 @@ from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-    from cs336_systems.harness.record import Metric
 
 KERNELS = (
     *("rms_norm", "add_rms_norm", "swiglu", "rotary"),
@@ -132,13 +130,6 @@ def widths(kernel: str, sizes: Sequence[str]) -> list[int]:
     return sorted({config.d_ff if kernel.startswith("swiglu") else config.d_model for config in configs})
 
 
-def measure(cell: KernelCell) -> list[Metric]:
-    """Error, time, bandwidth and, on a GPU, memory of one cell."""
-    from cs336_systems.experiments.kernel_measure import measure_kernel
-
-    return measure_kernel(cell)
-
-
 def _worst(line: Line, prefix: str) -> str | None:
     """The largest of the metrics whose names begin so."""
     found = [row["median"] for name, row in line.metrics.items() if name.startswith(prefix)]
@@ -205,7 +196,7 @@ EXPERIMENT = Experiment(
     "benchmark_kernels",
     KernelCell,
     make_cells,
-    one_stage(measure, share=lambda cell: cell.device),
+    one_stage(measured_by("kernel_measure"), share=lambda cell: cell.device),
     presented(KERNEL_TABLE.of, {"": shares_figure}),
     ("forward", "forward_copy_share", "forward_extra", "backward", "backward_copy_share"),
     options=Options,

@@ -24,7 +24,7 @@ from cs336_systems.blocks import WrittenOutBlock, block_ops, block_products
 from cs336_systems.case import TrainingCase
 from cs336_systems.config import ModelConfig
 from cs336_systems.experiments.profile import file_stem
-from cs336_systems.hardware import GIB
+from cs336_systems.hardware import GIB, MIB
 from cs336_systems.harness.memory import is_predictable, predicted_bytes
 from cs336_systems.harness.record import Metric
 from cs336_systems.model import ModelOps, TransformerBlock
@@ -42,9 +42,8 @@ from cs336_systems.report.figures import save
 from cs336_systems.training import check_supported
 from cs336_systems.training.assemble import case_ops
 
-MIB = 1024**2
 COLOURS = dict(zip(CATEGORIES, ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#999999"), strict=True))
-_UNITS = {"GiB": 1024**3, "MiB": 1024**2, "KiB": 1024}
+_UNITS = {"GiB": GIB, "MiB": MIB, "KiB": 1024}
 _NARROW = 0.06
 """Share of the width below which a phase has its name written upright."""
 _LEAST_SHARE = 1e-3

@@ -5,7 +5,7 @@ add up; those along context and tensor share one. Scaling compares tokens/s per 
 same batch: it is 100 % where sharing costs nothing, and what is missing is communication, smaller matrices, and work
 that every rank does. Recorded steps (``--trace``) say how long nothing but communication runs.
 
-When all is measured, every parameter must be the same bits on the ranks that hold it alike, or the cell fails.
+``mesh_measure.py`` runs a cell.
 """
 
 from __future__ import annotations
@@ -22,24 +22,9 @@ from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.seconds import step_seconds
 from cs336_systems.costs.parallelism.step import COPIED_FROM_SINCE, copied_from
 from cs336_systems.declared import like, option, options_of
-from cs336_systems.experiments.driver import Experiment
-from cs336_systems.experiments.mesh_messages import predicted_messages
-from cs336_systems.experiments.mesh_timeline import measure_timeline
-from cs336_systems.experiments.options import RankedCase, RankedRun, in_turns, training_cells
-from cs336_systems.experiments.ranked import (
-    EFFORT,
-    MIB,
-    SCALING,
-    Effort,
-    PreparedStep,
-    check_replicas,
-    peak_metrics,
-    recording_name,
-    scaling,
-    time_metrics,
-    with_earlier_rows,
-    with_effort,
-)
+from cs336_systems.experiments.driver import Experiment, measured_by
+from cs336_systems.experiments.options import TORCH_AT_ITS_FASTEST, RankedCase, RankedRun, in_turns, training_cells
+from cs336_systems.experiments.ranked import SCALING, recording_name, scaling, with_earlier_rows, with_effort
 from cs336_systems.hardware import find_hardware
 from cs336_systems.ranks import PIPELINE, SPLIT_BY_TORCH, TORCH_CONTEXT_ORDERS, Parallel, PipelineBy, TensorBy
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
@@ -47,9 +32,6 @@ from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-    from cs336_systems.distributed.process_group import Rank
-    from cs336_systems.harness.record import Metric
 
 DATA = {"ddp": "bucketed", "fsdp": "fsdp", "fsdp2": "fsdp2"}
 """What wraps the model over ranks with the same weights."""
@@ -186,71 +168,22 @@ def make_cells(options: Any) -> list[MeshCell]:
     return cells
 
 
-_PEER: dict[str, Any] = {
-    **{name: getattr(RankedCase, name) for name in ("master", "offload", "kernels", *RECIPE)},
-    **{"keep": "autograd", "attention": "sdpa-cudnn", "compile": "on", "optimizer": "torch-fused"},
-}
-"""Settings with which torch's model is as fast as it can be."""
-
-
 def _peers(cell: MeshCell) -> list[MeshCell]:
     """The cells of torch's tensor or context parallelism or pipelines beside a cell of this suite's."""
     if cell.attention_alone:
         if cell.tensor > 1 or not (cell.written_out and cell.device.startswith("cuda")):
             return []
-        peer = replace(cell, **_PEER | {"compile": "off"})  # nothing in it would be compiled
+        peer = replace(cell, **TORCH_AT_ITS_FASTEST | {"compile": "off"})  # nothing in it would be compiled
         return [replace(peer, context_order=order) for order in TORCH_CONTEXT_ORDERS] if cell.context > 1 else [peer]
     if cell.world_size not in (cell.tensor, cell.pipeline) or cell.parallel.by_torch:
         return []
     on_cpu = {"attention": "reference", "compile": "off"} if cell.device == "cpu" else {}
-    peer = replace(cell, **_PEER | on_cpu)
+    peer = replace(cell, **TORCH_AT_ITS_FASTEST | on_cpu)
     if cell.pipeline > 1:
         whole = on_cpu or cell.pipeline_schedule not in SPLIT_BY_TORCH
         return [replace(peer, pipeline_by="torch", compile=peer.compile if whole else "loss")]
     ways: tuple[TensorBy, ...] = ("torch",) if on_cpu else ("torch", "torch-async")
     return [replace(peer, tensor_by=way) for way in ways] if cell.tensor > 1 else [peer]
-
-
-def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
-    """Everything about one cell; the recording is of rank 0.
-
-    Raises:
-        PredictedOutOfMemory: the step would not fit beside those of this machine's other ranks.
-        RuntimeError: ranks that hold the same weights ended with different ones.
-        FloatingPointError: the loss is not finite.
-    """
-    from cs336_systems.harness.clock import in_gib, time_phases_of_ranks
-    from cs336_systems.harness.memory import PeakMeter, check_fit
-    from cs336_systems.harness.record import Metric
-    from cs336_systems.profiling.communication import communication_metrics, record_phases_of_ranks
-    from cs336_systems.profiling.traces import kineto
-
-    if cell.attention_alone:
-        from cs336_systems.experiments.mesh_attention import measure_attention
-
-        return measure_attention(cell, rank, effort)
-    predicted = None if cell.parallel.by_torch else check_fit(cell, rank=rank)
-    meter, prepared = PeakMeter(rank.device), PreparedStep(cell, rank)
-    phases = prepared.phases()
-    times = time_phases_of_ranks(phases, rank, steps=cell.steps, warmup=effort.warmup(cell))
-    metrics = time_metrics(times, cell) + peak_metrics(meter, rank)
-    metrics += in_gib(predicted_peak=predicted) if predicted is not None else []
-    if cell.repeat == 0 and not cell.parallel.by_torch and cell.cuda_graph == "off":  # else collectives are unseen
-        sent = prepared.sent()
-        metrics += [
-            Metric("collectives", "per step", [len(sent)]),
-            Metric("messages", "MiB per step", [sum(each.n_bytes for each in sent if each.kind != "recv") / MIB]),
-        ]
-        if (predicted_bytes := predicted_messages(cell, rank.rank)) is not None:
-            metrics.append(Metric("predicted_messages", "MiB per step", [predicted_bytes / MIB]))
-    check_replicas(prepared)
-    if cell.pipeline > 1 and not cell.parallel.by_torch:
-        return metrics + measure_timeline(prepared, effort.recording(cell))
-    if (path := effort.recording(cell)) is not None:
-        record_phases_of_ranks(phases, prepared.step.model, rank, path if rank.rank == 0 else None)
-        if rank.rank == 0:
-            metrics += communication_metrics(kineto.read(path))
-    return metrics
 
 
 def predicted_ms(line: Line) -> float | None:
@@ -370,7 +303,7 @@ EXPERIMENT = Experiment(
     "benchmark_parallelism",
     MeshCell,
     make_cells,
-    with_effort(measure),
+    with_effort(measured_by("mesh_measure")),
     with_earlier_rows(MESH.of),
     ("step", "tokens_per_s", "waited", "peak_memory", "predicted_peak"),
     options=Options,

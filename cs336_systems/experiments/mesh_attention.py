@@ -4,11 +4,8 @@ With a hand-written backward it is this suite's; with keep autograd an attention
 shares among context ranks if the order says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,17 +13,15 @@ from cs336_systems.attention.dispatch import attention_op, unsupported_reason
 from cs336_systems.blocks import block_ops
 from cs336_systems.case import Unsupported
 from cs336_systems.distributed.context import context_ops
+from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.torch_context import sharing_by_torch
+from cs336_systems.experiments.mesh import MeshCell
 from cs336_systems.experiments.ranked import Effort, peak_metrics, time_metrics
 from cs336_systems.harness.clock import time_phases_of_ranks
 from cs336_systems.harness.memory import PeakMeter
+from cs336_systems.harness.record import Metric
 from cs336_systems.training.assemble import mesh_of
 from cs336_systems.training.precision import parameter_dtype
-
-if TYPE_CHECKING:
-    from cs336_systems.distributed.process_group import Rank
-    from cs336_systems.experiments.mesh import MeshCell
-    from cs336_systems.harness.record import Metric
 
 
 def attention_phases(cell: MeshCell, rank: Rank) -> dict[str, Callable[[], None]]:

@@ -4,19 +4,22 @@ A stage is idle while none of its operations runs, until the last stage is done.
 lists with the measured mean time of each operation of each part: it says what the order of work alone leaves idle.
 """
 
-from __future__ import annotations
-
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from cs336_systems.costs.parallelism.pipeline import TimedOperation, Timeline, timed
-
-if TYPE_CHECKING:
-    from cs336_systems.costs.parallelism.schedules import Operation
-    from cs336_systems.experiments.ranked import PreparedStep
-    from cs336_systems.harness.record import Metric
+from cs336_systems.costs.parallelism.schedules import Operation
+from cs336_systems.experiments.ranked import PreparedStep
+from cs336_systems.harness.clock import synchronize
+from cs336_systems.harness.record import Metric
+from cs336_systems.report.figures import save
+from cs336_systems.report.pipelines import pipelines_figure
 
 
 def measure_timeline(prepared: PreparedStep, path: Path | None) -> list[Metric]:
@@ -25,8 +28,6 @@ def measure_timeline(prepared: PreparedStep, path: Path | None) -> list[Metric]:
     Args:
         path: where a recording would be: a picture of both timelines, predicted above measured, is drawn beside it.
     """
-    from cs336_systems.harness.record import Metric
-
     measured = record_timeline(prepared)
     predicted = timed(measured.plan, mean_times(measured))
     rank, how = prepared.rank, prepared.cell.parallel
@@ -43,9 +44,6 @@ def measure_timeline(prepared: PreparedStep, path: Path | None) -> list[Metric]:
 
 def record_timeline(prepared: PreparedStep) -> Timeline:
     """Run a step and note when each operation of each stage of this rank's pipeline ran, in ms; a collective."""
-    import torch
-    import torch.distributed as dist
-
     step: Any = prepared.step
     pipeline, device = step.pipeline, prepared.rank.device
     notes: list[tuple[Operation, Any, Any]] = []
@@ -78,8 +76,8 @@ def record_timeline(prepared: PreparedStep) -> Timeline:
         prepared.step.optimizer.zero_grad(set_to_none=True)
     finally:
         del pipeline.run
+    synchronize(device)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         own = [(op, begin.elapsed_time(start), begin.elapsed_time(end)) for op, start, end in notes]
     else:
         own = [(op, 1e3 * (start - begin), 1e3 * (end - begin)) for op, start, end in notes]
@@ -103,11 +101,6 @@ def mean_times(measured: Timeline) -> list[Mapping[str, float]]:
 
 def _draw(title: str, predicted: Timeline, measured: Timeline, path: Path) -> None:
     """Draw both timelines, and say on stderr where."""
-    import sys
-
-    from cs336_systems.report.figures import save
-    from cs336_systems.report.pipelines import pipelines_figure
-
     shown = {
         f"{name}: {100 * each.bubble_fraction:.1f} % idle in {each.span:,.0f} ms": each
         for name, each in (("predicted from mean times", predicted), ("measured", measured))

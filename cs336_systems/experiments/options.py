@@ -98,6 +98,12 @@ class RankedCase(TimedCase):
     )
 
 
+TORCH_AT_ITS_FASTEST: dict[str, Any] = {
+    **{name: getattr(TrainingCase, name) for name in ("master", "offload", "kernels", *RECIPE)},
+    **{"keep": "autograd", "attention": "sdpa-cudnn", "compile": "on", "optimizer": "torch-fused"},
+}
+"""The settings of a training case in which torch's own ways to share it are as fast as they can be."""
+
 Cell = TypeVar("Cell", bound=TimedCase)
 AnyCell = TypeVar("AnyCell")
 Kinds = Sequence[Mapping[str, Any]]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from cs336_systems.costs.communication import cost
 from cs336_systems.experiments.driver import Present, Stage, Stages, presented
 from cs336_systems.experiments.options import RankedCase
+from cs336_systems.hardware import MIB
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from cs336_systems.report.results import Line
     from cs336_systems.report.tables import Table
     from cs336_systems.training import TrainStep
-
-MIB = 1024**2
 
 _COLLECTIVES = {
     "allreduce": "all_reduce",

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 BYTES, FLOP = 8, 2
 """Bytes per element (four read, four written), and FLOPs per multiply-add."""
 CEILING, COMPILED, EAGER = "ceiling", "compiled", "eager"
-_FMAS = (1, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _MOST_CHAINS = 64
 """Chains that are compiled in one process; Inductor unrolls each, so that one of 512 takes seconds."""
 _MOST_EAGER = 16

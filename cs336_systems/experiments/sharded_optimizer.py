@@ -26,6 +26,7 @@ from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment, presented
 from cs336_systems.experiments.options import RankedCase, RankedRun, training_cells
 from cs336_systems.experiments.ranked import EFFORT, Effort, check_losses, time_metrics, with_effort
+from cs336_systems.hardware import MIB
 from cs336_systems.ranks import Parallel
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
@@ -119,7 +120,7 @@ def measure(cell: ShardingCell, rank: Rank, *, effort: Effort = EFFORT) -> list[
     fullest = max(on_every_rank(lambda: readings), key=lambda of_rank: of_rank["after_step_optimizer_state"])
     sizes = [parameter.nbytes for parameter in model.parameters()]
     form = "owned" if cell.sharding == "torch-zero" else cell.sharding  # torch's ZeRO deals tensors out as owned does
-    bucket_bytes = int(cell.bucket_size_mb * 1024**2)
+    bucket_bytes = int(cell.bucket_size_mb * MIB)
     moments = max(state_bytes_by_rank(form, sizes, rank.world_size, per_parameter=2, bucket_bytes=bucket_bytes))
     predicted = in_gib(
         predicted_parameters=sum(sizes),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.declared import flag, option, options_of
-from cs336_systems.experiments.driver import Experiment, Stage, presented
+from cs336_systems.experiments.driver import Experiment, Stage, measured_by, presented
 from cs336_systems.experiments.options import RunOptions, cell_of
 from cs336_systems.hardware import hardware_named
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
@@ -182,17 +182,15 @@ def _check_tokens(context_length: int, chunk: int, tokens_per_step: int) -> None
 
 def stages(options: Any, cells: Sequence[StreamingCell], outcomes: list[Outcome]) -> list[Stage]:
     """All cells, with pictures beside the rows if they are asked for; those that are simulated share a process."""
-    from cs336_systems.experiments.streaming_measure import measure, measure_peer
-
     pictures = options.out if options.timeline else None
     own, peers = ([cell for cell in cells if bool(cell.peer) is wanted] for wanted in (False, True))
-    streamed = partial(measure, pictures=pictures, explain=options.explain)
+    streamed = partial(measured_by("streaming_measure"), pictures=pictures, explain=options.explain)
     return [
         *(
             Stage(list(same), streamed, share=lambda cell: cell.simulated_device or cell)
             for _, same in itertools.groupby(own, lambda cell: isinstance(cell, RingCell))
         ),
-        Stage(peers, measure_peer),
+        Stage(peers, measured_by("streaming_measure", "measure_peer")),
     ]
 
 

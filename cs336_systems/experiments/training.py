@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cs336_systems.config import ATTENTIONS, MODEL_SIZES, resolve_size
 from cs336_systems.costs.kept import check_known
 from cs336_systems.declared import like, option, options_of
-from cs336_systems.experiments.driver import Experiment, one_stage, presented
+from cs336_systems.experiments.driver import Experiment, measured_by, one_stage, presented
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.experiments.options import RunOptions, cell_of
 from cs336_systems.pretraining.options import TrainOptions
@@ -28,9 +28,6 @@ from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-    from cs336_systems.distributed.process_group import Rank
-    from cs336_systems.harness.record import Metric
 
 TORCHAO = {"torchao-tensorwise": "e4m3-e5m2", "torchao-rowwise": "e4m3-row"}
 """Ways of torchao, and the recipe of ours that has the same formats and scales."""
@@ -241,13 +238,6 @@ def _library(how: str) -> str:
     return ", ".join(found)
 
 
-def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
-    """Measure a cell as ``training_measure.py`` says."""
-    from cs336_systems.experiments import training_measure
-
-    return training_measure.measure(cell, rank)
-
-
 def _speedup(line: Line) -> Spread | None:
     stored = None if line.settings["recipe"] == "stored" else line.peer(recipe="stored")
     return line.repeats_over("tokens_per_s", stored)
@@ -437,7 +427,7 @@ EXPERIMENT = Experiment(
     "benchmark_training",
     TrainingRunCell,
     make_cells,
-    one_stage(measure, lambda cell: cell.seconds + 30.0),
+    one_stage(measured_by("training_measure"), lambda cell: cell.seconds + 30.0),
     presented(TRAINING_TABLE.of, {"": partial(rates_figure, others={})}),
     ("tokens_per_s", "step", "speed_of_light", "peak_memory"),
     options=Options,

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.hardware import MIB
 from cs336_systems.model import REFERENCE_OPS, ModelOps
 from cs336_systems.model.layers import RotaryEmbedding
 from cs336_systems.model.transformer import TransformerBlock
 from cs336_systems.training.precision import autocast, matmul_precision, parameter_dtype
-
-MIB = 1024**2
 
 ACTIVATION, PARAMETER_COPY, PARAMETER, TABLE, GRADIENT = (
     "activation",

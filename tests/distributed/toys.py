@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs336_systems.distributed.buckets import MIB
 from cs336_systems.distributed.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.hardware import MIB
 
 LADDER = {
     "naive": NaiveDDP,

@@ -20,7 +20,7 @@ from cs336_systems.experiments.attention import (
     comparison_table,
     time_over,
 )
-from cs336_systems.experiments.attention_measure import make_variant, measure_attention
+from cs336_systems.experiments.attention_measure import make_variant, measure
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from tests.benchmarks.commands import cells_of
 
@@ -33,7 +33,7 @@ def cell(**values) -> AttentionCell:
 
 
 def measured(**values):
-    return {metric.name: metric.samples for metric in measure_attention(cell(**values))}
+    return {metric.name: metric.samples for metric in measure(cell(**values))}
 
 
 def test_bad_values_are_named():

@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 
 from cs336_systems.costs.parallelism.failures import ReplicatedJob, mean_time_between_failures
-from cs336_systems.experiments.failures import Options, goodput_figure, make_cells, measure, tables
-from cs336_systems.experiments.failures_measure import Kill, kills_of_replicas, kills_of_restarts, of_the_run
+from cs336_systems.experiments.failures import Options, goodput_figure, make_cells, tables
+from cs336_systems.experiments.failures_measure import Kill, kills_of_replicas, kills_of_restarts, measure, of_the_run
 from cs336_systems.harness.record import Metric, parse_samples
 from cs336_systems.pretraining.replica_options import Fault, faults_of
 from cs336_systems.pretraining.run_records import (

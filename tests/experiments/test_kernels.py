@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cs336_systems.case import Unsupported
-from cs336_systems.experiments.kernel_measure import _outputs, errors, measure_kernel
+from cs336_systems.experiments.kernel_measure import _outputs, errors, measure
 from cs336_systems.experiments.kernel_peers import PEERS as PEERS_KERNELS
 from cs336_systems.experiments.kernel_subjects import SUBJECTS
 from cs336_systems.experiments.kernels import KERNELS, PEERS, KernelCell
@@ -55,7 +55,7 @@ def test_what_cannot_be_measured_is_unsupported(monkeypatch):
         ("rms_norm", 256, "ours", "need a CUDA device"),
     ):
         with pytest.raises(Unsupported, match=said):
-            measure_kernel(cell(kernel, how, rows=8, width=width))
+            measure(cell(kernel, how, rows=8, width=width))
 
 
 def test_names_of_peers_are_those_that_run():
@@ -69,7 +69,7 @@ def test_a_peer_that_refuses_a_shape_is_unsupported(monkeypatch):
 
     monkeypatch.setitem(PEERS_KERNELS["torch"], "grad_norm", lambda: refuses)
     with pytest.raises(Unsupported, match="^torch: requires V to be a multiple of 256"):
-        measure_kernel(cell("grad_norm", "torch"))
+        measure(cell("grad_norm", "torch"))
 
 
 def test_losses_alone_have_vocabularies():
@@ -105,7 +105,7 @@ def test_ours_rotates_in_place_what_the_others_have_in_memory_of_their_own():
 def test_bandwidth_is_of_the_bytes_that_must_move(monkeypatch):
     monkeypatch.setattr("cs336_systems.experiments.kernel_measure.measure_copy", lambda device: [50.0])
     own = cell("rms_norm", "eager", rows=64, width=48)
-    found = {metric.name: metric.samples for metric in measure_kernel(own)}
+    found = {metric.name: metric.samples for metric in measure(own)}
     x, weight = 64 * 48 * 4, 48 * 4
     for name, n_bytes in (("forward", 2 * x + weight), ("backward", 3 * x + 2 * weight)):
         assert found[f"{name}_bandwidth"] == pytest.approx([1e-6 * n_bytes / ms for ms in found[name]])
@@ -122,7 +122,7 @@ def test_bandwidth_is_of_the_bytes_that_must_move(monkeypatch):
 def test_others_kernels_compute_the_same(kernel, peer):
     try:
         shape = {"device": "cuda", "dtype": "bf16", "rows": 512, "width": 1024}
-        theirs, eager = (measure_kernel(cell(kernel, how, **shape)) for how in (peer, "eager"))
+        theirs, eager = (measure(cell(kernel, how, **shape)) for how in (peer, "eager"))
     except Unsupported as missing:
         pytest.skip(str(missing))
     allowed = {metric.name: 8 * metric.samples[0] + 2**-9 for metric in eager if metric.name.startswith("error")}
@@ -139,9 +139,7 @@ def test_our_kernels_are_as_exact_as_the_formula(kernel, dtype):
     by_16 = "quantize" in kernel or kernel in ("transpose_bytes", "cross_entropy")
     rows, width = (512, 1008) if by_16 else (507, 1024 if kernel == "rotary" else 1000)  # heads of 128
     shape = {"device": "cuda", "dtype": dtype, "rows": rows, "width": width}
-    ours, eager = (
-        {m.name: m.samples[0] for m in measure_kernel(cell(kernel, how, **shape))} for how in ("ours", "eager")
-    )
+    ours, eager = ({m.name: m.samples[0] for m in measure(cell(kernel, how, **shape))} for how in ("ours", "eager"))
     for kind in ("error_out", "error_grad"):  # ours may return in one tensor what the formula returns in two
         own, formula = (
             max((found[name] for name in found if name.startswith(kind)), default=0.0) for found in (ours, eager)

@@ -6,7 +6,8 @@ import pytest
 from torch.distributed.tensor.debug import CommDebugMode
 
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.experiments.mesh import EXPERIMENT, MESH, PLAIN, MeshCell, make_cells, measure, predicted_ms
+from cs336_systems.experiments.mesh import EXPERIMENT, MESH, PLAIN, MeshCell, make_cells, predicted_ms
+from cs336_systems.experiments.mesh_measure import measure
 from cs336_systems.experiments.ranked import scaling
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows

@@ -11,7 +11,8 @@ import torch
 from cs336_systems.config import resolve_size
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.experiments.block_measure import with_float8
-from cs336_systems.experiments.training import TRAINING_TABLE, Options, make_cells, measure, rates_figure
+from cs336_systems.experiments.training import TRAINING_TABLE, Options, make_cells, rates_figure
+from cs336_systems.experiments.training_measure import measure
 from cs336_systems.harness.record import parse_samples, read_rows
 from cs336_systems.pretraining.peer import peer_model
 from tests.distributed.checks import on_ranks
