@@ -195,8 +195,6 @@ MODEL_SIZES: dict[str, ModelConfig] = {
     )
 }
 
-HANDOUT_SIZES = ("small", "medium", "large", "xl", "2.7b", "10b")
-
 SIZE_ALIASES = {"xl-2026": "2.7b"}
 """The 2026 handout calls the 2025 handout's 2.7b row "xl"."""
 
@@ -367,6 +365,8 @@ blocks with AdamW for all else."""
 
 MODES = ("forward", "backward", "step")
 """forward: without gradients; backward: forward and backward; step: forward, backward and optimizer."""
+PHASES = ("forward", "backward", "optimizer")
+"""The phases of a step, in their order."""
 
 
 def phase_of(part: str) -> str:

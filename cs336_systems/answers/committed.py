@@ -111,7 +111,6 @@ class Rows:
         return float(self.frame()[column].mean())
 
     def sum(self, column: str) -> float:
-        """The sum of a column."""
         return float(self.frame()[column].sum())
 
     def most(self, column: str) -> dict[str, Any]:

@@ -155,7 +155,6 @@ class Row:
 
 
 def read_rows(path: Path = ROWS) -> list[Row]:
-    """The rows of a file."""
     with path.open(newline="", encoding="utf-8") as file:
         return [
             Row(row["machine"], row["options"], float(row["tokens_per_s"]), int(row["n_steps"]))

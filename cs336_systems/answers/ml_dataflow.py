@@ -122,7 +122,6 @@ class Placed(Plan):
 
 
 def read_cells(path: Path = CELLS) -> list[Cell]:
-    """The cells of a file."""
     with path.open(newline="", encoding="utf-8") as file:
         return [
             Cell(

@@ -46,7 +46,6 @@ class Lanes(NamedTuple):
     """The operations of one rank, in the order in which it enqueues them."""
 
     lanes: Sequence[str]
-    """Lane of each operation."""
     amounts: Sequence[float]
     """Bytes of each copy and message; seconds, alone on the device, of every other operation."""
     waits: Sequence[Sequence[int]]

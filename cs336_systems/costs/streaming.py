@@ -27,14 +27,15 @@ SwiGLU and optimizer at the memory's. Launches of kernels and Python are left ou
 """
 
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import NamedTuple
 
-from cs336_systems.config import ADAPTED, PRECISIONS, Lora, ModelConfig, Precision, Recipe
+from cs336_systems.config import PRECISIONS, Lora, ModelConfig, Precision, Recipe
 from cs336_systems.costs.flops import forward_flops, model_flops
 from cs336_systems.costs.kept import LEVELS as ALL_LEVELS
 from cs336_systems.costs.kept import STORED, kept_names, kept_sizes, recomputed, recomputed_flops
 from cs336_systems.costs.memory import WIDE, rotary_bytes
+from cs336_systems.costs.products import adapter_numbers, operand_bytes_per_flop, quantizing_bytes, tiles
 from cs336_systems.costs.rates import Rates
 
 LEVELS = ALL_LEVELS[:3]
@@ -47,10 +48,6 @@ MASTER_MOMENTS = {"exp_avg": 4, "exp_avg_sq": 4, "master": 4}
 
 HEAD_TOKENS = 2048
 """Tokens whose logits exist at a time: 32,768 x 4096 x 151,936 take 183 ms, as with twice as many (LOG.md)."""
-
-TILE = 256
-"""Columns of one tile of cuBLASLt's usual kernels. Where they do not divide a matrix, as the 896 of 0.5B, another
-kernel can be faster: it saved 2.4 % of 0.5B's step in bf16 and 3.8 % in fp8, nothing of 7B's (LOG.md)."""
 
 ADD_ROWS_SHARE = 1 / 18
 """The share of the memory's rate that an embedding's backward reaches (measured: 8,192 rows of 4096 in 1.5 to 1.7 ms,
@@ -181,9 +178,9 @@ class StreamedWork:
         return ("weights",) if self.lora else ("weights", "gradients", "moments")
 
     @property
-    def streamed_moments(self) -> tuple[tuple[str, int], ...]:
-        """``moments`` if they may stream, else none."""
-        return () if self.lora else self.moments
+    def streamed_moments(self) -> tuple[str, ...]:
+        """The names of ``moments`` if they may stream, else none."""
+        return () if self.lora else tuple(name for name, _ in self.moments)
 
     @cached_property
     def trained_parameters(self) -> int:
@@ -210,7 +207,7 @@ class StreamedWork:
             "products": of["qkv"] - apart + of["residual"] + of["gate_up"],
             "dy": self.chunk * config.d_model * width,
             "dcontext": context * WIDE,  # sums over chunks
-            **{name: n * config.n_block_parameters for name, n in self.streamed_moments},
+            **{name: n * config.n_block_parameters for name, n in self.moments if name in self.streamed_moments},
         }
 
     def item_bytes(self, what: str) -> int:
@@ -224,7 +221,7 @@ class StreamedWork:
     @property
     def state_bytes(self) -> int:
         """Bytes of weights, gradients and moments of one layer."""
-        moments = sum(self.item_bytes(name) for name, _ in self.streamed_moments)
+        moments = sum(map(self.item_bytes, self.streamed_moments))
         return self.layer_bytes + self.item_bytes("gradients") + moments
 
     @property
@@ -314,35 +311,14 @@ class StreamedWork:
         length = 2 * (chunk % self.chunks_per_sequence) * self.chunk + self.batch[1]
         attention = rates.attention(self.config.d_head, length)[kind == "backward"]
         products = rates.quantized if self.recipe.quantized and kind != "head" else rates.products
-        traffic = amounts.traffic + self._quantizing_bytes(kind) + rates.added * self.gradient_bytes(kind)
-        operands = rates.operands * self._operand_bytes_per_flop(kind) * amounts.products
-        multiplied = amounts.products * self._tiles(kind) / products
+        config, tokens, recipe = self.config, self.chunk, self.recipe
+        quantizing = quantizing_bytes(config, tokens, recipe, kind)
+        traffic = amounts.traffic + quantizing + rates.added * self.gradient_bytes(kind)
+        per_flop = operand_bytes_per_flop(config, tokens, self.precision.parameter_bytes, recipe, kind)
+        operands = rates.operands * per_flop * amounts.products
+        multiplied = amounts.products * tiles(config, kind, frozen=self.lora is not None) / products
         computed = multiplied + operands / rates.products + amounts.attention / attention
         return computed + traffic / rates.memory
-
-    @cache  # noqa: B019
-    def _tiles(self, kind: str) -> float:
-        """FLOPs of whole tiles of ``TILE`` columns over the FLOPs of the products.
-
-        It is 1 for gradients of weights, of which either side can be the columns.
-        """
-        d_model = self.config.d_model
-        if kind == "head":
-            both = _whole(self.config.vocab_size) + _whole(d_model)
-            return both / 2 if self.lora else (both + 1) / 3
-        shapes = self._shapes
-        flops = sum(k * n for k, n in shapes)
-        forward = sum(k * n * _whole(n) for k, n in shapes) / flops
-        if kind != "backward":
-            return forward
-        backward = sum(k * n * _whole(k) for k, n in shapes) / flops
-        return backward if self.lora else (backward + 1) / 2
-
-    @property
-    def _shapes(self) -> tuple[tuple[int, int], ...]:
-        """(columns read, columns written) of a block's products in forward."""
-        d_model, d_ff = self.config.d_model, self.config.d_ff
-        return (d_model, self.config.d_qkv), (self.config.d_query, d_model), (d_model, 2 * d_ff), (d_ff, d_model)
 
     def gradient_bytes(self, kind: str) -> int:
         """Bytes of the gradients of weights, or of adapters, that an operation's products add to."""
@@ -350,29 +326,6 @@ class StreamedWork:
             return self.trained_parameters * self.precision.parameter_bytes if kind == "backward" else 0
         head = self.config.vocab_size * self.config.d_model * self.precision.parameter_bytes
         return {"backward": self.layer_bytes, "head": head}.get(kind, 0)
-
-    @cache  # noqa: B019
-    def _operand_bytes_per_flop(self, kind: str) -> float:
-        """Bytes that a product of (m, k) and (k, n) loads and stores for each of its FLOPs, on average over a block."""
-        config, tokens, width = self.config, self.chunk, self.precision.parameter_bytes
-        d_model, words = config.d_model, config.vocab_size
-        if kind == "head":
-            return width * (tokens * (d_model + words) + d_model * words) / (2 * tokens * d_model * words)
-        shapes = self._shapes
-        n_bytes = sum(width * (tokens * (k + n) + k * n) for k, n in shapes)
-        in_fp8 = 3 / 4 if self.recipe.quantized else 1.0  # half of what is loaded and stored
-        return in_fp8 * n_bytes / sum(2 * tokens * k * n for k, n in shapes)
-
-    def _quantizing_bytes(self, kind: str) -> int:
-        """Bytes that quantized blocks move besides: operands once more, transposed, and gradients read and written so.
-
-        What precedes a matmul writes its operand in fp8 instead of bf16, so that this costs nothing.
-        """
-        if not self.recipe.quantized:
-            return 0
-        d_model, d_ff, d_query, d_qkv = self.config.d_model, self.config.d_ff, self.config.d_query, self.config.d_qkv
-        per_token = {"forward": 2 * d_model + d_query + d_ff, "backward": 4 * (d_qkv + 2 * d_model + 2 * d_ff)}
-        return self.chunk * per_token.get(kind, 0)
 
     def _amounts(self, kind: str, chunk: int, level: str) -> "_Amounts | None":
         """The work of one operation; None of one that does not compute."""
@@ -385,7 +338,7 @@ class StreamedWork:
         behind = products - 2 * tokens * d_model * config.d_qkv
         always = recomputed(config, *self.batch, self.precision, "products").traffic_bytes
         adapters = 2 * tokens * self.trained_parameters if self.lora else 0
-        passes = {name: row * n for name, n in self._adapter_passes.items()}
+        passes = {name: row * n for name, n in adapter_numbers(config, self.lora).items()}
         match kind:
             case "forward":  # two norms and a sum 6 d, rotation 2 (d_query + d_kv), SwiGLU 3 d_ff
                 traffic = row * (6 * d_model + 2 * d_query + 2 * d_kv + 3 * d_ff) + passes["forward"]
@@ -424,22 +377,9 @@ class StreamedWork:
                 return _Amounts(0, 0, self._optimizer_bytes(0 if self.lora else self._fixed_parameters))
         return None
 
-    @cached_property
-    def _adapter_passes(self) -> dict[str, int]:
-        """Numbers of each token that the thin products of adapters read and write, by kind of operation."""
-        on = self.lora.on if self.lora else ()
-        adapted = [shape for name, shape in zip(ADAPTED, self._shapes, strict=True) if name in on]
-        forward = sum(k + 2 * n for k, n in adapted)  # x is read, y added to
-        return {"forward": forward, "backward": sum(4 * k + 2 * n for k, n in adapted)}  # x, dy twice; dx added to
-
     def _optimizer_bytes(self, parameters: int) -> int:
         """Bytes that the optimizer moves: it reads weights, gradients and moments and writes weights and moments."""
         return parameters * (3 * self.precision.parameter_bytes + 2 * sum(n for _, n in self.moments))
-
-
-def _whole(columns: int) -> float:
-    """Columns rounded up to whole tiles, over columns."""
-    return -(-columns // TILE) * TILE / columns
 
 
 class _Amounts(NamedTuple):

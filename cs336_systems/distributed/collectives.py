@@ -66,7 +66,6 @@ class Exchange:
         self.sent.copy_(self._pattern)
 
     def run(self) -> None:
-        """Run the collective once."""
         match self.collective:
             case "all_reduce":
                 dist.all_reduce(self.sent)

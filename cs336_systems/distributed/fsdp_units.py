@@ -210,7 +210,6 @@ class _CalledByRunner(NotCopied):
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether the module is a unit already."""
     return isinstance(module, _CalledByRunner)
 
 

@@ -211,7 +211,6 @@ ATTENTION = ResultTable(
 
 
 def tables(rows: pd.DataFrame) -> list[Table]:
-    """A table for each grid."""
     return [ATTENTION.of(own) for _, own in rows.groupby("grid", sort=False)]
 
 

@@ -28,7 +28,7 @@ from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.replica_options import Fault
 from cs336_systems.pretraining.replicas import train_replicas
-from cs336_systems.pretraining.run_log import LOG
+from cs336_systems.pretraining.run_log import LOG, Sink
 from cs336_systems.pretraining.run_records import (
     Dropped,
     Evaluation,
@@ -181,13 +181,10 @@ def measure(cell: FailureCell) -> list[Metric]:
     return metrics
 
 
-class _Silent:
+class _Silent(Sink):
     """A sink that shows nothing."""
 
     def write(self, record: Record) -> None:
-        pass
-
-    def close(self) -> None:
         pass
 
 
@@ -324,7 +321,7 @@ def _listen(rank: Connection, told: list[Record], progress: Progress, until: int
             return True
 
 
-class _Sender:
+class _Sender(Sink):
     """A sink that hands records on to the watcher."""
 
     def __init__(self, connection: Any) -> None:
@@ -332,9 +329,6 @@ class _Sender:
 
     def write(self, record: Record) -> None:
         self._connection.send(record)
-
-    def close(self) -> None:
-        pass
 
 
 def _be_a_rank(connection: Any, variables: dict[str, str], options: TrainOptions) -> None:

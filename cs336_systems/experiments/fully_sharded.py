@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from cs336_systems.case import RECIPE, TrainingCase
-from cs336_systems.config import PRECISIONS, Precision, resolve_size
+from cs336_systems.config import PHASES, PRECISIONS, Precision, resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.speed_of_light import least_ms
 from cs336_systems.declared import flag, like, option, options_of
@@ -219,8 +219,6 @@ FULLY_SHARDED = ResultTable(
     ),
 )
 """One line per cell: step times, states and peak, communication and waits for weights."""
-
-PHASES = ("forward", "backward", "optimizer")
 
 
 def recorded_lines(rows: pd.DataFrame) -> list[Line]:

@@ -44,7 +44,6 @@ class HarnessCell:
 
 
 def make_cells(options: Options) -> list[HarnessCell]:
-    """Every kernel."""
     return [HarnessCell(options.device, subject, options.rounds, options.seed) for subject in SUBJECTS]
 
 

@@ -47,7 +47,6 @@ class RunOptions:
 
     @classmethod
     def default(cls, device: str) -> Self:
-        """The defaults on a device."""
         return cls() if device == "cuda" else cls(device="cpu", **cls.CPU_DEFAULTS)
 
 

@@ -39,7 +39,6 @@ def run(question: Any) -> int:
 
 
 def table(caption: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> "Table":
-    """A table of an answer."""
     import pandas as pd
 
     from cs336_systems.report.tables import Table

@@ -44,7 +44,6 @@ class Peer:
 
     @property
     def variant(self) -> str:
-        """The implementation."""
         return getattr(self, self.WAY)
 
     @property
@@ -87,7 +86,6 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
 
 
 def error_metric(name: str, error: float) -> Metric:
-    """A relative error as a metric."""
     from cs336_systems.harness.record import Metric
 
     return Metric(f"error_{name}", "relative", [error])

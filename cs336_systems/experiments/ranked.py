@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cs336_systems.config import PHASES
 from cs336_systems.costs.communication import cost
 from cs336_systems.experiments.driver import Present, Stage, Stages, presented
 from cs336_systems.experiments.options import RankedCase
@@ -113,7 +114,6 @@ class Effort:
 
     @classmethod
     def of(cls, options: Any) -> Effort:
-        """The effort that the options ask for."""
         return cls(options.later_warmup, getattr(options, "trace", None), getattr(options, "recorded", ()))
 
     def warmup(self, cell: RankedCase) -> int:
@@ -249,7 +249,7 @@ def _draw_recording(title: str, path: Path) -> None:
     stem = path.name.removesuffix(".json.gz")
     try:
         trace = kineto.read(path)
-        draw_timeline(trace, ["forward", "backward", "optimizer"], title, path.with_name(f"{stem}.png"))
+        draw_timeline(trace, PHASES, title, path.with_name(f"{stem}.png"))
         draw_two_blocks(trace, f"{title}: backward of two blocks", path.with_name(f"{stem}-blocks.png"))
     except (TraceError, OSError) as error:
         print(f"no picture of {title}: {error}", file=sys.stderr)

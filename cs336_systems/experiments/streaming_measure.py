@@ -178,12 +178,10 @@ def _run(
 
 
 def _most(value: float, rank: Rank | None) -> float:
-    """The largest value of all ranks."""
     return value if rank is None else largest(value, rank)
 
 
 def _mean(value: float, rank: Rank | None) -> float:
-    """The mean over all ranks."""
     return value if rank is None else sum(on_every_rank(lambda: value)) / rank.world_size
 
 
@@ -239,8 +237,6 @@ def shares(choice: ChosenPlan, times: LaneTimes) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class PeerCase(TrainingCase):
-    """A step of a peer."""
-
     peer: str = "compiled"
 
     @property

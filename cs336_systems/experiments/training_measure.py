@@ -32,6 +32,7 @@ from cs336_systems.pretraining.dataset import write_random_conversations, write_
 from cs336_systems.pretraining.loader import Loader, Sequences
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.peer import peer_model, peer_optimizer, peer_step
+from cs336_systems.pretraining.run_log import Sink
 from cs336_systems.pretraining.run_records import Light, LoggedStep, Memory, Record
 from cs336_systems.pretraining.stop_requests import StopRequests
 from cs336_systems.pretraining.trainer import train
@@ -45,7 +46,7 @@ _N_LEFT = 3
 first before which all ranks know, and its record is read a step late."""
 
 
-class Watch:
+class Watch(Sink):
     """A sink that ends the run once its steps after the first ones take so many seconds.
 
     It asks the run to end as a user would, so that all ranks end at the same step, ``n_left`` from then on.
@@ -68,9 +69,6 @@ class Watch:
             if self.steady and not self._asked and taken >= self._cell.seconds:
                 self._asked = True
                 signal.raise_signal(signal.SIGTERM)
-
-    def close(self) -> None:
-        pass
 
     @property
     def steady(self) -> list[LoggedStep]:

@@ -223,7 +223,6 @@ def phase_metrics(times: PhaseTimes) -> list[Metric]:
 
 
 def rate(name: str, unit: str, amount: float, samples_ms: Sequence[float]) -> Metric:
-    """The amount per second of each sample."""
     return Metric(name, unit, [amount / (ms / 1e3) for ms in samples_ms], derived=True)
 
 

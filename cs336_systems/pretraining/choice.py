@@ -35,7 +35,6 @@ class Choice:
     """Why, in a sentence."""
 
     def of(self, options: TrainOptions) -> TrainOptions:
-        """The options with this choice."""
         chosen: dict[str, Any] = asdict(self)
         del chosen["said"]
         return replace(options, accumulate=1, **chosen | {"offload": tuple(self.offload)})

@@ -73,7 +73,6 @@ class Sequences:
 
     @property
     def fingerprint(self) -> list[int]:
-        """As of the stream."""
         return fingerprint(self.stream)
 
     def mean(self, values: Mapping[str, float]) -> float:

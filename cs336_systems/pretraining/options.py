@@ -272,7 +272,6 @@ class TrainOptions(_Options):
 
     @classmethod
     def default(cls, device: str) -> Self:
-        """The defaults on a device."""
         return cls() if device == "cuda" else cls(device="cpu", **cls.CPU_DEFAULTS)
 
     def settled(self) -> Self:

@@ -348,7 +348,6 @@ class ReplicaAgreement(Agreement, ABC):
 
 
 def name_of(life: str) -> str:
-    """The name of a replica by its life."""
     return life.rpartition("/")[0]
 
 

@@ -328,7 +328,7 @@ def be_the_lighthouse(connection: Any, port: int, join_timeout_ms: int) -> None:
     server.shutdown()
 
 
-class _Speaker:
+class _Speaker(Sink):
     """A sink that tells the watch how this replica trains."""
 
     def __init__(self, connection: Any) -> None:
@@ -337,9 +337,6 @@ class _Speaker:
     def write(self, record: Record) -> None:
         if isinstance(record, Session | LoggedStep | Dropped | Membership):
             self._connection.send(("record", record))
-
-    def close(self) -> None:
-        pass
 
 
 class _Trouble:

@@ -50,10 +50,11 @@ _DTYPES: dict[Any, str] = {int: "int64", float: "float64", float | None: "float6
 
 
 class Sink(Protocol):
-    """Takes every record; OSError if it cannot take this one."""
+    """Takes every record; OSError if it cannot take this one. Who inherits it has nothing to close."""
 
     def write(self, record: Record) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return None
 
 
 class LogFile:
@@ -112,7 +113,6 @@ class RunLog:
         self._hand(record, self._sinks)
 
     def say(self, text: str, level: Level = "info") -> None:
-        """Write a message."""
         self.write(Message(text, level))
 
     def close(self) -> None:
@@ -217,7 +217,6 @@ class Run:
     torn: int
 
     def all(self, kind: type[Kind]) -> tuple[Kind, ...]:
-        """Every record of a kind."""
         return tuple(record for record in self.records if isinstance(record, kind))
 
     def last(self, kind: type[Kind]) -> Kind | None:

@@ -93,11 +93,9 @@ class JsonTokenizer:
         return []
 
     def token(self, token_id: int) -> str | None:
-        """The token of an id, None if there is none."""
         return self._definition.id_to_token(token_id)
 
     def vocabulary(self) -> dict[str, int]:
-        """Ids by token."""
         return self._definition.get_vocab(with_added_tokens=True)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:

@@ -142,8 +142,6 @@ def run_prepared(
 
 
 class _Run:
-    """A run under way."""
-
     def __init__(
         self,
         prepared: PreparedRun,
@@ -220,7 +218,6 @@ class _Run:
         return Outcome(self._options.out, self._first_step, self._made, reason, self._complaint, best)
 
     def _fail(self, error: Exception) -> None:
-        """Log the error and the end of the run."""
         self._tell_saves(self._saver.wait())
         self._log.say(str(error), "error")
         self._log.write(End(self._made, "failed"))

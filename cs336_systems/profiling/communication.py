@@ -26,6 +26,7 @@ from pathlib import Path
 import pandas as pd
 from torch import nn
 
+from cs336_systems.config import PHASES
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup
 from cs336_systems.distributed.process_group import Rank
@@ -100,22 +101,20 @@ def single_steps(trace: Trace) -> list[Trace]:
     return [replace(trace, ranges=trace.ranges.drop(index=steps.difference([step]))) for step in steps]
 
 
-def breakdown(
-    trace: Trace, phases: tuple[str, ...] = ("forward", "backward", "optimizer")
-) -> dict[tuple[str, str], list[float]]:
-    """Milliseconds of each recorded step by phase and kind; the phases are in the order in which they run.
+def breakdown(trace: Trace) -> dict[tuple[str, str], list[float]]:
+    """Milliseconds of each recorded step by phase and kind.
 
     Raises:
         TraceError: a phase is not in the recording.
     """
     kind_of = {label: _OWN.get(label, "elementwise") for label in CLASSES}
-    samples_ms: dict[tuple[str, str], list[float]] = {(phase, kind): [] for phase in phases for kind in KINDS}
+    samples_ms: dict[tuple[str, str], list[float]] = {(phase, kind): [] for phase in PHASES for kind in KINDS}
     steps = trace.instances(STEP)
     for index in steps.index:
         window = steps.loc[[index]]
         ops = trace.operations(window)
         kinds = ops["name"].map(kernel_class).map(kind_of)
-        for phase, span in _spans(trace, window, ops, phases).items():
+        for phase, span in _spans(trace, window, ops).items():
             claimed = 0
             for n, kind in enumerate(KINDS[:-1], start=1):
                 reached = length(intersection(union(ops[kinds.isin(KINDS[:n])]), span))
@@ -125,17 +124,17 @@ def breakdown(
     return samples_ms
 
 
-def _spans(trace: Trace, step: pd.DataFrame, ops: pd.DataFrame, phases: tuple[str, ...]) -> dict[str, Intervals]:
+def _spans(trace: Trace, step: pd.DataFrame, ops: pd.DataFrame) -> dict[str, Intervals]:
     """The time of each phase on the device, one after the other, from the step's begin to its last kernel's end."""
     begins, end = [int(step["start"].iloc[0])], int(ops["end"].max())
-    for phase in phases[1:]:
+    for phase in PHASES[1:]:
         launched = trace.operations(trace.during(trace.instances(phase), step))
         own = launched[launched["name"].map(kernel_class) != COMMUNICATION]
         begins.append(max(begins[-1], int(own["start"].min()) if len(own) else end))
     ends = [*begins[1:], end]
     return {
         phase: pd.DataFrame({"start": [start], "end": [end]}).to_numpy()
-        for phase, start, end in zip(phases, begins, ends, strict=True)
+        for phase, start, end in zip(PHASES, begins, ends, strict=True)
     }
 
 

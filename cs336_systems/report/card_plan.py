@@ -169,7 +169,6 @@ def segments(plan: CardPlan) -> dict[str, int]:
 
 
 def seconds_by_class(plan: CardPlan, way: Way) -> dict[str, float]:
-    """Return the seconds of a step by class of kernel."""
     if way.streamed is not None:
         return {"kernels": way.seconds.compute, "waiting for copies": way.seconds.waiting}
     how: dict[str, Any] = {"moments": plan.moments, "recipe": way.recipe, "offload": way.offload}
@@ -213,7 +212,6 @@ def train_arguments(plan: CardPlan, way: Way) -> str:
 
 
 def fp8_pays(plan: CardPlan) -> str:
-    """Return a sentence on whether fp8 pays on this card."""
     if not plan.hardware.peak("fp8"):
         return f"fp8: {plan.hardware.name} has no products in fp8."
     fp8, bf16 = plan.best.get("fp8"), plan.best.get("bf16")

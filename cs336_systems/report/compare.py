@@ -121,7 +121,6 @@ def ratio_interval(new: Processes, old: Processes, seed: int = 0) -> tuple[float
 
 
 def pooled_median(processes: Processes) -> float:
-    """The median of the processes' medians."""
     return float(np.median([np.median(samples) for samples in processes]))
 
 

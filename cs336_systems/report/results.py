@@ -130,7 +130,6 @@ class Column:
     little: bool = False
 
     def show(self, line: Line) -> str:
-        """The cell of a line."""
         found = line.median(self.value) if isinstance(self.value, str) else self.value(line)
         if found is None or isinstance(found, str):
             return found or MISSING
@@ -188,7 +187,6 @@ class ResultTable:
         return Table(caption, frame, {column.header: column.note for column in shown if column.note}, ranks)
 
     def lines(self, rows: pd.DataFrame) -> list[Line]:
-        """The cells."""
         from cs336_systems.harness.runs import newest_run, pooled
 
         settings = [name for name in self.settings if name in rows.columns]

@@ -1,6 +1,6 @@
 """Recorded steps on a time line, as PNG: a step whole, and the backward of two of its blocks close up.
 
-    draw_timeline(trace, ["forward", "backward", "optimizer"], title, path)
+    draw_timeline(trace, PHASES, title, path)
     draw_two_blocks(trace, title, path)
 
 The ranges are above, by thread and depth, and what the device did is below, by stream. The ranges are when the host
@@ -79,10 +79,9 @@ def draw_timeline(
     phases: Sequence[str],
     title: str,
     path: Path,
-    step: int = -1,
     between: tuple[int, int] | None = None,
 ) -> None:
-    """Draw one recorded step, by default the last.
+    """Draw the last recorded step.
 
     Args:
         phases: the ranges that are drawn again where their operations ran, "forward" and so on.
@@ -90,10 +89,9 @@ def draw_timeline(
 
     Raises:
         TraceError: the trace holds no step.
-        IndexError: it holds fewer steps than asked for.
         OSError: the file cannot be written.
     """
-    window = trace.instances(STEP).iloc[[step]]
+    window = trace.instances(STEP).iloc[[-1]]
     zero, caller = int(window["start"].iloc[0]), int(window["tid"].iloc[0])
     ops, ranges = trace.operations(window), trace.during(trace.ranges, window)
     start, end = between or (zero, max(int(window["end"].iloc[0]), int(ops["end"].max())))
@@ -142,7 +140,7 @@ def draw_timeline(
     figure.savefig(path, dpi=160)
 
 
-def draw_two_blocks(trace: Trace, title: str, path: Path, step: int = -1) -> None:
+def draw_two_blocks(trace: Trace, title: str, path: Path) -> None:
     """Draw the part of a step that ``two_blocks`` finds.
 
     Raises:
@@ -150,17 +148,18 @@ def draw_two_blocks(trace: Trace, title: str, path: Path, step: int = -1) -> Non
         OSError: the file cannot be written.
     """
     blocks = [name for name in trace.ranges["name"].unique() if _BLOCK.search(name)]
-    draw_timeline(trace, blocks, title, path, step, two_blocks(trace, step))
+    draw_timeline(trace, blocks, title, path, two_blocks(trace))
 
 
-def two_blocks(trace: Trace, step: int = -1) -> tuple[int, int]:
-    """From when to when (ns) the backward of two blocks of one recorded step runs on the device, with the collectives
-    that are two blocks' share of the step.
+def two_blocks(trace: Trace) -> tuple[int, int]:
+    """From when to when (ns) the backward of two blocks of the last recorded step runs on the device.
+
+    The collectives that are two blocks' share of the step are among it.
 
     Raises:
         TraceError: the trace holds no step, no backward of two blocks, or no collectives.
     """
-    window = trace.instances(STEP).iloc[[step]]
+    window = trace.instances(STEP).iloc[[-1]]
     ranges = trace.during(trace.ranges, window)
     blocks = ranges[ranges["name"].map(lambda name: _BLOCK.search(name) is not None)]
     if len(blocks) < 2:

@@ -18,21 +18,19 @@ from functools import cache, partial
 
 from cs336_systems.costs.lanes import LANES, Lanes, LaneTimes, simulate, simulate_ranks
 from cs336_systems.costs.rates import Rates
-from cs336_systems.streaming.order import (
+from cs336_systems.streaming.order import Task, compute_order, forward_order
+from cs336_systems.streaming.plan import STATE_RINGS, Plan
+from cs336_systems.streaming.schedule import Held, Item, Kind, Lane, Operation, Place, Region, Ring, Schedule, Slot
+from cs336_systems.streaming.slots import (
     EVICTION_LAG,
     GROUPED,
     Stay,
-    Task,
-    compute_order,
     find_stays,
-    forward_order,
     is_resident,
     is_state,
     resident_slot,
     ring_of,
 )
-from cs336_systems.streaming.plan import STATE_RINGS, Plan
-from cs336_systems.streaming.schedule import Held, Item, Kind, Lane, Operation, Place, Region, Ring, Schedule, Slot
 
 
 def build(plan: Plan) -> Schedule:
@@ -146,8 +144,6 @@ class _Waits:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy that is to be placed."""
-
     need: int
     """The operation of the compute lane that uses what comes in, or that wrote what goes out."""
     item: Item
@@ -170,7 +166,7 @@ class _Builder:
 
     def run(self) -> Schedule:
         plan, group = self.plan, self.plan.work.chunks_per_sequence
-        names, item_bytes = [name for name, _ in plan.work.streamed_moments], plan.work.item_bytes
+        names, item_bytes = plan.work.streamed_moments, plan.work.item_bytes
         residents = {what: len(plan.resident_layers(what)) for what in (*STATE_RINGS, "moments")}
         layers = plan.work.layers
         state = [Item(what, k) for k in layers for what in ("weights", *names)]

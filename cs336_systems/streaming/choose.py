@@ -23,9 +23,9 @@ from cs336_systems.costs.streaming import MOMENTS, StreamedWork
 from cs336_systems.hardware import GIB
 from cs336_systems.streaming.build import build, schedule_times
 from cs336_systems.streaming.estimate import WorkSeconds, best_keep, neighbours
-from cs336_systems.streaming.order import TooFewSlotsError
 from cs336_systems.streaming.plan import ORDERS, RESIDENTS, Keep, Order, Plan
 from cs336_systems.streaming.schedule import BACKWARDS, Schedule
+from cs336_systems.streaming.slots import TooFewSlotsError
 
 DEVICE_OVERHEAD = int(1.05 * GIB)
 """Bytes of the CUDA context and kernels (measured on an H200: 0.74 GiB), of cuBLAS's workspaces and of what torch
@@ -114,7 +114,6 @@ class ChosenPlan:
 
     @cached_property
     def host_parts(self) -> dict[str, int]:
-        """Bytes on the host."""
         regions = {name: region.n_bytes for name, region in self.schedule.regions.items()}
         return {"process": self.caps.host_overhead} | regions
 
@@ -374,5 +373,4 @@ def _ranked(rated: Iterable[tuple[Plan, float]]) -> list[Plan]:
 
 
 def _least(plan: Plan) -> Plan:
-    """The same plan that keeps the least."""
     return replace(plan, keep=plan.keep_bounds[0])

@@ -111,7 +111,6 @@ class MemoryMap:
         return cls(dtype, parts, states, adapters)
 
     def n_bytes(self, what: str) -> int:
-        """Bytes of an item."""
         return sum(part.n_bytes for part in self.parts[what])
 
     def views(self, memory: Tensor, what: str) -> dict[str, Tensor]:

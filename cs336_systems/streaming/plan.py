@@ -105,7 +105,6 @@ class Plan:
 
     @property
     def round_tokens(self) -> int:
-        """Tokens of a round."""
         return self.work.chunk * self.chunks
 
     @property
@@ -115,7 +114,6 @@ class Plan:
 
     @property
     def round_sequences(self) -> int:
-        """Sequences of a round."""
         return self.round_tokens // self.work.context_length
 
     @property
@@ -203,7 +201,7 @@ class Plan:
     @cached_property
     def moment_bytes(self) -> int:
         """Bytes of what the optimizer keeps of a layer."""
-        return sum(self.work.item_bytes(name) for name, _ in self.work.streamed_moments)
+        return sum(map(self.work.item_bytes, self.work.streamed_moments))
 
     @cached_property
     def slot_bytes(self) -> dict[str, int]:
@@ -211,8 +209,7 @@ class Plan:
         found = {ring: self.work.item_bytes(ring) for ring in LEAST_SLOTS[self.order]}
         found["context"] *= self.work.chunks_per_sequence
         if self.moments < self.n_layers:
-            moments = [self.work.item_bytes(name) for name, _ in self.work.streamed_moments]
-            found["products"] = max([found["products"], *moments])
+            found["products"] = max([found["products"], *map(self.work.item_bytes, self.work.streamed_moments)])
         return found
 
     @cached_property
@@ -281,7 +278,6 @@ class Plan:
 
     @cached_property
     def host_state_bytes(self) -> int:
-        """Bytes of state that lies on the host."""
         return self.updated_bytes + (self.n_layers - self.gradients) * self.work.item_bytes("gradients")
 
     def _in_flight_bytes(self, keep: Keep) -> int:

@@ -46,7 +46,6 @@ class Cut(NamedTuple):
 
     tokens_per_step: int | None = None
     chunk: int | None = None
-    """Tokens of a chunk."""
     chunks: int | None = None
     """Chunks of a round."""
 
@@ -58,7 +57,6 @@ class Deal(NamedTuple):
     first: int = 0
     """``first`` of ``Share.dealt``."""
     lead: int = 0
-    """``lead`` of ``Plan``."""
 
 
 def choose_ring(

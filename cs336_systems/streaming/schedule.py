@@ -54,8 +54,6 @@ class Lane(StrEnum):
 
 
 class Kind(StrEnum):
-    """The kind of an operation."""
-
     FETCH = "fetch"
     """Copies an item from its place on the host into a slot."""
     EVICT = "evict"

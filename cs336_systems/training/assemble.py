@@ -58,18 +58,17 @@ from cs336_systems.training.product_choice import products_of
 from cs336_systems.training.step import TrainStep, cross_entropy, masked_cross_entropy
 
 
-def assemble(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps = REFERENCE_OPS) -> TrainStep:
+def assemble(case: TrainingCase, rank: Rank | None = None) -> TrainStep:
     """Build the model, apply what the case asks for, and return its training step.
 
     Args:
         rank: this process among those that share the step; it decides the device.
-        ops: the operations where the case does not replace them.
 
     Raises:
         Unsupported: the device, the attention or the checkpointing cannot do what the case asks for (a ValueError).
         ValueError: a name in the case is unknown.
     """
-    return finish(build_model(case, rank, ops=ops), case, rank)
+    return finish(build_model(case, rank), case, rank)
 
 
 def mesh_of(case: TrainingCase, rank: Rank | None) -> Mesh | None:
@@ -94,14 +93,14 @@ def mesh_of(case: TrainingCase, rank: Rank | None) -> Mesh | None:
     )
 
 
-def build_model(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps = REFERENCE_OPS) -> TransformerLM:
+def build_model(case: TrainingCase, rank: Rank | None = None) -> TransformerLM:
     """Steps 1 to 3 but for the loss: the model of this rank before it is wrapped; raises as ``assemble``."""
     device = rank.device if rank else torch.device(case.device)
     check_supported(case, device)
     if case.matmul_kernels == "measured":
         choose(products_of(case, device))
         torch.cuda.empty_cache()
-    return build_unchecked(case, device, mesh_of(case, rank), ops)
+    return build_unchecked(case, device, mesh_of(case, rank))
 
 
 def build_unchecked(

@@ -300,7 +300,6 @@ def dry_run(
 
 
 def _dry_run_of(case: TrainingCase, mode: str, world_size: int, number: int, workspace_bytes: int) -> PeakMemory:
-    """``dry_run`` of the rank of this number."""
     on_cuda = case.device.startswith("cuda")
     live = LiveStorages(cuda_block_bytes if on_cuda else int)
     dtype = "fp32" if case.precision.autocast else case.dtype

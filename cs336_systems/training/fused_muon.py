@@ -28,7 +28,6 @@ class FusedMuon(Muon, FusedAdamW):
         super().__init__(params, *args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ``Muon.add_param_group``."""
         super().add_param_group(param_group)
         if param_group.get(MUON):
             self._matrices.update(self.param_groups[-1]["params"])

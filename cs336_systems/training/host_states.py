@@ -156,7 +156,6 @@ class HostGradients:
         self._link.release()
 
     def forget(self) -> None:
-        """Clear all gradients."""
         for coming in self._coming.values():
             coming.wait()
         for left in (self._coming, self._sums, self._arrived):

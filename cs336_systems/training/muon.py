@@ -77,7 +77,6 @@ class WholeMatrices:
     """Matrices that this rank has whole."""
 
     def shape(self, matrix: Tensor) -> torch.Size:
-        """The shape of the whole matrix."""
         return matrix.shape
 
     def together(self, matrices: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:

@@ -32,10 +32,10 @@ def bars(axes):
 
 def test_each_operation_is_drawn_where_it_ran_in_the_colour_of_its_class(trace, tmp_path, drawn):
     assert len(set(CLASS_COLOURS.values())) == len(CLASSES)
-    draw_timeline(trace, PHASES, "a title", path := tmp_path / "step.png", step := 0)
+    draw_timeline(trace, PHASES, "a title", path := tmp_path / "step.png")
     assert path.exists()
     _, device = drawn[0].axes
-    window = trace.instances(STEP).iloc[[step]]
+    window = trace.instances(STEP).iloc[[-1]]
     ops, zero = trace.operations(window), window["start"].iloc[0]
     expected = [
         ((start - zero) / MS, (end - start) / MS, CLASS_COLOURS[kernel_class(name)])

@@ -158,7 +158,7 @@ class _Model:
         own = {Item("context", *at)} & keys
         weights, x, products = Item("weights", layer), Item("input", *at), Item("products", *at)
         attention, dy = Item("attention", *at), Item("dy", 0, r, chunk)
-        lora, state = plan.work.lora, {Item(name, layer) for name, _ in plan.work.streamed_moments}
+        lora, state = plan.work.lora, {Item(name, layer) for name in plan.work.streamed_moments}
         gradients = set() if lora else {Item("gradients", layer)}
         uses_level = operation.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
         again = self.restores(layer)  # of this layer's x, by then
@@ -244,7 +244,7 @@ class _Model:
                 expected[Kind.NORM, layer, plan.rounds - 1, 0] = 1
         if self.done != expected:
             raise ScheduleError(f"not a whole step: {(self.done - expected) + (expected - self.done)}")
-        state = {Item(what, k) for k in work.layers for what in ("weights", *(n for n, _ in work.streamed_moments))}
+        state = {Item(what, k) for k in work.layers for what in ("weights", *work.streamed_moments)}
         ends = dict(self.schedule.slots) | dict(self.schedule.places)
         if set(ends) != state:
             raise ScheduleError(f"state without a home: {state ^ set(ends)}")

@@ -8,9 +8,10 @@ from cs336_systems.config import Lora, ModelConfig
 from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, Share, StreamedWork
 from cs336_systems.streaming.build import build
 from cs336_systems.streaming.memory import MemoryMap
-from cs336_systems.streaming.order import TooFewSlotsError, compute_order
+from cs336_systems.streaming.order import compute_order
 from cs336_systems.streaming.plan import ORDERS, Keep, Plan
 from cs336_systems.streaming.schedule import Held, Item, Operation, Ring, Schedule, Slot
+from cs336_systems.streaming.slots import TooFewSlotsError
 
 CHUNK = 16
 LORA = Lora(8, 12.0, ("qkv", "gate_up", "down"))

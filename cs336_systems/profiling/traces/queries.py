@@ -41,7 +41,6 @@ def union(ops: pd.DataFrame) -> Intervals:
 
 
 def length(intervals: Intervals) -> int:
-    """Total nanoseconds."""
     return int((intervals[:, 1] - intervals[:, 0]).sum())
 
 
