@@ -6,6 +6,7 @@ others are in ``outside.csv``, each with its source and the date on which the so
 
 import csv
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,22 @@ import pandas as pd
 
 from cs336_systems.answers.committed import NotMeasured
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.experiments.training import APART, COMMAND, TORCHAO, WAYS, fastest, over_one_rank
+from cs336_systems.experiments.training import COMMAND, TORCHAO, UNSHARDED, fastest
 from cs336_systems.report.results import MISSING
 from cs336_systems.report.tables import Table, digits
 
 OUTSIDE = Path(__file__).with_name("outside.csv")
 
 _SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
+APART = "ranks apart"
+WAYS: dict[str, dict[str, object]] = {
+    "ZeRO-1": {"zero": 1, "apart": "off"},
+    "ZeRO-3, collectives": {"zero": 3, "gather_by": "collectives", "apart": "off"},
+    "ZeRO-3, copies": {"zero": 3, "gather_by": "copies", "apart": "off"},
+    APART: {"apart": "on"},
+}
+"""How ranks share a step, by the settings of a row; ranks apart are independent replicas."""
+
 _PEERS = {"transformers-liger": "transformers, Liger", "transformers": "transformers"}
 
 
@@ -140,6 +150,34 @@ def _table(lines: list[dict[str, str]], first: dict[str, Any], compared: str = "
     )
     frame = pd.DataFrame(lines)
     return Table(said, frame[[name for name in frame if (frame[name] != MISSING).any()]])
+
+
+def over_one_rank(rows: pd.DataFrame) -> pd.DataFrame:
+    """Tokens per second over those of one rank: a line for each size, recipe, number of ranks and command, not only the
+    newest, so that commands of several hosts stand below each other.
+
+    Returns:
+        ``size``, ``products`` (the recipe, bf16 where they are stored), ``ranks``, ``commit`` (its first seven digits)
+        and a column for each of ``WAYS``, NaN where it was not measured; no line for a command without one rank.
+    """
+    rates = rows[(rows["status"] == "ok") & (rows["metric"] == "tokens_per_s")]
+    lines = []
+    for (size, recipe, *command), runs in rates.groupby(["size", "recipe", *COMMAND], sort=False):
+        one = runs.loc[(runs["world_size"] == 1) & runs["zero"].isin(UNSHARDED), "median"]
+        if one.empty:
+            continue
+        commit = str(dict(zip(COMMAND, command, strict=True))["commit"])[:7]
+        products = "bf16" if recipe == "stored" else recipe
+        for ranks, shared in runs[runs["world_size"] > 1].groupby("world_size"):
+            ratios = {way: _rate(shared, settings) / one.iloc[0] for way, settings in WAYS.items()}
+            lines.append({"size": size, "products": products, "ranks": ranks, "commit": commit} | ratios)
+    lines.sort(key=lambda line: (list(MODEL_SIZES).index(line["size"]), line["products"], line["ranks"]))
+    return pd.DataFrame(lines)
+
+
+def _rate(runs: pd.DataFrame, settings: dict[str, object]) -> float:
+    found = runs.loc[(runs[list(settings)] == list(settings.values())).all(axis=1), "median"]
+    return found.iloc[0] if len(found) else math.nan
 
 
 def scaling_table(rows: pd.DataFrame) -> Table:

@@ -186,7 +186,7 @@ class Experiment:
         check_device(options.device)
         check_options(options)
         if hasattr(options, "world_size"):
-            from cs336_systems.harness.isolation import one_rank_per_gpu, resolve_world_sizes
+            from cs336_systems.harness.launcher import one_rank_per_gpu, resolve_world_sizes
 
             default = (self.default_worlds or one_rank_per_gpu)(options.device)
             worlds = resolve_world_sizes(options.world_size, default)

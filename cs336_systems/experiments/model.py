@@ -3,7 +3,7 @@
 Parameters, tokens and targets are random. The ceilings of the machine (a matmul, a copy) are measured first, in the
 same run; then each cell, one step in one mode, whose peak memory is predicted: a cell that cannot fit is reported, not
 run. Which operations a rate counts, and of which limit it is a share, stands in its unit; ``costs/flops.py`` has the
-conventions.
+conventions. ``model_measure.py`` runs a cell.
 """
 
 from __future__ import annotations
@@ -20,19 +20,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cs336_systems.case import RECIPE, TrainingCase
 from cs336_systems.config import MODES
 from cs336_systems.costs.checkpointing import KEEP_MATMULS
-from cs336_systems.costs.flops import hardware_flops, model_flops
-from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.declared import flag, like, names_in, option, options_in, options_of
-from cs336_systems.experiments.driver import Experiment, Stage, presented
+from cs336_systems.experiments.driver import Experiment, Stage, measured_by, presented
 from cs336_systems.experiments.options import Compile, TimedCase, TrainingRun, in_turns, training_cells
-from cs336_systems.hardware import GIB, find_hardware
+from cs336_systems.hardware import GIB
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from cs336_systems.harness.record import Metric
     from cs336_systems.harness.sweep import Outcome
     from cs336_systems.report.tables import Table
 
@@ -169,83 +166,12 @@ def ceiling_cells(options: Any) -> list[CeilingCell]:
 
 def stages(options: Any, cells: Sequence[ModelCell], outcomes: list[Outcome]) -> Iterator[Stage]:
     """The ceilings of every dtype; then the cells, which stand beside them."""
-    yield Stage(ceiling_cells(options), measure_ceiling)
+    yield Stage(ceiling_cells(options), measured_by("model_measure", "measure_ceiling"))
     found = {outcome.cell.dtype: outcome.median("matmul_ceiling") for outcome in outcomes}
     ceilings = {dtype: tflops for dtype, tflops in found.items() if tflops is not None}
-    yield Stage(cells, functools.partial(measure_model, ceilings=ceilings, force=options.force))
-
-
-def measure_ceiling(cell: CeilingCell) -> list[Metric]:
-    """The machine's matmul and copy ceilings in the cell's dtype."""
-    import torch
-
-    from cs336_systems.harness.clock import measure_ceilings
-
-    return measure_ceilings(cell.precision, torch.device(cell.device))
-
-
-def measure_model(cell: ModelCell, *, ceilings: dict[str, float], force: bool) -> list[Metric]:
-    """Time the phases of one cell's step and put them beside prediction and limit.
-
-    Raises:
-        PredictedOutOfMemory: the predicted peak is more than what is free, and ``force`` is not set.
-        Unsupported: the device or the attention cannot run the case.
-        FloatingPointError: the loss is not finite.
-    """
-    import torch
-
-    from cs336_systems.harness.clock import WHOLE, check_loss, in_gib, phase_metrics, time_phases
-    from cs336_systems.harness.memory import PeakMeter, check_fit, is_predictable
-    from cs336_systems.training import assemble, random_batch
-
-    predicted = check_fit(cell, cell.mode, force=force)
-    device = torch.device(cell.device)
-    meter = PeakMeter(device)
-    step = assemble(cell)
-    phases = step.phases(cell.mode, *random_batch(cell))
-    times = time_phases(phases, device=device, warmup=cell.warmup, steps=cell.steps)
-    check_loss(step.loss)
-    peaks = {"peak_memory": meter.peak_bytes(), "predicted_peak_memory": predicted if is_predictable(cell) else None}
-    known = {name: n_bytes for name, n_bytes in peaks.items() if n_bytes is not None}
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return phase_metrics(times) + in_gib(**known) + rates(cell, times.samples_ms[WHOLE], name, ceilings)
-
-
-def rates(cell: ModelCell, steps_ms: list[float], device_name: str, ceilings: dict[str, float]) -> list[Metric]:
-    """Tokens/s, model TFLOP/s, shares of the device's peaks and of the ceiling that was measured in the same run.
-
-    Args:
-        device_name: as the driver calls it; shares of the peak are left out for a device that has none on record.
-        ceilings: the measured ``matmul_ceiling`` in TFLOP/s by dtype.
-    """
-    from cs336_systems.harness.clock import rate, step_rates
-
-    whole, hardware = "forward" if cell.mode == "forward" else "step", find_hardware(device_name)
-    flops = cell.accumulate * model_flops(*cell.work, whole)
-    dtype = cell.precision.matmul_dtype
-    peak = hardware.peak(dtype) if hardware else None
-    metrics = step_rates(cell.tokens_per_step, flops, peak, steps_ms)
-    if peak:
-        palm = cell.accumulate * model_flops(*cell.work, whole, "palm")
-        how = {"attention": cell.attention_kind, "checkpoint": cell.checkpoint, "keep": cell.keep}
-        executed = cell.accumulate * hardware_flops(*cell.work, cell.mode, compiled=cell.compiled, **how)  # type: ignore[arg-type]
-        metrics.append(rate("mfu_palm", "% of datasheet peak, full attention", 100 * palm / peak, steps_ms))
-        metrics.append(rate("hfu", "% of datasheet peak, executed", 100 * executed / peak, steps_ms))
-    light = speed_of_light(
-        cell.config,
-        cell.context_length,
-        hardware,
-        block_dtype="fp8" if cell.recipe.quantized else dtype,
-        dtype=dtype,
-        n_stored_blocks=cell.recipe.n_skipped,
+    yield Stage(
+        cells, functools.partial(measured_by("model_measure", "measure_model"), ceilings=ceilings, force=options.force)
     )
-    if light.seconds_per_token is not None and whole == "step":
-        least = 100 * light.seconds_per_token * cell.tokens_per_step
-        metrics.append(rate("light", "% of speed of light", least, steps_ms))
-    if cell.dtype in ceilings:
-        share = 100 * flops / (ceilings[cell.dtype] * 1e12)
-        metrics.append(rate("matmul_ceiling_share", "% of measured matmul, causal", share, steps_ms))
-    return metrics
 
 
 SETTINGS = (

@@ -23,7 +23,6 @@ Processes may stay for the next cell as long as no cell leaves them in doubt. Im
 import functools
 import gc
 import itertools
-import json
 import multiprocessing.connection
 import os
 import re
@@ -33,11 +32,11 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from cs336_systems.case import Unsupported
+from cs336_systems.harness.launcher import Launcher
 from cs336_systems.harness.provenance import device_state, versions
 from cs336_systems.harness.record import Metric
 from cs336_systems.processes import EXIT_GRACE_S, Died, FreshProcess
@@ -81,14 +80,8 @@ _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_
 _MESSAGE_WIDTH = 200
 """Characters of an unexpected error that go into its row; the traceback on stderr has the rest."""
 
-_AGREEMENT_GRACE_S = 60.0
-"""Seconds by which a launcher's processes may end a cell after each other: they import at different speeds."""
-
 _POLL_S = 1.0
 """Seconds between a launcher's process asking whether a cell has failed on another rank, while its own is at work."""
-
-_sweeps = itertools.count()
-"""Numbers of sweeps of this process: a later one must not read what an earlier one has left in the launcher's store."""
 
 
 class PredictedOutOfMemory(Exception):
@@ -100,39 +93,13 @@ def reports() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def resolve_world_sizes(requested: tuple[int, ...] | None, default: tuple[int, ...]) -> tuple[int, ...]:
-    """The launcher's world size; without a launcher those of ``--world-size``, else the default ones.
-
-    Raises:
-        ValueError: the launcher has started another number of ranks than requested, or described none properly; or the
-            request is empty or not positive.
-    """
-    from cs336_systems.distributed.process_group import launched_world_size
-
-    present = launched_world_size()
-    asked = " ".join(map(str, requested or ()))
-    if requested is not None and (not requested or min(requested) < 1):
-        raise ValueError(f"--world-size needs positive numbers of ranks, got {asked or 'none'}")
-    if present is None:
-        return default if requested is None else requested
-    if requested not in (None, (present,)):
-        raise ValueError(f"--world-size {asked}: the launcher has started {present} ranks")
-    return (present,)
-
-
-def one_rank_per_gpu(device: str) -> tuple[int]:
-    """The usual world on this machine: all its GPUs, or two ranks on a CPU."""
-    import torch
-
-    return (torch.cuda.device_count() if device == "cuda" else 2,)
-
-
 def isolated(
     cells: Sequence[Cell], measure: Measure, timeout_s: float, share: Callable[[Any], Hashable] | None
 ) -> Generator[Report, None, None]:
     """Measure the cells in turn and yield how each has ended; arguments and errors are those of ``run_sweep``."""
-    launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
-    launcher = _Launcher(timeout_s) if launched and cells and hasattr(cells[0], "world_size") else None
+    from cs336_systems.distributed.process_group import launched
+
+    launcher = Launcher(timeout_s) if launched() and cells and hasattr(cells[0], "world_size") else None
     team = _Team(measure, timeout_s, launcher)
     try:
         for cell, following in itertools.zip_longest(cells, cells[1:]):
@@ -159,7 +126,7 @@ def isolated(
 class _Team:
     """The fresh processes that this process has started to measure a cell: one, some ranks, or none for now."""
 
-    def __init__(self, measure: Measure, timeout_s: float, launcher: "_Launcher | None") -> None:
+    def __init__(self, measure: Measure, timeout_s: float, launcher: Launcher | None) -> None:
         self._measure = measure
         self._timeout_s = timeout_s
         self._launcher = launcher
@@ -247,78 +214,6 @@ class _Team:
             process.connection.close()  # all ranks leave their group together
         for process in processes:
             process.end(grace_s)
-
-
-class _Launcher:
-    """The processes of a launcher, this one among them: each starts one rank, and they talk through the store."""
-
-    def __init__(self, timeout_s: float) -> None:
-        """Find the launcher's store, which rank 0 hosts if the launcher does not.
-
-        Raises:
-            ValueError: the launcher has described its ranks badly.
-        """
-        from torch.distributed import PrefixStore
-
-        from cs336_systems.distributed.process_group import launched_world_size, launcher_store
-
-        self.world_size = launched_world_size() or 1
-        self.rank = int(os.environ["RANK"])
-        self._patience = timedelta(seconds=timeout_s + _AGREEMENT_GRACE_S)
-        self._store = PrefixStore(f"sweep {next(_sweeps)}", launcher_store(self._patience))
-        self._store.set_timeout(self._patience)
-        self._n_ended = 0
-        self._n_teams = 0
-
-    def place_of_a_new_rank(self) -> dict[str, str]:
-        """The variables of this process's rank in a new group, which meets at a store of its own on rank 0's host."""
-        from torch.distributed import TCPStore
-
-        key, address = f"port of team {self._n_teams}", os.environ["MASTER_ADDR"]
-        self._n_teams += 1
-        if self.rank == 0:
-            self._meeting = TCPStore(address, 0, self.world_size, is_master=True, wait_for_workers=False)
-            self._store.set(key, str(self._meeting.port))
-        port = self._store.get(key).decode()
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
-        own = {name: os.environ[name] for name in names if name in os.environ}
-        return own | {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-    def has_failed(self) -> bool:
-        """Whether another process has ended the present cell without success."""
-        return self._store.check([f"cell {self._n_ended} failed"])
-
-    def agree(self, report: Report) -> None:
-        """End the cell on all processes: ``report`` takes rank 0's metrics, or how the cell has failed.
-
-        Of several failures the lowest rank's counts, but that of a rank which lost a peer only if there is no other.
-
-        Raises:
-            RuntimeError: a process of the launcher does not end the cell in time.
-        """
-        from torch.distributed import DistStoreError
-
-        cell, failed = f"cell {self._n_ended}", report["status"] != "ok"
-        metrics = [(each.name, each.unit, [*map(float, each.samples)], each.derived) for each in report["metrics"]]
-        lost = report.pop("peer_lost", False)
-        if failed:
-            self._store.set(f"{cell} failed", "")
-        self._store.set(
-            f"{cell} on {self.rank}", json.dumps([failed, lost, report["status"], report["message"], metrics])
-        )
-        keys = [f"{cell} on {number}" for number in range(self.world_size)]
-        try:
-            self._store.wait(keys, self._patience)
-        except DistStoreError as error:
-            missing = ", ".join(key for key in keys if not self._store.check([key]))
-            raise RuntimeError(f"a process of the launcher has gone: nothing was heard of {missing}") from error
-        said = [json.loads(self._store.get(key)) for key in keys]
-        failures = [(lost, number) for number, (failed, lost, *_) in enumerate(said) if failed]
-        _, _, status, message, metrics = said[min(failures)[1] if failures else 0]
-        if lost:
-            report.pop("traceback", None)  # the peer says more
-        report |= {"status": status, "message": message, "metrics": [Metric(*metric) for metric in metrics]}
-        self._n_ended += 1
 
 
 def _serve(

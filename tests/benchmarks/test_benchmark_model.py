@@ -9,6 +9,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from cs336_systems.experiments.driver import measured_by
 from cs336_systems.experiments.model import ModelCell
 from cs336_systems.harness import sweep
 from cs336_systems.harness.record import Metric, RowFile, read_rows
@@ -18,7 +19,10 @@ from tests.harness.cells import fake_ceiling, fake_large_model, fake_model
 
 ALWAYS_KNOWN = ("host", "python", "torch", "triton", "commit", "dirty", "argv", "seed", "timestamp")
 
-MEASURED = "cs336_systems.experiments.model"
+
+def stand_in(monkeypatch, **fakes):
+    """Have these functions measure cells instead."""
+    monkeypatch.setattr("cs336_systems.experiments.model.measured_by", lambda module, name: fakes[name])
 
 
 @pytest.fixture
@@ -30,8 +34,7 @@ def command(capsys):
 @pytest.fixture
 def faked(monkeypatch):
     """Cells end at once: their measurements are stand-ins."""
-    monkeypatch.setattr(f"{MEASURED}.measure_ceiling", fake_ceiling)
-    monkeypatch.setattr(f"{MEASURED}.measure_model", fake_model)
+    stand_in(monkeypatch, measure_ceiling=fake_ceiling, measure_model=fake_model)
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def refused(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_what_cannot_fit_is_a_row_and_not_run(monkeypatch, command, tmp_path):
-    monkeypatch.setattr(f"{MEASURED}.measure_ceiling", fake_ceiling)
+    stand_in(monkeypatch, measure_ceiling=fake_ceiling, measure_model=measured_by("model_measure", "measure_model"))
     options = ("--size", "tiny", "--mode", "step", "--context-length", 128, "--batch-size", 2**20)
     code, out, err = command(*options, "--out", tmp_path)
     assert code == 1
@@ -152,7 +155,7 @@ def test_a_file_from_before_checkpointing_can_be_compared_with_but_not_continued
 
 @pytest.mark.slow
 def test_a_budget_picks_the_policy_of_every_cell_and_says_so(faked, command, tmp_path, monkeypatch):
-    monkeypatch.setattr(f"{MEASURED}.measure_model", fake_large_model)
+    stand_in(monkeypatch, measure_ceiling=fake_ceiling, measure_model=fake_large_model)
     options = ("--size", "tiny", "--batch-size", 64, "--context-length", 64, 128, "--mode", "step")
     code, out, err = command(*options, "--memory-budget-gib", 0.12, "--out", tmp_path)
     assert code == 0 and "2 of 2 above the budget of 0.12" in out

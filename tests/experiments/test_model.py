@@ -9,9 +9,9 @@ from cs336_systems.experiments.model import (
     Options,
     frontier_figure,
     make_cells,
-    rates,
     step_table,
 )
+from cs336_systems.experiments.model_measure import rates
 from cs336_systems.hardware import hardware_named
 from cs336_systems.harness.runs import RATES
 from tests.report.rows import ceiling, make_cell, make_frame, ms, rate

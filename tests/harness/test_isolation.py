@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cs336_systems import processes
-from cs336_systems.harness import isolation
+from cs336_systems.harness import isolation, launcher
 from cs336_systems.harness.record import RowFile, read_rows
 from cs336_systems.harness.sweep import cell_columns, outcome_rows, run_sweep
 from tests.harness.cells import SKEW_S, Cell, RankedCell, calls, measure
@@ -229,18 +229,18 @@ def test_under_a_launcher_failed_cells_are_rows_and_the_grid_goes_on_until_a_pro
 
 
 def test_the_world_size_is_the_launchers_or_the_one_asked_for(monkeypatch):
-    assert isolation.resolve_world_sizes(None, (2,)) == (2,)
-    assert isolation.resolve_world_sizes((4, 1), (2,)) == (4, 1)
+    assert launcher.resolve_world_sizes(None, (2,)) == (2,)
+    assert launcher.resolve_world_sizes((4, 1), (2,)) == (4, 1)
     assert isolation.reports()
     with pytest.raises(ValueError, match="got 1 0"):
-        isolation.resolve_world_sizes((1, 0), (2,))
+        launcher.resolve_world_sizes((1, 0), (2,))
     variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert isolation.resolve_world_sizes(None, (2,)) == isolation.resolve_world_sizes((3,), (2,)) == (3,)
+    assert launcher.resolve_world_sizes(None, (2,)) == launcher.resolve_world_sizes((3,), (2,)) == (3,)
     assert not isolation.reports()
     with pytest.raises(ValueError, match="--world-size 2: the launcher has started 3 ranks"):
-        isolation.resolve_world_sizes((2,), (2,))
+        launcher.resolve_world_sizes((2,), (2,))
 
 
 def test_on_a_terminal_there_is_a_bar(monkeypatch, capsys):
