@@ -10,7 +10,7 @@ then all, if the link keeps up with that.
 Rounds are sequential, so a step is a ``Plan`` of ``streaming/plan.py`` with other bytes, and its seconds are those of
 ``streaming/estimate.py``.
 
-    place(Cell("h100", "8", 8192, 24, 75)).device_bytes, predicted_rate(cell, SHARES)
+    place(Cell("h100", "8", 8192, 24, 75)).device_bytes, cell.rate(SHARES)
 """
 
 import csv
@@ -91,6 +91,25 @@ class Cell:
         if self.gpu not in _CARDS:
             raise ValueError(f"no card {self.gpu!r} in a file of cells: known are {', '.join(_CARDS)}")
         return hardware_named(_CARDS[self.gpu])
+
+    @property
+    def name(self) -> str:
+        """Tells the cell from all others."""
+        return f"{self.gpu} {self.model} {self.length} {self.device_cap_gib} {self.host_cap_gib}"
+
+    @property
+    def fits(self) -> bool:
+        """Whether its rules place a step within the limits."""
+        try:
+            place(self)
+        except TooLittleMemory:
+            return False
+        return True
+
+    def rate(self, sustained: Sustained) -> float:
+        """Predicted tokens/s with the engine's shares; errors as of ``place``."""
+        plan = place(self)
+        return plan.tokens / step_seconds(plan, Rates.of(self.hardware, sustained=sustained))
 
 
 _CARDS = {
@@ -268,26 +287,6 @@ def _carried(cell: Cell, work: StreamedWork, pairs: _Pairs, room: int) -> int:
     if of_window == 0:
         return home % room
     return home - max(0, room - of_window) * (home // room)
-
-
-def fits(cell: Cell) -> bool:
-    """Whether its rules place a step within the limits."""
-    try:
-        place(cell)
-    except TooLittleMemory:
-        return False
-    return True
-
-
-def name(cell: Cell) -> str:
-    """What tells a cell from all others."""
-    return f"{cell.gpu} {cell.model} {cell.length} {cell.device_cap_gib} {cell.host_cap_gib}"
-
-
-def predicted_rate(cell: Cell, sustained: Sustained) -> float:
-    """Predicted tokens/s with the engine's shares; errors as of ``place``."""
-    plan = place(cell)
-    return plan.tokens / step_seconds(plan, Rates.of(cell.hardware, sustained=sustained))
 
 
 def step_seconds(plan: Plan, rates: Rates) -> float:

@@ -9,12 +9,12 @@ SHA-256 of their names, by least absolute errors in the logarithm of tokens/s. E
     uv run scripts/parallelism.py cards --cells a100.csv         # of other cells, in the columns of ml_dataflow.csv
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.answers import llmq, ml_dataflow
 from cs336_systems.answers.own_steps import OwnStep, own_steps
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from cs336_systems.report.tables import Table
-
-Step = TypeVar("Step")
 
 OWN_SECONDS, OWN_PEAK = 0.05, 0.03
 """The errors that predictions of this suite's own steps and peaks should stay below."""
@@ -44,31 +42,24 @@ def named_tenth(names: Sequence[str]) -> set[str]:
     return set(by_hash[: max(2, round(len(by_hash) / 10))])
 
 
-@dataclass(frozen=True)
-class Published(Generic[Step]):
-    """Steps of one engine on one card, and how to predict their tokens/s."""
-
-    steps: Sequence[Step]
-    name: Callable[[Step], str]
-    measured: Callable[[Step], float]
-    predicted: Callable[[Step, Sustained], float]
-
-    def parts(self) -> "tuple[Published[Step], Published[Step]]":
-        """(the tenth to fit, the rest)"""
-        tenth = named_tenth([self.name(step) for step in self.steps])
-        return tuple(
-            replace(self, steps=[step for step in self.steps if (self.name(step) in tenth) is fitted])
-            for fitted in (True, False)
-        )  # type: ignore[return-value]
-
-    def errors(self, shares: Sustained) -> "np.ndarray":
-        """Predicted over published tokens/s, less 1."""
-        import numpy as np
-
-        return np.array([self.predicted(step, shares) / self.measured(step) - 1 for step in self.steps])
+Steps = Sequence[Any]
+"""Steps of one engine on one card, each with a ``name``, published ``tokens_per_s``, and the predicted ``rate``."""
 
 
-def fit(published: Sequence[Published[Any]], start: Sustained, names: Sequence[str]) -> Sustained:
+def fitted_and_rest(steps: Steps) -> tuple[Steps, Steps]:
+    """(the tenth to fit, the rest)"""
+    tenth = named_tenth([step.name for step in steps])
+    return [step for step in steps if step.name in tenth], [step for step in steps if step.name not in tenth]
+
+
+def relative_errors(steps: Steps, shares: Sustained) -> "np.ndarray":
+    """Predicted over published tokens/s, less 1."""
+    import numpy as np
+
+    return np.array([step.rate(shares) / step.tokens_per_s - 1 for step in steps])
+
+
+def fit(published: Sequence[Steps], start: Sustained, names: Sequence[str]) -> Sustained:
     """The shares with these names that fit the steps, each card's as much as another's; the others stay as they are."""
     import numpy as np
 
@@ -76,10 +67,10 @@ def fit(published: Sequence[Published[Any]], start: Sustained, names: Sequence[s
         return replace(start, **{n: getattr(start, n) * float(np.exp(x)) for n, x in zip(names, logs, strict=True)})
 
     def missed(logs: np.ndarray) -> np.ndarray:
-        return np.log1p(np.concatenate([each.errors(shares(logs)) for each in published]))
+        return np.log1p(np.concatenate([relative_errors(each, shares(logs)) for each in published]))
 
     logs = np.zeros(len(names))
-    even = np.concatenate([np.full(len(each.steps), 1 / len(each.steps)) for each in published])
+    even = np.concatenate([np.full(len(each), 1 / len(each)) for each in published])
     for _ in range(_ROUNDS):
         now = missed(logs)
         slopes = np.stack([(missed(logs + _CHANGE * unit) - now) / _CHANGE for unit in np.eye(len(names))], axis=1)
@@ -94,7 +85,7 @@ class Engine:
     """A program whose steps were published, and its shares of a card's rates."""
 
     name: str
-    cards: dict[str, Published[Any]]
+    cards: Mapping[str, Steps]
     """Its steps that are predicted to fit, by card."""
     shares: Sustained
     fitted: tuple[str, ...]
@@ -107,7 +98,7 @@ class Engine:
         Raises:
             ValueError: it has no other card.
         """
-        others = [each.parts()[0] for name, each in self.cards.items() if name != card]
+        others = [fitted_and_rest(each)[0] for name, each in self.cards.items() if name != card]
         if not others:
             raise ValueError(f"--without {card}: {self.name} has no other card")
         return fit(others, OURS, self.fitted)
@@ -117,17 +108,12 @@ def ml_dataflow_engine(path: Path = ml_dataflow.CELLS) -> Engine:
     """The cells of a file; one whose step is predicted not to fit counts as wrong there, and has no error."""
     cells = ml_dataflow.read_cells(path)
     missing = list(ml_dataflow.failed_cells(cells))
-    fits = {cell: ml_dataflow.fits(cell) for cell in (*cells, *missing)}
+    fits = {cell: cell.fits for cell in (*cells, *missing)}
     cards, feasible = {}, {}
     for card in dict.fromkeys(cell.gpu for cell in cells):
         own = [cell for cell in cells if cell.gpu == card]
         absent = [cell for cell in missing if cell.gpu == card]
-        cards[card] = Published(
-            [cell for cell in own if fits[cell]],
-            ml_dataflow.name,
-            lambda cell: cell.tokens_per_s or 0.0,
-            ml_dataflow.predicted_rate,
-        )
+        cards[card] = [cell for cell in own if fits[cell]]
         right = sum(fits[cell] for cell in own) + sum(not fits[cell] for cell in absent)
         feasible[card] = right, len(own) + len(absent)
     return Engine("ml_dataflow", cards, ml_dataflow.SHARES, ml_dataflow.FITTED, feasible)
@@ -139,7 +125,7 @@ def llmq_engine(path: Path = llmq.ROWS) -> Engine:
     cards, feasible = {}, {}
     for card in dict.fromkeys(row.card for row in rows):
         own = [row for row in rows if row.card == card]
-        cards[card] = Published(own, lambda row: row.name, lambda row: row.tokens_per_s, lambda row, s: row.rate(s))
+        cards[card] = own
         feasible[card] = sum(row.fits for row in own), len(own)
     return Engine("llm.q", cards, llmq.SHARES, llmq.FITTED, feasible)
 
@@ -233,16 +219,16 @@ def errors_of(engine: Engine, card: str, *, known: bool = True) -> list[tuple[st
     """
     steps, shares, n_fitted = engine.cards[card], engine.shares, 0
     if known and card in _FITTED_CARDS[engine.name]:
-        fitted, steps = steps.parts()
-        n_fitted = len(fitted.steps)
+        fitted, steps = fitted_and_rest(steps)
+        n_fitted = len(fitted)
     elif not known:
         shares = engine.without(card)
-    errors = steps.errors(shares)
+    found = relative_errors(steps, shares)
     if engine.name != "llm.q":
-        return [(card, errors, n_fitted)]
-    several = [step.n_gpus > 1 for step in steps.steps]
+        return [(card, found, n_fitted)]
+    several = [step.n_gpus > 1 for step in steps]
     groups = {f"{card}, one": [not each for each in several], f"{card}, several": several}
-    return [(name, errors[chosen], n_fitted) for name, chosen in groups.items() if any(chosen)]
+    return [(name, found[chosen], n_fitted) for name, chosen in groups.items() if any(chosen)]
 
 
 _FITTED_CARDS = {"ml_dataflow": ("h100", "rtx3090"), "llm.q": ("H100", "Pro6000")}
@@ -257,7 +243,7 @@ def _quantile(errors: "np.ndarray", share: float) -> float:
 def predicted_steps() -> int:
     """The number of published steps that nothing was fitted on and that are predicted to fit."""
     engines = ml_dataflow_engine(), llmq_engine()
-    return sum(len(card.parts()[1].steps) for each in engines for card in each.cards.values())
+    return sum(len(fitted_and_rest(card)[1]) for each in engines for card in each.cards.values())
 
 
 Points = dict[str, list[tuple[float, float]]]
@@ -269,11 +255,10 @@ def points() -> Points:
     """Every step that nothing was fitted on and that is predicted to fit, to four digits."""
     found: Points = {}
     for engine in (ml_dataflow_engine(), llmq_engine()):
-        for card, published in engine.cards.items():
-            _, rest = published.parts()
+        for card, steps in engine.cards.items():
             found[f"{engine.name}, {card}"] = [
-                (float(f"{rest.measured(step):.4g}"), float(f"{rest.predicted(step, engine.shares):.4g}"))
-                for step in rest.steps
+                (float(f"{step.tokens_per_s:.4g}"), float(f"{step.rate(engine.shares):.4g}"))
+                for step in fitted_and_rest(steps)[1]
             ]
     return found
 

@@ -148,11 +148,7 @@ GRIDS = {
 
 
 def make_cells(options: Any) -> list[AttentionCell]:
-    """The grids, ordered so that cells which can share a process follow each other.
-
-    Raises:
-        ValueError: a value that no cell can have.
-    """
+    """The grids, ordered so that cells which can share a process follow each other."""
     if options.device != "cuda" and (gpus := {"do-bench", "device"}.intersection(options.clock)):
         raise ValueError(f"--clock {min(gpus)} times CUDA devices, got --device {options.device}")
     cells = []

@@ -158,11 +158,7 @@ Options: Any = options_of(DilocoCell, Asked)
 
 
 def make_cells(options: Any) -> list[DilocoCell]:
-    """For each seed, number of replicas and learning rate data parallelism, then DiLoCo in each way.
-
-    Raises:
-        ValueError: a value that no run can have.
-    """
+    """For each seed, number of replicas and learning rate data parallelism, then DiLoCo in each way."""
     for size in options.size:
         resolve_size(size).at_context(options.context_length)
     if options.data != STDLIB:

@@ -69,7 +69,7 @@ Options: Any = options_of(StepCell, Asked)
 
 
 def make_cells(options: Any) -> list[StepCell]:
-    """Every size, eager and compiled next to each other; raises ValueError for a value that no cell can have."""
+    """Every size, eager and compiled next to each other."""
     compiles = dict.fromkeys(options.compile or ("on",))
     if options.device == "cpu" and "on" in compiles:
         raise ValueError("--compile on needs --device cuda: a CPU's trace does not name fused kernels")

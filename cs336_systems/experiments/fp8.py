@@ -97,11 +97,7 @@ Options: Any = options_of(Fp8Cell, PeerRun, cpu=CPU, repeat=2)
 
 
 def make_cells(options: Any) -> list[Fp8Cell]:
-    """The grid: at each shape all ways interleaved.
-
-    Raises:
-        ValueError: a value that no cell can have.
-    """
+    """The grid: at each shape all ways interleaved."""
     kept_names(options.keep)
     if options.attention != "reference" and options.device != "cuda":
         raise ValueError(f"--attention {options.attention} needs --device cuda, got {options.device}")

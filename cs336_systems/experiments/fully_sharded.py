@@ -144,11 +144,7 @@ _PEER: dict[str, Any] = TORCH_AT_ITS_FASTEST | _OF_OURS | {"fsdp": TORCH, "losse
 
 
 def make_cells(options: Any) -> list[FullyShardedCell]:
-    """The grid, in turns with its peers.
-
-    Raises:
-        ValueError: a value that no cell can have.
-    """
+    """The grid, in turns with its peers."""
     asked = {name: getattr(options, name) for name in _OF_OURS}
     for name, values in asked.items():
         if OURS not in options.fsdp and values != getattr(Options, name):

@@ -129,7 +129,7 @@ _TINY: dict[str, Any] = dict(zip(_SETS, ((64,), (0.001, 0.002), (0.001,)), stric
 
 
 def make_cells(options: Any) -> list[StreamingCell]:
-    """The grid, and the peers of each length; raises ValueError for a value that no cell can have."""
+    """The grid, and the peers of each length."""
     of_step = ("chunk", "tokens_per_step")
     given = {name: value for name in (*_SETS, *of_step) if (value := getattr(options, name)) is not None}
     for name, values in given.items():

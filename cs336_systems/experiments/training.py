@@ -194,11 +194,7 @@ Options: Any = options_of(TrainingRunCell, Asked)
 
 def make_cells(options: Any) -> list[TrainingRunCell]:
     """Each size in each way; what others do not have is asked of ours alone. Ranks that share nothing run once, at
-    ZeRO 0; the ways to gather differ at ZeRO 3 only.
-
-    Raises:
-        ValueError: a value that no run can have.
-    """
+    ZeRO 0; the ways to gather differ at ZeRO 3 only."""
     if not 0 < options.seconds < math.inf:
         raise ValueError(f"--seconds must be positive and finite, got {options.seconds:g}")
     for name in options.attention:

@@ -10,12 +10,13 @@ from cs336_systems.answers import llmq, ml_dataflow
 from cs336_systems.answers.own_steps import own_steps
 from cs336_systems.answers.predicted import (
     Cards,
-    Published,
     errors_of,
     fit,
+    fitted_and_rest,
     llmq_engine,
     ml_dataflow_engine,
     named_tenth,
+    relative_errors,
 )
 from cs336_systems.costs.rates import OURS
 from cs336_systems.costs.speed_of_light import speed_of_light
@@ -36,22 +37,22 @@ def test_a_fit_finds_the_shares_that_steps_were_made_with():
     """Of 10 units of work in products and 1 byte, with one step in eight an outlier."""
     made = replace(OURS, products=0.8, memory=0.3)
 
-    def seconds(step, shares):
-        return step / shares.products + 5 / shares.memory
+    class Step:
+        def __init__(self, n):
+            self.n = n
+            self.tokens_per_s = self.rate(made) * (2 if n % 8 == 0 else 1)
 
-    def rate(step, shares):
-        return 1 / seconds(step, shares)
+        def rate(self, shares):
+            return 1 / (self.n / shares.products + 5 / shares.memory)
 
-    steps = [float(n) for n in range(1, 41)]
-    published = Published(steps, str, lambda n: rate(n, made) * (2 if n % 8 == 0 else 1), rate)
-    found = fit([published], OURS, ("products", "memory"))
+    found = fit([[Step(n) for n in range(1, 41)]], OURS, ("products", "memory"))
     assert (found.products, found.memory) == (pytest.approx(0.8, rel=0.03), pytest.approx(0.3, rel=0.03))
     assert found.link_alone == OURS.link_alone
 
 
 def test_llmq_shares_are_those_of_the_named_tenth():
     engine = ENGINES["llm.q"]
-    found = fit([card.parts()[0] for card in engine.cards.values()], OURS, engine.fitted)
+    found = fit([fitted_and_rest(steps)[0] for steps in engine.cards.values()], OURS, engine.fitted)
     for name in engine.fitted:
         assert getattr(found, name) == pytest.approx(getattr(engine.shares, name), rel=2e-3)
 
@@ -59,10 +60,10 @@ def test_llmq_shares_are_those_of_the_named_tenth():
 def test_ml_dataflow_shares_cannot_be_bettered_on_the_named_tenth():
     """Least absolute errors: no share of its own, 5 % up or down, has less of them on both cards together."""
     engine = ENGINES["ml_dataflow"]
-    tenths = [card.parts()[0] for card in engine.cards.values()]
+    tenths = [fitted_and_rest(steps)[0] for steps in engine.cards.values()]
 
     def missed(shares):
-        return sum(np.abs(np.log1p(tenth.errors(shares))).mean() for tenth in tenths)
+        return sum(np.abs(np.log1p(relative_errors(tenth, shares))).mean() for tenth in tenths)
 
     least = missed(engine.shares)
     for name in engine.fitted:
@@ -102,7 +103,7 @@ def test_what_ran_fits_and_what_failed_does_not():
         (cell.model, cell.length, cell.device_cap_gib, cell.host_cap_gib) for cell in ml_dataflow.failed_cells(cells)
     }
     assert ("8", 131_072, 30, 96) in failed  # its notes: 128k needs 112 GiB of the host
-    placed = [(ml_dataflow.place(cell), cell) for cell in cells if ml_dataflow.fits(cell)]
+    placed = [(ml_dataflow.place(cell), cell) for cell in cells if cell.fits]
     assert np.median([abs(plan.device_bytes / GIB - cell.device_gib) for plan, cell in placed]) < 0.5
     assert all(plan.tokens == cell.rounds * plan.round_tokens for plan, cell in placed)
 
