@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 
 import tyro
 
-from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with, n_gpus, parse
+from cs336_systems.report.command_line import complain, exit_with, n_gpus, parse
 
 NAME = "evaluate"
 
@@ -63,9 +63,6 @@ def main(arguments: list[str] | None = None) -> int:
         return _evaluate(options)
     except (ValueError, OSError) as error:
         return complain(NAME, error)
-    except KeyboardInterrupt:
-        print(f"{NAME}: interrupted", file=sys.stderr)
-        return INTERRUPTED
 
 
 def _evaluate(options: EvaluateOptions) -> int:
@@ -184,4 +181,4 @@ def _rows(options: EvaluateOptions, path: Path, datasets: list[Any]) -> list[dic
 
 
 if __name__ == "__main__":
-    exit_with(NAME, main)
+    exit_with(NAME, main, left="nothing was written")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from cs336_systems.report.command_line import INTERRUPTED, cli, complain, exit_with
+from cs336_systems.report.command_line import cli, complain, exit_with
 
 if TYPE_CHECKING:
     from cs336_systems.pretraining.checkpoint import SavedModel
@@ -47,9 +47,6 @@ def main(arguments: list[str] | None = None) -> int:
         return _export(options)
     except (ValueError, OSError) as error:
         return complain(NAME, error)
-    except KeyboardInterrupt:
-        print(f"{NAME}: interrupted; nothing was written", file=sys.stderr)
-        return INTERRUPTED
 
 
 def _export(options: ExportOptions) -> int:
@@ -103,4 +100,4 @@ def _export_adapter(options: ExportOptions, started: float) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(NAME, main)
+    exit_with(NAME, main, left="nothing was written")

@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 
 import tyro
 
-from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with, n_gpus, parse
+from cs336_systems.report.command_line import complain, exit_with, n_gpus, parse
 
 NAME = "sample"
 
@@ -69,9 +69,6 @@ def main(arguments: list[str] | None = None) -> int:
         if not isinstance(error, torch.OutOfMemoryError):
             raise
         return complain(NAME, f"the model and its cache do not fit into the GPU's memory: {str(error).splitlines()[0]}")
-    except KeyboardInterrupt:
-        print(f"\n{NAME}: interrupted", file=sys.stderr)
-        return INTERRUPTED
 
 
 def _sample(options: SampleOptions) -> int:
@@ -172,4 +169,4 @@ def _chat(options: SampleOptions, trained: Any, turns: Iterable[str], drawn: dic
 
 
 if __name__ == "__main__":
-    exit_with(NAME, main)
+    exit_with(NAME, main, left="the text ends here")

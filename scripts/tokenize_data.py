@@ -11,11 +11,10 @@ folder appears only when it is complete.
 """
 
 import json
-import sys
 import time
 
 from cs336_systems.pretraining.tokenizing import TokenizeOptions, tokenize
-from cs336_systems.report.command_line import INTERRUPTED, cli, complain, exit_with
+from cs336_systems.report.command_line import cli, complain, exit_with
 
 NAME = "tokenize_data"
 
@@ -28,9 +27,6 @@ def main(arguments: list[str] | None = None) -> int:
         dataset = tokenize(options)
     except (ValueError, OSError) as error:
         return complain(NAME, error)
-    except KeyboardInterrupt:
-        print(f"{NAME}: interrupted; nothing was written", file=sys.stderr)
-        return INTERRUPTED
     seconds = time.perf_counter() - started
 
     import pandas as pd
@@ -57,4 +53,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(NAME, main)
+    exit_with(NAME, main, left="nothing was written")

@@ -20,7 +20,6 @@ others are fused: gate | up's addition into its product, down's addition to dx i
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +85,7 @@ def adapt(model: TransformerLM, lora: Lora) -> None:
     model.requires_grad_(False)
     model.not_saved = frozenset(name for name, _ in model.named_parameters())  # type: ignore[assignment]
     for block in model.layers:
-        shapes = adapter_shapes({name: tuple(p.shape) for name, p in block.named_parameters()}, lora)
-        for name, (d_out, d_in) in shapes.items():
+        for name, (d_out, d_in) in adapter_shapes(block, lora).items():
             linear, factor, _ = name.rsplit(".", 2)
             weight = block.get_parameter(f"{linear}.weight")
             setattr(block.get_submodule(linear), factor, _Factor(d_out, d_in, weight, zero=factor == "lora_B"))
@@ -99,19 +97,19 @@ def adapt(model: TransformerLM, lora: Lora) -> None:
         merge_(block)
 
 
-def adapter_shapes(weights: Mapping[str, tuple[int, ...]], lora: Lora) -> dict[str, tuple[int, int]]:
-    """Names and shapes of the adapters' parameters, from those of a block's or a model's weights.
+def adapter_shapes(model: nn.Module, lora: Lora) -> dict[str, tuple[int, int]]:
+    """Names and shapes of the adapters' parameters of a block or a model.
 
     Raises:
         ValueError: a matrix has fewer rows or columns than the rank.
     """
     adapted = tuple(part for name in lora.on for part in PARTS[name])
     found: dict[str, tuple[int, int]] = {}
-    for name, shape in weights.items():
+    for name, weight in model.named_parameters():
         if not name.endswith(adapted):
             continue
-        d_out, d_in = shape
-        if lora.rank > min(shape):
+        d_out, d_in = weight.shape
+        if lora.rank > min(d_out, d_in):
             raise ValueError(f"a LoRA rank of {lora.rank} is larger than {name}, which is {d_out} x {d_in}")
         module = name.removesuffix(".weight")
         found |= {f"{module}.lora_A.weight": (lora.rank, d_in), f"{module}.lora_B.weight": (d_out, lora.rank)}

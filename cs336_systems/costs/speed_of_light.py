@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cs336_systems.config import Lora, ModelConfig, Precision
+from cs336_systems.costs.block import passes
 from cs336_systems.costs.flops import forward_flops
 from cs336_systems.hardware import Hardware
 
@@ -129,11 +130,10 @@ def least_ms(
     """
     flops_per_s, bytes_per_s = hardware.peaks(precision.matmul_dtype)
     flops, width, tokens = forward_flops(config, batch_size, seq_len), precision.parameter_bytes, batch_size * seq_len
-    blocks, stream, inner = flops.projections + flops.feed_forward, config.d_model, config.d_ff
-    rotated, words = config.d_query + config.d_kv, config.vocab_size
-    forward = config.n_layers * (2 * stream + 2 * rotated + 4 * stream + 3 * inner)  # norm, rotation, norm, SwiGLU
+    blocks, stream, words = flops.projections + flops.feed_forward, config.d_model, config.vocab_size
+    forward, backward = (config.n_layers * each for each in passes(config))
     forward += 2 * stream + 2 * stream + 2 * words  # embedding, final norm, rows of logits
-    backward = config.n_layers * (5 * inner + 4 * stream + 2 * rotated + 4 * stream) + 3 * stream + stream
+    backward += 3 * stream + stream
     moved = {
         "forward": tokens * forward,
         "backward": tokens * backward + words * config.d_model,  # the embedding's gradient is written whole

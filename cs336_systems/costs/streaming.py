@@ -31,11 +31,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from cs336_systems.config import PRECISIONS, Lora, ModelConfig, Precision, Recipe
+from cs336_systems.costs.block import adapter_numbers, operand_bytes_per_flop, passes, quantizing_bytes, tiles
 from cs336_systems.costs.flops import forward_flops, model_flops
 from cs336_systems.costs.kept import LEVELS as ALL_LEVELS
 from cs336_systems.costs.kept import STORED, kept_names, kept_sizes, recomputed, recomputed_flops
 from cs336_systems.costs.memory import WIDE, rotary_bytes
-from cs336_systems.costs.products import adapter_numbers, operand_bytes_per_flop, quantizing_bytes, tiles
 from cs336_systems.costs.rates import Rates
 
 LEVELS = ALL_LEVELS[:3]
@@ -338,10 +338,11 @@ class StreamedWork:
         behind = products - 2 * tokens * d_model * config.d_qkv
         always = recomputed(config, *self.batch, self.precision, "products").traffic_bytes
         adapters = 2 * tokens * self.trained_parameters if self.lora else 0
-        passes = {name: row * n for name, n in adapter_numbers(config, self.lora).items()}
+        forward, backward = passes(config)
+        thin = {name: row * n for name, n in adapter_numbers(config, self.lora).items()}
         match kind:
-            case "forward":  # two norms and a sum 6 d, rotation 2 (d_query + d_kv), SwiGLU 3 d_ff
-                traffic = row * (6 * d_model + 2 * d_query + 2 * d_kv + 3 * d_ff) + passes["forward"]
+            case "forward":
+                traffic = row * forward + thin["forward"]
                 return _Amounts(products + adapters, attention, traffic)
             case "recompute":
                 again = recomputed_flops(config, *self.batch, level, 0)
@@ -349,13 +350,12 @@ class StreamedWork:
                 if self.is_long and level != "products":  # k is there, and has been rotated
                     again, traffic = again - keys, traffic - 2 * row * d_kv
                 return _Amounts(again, 0 if "attended" in kept_names(level) else attention, traffic)
-            case "backward":
-                # SwiGLU 5 d_ff, two norms 8 d, rotation 2 (d_query + d_kv), attention's outputs and sums 8 d_query
-                traffic = row * (8 * d_model + 10 * d_query + 2 * d_kv + 5 * d_ff) + always
+            case "backward":  # also attention's outputs and sums 8 d_query
+                traffic = row * (backward + 8 * d_query) + always
                 if config.qk_norm:  # recomputed norm and rotation, and x beside their backward
                     traffic += 3 * row * (d_query + d_kv)
                 if self.lora:  # no gradients of weights; x A^T once more, half of forward's
-                    products, traffic = products + 5 * adapters // 2, traffic + passes["backward"]
+                    products, traffic = products + 5 * adapters // 2, traffic + thin["backward"]
                 else:
                     products *= 2
                 return _Amounts(products, 5 * attention // 2, traffic)

@@ -9,13 +9,13 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from cs336_systems.case import Unsupported
 from cs336_systems.distributed.process_group import Rank, alone, on_rank_0
 from cs336_systems.experiments.diloco import STDLIB, DilocoCell
 from cs336_systems.hardware import MIB
 from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.agreement import agreement_of
 from cs336_systems.pretraining.preparation import default_data
+from cs336_systems.pretraining.replica_options import require_torchft
 from cs336_systems.pretraining.run_records import Dropped, Evaluation, LoggedStep, Membership, Model, Record, Session
 from cs336_systems.pretraining.trainer import train
 
@@ -84,10 +84,7 @@ def measure(cell: DilocoCell, rank: Rank) -> list[Metric]:
         Unsupported: torchft is not installed.
         RuntimeError: a replica was missing, an average failed, or bytes are not those of arithmetic.
     """
-    try:
-        import torchft  # noqa: F401
-    except ImportError:
-        raise Unsupported("replicas that agree need torchft: uv sync --extra replicas") from None
+    require_torchft()
     watch = Watch()
     with tempfile.TemporaryDirectory() as name, lighthouse(rank) as address:
         data = on_rank_0(default_data) if cell.data == STDLIB else Path(cell.data)

@@ -26,7 +26,7 @@ from cs336_systems.experiments.peers import installed
 from cs336_systems.experiments.training import TRL, TrainingRunCell
 from cs336_systems.kernels.linear_cross_entropy import IGNORED
 from cs336_systems.pretraining.conversations import Conversations
-from cs336_systems.pretraining.dataset import ANSWER, BEGIN, Dataset
+from cs336_systems.pretraining.dataset import ANSWER, BEGIN, Dataset, TokenStream
 from cs336_systems.pretraining.loader import Loader
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.peer import peer_model
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     from cs336_systems.experiments.training_measure import Watch
 
 
-def data_of(options: TrainOptions) -> tuple[Dataset, ModelConfig]:
-    """The dataset of a run, and the config of the model that it trains."""
+def data_of(options: TrainOptions) -> tuple[Dataset, TokenStream, ModelConfig]:
+    """The dataset of a run, its tokens to learn, and the config of the model that it trains."""
     assert options.data is not None
     dataset = Dataset.open(sources_of(options.data)[0].folder)
-    return dataset, config_of(options, dataset)
+    assert dataset.train is not None
+    return dataset, dataset.train, config_of(options, dataset)
 
 
 def useful_shares(cell: TrainingRunCell, options: TrainOptions) -> tuple[float, float]:
     """(share of a step's tokens that is not padding, share that is targets). TRL's steps have no padding."""
-    dataset, config = data_of(options)
-    assert dataset.train is not None
-    rows = sequences_of(dataset, dataset.train, options, config.vocab_size, torch.device("cpu"))
+    dataset, tokens, config = data_of(options)
+    rows = sequences_of(dataset, tokens, options, config.vocab_size, torch.device("cpu"))
     if not isinstance(rows, Conversations):
         return 1.0, 1.0
     in_use = 1.0 if cell.how in TRL else rows.share_in_use
@@ -66,13 +66,12 @@ def train_on_input_gradients(cell: TrainingRunCell, options: TrainOptions, rank:
 
     The host waits for each step.
     """
-    dataset, config = data_of(options)
-    assert dataset.train is not None
+    dataset, stream, config = data_of(options)
     case = options.training_case(config, 1)
     model = build_model(case, rank)
     model.requires_grad_(False)
     gain = model.get_parameter("layers.0.ln1.weight").requires_grad_(True)
-    sequences = sequences_of(dataset, dataset.train, options, config.vocab_size, rank.device)
+    sequences = sequences_of(dataset, stream, options, config.vocab_size, rank.device)
     n, rows = options.micro_batches(1), options.tokens_per_step(1) // options.context_length
     with Loader(sequences, rows, seed=options.seed) as loader, StopRequests() as stop:
         while stop.asked is None:
@@ -103,7 +102,7 @@ def train_trl(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: "
         installed("flash_attn.cute", "flash-attn-4")
     trl, datasets = installed("trl", "trl"), installed("datasets", "datasets")
     transformers: Any = installed("transformers", "transformers")
-    dataset, config = data_of(options)
+    dataset, stream, config = data_of(options)
     torch.manual_seed(options.seed)
     dtype = parameter_dtype(options.training_case(config, 1).precision)
     model = peer_model(config, rank.device, dtype, liger=False, attention=attention).model
@@ -147,7 +146,7 @@ def train_trl(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: "
         Watched(
             model=model,
             args=settings,
-            train_dataset=datasets.Dataset.from_list(list(_conversations(dataset))),
+            train_dataset=datasets.Dataset.from_list(list(_conversations(stream))),
             processing_class=tokenizer,
         ).train()
 
@@ -163,10 +162,8 @@ def _not_launched() -> Iterator[None]:
         os.environ.update(before)
 
 
-def _conversations(dataset: Dataset) -> Iterator[dict[str, list[int]]]:
+def _conversations(stream: TokenStream) -> Iterator[dict[str, list[int]]]:
     """Ids and labels of each conversation; outside answers the loss ignores labels."""
-    stream = dataset.train
-    assert stream is not None
     ids, marks = np.empty(len(stream), np.int64), np.empty(len(stream), np.uint8)
     stream.copy(0, ids)
     stream.copy(0, marks, marks=True)

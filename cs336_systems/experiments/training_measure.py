@@ -139,8 +139,8 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
 
 
 def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: Watch) -> None:
-    dataset, config = data_of(options)
-    assert dataset.train is not None and options.steps is not None
+    _, stream, config = data_of(options)
+    assert options.steps is not None
     precision = options.training_case(config, 1).precision
     torch.manual_seed(options.seed)
     with_liger, on_gpu = cell.how == "transformers-liger", rank.device.type == "cuda"
@@ -158,7 +158,7 @@ def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch:
         for part in model.blocks if with_liger else [model]:
             part.compile()
     tokens, rate_of = options.tokens_per_step(1), options.rate_of(options.steps)
-    sequences = Sequences(dataset.train, options.context_length, config.vocab_size, rank.device)
+    sequences = Sequences(stream, options.context_length, config.vocab_size, rank.device)
     with Loader(sequences, tokens // options.context_length, seed=options.seed) as loader, StopRequests() as stop:
         while stop.asked is None:
             began, rate = time.perf_counter(), rate_of(len(watch.steps))

@@ -57,10 +57,6 @@ class AdaptersOfRun:
         of_lora = {"rank": lora.rank, "alpha": lora.alpha, "on": list(lora.on)}
         return of_lora | {"base": str(self.base), "checksum": self.checksum}
 
-    def shapes(self, config: ModelConfig) -> dict[str, tuple[int, int]]:
-        """The adapters' parameters in a model of this shape."""
-        return shapes_of(self.lora, config)
-
     @torch.no_grad()
     def merged(self, own: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
         """Return the base with scale B A added to the adapted matrices, which is computed in fp32 and rounded once.
@@ -89,8 +85,7 @@ class AdaptersOfRun:
 
 def shapes_of(lora: Lora, config: ModelConfig) -> dict[str, tuple[int, int]]:
     """The parameters of adapters in a model; raises ValueError if a matrix is smaller than the rank."""
-    whole = TransformerLM(config, device="meta").named_parameters()
-    return adapter_shapes({name: tuple(parameter.shape) for name, parameter in whole}, lora)
+    return adapter_shapes(TransformerLM(config, device="meta"), lora)
 
 
 def checksum_of(folder: Path) -> str:

@@ -8,7 +8,6 @@ The trainer calls, in this order: ``join`` once its state is prepared; for each 
 state in ``join``, ``begin`` or ``end``, which then return another number of steps than the trainer's.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.replica_options import require_torchft
 from cs336_systems.pretraining.run_records import Evaluation, LoggedCheckpoint, LoggedStep, Membership, Message, Record
 from cs336_systems.pretraining.stop_requests import StopRequests
 
@@ -113,12 +113,10 @@ def agreement_of(
     Raises:
         ValueError: torchft is not installed, or no lighthouse answers within 10 s.
     """
-    os.environ.setdefault("RUST_LOG", "error")  # torchft says several lines a step otherwise
-    try:
-        from cs336_systems.pretraining.diloco import OuterSteps
-        from cs336_systems.pretraining.every_step import EveryStep
-    except ImportError as error:
-        raise ValueError(f"replicas that agree need torchft: uv sync --extra replicas ({error})") from None
+    require_torchft()
+    from cs336_systems.pretraining.diloco import OuterSteps
+    from cs336_systems.pretraining.every_step import EveryStep
+
     kind = OuterSteps if options.agree == "diloco" else EveryStep
     return kind(options, rank, lighthouse, name, trouble)
 

@@ -27,7 +27,7 @@ from cs336_systems.distributed.checkpoint import find_checkpoint, load_whole_mod
 from cs336_systems.distributed.checkpoint_folder import is_checkpoint, survey
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights, read_json
-from cs336_systems.pretraining.adapters import AdaptersOfRun
+from cs336_systems.pretraining.adapters import AdaptersOfRun, shapes_of
 from cs336_systems.pretraining.dataset import flush
 from cs336_systems.pretraining.tokenizer import TOKENIZER, JsonTokenizer, copy_tokenizer, load_tokenizer
 
@@ -176,7 +176,7 @@ def load_weights(path: Path, *, merge: bool = True) -> SavedModel:
     if adapters is None:
         weights = load_whole_model(stored, dict(TransformerLM(config, device="meta").named_parameters()))
     else:
-        shapes = adapters.shapes(config)
+        shapes = shapes_of(adapters.lora, config)
         own = load_whole_model(stored, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
         weights = adapters.merged(own, config) if merge else {}
     return SavedModel(model, stored.path, stored.step, weights, skipped, own)

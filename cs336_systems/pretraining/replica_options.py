@@ -5,10 +5,12 @@
 Without ``--agree``, ``--replicas`` is a dimension of the mesh (hybrid sharding). Imports no torch.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Literal
 
+from cs336_systems.case import Unsupported
 from cs336_systems.declared import option
 
 Agree = Literal["every-step", "diloco"]
@@ -17,6 +19,15 @@ FaultKind = Literal["kill", "stall", "nan"]
 LIGHTHOUSE = "lighthouse"
 
 _FAULT = re.compile(r"(kill|nan) (\d+|lighthouse) at (\d+)|(stall) (\d+) at (\d+) for (\d+(?:\.\d+)?) ?s")
+
+
+def require_torchft() -> None:
+    """Raise Unsupported unless torchft is installed."""
+    os.environ.setdefault("RUST_LOG", "error")  # it says several lines a step otherwise
+    try:
+        import torchft  # noqa: F401
+    except ImportError as error:
+        raise Unsupported(f"replicas that agree need torchft: uv sync --extra replicas ({error})") from None
 
 
 @dataclass(frozen=True)

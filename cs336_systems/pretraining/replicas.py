@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.pretraining.replica_options import LIGHTHOUSE, Fault, faults_of
+from cs336_systems.pretraining.replica_options import LIGHTHOUSE, Fault, faults_of, require_torchft
 from cs336_systems.pretraining.run_log import Sink
 from cs336_systems.pretraining.run_records import Dropped, LoggedStep, Membership, Record, Session
 from cs336_systems.processes import Died, FreshProcess, start_server
@@ -83,11 +83,7 @@ def train_replicas(
     Raises:
         ValueError: torchft is not installed, the machine has too few GPUs, or a replica refuses options or data.
     """
-    os.environ.setdefault("RUST_LOG", "error")  # torchft says several lines a step otherwise
-    try:
-        import torchft  # noqa: F401
-    except ImportError:
-        raise ValueError("replicas that agree need torchft: uv sync --extra replicas") from None
+    require_torchft()
     from cs336_systems.distributed.process_group import check_device
 
     check_device(options.device, options.replicas * options.ranks_per_replica)

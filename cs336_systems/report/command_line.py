@@ -106,17 +106,20 @@ def os_error(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
-def exit_with(command: str, main: Callable[[], int]) -> NoReturn:
+def exit_with(command: str, main: Callable[[], int], left: str = "every finished row is kept") -> NoReturn:
     """Run a command's ``main`` and exit with its code, whatever becomes of its streams.
 
     Ctrl-C outside a cell is one sentence, not a traceback. A reader that has had enough (``| head -1``), a closed
     stdout and a terminal that knows ASCII alone cost output, never rows, figures or the exit code.
+
+    Args:
+        left: what Ctrl-C leaves, in words.
     """
     sys.stdout, sys.stderr = (_Lenient(stream) for stream in (sys.stdout, sys.stderr))
     try:
         code = main()
     except KeyboardInterrupt:
-        print(f"{command}: interrupted; every finished row is kept", file=sys.stderr)
+        print(f"{command}: interrupted; {left}", file=sys.stderr)
         code = INTERRUPTED
     sys.stdout.flush()
     if sys.stdout.broken:  # the interpreter would fail to flush it, and say so

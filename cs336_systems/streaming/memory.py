@@ -120,8 +120,7 @@ class MemoryMap:
 
 def _adapter_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, int]]:
     """Shapes of a layer's adapters, by the names of ``BlockWeights``."""
-    block = TransformerBlock(config, device="meta")
-    shapes = adapter_shapes({name: tuple(p.shape) for name, p in block.named_parameters()}, lora)
+    shapes = adapter_shapes(TransformerBlock(config, device="meta"), lora)
     held = {name: [shapes[part] for part in parts] for name, parts in PARTS.items() if parts[0] in shapes}
     return {name: (sum(rows for rows, _ in parts), parts[0][1]) for name, parts in held.items()}
 

@@ -4,11 +4,9 @@ import errno
 import itertools
 import json
 import os
-import resource
-import sys
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from cs336_systems.distributed.checkpoint_folder import MARKER
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank, joined
 from tests.distributed.checks import spawn
+from tests.distributed.disks import Death, Killed, full_disk
 
 
 class Run:
@@ -169,17 +168,6 @@ def test_a_flipped_bit_is_not_loaded(run, name):
             run.load()
 
 
-@contextmanager
-def full_disk(n_bytes):
-    """No file can grow beyond so many bytes, which fails as on a disk that is full, in other words."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_disk_that_is_full_is_said_and_not_kept_full(run):
     """Whichever file comes to its end: what is left of it has the name of none, and takes no place."""
     sizes = [file.stat().st_size for file in run.save(1).iterdir()]
@@ -194,23 +182,9 @@ def test_a_disk_that_is_full_is_said_and_not_kept_full(run):
     assert run.names() == ["step-00000001", "step-00000002"]
 
 
-class Killed(BaseException):
-    pass
-
-
 def die_at_every_operation(rank: Rank, folder):
     """Saves that end before their first, second, ... change to the disk; how many of each kind did."""
-    n_left = float("inf")
-
-    def kill(event, args):
-        nonlocal n_left
-        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"):
-            n_left -= 1
-            if n_left < 0:  # and whatever the dead one would still do
-                raise Killed
-
-    sys.addaudithook(kill)
-    os.fsync = lambda descriptor: None  # slow, and only a power cut would tell
+    death = Death()
     warnings.simplefilter("error")  # nothing that a kill leaves looks like damage
     deaths = {}
     for new_step in (1, 2):
@@ -218,14 +192,9 @@ def die_at_every_operation(rank: Rank, folder):
         for n_operations in itertools.count():
             run.save(1, value=-1, keep_last=1)
             assert run.names() == ["step-00000001"]
-            n_left = n_operations
-            try:
+            with suppress(Killed, OSError), death.after(n_operations):
                 run.save(new_step, value=n_operations, keep_last=1)
                 break
-            except (Killed, OSError):
-                pass
-            finally:
-                n_left = float("inf")
             assert load_checkpoint(run.folder, run.fsdp, None) in (1, new_step)
             assert run.value in (-1, n_operations)
         deaths[new_step] = n_operations

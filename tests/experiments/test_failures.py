@@ -1,14 +1,13 @@
 """``benchmark_failures.py``: seconds and tokens that logs say a kill has cost, and real kills of small runs."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
-import pandas as pd
 import pytest
 
 from cs336_systems.costs.parallelism.failures import ReplicatedJob, mean_time_between_failures
 from cs336_systems.experiments.failures import Options, goodput_figure, make_cells, tables
 from cs336_systems.experiments.failures_measure import Kill, kills_of_replicas, kills_of_restarts, measure, of_the_run
-from cs336_systems.harness.record import Metric, parse_samples
+from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.replica_options import Fault, faults_of
 from cs336_systems.pretraining.run_records import (
     Dropped,
@@ -19,6 +18,7 @@ from cs336_systems.pretraining.run_records import (
     Session,
 )
 from tests.pretraining.trained import write_dataset
+from tests.report.rows import rows_of
 
 CPU = Options.default("cpu")
 
@@ -133,16 +133,6 @@ def test_kills_are_random_by_seed_and_spare_the_ends():
 def test_a_run_that_cannot_be_is_refused(fault, sentence):
     with pytest.raises((ValueError, OSError), match=sentence):
         make_cells(replace(CPU, **fault))
-
-
-def rows_of(cells, measured):
-    where = {"gpu": "", "host": "h", "argv": "a", "commit": "c", "timestamp": "2026-01-01T00:00:00+00:00"}
-    rows = [
-        asdict(cell) | where | {"status": "ok", "message": ""} | metric.statistics()
-        for cell, metrics in zip(cells, measured, strict=True)
-        for metric in metrics
-    ]
-    return parse_samples(pd.DataFrame(rows))
 
 
 def test_tables_predict_the_run_and_larger_jobs_from_the_median_kill():

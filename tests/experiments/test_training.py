@@ -1,10 +1,9 @@
 """``benchmark_training.py``: its grid, and runs that end once they have been steady for long enough, on all ranks."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-import pandas as pd
 import pytest
 import torch
 
@@ -13,9 +12,10 @@ from cs336_systems.distributed.process_group import joined
 from cs336_systems.experiments.block_measure import with_float8
 from cs336_systems.experiments.training import TRAINING_TABLE, Options, make_cells, rates_figure
 from cs336_systems.experiments.training_measure import measure
-from cs336_systems.harness.record import parse_samples, read_rows
+from cs336_systems.harness.record import read_rows
 from cs336_systems.pretraining.peer import peer_model
 from tests.distributed.checks import on_ranks
+from tests.report.rows import rows_of
 
 CPU = replace(Options.default("cpu"), world_size=(1,))
 GPU = replace(Options.default("cuda"), world_size=(1,))
@@ -88,16 +88,6 @@ def test_a_run_that_cannot_be_is_refused(fault, value):
 
 def measure_all(rank, cells):
     return [measure(cell, rank) for cell in cells]
-
-
-def rows_of(cells, measured):
-    where = {"gpu": "", "host": "h", "argv": "a", "commit": "c", "timestamp": "2026-01-01T00:00:00+00:00"}
-    rows = [
-        asdict(cell) | where | {"status": "ok", "message": ""} | metric.statistics()
-        for cell, metrics in zip(cells, measured, strict=True)
-        for metric in metrics
-    ]
-    return parse_samples(pd.DataFrame(rows))
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import torch
 
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.distributed.checkpoint import complete_checkpoints
-from cs336_systems.distributed.process_group import joined
 from cs336_systems.kernels.host_memory import ALIGNMENT
 from cs336_systems.pretraining import capped
 from cs336_systems.pretraining.checkpoint import ModelOfRun
@@ -25,15 +24,6 @@ from tests.pretraining.trained import EXPLODING, losses_and_norms, options, writ
 
 CONFIG = replace(LLAMA, n_layers=4, tie_embeddings=True, qkv_bias=True)
 ROOMY = {"device_gib": 0.5, "host_gib": 2}
-
-
-@pytest.fixture(scope="module")
-def alone():
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with joined("cpu") as rank:
-        yield rank
-    torch.set_num_threads(n_threads)
 
 
 @pytest.fixture(scope="module")

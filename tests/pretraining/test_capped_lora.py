@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from cs336_systems.distributed.checkpoint import complete_checkpoints
-from cs336_systems.distributed.process_group import joined
 from cs336_systems.kernels.host_memory import ALIGNMENT
 from cs336_systems.pretraining import capped
 from cs336_systems.pretraining.adapters import export_adapter
@@ -27,15 +26,11 @@ from tests.pretraining.trained import losses_and_norms, options, write_dataset
 CONFIG = replace(LLAMA, n_layers=3, d_ff=64, tie_embeddings=True, qkv_bias=True)
 
 
-@pytest.fixture(scope="module")
-def alone():
-    n_threads, effort = torch.get_num_threads(), capped.EFFORT
-    torch.set_num_threads(1)
-    capped.EFFORT = 2000
-    with joined("cpu") as rank:
-        yield rank
-    capped.EFFORT = effort
-    torch.set_num_threads(n_threads)
+@pytest.fixture(scope="module", autouse=True)
+def short_searches():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capped, "EFFORT", 2000)
+        yield
 
 
 @pytest.fixture(scope="module")

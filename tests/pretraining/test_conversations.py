@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from cs336_systems.distributed.process_group import joined
 from cs336_systems.kernels.linear_cross_entropy import IGNORED
 from cs336_systems.model.hf_weights import save_hf_weights
 from cs336_systems.pretraining.conversations import Conversations, packed
@@ -30,15 +29,6 @@ MODELS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
-
-
-@pytest.fixture(scope="module")
-def alone():
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with joined("cpu") as rank:
-        yield rank
-    torch.set_num_threads(n_threads)
 
 
 @pytest.fixture(scope="module")

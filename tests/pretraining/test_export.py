@@ -7,9 +7,7 @@ fp32 we are no further from that than a small multiple of transformers' own dist
 import itertools
 import json
 import os
-import resource
 import shutil
-import sys
 from dataclasses import replace
 
 import pytest
@@ -27,6 +25,7 @@ from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from cs336_systems.pretraining.tokenizing import TokenizeOptions, tokenize
 from tests.distributed.checks import spawn
+from tests.distributed.disks import Death, Killed, full_disk
 from tests.pretraining.checkpointed import FAMILIES, LLAMA, model_of, write_tokenizer
 
 TEXT = "def f(x_1):\n\treturn ünïcödé + 12345  # 🙂\n"
@@ -214,46 +213,25 @@ def test_an_export_that_fails_leaves_the_earlier_one(write, tmp_path, monkeypatc
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(export_module, "_copy_tokenizer", fail)
         write(model_of(LLAMA, seed=1))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # a full disk
-    try:
-        with pytest.raises(OSError, match="File too large.*out.model.safetensors"):
-            write(model_of(LLAMA, seed=1))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(20_000), pytest.raises(OSError, match="File too large.*out.model.safetensors"):
+        write(model_of(LLAMA, seed=1))
     assert content(tmp_path / "out") == before
     assert sorted(os.listdir(tmp_path)) == ["out", "tokenizer"]
 
 
-class Killed(BaseException):
-    pass
-
-
 def die_at_every_operation(rank: Rank, folder):
     """Exports over an earlier one that end before their first, second, ... change to the disk; how many did."""
-    n_left = float("inf")
-
-    def kill(event, args):
-        nonlocal n_left
-        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"):
-            n_left -= 1
-            if n_left < 0:  # and whatever the dead one would still do
-                raise Killed
-
-    sys.addaudithook(kill)
-    os.fsync = lambda descriptor: None
+    death = Death()
     tokenizer = write_tokenizer(folder / "tokenizer")
     models = [model_of(LLAMA, seed=seed) for seed in (0, 1)]
     for n_operations in itertools.count():
         out = folder / f"{n_operations}" / "out"
         for number, model in enumerate(models):
-            n_left = n_operations if number else float("inf")
             try:
-                export(out, model.state_dict(), ModelOfRun(LLAMA, tokenizer, 256))
+                with death.after(n_operations if number else float("inf")):
+                    export(out, model.state_dict(), ModelOfRun(LLAMA, tokenizer, 256))
             except Killed:
                 break
-            finally:
-                n_left = float("inf")
         else:
             return n_operations
         moved = list(out.parent.glob(".out.*.old"))

@@ -1,36 +1,17 @@
 """Hand-made rows of ``benchmark_model``, for tests of what is made from them."""
 
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
 import pandas as pd
 
+from cs336_systems.experiments.model import ModelCell
 from cs336_systems.harness.record import Metric, Row, parse_samples, schema_columns
+from cs336_systems.harness.sweep import cell_columns
 
-SETTINGS = {
-    "device": "cpu",
-    "size": "tiny",
-    "batch_size": 1,
-    "context_length": 128,
-    "dtype": "fp32",
-    "attention": "reference",
-    "compile": "off",
-    "checkpoint": "none",
-    "kernels": "reference",
-    "keep": "autograd",
-    "optimizer": "reference",
-    "accumulate": 1,
-    "master": "none",
-    "offload": "none",
-    "matmul_dtype": "same",
-    "matmul_kernels": "library",
-    "gradient_dtype": "e4m3",
-    "scaling": "tensor",
-    "fp8_skip_first": 0,
-    "fp8_skip_last": 0,
-    "cuda_graph": "off",
-    "mode": "step",
-    "warmup": 1,
-    "steps": 3,
-    "repeat": 0,
-}
+CELL = ModelCell(size="tiny", batch_size=1, context_length=128, warmup=1, steps=3)
+SETTINGS = {name: getattr(CELL, name) for name in cell_columns(ModelCell)}
 
 PROVENANCE = {
     "gpu": "",
@@ -60,6 +41,17 @@ def make_cell(
     shared: Row = {"schema_version": 1, "benchmark": "benchmark_model", "variant": variant, **SETTINGS, **PROVENANCE}
     shared |= {"status": status, "message": message, "timestamp": "2026-01-01T00:00:00+00:00"} | values
     return [shared | metric.statistics() for metric in metrics] or [shared]
+
+
+def rows_of(cells: Iterable[Any], measured: Iterable[Iterable[Metric]]) -> pd.DataFrame:
+    """The rows of a question's cells that one command has measured."""
+    where = {"gpu": "", "host": "h", "argv": "a", "commit": "c", "timestamp": "2026-01-01T00:00:00+00:00"}
+    rows = [
+        asdict(cell) | where | {"status": "ok", "message": ""} | metric.statistics()
+        for cell, metrics in zip(cells, measured, strict=True)
+        for metric in metrics
+    ]
+    return parse_samples(pd.DataFrame(rows))
 
 
 def make_frame(*cells: list[Row]) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""The time of matmuls beside their FLOPs at the sustained rate: tiles that are not whole, operands, quantizing.
+"""The work of a block's kernels beside FLOPs: tiles that are not whole, operands, quantizing, passes over memory.
 
 Kinds are those of operations (``costs/streaming.py``): ``head`` is the output head with its gradients, ``forward`` and
 ``backward`` are a block's. Sizes are in bytes or in numbers of each token.
@@ -66,6 +66,16 @@ def quantizing_bytes(config: ModelConfig, tokens: int, recipe: Recipe, kind: str
     d_model, d_ff, d_query, d_qkv = config.d_model, config.d_ff, config.d_query, config.d_qkv
     per_token = {"forward": 2 * d_model + d_query + d_ff, "backward": 4 * (d_qkv + 2 * d_model + 2 * d_ff)}
     return tokens * per_token.get(kind, 0)
+
+
+def passes(config: ModelConfig) -> tuple[int, int]:
+    """Numbers of each token that a block's passes read and write in (forward, backward), each tensor once.
+
+    Forward: two norms and a sum 6 d, rotation 2 (d_query + d_kv), SwiGLU 3 d_ff. Backward: two norms 8 d, the same
+    rotation, SwiGLU 5 d_ff.
+    """
+    d_model, rotated, d_ff = config.d_model, 2 * (config.d_query + config.d_kv), config.d_ff
+    return 6 * d_model + rotated + 3 * d_ff, 8 * d_model + rotated + 5 * d_ff
 
 
 @cache
