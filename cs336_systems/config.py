@@ -11,7 +11,7 @@ Sources: CS336 assignment 2 handout, table 1; the ``config.json`` files that Met
 """
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -380,6 +380,13 @@ def did_you_mean(
     """Return a question that names the known names nearest to ``given``, with a space behind it; "" if none is near."""
     near = difflib.get_close_matches(given, list(known), n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(map(show, near))}? " if near else ""
+
+
+def check_known(what: str, value: str | int, known: Collection[str | int], where: str = "") -> None:
+    """Raise ValueError, with the nearest of the known names, for a value that is none of them."""
+    if value not in known:
+        hint = did_you_mean(str(value), [each for each in known if isinstance(each, str)], show=repr)
+        raise ValueError(f"unknown {what} {value!r}{where}: {hint}known are {', '.join(map(str, known))}")
 
 
 def how_to_download(path: Path, kind: str = "") -> str:

@@ -11,6 +11,7 @@ another class again. Imports no torch.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
@@ -87,6 +88,17 @@ def option_name(each: Any) -> str:
 def flag(name: str) -> str:
     """An option as it is typed."""
     return f"--{name.replace('_', '-')}"
+
+
+def sign_refusal(name: str, value: float | None, sign: str) -> str | None:
+    """Why the option may not be this number, if it may not; ``sign`` as of ``option``."""
+    if not sign or value is None:
+        return None
+    if not math.isfinite(value):
+        return f"{flag(name)} must be finite, got {value}"
+    if value < 0 or (value == 0 and sign == "positive"):
+        return f"{flag(name)} must {'be positive' if sign == 'positive' else 'not be negative'}, got {value}"
+    return None
 
 
 def options_of(

@@ -9,9 +9,9 @@ a library or on the version of torch is asked in ``assemble.check_supported``. I
 from collections.abc import Callable
 
 from cs336_systems.case import TrainingCase
-from cs336_systems.config import WRITTEN_OUT_ATTENTIONS
+from cs336_systems.config import WRITTEN_OUT_ATTENTIONS, check_known
 from cs336_systems.costs.checkpointing import canonical_policy
-from cs336_systems.costs.kept import LEVELS, check_known, keep_of_blocks
+from cs336_systems.costs.kept import LEVELS, keep_of_blocks
 from cs336_systems.costs.offload import offloaded
 from cs336_systems.costs.parallelism.stages import divide, plan_of
 from cs336_systems.declared import options_in

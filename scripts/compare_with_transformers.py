@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cs336_systems.declared import flag
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.report.command_line import cli, complain, exit_with, n_gpus
 
@@ -61,7 +62,7 @@ def _compare(options: TrainOptions) -> int:
         raise ValueError("--optimizer muon is what the other run does not have: it updates by AdamW")
     for name in ("z_loss", "walltime", "lora_rank", "agree", "resume_from"):
         if value := getattr(options, name):
-            raise ValueError(f"--{name.replace('_', '-')} {value} is what the other run does not have")
+            raise ValueError(f"{flag(name)} {value} is what the other run does not have")
     folder = options.out
     if folder.exists():
         raise ValueError(f"{folder} is there: both runs begin from the beginning, name another")

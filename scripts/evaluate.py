@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 import tyro
 
+from cs336_systems.declared import sign_refusal
 from cs336_systems.report.command_line import complain, exit_with, n_gpus, parse
 
 NAME = "evaluate"
@@ -67,8 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _evaluate(options: EvaluateOptions) -> int:
     for name in ("sequences", "context_length", "batch_size"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+        if refusal := sign_refusal(name, getattr(options, name), "positive"):
+            raise ValueError(refusal)
     if options.device == "cuda" and not n_gpus():
         raise ValueError("--device cuda needs a GPU, and there is none")
     if not (options.data or options.tasks):

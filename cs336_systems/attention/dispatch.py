@@ -35,8 +35,7 @@ from cs336_systems.attention import variants
 from cs336_systems.attention.shapes import AttentionShape, check_starts, hopper_limits, kernel_limits, validate
 from cs336_systems.attention.tiled import TiledFlashAttention
 from cs336_systems.attention.variants import RECOMPILE_LIMIT
-from cs336_systems.config import ATTENTIONS, PACKING
-from cs336_systems.costs.kept import check_known
+from cs336_systems.config import ATTENTIONS, PACKING, check_known
 from cs336_systems.model.ops import attention as materialised_attention
 
 Serve = Callable[..., Tensor]

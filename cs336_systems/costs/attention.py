@@ -19,7 +19,7 @@ why softmax, with 5 operations per score to the matmuls' 4 d_head, is not as man
 
 from dataclasses import dataclass
 
-from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.config import ModelConfig, Precision, check_known
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,7 @@ def attention_stages(
     Raises:
         ValueError: no such direction.
     """
-    if direction not in ("forward", "backward"):
-        raise ValueError(f"unknown direction {direction!r}: known are forward, backward")
+    check_known("direction", direction, ("forward", "backward"))
     backward = direction == "backward"
     narrow, wide = precision.matmul_bytes, precision.softmax_bytes
     scores = config.n_layers * batch_size * config.n_heads * seq_len**2

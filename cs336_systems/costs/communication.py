@@ -31,6 +31,7 @@ alpha is a mean over protocols; a network with slower links between nodes than w
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cs336_systems.config import check_known
 from cs336_systems.hardware import GB_PER_S, PCIE_GEN4_X16, PCIE_GEN5_X16
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
@@ -86,8 +87,7 @@ def busbw_factor(collective: str, world_size: int) -> float:
     Raises:
         ValueError: no such collective, or no ranks.
     """
-    if collective not in COLLECTIVES:
-        raise ValueError(f"unknown collective {collective!r}: known are {', '.join(COLLECTIVES)}")
+    check_known("collective", collective, COLLECTIVES)
     if world_size < 1:
         raise ValueError(f"world size must be positive, got {world_size}")
     if world_size == 1:

@@ -20,7 +20,7 @@ Embedding lookups are free; the output head is not. Sequence lengths are in toke
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from cs336_systems.config import MODES, ModelConfig
+from cs336_systems.config import MODES, ModelConfig, check_known
 from cs336_systems.costs.checkpointing import (
     KEEP_ATTENTION,
     KEEP_MATMULS,
@@ -60,8 +60,7 @@ def forward_flops(
     Raises:
         ValueError: no such convention.
     """
-    if convention not in get_args(Convention):
-        raise ValueError(f"unknown convention {convention!r}: known are {', '.join(get_args(Convention))}")
+    check_known("convention", convention, get_args(Convention))
     tokens = batch_size * seq_len
     scores = config.n_layers * 4 * tokens * seq_len * config.d_query
     return ForwardFlops(
@@ -83,8 +82,7 @@ def model_flops(
         ValueError: no such phase.
     """
     multiples = {"forward": 1, "backward": 2, "optimizer": 0, "step": 3}
-    if phase not in multiples:
-        raise ValueError(f"unknown phase {phase!r}: known are {', '.join(multiples)}")
+    check_known("phase", phase, multiples)
     return multiples[phase] * forward_flops(config, batch_size, seq_len, convention).total
 
 
@@ -111,10 +109,8 @@ def hardware_flops(
     Raises:
         ValueError: no such mode, attention, policy or level.
     """
-    if mode not in MODES:
-        raise ValueError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
-    if attention not in get_args(AttentionKind):
-        raise ValueError(f"unknown attention {attention!r}: known are {', '.join(get_args(AttentionKind))}")
+    check_known("mode", mode, MODES)
+    check_known("attention", attention, get_args(AttentionKind))
     flash = attention == "flash"
     forward = forward_flops(config, batch_size, seq_len, "causal" if flash else "palm")
     hand_written, n_layers = keep != "autograd", config.n_layers

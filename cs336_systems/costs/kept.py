@@ -30,7 +30,7 @@ import re
 from dataclasses import dataclass
 from math import prod
 
-from cs336_systems.config import ModelConfig, Precision, Recipe, did_you_mean
+from cs336_systems.config import ModelConfig, Precision, Recipe, check_known
 from cs336_systems.costs.memory import WIDE
 from cs336_systems.hardware import Hardware
 
@@ -125,13 +125,6 @@ def keep_of_blocks(keep: str, n_layers: int) -> tuple[str, ...]:
     if counted and len(found) >= n_layers:
         raise ValueError(f"what to keep, {keep!r}, leaves none of {n_layers} blocks for {rest}")
     return (*found, *[rest] * (n_layers - len(found)))
-
-
-def check_known(what: str, value: str | int, known: tuple[str | int, ...], where: str = "") -> None:
-    """Raise ValueError, with the nearest of the known names, for a value that is none of them."""
-    if value not in known:
-        hint = did_you_mean(str(value), [each for each in known if isinstance(each, str)], show=repr)
-        raise ValueError(f"unknown {what} {value!r}{where}: {hint}known are {', '.join(map(str, known))}")
 
 
 def default_keep(kernels: str, matmul_dtype: str) -> str:

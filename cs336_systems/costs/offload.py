@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from cs336_systems.case import TrainingCase
-from cs336_systems.costs.kept import check_known
+from cs336_systems.config import check_known
 from cs336_systems.costs.memory import WIDE
 
 STATES = {"m": "exp_avg", "v": "exp_avg_sq", "master": "master"}

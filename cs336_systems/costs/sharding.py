@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from cs336_systems.config import check_known
 from cs336_systems.costs.communication import cost
 from cs336_systems.hardware import MIB
 
@@ -111,7 +112,7 @@ def state_bytes_by_rank(
     Raises:
         ValueError: no such form.
     """
-    _check(form)
+    check_known("form", form, FORMS, " of data parallelism")
     if form == "replicated" or world_size == 1:
         return [per_parameter * sum(sizes)] * world_size
     held = [0] * world_size
@@ -139,15 +140,10 @@ def link_bytes_per_step(form: str, n_bytes: int, world_size: int) -> float:
     Raises:
         ValueError: no such form.
     """
-    _check(form)
+    check_known("form", form, FORMS, " of data parallelism")
     collectives = {
         "replicated": ("all_reduce",),
         "owned": ("all_reduce", "broadcast"),
         "scattered": ("reduce_scatter", "all_gather"),
     }[form]
     return sum(cost(collective, world_size, n_bytes).wire_bytes for collective in collectives)
-
-
-def _check(form: str) -> None:
-    if form not in FORMS:
-        raise ValueError(f"unknown form {form!r} of data parallelism: known are {', '.join(FORMS)}")

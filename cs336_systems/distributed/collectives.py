@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cs336_systems.config import check_known
 from cs336_systems.costs.communication import COLLECTIVES
 from cs336_systems.distributed.process_group import Rank, per_rank
 
@@ -43,8 +44,7 @@ class Exchange:
     """
 
     def __init__(self, collective: str, n_elements: int, dtype: torch.dtype, rank: Rank) -> None:
-        if collective not in COLLECTIVES:
-            raise ValueError(f"unknown collective {collective!r}: known are {', '.join(COLLECTIVES)}")
+        check_known("collective", collective, COLLECTIVES)
         if rank.world_size * (_PERIOD - 1) > _EXACT_INTEGERS[dtype]:
             raise ValueError(f"{dtype} cannot hold sums over {rank.world_size} ranks exactly")
         self.collective = collective

@@ -9,7 +9,6 @@ conventions. ``model_measure.py`` runs a cell.
 from __future__ import annotations
 
 import functools
-import math
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -76,8 +75,11 @@ class Asked(TrainingRun):
     CPU_DEFAULTS: ClassVar = {"context_length": (128,), "batch_size": (1,), "warmup": (1,), "steps": 3}
     peer_compile: tuple[Compile, ...] = ()
     """Also measure the reference model beside every cell, with torch.compile off, on or whole-model."""
-    memory_budget_gib: float | None = None
-    """Choose what each cell keeps for backward: what recomputes least among all whose predicted peak fits."""
+    memory_budget_gib: float | None = option(
+        None,
+        "Choose what each cell keeps for backward: what recomputes least among all whose predicted peak fits.",
+        sign="positive",
+    )
     compare: Path | None = None
     """CSV of an earlier run: also print the ratio of each time to that run's, with a verdict."""
     force: bool = False
@@ -123,10 +125,8 @@ def _within_budget(cells: Sequence[ModelCell], budget_gib: float) -> list[ModelC
     """The cells as they recompute least within the budget; what was chosen for them is said on stderr.
 
     Raises:
-        ValueError: the budget is no size, or nothing fits it.
+        ValueError: nothing fits the budget.
     """
-    if not 0 < budget_gib < math.inf:
-        raise ValueError(f"--memory-budget-gib must be positive and finite, got {budget_gib:g}")
     from cs336_systems.costs.planner import cheapest_keep, cheapest_policy
     from cs336_systems.harness.memory import is_predictable, predicted_peak
     from cs336_systems.training.activation_checkpointing import unsupported_reason

@@ -18,7 +18,7 @@ from cs336_systems.case import RECIPE, UNCAPTURED_STEPS, TrainingCase, kept_as
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import default_keep
-from cs336_systems.declared import flag, like, names_in, option, option_name, options_in
+from cs336_systems.declared import flag, like, names_in, option, option_name, options_in, sign_refusal
 from cs336_systems.refusals import command_refusal
 from cs336_systems.report.command_line import Format
 
@@ -213,8 +213,8 @@ def check_options(options: RunOptions) -> None:
             raise ValueError(f"{flag(name)} needs at least one value, got none")
         sign = signs.get(name, "positive" if type(given) is int and name != "seed" else "")
         for value in given if isinstance(given, tuple) else (given,):
-            if sign and value is not None and not (value > 0 if sign == "positive" else value >= 0):
-                raise ValueError(f"{flag(name)} must be {sign}, got {value:g}")
+            if refusal := sign_refusal(name, value, sign):
+                raise ValueError(refusal)
     if not 0 <= options.seed < 2**31:
         raise ValueError(f"--seed must lie in 0..2^31-1, got {options.seed}")
     if not (math.isfinite(options.timeout) and 0 < options.timeout <= MAX_TIMEOUT_S):

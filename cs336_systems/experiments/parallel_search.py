@@ -17,7 +17,7 @@ from cs336_systems.costs.parallelism.search import Candidate, Job, Where
 from cs336_systems.costs.parallelism.search import Search as Layouts
 from cs336_systems.costs.parallelism.seconds import BF16_MOMENTS
 from cs336_systems.costs.streaming import LEVELS, MASTER_MOMENTS
-from cs336_systems.declared import flag
+from cs336_systems.declared import sign_refusal
 from cs336_systems.experiments.parallelism import Answer, table
 from cs336_systems.hardware import GIB, hardware_named
 
@@ -129,9 +129,8 @@ class Search:
     def job(self) -> Job:
         """What is asked for; ValueError for a value that makes no sense."""
         for name in ("gpus", "sequence", "device_gib"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{flag(name)} must be positive, got {value}")
+            if refusal := sign_refusal(name, getattr(self, name), "positive"):
+                raise ValueError(refusal)
         hardware, config = hardware_named(self.gpu), resolve_size(self.size)
         gib = self.device_gib if self.device_gib is not None else (hardware.memory_bytes or 0) / GIB
         return Job(

@@ -9,7 +9,6 @@ some of the layers and limits of its own, and activations go from rank to rank. 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cs336_systems.config import ModelConfig, resolve_size
-from cs336_systems.declared import flag, option, options_of
+from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, Stage, measured_by, presented
 from cs336_systems.experiments.options import RunOptions, cell_of
 from cs336_systems.hardware import hardware_named
@@ -44,25 +43,32 @@ class StreamingCell:
         "llama3-8b",
         "Named model sizes; weights are random, so sequences may be longer than the published models were trained for.",
     )
-    context_length: int = option(0, "Tokens per sequence; by default 8192, and 64 for tiny.", asked=None)
+    context_length: int = option(
+        0, "Tokens per sequence; by default 8192, and 64 for tiny.", asked=None, sign="positive"
+    )
     device_gib: float = option(
         0.0,
         "Limits on device memory: all that the process has there, CUDA's context included; by default 24; for tiny "
         "two, of which only one holds the model.",
         asked=None,
+        sign="positive",
     )
-    host_gib: float = option(0.0, "Limits on the process's host memory; by default 75, and 0.001 for tiny.", asked=None)
+    host_gib: float = option(
+        0.0, "Limits on the process's host memory; by default 75, and 0.001 for tiny.", asked=None, sign="positive"
+    )
     chunk: int = option(
         0,
         "Tokens that a layer processes at a time; by default the fastest, and 32 for tiny.",
         asked=None,
         several=False,
+        sign="positive",
     )
     tokens_per_step: int = option(
         0,
         "Tokens per step; by default enough to make the optimizer's share small, and 512 for tiny.",
         asked=None,
         several=False,
+        sign="positive",
     )
     ranks: int = option(
         1,
@@ -132,10 +138,6 @@ def make_cells(options: Any) -> list[StreamingCell]:
     """The grid, and the peers of each length."""
     of_step = ("chunk", "tokens_per_step")
     given = {name: value for name in (*_SETS, *of_step) if (value := getattr(options, name)) is not None}
-    for name, values in given.items():
-        for value in values if isinstance(values, tuple) else (values,):
-            if not 0 < value < math.inf:
-                raise ValueError(f"{flag(name)} must be positive and finite, got {value:g}")
     if options.timeline and options.out is None:
         raise ValueError("--timeline draws in the folder of --out, which is not given")
     simulated = hardware_named(options.gpu).name if options.gpu else ""
@@ -159,16 +161,11 @@ def make_cells(options: Any) -> list[StreamingCell]:
         free = [(n, 0.0, 0.0, 1, peer, 0) for n, peer in itertools.product(asked["context_length"], options.peers)]
         for values in limited + free:
             found = own | dict(zip((*_SETS, "ranks", "peer", "chunk"), values, strict=True))
-            _check_ranks(name, found["ranks"])
+            if (n_layers := resolve_size(name).n_layers) < (n := found["ranks"]):
+                raise ValueError(f"--world-size {n}: the {n_layers} layers of {name} leave ranks without one")
             in_ring = found["ranks"] > 1 and not simulated  # one process simulates all ranks
             cells.append(cell_of(RingCell if in_ring else StreamingCell, options, **found))
     return cells
-
-
-def _check_ranks(size: str, ranks: int) -> None:
-    """Raises ValueError unless each rank has a layer."""
-    if (n_layers := resolve_size(size).n_layers) < ranks:
-        raise ValueError(f"--world-size {ranks}: the {n_layers} layers of {size} leave ranks without one")
 
 
 def _check_tokens(context_length: int, chunk: int, tokens_per_step: int) -> None:

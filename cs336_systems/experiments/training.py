@@ -15,8 +15,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cs336_systems.config import ATTENTIONS, MODEL_SIZES, resolve_size
-from cs336_systems.costs.kept import check_known
+from cs336_systems.config import ATTENTIONS, MODEL_SIZES, check_known, resolve_size
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment, measured_by, one_stage, presented
 from cs336_systems.experiments.fp8 import RECIPES
@@ -128,7 +127,7 @@ class TrainingRunCell:
         0, "For ours, rank of LoRA adapters, which alone are trained; 0 trains all weights.", sign="not negative"
     )
     warmup: int = option(6, "Steps before the recorded ones.", several=False, sign="not negative")
-    seconds: float = option(60.0, "Least duration of the recorded steps.", several=False)
+    seconds: float = option(60.0, "Least duration of the recorded steps.", several=False, sign="positive")
     seed: int = 0
     data: str = "random tokens"
     """The tokens; the speed does not depend on them."""
@@ -195,8 +194,6 @@ Options: Any = options_of(TrainingRunCell, Asked)
 def make_cells(options: Any) -> list[TrainingRunCell]:
     """Each size in each way; what others do not have is asked of ours alone. Ranks that share nothing run once, at
     ZeRO 0; the ways to gather differ at ZeRO 3 only."""
-    if not 0 < options.seconds < math.inf:
-        raise ValueError(f"--seconds must be positive and finite, got {options.seconds:g}")
     for name in options.attention:
         check_known("attention", name, ATTENTIONS)
     if "off" not in options.apart and max(options.world_size or (1,)) == 1:

@@ -26,6 +26,7 @@ from cs336_systems.costs.parallelism.rank_memory import rank_peak
 from cs336_systems.costs.parallelism.search import USABLE, divisors
 from cs336_systems.costs.parallelism.seconds import BF16_MOMENTS, Moments, StepSeconds, step_seconds
 from cs336_systems.costs.rates import Rates
+from cs336_systems.declared import flag, sign_refusal
 from cs336_systems.hardware import GIB, Hardware, hardware_named
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.streaming.choose import HOST_OVERHEAD, Caps, CapsTooSmallError, ChosenPlan, choose
@@ -59,12 +60,10 @@ class Asked:
     picture: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "host_gib", "run_tokens"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive and finite, got {value:g}")
-        if self.price_per_gpu_hour is not None and not 0 <= self.price_per_gpu_hour < math.inf:
-            raise ValueError(f"--price-per-gpu-hour must not be negative, got {self.price_per_gpu_hour:g}")
+        signs = dict.fromkeys(("gpus", "host_gib", "run_tokens"), "positive") | {"price_per_gpu_hour": "not negative"}
+        for name, sign in signs.items():
+            if refusal := sign_refusal(name, getattr(self, name), sign):
+                raise ValueError(refusal)
 
     @classmethod
     def taken_from(cls, arguments: Sequence[str]) -> "tuple[Asked, list[str]]":
@@ -76,7 +75,7 @@ class Asked:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         for each in fields(cls):
             kind = {"gpu": str, "picture": str, "gpus": int}.get(each.name, float)
-            parser.add_argument(f"--{each.name.replace('_', '-')}", type=_tokens if each.name == "run_tokens" else kind)
+            parser.add_argument(flag(each.name), type=_tokens if each.name == "run_tokens" else kind)
         try:
             known, rest = parser.parse_known_args([each for each in arguments if each != PRINT_PLAN])
         except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:

@@ -5,14 +5,13 @@ conditions of ``REFUSALS``, and memory limits. ``TrainOptions.check`` then check
 ``cs336_systems/refusals.py``.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.case import RECIPE
 from cs336_systems.config import ADAPTED, PACKING
-from cs336_systems.declared import flag, option_name, options_in
+from cs336_systems.declared import flag, option_name, options_in, sign_refusal
 from cs336_systems.pretraining.replica_options import faults_of
 
 if TYPE_CHECKING:
@@ -64,13 +63,9 @@ def run_refusal(options: "TrainOptions") -> str | None:
         ValueError: ``--fail`` names a fault that is not known.
     """
     for each, of in options_in(options):
-        name, value = option_name(each), getattr(options, option_name(each))
-        if not of.sign or value is None:
-            continue
-        if not math.isfinite(value):
-            return f"{flag(name)} must be finite, got {value}"
-        if value < 0 or (value == 0 and of.sign == "positive"):
-            return f"{flag(name)} must {'be positive' if of.sign == 'positive' else 'not be negative'}, got {value}"
+        name = option_name(each)
+        if refusal := sign_refusal(name, getattr(options, name), of.sign):
+            return refusal
     values = ((each.name, getattr(options, each.name), each.default) for each in fields(options))
     given = {name: f"{flag(name)} {value}" for name, value, default in values if value != default}
     for one, other in _ALTERNATIVES:

@@ -26,6 +26,7 @@ from statistics import median
 import torch
 
 from cs336_systems.case import TrainingCase
+from cs336_systems.config import check_known
 from cs336_systems.harness.clock import WHOLE, PhaseTimes, time_phases
 from cs336_systems.harness.record import Metric
 from cs336_systems.profiling.ranges import STEP, annotate, ranged_phases
@@ -100,8 +101,7 @@ def profile_workload(workload: Workload, recorded: Workload, profiler: str, path
         ValueError: no such profiler.
         TraceError: the recording failed, or it holds no kernels though it ran on a GPU.
     """
-    if profiler not in PROFILERS:
-        raise ValueError(f"unknown profiler {profiler!r}: known are {', '.join(PROFILERS)}")
+    check_known("profiler", profiler, PROFILERS)
     runnable = RunnableWorkload(workload)
     samples_ms: dict[str, dict[str, list[float]]] = {how: {} for how in HOWS}
     for i in range(ROUNDS):

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from cs336_systems.declared import flag
 from cs336_systems.hardware import GIB
 from cs336_systems.pretraining.run_records import (
     Data,
@@ -170,7 +171,7 @@ def _beginning(record: Record) -> Iterator[str]:
         case Session():
             changed = {name: value for name, value in record.options.items() if value != record.defaults.get(name)}
             defaults = "the defaults of a CPU" if record.options.get("device") == "cpu" else "the defaults"
-            shown = ", ".join(f"--{name.replace('_', '-')} {_option(value)}" for name, value in changed.items())
+            shown = ", ".join(f"{flag(name)} {_option(value)}" for name, value in changed.items())
             yield f"Options: {shown}; else {defaults}" if changed else f"All options are {defaults}"
             if record.first_step:
                 yield f"Resumed after {record.first_step:,} of {record.n_steps:,} steps"

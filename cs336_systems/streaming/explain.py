@@ -93,7 +93,7 @@ def reasons(choice: ChosenPlan) -> Iterator[str]:
         yield f"Clipping by the global norm puts the optimizer behind backward: {rest:.1f} % of the step."
     for what, parts, cap in (("device", choice.device_parts, caps.device), ("host", choice.host_parts, caps.host)):
         used = sum(parts.values())
-        most = f", {_largest(parts)} most of all" if used else ""
+        most = f", {max(parts, key=parts.__getitem__)} most of all" if used else ""
         yield f"The {what} holds {_size(used)} of {_size(cap)}{most}."
 
 
@@ -103,10 +103,6 @@ def _size(n_bytes: int) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
-
-
-def _largest(parts: dict[str, int]) -> str:
-    return max(parts, key=parts.__getitem__)
 
 
 def next_gib(choice: ChosenPlan, again: Callable[[Caps], ChosenPlan]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from cs336_systems.config import check_known
 from cs336_systems.costs.streaming import StreamedWork
 
 Order = Literal["sequential", "interleaved"]
@@ -75,8 +76,7 @@ class Plan:
     """Layers by which forward is further than one round ahead of the backward beside it, in interleaved rounds."""
 
     def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise ValueError(f"unknown order {self.order!r}: known are {', '.join(ORDERS)}")
+        check_known("order", self.order, ORDERS)
         if self.input_every < 1 or (self.input_every > 1 and self.work.share):
             in_ring = ", and 1 in a ring, whose neighbouring layers are on other ranks" if self.work.share else ""
             raise ValueError(f"input_every must be at least 1{in_ring}, got {self.input_every}")

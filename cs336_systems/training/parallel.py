@@ -21,6 +21,7 @@ from torch import nn
 from cs336_systems.blocks import QuantizedProducts, WrittenOutBlock
 from cs336_systems.blocks.quantized import FORMATS, WEIGHTS
 from cs336_systems.blocks.weights import PARTS
+from cs336_systems.config import check_known
 from cs336_systems.distributed.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_quantized import QuantizedTravel
@@ -139,8 +140,7 @@ def wrap(model: TransformerLM, parallel: Parallel, rank: Rank | None, mesh: Mesh
     """
     if parallel.wrapper == "none":
         return model
-    if parallel.wrapper not in WRAPPERS:
-        raise ValueError(f"unknown wrapper {parallel.wrapper!r}: known are none, {', '.join(WRAPPERS)}")
+    check_known("wrapper", parallel.wrapper, ("none", *WRAPPERS))
     if rank is None:
         raise ValueError(f"wrapper {parallel.wrapper!r} needs a process group, this process has joined none")
     if parallel.wrapper in ("fsdp", "fsdp2"):  # which fill the same parameters again and again

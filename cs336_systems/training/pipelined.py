@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from cs336_systems.blocks.autograd import Works, put_off
-from cs336_systems.config import MODES
+from cs336_systems.config import MODES, check_known
 from cs336_systems.costs.parallelism.schedules import Operation, Schedule
 from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
@@ -49,8 +49,7 @@ class _StageStep(TrainStep):
 
     def phases(self, mode: str, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
         """As ``TrainStep.phases``, but forward and backward are one phase, ``passes``."""
-        if mode not in MODES:
-            raise ValueError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
+        check_known("mode", mode, MODES)
         micro_batches(self.accumulate, token_ids, targets)
         phases: dict[str, Phase] = {"passes": lambda: self._run(mode, token_ids, targets)}
         if mode == "step":

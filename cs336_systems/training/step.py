@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.config import MODES, Precision
+from cs336_systems.config import MODES, Precision, check_known
 from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.kernels.linear_cross_entropy import IGNORED
@@ -160,8 +160,7 @@ class TrainStep:
         """
         if mode == "backward" and self.update is not None:
             raise ValueError("mode backward takes no optimizer steps, but this step's are taken under backward")
-        if mode not in MODES:
-            raise ValueError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
+        check_known("mode", mode, MODES)
         phases: dict[str, Phase] = {}
         share = self._shares(targets)
         for part, micro_batch in enumerate(micro_batches(self.accumulate, token_ids, targets), start=1):

@@ -70,7 +70,6 @@ def test_conversations_and_adapters_are_asked_of_ours_and_trl_always_packs():
 @pytest.mark.parametrize(
     ("fault", "value"),
     [
-        ({"seconds": 0.0}, "--seconds .* 0"),
         ({"size": ("tinny",)}, "'tinny'"),
         ({"attention": ("flashh",)}, "'flash'"),
         ({"keep": ("everything",)}, "everything"),

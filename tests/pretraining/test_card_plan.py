@@ -182,7 +182,7 @@ def test_classes_of_kernels_sum_up_to_the_step():
         ("--gpu peak=100,bandwidth=900,memory=24,speed=2", "'speed' is none of peak"),
         ("--gpu h100 --price-per-gpu-hour -1", "--price-per-gpu-hour must not be negative, got -1"),
         ("--gpu h100 --gpus 0", "--gpus must be positive"),
-        ("--gpu h100 --host-gib nan", "--host-gib must be positive and finite, got nan"),
+        ("--gpu h100 --host-gib nan", "--host-gib must be finite, got nan"),
         ("--gpu h100 --run-tokens many", "--run-tokens: invalid"),
         ("--gpu h100 --dtype fp32 --optimizer torch-fused", "plans steps in bf16 and fp8, and --dtype is fp32"),
         ("--gpu h100 --optimizer muon", "knows the time and the moments of AdamW, and --optimizer is muon"),
