@@ -76,12 +76,16 @@ def _prepared(
     # A head reads q and do and adds to dq, which has twice their bytes.
     queries_bytes = group * n_queries * d_head * (2 * dtype.itemsize + torch.float32.itemsize)
     items = ceil_div(n_keys, schedule.block_k) * batch * n_kv_heads
-    section_heads = host.section_heads(queries_bytes, batch * n_kv_heads)
+    section_heads, n_programs = host.section_heads(queries_bytes, batch * n_kv_heads), n_multiprocessors(device)
     if ordered:
         section_heads = min(max(section_heads, ORDERED_HEADS), batch * n_kv_heads)
+    else:
+        unseen = [max(key - (n_keys - n_queries), 0) * causal for key in range(0, n_keys, schedule.block_k)]
+        steps = [ceil_div(n_queries, schedule.block_q) - first // schedule.block_q for first in unseen]
+        section_heads = host.balanced_section(steps, batch * n_kv_heads, section_heads, n_programs)
     main = Prepared(
         hopper_backward_kernel,
-        min(items, n_multiprocessors(device)),
+        min(items, n_programs),
         descriptor(*q, queries),
         descriptor(*k, keys),
         descriptor(*v, keys),

@@ -1,8 +1,10 @@
 """The launchers' work on the host: tensors that the copy engine can read, and the order of work."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from heapq import heapreplace
 
 import torch
 import triton
@@ -97,3 +99,26 @@ def counter(device: torch.device, stream: int) -> Tensor:
 def section_heads(bytes_per_head: int, n_batch_heads: int) -> int:
     """How many heads to work on at a time, so that what their tiles share stays in the L2 cache."""
     return min(max(L2_BUDGET_BYTES // bytes_per_head, 1), n_batch_heads)
+
+
+def balanced_section(steps: Sequence[int], n_heads: int, least: int, n_programs: int) -> int:
+    """How many heads to work on at a time, ``least`` or more: the fewest with which all programs end about together.
+
+    At the end of a section, its short tiles fill the time until the longest one is done, if there are enough of them.
+
+    Args:
+        steps: of each tile of a head, in the order in which programs take them.
+    """
+    sections = [min(least << doubling, n_heads) for doubling in range(n_heads.bit_length())]
+    ends = [end_of_work(steps, n_heads, section, n_programs) for section in sections]
+    return next(section for section, end in zip(sections, ends, strict=True) if end <= 1.02 * min(ends))
+
+
+def end_of_work(steps: Sequence[int], n_heads: int, section: int, n_programs: int) -> int:
+    """Steps until the last program is done, each of which takes the next tile when it has done one."""
+    busy_until = [0] * n_programs
+    for first in range(0, n_heads, section):
+        for n_steps in steps:
+            for _ in range(min(section, n_heads - first)):
+                heapreplace(busy_until, busy_until[0] + n_steps)
+    return max(busy_until)

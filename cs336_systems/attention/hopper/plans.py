@@ -106,7 +106,8 @@ class KeyPlan(Plan):
     """Which key tile is at which position of the order in which programs take them.
 
     As in ``QueryPlan``, but of key/value heads, and what fits the L2 cache are the queries, output gradients and dq
-    that their key tiles share. Key tiles of a head come from the first to the last: if causal, the longest first.
+    that their key tiles share; more heads where a section's programs would not end together
+    (``host.balanced_section``). Key tiles of a head come from the first to the last: if causal, the longest first.
 
     Sums of dq in order take them from the last to the first, and add to a tile of dq in that order. All tiles of a head
     begin at their first query, a causal one at its diagonal: the tile before has then just left the queries that this

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from cs336_systems.attention.hopper import HopperFlashAttention, plans
+from cs336_systems.attention.hopper import HopperFlashAttention, host, plans
 from cs336_systems.attention.hopper.function import backward_into_op, backward_op, forward_op
 from cs336_systems.attention.hopper.host import (
     copyable,
@@ -184,6 +184,16 @@ def test_the_plan_of_keys(
             assert clear.all()
             assert clear.shape[0] == 0 or first + 64 <= n_keys
     assert all(firsts[:: -1 if ordered else 1] == list(range(0, n_keys, 128)) for firsts in keys_of.values())
+
+
+def test_sections_are_as_long_as_it_takes_that_programs_end_together() -> None:
+    """Eight key/value heads of Llama 3 8B, 8,192 tokens: one at a time has 64 tiles for 132 programs."""
+    steps = [128 - 2 * tile for tile in range(64)]
+    alone, pairs = (host.end_of_work(steps, 8, section, 132) for section in (1, 2))
+    assert alone > 1.2 * pairs and pairs * 132 < 1.02 * 8 * sum(steps)
+    assert host.balanced_section(steps, 8, 1, 132) == 2
+    assert host.balanced_section(steps, 8, 3, 132) == 8  # of six the last two would run alone
+    assert host.balanced_section(steps, 1, 1, 132) == 1
 
 
 class Numbers:
