@@ -72,7 +72,6 @@ def _prepared(
     group = n_heads // n_kv_heads
     queries, keys, half_keys = ((1, 1, rows, block_d) for rows in (schedule.block_q, schedule.block_k, ROWS.value))
     stats_shape, sums_shape = (batch * n_heads * 2, padded), (batch * n_heads * padded * block_d // 32, 32)
-    part_columns = block_d // 2 if schedule.block_q == 64 else block_d
     # A head reads q and do and adds to dq, which has twice their bytes.
     queries_bytes = group * n_queries * d_head * (2 * dtype.itemsize + torch.float32.itemsize)
     items = ceil_div(n_keys, schedule.block_k) * batch * n_kv_heads
@@ -91,7 +90,7 @@ def _prepared(
         descriptor(*v, keys),
         descriptor(*do, queries),
         descriptor(stats_shape, (padded, 1), torch.float32, (2, schedule.block_q)),
-        descriptor(sums_shape, (32, 1), torch.float32, (ROWS.value * part_columns // 32, 32)),
+        descriptor(sums_shape, (32, 1), torch.float32, (schedule.block_q * block_d // 2 // 32, 32)),
         descriptor(*dk, half_keys),
         descriptor(*dv, half_keys),
         example(torch.int32),
@@ -115,7 +114,7 @@ def _prepared(
     return Launches(
         prepare_preprocess(shape_BHQD, strides[3], strides[4], dtype, padded, block_d),
         main,
-        prepare_postprocess(*dq, padded, block_d, part_columns, scale),
+        prepare_postprocess(*dq, padded, block_d, scale),
         math.prod(stats_shape),
         math.prod(sums_shape),
         2 * batch * n_heads * padded // schedule.block_q,

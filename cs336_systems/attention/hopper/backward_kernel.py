@@ -73,31 +73,20 @@ def backward_producer(plan, q, k, v, do, stats, taken, ends, tiles):
         turn += 1
 
 
-@gluon.constexpr_function
-def part_columns(parts):
-    """Columns of dq in a consumer's part of a tile, which has 64 rows."""
-    return parts.shape[1] * parts.shape[2] // 64
-
-
 @gluon.jit
 def dq_product(tiles, keys, step, valid, WHO: gl.constexpr):
     """Start this consumer's part of dS K, as soon as both consumers have written their dS^T of this step.
 
-    Of 64 queries the consumers take half of the columns each; of 128, half of the queries. Unless ``valid``, nothing is
-    waited for, and nobody looks at the product.
+    The consumers take half of the columns each. Unless ``valid``, nothing is waited for, and nobody looks at the
+    product.
     """
-    BLOCK_Q: gl.constexpr = tiles.ds.shape[2]
-    COLUMNS: gl.constexpr = part_columns(tiles.dq)
+    COLUMNS: gl.constexpr = tiles.q.tiles.shape[2] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     nothing = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     slot = step & 1
     mbarrier.wait(tiles.ds_full.index(slot), step >> 1 & 1, pred=valid)
     ds = tiles.ds.index(slot).permute((1, 0))
-    if BLOCK_Q == 64:
-        keys = keys.slice(WHO * COLUMNS, COLUMNS, 1)
-    else:
-        ds = ds.slice(WHO * ROWS, ROWS, 0)
-    return warpgroup_mma(ds, keys, nothing, use_acc=False, is_async=True)
+    return warpgroup_mma(ds, keys.slice(WHO * COLUMNS, COLUMNS, 1), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ from cs336_systems.kernels.launching import Prepared, ceil_div
 PASS_ROWS = 64
 """Rows per program, and of a part of dq's sums."""
 PADDED_ROWS = 128
-"""The longest query tile of a step."""
+"""What the length of a head in between is a multiple of."""
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def hopper_preprocess_kernel(
 def element_of_sums(row, column, PART_COLUMNS: tl.constexpr):
     """Where dq of a query, of 64, and a column stands among their sums.
 
-    Part after part of PART_COLUMNS columns; in one, eight columns after the other: four numbers of each of 128 threads,
+    First one consumer's half, of PART_COLUMNS columns, then the other's; in one, eight columns after the other: four numbers of each of 128 threads,
     which are two of its row and two of the row eight further, as wgmma's result has them.
     """
     part, column = column // PART_COLUMNS, column % PART_COLUMNS
@@ -67,7 +67,7 @@ def element_of_sums(row, column, PART_COLUMNS: tl.constexpr):
 @triton.jit
 def hopper_postprocess_kernel(
     summed, dq, stride_dqb, stride_dqh, stride_dq, n_heads, n_queries, padded, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PART_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dq (B, H, Q, D) in its dtype from the fp32 sums, each 64 rows of BLOCK_D in the order of ``element_of_sums``."""
     n_tiles = tl.cdiv(n_queries, ROWS)
@@ -76,7 +76,7 @@ def hopper_postprocess_kernel(
     batch_head = (tl.program_id(0) // n_tiles).to(tl.int64)
     batch, head = batch_head // n_heads, batch_head % n_heads
     columns = tl.arange(0, BLOCK_D)
-    elements = element_of_sums(tl.arange(0, ROWS)[:, None], columns[None, :], PART_COLUMNS)
+    elements = element_of_sums(tl.arange(0, ROWS)[:, None], columns[None, :], BLOCK_D // 2)
     sums = tl.load(summed + (batch_head * padded + first) * BLOCK_D + elements)
     dq += batch * stride_dqb + head * stride_dqh + rows[:, None].to(tl.int64) * stride_dq + columns
     exists = (rows < n_queries)[:, None] & (columns < D)[None, :]
@@ -115,7 +115,6 @@ def prepare_postprocess(
     dtype: torch.dtype,
     padded: int,
     block_d: int,
-    part_columns: int,
     scale: float,
 ) -> Prepared:
     """A launch that takes the addresses of the sums and of dq."""
@@ -132,6 +131,5 @@ def prepare_postprocess(
         scale,
         D=d_head,
         BLOCK_D=block_d,
-        PART_COLUMNS=part_columns,
         ROWS=PASS_ROWS,
     )

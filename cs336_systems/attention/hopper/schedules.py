@@ -46,10 +46,10 @@ class ForwardSchedule:
 class BackwardSchedule:
     """How one program goes through the queries that see its 128 keys."""
 
-    block_q: int
-    """Queries per step, 64 or 128."""
     stages: int
     """Slots of the ring of queries and output gradients, at least 2."""
+    block_q: ClassVar[int] = 64
+    """Queries per step."""
     block_k: ClassVar[int] = 128
     """Keys per tile, 64 for each of the two consumers."""
     late_dq: bool = False
@@ -77,8 +77,8 @@ FORWARD: dict[int, ForwardSchedule] = {
     128: ForwardSchedule(128, 2, 2),  # 1.13; in turns 1.07
 }
 BACKWARD: dict[int, BackwardSchedule] = {
-    64: BackwardSchedule(64, 3, late_dq=True, left_in_registers=True, key_stages=2),  # 1.26; registers alone 1.07
-    128: BackwardSchedule(64, 2),  # 1.01; late dq and K, V in registers spill
+    64: BackwardSchedule(3, late_dq=True, left_in_registers=True, key_stages=2),  # 1.26; registers alone 1.07
+    128: BackwardSchedule(2),  # 1.01; late dq and K, V in registers spill
 }
 
 

@@ -31,11 +31,10 @@ FORWARD_SCHEDULES = [
     ForwardSchedule(128, 3, 2, take_turns=True),
 ]
 BACKWARD_SCHEDULES = [
-    BackwardSchedule(64, 2),
-    BackwardSchedule(128, 2),
-    BackwardSchedule(64, 3, late_dq=True),
-    BackwardSchedule(64, 3, left_in_registers=True),
-    BackwardSchedule(64, 3, late_dq=True, left_in_registers=True, key_stages=2),
+    BackwardSchedule(2),
+    BackwardSchedule(3, late_dq=True),
+    BackwardSchedule(3, left_in_registers=True),
+    BackwardSchedule(3, late_dq=True, left_in_registers=True, key_stages=2),
 ]
 
 

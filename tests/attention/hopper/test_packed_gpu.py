@@ -28,8 +28,8 @@ pytestmark = [
 ]
 SCHEDULES = [
     (None, None),
-    (ForwardSchedule(64, 2, 3, take_turns=True), BackwardSchedule(128, 2)),
-    (ForwardSchedule(128, 3, 2, take_turns=True), BackwardSchedule(64, 3, late_dq=True)),
+    (ForwardSchedule(64, 2, 3, take_turns=True), BackwardSchedule(2)),
+    (ForwardSchedule(128, 3, 2, take_turns=True), BackwardSchedule(3, late_dq=True)),
 ]
 LIMIT_S = 180
 
