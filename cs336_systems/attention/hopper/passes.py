@@ -56,8 +56,9 @@ def hopper_preprocess_kernel(
 def element_of_sums(row, column, PART_COLUMNS: tl.constexpr):
     """Where dq of a query, of 64, and a column stands among their sums.
 
-    First one consumer's half, of PART_COLUMNS columns, then the other's; in one, eight columns after the other: four numbers of each of 128 threads,
-    which are two of its row and two of the row eight further, as wgmma's result has them.
+    First one consumer's half, of PART_COLUMNS columns, then the other's; in one, eight columns after the other: four
+    numbers of each of 128 threads, which are two of its row and two of the row eight further, as wgmma's result has
+    them.
     """
     part, column = column // PART_COLUMNS, column % PART_COLUMNS
     thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
