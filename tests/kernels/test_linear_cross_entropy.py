@@ -198,7 +198,8 @@ def test_autograd_scales_by_the_arriving_gradient(reduction: str, fused: bool) -
     wanted = torch.autograd.grad(3.0 * expected, (x, weight))
     for retain_graph in (True, False):  # the second time as the first
         for a, b in zip(torch.autograd.grad(3.0 * loss, (x, weight), retain_graph=retain_graph), wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6 * float(b.abs().max()))
+            # Logits of 4 to 8 are off by up to 2^-22 in either, and so is a probability, relatively; all is tripled.
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=3 * 2**-21 * float(weight.abs().max()))
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, x)
     for wanted_alone, gradient in ((0, wanted[0]), (1, wanted[1])):
