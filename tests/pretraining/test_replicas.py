@@ -17,7 +17,7 @@ import torch._dynamo  # noqa: F401 (a group that is there when this is imported 
 from cs336_systems.distributed.checkpoint_folder import survey
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining.replica_options import Fault, faults_of
-from cs336_systems.pretraining.replicas import Refused, be_the_lighthouse, train_replicas
+from cs336_systems.pretraining.replicas import Refused, _variables, be_the_lighthouse, train_replicas
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import Dropped, End, LoggedStep, Membership
 from cs336_systems.pretraining.trainer import train
@@ -268,3 +268,17 @@ def test_who_is_not_connected_with_the_dead_one_does_not_wait_for_it(folder):
     assert (ended.reason, ended.steps) == ("done", 4), told
     dropped = [each.seconds for log in logs for each in read_run(log / LOG).all(Dropped)]
     assert len(dropped) == 3 and max(dropped) < faults["agree_timeout"] / 2
+
+
+def test_replicas_take_gpus_in_turn_and_share_them_where_there_are_too_few(monkeypatch):
+    """NCCL takes those that share one for ranks of other hosts."""
+
+    def gpus_and_hosts(visible, n_replicas, n_ranks):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        places = [(replica, rank) for replica in range(n_replicas) for rank in range(n_ranks)]
+        found = [_variables(rank, replica, n_ranks, len(places), 1) for replica, rank in places]
+        return [each["CUDA_VISIBLE_DEVICES"] for each in found], [each.get("NCCL_HOSTID") for each in found]
+
+    assert gpus_and_hosts("4,5,6,7", 2, 2) == (["4,5", "4,5", "6,7", "6,7"], [None] * 4)
+    gpus, hosts = gpus_and_hosts("4", 2, 2)
+    assert gpus == ["4"] * 4 and len(set(hosts)) == 4 and None not in hosts
