@@ -42,7 +42,7 @@ class Program:
     gpu: Hardware
     sustained: Sustained = OURS
     hidden: float = 1.0
-    """Of the time that ``copies`` saves tensor ranks beside collectives, the share that the program saves."""
+    """The share that the program saves of the time that ``copies`` saves tensor ranks beside collectives."""
 
 
 def ours() -> Program:

@@ -31,7 +31,7 @@ from cs336_systems.experiments.mesh import MESH
 from cs336_systems.experiments.model import step_table
 from cs336_systems.experiments.streaming import STREAMING_TABLE
 from cs336_systems.experiments.training import TRAINING_TABLE
-from cs336_systems.hardware import MIB
+from cs336_systems.hardware import GIB, MIB
 from cs336_systems.profiling.traces.kernels import short_name
 from cs336_systems.report.tables import Table
 
@@ -86,7 +86,7 @@ CONSTANTS = {
     "TPU": calculations.TPU,
     "NVLINK": calculations.DATASHEET,
     "MIB": MIB,
-    "GIB": 2**30,
+    "GIB": GIB,
 }
 
 

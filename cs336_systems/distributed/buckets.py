@@ -23,7 +23,6 @@ from cs336_systems.hardware import MIB
 
 T = TypeVar("T", bound=Tensor)
 
-
 _BROADCAST_BYTES = 250 * MIB  # most that one broadcast packs into a temporary copy, unless a single tensor is larger
 
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     import torch
 
 COMMIT_VARIABLE = "CS336_SYSTEMS_COMMIT"
-_COMMUNICATION = ("NCCL_", "TORCH_NCCL_", "CS336_SYSTEMS_SHARE_GPUS")
-"""How the names of environment variables begin that decide how GPUs communicate."""
 
 _MEASURED_SOURCES = ("cs336_systems", "benchmarks", "scripts", "pyproject.toml", "uv.lock")
 """Paths whose uncommitted changes make a measurement dirty; results and prose do not."""
@@ -111,10 +109,13 @@ def versions(device: "torch.device | str") -> dict[str, Any]:
         import pynvml
         import torch.distributed as dist
 
+        from cs336_systems.distributed.process_group import SHARE_GPUS
+
         pynvml.nvmlInit()
         version = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
         # What is set for NCCL and for torch's use of it: it chooses algorithms, channels and waits.
-        settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_COMMUNICATION)}
+        chosen = "NCCL_", "TORCH_NCCL_", SHARE_GPUS
+        settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(chosen)}
         row |= {
             "gpu": torch.cuda.get_device_name(device),
             "gpu_count": 1,

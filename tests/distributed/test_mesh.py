@@ -208,7 +208,7 @@ def batch_of(case, n_data):
 
 
 def alone(case, n_data, n_steps=3, *, exact=False):
-    """What ``train_on`` returns, of one process on the sequences of ``n_data`` ranks along data; exact in fp64."""
+    """The results of ``train_on``, of one process on the sequences of ``n_data`` ranks along data; exact in fp64."""
     return _alone(replace(case, how=Parallel()), n_data, n_steps, exact)
 
 

@@ -75,7 +75,8 @@ def _prepared(
     # A head reads q and do and adds to dq, which has twice their bytes.
     queries_bytes = group * n_queries * d_head * (2 * dtype.itemsize + torch.float32.itemsize)
     items = ceil_div(n_keys, schedule.block_k) * batch * n_kv_heads
-    section_heads, n_programs = host.section_heads(queries_bytes, batch * n_kv_heads), n_multiprocessors(device)
+    n_programs = n_multiprocessors(device)
+    section_heads = host.section_heads(queries_bytes, batch * n_kv_heads)
     if ordered:
         section_heads = min(max(section_heads, ORDERED_HEADS), batch * n_kv_heads)
     else:

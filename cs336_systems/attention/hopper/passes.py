@@ -19,7 +19,7 @@ from cs336_systems.kernels.launching import Prepared, ceil_div
 PASS_ROWS = 64
 """Rows per program, and of a part of dq's sums."""
 PADDED_ROWS = 128
-"""What the length of a head in between is a multiple of."""
+"""Queries of a head are padded to a multiple of this."""
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def hopper_preprocess_kernel(
 
 @triton.jit
 def element_of_sums(row, column, PART_COLUMNS: tl.constexpr):
-    """Where dq of a query, of 64, and a column stands among their sums.
+    """The index of dq[row, column], of 64 queries, among their fp32 sums.
 
     First one consumer's half, of PART_COLUMNS columns, then the other's; in one, eight columns after the other: four
     numbers of each of 128 threads, which are two of its row and two of the row eight further, as wgmma's result has

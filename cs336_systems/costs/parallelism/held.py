@@ -28,7 +28,7 @@ class Task(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a stage holds as a task begins."""
+    """Numbers of blocks and micro-batches whose tensors a stage holds as a task begins."""
 
     whole: int
     """Blocks of micro-batches from F to the end of B."""

@@ -154,7 +154,7 @@ def _states(config: ModelConfig, length: int, layout: Layout, stage: Stage, how:
 
 
 _Bytes = tuple[float, float, float, float]
-"""Of gradients, activations, temporaries, and parameters that are gathered."""
+"""Bytes of gradients, activations, temporaries, and parameters that are gathered."""
 _NAMES = "gradients", "activations", "temporaries", "gathered parameters"
 
 

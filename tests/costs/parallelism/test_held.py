@@ -1,4 +1,4 @@
-"""What stages hold by their lists, counted by hand and by simulation."""
+"""The holdings of stages by their lists, counted by hand and by simulation."""
 
 from itertools import product
 
