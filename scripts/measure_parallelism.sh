@@ -13,8 +13,10 @@
 #   mesh-context             2      420  65,536 and 131,072 tokens: attention on context ranks; whole steps of 65,536
 #   mesh-context-peers       2      240  attention again, beside torch's
 #   mesh-long                2      300  whole steps of 131,072 tokens
-#   mesh-short               2      300  1,024 to 4,096 tokens: FSDP, tensor and context ranks
-#   mesh-pipeline            2      480  4 to 16 micro-batches of 4,096 tokens: every schedule, recorded
+#   mesh-short               2      140  1,024 to 4,096 tokens: FSDP, tensor and context ranks
+#   mesh-short-graph         2       70  the same by tensor ranks whose step is a CUDA graph
+#   mesh-pipeline            2      180  4 micro-batches of 4,096 tokens: every schedule, recorded
+#   mesh-pipeline-many       2      260  8 and 16 of them: the fastest schedules beside 1F1B, recorded
 #   mesh-pipeline-peers      2      300  1F1B and ZBV beside torch's, keeping products and all
 #   mesh-pipeline-four       4      280  four stages, and one GPU
 #   mesh-four                4      130  8,192 tokens: FSDP, tensor and context ranks on four
@@ -74,14 +76,23 @@ for part in "$@"; do
         measure "${long[@]}" --context-length 131072 --keep input --weights ddp --warmup 1 --steps "$n" \
           --world-size "$n" --context "$n"
       done ;;
-    mesh-short)
-      measure "${products[@]}" --context-length 1024 2048 4096 --world-size 1 2 --tensor 1 2 --context 1 2 \
-        --tensor-by copies --warmup 3 --steps 12 ;;
-    mesh-pipeline)
-      measure "${stages[@]}" --world-size 1 2 --pipeline 1 2 --accumulate 4 --steps 6 --trace "$folder/$part" \
-        --pipeline-schedule gpipe 1f1b interleaved zb-h1 zbv dualpipev
-      measure "${stages[@]}" --world-size 1 2 --pipeline 1 2 --accumulate 8 16 --steps 5 --trace "$folder/$part" \
-        --pipeline-schedule 1f1b zbv dualpipev ;;
+    mesh-short | mesh-short-graph)
+      short=("${products[@]}" --context-length 1024 2048 4096 --steps 12)
+      if [ "$part" = mesh-short ]; then
+        measure "${short[@]}" --world-size 1 2 --tensor 1 2 --context 1 2 --tensor-by copies --warmup 3
+      else
+        part=mesh-short
+        for n in 1 2; do measure "${short[@]}" --world-size "$n" --tensor "$n" --context 1 --cuda-graph on --warmup 6; done
+      fi ;;
+    mesh-pipeline | mesh-pipeline-many)
+      case "$part" in
+        mesh-pipeline) batches=(--accumulate 4 --steps 6) schedules=(gpipe 1f1b interleaved zb-h1 zbv dualpipev) ;;
+        mesh-pipeline-many) batches=(--accumulate 8 16 --steps 5) schedules=(1f1b zbv dualpipev) ;;
+      esac
+      part=mesh-pipeline
+      measure "${stages[@]}" "${batches[@]}" --world-size 1
+      measure "${stages[@]}" "${batches[@]}" --world-size 2 --pipeline 2 --pipeline-schedule "${schedules[@]}" \
+        --trace "$folder/$part" ;;
     mesh-pipeline-peers)
       measure "${stages[@]}" --world-size 2 --pipeline 2 --accumulate 8 --steps 5 --keep products all \
         --pipeline-schedule 1f1b zbv --peer ;;
