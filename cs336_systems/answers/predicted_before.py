@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Written:
-    """A prediction in the log: the commit that wrote it there, and the row that was measured later."""
+    """A prediction in the log: the commit that wrote it there, and the first row that was measured later."""
 
     commit: str
     said: str
@@ -114,7 +114,7 @@ def _in_the_log() -> Iterator[Before]:
         rows = rows[rows["metric"] == each.metric]
         for name, value in each.row.items():
             rows = rows[rows[name] == value]
-        (row,) = rows.to_dict("records")
+        row = rows.sort_values("timestamp").to_dict("records")[0]  # later ones could have been known
         told = " ".join(map(str, each.row.values()))
         made = each.part, told, each.metric, each.value, each.commit
         yield Before(*made, row["median"], row["commit"][:8], row["timestamp"])

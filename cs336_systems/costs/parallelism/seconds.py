@@ -60,12 +60,17 @@ SLOWED = 0.5
 """Seconds by which kernels run longer, a second of collectives beside them (fitted to llama3-8b at 8,192 tokens under
 FSDP on two and four H200s, rows of mesh-tensor and mesh-four: 46 of 76 ms and 58 of 114)."""
 
-BLOCK_HOST_S, BLOCK_HOST_FP8_S, PART_HOST_S, COPIES_HOST_S = 1.6e-3, 4.1e-3, 3.3e-3, 10.55e-3
-"""Seconds of the host for a block: its forward and backward, the same in fp8, for each further part of the keys that a
-context rank takes up, and where tensor ranks copy rows. From launch-bound steps: 38.5 ms in 24 blocks of 0.5B and, in
-fp8, 115 ms in 28 blocks of 7B beside other jobs (LOG.md); 378 ms in 32 blocks on four context ranks (row of mesh-four);
-392 to 433 ms by copies on two and four tensor ranks (mesh-tensor, mesh-four). host_lead in rows of training-2 says 54
-launches a block, in fp8 75, if the host can be 1,024 ahead."""
+BLOCK_HOST_S, BLOCK_HOST_FP8_S = 1.6e-3, 4.1e-3
+"""Seconds of the host for a block's forward and backward, and for the same in fp8. From launch-bound steps: 38.5 ms in
+24 blocks of 0.5B and, in fp8, 115 ms in 28 blocks of 7B beside other jobs (LOG.md). host_lead in rows of training-2
+says 54 launches a block, in fp8 75, if the host can be 1,024 ahead."""
+
+SHARDS_HOST_S, PART_HOST_S, COLLECTIVES_HOST_S, COPIES_HOST_S = 1.7e-3, 2.9e-3, 3.0e-3, 10.55e-3
+"""Seconds of the host that a block takes more: under ZeRO 3, for each further part of the keys that a context rank
+takes up, and where tensor ranks send rows by collectives or copy them; copies take as long under ZeRO 3. From
+launch-bound steps of 32 blocks: 220 and 378 ms under ZeRO 3 on two and four context ranks, 168 and 181 by collectives
+on two tensor ranks (rows of mesh-short and mesh-four), 392 to 433 by copies on two and four (mesh-tensor, mesh-four).
+Another host took a fifth longer."""
 
 Moments = tuple[tuple[str, int], ...]
 """Names of the states that the optimizer keeps, and bytes a parameter of each."""
@@ -150,7 +155,11 @@ def step_seconds(
     updates = work.updates * fullest.n_parameters(config) / config.n_parameters
     host = BLOCK_HOST_FP8_S if recipe.quantized else BLOCK_HOST_S
     host += PART_HOST_S * (c - 1) if layout.context_order != "gathered" else 0.0
-    host += COPIES_HOST_S if layout.tensor > 1 and by == "copies" else 0.0
+    if layout.tensor > 1 and by == "copies":
+        host += COPIES_HOST_S
+    else:
+        host += COLLECTIVES_HOST_S if layout.tensor > 1 else 0.0
+        host += SHARDS_HOST_S if layout.zero == 3 and layout.n_state_shards > 1 else 0.0
     adds = work.adds * fullest.n_parameters(config) / config.n_parameters / layout.tensor
     late = max(0.0, m * (slowest.n_layers * host - compute - waits) - (m - 1) * adds - slowed) if launches else 0.0
     idle = 0.0
