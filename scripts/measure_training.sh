@@ -33,6 +33,10 @@
 #                          pre-training, packed conversations, and these by TRL's SFTTrainer, also compiled; ours in fp8
 #   lora              170  7B, one row at a time: adapters of rank 16 in bf16 and in e4m3, in a CUDA graph, beside
 #                          forward and input gradients alone in bf16
+#   choice-0.5b       130  0.5B by six settings of --batch-size and --keep, 8 s each; train.py chooses one of them
+#   choice-1.5b       130  1.5B
+#   choice-3b         150  3B
+#   choice-7b         200  7B
 #   ranks-0.5b        400  0.5B at 32 on two GPUs: ZeRO-1, ZeRO-3 in two ways, apart; and on one (FOLDER/training-2)
 #   ranks-1.5b        430  the same of 1.5B at 16
 #   ranks-7b          525  of 7B at 8, keeping products
@@ -40,12 +44,12 @@
 #   ranks-fp8-1.5b    430  1.5B at 16
 #   ranks-fp8-7b      525  7B at 8, keeping products
 #
-# RANKS names the worlds of the last six (default: 1 2), which come from one host; FOLDER/training-N has those of up to N
+# CARD_GB is the memory of the card for choice-*: 141 (default) or 80. RANKS names the worlds of the last six (default: 1 2), which come from one host; FOLDER/training-N has those of up to N
 # ranks. DURATION is the least time of the steps after the warm-up (default: 60, in seconds).
 #
 # Data are random tokens of the model's vocabulary, which the rows say. Peers need transformers, liger-kernel and torchao
 # (uv sync), and trl, datasets and flash-attn-4 (pip install); without them their rows say so. Rows are appended to
-# FOLDER/training, those of finetuning and lora to FOLDER/finetuning; uv run scripts/report.py --adopt FOLDER moves them to
+# FOLDER/training, those of finetuning and lora to FOLDER/finetuning, of choice-* to FOLDER/choice; uv run scripts/report.py --adopt FOLDER moves them to
 # profiles/results/<gpu>/. PYTHON picks the interpreter (default: uv run). Run nothing else on the host.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_training.sh FOLDER PART...}
@@ -63,6 +67,14 @@ in_rows_of_2048() { # finetuning and lora: into a file of their own, as their to
 }
 on_80gb() { # size, then the shape and the recipe
   DURATION=${DURATION:-40} into training "${ours[@]}" --kernels fused --how ours --warmup 1 --size "$1" "${@:2}"
+}
+by_hand() { # size, then two micro-batches on a card of 141 GB and two on one of 80
+  local batches=("${@:2:2}")
+  [ "${CARD_GB:-141}" = 80 ] && batches=("${@:4:2}")
+  for batch in "${batches[@]}"; do
+    DURATION=${DURATION:-8} into choice --cuda-graph off --warmup 2 --kernels fused --how ours --size "qwen2.5-$1" \
+      --total-batch-tokens 65536 --batch-size "$batch" --keep all all-norm products
+  done
 }
 in_worlds() { # size, then the recipe
   local shape=(--batch-size 16)
@@ -115,6 +127,14 @@ for part in "$@"; do
     lora)
       in_rows_of_2048 --size qwen2.5-7b --batch-size 1 --total-batch-tokens 32768 --recipe stored e4m3 --lora-rank 16 \
         --keep products all --cuda-graph on --warmup 5 --how ours input-gradients ;;
+    choice-0.5b)
+      by_hand 0.5b 32 64 32 64 ;;
+    choice-1.5b)
+      by_hand 1.5b 16 32 16 32 ;;
+    choice-3b)
+      by_hand 3b 16 32 8 16 ;;
+    choice-7b)
+      by_hand 7b 8 16 2 4 ;;
     fp8-0.5b|fp8-7b)
       in_fp8 "${part#fp8-}" --how ours --recipe stored e4m3 ;;
     fp8-1.5b)

@@ -37,8 +37,8 @@ TOKENS_PER_STEP = 524_288
 KEEPS = ("all", "all-norm", "all-norm-swiglu", "products-ffn", "attention", "input")
 OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("m", "v"), ("residual",), ("m", "v", "residual"))
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-USUAL = 16_384
-"""Tokens of a micro-batch whose kernels are neither short nor many."""
+AS_FAST = 2e-3
+"""Shares of the fastest way's tokens/s that are no reason to use more memory: predictions are not that precise."""
 EFFORT = 4000
 """Operations that are simulated in each part of the search for a streamed plan: 70B takes two seconds."""
 RECIPES = {"bf16": STORED, "fp8": Recipe("e4m3")}
@@ -183,13 +183,11 @@ class CardPlan:
 
     def _layouts(self) -> Iterator[Layout]:
         n, sequences = self.asked.gpus, self.tokens_per_step // self.length
-        # Of equally fast ways the first counts: one with about USUAL tokens a micro-batch.
-        micro_batches = sorted(MICRO_BATCHES, key=lambda each: abs(math.log2(each * self.length / USUAL)))
         for tensor in (each for each in divisors(n) if self._divides(each)):
             data = n // tensor
             if sequences % data:
                 continue
-            for micro_batch in (each for each in micro_batches if sequences // data % each == 0):
+            for micro_batch in (each for each in MICRO_BATCHES if sequences // data % each == 0):
                 levels = (0, 1, 3) if data > 1 else (0,)
                 by = ("collectives", "copies") if tensor > 1 else ("collectives",)
                 for zero, keep, tensor_by in product(levels, KEEPS, by):
@@ -244,7 +242,7 @@ class CardPlan:
         return found or self._refuse(least)
 
     def _fastest(self, recipes: Mapping[str, Recipe], layouts: Iterable[Layout]) -> tuple[dict[str, Way], Way | None]:
-        """Return, by recipe, the fastest way that fits and that train.py accepts, and the way with the lowest peak."""
+        """Return, by recipe, the way to take of those that fit, and the way with the lowest peak."""
         ways: dict[str, list[Way]] = {}
         least: Way | None = None
         for layout, offload in product(layouts, map(frozenset, OFFLOADS)):
@@ -256,9 +254,18 @@ class CardPlan:
                     ways.setdefault(name, []).append(self.way(layout, offload, recipe))
                 if least is None or peak < least.device_bytes:
                     least = self.way(layout, offload, recipe)
-        fastest = ((name, sorted(fitting, key=lambda way: -way.tokens_per_s)) for name, fitting in ways.items())
-        accepted = {name: next((way for way in those if self.fault(way) is None), None) for name, those in fastest}
-        return {name: way for name, way in accepted.items() if way is not None}, least
+        found = {name: way for name, fitting in ways.items() if (way := self._leanest(fitting)) is not None}
+        return found, least
+
+    def _leanest(self, ways: Iterable[Way]) -> Way | None:
+        """Of the accepted ways that are as fast as the fastest the one with the least on the host, then on the card."""
+        fastest: list[Way] = []
+        for way in sorted(ways, key=lambda way: -way.tokens_per_s):
+            if fastest and way.tokens_per_s < (1 - AS_FAST) * fastest[0].tokens_per_s:
+                break
+            if self.fault(way) is None:
+                fastest.append(way)
+        return min(fastest, key=lambda way: (way.host_bytes, way.device_bytes), default=None)
 
     def _refuse(self, least: Way | None) -> NoReturn:
         cards, what = f"{self.asked.gpus} x {self.hardware.name}", f"{self.config.name} at {self.length:,} tokens"
