@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from cs336_systems.answers import calculations, handout, optimizers, training
+from cs336_systems.answers.choices import choice_table, chosen_is_fastest
 from cs336_systems.answers.committed import Committed, Rows
 from cs336_systems.answers.pivot import pivot, quoted
 from cs336_systems.answers.predicted import predicted_steps, unknown_table
@@ -48,7 +49,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     ),
     *(calculations.rung_messages, calculations.collectives_predictions, calculations.ddp_predictions),
     *(training.outside, training.outside_table, training.llmq_rates, training.training_rates_table),
-    *(predicted_steps, unknown_table, before_table, before_summary),
+    *(predicted_steps, unknown_table, before_table, before_summary, choice_table, chosen_is_fastest),
     *(training.fp8_rates_table, training.scaling_table),
     *(optimizers.optimizers_table, optimizers.share_of_steps),
     *(cost, model_units, state_bytes, link_bytes_per_step, resolve_size, communication_limit),

@@ -38,7 +38,7 @@ KEEPS = ("all", "all-norm", "all-norm-swiglu", "products-ffn", "attention", "inp
 OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("m", "v"), ("residual",), ("m", "v", "residual"))
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 AS_FAST = 2e-3
-"""Shares of the fastest way's tokens/s that are no reason to use more memory: predictions are not that precise."""
+"""A share of tokens/s that is no reason to put anything on the host."""
 EFFORT = 4000
 """Operations that are simulated in each part of the search for a streamed plan: 70B takes two seconds."""
 RECIPES = {"bf16": STORED, "fp8": Recipe("e4m3")}
@@ -254,18 +254,18 @@ class CardPlan:
                     ways.setdefault(name, []).append(self.way(layout, offload, recipe))
                 if least is None or peak < least.device_bytes:
                     least = self.way(layout, offload, recipe)
-        found = {name: way for name, fitting in ways.items() if (way := self._leanest(fitting)) is not None}
+        found = {name: way for name, fitting in ways.items() if (way := self._taken(fitting)) is not None}
         return found, least
 
-    def _leanest(self, ways: Iterable[Way]) -> Way | None:
-        """Of the accepted ways that are as fast as the fastest the one with the least on the host, then on the card."""
+    def _taken(self, ways: Iterable[Way]) -> Way | None:
+        """Of the accepted ways that are as fast as the fastest, the one with the least on the host."""
         fastest: list[Way] = []
         for way in sorted(ways, key=lambda way: -way.tokens_per_s):
             if fastest and way.tokens_per_s < (1 - AS_FAST) * fastest[0].tokens_per_s:
                 break
             if self.fault(way) is None:
                 fastest.append(way)
-        return min(fastest, key=lambda way: (way.host_bytes, way.device_bytes), default=None)
+        return min(fastest, key=lambda way: way.host_bytes, default=None)
 
     def _refuse(self, least: Way | None) -> NoReturn:
         cards, what = f"{self.asked.gpus} x {self.hardware.name}", f"{self.config.name} at {self.length:,} tokens"
