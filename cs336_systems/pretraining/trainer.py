@@ -124,6 +124,7 @@ def run_prepared(
         stack.callback(agreement.leave)
         made, best, found = resume(prepared, passed_over.append)
         stop = agreement.stop = stack.enter_context(StopRequests(ends_at))
+        introduced = list(introduction(prepared, rank))  # a dry run takes a second, for which other worlds would wait
         try:
             first_step = agreement.join(prepared, made)
         except StoppedWaiting:
@@ -132,7 +133,7 @@ def run_prepared(
         log = stack.enter_context(open_log(prepared, first_step, agreement.folder(prepared.options.out), sinks, found))
         for sentence in passed_over:
             log.say(sentence, "warning")
-        for record in introduction(prepared, rank):
+        for record in introduced:
             log.write(record)
         step, options = prepared.step, prepared.options
         keep: dict[str, Any] = {"keep_last": options.keep_last, "keep_every": options.keep_every}

@@ -16,6 +16,8 @@ import torch._dynamo  # noqa: F401 (a group that is there when this is imported 
 
 from cs336_systems.distributed.checkpoint_folder import survey
 from cs336_systems.distributed.process_group import joined
+from cs336_systems.pretraining import trainer
+from cs336_systems.pretraining.agreement import Agreement
 from cs336_systems.pretraining.replica_options import Fault, faults_of
 from cs336_systems.pretraining.replicas import Refused, _variables, be_the_lighthouse, train_replicas
 from cs336_systems.pretraining.run_log import LOG, read_run
@@ -94,6 +96,28 @@ def test_what_one_had_in_hand_when_it_died_is_learned_by_the_others_with_the_bit
     assert losses_and_norms(logs[0]) == losses_and_norms(alone.out)
     (dropped,) = read_run(logs[0] / LOG).all(Dropped)
     assert (dropped.step, tuple(dropped.sequences), dropped.again) == (0, (0, 8), True)
+
+
+def test_what_a_log_begins_with_is_known_before_others_wait_for_a_replica(folder, monkeypatch):
+    """The memory that is predicted takes a dry run of the step, a second for 24 layers."""
+    happened, inner = [], trainer.introduction
+
+    class Joining(Agreement):
+        def join(self, prepared, made):
+            happened.append("joined")
+            return super().join(prepared, made)
+
+    def introduction(*run):
+        for record in inner(*run):
+            happened.append(record.kind)
+            yield record
+
+    monkeypatch.setattr(trainer, "introduction", introduction)
+    asked = options(folder, steps=4)
+    with joined() as rank:
+        trainer.train(asked, rank, agreement=Joining())
+    assert "memory" in happened and happened[-1] == "joined"
+    assert [each.kind for each in read_run(asked.out / LOG).records][1 : len(happened)] == happened[:-1]
 
 
 @pytest.mark.slow
