@@ -32,6 +32,8 @@ from cs336_systems.pretraining.run_log import LOG, Sink
 from cs336_systems.pretraining.run_records import (
     Dropped,
     Evaluation,
+    Healing,
+    Joined,
     LoggedCheckpoint,
     LoggedStep,
     Membership,
@@ -188,6 +190,13 @@ class _Silent(Sink):
         pass
 
 
+def _parts(record: Record) -> str:
+    """The seconds and bytes in a record by name."""
+    named = {name.removesuffix("_seconds"): value for name, value in vars(record).items() if name.endswith("_seconds")}
+    told = [f"{name} {value:.2f} s" for name, value in named.items()]
+    return ", ".join(told + [f"{name} {value:,}" for name, value in vars(record).items() if name.startswith("n_bytes")])
+
+
 _TOLD_S = 5.0
 """Seconds between two steps that are told while nobody dies."""
 
@@ -219,7 +228,9 @@ class Progress:
             elif isinstance(record, Membership):
                 healed = f", has their state, which took {record.healed_seconds:.2f} s" if record.healed_seconds else ""
                 healed = ", fetches their state" if record.number < 0 else healed
-                said = f"step {record.step}, {', '.join(record.there)} there{healed}"
+                said = f"step {record.step}, {', '.join(record.there)} there{healed}; waited {_parts(record)}"
+            elif isinstance(record, Joined | Healing):
+                said = f"{record.kind}: {_parts(record)}"
             elif isinstance(record, Session):
                 said = f"begins with step {record.first_step}"
             else:

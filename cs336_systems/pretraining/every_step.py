@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.distributed.checkpoint_state import OPTIMIZER
-from cs336_systems.pretraining.healing import Fetching, Piece, pieces_of, put
-from cs336_systems.pretraining.replica_agreement import ReplicaAgreement, said_of
-from cs336_systems.pretraining.run_records import Dropped
-from cs336_systems.training.fused_adamw import FusedAdamW
+from cs336_systems.pretraining.healing import Fetching, Piece, pieces_of
+from cs336_systems.pretraining.replica_agreement import ReplicaAgreement, own_gradients, said_of
+from cs336_systems.pretraining.run_records import Dropped, Healing
 from cs336_systems.training.step import TrainStep
 
 _BUCKET_BYTES = 25 * 1024**2
@@ -77,13 +77,14 @@ class EveryStep(ReplicaAgreement):
         pieces, when = pieces_of(large), str(self.manager.current_step())
         self._transport.offer(when, large, pieces)
         about = self._description(settings) | {"pieces": list(map(tuple, pieces)), "when": when}
-        about["large"] = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in large.items()}
         small = {name: each for name, each in tensors.items() if name not in large}
         if self._rank.device.type == "cpu":  # from a GPU torchft copies them, on a stream that waits for no other
             small = {name: each.clone() for name, each in small.items()}
         return about | {"tensors": small}
 
     def _load(self, state: dict[str, Any]) -> None:
+        if self._fetching is not None:  # of a quorum that came to nothing
+            self._fetching.pause()
         if "pieces" not in state:
             if not state["whole"]:
                 raise RuntimeError("all replicas that had the whole state have died")
@@ -93,38 +94,25 @@ class EveryStep(ReplicaAgreement):
         self._check_alike(state)
         pieces = [Piece(*each) for each in state["pieces"]]
         if self._left is None or state["made"] != self._made:
-            self._load_tensors(state["tensors"] | self._room_for(state["large"]), state["settings"])
+            own, moments = self._tensors()[0], {each.name for each in pieces if each.name.startswith(OPTIMIZER)}
+            self._load_tensors(state["tensors"] | {name: own[name] for name in moments}, state["settings"])
             self._prepared.loader.load_state_dict(state["loader"])
             self._made, self._left, self._since = state["made"], list(range(len(pieces))), time.perf_counter()
-        self._fetching = self._transport.fetch(state["when"], pieces, self._left)
+        self._fetching = self._transport.fetch(state["when"], pieces, self._left, self._tensors()[0])
 
-    def _room_for(self, large: dict[str, tuple[list[int], str]]) -> dict[str, Tensor]:
-        """The optimizer's large tensors, to be filled by pieces: its own, or zeros where it has none yet."""
-        own, optimizer = self._tensors()[0], self._step.optimizer
-        # FusedAdamW copies what it loads, so expanded zeros do, which take no memory.
-        copies = isinstance(getattr(optimizer, "local", optimizer), FusedAdamW)
-        room = {}
-        for name, (shape, dtype) in large.items():
-            if name.startswith(OPTIMIZER):
-                kind = {"dtype": getattr(torch, dtype.removeprefix("torch.")), "device": self._rank.device}
-                zeros = torch.zeros((), **kind).expand(shape) if copies else torch.zeros(shape, **kind)
-                room[name] = own.get(name, zeros)
-        return room
-
-    def _take(self, fetching: Fetching) -> None:
-        """Copy the pieces that have come into place, before this step's update."""
+    def _take(self, fetching: Fetching) -> set[int]:
+        """Note which pieces are in their place, before this step's update; returns their numbers."""
         assert self._left is not None
-        tensors, came, pieces = self._tensors()[0], fetching.came, fetching.pieces
+        came, pieces = fetching.came, fetching.pieces
         moments = {number for number in self._left if pieces[number].name.startswith(OPTIMIZER)}
-        if not moments <= came.keys():  # weights would be updated with incomplete moments
-            came = {number: came[number] for number in moments & came.keys()}
-        for number, received in came.items():
-            put(tensors[pieces[number].name], pieces[number], received)
+        if not moments <= came:  # weights would be updated with incomplete moments
+            came = moments & came
         torch.autograd.graph.increment_version(tuple(self._step.model.parameters()))
         self._n_in_vain = 0 if came or not self._left else self._n_in_vain + 1
         self._left = [number for number in self._left if number not in came]
         if self._n_in_vain >= _MOST_IN_VAIN:
             raise RuntimeError(f"nothing of the others' state has come in {_MOST_IN_VAIN} steps")
+        return came
 
     def _has_all(self) -> bool:
         """Whether the pieces of all ranks have come."""
@@ -133,16 +121,22 @@ class EveryStep(ReplicaAgreement):
             dist.all_reduce(n_left)
         return not n_left.item()
 
+    def rehearse(self, step: TrainStep) -> bool:
+        _finite([flat for flat, _ in _packed(own_gradients(step))])
+        return super().rehearse(step)
+
     def before_update(self, step: TrainStep) -> bool:
         assert step.loss is not None
         gradients = self._gradients(step)
         loss = step.loss.detach().float().reshape(1)
         flats = list(_packed(gradients))
         sent = [torch.cat([loss, self.reasons.to(loss)]), *(flat for flat, _ in flats)]
-        own_is_finite = self.is_behind() or _finite(sent)
+        own_is_finite = _finite(sent) or self.is_behind()  # waits for the device, so that pieces come until then
         fetching, self._fetching = self._fetching, None
+        times = [time.perf_counter()]
         if fetching is not None:
             fetching.pause()
+        times.append(time.perf_counter())
         self._average(sent)
         finite = _finite(sent)  # waits for the device, after which the group knows who has gone
         if (gone := self._group.errored()) is not None:
@@ -151,8 +145,9 @@ class EveryStep(ReplicaAgreement):
             self.manager.report_error(FloatingPointError("a loss or a gradient is not finite"))
         error = self.manager.errored()
         self.kept = self.manager.should_commit()
+        times.append(time.perf_counter())
         if fetching is not None:
-            self._take(fetching)
+            self._note(fetching, self._take(fetching), times)
             if self._has_all() and self.kept:
                 self._left, self._took_s = None, time.perf_counter() - self._since
         if self.kept:
@@ -169,6 +164,13 @@ class EveryStep(ReplicaAgreement):
         else:
             self._drop(error.original_exception if error else None, own_is_finite)
         return self.kept
+
+    def _note(self, fetching: Fetching, came: set[int], times: list[float]) -> None:
+        """Record a step that fetched pieces: when its gradients were there, the last piece, and the others' verdict."""
+        sizes = [piece.last - piece.first for piece in fetching.pieces]
+        seconds = [now - before for before, now in pairwise([fetching.began, *times])]
+        n_bytes = sum(sizes[number] for number in came), sum(sizes[number] for number in self._left or ())
+        self._records.append(Healing(self._made, *n_bytes, *seconds))
 
     def _average(self, sent: list[Tensor]) -> None:
         for work in [self.manager.allreduce(flat) for flat in sent]:

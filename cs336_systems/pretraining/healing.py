@@ -4,11 +4,11 @@ All at once (``diloco``, and the first quorum of a session): torchft's HTTP serv
 
 In pieces (``every-step``): between the quorum and the update of each step the peer's weights and moments do not change,
 and threads of its server serve pieces of them. The healing replica fetches as many as it can while it runs forward and
-backward; its gradients count as zero. It then makes the same update as the others, from the averaged gradients, so what
-has come stays up to date: first the moments, then the weights, which come after all moments (these must not depend on
-weights; those of AdamW and Muon do not). With the last piece the replica has the bits of the others and trains with
-them. Nobody waits for the whole state or holds a second copy of it. If only one of the two makes a step, the pieces are
-stale and the replica begins again.
+backward, and puts each in its place at once: its gradients count as zero, whatever they become. It then makes the same
+update as the others, from the averaged gradients, so what has come stays up to date: first the moments, then the
+weights, which come after all moments (these must not depend on weights; those of AdamW and Muon do not). With the last
+piece the replica has the bits of the others and trains with them. Nobody waits for the whole state or holds a second
+copy of it. If only one of the two makes a step, the pieces are stale and the replica begins again.
 
 Only tensors and plain values are unpickled; pieces are bytes.
 """
@@ -35,8 +35,6 @@ from cs336_systems.distributed.copy_stream import unshared_stream
 
 _PIECE_BYTES = 16 * 2**20
 """The most bytes of one answer: small, as averaging gradients waits for the pieces under way."""
-_MOST_BYTES = 4 * 2**30
-"""Bytes of host memory for the pieces of one step; no more are asked for beyond it."""
 _AT_ONCE = 4
 """Pieces under way at the same time: one connection on loopback takes a core."""
 _GONE = 410
@@ -61,17 +59,45 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
 
 
 def _bytes_of(tensor: Tensor, piece: Piece) -> Tensor:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.data.contiguous().reshape(-1).view(torch.uint8)
     return flat[piece.first : piece.last]
 
 
-@torch.no_grad()
 def put(tensor: Tensor, piece: Piece, received: Tensor) -> None:
-    """Copy the bytes of a piece, (n,) uint8 on the host, to their place."""
+    """Copy the bytes of a piece, (n,) uint8 on the host, to their place; autograd does not see it."""
     if tensor.is_contiguous():
-        _bytes_of(tensor, piece).copy_(received)
+        _bytes_of(tensor, piece).copy_(received, non_blocking=True)
     else:
-        tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+        tensor.data.copy_(received.view(tensor.dtype).view(tensor.shape), non_blocking=True)
+
+
+class _Buffer:
+    """Memory of the host for one piece at a time, pinned if there is a stream for its copies.
+
+    It is made before training: CUDA may hold the pinning of memory back until kernels end, and those of a collective
+    wait for the replica that waits for its pieces. And to pin as much as a whole state takes seconds.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+        self._bytes = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=stream is not None, device="cpu")
+
+    def first(self, n_bytes: int) -> Tensor:
+        """So many bytes, (n,) uint8; memory of its own for a tensor that is larger than a piece, as not contiguous."""
+        if n_bytes <= len(self._bytes):
+            return self._bytes[:n_bytes]
+        return torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
+
+    @contextmanager
+    def copying(self, ready: Any) -> Iterator[None]:
+        """Copies between here and a GPU are made once it is ``ready``, an event, and are done when this ends."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            yield
+        self._stream.synchronize()
 
 
 class Transport(HTTPTransport[Any]):
@@ -82,13 +108,16 @@ class Transport(HTTPTransport[Any]):
     """
 
     seconds = 0.0
-    _room: SimpleQueue[Tensor] | None = None
-    """Pinned memory for the pieces of GPUs that are answered with, as much as there is in one life."""
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, device: torch.device) -> None:
         self._offering = threading.Lock()
         self._offered: tuple[str, Mapping[str, Tensor], Sequence[Piece], Any] | None = None
         super().__init__(timeout, num_chunks=0)
+        self._stream = unshared_stream() if device.type == "cuda" else None  # beside collectives that wait
+        self._room = SimpleQueue[_Buffer]()
+        for _ in range(_AT_ONCE):
+            self._room.put(_Buffer(self._stream))
+        self._buffers = [_Buffer(self._stream) for _ in range(_AT_ONCE)]  # the server's may wait for its clients
         transport, answer = self, self._server.RequestHandlerClass
 
         class Handler(answer):  # type: ignore[misc, valid-type]
@@ -111,14 +140,7 @@ class Transport(HTTPTransport[Any]):
         Args:
             when: the step, which requests name; a request for another is refused.
         """
-        cuda = any(tensor.is_cuda for tensor in tensors.values())
-        ready = torch.cuda.current_stream().record_event() if cuda else None
-        # No memory is pinned later: CUDA may hold that back until kernels end, and those of a collective wait for the
-        # replica that waits for its pieces.
-        if cuda and self._room is None:
-            self._room, self._stream = SimpleQueue(), unshared_stream()  # copies run beside collectives that wait
-            for _ in range(_AT_ONCE):
-                self._room.put(torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu"))
+        ready = self._event()
         with self._offering:
             self._offered = when, tensors, pieces, ready
 
@@ -130,44 +152,27 @@ class Transport(HTTPTransport[Any]):
     def _answer(self, request: Any) -> None:
         """Answer a request for /piece/WHEN/NUMBER; a client that reads slowly holds up others, but not the step."""
         _, _, when, number = request.path.split("/")
-        with self._place() as place:
+        buffer = self._room.get()
+        try:
             with self._offering:
                 if self._offered is None or self._offered[0] != when:
                     request.send_error(_GONE)
                     return
                 _, tensors, pieces, ready = self._offered
                 piece = pieces[int(number)]
-                sent = self._on_host(tensors[piece.name], piece, place, ready)
+                sent = buffer.first(piece.last - piece.first)
+                with buffer.copying(ready):
+                    sent.copy_(_bytes_of(tensors[piece.name], piece), non_blocking=True)
             request.send_response(200)
             request.send_header("Content-Length", str(len(sent)))
             request.end_headers()
             request.wfile.write(sent.numpy().data)
-
-    @contextmanager
-    def _place(self) -> Iterator[Tensor | None]:
-        """One of the pinned places, once it is free; None for tensors of a CPU."""
-        if self._room is None:
-            yield None
-            return
-        place = self._room.get()
-        try:
-            yield place
         finally:
-            self._room.put(place)
+            self._room.put(buffer)
 
-    def _on_host(self, tensor: Tensor, piece: Piece, place: Tensor | None, ready: Any) -> Tensor:
-        """The bytes of a piece, in ``place`` if they fit."""
-        if not tensor.is_cuda:
-            return _bytes_of(tensor, piece).clone()
-        n_bytes = piece.last - piece.first
-        if place is None or n_bytes > len(place):
-            place = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
-        host = place[:n_bytes]
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            host.copy_(_bytes_of(tensor, piece), non_blocking=True)
-        self._stream.synchronize()
-        return host
+    def _event(self) -> Any:
+        """What the device has been asked to do so far; None on a CPU, where it is done."""
+        return None if self._stream is None else torch.cuda.current_stream().record_event()
 
     @classmethod
     def _load_from_address(cls, address: str, timeout: timedelta) -> object:
@@ -187,26 +192,46 @@ class Transport(HTTPTransport[Any]):
         self._threads.shutdown(wait=False, cancel_futures=True)
         super().shutdown(wait)
 
-    def fetch(self, when: str, pieces: Sequence[Piece], left: Sequence[int]) -> "Fetching":
-        """Begin to fetch the pieces with the numbers in ``left`` from the peer whose description came last."""
-        return Fetching(self._threads, f"{self._base}piece/{when}", pieces, left, self._timeout.total_seconds())
+    def fetch(
+        self, when: str, pieces: Sequence[Piece], left: Sequence[int], tensors: Mapping[str, Tensor]
+    ) -> "Fetching":
+        """Begin to fetch the pieces with the numbers in ``left`` from the peer whose description came last.
+
+        Args:
+            tensors: where the pieces go, by name; what reads them meanwhile must not matter.
+        """
+        address, timeout_s = f"{self._base}piece/{when}", self._timeout.total_seconds()
+        fetching = Fetching(address, pieces, left, tensors, self._event(), timeout_s)
+        fetching.begin(self._threads, self._buffers)
+        return fetching
 
 
 class Fetching:
     """Pieces that are on their way, from the quorum of a step to its gradients.
 
     Attributes:
-        came: the bytes of each piece that has come, (n,) uint8 on the host, by the piece's number.
+        came: the numbers of the pieces that are in their place.
+        began: when it began, by ``time.perf_counter``.
     """
 
     def __init__(
-        self, threads: ThreadPoolExecutor, address: str, pieces: Sequence[Piece], left: Sequence[int], timeout_s: float
+        self,
+        address: str,
+        pieces: Sequence[Piece],
+        left: Sequence[int],
+        tensors: Mapping[str, Tensor],
+        ready: Any,
+        timeout_s: float,
     ) -> None:
-        self._address, self.pieces, self._timeout_s = address, pieces, timeout_s
+        self._address, self.pieces, self._tensors = address, pieces, tensors
+        self._ready, self._timeout_s = ready, timeout_s
         self._left, self._lock, self._paused = list(reversed(left)), threading.Lock(), False
-        self.came: dict[int, Tensor] = {}
-        self._n_bytes = 0
-        self._workers = [threads.submit(self._work) for _ in range(min(_AT_ONCE, len(left)))]
+        self.came: set[int] = set()
+        self.began = time.perf_counter()
+
+    def begin(self, threads: ThreadPoolExecutor, buffers: Sequence[_Buffer]) -> None:
+        """Fetch with a thread for each buffer."""
+        self._workers = [threads.submit(self._work, buffer) for buffer in buffers]
 
     def pause(self) -> None:
         """Ask for no more pieces, and wait for those under way."""
@@ -216,24 +241,21 @@ class Fetching:
 
     def _next(self) -> int | None:
         with self._lock:
-            if self._paused or not self._left or self._n_bytes > _MOST_BYTES:
-                return None
-            number = self._left.pop()
-            self._n_bytes += self.pieces[number].last - self.pieces[number].first
-            return number
+            return None if self._paused or not self._left else self._left.pop()
 
-    def _work(self) -> None:
+    def _work(self, buffer: _Buffer) -> None:
         while (number := self._next()) is not None:
             piece = self.pieces[number]
-            pinned = torch.cuda.is_initialized()  # so that the copy to the GPU is short
-            received = torch.empty(piece.last - piece.first, dtype=torch.uint8, pin_memory=pinned, device="cpu")
+            received = buffer.first(piece.last - piece.first)
             try:
                 with urllib.request.urlopen(f"{self._address}/{number}", timeout=self._timeout_s) as response:
                     whole = _read_into(response, received)
             except (OSError, HTTPException):
                 return  # the peer's step is over, or the peer is gone: the next quorum tells
             if whole:
-                self.came[number] = received
+                with buffer.copying(self._ready):
+                    put(self._tensors[piece.name], piece, received)
+                self.came.add(number)
 
 
 def _read_into(response: Any, received: Tensor) -> bool:

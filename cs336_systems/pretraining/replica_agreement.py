@@ -20,14 +20,17 @@ import os
 import re
 import secrets
 import socket
+import time
 from abc import ABC, abstractmethod
 from contextlib import closing
 from datetime import timedelta
 from http.client import HTTPConnection, HTTPException
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,12 +43,12 @@ from cs336_systems.pretraining.agreement import Agreement, StoppedWaiting, Troub
 from cs336_systems.pretraining.healing import Transport
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import PreparedRun, data_identity, must_be_alike
-from cs336_systems.pretraining.run_records import Membership, Record
+from cs336_systems.pretraining.run_records import Joined, Membership, Record
 from cs336_systems.pretraining.sources import sources_of
 from cs336_systems.pretraining.stop_requests import REASONS
 from cs336_systems.pretraining.torchft_groups import Gloo, Nccl
 from cs336_systems.pretraining.torchft_manager import ReportingManager
-from cs336_systems.training.clipping import gradients_of
+from cs336_systems.training.clipping import GradientGuard, gradients_of
 from cs336_systems.training.step import TrainStep
 
 HEARTBEAT_S = 0.1
@@ -117,6 +120,7 @@ class ReplicaAgreement(Agreement, ABC):
         self._healed = self._joined = False
         self._group = Nccl(self._timeout) if rank.device.type == "cuda" else Gloo(self._timeout)
         self._lighthouse = lighthouse
+        self._started_at = time.time()
         self._manager: ReportingManager | None = None
         self._claimed: int | None = None
 
@@ -140,7 +144,7 @@ class ReplicaAgreement(Agreement, ABC):
             return self._store.port
 
         port = on_rank_0(host_store)
-        self._transport = Transport(self._timeout)
+        self._transport = Transport(self._timeout, self._rank.device)
         self._manager = ReportingManager(
             pg=self._group,
             load_state_dict=self._load,
@@ -171,6 +175,7 @@ class ReplicaAgreement(Agreement, ABC):
         Raises:
             ValueError: another process is this replica, with the same --out.
         """
+        prepared_at = time.time()
         on_rank_0(lambda: self._claim(self.folder(prepared.options.out)))
         self._prepared, self._made, self._first_step = prepared, made, made
         assert isinstance(prepared.step, TrainStep)
@@ -185,8 +190,10 @@ class ReplicaAgreement(Agreement, ABC):
         alike[f"the checksum of weights after {made} steps"] = repr(weights)
         self._alike = alike
         self._send_heartbeats()
+        times = psutil.Process().create_time(), self._started_at, prepared_at, time.time()
         self._come()
-        self._records = self._records[-1:]  # the last membership, of those who met
+        joined = Joined(*(now - before for before, now in pairwise(times)))
+        self._records = [joined, *self._records[-1:]]  # and the last membership, of those who met
         self._joined = True
         return self._made
 
@@ -202,11 +209,22 @@ class ReplicaAgreement(Agreement, ABC):
             ) from None
 
     def _warm_up(self) -> None:
-        """Run forward and backward once: it loads or compiles kernels, for which the others would wait later."""
-        self._step.before_update = lambda _: False
+        """Make a step whose loss is NaN, so that it changes nothing: it loads or compiles kernels and makes the
+        optimizer's states, for which the others would wait later."""
+        step, guard = self._step, self._step.guard
+        assert guard is not None
         batch = [self._prepared.own(each) for each in next(self._prepared.loader)]
         self._prepared.loader.go_back()
-        self._step(*batch)
+        step.before_update = self.rehearse
+        step.guard = GradientGuard(guard.max_norm, guard.mesh)  # its own would pass over all later steps, too
+        step(*batch)
+        step.guard = guard
+        wait_for_parameters(step.model)
+
+    def rehearse(self, step: TrainStep) -> bool:
+        """Called instead of ``before_update`` by the step of the warm-up."""
+        step.loss = torch.full((), torch.nan, device=self._rank.device)
+        return True
 
     @property
     def sent_bytes(self) -> float:
@@ -256,6 +274,7 @@ class ReplicaAgreement(Agreement, ABC):
 
     def after_quorum(self, seconds: float) -> None:
         """Called by the manager when this replica has the others' state, or has begun to fetch it in pieces."""
+        now = time.perf_counter()
         n_before, place = self.n_there, self.manager.participating_rank()
         self.number, self.n_there = -1 if place is None else place, self.manager.num_participants()
         self._prepared.loader.deal(max(0, self.number), self.n_there)
@@ -265,8 +284,10 @@ class ReplicaAgreement(Agreement, ABC):
             gone = [] if self._healed else [name_of(life) for life in before if life not in self._lives]
             there, healed = list(map(name_of, self._lives)), self._transport.seconds if self._healed else 0.0
             step, sequence = self._made if self._healed else self._made_by_peer(), self._prepared.loader.taken
-            where = step, there, self.number, sequence
-            self._records.append(Membership(*where, seconds, healed, gone, self._apart_for()))
+            where, asked_at = (step, there, self.number, sequence), now - seconds
+            met, connected = (max(0.0, at - asked_at) for at in self._group.connecting)
+            times = met, connected - met, time.perf_counter() - now
+            self._records.append(Membership(*where, seconds, healed, gone, self._apart_for(), *times))
 
     def _apart_for(self) -> tuple[int, int]:
         """The sequences of all replicas that are not in the weights of all."""
@@ -339,12 +360,17 @@ class ReplicaAgreement(Agreement, ABC):
 
     def _gradients(self, step: TrainStep) -> list[Tensor]:
         """This rank's gradients, or shards of them, after whatever is to befall this replica now."""
-        shares, whole = gradients_of(step.model, step.optimizer)
-        gradients = [*(shares or {}).values(), *whole.values()]
+        gradients = own_gradients(step)
         if self._trouble(self._made):
             for gradient in gradients:
                 gradient.fill_(torch.nan)
         return gradients
+
+
+def own_gradients(step: TrainStep) -> list[Tensor]:
+    """This rank's gradients, or shards of them."""
+    shares, whole = gradients_of(step.model, step.optimizer)
+    return [*(shares or {}).values(), *whole.values()]
 
 
 def name_of(life: str) -> str:

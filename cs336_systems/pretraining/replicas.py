@@ -25,11 +25,17 @@ from typing import Any
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.replica_options import LIGHTHOUSE, Fault, faults_of, require_torchft
 from cs336_systems.pretraining.run_log import Sink
-from cs336_systems.pretraining.run_records import Dropped, LoggedStep, Membership, Record, Session
+from cs336_systems.pretraining.run_records import Dropped, Healing, Joined, LoggedStep, Membership, Record, Session
 from cs336_systems.processes import Died, FreshProcess, start_server
 
 HEARTBEAT_TIMEOUT_S = 1.5
 """Seconds without a heartbeat, of which a replica sends ten a second, after which it counts as gone."""
+_IMPORTED = tuple(
+    f"cs336_systems.{name}"
+    for name in ("pretraining.trainer", "pretraining.every_step", "pretraining.diloco", "training.fused_adamw")
+)
+"""What the fork server imports, so that a replica that comes back need not, besides what these import."""
+_IMPORTED_FOR_GPUS = "cs336_systems.blocks.fused", "cs336_systems.attention.hopper", "pynvml"
 _TICK_MS = 20
 _START_S = 60.0
 _LAST_S = 30.0
@@ -78,7 +84,7 @@ def train_replicas(
         console: makes the sink that shows the first replica's records; a module-level function.
         tell: takes sentences about replicas that are started, die or are hit.
         come_back: whether a replica that dies is started again.
-        hear: takes a replica's name and each record of a session, a step, a dropped one, and who is there.
+        hear: takes a replica's name and each record of a session, a step, a dropped one, who is there, and healing.
 
     Raises:
         ValueError: torchft is not installed, the machine has too few GPUs, or a replica refuses options or data.
@@ -87,8 +93,7 @@ def train_replicas(
     from cs336_systems.distributed.process_group import check_device
 
     check_device(options.device, options.replicas * options.ranks_per_replica)
-    ways = (f"cs336_systems.pretraining.{name}" for name in ("trainer", "every_step", "diloco"))
-    start_server(*ways, "torch._dynamo")
+    start_server(*_IMPORTED, *(_IMPORTED_FOR_GPUS if options.device == "cuda" else ()), "torch._dynamo")
     return _Watch(options, console, tell, come_back, hear).to_the_end()
 
 
@@ -331,7 +336,7 @@ class _Speaker(Sink):
         self._connection = connection
 
     def write(self, record: Record) -> None:
-        if isinstance(record, Session | LoggedStep | Dropped | Membership):
+        if isinstance(record, Session | Joined | LoggedStep | Dropped | Membership | Healing):
             self._connection.send(("record", record))
 
 

@@ -179,6 +179,9 @@ class Membership(Record):
         gone: names of those that were there before and have died since; they may be there again.
         lost: places in the endless order that replicas have learned from since the last average, the first and the one
             after the last; the parts of those that are gone are in no weights. Of equal numbers if nothing is lost.
+        met_seconds: the part of ``waited_seconds`` until the lighthouse had answered; 0 if it names the group before.
+        connected_seconds: the part from then until the group was connected; what is left of it is the state.
+        exchanged_seconds: the time after all that for the group's first collective, which makes NCCL's connections.
     """
 
     kind = "replicas"
@@ -190,6 +193,46 @@ class Membership(Record):
     healed_seconds: float
     gone: Sequence[str] = ()
     lost: Sequence[int] = (0, 0)
+    met_seconds: float = 0.0
+    connected_seconds: float = 0.0
+    exchanged_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Joined(Record):
+    """What a replica did before it asked for its first quorum, one after the other; from then on others wait for it.
+
+    Attributes:
+        started_seconds: from the start of its process until its ranks had met: imports, device, communicators.
+        prepared_seconds: until there were data, the model and the newest checkpoint.
+        warmed_up_seconds: until it had made a step that changes nothing, and knew what must be alike.
+    """
+
+    kind = "joined"
+    started_seconds: float
+    prepared_seconds: float
+    warmed_up_seconds: float
+
+
+@dataclass(frozen=True)
+class Healing(Record):
+    """A step in which a replica fetched pieces of the others' state, which they wait for at its average.
+
+    Attributes:
+        n_bytes: the bytes that came to stay.
+        n_bytes_left: those that are missing after it; 0 if this rank has the whole state.
+        gradients_seconds: from the beginning of the fetch until its own gradients were there.
+        paused_seconds: from then until the pieces under way had come.
+        averaged_seconds: from then until gradients were averaged, and all had agreed that the step counts.
+    """
+
+    kind = "healing"
+    step: int
+    n_bytes: int
+    n_bytes_left: int
+    gradients_seconds: float
+    paused_seconds: float
+    averaged_seconds: float
 
 
 @dataclass(frozen=True)

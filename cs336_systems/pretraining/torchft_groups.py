@@ -49,15 +49,18 @@ class _Watched(ProcessGroup):
 
     Attributes:
         changed: whether the group was formed anew since somebody reset this.
+        connecting: when the members of the last group began to connect, and were connected, by ``time.perf_counter``.
         sent_bytes: bytes that this rank has sent, if each collective went around a ring (``costs/communication.py``).
     """
 
     changed = False
+    connecting = 0.0, 0.0
     sent_bytes = 0.0
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
-        self.changed = True
+        self.changed, began = True, time.perf_counter()
         super().configure(*args, **kwargs)
+        self.connecting = began, time.perf_counter()
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         self._count("all_reduce", tensors)
@@ -276,7 +279,7 @@ class Gloo(_Watched, ProcessGroupGloo):
         super().abort(errored)
 
 
-class Nccl(LookedAfter, _Watched, ProcessGroupNCCL):
+class Nccl(_Watched, LookedAfter, ProcessGroupNCCL):
     """NCCL's process group, for replicas on GPUs."""
 
     def __init__(self, timeout: timedelta) -> None:

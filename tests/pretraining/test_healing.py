@@ -13,6 +13,7 @@ from cs336_systems.distributed.checkpoint_state import NamedState
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining import agreement as agreements
 from cs336_systems.pretraining.preparation import prepare
+from cs336_systems.pretraining.run_records import Healing
 
 from .trained import options, write_dataset
 
@@ -26,6 +27,10 @@ PREPARING = threading.Lock()
 
 class Death(Exception):
     """A replica has been killed."""
+
+
+class Met(Exception):
+    """From now on the others wait for this replica."""
 
 
 class Replica(threading.Thread):
@@ -95,11 +100,15 @@ class Replica(threading.Thread):
         pytest.fail(f"it did not happen to {self.name}: {self.there}, {self.error}")
 
     def state(self):
-        """All weights and moments by name."""
-        view, step = NamedState(self.prepared.step.model), self.prepared.step
-        return {
-            name: each.values for name, each in (view.model() | view.optimizer(step.optimizer, {"scalars": {}})).items()
-        }
+        return state_of(self.prepared.step)
+
+
+def state_of(step):
+    """All weights and moments by name."""
+    view = NamedState(step.model)
+    return {
+        name: each.values for name, each in (view.model() | view.optimizer(step.optimizer, {"scalars": {}})).items()
+    }
 
 
 class Site:
@@ -110,6 +119,11 @@ class Site:
         self.server = LighthouseServer("127.0.0.1:0", 1, 10_000, 20, heartbeat_timeout_ms=600)
         self._address = f"http://127.0.0.1:{self.server.address().rsplit(':', 1)[1]}"
         self._asked = options(folder, replicas=2, agree="every-step", agree_timeout=20.0, batch_size=4)
+
+    def alone(self):
+        """A run that is prepared, and how it agrees with other replicas, which it has not joined."""
+        asked = self._asked, self._rank
+        return prepare(*asked), agreements.agreement_of(*asked, self._address, "0")
 
     def start(self, name, until=1_000_000, fault=lambda place, step: None, spoil=False, **changes):
         replica = Replica(replace(self._asked, **changes), self._rank, self._address, name, until, fault, spoil)
@@ -156,9 +170,13 @@ def die():
 
 def slowed(monkeypatch):
     """Let a state be of many pieces, of which two come in a step."""
+    whole = healing.Transport.fetch
     monkeypatch.setattr(healing, "_PIECE_BYTES", 2**16)
-    monkeypatch.setattr(healing, "_AT_ONCE", 1)
-    monkeypatch.setattr(healing, "_MOST_BYTES", 2**16 + 1)
+    monkeypatch.setattr(
+        healing.Transport,
+        "fetch",
+        lambda transport, when, pieces, left, tensors: whole(transport, when, pieces, left[:2], tensors),
+    )
 
 
 def assert_same(one, other):
@@ -184,6 +202,42 @@ def test_a_state_that_needs_several_steps_has_the_bits_of_its_peers_which_train_
     assert one.there[back.behind[-1] + 1] == (0, 2)
     assert back.losses == {step: one.losses[step] for step in back.losses}
     assert_same(one, back)
+    steps = [each for each in back.agreement.told() if isinstance(each, Healing)]
+    assert [each.step for each in steps] == back.behind
+    assert [each.n_bytes + each.n_bytes_left for each in steps[1:]] == [each.n_bytes_left for each in steps[:-1]]
+    assert steps[-1].n_bytes_left == 0 < steps[-1].n_bytes
+
+
+def test_a_replica_has_made_a_step_before_others_wait_for_it_and_learns_what_it_would_have(site, monkeypatch):
+    """All of the optimizer's states are there, and later steps have the bits of a run without it."""
+
+    def meet(**_):
+        raise Met
+
+    monkeypatch.setattr(replica_agreement, "ReportingManager", meet)
+    (warm, agreement), (cold, _) = site.alone(), site.alone()
+    place, chance, guard = warm.loader.state_dict(), torch.get_rng_state(), warm.step.guard
+    updates = []
+    warm.step.optimizer.register_step_post_hook(lambda *_: updates.append(True))
+    with pytest.raises(Met):
+        agreement.join(warm, 0)
+    agreement.leave()
+    assert updates == [True]
+    assert warm.loader.state_dict() == place and torch.equal(torch.get_rng_state(), chance)
+    assert warm.step.guard is guard and guard.loss is None
+    assert all(parameter.grad is None for parameter in warm.step.model.parameters())
+    begun = state_of(warm.step)
+    batch = next(cold.loader)
+    for run in (warm, cold):
+        run.step.before_update = None
+        run.step(*batch)
+    assert begun.keys() == state_of(cold.step).keys()
+    for _ in range(2):
+        batch = next(cold.loader)
+        losses = [run.step(*batch) for run in (warm, cold)]
+        assert torch.equal(*losses)
+    ours, theirs = state_of(warm.step), state_of(cold.step)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_the_next_peer_goes_on_where_one_that_dies_has_stopped(site, monkeypatch):

@@ -16,6 +16,8 @@ from cs336_systems.pretraining.run_records import (
     Dropped,
     Evaluation,
     GpuState,
+    Healing,
+    Joined,
     Light,
     LoggedCheckpoint,
     LoggedStep,
@@ -49,6 +51,8 @@ def test_what_is_written_is_read_as_records_and_as_frames(path):
         Message("a warning, with [brackets]", "warning"),
         Membership(12, ["0", "b"], 1, 96, 1.5, 0.1, ["1"], [80, 96]),
         Dropped(12, "a replica died", [96, 112], True, 0.2),
+        Joined(1.5, 2.0, 0.5),
+        Healing(12, 2**24, 2**25, 0.2, 0.01, 0.1),
         TaskScores(12, {"arc_easy": {"acc": 0.25, "acc_stderr": 0.01}}),
     ]
     assert {record.kind for record in records} == set(KINDS)
