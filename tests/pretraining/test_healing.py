@@ -169,13 +169,13 @@ def die():
 
 
 def slowed(monkeypatch):
-    """Let a state be of many pieces, of which two come in a step."""
+    """Let a state be of many pieces, of which the first two that are left come in a step, and the last, of a weight."""
     whole = healing.Transport.fetch
     monkeypatch.setattr(healing, "_PIECE_BYTES", 2**16)
     monkeypatch.setattr(
         healing.Transport,
         "fetch",
-        lambda transport, when, pieces, left, tensors: whole(transport, when, pieces, left[:2], tensors),
+        lambda self, when, pieces, left, tensors: whole(self, when, pieces, left[:2] + left[2:][-1:], tensors),
     )
 
 
