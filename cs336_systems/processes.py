@@ -26,6 +26,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 _context = multiprocessing.get_context("forkserver")
 
 _PR_SET_PDEATHSIG = 1
@@ -116,6 +118,15 @@ class FreshProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
+
+
+def age_s() -> float:
+    """Seconds since this process was started, to hundredths."""
+    if sys.platform != "linux":
+        return time.time() - psutil.Process().create_time()
+    # There psutil adds the ticks since boot to the time of the boot in whole seconds.
+    ticks = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def _oom_kills() -> int:

@@ -56,3 +56,10 @@ def test_a_stopped_process_and_the_server_end_with_who_started_them():
     for each in alive:
         each.kill()
     assert not alive
+
+
+def test_the_age_of_a_process_counts_from_its_start():
+    began = time.monotonic()
+    code = "import time; time.sleep(0.3); from cs336_systems.processes import age_s; print(age_s())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.3 - 0.02 <= float(found.stdout) <= time.monotonic() - began + 0.02

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -48,6 +47,7 @@ from cs336_systems.pretraining.sources import sources_of
 from cs336_systems.pretraining.stop_requests import REASONS
 from cs336_systems.pretraining.torchft_groups import Gloo, Nccl
 from cs336_systems.pretraining.torchft_manager import ReportingManager
+from cs336_systems.processes import age_s
 from cs336_systems.training.clipping import GradientGuard, gradients_of
 from cs336_systems.training.step import TrainStep
 
@@ -120,7 +120,7 @@ class ReplicaAgreement(Agreement, ABC):
         self._healed = self._joined = False
         self._group = Nccl(self._timeout) if rank.device.type == "cuda" else Gloo(self._timeout)
         self._lighthouse = lighthouse
-        self._started_at = time.time()
+        self._started_s = age_s()
         self._manager: ReportingManager | None = None
         self._claimed: int | None = None
 
@@ -175,7 +175,7 @@ class ReplicaAgreement(Agreement, ABC):
         Raises:
             ValueError: another process is this replica, with the same --out.
         """
-        prepared_at = time.time()
+        prepared_s = age_s()
         on_rank_0(lambda: self._claim(self.folder(prepared.options.out)))
         self._prepared, self._made, self._first_step = prepared, made, made
         assert isinstance(prepared.step, TrainStep)
@@ -190,9 +190,9 @@ class ReplicaAgreement(Agreement, ABC):
         alike[f"the checksum of weights after {made} steps"] = repr(weights)
         self._alike = alike
         self._send_heartbeats()
-        times = psutil.Process().create_time(), self._started_at, prepared_at, time.time()
+        ages = 0.0, self._started_s, prepared_s, age_s()
         self._come()
-        joined = Joined(*(now - before for before, now in pairwise(times)))
+        joined = Joined(*(now - before for before, now in pairwise(ages)))
         self._records = [joined, *self._records[-1:]]  # and the last membership, of those who met
         self._joined = True
         return self._made
