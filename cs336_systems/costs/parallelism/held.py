@@ -69,7 +69,11 @@ def fullest(cases: Iterable[Held]) -> list[Held]:
     """Those that no other exceeds in all that it holds."""
     found: list[Held] = []
     for case in sorted(cases, reverse=True):  # no later one exceeds an earlier one
-        if not any(all(a >= b for a, b in zip(other, case, strict=True)) for other in found):
+        _, late, losses, gradients, first, last = case
+        for _, a, b, c, d, e in found:  # whose blocks held whole are no fewer, by the order
+            if a >= late and b >= losses and c >= gradients and d >= first and e >= last:
+                break
+        else:
             found.append(case)
     return found
 

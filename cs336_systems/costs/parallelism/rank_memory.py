@@ -73,7 +73,8 @@ def rank_peak(
         return _peak(_states(config, length, layout, stage, how), _moments(config, length, layout, stage, how))
     if offload - STATES.keys():
         raise ValueError(f"stages of a pipeline keep {' and '.join(sorted(offload))} on the device")
-    asked = layout.pipeline, layout.schedule, layout.chunks, layout.n_micro_batches
+    few = shown(layout.schedule, layout.pipeline, layout.n_micro_batches)
+    asked = layout.pipeline, layout.schedule, layout.chunks, few
     cases = _cases(config, length, *asked, layout.keep if layout.schedule == "zbv" else "")
     peaks = (
         _peak(_states(config, length, layout, stage, how), _staged_moments(config, length, layout, stage, each, how))
@@ -200,10 +201,10 @@ def _cases(
     Args:
         keep: on which durations depend, and with them the lists of ``zbv``; "" for other schedules.
     """
-    config, few = config.at_context(length), shown(schedule, n_stages, n_micro_batches)
+    config = config.at_context(length)
     counts = blocks_of_parts(schedule, n_stages, chunks, config)
     durations = part_seconds(config, counts, keep) if keep else UNIT
-    plan = make_schedule(schedule, n_stages, few, chunks, durations)
+    plan = make_schedule(schedule, n_stages, n_micro_batches, chunks, durations)
     found: dict[tuple[Stage, tuple[int, ...]], dict[Task, set[Held]]] = {}
     stages = stages_of(config, length, n_stages, schedule, chunks)
     for stage, (blocks, cases) in zip(stages, holdings(plan, counts), strict=True):

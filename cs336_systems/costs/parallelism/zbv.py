@@ -71,10 +71,16 @@ def _by_rule(
 
     def ready(kind: str, part: int, i: int) -> float:
         """When the inputs are there; infinity if they are not under way."""
-        own = ends["F"][part] if kind == "B" else None
-        source = part - 1 if kind == "F" else part + 1
-        other = ends[kind][source] if 0 <= source < n_parts else None
-        return max((each[i] if i < len(each) else math.inf for each in (own, other) if each is not None), default=0.0)
+        if kind == "F":
+            needed = ends["F"][part - 1 : part] if part else []
+        else:
+            needed = [ends["F"][part], *ends["B"][part + 1 : part + 2]]
+        there = 0.0
+        for each in needed:
+            if i >= len(each):
+                return math.inf
+            there = max(there, each[i])
+        return there
 
     def room(stage: int, chunk: int) -> bool:
         first_most = most - 1 - (left_free if stage == 0 else 0)
