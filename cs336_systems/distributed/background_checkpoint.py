@@ -1,4 +1,4 @@
-"""Checkpoints written while training continues: it waits for a copy to host memory, not for the disk.
+"""Checkpoints written while training continues, which waits for a copy to host memory, not for the disk.
 
     with BackgroundSaver(folder, model, optimizer, keep_last=2) as saver:
         saver.reserve(budget_bytes)              # after the first step: allocates host memory for the copies meanwhile

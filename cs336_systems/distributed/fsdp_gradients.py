@@ -1,4 +1,4 @@
-"""Gradients under FSDP: from a rank's backward to averages over the ranks, which know that they are parts.
+"""Gradients under FSDP: reduced to shards of the average over the ranks; a shard refuses what needs the whole.
 
 Each group is reduced as soon as backward needs it no more, beside what is left of backward (``Reduction``). Parameters
 of fewer than two dimensions are whole on every rank, and ``unsharded_param`` is a copy in ``compute_dtype``, or

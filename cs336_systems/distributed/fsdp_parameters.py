@@ -1,4 +1,4 @@
-"""Parameters as FSDP holds them: shards that stay, whole copies that come and go, and the collectives between the two.
+"""FSDP's parameters: permanent shards, temporary whole copies, and the collectives between the two.
 
 A parameter of two or more dimensions is split along the first one as ``torch.chunk`` would: rank r holds rows
 [r c, (r + 1) c) with c = ceil(rows / world_size), so the last ranks may hold fewer rows, or none. Two objects stand for

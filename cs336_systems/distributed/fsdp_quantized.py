@@ -1,4 +1,4 @@
-"""Matrices that travel in eight bits: half the bytes of bf16, and what arrives is what their products would have made.
+"""FSDP gathers matrices in fp8: half the bytes of bf16, and the same bits as quantizing after the gather.
 
     FSDP(model, units=is_block, quantized=lambda unit: QuantizedTravel(...) if ... else None)
 

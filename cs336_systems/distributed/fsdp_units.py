@@ -1,4 +1,4 @@
-"""Which modules gather what: a module of any kind, divided into units, and its parameters into groups.
+"""The division of any module into FSDP units, and of its parameters into groups.
 
 A *unit* is a module that has its parameters unsharded while it runs, and sharded around it. By default that is every
 outermost module that holds a matrix itself (``Linear``, ``Embedding``, ``MultiheadAttention`` with all that is inside),

@@ -1,4 +1,4 @@
-"""How rows of all ranks come together: in a collective, or by copies from memory that the ranks of a host have mapped.
+"""Gathers the rows of all ranks, by a collective or by copies from memory that the ranks of a host have mapped.
 
 A collective is a kernel, which takes multiprocessors from what runs beside it. Where ranks map each other's memory, a
 rank fetches the rows of the others by its copy engines, and ranks agree on when rows are read and when they are written

@@ -1,4 +1,4 @@
-"""Which ranks are there, and whether all are about to do the same.
+"""Which ranks are alive, and whether all are about to run the same units.
 
 Each says every second that it is there, and why it leaves, so that who waits for it need not time out.
 

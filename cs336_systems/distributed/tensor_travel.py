@@ -1,4 +1,4 @@
-"""Tensor parallelism whose rows travel while products run (asynchronous tensor parallelism).
+"""Asynchronous tensor parallelism: rows are sent while matmuls run.
 
     ranks = TravellingRanks(mesh.group("tensor"), device)      # in place of GroupRanks
 

@@ -1,4 +1,4 @@
-"""What wrappers ask of the parameters of a module: that their shapes are known, that none joins later, no copies.
+"""Checks that wrappers make of a module's parameters: shapes are known, none is added later, modules are not copied.
 
 A parameter that is added would be trained by each rank alone. Torch tells of every registration in any module, which
 are counted from the first wrapper on: a step without changes pays for the comparison of two numbers.

@@ -1,4 +1,4 @@
-"""How worlds of ranks that train one model stay one model, as the trainer sees it: a value that it is handed.
+"""The trainer's interface for keeping replicas of one model in agreement.
 
     agreement = Agreement()                                         # of a run of one world: nothing to agree on
     agreement = agreement_of(options, rank, lighthouse, name)       # of a replica (``replica_agreement.py``)

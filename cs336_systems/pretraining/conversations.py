@@ -1,4 +1,4 @@
-"""Conversations as rows of equal length: one a row with padding behind it, or whole ones packed, none seeing another.
+"""Conversations as rows of equal length: one a row and padding, or several packed, which do not see each other.
 
     rows = Conversations(dataset.train, 2048, vocab_size, "cuda", packing=True)
     inputs, targets = rows.send(rows.read([0, 1]))      # (2, 2048, 2) tokens and starts, (2, 2048) targets

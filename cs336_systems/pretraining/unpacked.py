@@ -1,4 +1,4 @@
-"""The bytes of a text file as UTF-8, whatever it is packed in and encoded as.
+"""The bytes of a text file as UTF-8, whatever its compression and encoding.
 
     with unpacked(Path("web.jsonl.gz")) as file:
         for line in file: ...                       # or file.read(n_bytes)

@@ -199,6 +199,7 @@ def _cases(
     """Each kind of stage, and the fullest cases of what such stages hold.
 
     Args:
+        n_micro_batches: as many as ``shown`` says.
         keep: on which durations depend, and with them the lists of ``zbv``; "" for other schedules.
     """
     config = config.at_context(length)

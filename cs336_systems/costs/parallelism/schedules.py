@@ -39,9 +39,6 @@ Kind = Literal["F", "B", "W", "BW"]
 
 VEE = ("zbv", "dualpipev")
 """Schedules whose second chunks lie in the opposite order."""
-SPLIT = ("zb-h1", *VEE)
-"""Schedules in which W comes apart from B."""
-
 
 UNIT: Mapping[str, float] = {"F": 1.0, "B": 1.0, "W": 1.0}
 """Durations of one micro-batch's operations on one whole stage: all alike, in units of a forward."""
