@@ -1,4 +1,4 @@
-"""ZeRO 2 for ``ShardedOptimizer``: gradients are reduce-scattered during backward, bucket by bucket, and freed.
+"""ZeRO 1 and 2 in ``ShardedOptimizer``: gradients reduce-scattered during backward, bucket by bucket, and freed.
 
 When the last gradient of a bucket arrives, its gradients are gathered in one flat tensor and reduce-scattered, or
 reduced to the bucket's owner if it has one, and ``.grad`` is None again. The flat tensor lives until the next bucket is

@@ -1,4 +1,4 @@
-"""Checks that wrappers make of a module's parameters: shapes are known, none is added later, modules are not copied.
+"""Checks that wrappers make of a module's parameters: shapes are known, none is added later. Wrappers refuse copying.
 
 A parameter that is added would be trained by each rank alone. Torch tells of every registration in any module, which
 are counted from the first wrapper on: a step without changes pays for the comparison of two numbers.
