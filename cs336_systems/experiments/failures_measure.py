@@ -228,7 +228,7 @@ class Progress:
             elif isinstance(record, Membership):
                 healed = f", has their state, which took {record.healed_seconds:.2f} s" if record.healed_seconds else ""
                 healed = ", fetches their state" if record.number < 0 else healed
-                said = f"step {record.step}, {', '.join(record.there)} there{healed}; waited {_parts(record)}"
+                said = f"step {record.step}, {', '.join(record.there)} there{healed}; {_parts(record)}"
             elif isinstance(record, Joined | Healing):
                 said = f"{record.kind}: {_parts(record)}"
             elif isinstance(record, Session):

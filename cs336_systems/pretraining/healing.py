@@ -104,6 +104,7 @@ class _Buffer:
         if self._stream is None:
             yield
             return
+        torch.cuda.set_device(self._stream.device)  # a thread begins on device 0, and would make a context there
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             yield
