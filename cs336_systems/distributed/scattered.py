@@ -87,7 +87,7 @@ class GradientScatter:
         self._backward: int | None = None  # autograd's number of the backward that is making gradients
         self._used: set[Tensor] = set()  # parameters that this rank had a gradient of in this step
         self._unused: set[Tensor] | None = None
-        """Parameters that no rank had a gradient of; None where ranks have reduced since they last exchanged that."""
+        """Parameters without a gradient on any rank; None where ranks have reduced since they last exchanged that."""
 
     def watch(self, buckets: Iterable[ParameterBucket], names: Mapping[Tensor, str]) -> None:
         """Reduce the gradients of these buckets, too, after those of earlier calls; ``names`` are for errors."""

@@ -1,4 +1,4 @@
-"""Who updates which parameters, and how the results travel: flat buckets, with one owner or cut into equal shards.
+"""Which rank updates which parameters, and how the others get them: flat buckets, owned by one rank or cut into shards.
 
 Parameters move into flat tensors once, at construction (``param.data`` becomes a view), so that a collective sends many
 of them without copying any. A *bucket* is one flat tensor, whose parameters are updated and sent together:
@@ -9,7 +9,7 @@ of them without copying any. A *bucket* is one flat tensor, whose parameters are
 Parameters are laid out in runs (``buckets.py``): those that are multiplied as one matrix stay one, whose rows one
 bucket holds, in the owned kind for one owner. Every rank must lay out the same runs in the same order.
 
-Parameters may be on their way while training continues (``Arrivals``): each module waits for its own as its forward
+Parameters may still be arriving while training continues (``Arrivals``): each module waits for its own as its forward
 begins, and ``wait_for_parameters(model)`` waits before anyone else reads them.
 """
 

@@ -40,7 +40,7 @@ class Members:
         self._seen = _registered[0]
 
     def check(self) -> None:
-        """Raise RuntimeError if the module has a parameter that it had not when it was wrapped."""
+        """Raise RuntimeError if a parameter was added to the module after it was wrapped."""
         if self._seen == _registered[0]:
             return
         known = set(self._known())

@@ -6,8 +6,8 @@
     done = deferred.flush()                          # the last step
 
 ``push`` starts a copy of the step's scalars to pinned memory, behind the step on its stream, and then waits for the
-copy of the step before. So the host is at most one step ahead of the device, and a loss is said one step late. On a CPU
-the values are there at once, and come as late all the same.
+copy of the step before. So the host is at most one step ahead of the device, and a loss is reported one step late. On
+a CPU the values are there at once, and are reported as late.
 """
 
 import time
@@ -40,7 +40,7 @@ class Deferred:
         self.restart()
 
     def restart(self) -> None:
-        """Let the next step's time begin here, as after an evaluation."""
+        """Start the next step's time here, as after an evaluation."""
         self._begun = self._work_begun = _Moment(self._device)
 
     def begin(self) -> None:

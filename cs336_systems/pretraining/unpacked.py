@@ -51,7 +51,7 @@ def plain_name(path: Path) -> Path:
 
 
 class Utf8File:
-    """A file from behind its byte-order mark on, as UTF-8 whatever its encoding.
+    """A file without its byte-order mark, as UTF-8 whatever its encoding.
 
     Attributes:
         encoding: the file's own.

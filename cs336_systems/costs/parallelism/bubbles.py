@@ -1,4 +1,4 @@
-"""The time for which a schedule lets a stage stand still, for stages that all take as long as the slowest.
+"""The idle time of a pipeline schedule (its bubble), for stages that all take as long as the slowest.
 
 Schedules are simulated (``pipeline.py``) over as few micro-batches as needed until each further group of as many as
 there are stages adds the same seconds.
@@ -14,12 +14,12 @@ from cs336_systems.costs.parallelism import pipeline
 from cs336_systems.costs.parallelism.schedules import make_schedule
 
 SIMULATED = 3
-"""Groups of micro-batches, each as many as there are stages, that are simulated before the rhythm is looked for."""
+"""Groups of micro-batches, each as many as there are stages, that are simulated at first."""
 
 
 @cache
 def simulates(schedule: str, n_stages: int, n_micro_batches: int, chunks: int) -> bool:
-    """Whether a schedule runs so many chunks of layers and micro-batches."""
+    """Whether a schedule exists for these numbers of chunks of layers and of micro-batches."""
     try:  # two groups of micro-batches and what is left over tell
         make_schedule(schedule, n_stages, min(n_micro_batches, 2 * n_stages + n_micro_batches % n_stages), chunks)
     except ValueError:
@@ -44,7 +44,7 @@ def span_seconds(
 
 
 def least_bubble(schedule: str, n_stages: int, chunks: int, durations: Mapping[str, float]) -> float:
-    """Seconds that a stage stands still at least, by ``schedules.py``'s table; 0 for a schedule that is not in it."""
+    """The least seconds for which a stage is idle, by ``schedules.py``'s table; 0 for a schedule that is not in it."""
     forward, inputs, weights = (durations[kind] for kind in "FBW")
     late = {"gpipe": forward + inputs + weights, "zb-h1": forward + inputs - weights}
     late |= {"1f1b": late["gpipe"], "interleaved": late["gpipe"] / chunks}
@@ -54,7 +54,7 @@ def least_bubble(schedule: str, n_stages: int, chunks: int, durations: Mapping[s
 def _in_rhythm(
     schedule: str, n_stages: int, n_micro_batches: int, chunks: int, forward: float, inputs: float, weights: float
 ) -> float:
-    """Span, of so few micro-batches that the last two groups added the same."""
+    """The span, simulated until the last two groups of micro-batches added the same seconds each."""
 
     def run(few: int) -> float | None:
         return _simulated(schedule, n_stages, few, chunks, forward, inputs, weights)

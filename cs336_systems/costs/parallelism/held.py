@@ -45,7 +45,7 @@ class Held(NamedTuple):
 
 
 def shown(schedule: str, n_stages: int, n_micro_batches: int) -> int:
-    """The micro-batches of a list that shows all cases of one of so many."""
+    """How many micro-batches a schedule needs to show every case that one with this many has."""
     return n_micro_batches if schedule == "gpipe" else min(n_micro_batches, 4 * n_stages + n_micro_batches % n_stages)
 
 
