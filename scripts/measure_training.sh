@@ -44,13 +44,15 @@
 #   ranks-fp8-1.5b    430  1.5B at 16
 #   ranks-fp8-7b      525  7B at 8, keeping products
 #
-# CARD_GB is the memory of the card for choice-*: 141 (default) or 80. RANKS names the worlds of the last six (default: 1 2), which come from one host; FOLDER/training-N has those of up to N
-# ranks. DURATION is the least time of the steps after the warm-up (default: 60, in seconds).
+# CARD_GB is the memory of the card for choice-*: 141 (default) or 80. RANKS names the worlds of the last six (default:
+# 1 2), which come from one host; FOLDER/training-N has those of up to N ranks. DURATION is the least time of the steps
+# after the warm-up (default: 60, in seconds).
 #
 # Data are random tokens of the model's vocabulary, which the rows say. Peers need transformers, liger-kernel and torchao
 # (uv sync), and trl, datasets and flash-attn-4 (pip install); without them their rows say so. Rows are appended to
-# FOLDER/training, those of finetuning and lora to FOLDER/finetuning, of choice-* to FOLDER/choice; uv run scripts/report.py --adopt FOLDER moves them to
-# profiles/results/<gpu>/. PYTHON picks the interpreter (default: uv run). Run nothing else on the host.
+# FOLDER/training, those of finetuning and lora to FOLDER/finetuning, of choice-* to FOLDER/choice; uv run
+# scripts/report.py --adopt FOLDER moves them to profiles/results/<gpu>/. PYTHON picks the interpreter (default: uv run).
+# Run nothing else on the host.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_training.sh FOLDER PART...}
 shift

@@ -22,16 +22,23 @@ _WORDS = ("device", "dtype", "size", "keep", "attention", "kernels")
 
 
 class Tried(NamedTuple):
-    """A setting: tokens/s and peak in GiB, both 0 if it ran out of memory, as predicted, and whether it is chosen."""
+    """A setting as it was predicted and as it was measured.
+
+    Attributes:
+        tokens_per_s, peak_gib: of the run; both 0 if it failed.
+        status: of the run, as rows have it: ok, oom or another failure.
+        chosen: whether train.py would choose it on this card.
+    """
 
     way: Way
     tokens_per_s: float
     peak_gib: float
+    status: str
     chosen: bool
 
 
 def _tried(rows: "pd.DataFrame") -> dict[tuple[str, str], list[Tried]]:
-    """By card and size."""
+    """The settings of each card and size."""
     found = defaultdict(list)
     for line in TRAINING_TABLE.lines(rows):
         how, hardware = line.settings, find_hardware(line.settings["gpu"])
@@ -40,7 +47,8 @@ def _tried(rows: "pd.DataFrame") -> dict[tuple[str, str], list[Tried]]:
         plan = CardPlan.of(replace(TrainOptions.default("cuda"), **asked), Asked(gpu=hardware.name))
         way, rate, peak = plan.as_asked, line.median("tokens_per_s"), line.median("peak_memory")
         assert way is not None
-        found[hardware.name, how["size"]].append(Tried(way, rate or 0.0, peak or 0.0, str(plan.chosen) == str(way)))
+        tried = Tried(way, rate or 0.0, peak or 0.0, line.last["status"], str(plan.chosen) == str(way))
+        found[hardware.name, how["size"]].append(tried)
     return dict(found)
 
 
@@ -51,7 +59,8 @@ def choice_table(rows: "pd.DataFrame") -> "Table":
         best = max(each.tokens_per_s for each in settings)
         for each in settings:
             measured = [f"{each.tokens_per_s:,.0f}", f"{100 * each.tokens_per_s / best:.1f}", f"{each.peak_gib:.1f}"]
-            measured = measured if each.tokens_per_s else ["out of memory", "–", "–"]
+            if not each.tokens_per_s:
+                measured = [{"oom": "out of memory"}.get(each.status, each.status), "–", "–"]
             predicted = f"{each.way.tokens_per_s:,.0f}"
             lines.append((*where, str(each.way), *measured, predicted, "yes" if each.chosen else ""))
     columns = ("card", "size", "options", "tokens/s", "of the fastest %", "peak GiB", "predicted", "chosen")

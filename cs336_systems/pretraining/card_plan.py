@@ -38,7 +38,7 @@ KEEPS = ("all", "all-norm", "all-norm-swiglu", "products-ffn", "attention", "inp
 OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("m", "v"), ("residual",), ("m", "v", "residual"))
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 AS_FAST = 2e-3
-"""A share of tokens/s that is no reason to put anything on the host."""
+"""How much slower than the fastest, as a share of its tokens/s, a way may be that has less on the host."""
 EFFORT = 4000
 """Operations that are simulated in each part of the search for a streamed plan: 70B takes two seconds."""
 RECIPES = {"bf16": STORED, "fp8": Recipe("e4m3")}
@@ -242,7 +242,7 @@ class CardPlan:
         return found or self._refuse(least)
 
     def _fastest(self, recipes: Mapping[str, Recipe], layouts: Iterable[Layout]) -> tuple[dict[str, Way], Way | None]:
-        """Return, by recipe, the way to take of those that fit, and the way with the lowest peak."""
+        """Return, by recipe, the way that ``_taken`` picks of those that fit, and the way with the lowest peak."""
         ways: dict[str, list[Way]] = {}
         least: Way | None = None
         for layout, offload in product(layouts, map(frozenset, OFFLOADS)):
@@ -258,7 +258,7 @@ class CardPlan:
         return found, least
 
     def _taken(self, ways: Iterable[Way]) -> Way | None:
-        """Of the accepted ways that are as fast as the fastest, the one with the least on the host."""
+        """Of the ways that train.py accepts, return the one with the least on the host within ``AS_FAST`` of the fastest."""
         fastest: list[Way] = []
         for way in sorted(ways, key=lambda way: -way.tokens_per_s):
             if fastest and way.tokens_per_s < (1 - AS_FAST) * fastest[0].tokens_per_s:

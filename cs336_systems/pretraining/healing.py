@@ -93,7 +93,7 @@ class _Buffer:
         self._bytes = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=stream is not None, device="cpu")
 
     def first(self, n_bytes: int) -> Tensor:
-        """So many bytes, (n,) uint8; memory of its own for a tensor that is larger than a piece, as not contiguous."""
+        """So many bytes, (n,) uint8; memory of its own, not pinned, if a tensor that is not contiguous is larger."""
         if n_bytes <= len(self._bytes):
             return self._bytes[:n_bytes]
         return torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
@@ -182,7 +182,7 @@ class Transport(HTTPTransport[Any]):
             self._room.put(buffer)
 
     def _event(self) -> Any:
-        """What the device has been asked to do so far; None on a CPU, where it is done."""
+        """An event after all that the device has been asked to do so far; None on a CPU, where it is done."""
         return None if self._stream is None else torch.cuda.current_stream().record_event()
 
     @classmethod

@@ -34,7 +34,7 @@ _IMPORTED = tuple(
     f"cs336_systems.{name}"
     for name in ("pretraining.trainer", "pretraining.every_step", "pretraining.diloco", "training.fused_adamw")
 )
-"""What the fork server imports, so that a replica that comes back need not, besides what these import."""
+"""Modules that the fork server imports, so that a replica that comes back need not."""
 _IMPORTED_FOR_GPUS = "cs336_systems.blocks.fused", "cs336_systems.attention.hopper", "pynvml"
 _TICK_MS = 20
 _START_S = 60.0

@@ -200,7 +200,7 @@ class Membership(Record):
 
 @dataclass(frozen=True)
 class Joined(Record):
-    """What a replica did before it asked for its first quorum, one after the other; from then on others wait for it.
+    """How long a replica took until it asked for its first quorum; from then on others wait for it.
 
     Attributes:
         started_seconds: from the start of its process until its ranks had met: imports, device, communicators.

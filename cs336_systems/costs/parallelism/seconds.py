@@ -153,13 +153,7 @@ def step_seconds(
     waits += _context_waits(part, slowest, rows, layout, network, own * work.attention)
     slowed = _slowed(part, fullest, layout, network, compute)
     updates = work.updates * fullest.n_parameters(config) / config.n_parameters
-    host = BLOCK_HOST_FP8_S if recipe.quantized else BLOCK_HOST_S
-    host += PART_HOST_S * (c - 1) if layout.context_order != "gathered" else 0.0
-    if layout.tensor > 1 and by == "copies":
-        host += COPIES_HOST_S
-    else:
-        host += COLLECTIVES_HOST_S if layout.tensor > 1 else 0.0
-        host += SHARDS_HOST_S if layout.zero == 3 and layout.n_state_shards > 1 else 0.0
+    host = _host_seconds(layout, by, recipe)
     adds = work.adds * fullest.n_parameters(config) / config.n_parameters / layout.tensor
     late = max(0.0, m * (slowest.n_layers * host - compute - waits) - (m - 1) * adds - slowed) if launches else 0.0
     idle = 0.0
@@ -197,6 +191,24 @@ def by_class(config: ModelConfig, length: int, layout: Layout, hardware: Hardwar
         found[name] = step.compute - without.compute
     links = step.waiting + step.slowed + step.copies
     return found | {"optimizer": step.optimizer, "links": links, "standing still": step.late + step.bubble}
+
+
+def _host_seconds(layout: Layout, by: str, recipe: Recipe) -> float:
+    """Seconds for which the host launches a block's forward and backward.
+
+    Args:
+        by: how tensor ranks' rows go, ``collectives`` or ``copies``.
+    """
+    seconds = BLOCK_HOST_FP8_S if recipe.quantized else BLOCK_HOST_S
+    if layout.context_order != "gathered":
+        seconds += PART_HOST_S * (layout.context - 1)
+    if layout.tensor > 1 and by == "copies":
+        return seconds + COPIES_HOST_S
+    if layout.tensor > 1:
+        seconds += COLLECTIVES_HOST_S
+    if layout.zero == 3 and layout.n_state_shards > 1:
+        seconds += SHARDS_HOST_S
+    return seconds
 
 
 def _offloaded(
