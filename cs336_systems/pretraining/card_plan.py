@@ -258,7 +258,7 @@ class CardPlan:
         return found, least
 
     def _taken(self, ways: Iterable[Way]) -> Way | None:
-        """Of the ways that train.py accepts, return the one with the least on the host within ``AS_FAST`` of the fastest."""
+        """Return the accepted way with the least on the host, of those within ``AS_FAST`` of the fastest."""
         fastest: list[Way] = []
         for way in sorted(ways, key=lambda way: -way.tokens_per_s):
             if fastest and way.tokens_per_s < (1 - AS_FAST) * fastest[0].tokens_per_s:
