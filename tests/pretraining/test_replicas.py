@@ -247,7 +247,9 @@ def test_replicas_that_die_at_once_go_on_from_the_newest_checkpoint(folder):
     """With all of them, and as if nothing had happened; it is written in the background, in time for step 30."""
     ended, told, logs = run(folder, steps=34, save_every=16, fail="kill 0 at 30; kill 1 at 30")
     assert (ended.reason, ended.first_step, ended.steps) == ("done", 16, 34), told
-    assert [line for line in told if "started again" in line] == told[2:] and len(told) == 4
+    restarts = [line for line in told if "started again" in line]  # the first may come before the second fault
+    assert len(restarts) == 2 and set(told) - set(restarts) == {"fault: kill 0 at 30", "fault: kill 1 at 30"}
+    assert len(told) == 4
     undisturbed, _, others = run(folder, steps=34, save_every=16, out=folder / "undisturbed")
     assert undisturbed.reason == "done"
     for log in logs:
