@@ -50,7 +50,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 
 GatherBy = Literal["collectives", "copies"]
 TensorBy = Literal["collectives", "copies", "torch", "torch-async"]
-PipelineBy = Literal["messages", "torch"]
+PipelineBy = Literal["messages", "copies", "torch"]
 
 SPLIT_BY_TORCH = ("zb-h1", "zbv", "dualpipev")
 """Schedules for which torch splits a backward into inputs and weights, which it cannot do for compiled blocks."""
@@ -153,8 +153,9 @@ class Parallel:
     pipeline_chunks: int = option(2, "Chunks of blocks that a stage of the schedule interleaved has.", sign="positive")
     pipeline_by: PipelineBy = option(
         "messages",
-        "Who runs the stages: messages, this suite, which sends beside operations; torch, torch.distributed.pipelining "
-        "with --keep autograd.",
+        "Who runs the stages: messages, this suite, whose stages exchange messages beside operations; copies, as well, "
+        "but by copy engines of GPUs on one host (CPUs send messages); torch, torch.distributed.pipelining with --keep "
+        "autograd.",
         shown=True,
     )
 

@@ -22,7 +22,8 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cs336_systems.distributed.pipeline import directions
+from cs336_systems.distributed.messages import CopiedMessages, GroupMessages
+from cs336_systems.distributed.peer_memory import why_not_mapped
 from cs336_systems.distributed.process_group import Rank, divisions
 from cs336_systems.ranks import mesh_shape
 
@@ -64,10 +65,27 @@ class Mesh:
         """This rank and the others along a dimension; None (to torch: all ranks) if there are no others."""
         return self.devices.get_group(dimension) if self.size(dimension) > 1 else None
 
+    def messages(self, by: str) -> GroupMessages:
+        """Messages between the stages of this rank's pipeline, made once; at first a collective.
+
+        Args:
+            by: ``messages`` of torch's process groups, or ``copies``, which CPUs send as messages.
+
+        Raises:
+            ValueError: these GPUs cannot map each other's memory.
+        """
+        return self._copies if by == "copies" and self.rank.device.type == "cuda" else self._messages
+
     @cached_property
-    def directions(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """The stages of this rank's pipeline in their order, twice: for messages up and down."""
-        return directions(self.rank, self.devices["pipeline"].mesh.tolist())
+    def _messages(self) -> GroupMessages:
+        return GroupMessages(self.rank, self.devices.get_group("pipeline"))
+
+    @cached_property
+    def _copies(self) -> GroupMessages:
+        group = self.devices.get_group("pipeline")
+        if reason := why_not_mapped(self.rank.device, group):
+            raise ValueError(f"stages cannot copy from each other's memory, as {reason}")
+        return CopiedMessages(self.rank, group)
 
     @cached_property
     def same_weights(self) -> dist.ProcessGroup:

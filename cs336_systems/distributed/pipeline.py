@@ -2,35 +2,28 @@
 
     plan = make_schedule("zbv", stages=2, microbatches=8)
     keep_stage(model, plan, divide(plan, config), stage)     # a model on meta loses the blocks of other stages
-    pipeline = Pipeline(plan, stage, directions(rank, ranks), device)
+    pipeline = Pipeline(plan, stage, GroupMessages(rank, stages))
     pipeline.run(work, like)                                 # work(operation, input) -> result
 
 A stage works through its list (``costs/parallelism/schedules.py``). Results for other stages are sent as soon as they
-are queued, and the messages that the next operation needs are received while this one runs. Messages up, to stages of
-higher numbers, and down have groups of their own, so that on GPUs neither waits behind the other. The order of
-messages between two stages is the sender's, which the receiver knows from the same schedule.
-
-Under NCCL a message that waits for its sender holds thread blocks, which kernels beside it lack; ``MAX_CTAS`` of them.
+are queued, and the messages that the next operation needs are received while this one runs. The order of messages
+between two stages is the sender's, which the receiver knows from the same schedule.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
-from typing import Any
+from itertools import permutations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.costs.parallelism.schedules import Operation, Schedule
-from cs336_systems.distributed.process_group import Rank, nccl_options, peer_errors_as
+from cs336_systems.distributed.messages import Messages, Underway
+from cs336_systems.distributed.process_group import peer_errors_as
 from cs336_systems.model import TransformerLM
 
 Work = Callable[[Operation, Tensor | None], Tensor | None]
 """Does an operation of this stage, given the result of the part before (of F) or after (of B); returns its own."""
-
-MAX_CTAS = 2
-"""Most thread blocks of a message. Two copy some 40 GB/s over NVLink: 1.6 ms for 8,192 tokens of 4,096 numbers."""
 
 
 class Elsewhere(nn.Module):
@@ -88,28 +81,18 @@ def _numbers(blocks: slice) -> Iterator[int]:
     return iter(range(blocks.start, blocks.stop))
 
 
-def directions(rank: Rank, ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Two groups of these ranks of the default group, which are stages in their order: for messages up and down."""
-    options = nccl_options(rank, MAX_CTAS) if rank.backend == "nccl" else None
-    how: dict[str, Any] = {"timeout": timedelta(seconds=rank.timeout_s), "pg_options": options}
-    up, down = (dist.new_group(ranks, use_local_synchronization=True, **how) for _ in range(2))
-    return up, down
-
-
 class Pipeline:
     """This rank's stage of a schedule.
 
     Args:
-        groups: the stages, in order, for messages up and down.
+        messages: between the stages, in their order; connecting them is a collective.
     """
 
-    def __init__(
-        self, plan: Schedule, stage: int, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device: torch.device
-    ) -> None:
-        self.plan, self.stage, self._groups = plan, stage, groups
+    def __init__(self, plan: Schedule, stage: int, messages: Messages) -> None:
+        self.plan, self.stage, self._messages = plan, stage, messages
         self._torn = False
         """Whether a run has ended before all its messages were there."""
-        self._open(device)
+        messages.connect(pair for pair in permutations(range(plan.stages), 2) if plan.channel(*pair))
 
     def run(self, work: Work, like: Tensor, plan: Schedule | None = None) -> None:
         """Do all operations of this stage.
@@ -125,7 +108,7 @@ class Pipeline:
         if self._torn:
             raise RuntimeError(f"stage {self.stage} has failed in an earlier pass, whose messages are still under way")
         self._torn = True
-        _Run(plan or self.plan, self.stage, self._groups, like, work)()
+        _Run(plan or self.plan, self.stage, self._messages, like, work)()
         self._torn = False
 
     def exchange_ends(self, tensor: Tensor) -> Tensor:
@@ -134,44 +117,20 @@ class Pipeline:
         (other,) = (end for end in ends if end != self.stage)
         theirs = torch.empty_like(tensor)
         with peer_errors_as(f"stage {self.stage} exchanged gradients with stage {other} in vain"):
-            works = [
-                dist.isend(tensor, group=self._groups[other < self.stage], group_dst=other),
-                dist.irecv(theirs, group=self._groups[other > self.stage], group_src=other),
-            ]
-            for each in works:
-                each.wait()  # type: ignore[union-attr]
+            for each in (self._messages.send(tensor, other), self._messages.receive(theirs, other)):
+                each.wait()
         return theirs
-
-    def _open(self, device: torch.device) -> None:
-        """Connect with every stage with which messages are exchanged, in one order: NCCL connects when first used."""
-        probe = torch.zeros(1, device=device)
-        for source in range(self.plan.stages):
-            for target in range(self.plan.stages):
-                if self.stage not in (source, target) or not self.plan.channel(source, target):
-                    continue
-                group = self._groups[target < source]
-                if self.stage == source:
-                    dist.send(probe, group=group, group_dst=target)
-                else:
-                    dist.recv(probe, group=group, group_src=source)
 
 
 class _Run:
     """One execution of a stage's list."""
 
-    def __init__(
-        self,
-        plan: Schedule,
-        stage: int,
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
-        like: Tensor,
-        work: Work,
-    ) -> None:
-        self.plan, self.stage, self._groups, self._like, self._work = plan, stage, groups, like, work
+    def __init__(self, plan: Schedule, stage: int, messages: Messages, like: Tensor, work: Work) -> None:
+        self.plan, self.stage, self._messages, self._like, self._work = plan, stage, messages, like, work
         self._coming = {source: list(plan.channel(source, stage)) for source in range(plan.stages)}
-        self._there: dict[tuple[int, Operation], tuple[Tensor, dist.Work | None]] = {}
+        self._there: dict[tuple[int, Operation], tuple[Tensor, Underway | None]] = {}
         """Results that have been received, or are being so, or are this stage's own, until they are taken."""
-        self._sent: dict[Operation, tuple[int, Tensor, dist.Work]] = {}
+        self._sent: dict[Operation, tuple[int, Tensor, Underway]] = {}
         """Results that are on their way to other stages."""
 
     def __call__(self) -> None:
@@ -181,7 +140,9 @@ class _Run:
             given = self._take(operation)
             for earlier in arrived[operation]:
                 self._finish(earlier)
-            if following is not None:
+            if following is not None and not self._messages.copied:
+                # Copies come without this stage's doing. A GPU may run streams in the order in which they were given
+                # work: a copy that waited for the next operation's input would then hold this operation up for ever.
                 self._expect(following)
             result = self._work(operation, given)
             self._hand_on(operation, result)
@@ -200,7 +161,7 @@ class _Run:
             while source != self.stage and (source, result) not in self._there:
                 coming, into = self._coming[source].pop(0), torch.empty_like(self._like)
                 with self._receiving(source, coming.result):
-                    message = dist.irecv(into, group=self._groups[self.stage < source], group_src=source)
+                    message = self._messages.receive(into, source)
                 self._there[source, coming.result] = into, message
 
     def _take(self, operation: Operation) -> Tensor | None:
@@ -222,8 +183,7 @@ class _Run:
             self._there[self.stage, operation.result] = result, None
             return
         with self._sending(operation, target):
-            message = dist.isend(result, group=self._groups[target < self.stage], group_dst=target)
-        assert message is not None
+            message = self._messages.send(result, target)
         self._sent[operation] = target, result, message
 
     def _finish(self, operation: Operation) -> None:

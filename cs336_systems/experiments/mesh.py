@@ -108,7 +108,7 @@ class MeshCell(RankedCase):
         sizes = {"replica": self.replicas, self.weights: n_data // self.replicas}
         sizes |= {self.context_order: self.context, "tensor": self.tensor, self.pipeline_schedule: self.pipeline}
         words = [f"{name}-{size}" for name, size in sizes.items() if size > 1] or ["alone"]
-        words += sorted({self.tensor_by, self.pipeline_by} - {PLAIN["tensor_by"], PLAIN["pipeline_by"]})
+        words += _exchanges(self.tensor_by, self.pipeline_by)
         return words + ["graph"] * (self.cuda_graph == "on")
 
     def __str__(self) -> str:
@@ -135,6 +135,13 @@ PLAIN: dict[str, Any] = {name: getattr(MeshCell, name) for name in _PLAIN}
 """The values of columns that do not matter to a cell."""
 ALONE = {"tensor": 1, "context": 1, "pipeline": 1} | PLAIN
 """Columns of one rank."""
+
+
+def _exchanges(tensor_by: str, pipeline_by: str) -> list[str]:
+    """How tensor ranks and stages exchange what they share, where it is not as by default; without spaces."""
+    rows = [tensor_by] if tensor_by != PLAIN["tensor_by"] else []
+    stages = "copies-of-stages" if pipeline_by == "copies" else pipeline_by
+    return rows + [stages] * (pipeline_by != PLAIN["pipeline_by"])
 
 
 def make_cells(options: Any) -> list[MeshCell]:
@@ -295,7 +302,7 @@ def _way(how: Mapping[str, Any]) -> str:
     copies = int(how["replicas"])
     words = [f"replica {copies}"] * (copies > 1) + [f"{how['weights']} {n_data // copies}"] * (n_data > copies)
     words += [f"{name} {n}" for name, n in sizes.items() if n > 1]
-    by = sorted({how["tensor_by"], how["pipeline_by"]} - {PLAIN["tensor_by"], PLAIN["pipeline_by"]})
+    by = _exchanges(how["tensor_by"], how["pipeline_by"])
     return " by ".join([" x ".join(words), *by]) + ", replayed" * (how["cuda_graph"] == "on")
 
 

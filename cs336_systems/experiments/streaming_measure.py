@@ -25,6 +25,7 @@ from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.costs.flops import model_flops
 from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.rates import Rates
+from cs336_systems.distributed.messages import GroupMessages, planned_as_copies, ring_messages
 from cs336_systems.distributed.process_group import Rank, joined, on_every_rank, on_rank_0
 from cs336_systems.experiments.ranked import largest
 from cs336_systems.experiments.streaming import CPU_PLANS_FOR, StreamingCell
@@ -50,7 +51,6 @@ from cs336_systems.streaming.choose import LEAST_CHUNK, Caps, CapsTooSmallError,
 from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.lanes import Streams
-from cs336_systems.streaming.messages import RingMessages, planned_as_copies, ring_messages
 from cs336_systems.streaming.ring import choose_ring
 from cs336_systems.streaming.run import StreamedStep
 from cs336_systems.streaming.schedule import RECOMPUTES
@@ -126,7 +126,7 @@ def _run(
     hardware: Hardware,
     fence: Fence | None,
     rank: Rank | None,
-    messages: RingMessages | None,
+    messages: GroupMessages | None,
 ) -> tuple[list[Metric], LaneTimes | None]:
     """Times, rates and memory of the step; on a GPU, within its fence, also the times of this rank's operations."""
     choice = choices[rank.rank if rank else 0]

@@ -26,6 +26,7 @@ from cs336_systems.blocks import block_ops
 from cs336_systems.case import Unsupported
 from cs336_systems.costs.rates import Rates
 from cs336_systems.distributed.checkpoint_folder import survey
+from cs336_systems.distributed.messages import planned_as_copies, ring_messages
 from cs336_systems.distributed.process_group import Rank, on_every_rank, on_rank_0
 from cs336_systems.hardware import GIB, Hardware, find_hardware
 from cs336_systems.harness.memory import cublas_workspace_bytes
@@ -43,7 +44,6 @@ from cs336_systems.streaming.choose import (
 )
 from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence, check_cpu_caps, refusals
-from cs336_systems.streaming.messages import planned_as_copies, ring_messages
 from cs336_systems.streaming.ring import choose_ring
 from cs336_systems.streaming.run import FRAGMENTS, LayerAdamW, StreamedStep
 from cs336_systems.training.assemble import check_supported

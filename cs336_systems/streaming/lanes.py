@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from cs336_systems.costs.lanes import LaneTimes
+from cs336_systems.distributed.messages import Messages, Underway
 from cs336_systems.distributed.process_group import peer_errors_as
-from cs336_systems.streaming.messages import Messages, Underway
 from cs336_systems.streaming.schedule import Lane, Operation, Schedule
 
 Compute = Callable[[Operation], None]

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.blocks import BlockGradients, BlockOps, BlockWeights, Saved, backward, forward, recall, write_out
@@ -23,6 +24,7 @@ from cs336_systems.blocks.adapters import adapt
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import kept_names
 from cs336_systems.costs.streaming import HEAD_TOKENS, StreamedWork
+from cs336_systems.distributed.process_group import peer_errors_as
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward_backward
 from cs336_systems.model import TransformerLM
 from cs336_systems.streaming.context import Sums, attending
@@ -47,7 +49,6 @@ class Passes:
         ops: the blocks' operations. Plans give the same bits if these are deterministic.
         guard: computes gradient norms. In a step with operations of kind ``NORM`` it also clips gradients and skips
             steps that are not finite.
-        total: sums a tensor over the ranks of a ring, in place; None for one rank.
     """
 
     def __init__(
@@ -58,11 +59,10 @@ class Passes:
         ops: BlockOps,
         optimizer: LayerOptimizer,
         guard: GradientGuard,
-        total: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.plan, self.work, self.config = plan, plan.work, plan.work.config
         self.memory, self.fixed, self.ops = memory, fixed, ops
-        self.optimizer, self.guard, self.total = optimizer, guard, total
+        self.optimizer, self.guard = optimizer, guard
         config, dtype, device = self.config, memory.map.dtype, fixed.cos.device
         wide = torch.promote_types(dtype, torch.float32)
         shell = one_block(plan.work, ops, dtype)
@@ -144,10 +144,14 @@ class Passes:
         """Sums norms and losses over all ranks: the ring's one collective.
 
         Each number is 0 on all ranks but one, so the sums have the same bits as a step on one rank.
+
+        Raises:
+            torch.distributed.DistError: another rank is gone, or does not come in time.
         """
-        if self.total is not None:
+        if self.work.share is not None:
             whole = torch.cat([self.norms, self.losses.flatten()])
-            self.total(whole)
+            with peer_errors_as(f"rank {dist.get_rank()} waited in vain for the others' norms"):
+                dist.all_reduce(whole)
             self.of_all = whole[: len(self.norms)], whole[len(self.norms) :].view_as(self.losses)
 
     def run(self, operation: Operation) -> None:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.blocks import BlockOps
+from cs336_systems.distributed.messages import Messages
 from cs336_systems.distributed.pipeline import Elsewhere
 from cs336_systems.model import TransformerLM
 from cs336_systems.streaming.build import build_forward
 from cs336_systems.streaming.lanes import Lanes, PretendedLink, Streams
 from cs336_systems.streaming.memory import HEAD, MASTER, Fixed, Memory, MemoryMap
-from cs336_systems.streaming.messages import Messages
 from cs336_systems.streaming.passes import LayerOptimizer, Passes, one_block, with_adapters
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.schedule import Item, Kind, Lane, Operation, Schedule
@@ -73,8 +73,8 @@ class StreamedStep:
         self.fixed = Fixed(plan.work, tensors, device)
         self.optimizer = optimizer or LayerAdamW()
         self.guard = GradientGuard(max_norm)
-        self.messages, total = messages, messages.total_ if messages else None
-        self.passes = Passes(plan, self.memory, self.fixed, ops, self.optimizer, self.guard, total)
+        self.messages = messages
+        self.passes = Passes(plan, self.memory, self.fixed, ops, self.optimizer, self.guard)
         self.lanes = lanes or (Streams(device) if device.type == "cuda" else PretendedLink())
         if device.type == "cuda":
             torch.cuda.empty_cache()  # of what made the rotary tables

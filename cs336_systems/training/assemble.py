@@ -212,7 +212,7 @@ def finish(
         return PipelinedByTorch(
             *given, pipeline=TorchPipeline(model, plan, blocks, stages, loss_function, shape), stages=stages
         )
-    pipeline = Pipeline(plan, mesh.place("pipeline"), mesh.directions, rank.device)
+    pipeline = Pipeline(plan, mesh.place("pipeline"), mesh.messages(case.parallel.pipeline_by))
     return PipelinedStep(*given, pipeline=pipeline, blocks=blocks, stages=stages)
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from cs336_systems.costs.parallelism.schedules import Schedule, make_schedule
 from cs336_systems.costs.parallelism.stages import divide, plan_of, stages_of_case
 from cs336_systems.costs.parallelism.step import GATHER, REDUCE, SCATTER, SEND, pipeline_sent, sharded_sent
 from cs336_systems.distributed.fsdp_parameters import GroupState
-from cs336_systems.distributed.pipeline import Pipeline, directions
+from cs336_systems.distributed.mesh import Mesh
+from cs336_systems.distributed.messages import GroupMessages
+from cs336_systems.distributed.pipeline import Pipeline
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.ranked import PreparedStep, check_replicas
 from cs336_systems.harness.traffic import Traffic
@@ -30,6 +33,7 @@ from cs336_systems.training.step import local_gradients
 from .checks import checks_of, on_each, on_gpus, on_ranks, spawn
 from .test_mesh import N_STEPS, WAYS, WIDE, Meshed, alone, compare, compare_on_gpus, hand_over, ignoring
 from .test_mesh import run_of as mesh_run
+from .test_messages import Imagined
 
 LLAMA = ModelConfig("tiny-llama", 32, 64, 5, 8, vocab_size=96, context_length=16, n_kv_heads=4)
 TIED = replace(LLAMA, name="tiny-tied", qkv_bias=True, tie_embeddings=True)
@@ -121,13 +125,56 @@ def test_every_schedule_has_the_bits_of_one_process():
     compare_bits(2, [run_of(2, name, case={"dtype": "bf16", "keep": "input"}) for name in ("1f1b", "zb-h1", "zbv")])
 
 
+def both_ways(rank: Rank, cases):
+    """What differs if messages go by copies of a driver that is imagined, in pieces that fill each mailbox."""
+    expected = gradients_on(rank, cases)
+    imagined = lambda mesh, by: Imagined(mesh.rank, mesh.devices.get_group("pipeline"), 1000)  # noqa: E731
+    with patch.object(Mesh, "messages", imagined):
+        found = gradients_on(rank, cases)
+    return [
+        (str(case), name)
+        for case, (losses, own), (same, whole) in zip(cases, found, expected, strict=True)
+        for name in ["losses"] * (not torch.equal(losses, same)) + [n for n in own if not torch.equal(own[n], whole[n])]
+    ]
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_messages_by_copies_give_the_same_bits(n_ranks):
+    """On four ranks two pipelines of two stages, whose numbers are not their ranks', and one of four."""
+    cases = [run_of(2, name, config=TIED) for name in ("gpipe", "interleaved", "zbv")]
+    if n_ranks == 4:
+        cases = [run_of(2, "zbv", "ddp", TIED), *(run_of(4, name, config=TIED) for name in ("1f1b", "zb-h1"))]
+    assert on_ranks(both_ways, n_ranks, cases) == [[]] * n_ranks
+
+
+def copies_or_messages(rank: Rank, case):
+    messages = mesh_of(case, rank).messages("copies")
+    return type(messages) is GroupMessages
+
+
+def test_cpus_send_messages():
+    assert all(on_ranks(copies_or_messages, 2, run_of(2, "1f1b", pipeline_by="copies")))
+
+
+def compare_stages_on_gpus(world_size, device, by):
+    wide = replace(WIDE, name="wide-deep", n_layers=9)
+    two = {"way": "ddp" if world_size > 2 else "alone", "config": wide, "pipeline_by": by}
+    cases = [run_of(2, name, **two) for name in ("1f1b", "interleaved", "zb-h1", "zbv")]
+    four = {"config": wide, "accumulate": 8, "pipeline_by": by}
+    cases += [run_of(4, name, **four) for name in ("zbv", "dualpipev")] * (world_size > 2)
+    compare_on_gpus(world_size, device, cases)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2), on_gpus(4)])
 def test_gpus_train_what_one_trains(world_size, device):
-    wide = replace(WIDE, name="wide-deep", n_layers=9)
-    cases = [run_of(2, name, "ddp" if world_size > 2 else "alone", wide) for name in ("1f1b", "zb-h1", "zbv")]
-    cases += [run_of(4, name, config=wide, accumulate=8) for name in ("zbv", "dualpipev")] * (world_size > 2)
-    compare_on_gpus(world_size, device, cases)
+    compare_stages_on_gpus(world_size, device, "messages")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2, copies=True), on_gpus(4, copies=True)])
+def test_gpus_that_copy_train_what_one_trains(world_size, device):
+    compare_stages_on_gpus(world_size, device, "copies")
 
 
 def test_every_level_of_what_is_kept_has_the_same_bits():
@@ -458,8 +505,8 @@ def interrupted(rank: Rank, kill):
     step(*batch)
     if not kill:
         dist.barrier()
-        old, groups = step.pipeline, directions(replace(rank, timeout_s=LOST_S), range(3))
-        step.pipeline = Pipeline(old.plan, old.stage, groups, rank.device)
+        old, messages = step.pipeline, GroupMessages(replace(rank, timeout_s=LOST_S))
+        step.pipeline = Pipeline(old.plan, old.stage, messages)
     send, sent = dist.isend, []
 
     def lose(tensor, **how):
@@ -507,10 +554,15 @@ def has_gone(*_, **__):
 )
 def test_a_stage_that_has_gone_is_named_wherever_gloo_notices(monkeypatch, fails, stage, said):
     """Where a message begins, if the other has gone by then, else where it is waited for."""
-    for name, then in {"send": None, "recv": None, "isend": "sent", "irecv": "received"}.items():
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(GroupMessages, "_open", lambda *_: None)
+    monkeypatch.setattr(GroupMessages, "connect", lambda *_: None)
+    messages = GroupMessages(Rank(stage, stage, 2, torch.device("cpu"), "gloo"), SimpleNamespace())
+    pipeline = Pipeline(make_schedule("1f1b", stages=2, microbatches=4), stage, messages)
+    messages._up = messages._down = None
+    for name, then in {"isend": "sent", "irecv": "received"}.items():
         work = SimpleNamespace(wait=has_gone if fails == then else lambda: None)
         monkeypatch.setattr(dist, name, has_gone if fails == name else lambda *_, work=work, **__: work)
-    pipeline = Pipeline(make_schedule("1f1b", stages=2, microbatches=4), stage, (None, None), torch.device("cpu"))
     with pytest.raises(dist.DistError, match=f"^{said} in vain: Connection closed by peer$"):
         pipeline.run(lambda *_: torch.ones(1), torch.ones(1))
     with pytest.raises(dist.DistError, match=f"^stage {stage} exchanged gradients with stage {1 - stage} in vain: "):

@@ -15,19 +15,19 @@ from cs336_systems.config import resolve_size
 from cs336_systems.costs.memory import TABLE_SHARE
 from cs336_systems.costs.rates import Rates
 from cs336_systems.costs.streaming import Share, StreamedWork
+from cs336_systems.distributed.messages import GroupMessages
 from cs336_systems.hardware import GIB, hardware_named
 from cs336_systems.streaming.build import build, pairs, ring_times
 from cs336_systems.streaming.choose import Caps
 from cs336_systems.streaming.lanes import PretendedLink
-from cs336_systems.streaming.messages import RingMessages
 from cs336_systems.streaming.plan import Keep, Plan
 from cs336_systems.streaming.ring import choose_ring
 from cs336_systems.streaming.schedule import Kind
 from tests.distributed.checks import on_ranks, spawn
+from tests.distributed.test_messages import Imagined
 from tests.streaming.memory_model import ScheduleError, check
 from tests.streaming.plans import random_ring, roomy
 from tests.streaming.test_choose import MIB, SLOW, SMALL
-from tests.streaming.test_messages import Imagined
 from tests.streaming.test_run import CONFIG, QK_NORM, TIED, batches, differing, step_of, trained
 
 RATES = Rates.of(hardware_named("h100"))
@@ -98,7 +98,7 @@ def test_a_message_too_few_is_found():
         ring_times(plans, [schedules[0], replace(schedules[1], operations=tuple(operations))], RATES)
 
 
-def check_bits(rank, seeds, configs, n_steps, kind=RingMessages):
+def check_bits(rank, seeds, configs, n_steps, kind=GroupMessages):
     """A step's losses, gradients and weights, and those of an evaluation, are one rank's."""
     torch.set_num_threads(1)
     messages = kind(rank)
@@ -142,7 +142,7 @@ def test_ten_steps_of_a_ring_are_those_of_one_rank():
 def interrupted(rank):
     """Rank 1 is killed as it sends for the third time."""
     torch.set_num_threads(1)
-    messages = RingMessages(rank)
+    messages = GroupMessages(rank)
     plan, schedule = random_ring(1, 2, CONFIG)[rank.rank]
     step = step_of(plan, schedule, messages=messages)
     send, sent = messages.send, []

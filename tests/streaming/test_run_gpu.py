@@ -1,6 +1,7 @@
 """Streams, events and pinned memory: random plans on a GPU give the bits of the uncapped step, and caps hold."""
 
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -9,15 +10,15 @@ from torch import Tensor
 
 from cs336_systems.blocks import block_ops
 from cs336_systems.config import ModelConfig
+from cs336_systems.distributed.messages import CopiedMessages, GroupMessages, Messages, ring_messages
 from cs336_systems.streaming.build import build
 from cs336_systems.streaming.fence import GIB, Fence
-from cs336_systems.streaming.messages import CopiedMessages, Messages, RingMessages, ring_messages
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.run import LayerAdamW, StreamedStep
 from cs336_systems.streaming.schedule import Schedule
 from tests.distributed.checks import on_gpus, on_ranks
+from tests.distributed.test_messages import check_values, check_who_waits_in_vain_ends
 from tests.streaming.plans import CHUNK, random_plan, random_ring, resident, roomy
-from tests.streaming.test_messages import check_values, check_who_waits_in_vain_ends
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -77,7 +78,8 @@ def in_a_ring(rank, seeds):
     """Whether a ring has the bits of one rank, under random plans of each, by copies and by NCCL's messages."""
     by_copies = ring_messages(rank)
     assert isinstance(by_copies, CopiedMessages), by_copies.how
-    in_pieces, by_nccl = CopiedMessages(rank, 100_000), RingMessages(rank)
+    in_pieces, by_nccl = CopiedMessages(rank, piece_bytes=100_000), GroupMessages(rank)
+    by_nccl.connect(permutations(range(rank.world_size), 2))
     for seed in seeds:
         plans = [on_gpu(plan) for plan, _ in random_ring(seed, rank.world_size)]
         plan = plans[rank.rank]

@@ -1,16 +1,16 @@
-"""Messages of a ring of ranks: activations and their gradients from layer to layer, and one sum at the end of a step.
+"""Messages between ranks: activations and their gradients, handed on by stages of a pipeline or a ring of layers.
 
-    messages = ring_messages(rank)                    # a collective; before slabs take the memory
-    step = StreamedStep(plan, schedule, ops, device, messages=messages)
+    messages = GroupMessages(rank, group)             # a collective; or CopiedMessages
+    under_way = messages.send(activations, peer=1)    # there: messages.receive(into, peer=0)
+    under_way.wait()
 
-A schedule has one lane for what a rank sends and one for what it receives (``schedule.py``). Receivers take a sender's
-messages in the order in which they are sent.
+Receivers take a sender's messages in the order in which they are sent.
 
 Where the GPUs of all ranks can reach each other's memory, a message is copies: the sender's copy engine writes it piece
 by piece into the receiver's mailbox and raises a flag after each, the receiver's copies each piece out and raises a
-flag at the sender (``copy_stream.py``). No kernel waits. Elsewhere messages are those of torch's process groups, of
-which each sender has one of its own, so that its messages queue behind no others. Under NCCL each is a kernel of
-``MAX_CTAS`` thread blocks that waits for its partner.
+flag at the sender (``copy_stream.py``). No kernel waits. Elsewhere messages are those of torch's process groups, one
+for messages to ranks of higher numbers and one for the others, so that neither wait behind each other. Under NCCL each
+is a kernel of ``MAX_CTAS`` thread blocks that waits for its partner, and which kernels beside it lack.
 """
 
 import os
@@ -18,9 +18,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import permutations
 from typing import Any, Protocol
 
 import torch
@@ -29,9 +30,10 @@ from torch import Tensor
 
 from cs336_systems.distributed.copy_stream import CopyStream, Wait
 from cs336_systems.distributed.peer_memory import PeerMemory, why_not_mapped
-from cs336_systems.distributed.pipeline import MAX_CTAS
-from cs336_systems.distributed.process_group import Rank, nccl_options, peer_errors_as
+from cs336_systems.distributed.process_group import Rank, nccl_options
 
+MAX_CTAS = 2
+"""Most thread blocks of a message. Two copy some 40 GB/s over NVLink: 1.6 ms for 8,192 tokens of 4,096 numbers."""
 PIECE_BYTES, N_PIECES = 16 * 2**20, 4
 """Bytes of a piece, and the pieces of a mailbox: 64 MiB of each GPU for each other rank. By arithmetic a piece takes
 50 us over NVLink, of which calls and flags are a few."""
@@ -45,7 +47,13 @@ class Underway(Protocol):
 
 
 class Messages(Protocol):
-    """Messages between the ranks of a ring, which arrive in the order of sending, and sums over all ranks."""
+    """Messages between the ranks of a group, which arrive in the order of sending; peers are numbers in the group."""
+
+    copied: bool
+    """Whether copy engines carry messages, not kernels."""
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Open the way from each first rank to the second, before messages are timed; all ranks give the same pairs."""
 
     def send(self, tensor: Tensor, peer: int) -> Underway:
         """Begin to send, on the current stream."""
@@ -53,66 +61,67 @@ class Messages(Protocol):
     def receive(self, tensor: Tensor, peer: int) -> Underway:
         """Begin to receive into a tensor, on the current stream."""
 
-    def total_(self, tensor: Tensor) -> None:
-        """Sum a tensor over all ranks, in place."""
 
-
-def ring_messages(rank: Rank) -> "RingMessages":
-    """Messages by copies where the GPUs of all ranks can reach each other's memory, else by torch's process groups; a
+def ring_messages(rank: Rank) -> "GroupMessages":
+    """Messages between all ranks, by copies where their GPUs can reach each other's memory, else by process groups; a
     collective. ``how`` says which, and why."""
-    if rank.device.type != "cuda":
-        return RingMessages(rank)
-    reason = why_not_mapped(rank.device, dist.distributed_c10d._get_default_group())
-    return RingMessages(rank, reason) if reason else CopiedMessages(rank)
+    reason = why_not_mapped(rank.device, dist.distributed_c10d._get_default_group()) if _on_gpu(rank) else None
+    found = CopiedMessages(rank) if _on_gpu(rank) and reason is None else GroupMessages(rank, reason=reason)
+    found.connect(permutations(range(rank.world_size), 2))
+    return found
 
 
-def planned_as_copies(messages: "RingMessages | None") -> bool:
+def planned_as_copies(messages: "GroupMessages | None") -> bool:
     """``copied_messages`` of ``Rates.of``: no for NCCL's kernels alone, as a plan made on a CPU is one for GPUs."""
-    return messages is None or messages.copied or messages.rank.device.type != "cuda"
+    return messages is None or messages.copied or not _on_gpu(messages.rank)
 
 
-class RingMessages:
-    """Messages by torch's process groups, between all ranks of the default group.
+def mailbox_bytes(n_ranks: int, piece_bytes: int = PIECE_BYTES) -> int:
+    """Memory of each GPU for messages by copies from so many ranks, this one among them."""
+    return (n_ranks - 1) * N_PIECES * piece_bytes
+
+
+def _on_gpu(rank: Rank) -> bool:
+    return rank.device.type == "cuda"
+
+
+class GroupMessages:
+    """Messages by torch's process groups.
 
     Args:
         rank: this process, as ``process_group.joined`` gives it.
+        group: the ranks between which messages go; all if None.
         reason: why they do not go by copies, for ``how``.
     """
 
     copied = False
-    """Whether copy engines carry messages, not kernels."""
 
-    def __init__(self, rank: Rank, reason: str | None = None) -> None:
-        self.rank = rank
+    def __init__(self, rank: Rank, group: dist.ProcessGroup | None = None, reason: str | None = None) -> None:
+        self.rank, self.ranks = rank, dist.get_process_group_ranks(group)
+        self.place = self.ranks.index(rank.rank)
         self.how = f"Ranks hand activations on by messages of {rank.backend}{f', as {reason}' if reason else ''}."
-        self._connect()
+        self._open(group or dist.distributed_c10d._get_default_group())
 
-    def _connect(self) -> None:
-        rank = self.rank
-        options = nccl_options(rank, MAX_CTAS) if rank.backend == "nccl" else None
-        how: dict[str, Any] = {"timeout": timedelta(seconds=rank.timeout_s), "pg_options": options}
-        self._of_sender = [dist.new_group(**how) for _ in range(rank.world_size)]
-        probe = torch.zeros(1, device=rank.device)
-        for source in range(rank.world_size):  # NCCL connects when it is first used
-            for target in range(rank.world_size):
-                if source != target and rank.rank in (source, target):
-                    (self.send(probe, target) if rank.rank == source else self.receive(probe, source)).wait()
-        self.total_(probe)
+    def _open(self, group: dist.ProcessGroup) -> None:
+        options = nccl_options(self.rank, MAX_CTAS) if self.rank.backend == "nccl" else None
+        how: dict[str, Any] = {"timeout": timedelta(seconds=self.rank.timeout_s), "pg_options": options}
+        self._up, self._down = (dist.new_group(self.ranks, use_local_synchronization=True, **how) for _ in range(2))
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        probe = torch.zeros(1, device=self.rank.device)
+        for source, target in pairs:  # NCCL connects when it is first used
+            if self.place in (source, target):
+                (self.send(probe, target) if self.place == source else self.receive(probe, source)).wait()
 
     def send(self, tensor: Tensor, peer: int) -> Underway:
-        work = dist.isend(tensor, group=self._of_sender[self.rank.rank], group_dst=peer)
+        work = dist.isend(tensor, group=self._up if peer > self.place else self._down, group_dst=peer)
         assert work is not None
         return work
 
     def receive(self, tensor: Tensor, peer: int) -> Underway:
-        work = dist.irecv(tensor, group=self._of_sender[peer], group_src=peer)
+        work = dist.irecv(tensor, group=self._up if peer < self.place else self._down, group_src=peer)
         assert work is not None
         return work
-
-    def total_(self, tensor: Tensor) -> None:
-        """Sum in place; DistError if another rank is gone, or does not come in time."""
-        with peer_errors_as(f"rank {self.rank.rank} waited in vain for the others' norms"):
-            dist.all_reduce(tensor)
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,7 @@ class _Copying:
     """What they read or write, held until then."""
 
 
-class CopiedMessages(RingMessages):
+class CopiedMessages(GroupMessages):
     """Messages by copies between GPUs of one host, in pieces, through a mailbox of each receiver for each sender.
 
     A stream that waits for a flag waits for ever. So a thread looks at the flags: when this rank waits for some and
@@ -136,22 +145,24 @@ class CopiedMessages(RingMessages):
 
     copied = True
 
-    def __init__(self, rank: Rank, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, rank: Rank, group: dist.ProcessGroup | None = None, *, piece_bytes: int = PIECE_BYTES) -> None:
         self._piece_bytes = piece_bytes
-        super().__init__(rank)
+        super().__init__(rank, group)
         self.how = "Ranks hand activations on by copies between the memories of their GPUs."
 
-    def _connect(self) -> None:
-        rank, n = self.rank, self.rank.world_size
-        group = dist.distributed_c10d._get_default_group()
-        self._sending, self._receiving = self._make_stream(), self._make_stream()
+    def _open(self, group: dist.ProcessGroup) -> None:
+        rank, n = self.rank, len(self.ranks)
+        self._sending = {peer: self._make_stream() for peer in range(n) if peer != self.place}
+        """To each rank, as what one has not taken yet must not hold up what goes to another."""
+        self._receiving = self._make_stream()
         self._sent, self._taken = [0] * n, [0] * n
         """Pieces so far, to and from each rank."""
-        self._boxes = PeerMemory((n - 1) * N_PIECES * self._piece_bytes, torch.uint8, rank.device, group)
+        self._boxes = PeerMemory(mailbox_bytes(n, self._piece_bytes), torch.uint8, rank.device, group)
         self._flags = PeerMemory(2 * n, torch.int32, rank.device, group)
         """Of each rank: at s the pieces that rank s has written into its mailbox, at n + t the pieces of its own that
         rank t has taken out."""
-        self.total_(torch.zeros(1, device=rank.device))  # or a flag might be raised before its owner has set it to zero
+        # Until all have done so, a flag might be raised before its owner has set it to zero.
+        dist.all_reduce(torch.zeros(1, device=rank.device), group=group)
         self._awaited = [0] * (2 * n)
         """The numbers for which this rank waits, or has waited, at its own flags."""
         on_gpu = rank.device.type == "cuda"
@@ -163,28 +174,31 @@ class CopiedMessages(RingMessages):
     def _make_stream(self) -> CopyStream:
         return CopyStream(self.rank.device)
 
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Nothing: memory that is mapped needs no connection."""
+
     def send(self, tensor: Tensor, peer: int) -> Underway:
-        own, stream = self.rank.rank, self._sending
+        own, stream = self.place, self._sending[peer]
         stream.follow()
         for address, n_bytes in self._pieces(tensor):
             self._sent[peer] = number = self._sent[peer] + 1
-            # Ranks cannot wait for each other in a circle: all follow one order of messages (``order.py``), in which a
-            # receive stands where its send does. A send waits until earlier pieces are taken, of this message or one
-            # before; a receive waits until the same piece is sent. So the first message that has not ended goes on,
-            # even if a GPU ran the work of all its streams in the order in which it was enqueued.
-            self._await(stream, self.rank.world_size + peer, number - N_PIECES)  # the place that it takes is free
+            # Ranks of a ring cannot wait for each other in a circle: all follow one order of messages (``order.py``),
+            # in which a receive stands where its send does. A send waits until earlier pieces are taken, of this
+            # message or one before; a receive waits until the same piece is sent. So the first message that has not
+            # ended goes on, even if a GPU ran the work of all its streams in the order in which it was enqueued.
+            self._await(stream, len(self.ranks) + peer, number - N_PIECES)  # the place that it takes is free
             stream.copy(self._place(peer, own, number), address, n_bytes)
             stream.raise_flag(self._flag(peer, own), number)
         return _Copying(stream.reached(), tensor)
 
     def receive(self, tensor: Tensor, peer: int) -> Underway:
-        own, stream = self.rank.rank, self._receiving
+        own, stream = self.place, self._receiving
         stream.follow()
         for address, n_bytes in self._pieces(tensor):
             self._taken[peer] = number = self._taken[peer] + 1
             self._await(stream, peer, number)
             stream.copy(address, self._place(own, peer, number), n_bytes)
-            stream.raise_flag(self._flag(peer, self.rank.world_size + own), number)
+            stream.raise_flag(self._flag(peer, len(self.ranks) + own), number)
         return _Copying(stream.reached(), tensor)
 
     def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, int]]:
@@ -196,25 +210,25 @@ class CopiedMessages(RingMessages):
     def _await(self, stream: CopyStream, flag: int, number: int) -> None:
         if number > 0:
             self._awaited[flag] = number
-            stream.await_flag(self._flag(self.rank.rank, flag), number)
+            stream.await_flag(self._flag(self.place, flag), number)
 
     def _flag(self, owner: int, flag: int) -> int:
         return self._flags.of_rank[owner].data_ptr() + flag * self._flags.of_rank[owner].itemsize
 
     def _place(self, owner: int, sender: int, number: int) -> int:
         """Where a piece of the sender lies in the owner's mailbox."""
-        box = (sender - owner - 1) % self.rank.world_size
+        box = (sender - owner - 1) % len(self.ranks)
         return self._boxes.of_rank[owner].data_ptr() + (box * N_PIECES + number % N_PIECES) * self._piece_bytes
 
     def late(self) -> tuple[list[int], list[int]]:
         """This rank's flags as a call before has found them, and the ranks for which it waits."""
-        awaited, n = list(self._awaited), self.rank.world_size
+        awaited, n = list(self._awaited), len(self.ranks)
         with torch.cuda.stream(self._side):  # of no effect on a CPU, as None; the host does not wait
-            self._seen.copy_(self._flags.of_rank[self.rank.rank], non_blocking=True)
+            self._seen.copy_(self._flags.of_rank[self.place], non_blocking=True)
         flags = self._seen.tolist()
         # As the GPU compares them: numbers go on from 2^31 - 1 at -2^31.
         behind = [0 < (number - flag) % 2**32 < 2**31 for number, flag in zip(awaited, flags, strict=True)]
-        return flags, sorted({i % n for i, waits in enumerate(behind) if waits})
+        return flags, sorted({self.ranks[i % n] for i, waits in enumerate(behind) if waits})
 
 
 def _watch(of: "weakref.ref[CopiedMessages]") -> None:
