@@ -73,7 +73,9 @@ def _stage_messages(cell: MeshCell, rank: int) -> float | None:
         return None
     stage, last = rank // n_data, plan.places[-1][0]
     n_rows = cell.batch_size * cell.context_length
-    n_bytes = pipeline_sent(config, n_rows, plan, stage, itemsize).total() + max(WIDE, itemsize)
+    n_bytes = max(WIDE, itemsize)
+    if cell.device == "cpu" or how.pipeline_by != "copies":  # else they are no messages
+        n_bytes += pipeline_sent(config, n_rows, plan, stage, itemsize).total()
     if n_data == 1:
         return n_bytes
     n_bytes += _COUNT_BYTES * (stage == last)

@@ -8,6 +8,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.mesh import EXPERIMENT, MESH, PLAIN, MeshCell, make_cells, predicted_ms
 from cs336_systems.experiments.mesh_measure import measure
+from cs336_systems.experiments.mesh_messages import predicted_messages
 from cs336_systems.experiments.ranked import scaling
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows
@@ -126,6 +127,12 @@ def test_stages_of_both_are_measured():
         assert torchs >= {"passes", "optimizer", "step", "tokens_per_s"}
     lines = MESH.lines(rows_of([STAGED, STAGED_BY_TORCH], metrics))
     assert [line.settings["pipeline_by"] for line in lines] == ["messages", "torch"]
+
+
+def test_what_stages_copy_is_no_message():
+    copied = replace(STAGED, pipeline_by="copies")
+    assert predicted_messages(copied, 0) == predicted_messages(STAGED, 0)  # CPUs send messages
+    assert predicted_messages(replace(copied, device="cuda"), 0) == 4  # the loss
 
 
 def measure_by_torch(rank: Rank):
