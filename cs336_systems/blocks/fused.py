@@ -31,6 +31,7 @@ from cs336_systems.kernels.matmul import (
     swiglu_product_,
     weight_backward_,
 )
+from cs336_systems.kernels.merge_attention import merge_attention_
 from cs336_systems.kernels.norm_rotate import norm_rotate, norm_rotate_backward_
 from cs336_systems.kernels.quantize import quantize, quantize_blocks, transpose_bytes
 from cs336_systems.kernels.quantize_parts import PartsQuantizer
@@ -71,7 +72,7 @@ QUANTIZERS = Quantizers(
 def attention_ops(
     forward_op: Callable[..., Any], backward_op: Callable[..., Any], *options: Callable[[], bool]
 ) -> dict[str, Callable[..., Any]]:
-    """The two fields of ``BlockOps`` that are attention, from an operator and one that writes into what it is given.
+    """The fields of ``BlockOps`` that are attention, from an operator and one that writes into what it is given.
 
     Args:
         options: functions for the last arguments of ``backward_op``, which are called at each of its calls.
@@ -98,7 +99,7 @@ def attention_ops(
         how = causal, q.shape[-1] ** -0.5, *(option() for option in options)
         backward_op(q, k, v, o, lse, do, *into, *how, **documents)
 
-    return {"attention_forward": forward, "attention_backward": backward}
+    return {"attention_forward": forward, "attention_backward": backward, "attention_merge_": merge_attention_}
 
 
 FLASH_ATTENTION = attention_ops(flash.forward_op, flash.backward_into_op)

@@ -235,6 +235,14 @@ def attention_backward(
     dv_BKSE.copy_((p.mT @ do).sum(2))
 
 
+def attention_merge_(o_BHSE: Tensor, lse_BHS: Tensor, part_o_BHSE: Tensor, part_lse_BHS: Tensor) -> None:
+    """Let o and lse, of softmax over some keys, become those over these and others, whose output and lse are given."""
+    both = torch.logaddexp(lse_BHS, part_lse_BHS)
+    own, other = (torch.exp(lse - both)[..., None] for lse in (lse_BHS, part_lse_BHS))
+    o_BHSE.copy_(_widened(o_BHSE) * own + _widened(part_o_BHSE) * other)
+    lse_BHS.copy_(both)
+
+
 @dataclass(frozen=True)
 class BlockOps:
     """One function for each operation; each is called as the one that stands here as its plain form."""
@@ -254,6 +262,7 @@ class BlockOps:
     norm_rotate_backward_: Callable[..., tuple[Tensor, Tensor]] = norm_rotate_backward_
     attention_forward: Callable[..., tuple[Tensor, Tensor]] = attention_forward
     attention_backward: Callable[..., object] = attention_backward
+    attention_merge_: Callable[..., object] = attention_merge_
     lora_shrink: Callable[..., Tensor] = shrink
     lora_expand_: Callable[..., object] = expand_
     lora_gradients_: Callable[..., object] = factor_gradients_

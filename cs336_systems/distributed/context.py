@@ -118,14 +118,14 @@ class Exchanged:
         own, length = torch.stack((k_BKSE, v_BKSE)), q_BHSE.shape[2]
         arriving = self._send_keys(own, 1)
         o, lse = self._ops.attention_forward(q_BHSE, k_BKSE, v_BKSE)
-        o, merged = o.to(lse.dtype), lse
+        o = self._added_up(o, lse.dtype)
         for step in range(1, self._n_ranks):
             keys_values, arriving = arriving(), self._send_keys(own, step + 1)
             met = meeting(self._rank, (self._rank - step) % self._n_ranks, length, self._order)
             if met is not None and keys_values is not None:
                 part = self._ops.attention_forward(q_BHSE[:, :, met.queries], *keys_values, causal=met.causal)
-                merge_(o[:, :, met.queries], merged[:, :, met.queries], *part)
-        return o.to(q_BHSE.dtype), merged
+                self._ops.attention_merge_(o[:, :, met.queries], lse[:, :, met.queries], *part)
+        return o.to(q_BHSE.dtype), lse
 
     def backward(
         self,
@@ -141,7 +141,7 @@ class Exchanged:
         own, length = torch.stack((k_BKSE, v_BKSE)), q_BHSE.shape[2]
         arriving = self._send_keys(own, 1)
         self._ops.attention_backward(do_BHSE, q_BHSE, k_BKSE, v_BKSE, o_BHSE, lse_BHS, gradients)
-        dq, *dkv = (gradient.to(lse_BHS.dtype) for gradient in gradients)
+        dq, *dkv = (self._added_up(gradient, lse_BHS.dtype) for gradient in gradients)
         returning: tuple[slice | None, Received] = None, lambda: None
         for step in range(1, self._n_ranks):
             keys_values, arriving = arriving(), self._send_keys(own, step + 1)
@@ -157,7 +157,12 @@ class Exchanged:
             returning = self._return_gradients(found, own, step)
         self._add(dkv, returning)
         for gradient, total in zip(gradients, (dq, *dkv), strict=True):
-            gradient.copy_(total)
+            if total is not gradient:
+                gradient.copy_(total)
+
+    def _added_up(self, x: Tensor, wide: torch.dtype) -> Tensor:
+        """Memory with x, to which what other ranks find is added; one addend alone can be added where x is."""
+        return x if self._n_ranks == 2 else x.to(wide)
 
     @staticmethod
     def _add(dkv: list[Tensor], returning: tuple[slice | None, Received]) -> None:
@@ -266,10 +271,3 @@ class Gathered:
 
 def _documents(starts: Tensor | None, queries: slice) -> dict[str, Tensor]:
     return {} if starts is None else {"starts": starts[:, queries].contiguous()}
-
-
-def merge_(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor) -> None:
-    """Let o and lse, of softmax over some keys, become those over these and others, whose output and lse are given."""
-    both = torch.logaddexp(lse, part_lse)
-    o.mul_(torch.exp(lse - both)[..., None]).add_(part_o * torch.exp(part_lse - both)[..., None])
-    lse.copy_(both)

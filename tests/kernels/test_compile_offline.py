@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow
 BEGIN = """
 import json, sys
 from importlib import import_module
-modules = ("absmax adamw add_rows cross_entropy_rows grad_norm launching lora lora_reference norm_rotate products "
-           "quantize quantize_parts quantize_reference rms_norm rms_norm_quantize rotary swiglu "
+modules = ("absmax adamw add_rows cross_entropy_rows grad_norm launching lora lora_reference merge_attention "
+           "norm_rotate products quantize quantize_parts quantize_reference rms_norm rms_norm_quantize rotary swiglu "
            "swiglu_quantize").split()
 globals().update((name, import_module("cs336_systems.kernels." + name)) for name in modules)
 for module in [globals()[name] for name in modules]:
@@ -108,6 +108,10 @@ LAUNCHES = {
         "cross_entropy_rows.launch_rows(logits, targets, ones(2), ones(2), **options)"
     ),
     "add_rows": "add_rows.add_rows_(zeros(30, 256), zeros(64, dtype=torch.int64), zeros(64, 256))",
+    "merge_attention": (
+        "o, lse = torch.zeros(2, 1, 64, 32, 128, dtype=bf16).transpose(2, 3), ones(2, 1, 32, 64)\n"
+        "merge_attention.merge_attention_(o[0], lse[0], o[1], lse[1])"
+    ),
     "norm_rotate": f"{HEADS}(qkv, *how)",
     "norm_rotate_backward": f"{HEADS}_backward_(qkv.clone(), qkv, *how)",
     "absmax": "absmax.absmax(zeros(512, 4096))",
@@ -183,6 +187,11 @@ def test_every_access_is_wide(key: str, threads: int, loads: int, stores: int) -
     assert found["st.global"] == found["st.global.v4.b32"] == stores
     assert found["bar.sync"] == 1 or key != "swiglu_backward"
     assert not found["fma"] or key != "rotary"
+
+
+def test_merged_outputs_are_read_and_written_wide() -> None:
+    found = fits("merge_attention", 1024)
+    assert (found["ld.global.v4.b32"], found["st.global.v4.b32"]) == (8, 4)
 
 
 @pytest.mark.parametrize(
