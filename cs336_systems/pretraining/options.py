@@ -18,7 +18,15 @@ from cs336_systems.pretraining.replica_options import ReplicaFields
 from cs336_systems.pretraining.run_refusals import run_refusal
 from cs336_systems.pretraining.schedules import LearningRate, ScheduleKind
 from cs336_systems.pretraining.sources import sources_of
-from cs336_systems.ranks import CONTEXT_ORDER_HELP, CONTEXT_ORDERS, SHARED_BATCH, GatherBy, Parallel, mesh_shape
+from cs336_systems.ranks import (
+    CONTEXT_ORDER_HELP,
+    CONTEXT_ORDERS,
+    SHARED_BATCH,
+    GatherBy,
+    Parallel,
+    PipelineBy,
+    mesh_shape,
+)
 from cs336_systems.refusals import refusal
 
 CHOSEN = ("batch_size", "keep", "offload")
@@ -98,6 +106,12 @@ class TrainerCase(TrainingCase):
     pipeline: int = like(Parallel, "pipeline")
     pipeline_schedule: str = like(Parallel, "pipeline_schedule")
     pipeline_chunks: int = like(Parallel, "pipeline_chunks")
+    pipeline_by: PipelineBy = like(
+        *(Parallel, "pipeline_by"),
+        values=("messages", "copies"),
+        help="How activations go from stage to stage: messages, of NCCL or gloo; copies, by copy engines of GPUs on "
+        "one host (CPUs send messages).",
+    )
     world_size: int = 1
     lora: Lora | None = None
 
@@ -108,7 +122,7 @@ class TrainerCase(TrainingCase):
 
     @property
     def parallel(self) -> Parallel:
-        mesh: dict[str, Any] = {name: getattr(self, name) for name in SHARED_BATCH}
+        mesh: dict[str, Any] = {name: getattr(self, name) for name in (*SHARED_BATCH, "pipeline_by")}
         if self.world_size <= self.tensor * self.pipeline:
             return Parallel(**mesh)  # one rank has nobody to shard with
         if self.zero == 3:

@@ -13,6 +13,7 @@ from cs336_systems.case import RECIPE
 from cs336_systems.config import ADAPTED, PACKING
 from cs336_systems.declared import flag, option_name, options_in, sign_refusal
 from cs336_systems.pretraining.replica_options import faults_of
+from cs336_systems.ranks import PIPELINE
 
 if TYPE_CHECKING:
     from cs336_systems.pretraining.options import TrainOptions
@@ -43,7 +44,7 @@ _ONLY_FOR: tuple[tuple[tuple[str, ...], Callable[["TrainOptions"], bool], str], 
     (("gather_by",), lambda o: o.zero == 3, "--zero 3, got --zero {o.zero}"),
     (("tensor_by",), lambda o: o.tensor > 1, "--tensor of 2 or more, got 1"),
     (("context_order",), lambda o: o.context > 1, "--context of 2 or more, got 1"),
-    (("pipeline_schedule", "pipeline_chunks"), lambda o: o.pipeline > 1, "--pipeline of 2 or more, got 1"),
+    (PIPELINE[1:], lambda o: o.pipeline > 1, "--pipeline of 2 or more, got 1"),
     (
         ("pipeline_chunks",),
         lambda o: o.pipeline_schedule == "interleaved",

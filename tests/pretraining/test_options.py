@@ -105,6 +105,8 @@ QUANTIZED = {"matmul_dtype": "e4m3"}
         ({"tensor_by": "copies"}, "--tensor-by copies is for --tensor of 2"),
         ({"context_order": "ring"}, "--context-order ring is for --context of 2"),
         ({"pipeline_chunks": 3}, "--pipeline-chunks 3 is for --pipeline of 2 or more, got 1"),
+        ({"pipeline_by": "copies"}, "--pipeline-by copies is for --pipeline of 2 or more, got 1"),
+        ({"pipeline": 2, "pipeline_by": "torch"}, "'torch'"),
         ({"pipeline": 2, "pipeline_chunks": 3}, "3 is for --pipeline-schedule interleaved, got 1f1b"),
         ({"context": 2, "context_order": "torch"}, "'torch'"),
         ({"save_every": None}, "--save-every None"),
