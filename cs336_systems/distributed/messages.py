@@ -46,22 +46,6 @@ class Underway(Protocol):
         """Let the current stream (on a CPU: the caller) wait for its end."""
 
 
-class Messages(Protocol):
-    """Messages between the ranks of a group, which arrive in the order of sending; peers are numbers in the group."""
-
-    copied: bool
-    """Whether copy engines carry messages, not kernels."""
-
-    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Open the way from each first rank to the second, before messages are timed; all ranks give the same pairs."""
-
-    def send(self, tensor: Tensor, peer: int) -> Underway:
-        """Begin to send, on the current stream."""
-
-    def receive(self, tensor: Tensor, peer: int) -> Underway:
-        """Begin to receive into a tensor, on the current stream."""
-
-
 def ring_messages(rank: Rank) -> "GroupMessages":
     """Messages between all ranks, by copies where their GPUs can reach each other's memory, else by process groups; a
     collective. ``how`` says which, and why."""
@@ -86,7 +70,7 @@ def _on_gpu(rank: Rank) -> bool:
 
 
 class GroupMessages:
-    """Messages by torch's process groups.
+    """Messages by torch's process groups, which arrive in the order of sending; peers are numbers in the group.
 
     Args:
         rank: this process, as ``process_group.joined`` gives it.
@@ -95,6 +79,7 @@ class GroupMessages:
     """
 
     copied = False
+    """Whether copy engines carry messages, not kernels."""
 
     def __init__(self, rank: Rank, group: dist.ProcessGroup | None = None, reason: str | None = None) -> None:
         self.rank, self.ranks = rank, dist.get_process_group_ranks(group)
@@ -108,17 +93,20 @@ class GroupMessages:
         self._up, self._down = (dist.new_group(self.ranks, use_local_synchronization=True, **how) for _ in range(2))
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Open the way from each first rank to the second, before any message; all ranks give the same pairs."""
         probe = torch.zeros(1, device=self.rank.device)
         for source, target in pairs:  # NCCL connects when it is first used
             if self.place in (source, target):
                 (self.send(probe, target) if self.place == source else self.receive(probe, source)).wait()
 
     def send(self, tensor: Tensor, peer: int) -> Underway:
+        """Begin to send, on the current stream."""
         work = dist.isend(tensor, group=self._up if peer > self.place else self._down, group_dst=peer)
         assert work is not None
         return work
 
     def receive(self, tensor: Tensor, peer: int) -> Underway:
+        """Begin to receive into a tensor, on the current stream."""
         work = dist.irecv(tensor, group=self._up if peer < self.place else self._down, group_src=peer)
         assert work is not None
         return work

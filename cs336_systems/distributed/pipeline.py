@@ -12,13 +12,14 @@ between two stages is the sender's, which the receiver knows from the same sched
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import permutations
 
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.costs.parallelism.schedules import Operation, Schedule
-from cs336_systems.distributed.messages import Messages, Underway
+from cs336_systems.distributed.messages import GroupMessages, Underway
 from cs336_systems.distributed.process_group import peer_errors_as
 from cs336_systems.model import TransformerLM
 
@@ -88,7 +89,7 @@ class Pipeline:
         messages: between the stages, in their order; connecting them is a collective.
     """
 
-    def __init__(self, plan: Schedule, stage: int, messages: Messages) -> None:
+    def __init__(self, plan: Schedule, stage: int, messages: GroupMessages) -> None:
         self.plan, self.stage, self._messages = plan, stage, messages
         self._torn = False
         """Whether a run has ended before all its messages were there."""
@@ -117,7 +118,9 @@ class Pipeline:
         (other,) = (end for end in ends if end != self.stage)
         theirs = torch.empty_like(tensor)
         with peer_errors_as(f"stage {self.stage} exchanged gradients with stage {other} in vain"):
-            for each in (self._messages.send(tensor, other), self._messages.receive(theirs, other)):
+            ways = [partial(self._messages.send, tensor), partial(self._messages.receive, theirs)]
+            # The lower stage's message comes first on both: two sends could fill both mailboxes, and wait for ever.
+            for each in [begin(other) for begin in (ways if self.stage < other else ways[::-1])]:
                 each.wait()
         return theirs
 
@@ -125,7 +128,7 @@ class Pipeline:
 class _Run:
     """One execution of a stage's list."""
 
-    def __init__(self, plan: Schedule, stage: int, messages: Messages, like: Tensor, work: Work) -> None:
+    def __init__(self, plan: Schedule, stage: int, messages: GroupMessages, like: Tensor, work: Work) -> None:
         self.plan, self.stage, self._messages, self._like, self._work = plan, stage, messages, like, work
         self._coming = {source: list(plan.channel(source, stage)) for source in range(plan.stages)}
         self._there: dict[tuple[int, Operation], tuple[Tensor, Underway | None]] = {}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.costs.lanes import LaneTimes
-from cs336_systems.distributed.messages import Messages, Underway
+from cs336_systems.distributed.messages import GroupMessages, Underway
 from cs336_systems.distributed.process_group import peer_errors_as
 from cs336_systems.streaming.schedule import Lane, Operation, Schedule
 
@@ -48,7 +48,7 @@ class Streams:
         self.ends: dict[int, torch.cuda.Event] = {}
         self.first = torch.cuda.Event(enable_timing=True)
 
-    def run(self, schedule: Schedule, compute: Compute, copy: Copy, messages: Messages | None = None) -> None:
+    def run(self, schedule: Schedule, compute: Compute, copy: Copy, messages: GroupMessages | None = None) -> None:
         main = torch.cuda.current_stream(self.device)
         streams = {Lane.COMPUTE: main, **self.copies}
         waited = {j for operation in schedule.operations for j in operation.waits}
@@ -103,7 +103,7 @@ class PretendedLink:
         self.choose = None if seed is None else random.Random(seed)
         self.often, self.inward = (0.0, 0.0) if self.choose is None else (self.choose.random(), self.choose.random())
 
-    def run(self, schedule: Schedule, compute: Compute, copy: Copy, messages: Messages | None = None) -> None:
+    def run(self, schedule: Schedule, compute: Compute, copy: Copy, messages: GroupMessages | None = None) -> None:
         """Raises RuntimeError if operations wait for each other in a circle, DistError if another rank is gone."""
         operations = schedule.operations
         sent: list[tuple[Operation, Underway]] = []
@@ -163,7 +163,7 @@ class PretendedLink:
         return self.choose is not None and self.choose.random() < self.often
 
 
-def begin_message(operation: Operation, memory: Tensor, messages: Messages | None) -> Underway:
+def begin_message(operation: Operation, memory: Tensor, messages: GroupMessages | None) -> Underway:
     """Send or receive the memory, on the current stream; DistError if the other rank is gone."""
     assert messages is not None, operation
     with _named(operation):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.blocks import BlockOps
-from cs336_systems.distributed.messages import Messages
+from cs336_systems.distributed.messages import GroupMessages
 from cs336_systems.distributed.pipeline import Elsewhere
 from cs336_systems.model import TransformerLM
 from cs336_systems.streaming.build import build_forward
@@ -63,7 +63,7 @@ class StreamedStep:
         optimizer: LayerOptimizer | None = None,
         max_norm: float = math.inf,
         lanes: Lanes | None = None,
-        messages: Messages | None = None,
+        messages: GroupMessages | None = None,
     ) -> None:
         if (messages is None) is not (plan.work.share is None):
             raise ValueError("a share of a model is trained in a ring, and a whole one alone")

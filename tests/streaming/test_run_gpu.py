@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cs336_systems.blocks import block_ops
 from cs336_systems.config import ModelConfig
-from cs336_systems.distributed.messages import CopiedMessages, GroupMessages, Messages, ring_messages
+from cs336_systems.distributed.messages import CopiedMessages, GroupMessages, ring_messages
 from cs336_systems.streaming.build import build
 from cs336_systems.streaming.fence import GIB, Fence
 from cs336_systems.streaming.plan import Plan
@@ -37,7 +37,7 @@ def on_gpu(plan: Plan) -> Plan:
 
 
 def trained(
-    plan: Plan, schedule: Schedule, attention: str, n: int = 5, messages: Messages | None = None
+    plan: Plan, schedule: Schedule, attention: str, n: int = 5, messages: GroupMessages | None = None
 ) -> dict[str, Tensor]:
     ops = block_ops("fused", attention, deterministic=True)
     how: dict[str, Any] = {"optimizer": LayerAdamW(lr=0.01), "max_norm": 0.1, "messages": messages}
