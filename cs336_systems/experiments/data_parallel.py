@@ -86,12 +86,8 @@ class DataParallelCell(RankedCase):
 
     @property
     def parallel(self) -> Parallel:
-        return Parallel(
-            "torch-ddp" if self.ddp == "torch" else self.ddp,
-            bucket_size_mb=self.bucket_size_mb or 0.0,
-            communication_dtype=self.communication_dtype,
-            max_ctas=self.max_ctas,
-        )
+        wrapper = "torch-ddp" if self.ddp == "torch" else self.ddp
+        return self.sharing(wrapper, bucket_size_mb=self.bucket_size_mb or 0.0)
 
     @property
     def name(self) -> str:

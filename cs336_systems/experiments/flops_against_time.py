@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.config import resolve_size
@@ -56,16 +56,8 @@ class StepCell:
         return f"{self.size} batch {self.batch_size} context {self.context_length} {self.dtype} {self.variant}"
 
 
-@dataclass(frozen=True)
-class Asked(RunOptions):
-    """Share of FLOPs against share of time by kind of operator."""
-
-    CPU_DEFAULTS: ClassVar = {
-        **{"size": ("tiny",), "context_length": 128, "dtype": "fp32", "compile": ("off",), "warmup": 1, "steps": 3}
-    }
-
-
-Options: Any = options_of(StepCell, Asked)
+CPU = {"size": ("tiny",), "context_length": 128, "dtype": "fp32", "compile": ("off",), "warmup": 1, "steps": 3}
+Options: Any = options_of(StepCell, RunOptions, cpu=CPU)
 
 
 def make_cells(options: Any) -> list[StepCell]:

@@ -99,13 +99,8 @@ class FullyShardedCell(RankedCase):
 
     @property
     def parallel(self) -> Parallel:
-        return Parallel(
-            _WRAPPERS[self.fsdp],
-            compute_dtype="bf16" if self.dtype == BF16_COMPUTE else "same",
-            prefetch=1 if self.prefetch is None else self.prefetch,
-            update=self.update,
-            gather_by=self.gather_by,
-        )
+        dtype, ahead = "bf16" if self.dtype == BF16_COMPUTE else "same", 1 if self.prefetch is None else self.prefetch
+        return self.sharing(_WRAPPERS[self.fsdp], compute_dtype=dtype, prefetch=ahead)
 
     @property
     def _unusual(self) -> list[str]:

@@ -11,8 +11,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.case import Unsupported
+from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
-from cs336_systems.experiments.options import RunOptions
+from cs336_systems.experiments.options import RunOptions, every
 from cs336_systems.report.results import Column, ResultTable
 
 if TYPE_CHECKING:
@@ -22,29 +23,24 @@ SUBJECTS = ("matmul 1024 bf16", "matmul 4096 bf16", "matmul 8192 bf16", "copy 25
 
 
 @dataclass(frozen=True)
-class Options(RunOptions):
-    """Does this suite's clock agree with triton's?"""
-
-    rounds: int = 10
-    """Alternating rounds per kernel; each yields one ratio."""
-
-
-@dataclass(frozen=True)
 class HarnessCell:
     """One kernel to time with both clocks; the fields are columns."""
 
     device: str
     subject: str
-    rounds: int
-    seed: int
+    rounds: int = option(10, "Alternating rounds per kernel; each yields one ratio.", several=False, sign="positive")
+    seed: int = 0
     variant = "kernel"
 
     def __str__(self) -> str:
         return self.subject
 
 
-def make_cells(options: Options) -> list[HarnessCell]:
-    return [HarnessCell(options.device, subject, options.rounds, options.seed) for subject in SUBJECTS]
+Options: Any = options_of(HarnessCell, RunOptions)
+
+
+def make_cells(options: Any) -> list[HarnessCell]:
+    return every(HarnessCell, options, subject=SUBJECTS)
 
 
 def measure(cell: HarnessCell) -> list[Metric]:

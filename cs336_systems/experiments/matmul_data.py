@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.config import PRECISIONS
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
-from cs336_systems.experiments.options import RunOptions, every
-from cs336_systems.experiments.peers import Peer, interleaved
+from cs336_systems.experiments.options import every
+from cs336_systems.experiments.peers import Peer, PeerRun, interleaved
 from cs336_systems.report.results import MAIN, Column, ResultTable
 
 if TYPE_CHECKING:
@@ -56,16 +56,8 @@ class DataCell(Peer):
         return f"{self.data} n={self.size} {self.dtype} repeat {self.repeat}"
 
 
-@dataclass(frozen=True)
-class Asked(RunOptions):
-    """Does the speed of a matrix product depend on its data?"""
-
-    CPU_DEFAULTS: ClassVar = {"size": (1024,), "dtype": "fp32", "seconds": 0.5, "warmup_seconds": 0.2}
-    repeat: int = 2
-    """How often all kinds are run, every second time in reverse order."""
-
-
-Options: Any = options_of(DataCell, Asked)
+CPU = {"size": (1024,), "dtype": "fp32", "seconds": 0.5, "warmup_seconds": 0.2}
+Options: Any = options_of(DataCell, PeerRun, cpu=CPU, repeat=2)
 
 
 def make_cells(options: Any) -> list[DataCell]:

@@ -74,18 +74,7 @@ class MeshCell(RankedCase):
     @property
     def parallel(self) -> Parallel:
         alone = self.world_size == self.tensor * self.pipeline and self.context == 1
-        return Parallel(
-            "none" if alone else DATA[self.weights],
-            replicas=self.replicas,
-            tensor=self.tensor,
-            tensor_by=self.tensor_by,
-            context=self.context,
-            context_order=self.context_order,
-            pipeline=self.pipeline,
-            pipeline_schedule=self.pipeline_schedule,
-            pipeline_chunks=self.pipeline_chunks,
-            pipeline_by=self.pipeline_by,
-        )
+        return self.sharing("none" if alone else DATA[self.weights])
 
     @property
     def attention_alone(self) -> bool:

@@ -19,6 +19,7 @@ from cs336_systems.config import resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import default_keep
 from cs336_systems.declared import flag, like, names_in, option, option_name, options_in, sign_refusal
+from cs336_systems.ranks import Parallel
 from cs336_systems.refusals import command_refusal
 from cs336_systems.report.command_line import Format
 
@@ -95,6 +96,10 @@ class RankedCase(TimedCase):
         "under torchrun as many as it has started.",
         asked=None,
     )
+
+    def sharing(self, wrapper: str, **own: Any) -> Parallel:
+        """How the ranks share a step: the settings of ``Parallel`` that are fields of the cell, but for its ``own``."""
+        return cell_of(Parallel, self, wrapper=wrapper, **own)
 
 
 TORCH_AT_ITS_FASTEST: dict[str, Any] = {

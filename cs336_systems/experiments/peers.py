@@ -31,7 +31,7 @@ class PeerRun(RunOptions):
 
     repeat: int = option(
         1,
-        "Times that each shape is measured, all implementations in one process, every second one in reverse order.",
+        "How often all ways are measured at each shape, in one process, every second time in reverse order.",
         sign="positive",
     )
 

@@ -71,7 +71,7 @@ class ShardingCell(RankedCase):
     def parallel(self) -> Parallel:
         """``scattered`` reduces gradients itself; the others leave that to ``BucketedDDP``."""
         wrapper = "none" if self.sharding == "scattered" else "bucketed"
-        return Parallel(wrapper, optimizer_state=self.sharding, bucket_size_mb=self.bucket_size_mb)
+        return self.sharing(wrapper, optimizer_state=self.sharding)
 
     def __str__(self) -> str:
         return f"{self.sharding} on {self.world_size} ranks: {super().__str__()}"

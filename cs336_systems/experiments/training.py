@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.config import ATTENTIONS, MODEL_SIZES, check_known, resolve_size
 from cs336_systems.declared import like, option, options_of
@@ -177,18 +177,12 @@ class TrainingRunCell:
         return " ".join(filter(None, words))
 
 
-@dataclass(frozen=True)
-class Asked(RunOptions):
-    """How fast does a run train?"""
-
-    CPU_DEFAULTS: ClassVar = {
-        **{"size": ("tiny",), "how": ("ours",), "context_length": 128, "batch_size": 4, "total_batch_tokens": 1024},
-        **{"dtype": "fp32", "kernels": ("reference",), "keep": ("autograd",), "attention": ("reference",)},
-        **{"cuda_graph": ("off",), "warmup": 3, "seconds": 5.0},
-    }
-
-
-Options: Any = options_of(TrainingRunCell, Asked)
+CPU = {
+    **{"size": ("tiny",), "how": ("ours",), "context_length": 128, "batch_size": 4, "total_batch_tokens": 1024},
+    **{"dtype": "fp32", "kernels": ("reference",), "keep": ("autograd",), "attention": ("reference",)},
+    **{"cuda_graph": ("off",), "warmup": 3, "seconds": 5.0},
+}
+Options: Any = options_of(TrainingRunCell, RunOptions, cpu=CPU)
 
 
 def make_cells(options: Any) -> list[TrainingRunCell]:
