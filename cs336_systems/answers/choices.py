@@ -4,17 +4,14 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cs336_systems.experiments.parallelism import table
 from cs336_systems.experiments.training import TRAINING_TABLE
 from cs336_systems.hardware import find_hardware
 from cs336_systems.pretraining.card_plan import Asked, CardPlan, Way
 from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.report.tables import Table
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from cs336_systems.report.tables import Table
-
 
 _NUMBERS = ("batch_size", "context_length", "total_batch_tokens")
 _WORDS = ("device", "dtype", "size", "keep", "attention", "kernels")
@@ -52,7 +49,7 @@ def _tried(rows: "pd.DataFrame") -> dict[tuple[str, str], list[Tried]]:
     return dict(found)
 
 
-def choice_table(rows: "pd.DataFrame") -> "Table":
+def choice_table(rows: "pd.DataFrame") -> Table:
     """Tokens/s of each setting, measured and predicted, and its share of the fastest one's on that card."""
     lines = []
     for where, settings in _tried(rows).items():
@@ -64,7 +61,7 @@ def choice_table(rows: "pd.DataFrame") -> "Table":
             predicted = f"{each.way.tokens_per_s:,.0f}"
             lines.append((*where, str(each.way), *measured, predicted, "yes" if each.chosen else ""))
     columns = ("card", "size", "options", "tokens/s", "of the fastest %", "peak GiB", "predicted", "chosen")
-    return table("Settings by hand, and the one that train.py chooses", columns, lines)
+    return Table.of("Settings by hand, and the one that train.py chooses", columns, lines)
 
 
 def chosen_is_fastest(rows: "pd.DataFrame") -> tuple[int, int]:

@@ -20,13 +20,12 @@ from cs336_systems.answers import llmq, ml_dataflow
 from cs336_systems.answers.own_steps import OwnStep, own_steps
 from cs336_systems.config import did_you_mean
 from cs336_systems.costs.rates import OURS, Sustained
-from cs336_systems.experiments.parallelism import Answer, table
+from cs336_systems.experiments.parallelism import Answer
+from cs336_systems.report.tables import Table
 
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
-
-    from cs336_systems.report.tables import Table
 
 OWN_SECONDS, OWN_PEAK = 0.05, 0.03
 """The errors that predictions of this suite's own steps and peaks should stay below."""
@@ -168,10 +167,10 @@ class Cards:
         caption = f"Predicted tokens/s beside published ones, error without its sign: {how}"
         columns = ("engine", "card", *next(iter(summary.values())))
         own, of_own = own_table()
-        return [table(caption, columns, lines), own], summary | of_own
+        return [Table.of(caption, columns, lines), own], summary | of_own
 
 
-def unknown_table() -> "Table":
+def unknown_table() -> Table:
     """Errors where nothing is fitted on a card: an engine's shares are those that its other cards' tenths give."""
     lines = []
     for engine in (ml_dataflow_engine(), llmq_engine()):
@@ -180,10 +179,10 @@ def unknown_table() -> "Table":
                 shown = (f"{100 * _quantile(errors, share):.1f}" for share in (0.5, 0.9, 1.0))
                 lines.append((engine.name, group, len(errors), *shown))
     columns = ("engine", "card", "steps", "median %", "nine of ten %", "largest %")
-    return table("The same, with nothing fitted on the card", columns, lines)
+    return Table.of("The same, with nothing fitted on the card", columns, lines)
 
 
-def own_table() -> "tuple[Table, dict[str, Any]]":
+def own_table() -> tuple[Table, dict[str, Any]]:
     """Errors of this suite's own committed steps and peaks, by card, and the same for a program."""
     import numpy as np
 
@@ -206,7 +205,7 @@ def own_table() -> "tuple[Table, dict[str, Any]]":
         summary[f"ours {group}"] = found
         lines.append((group, *("" if n is None else n if isinstance(n, int) else f"{n:.1f}" for n in found.values())))
     columns = ("card", *next(iter(summary.values())))
-    return table("This suite's own steps and peaks; rates are fitted on those of one H200", columns, lines), summary
+    return Table.of("This suite's own steps and peaks; rates are fitted on those of one H200", columns, lines), summary
 
 
 def errors_of(engine: Engine, card: str, *, known: bool = True) -> list[tuple[str, "np.ndarray", int]]:

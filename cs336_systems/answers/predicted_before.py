@@ -11,12 +11,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cs336_systems.answers.own_steps import PARTS, RESULTS
-from cs336_systems.experiments.parallelism import table
+from cs336_systems.report.tables import Table
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from cs336_systems.report.tables import Table
 
 
 @dataclass(frozen=True)
@@ -134,14 +132,14 @@ def _in_rows(part: str, benchmark: str, predicted: str, measured: str) -> Iterat
             yield Before(part, told, measured, found[predicted], commit, found[measured], commit, row["timestamp"])
 
 
-def before_table() -> "Table":
+def before_table() -> Table:
     """Every prediction that was made before its row, and its error."""
     lines = []
     for each in predicted_before():
         values = (f"{each.predicted:.5g}", each.predicted_by, f"{each.measured:.5g}", each.measured_by)
         lines.append((each.part, each.row, each.metric, *values, f"{100 * each.error:+.1f}"))
     columns = ("rows", "row", "metric", "predicted", "by commit", "measured", "at commit", "error %")
-    return table("Predictions that were made before their rows", columns, lines)
+    return Table.of("Predictions that were made before their rows", columns, lines)
 
 
 def before_summary(metric: str) -> tuple[int, float]:

@@ -12,7 +12,7 @@ torchtitan's, three things are known to differ (``torchtitan``): the card, atten
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cs336_systems.answers.own_steps import RESULTS
 from cs336_systems.answers.predicted import Cards
@@ -23,11 +23,9 @@ from cs336_systems.costs.parallelism.seconds import step_seconds
 from cs336_systems.costs.rates import OURS, Sustained
 from cs336_systems.costs.streaming import MASTER_MOMENTS
 from cs336_systems.experiments.parallel_search import Search
-from cs336_systems.experiments.parallelism import QUESTIONS, Answer, table
+from cs336_systems.experiments.parallelism import QUESTIONS, Answer
 from cs336_systems.hardware import GB_PER_S, GIB, TERA, Hardware, hardware_named
-
-if TYPE_CHECKING:
-    from cs336_systems.report.tables import Table
+from cs336_systems.report.tables import Table
 
 WITHIN = 0.2
 """The error in seconds that a prediction should stay below."""
@@ -202,13 +200,13 @@ class Published:
             "within 20 % as ours on 700 W": _within([as_ours for _, as_ours in errors.values()]),
             "largest": max((error for error, _ in errors.values()), key=abs),
         }
-        return [table(caption, columns, lines), _by_publisher(errors)], summary
+        return [Table.of(caption, columns, lines), _by_publisher(errors)], summary
 
 
 _AS_OURS = "as ours on 700 W: error %"
 
 
-def _by_publisher(errors: dict[PublishedStep, tuple[float, float]]) -> "Table":
+def _by_publisher(errors: dict[PublishedStep, tuple[float, float]]) -> Table:
     lines = []
     for publisher in ("NeMo", "Llama 3", "torchtitan"):
         own = [both for step, both in errors.items() if step.name.startswith(publisher)]
@@ -217,7 +215,7 @@ def _by_publisher(errors: dict[PublishedStep, tuple[float, float]]) -> "Table":
             cells += [f"{_within(found)}", f"{_percent(min(found))} to {_percent(max(found))}"]
         lines.append((publisher, *cells))
     columns = ("published by", "steps", "within 20 %", "error %", "as ours on 700 W: within 20 %", _AS_OURS)
-    return table("Predicted over published seconds, less 1", columns, lines)
+    return Table.of("Predicted over published seconds, less 1", columns, lines)
 
 
 def _within(errors: Sequence[float]) -> int:

@@ -304,8 +304,6 @@ def _newest(rows: pd.DataFrame, shape: list[str], clock: Clock) -> pd.DataFrame:
 
 def account_table(work: AttentionWork, bytes_per_element: int) -> Table:
     """The bytes of materialised attention at its peak, tensor by tensor, eager and compiled."""
-    import pandas as pd
-
     scores, inputs = work.n_scores * bytes_per_element, work.tensor_bytes(bytes_per_element)
     eager, compiled = (work.materialised_bytes(bytes_per_element, compiled=how) for how in (False, True))
     lines = [
@@ -317,7 +315,7 @@ def account_table(work: AttentionWork, bytes_per_element: int) -> Table:
     ]
     lines_gib = [(what, digits(a / 2**30), digits(b / 2**30)) for what, a, b in lines]
     shape = f"Batch {work.batch_size}, {work.heads} head, length {work.n_queries:,}, d {work.d_head}; GiB."
-    return Table(shape, pd.DataFrame(lines_gib, columns=["tensor", "eager", "compiled"]))
+    return Table.of(shape, ("tensor", "eager", "compiled"), lines_gib)
 
 
 _PANELS = {"both": "forward and backward, ms (median)", "kept_for_backward": "kept by forward for backward, GiB"}

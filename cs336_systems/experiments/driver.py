@@ -36,6 +36,7 @@ from cs336_systems.config import PRECISIONS, Recipe
 from cs336_systems.experiments.options import check_options, small_defaults_note
 from cs336_systems.processes import start_server
 from cs336_systems.report.command_line import INTERRUPTED, complain, os_error, parse
+from cs336_systems.report.tables import Table, show
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from cs336_systems.harness.isolation import Cell
     from cs336_systems.harness.record import RowFile
     from cs336_systems.harness.sweep import Outcome
-    from cs336_systems.report.tables import Table
 
 _MOST_CELLS = 8
 """Cells in the line of JSON; the rows on disk hold all."""
@@ -104,7 +104,6 @@ def presented(
         from cs336_systems.harness.record import read_rows
         from cs336_systems.harness.sweep import outcome_rows
         from cs336_systems.report.figures import save
-        from cs336_systems.report.tables import Table, show
 
         rows, budget = outcome_rows(outcomes), getattr(options, "memory_budget_gib", None)
         peaks, notes = rows.loc[rows["metric"] == "peak_memory", "median"], {}

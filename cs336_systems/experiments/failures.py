@@ -32,12 +32,11 @@ from cs336_systems.experiments.driver import Experiment, measured_by, one_stage,
 from cs336_systems.experiments.options import RunOptions, cell_of
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
+from cs336_systems.report.tables import Table
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-    from cs336_systems.report.tables import Table
 
 REPLICAS, RESTART = "replicas", "restart"
 NODES = (1, 100, 1_000, 10_000)
@@ -275,10 +274,6 @@ def goodput_table(rows: pd.DataFrame) -> Table:
 
 
 def _goodput_of(line: Line, restarted: Line) -> Table:
-    import pandas as pd
-
-    from cs336_systems.report.tables import Table
-
     found = []
     for n in NODES:
         replicas, restart, every_s = _goodputs(line, restarted, n)
@@ -289,7 +284,7 @@ def _goodput_of(line: Line, restarted: Line) -> Table:
     rate = f"{FAILURES_PER_1000_NODE_DAYS:g} failures per 1,000 node-days"
     caption = f"Predicted from these kills of {line.settings['size']}: {rate}, {line.settings['replicas']} replicas"
     notes = {"saving every s": "the interval between checkpoints that is best for the restart"}
-    return Table(caption, pd.DataFrame(found, columns=columns), notes)
+    return Table.of(caption, columns, found, notes=notes)
 
 
 def goodput_figure(rows: pd.DataFrame) -> Figure | None:

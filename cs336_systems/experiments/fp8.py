@@ -18,12 +18,11 @@ from cs336_systems.experiments.driver import Experiment, measured_by, one_stage,
 from cs336_systems.experiments.options import every, resolved_sizes
 from cs336_systems.experiments.peers import Peer, PeerRun, interleaved
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
+from cs336_systems.report.tables import Table
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-    from cs336_systems.report.tables import Table
 
 RECIPES = {
     "stored": Recipe(),

@@ -37,12 +37,12 @@ from cs336_systems.experiments.ranked import (
 from cs336_systems.hardware import find_hardware
 from cs336_systems.ranks import GatherBy, Parallel
 from cs336_systems.report.results import MAIN, MISSING, Column, Line, ResultTable, Spread
+from cs336_systems.report.tables import Table, show
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from cs336_systems.harness.sweep import Outcome
-    from cs336_systems.report.tables import Table
 
 Implementation = Literal["ours", "torch", "ddp"]
 OURS, TORCH, DDP = get_args(Implementation)
@@ -232,7 +232,6 @@ def breakdown_table(line: Line) -> Table:
     import pandas as pd
 
     from cs336_systems.profiling.communication import KINDS
-    from cs336_systems.report.tables import Table
 
     said, least = line.settings, _least(line.settings)
     frame = pd.DataFrame(index=pd.Index(KINDS, name="kind"))
@@ -256,7 +255,6 @@ def breakdown_tables(rows: pd.DataFrame) -> str:
 def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
     """Shows the table, and where the time of recorded steps goes."""
     from cs336_systems.harness.sweep import outcome_rows
-    from cs336_systems.report.tables import show
 
     with_earlier_rows(FULLY_SHARDED.of)(outcomes, options, csv)
     for line in recorded_lines(outcome_rows(outcomes)):

@@ -24,14 +24,13 @@ from cs336_systems.experiments.driver import Experiment, Stage, measured_by, pre
 from cs336_systems.experiments.options import Compile, TimedCase, TrainingRun, in_turns, training_cells
 from cs336_systems.hardware import GIB
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
+from cs336_systems.report.tables import Table, settings_split
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
     from cs336_systems.harness.sweep import Outcome
-    from cs336_systems.report.tables import Table
-
 CEILING = "ceiling"
 """Variant of the rows that hold the ceilings measured in the same run."""
 
@@ -243,7 +242,6 @@ def step_figure(rows: pd.DataFrame) -> Figure | None:
     markers and dashes are the settings that differ.
     """
     from cs336_systems.report.figures import lines
-    from cs336_systems.report.tables import settings_split
 
     rows = _measured(rows)
     rows = rows[rows["status"] == "ok"]
@@ -276,7 +274,6 @@ def frontier_figure(rows: pd.DataFrame) -> Figure | None:
     A panel for each of the three models and settings with the most policies, in the largest mode.
     """
     from cs336_systems.report.figures import OKABE_ITO, panels
-    from cs336_systems.report.tables import settings_split
 
     rows = _measured(rows)
     settings = [name for name in _NAMED if name != "checkpoint"]

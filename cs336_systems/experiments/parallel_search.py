@@ -8,7 +8,7 @@ others published.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.parallelism import scaling
@@ -18,11 +18,9 @@ from cs336_systems.costs.parallelism.search import Search as Layouts
 from cs336_systems.costs.parallelism.seconds import BF16_MOMENTS
 from cs336_systems.costs.streaming import LEVELS, MASTER_MOMENTS
 from cs336_systems.declared import sign_refusal
-from cs336_systems.experiments.parallelism import Answer, table
+from cs336_systems.experiments.parallelism import Answer
 from cs336_systems.hardware import GIB, hardware_named
-
-if TYPE_CHECKING:
-    from cs336_systems.report.tables import Table
+from cs336_systems.report.tables import Table
 
 BINDING = 0.03
 """The gain in tokens/s by twice as much of something from which this something is said to bind."""
@@ -98,14 +96,10 @@ class Search:
         binds = " and ".join(binding) or "compute"
         fitting = f"{layouts.n_fitting:,} of {len(layouts.peaks):,} layouts fit {job.device_bytes / GIB:.4g} GiB"
         caption = f"{self._words(job)}: {fitting}; exposed is communication that nothing hides"
-        tables = [
-            table(caption, _COLUMNS, [(place, *_line(each, job, steps)) for place, each in enumerate(best, start=1)]),
-            table(
-                f"What binds: {binds} (of the best step {shares}). What would change the answer",
-                ("change", "tokens/s a GPU", "gain %", "layout"),
-                changes,
-            ),
-        ]
+        lines = [(place, *_line(each, job, steps)) for place, each in enumerate(best, start=1)]
+        what = f"What binds: {binds} (of the best step {shares}). What would change the answer"
+        columns = ("change", "tokens/s a GPU", "gain %", "layout")
+        tables = [Table.of(caption, _COLUMNS, lines), Table.of(what, columns, changes)]
         if job.n_gpus > 1:
             tables.append(fsdp_alone(job))
         seconds = best[0].seconds.total
@@ -213,7 +207,7 @@ def _line(candidate: Candidate, job: Job, steps: float) -> Sequence[object]:
     )
 
 
-def fsdp_alone(job: Job) -> "Table":
+def fsdp_alone(job: Job) -> Table:
     """Which of the two limits FSDP alone reaches on these GPUs, and the remedy."""
     hardware = job.hardware
     link = hardware.link_bytes_per_s or hardware.host_link_bytes_per_s
@@ -223,7 +217,7 @@ def fsdp_alone(job: Job) -> "Table":
     workload = scaling.ModelAndBatch(job.config.n_parameters, job.batch_tokens, job.length)
     limits = scaling.fsdp_step(workload, job.n_gpus, device).limits
     reached = ["reached" if limit else "-" for limit in limits]
-    return table(
+    return Table.of(
         "FSDP alone on these GPUs, at datasheets' rates",
         ("batch limit", "communication limit", "how", "explanation"),
         [(*reached, *scaling.REMEDIES[limits])],

@@ -6,26 +6,21 @@ main figures, and raises ValueError for a value that makes no sense. Importing t
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cs336_systems.costs.communication import RingCost, cost
 from cs336_systems.costs.parallelism import failures, forms, mesh, pipeline, scaling
 from cs336_systems.ranks import SCHEDULES
 from cs336_systems.report.command_line import complain
+from cs336_systems.report.tables import Table, digits, show
 
-if TYPE_CHECKING:
-    from cs336_systems.report.tables import Table
-
-Answer = tuple[list["Table"], dict[str, Any]]
+Answer = tuple[list[Table], dict[str, Any]]
 """Tables, and main figures by name."""
 
 
 def run(question: Any) -> int:
     """Print the answer and last of all one JSON object; returns the code."""
-    from cs336_systems.report.tables import show
-
     name = type(question).__name__.lower()
     try:
         tables, summary = question.answer()
@@ -36,20 +31,6 @@ def run(question: Any) -> int:
     finite = {key: None if value == math.inf else value for key, value in summary.items()}
     print(json.dumps({"question": name, **finite}))
     return 0
-
-
-def table(caption: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> "Table":
-    import pandas as pd
-
-    from cs336_systems.report.tables import Table
-
-    return Table(caption, pd.DataFrame(lines, columns=list(columns)))
-
-
-def _digits(value: float) -> str:
-    from cs336_systems.report.tables import digits
-
-    return digits(value)
 
 
 def _ms(seconds: float) -> str:
@@ -86,7 +67,7 @@ class Ring:
         ]
         caption = f"{self.total_mib} MiB over {n} ranks of {device.name}; bytes in one direction of a link"
         columns = ("subject", "steps", "MiB sent per rank", "ms")
-        return [table(caption, columns, lines)], {f"{name} ms": each for name, each in ms.items()}
+        return [Table.of(caption, columns, lines)], {f"{name} ms": each for name, each in ms.items()}
 
 
 @dataclass(frozen=True)
@@ -128,10 +109,10 @@ class Forms(OneLayer):
                 summary[f"{form} {which} largest N"] = limit
                 times = _ms(found.compute_s(device)), _ms(found.communication_s(egress))
                 largest = "any" if math.isinf(limit) else f"{limit:,.1f}"
-                work = _digits(found.flops / 1e12), f"{found.sent_bytes / 2**20:,.1f}"
+                work = digits(found.flops / 1e12), f"{found.sent_bytes / 2**20:,.1f}"
                 lines.append((form, which, *work, *times, largest))
         columns = ("subject", "pass", "TFLOP per device", "MiB sent per device", "compute ms", "communication ms")
-        return [table(self.caption(egress), (*columns, "largest N"), lines)], summary
+        return [Table.of(self.caption(egress), (*columns, "largest N"), lines)], summary
 
 
 @dataclass(frozen=True)
@@ -156,7 +137,7 @@ class Mesh(OneLayer):
             summary |= {f"{axes} best fsdp": best.fsdp, f"{axes} whole fsdp": whole.fsdp, f"{axes} largest N": x * y}
         columns = ("how", "best X x Y", "of whole numbers", "compute ms", "FSDP ms", "TP ms", "communication ms")
         caption = "Forward. " + self.caption(egress) + ", along both axes"
-        return [table(caption, (*columns, "largest mesh"), lines)], summary
+        return [Table.of(caption, (*columns, "largest mesh"), lines)], summary
 
 
 _FSDP_AXES = 2
@@ -197,10 +178,11 @@ class Accounting:
         where = f"{n} x {tpu.name}, M_x = {_FSDP_AXES}, M_y = 1"
         columns = ("tokens per device, sum", "in all, sum", "tokens per device, max", "in all, max")
         smaller = mesh.smaller_batches(xxl.layer, self.fsdp, self.tp, self._network(False, True))
+        reduced = [(how, _tokens(tokens)) for how, tokens in smaller]
         tables = [
-            table("XXL: d_model 16384, d_ff 53248, 126 blocks", ("subject", "value"), list(memory.items())),
-            table(f"Tokens from which forward is bound by compute, {where}", ("how", "X x Y", *columns), lines),
-            table("How to reduce the batch", ("how", "tokens per device"), [(how, _tokens(n)) for how, n in smaller]),
+            Table.of("XXL: d_model 16384, d_ff 53248, 126 blocks", ("subject", "value"), list(memory.items())),
+            Table.of(f"Tokens from which forward is bound by compute, {where}", ("how", "X x Y", *columns), lines),
+            Table.of("How to reduce the batch", ("how", "tokens per device"), reduced),
         ]
         return tables, summary
 
@@ -238,7 +220,7 @@ class Pipeline:
             raise ValueError(unsuited[0])
         caption = "; ".join((caption, *unsuited))
         columns = ("subject", "bubble, forwards", "bubble % of step", "activations, first stage")
-        return [table(caption, (*columns, "activations, last stage"), lines)], summary
+        return [Table.of(caption, (*columns, "activations, last stage"), lines)], summary
 
 
 @dataclass(frozen=True)
@@ -262,15 +244,15 @@ class Scaling:
         for n in [8 * 2**power for power in range(32) if 8 * 2**power <= self.most_devices]:
             step = scaling.fsdp_step(workload, n, device)
             each = f"{step.tokens_per_device:,.0f}", f"{step.sequences_per_device:g}"
-            times = map(_digits, (step.compute_s, step.communication_s))
+            times = map(digits, (step.compute_s, step.communication_s))
             lines.append((f"{n:,}", *times, *each, *(reached[limit] for limit in step.limits)))
         limits = ("batch limit", "communication limit")
         columns = ("devices", "compute s", "communication s", "tokens each", "sequences each", *limits)
         remedies = [(*(reached[limit] for limit in at), *words) for at, words in scaling.REMEDIES.items()]
         caption = f"FSDP of {self.parameters / 1e9:.1f} billion parameters, {self.batch:,} tokens, {device.name} peaks"
         tables = [
-            table(caption, columns, lines),
-            table("The four cases", (*limits, "how", "explanation"), remedies),
+            Table.of(caption, columns, lines),
+            Table.of("The four cases", (*limits, "how", "explanation"), remedies),
         ]
         limit = scaling.communication_limit(workload, device)
         return tables, {"communication limit": limit, "local batch limit": workload.n_sequences}
@@ -294,14 +276,14 @@ class Failures:
         for n in self.nodes:
             between = failures.mean_time_between_failures(n, self.per_1000_node_days)
             job = failures.Job(between, self.save, self.restart)
-            minutes = [_digits(s / 60) for s in (job.young_s, job.daly_s, job.optimal_s)]
+            minutes = [digits(s / 60) for s in (job.young_s, job.daly_s, job.optimal_s)]
             goodput = [f"{100 * job.goodput(interval):.2f}" for interval in (job.optimal_s, job.young_s, 3600)]
-            lines.append((f"{n:,}", _digits(between / 3600), *minutes, *goodput))
+            lines.append((f"{n:,}", digits(between / 3600), *minutes, *goodput))
             summary[f"{n} nodes: optimum s"] = job.optimal_s
         columns = ("nodes", "hours between failures", "Young min", "Daly min", "exact min", "goodput % there")
         rate = f"{self.per_1000_node_days:g} failures per 1000 node-days"
         caption = f"{rate}, {self.save:g} s to save, {self.restart:g} s to restart"
-        return [table(caption, (*columns, "at Young", "saving hourly"), lines)], summary
+        return [Table.of(caption, (*columns, "at Young", "saving hourly"), lines)], summary
 
 
 QUESTIONS = (Ring, Forms, Mesh, Accounting, Pipeline, Scaling, Failures)

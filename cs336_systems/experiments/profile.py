@@ -21,6 +21,7 @@ from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.options import TimedCase, TrainingRun, training_cells
 from cs336_systems.report.command_line import complain
+from cs336_systems.report.tables import Table, digits, show
 
 if TYPE_CHECKING:
     from cs336_systems.experiments.profile_digest import Profile
@@ -168,18 +169,15 @@ def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> int:
     Raises:
         OSError: a file cannot be written.
     """
-    import pandas as pd
-
     from cs336_systems.experiments.profile_digest import class_table, limits_table, phase_table, write_digest
     from cs336_systems.profiling.traces.tables import TraceError
-    from cs336_systems.report.tables import Table, digits, show
 
     done = [outcome for outcome in outcomes if outcome.status == "ok"]
     for name, group in itertools.groupby(done, key=lambda outcome: outcome.cell.name):
         own, folder = list(group), options.out or options.raw
         if options.profiler == MEMORY:
             lines = [(each.cell.mode, m.name, digits(m.samples[0]), m.unit) for each in own for m in each.metrics]
-            tables = [Table("", pd.DataFrame(lines, columns=["mode", "metric", "figure", "unit"]))]
+            tables = [Table.of("", ("mode", "metric", "figure", "unit"), lines)]
         else:
             folder = options.out or options.raw / name
             try:

@@ -89,7 +89,7 @@ def phase_table(profile: Profile) -> Table:
         "three columns are the timing harness's clock: without ranges, with them, and while recording; the rest is "
         "read from the trace."
     )
-    return Table(caption, pd.DataFrame(lines, columns=[*columns, "operations"]))
+    return Table.of(caption, [*columns, "operations"], lines)
 
 
 def class_table(profiles: list[Profile]) -> Table:

@@ -15,6 +15,7 @@ from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
 from cs336_systems.experiments.options import RunOptions, cell_of
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
+from cs336_systems.report.tables import Table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cs336_systems.harness.record import Metric
-    from cs336_systems.report.tables import Table
 
 BYTES, FLOP = 8, 2
 """Bytes per element (four read, four written), and FLOPs per multiply-add."""

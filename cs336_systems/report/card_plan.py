@@ -177,16 +177,13 @@ def seconds_by_class(plan: CardPlan, way: Way) -> dict[str, float]:
 
 def classes_table(plan: CardPlan) -> Table:
     """Seconds of a step by class of kernel, a bar beside each."""
-    import pandas as pd
-
     seconds = seconds_by_class(plan, plan.fastest)
     whole = sum(seconds.values())
     lines = [
         (name, f"{each:.3g}", f"{100 * each / whole:.1f}", "#" * round(_BAR * each / whole))
         for name, each in seconds.items()
     ]
-    frame = pd.DataFrame(lines, columns=["class", "s", "%", "share"])
-    return Table("Time of its step by class of kernel", frame)
+    return Table.of("Time of its step by class of kernel", ("class", "s", "%", "share"), lines)
 
 
 def sentences(plan: CardPlan) -> list[str]:

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
-import pandas as pd
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
@@ -228,4 +227,4 @@ def memory_table(predicted: Mapping[str, int]) -> Table:
     """Predicted memory by segment, for ``train.py --print-memory``."""
     unit, of_unit = _unit(predicted)
     lines = [(segment, f"{n_bytes / of_unit:,.2f}") for segment, n_bytes in predicted.items()]
-    return Table("Memory of one device, predicted", pd.DataFrame(lines, columns=["segment", f"predicted {unit}"]))
+    return Table.of("Memory of one device, predicted", ("segment", f"predicted {unit}"), lines)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,6 +58,13 @@ class Table:
     frame: pd.DataFrame
     notes: Mapping[str, str] = field(default_factory=dict)
     ranks: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, caption: str, columns: Sequence[str], lines: Sequence[Sequence[object]], **said: Any) -> Table:
+        """A table of lines, each with a cell for every column; notes and ranks are ``said``."""
+        import pandas as pd
+
+        return cls(caption, pd.DataFrame(lines, columns=list(columns)), **said)
 
     def markdown(self, widest: int | None = None) -> str:
         """GitHub's table syntax under the caption; figures right-aligned.
