@@ -29,7 +29,7 @@ from cs336_systems.case import Unsupported
 from cs336_systems.experiments.attention import FLASH_4, MATERIALISED, AttentionCell
 from cs336_systems.experiments.peers import error_metric, installed, relative_error
 from cs336_systems.hardware import GIB, find_hardware
-from cs336_systems.harness.clock import time_kernel
+from cs336_systems.harness.clock import in_gib, rate, time_kernel
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes, free_bytes
 from cs336_systems.harness.record import Metric
@@ -90,9 +90,8 @@ def measure(cell: AttentionCell) -> list[Metric]:
     metrics = []
     if device.type == "cuda" and (peak_bytes := meter.peak_bytes()):
         not_ours = max(0, before - sum(x.nbytes for x in (q, k, v, do)))  # cuBLAS workspaces, say
-        metrics.append(Metric("kept_for_backward", "GiB", [kept / GIB]))
-        metrics.append(Metric("peak_memory", "GiB", [(peak_bytes - not_ours) / GIB]))
-    metrics += [Metric("predicted_peak_memory", "GiB", [needed / GIB]), *served.metrics]
+        metrics += in_gib(kept_for_backward=kept, peak_memory=peak_bytes - not_ours)
+    metrics += [*in_gib(predicted_peak_memory=needed), *served.metrics]
     if cell.repeat == 0 and cell.length <= _ORACLE_LENGTH[device.type]:
         metrics += errors(served.exact, (q, k, v), do, (o, *gradients))
     clock = {"harness": timed, "do-bench": timed_by_do_bench, "device": timed_on_the_device}[cell.clock]
@@ -105,11 +104,10 @@ def measure(cell: AttentionCell) -> list[Metric]:
     hardware = find_hardware(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
     peak = hardware.peak(cell.dtype) if hardware else None
     for name, samples in samples_ms.items():
-        rates = [served.share_of_scores * flops[name] / ms / 1e9 for ms in samples]
-        metrics += [Metric(name, "ms", samples), Metric(f"{name}_tflops", "TFLOP/s", rates, derived=True)]
+        seen = served.share_of_scores * flops[name]
+        metrics += [Metric(name, "ms", samples), rate(f"{name}_tflops", "TFLOP/s", seen / 1e12, samples)]
         if peak:
-            shares = [100 * rate * 1e12 / peak for rate in rates]
-            metrics.append(Metric(f"{name}_peak_share", "% of datasheet peak", shares, derived=True))
+            metrics.append(rate(f"{name}_peak_share", "% of datasheet peak", 100 * seen / peak, samples))
     return metrics
 
 
@@ -226,7 +224,7 @@ def _serve_variant(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor) -> _Ser
     metrics = [
         Metric("seen_scores", "% of all", [100 * share]),
         Metric("skipped_blocks", "% of all", [variants.block_sparsity(variant, shape)]),
-        Metric("mask_memory", "GiB", [n_bytes / GIB]),
+        *in_gib(mask_memory=n_bytes),
     ]
     return _Served(attend, lambda q, k, v: variants.dense_attention(q, k, v, alone)[0], metrics, share)
 

@@ -32,8 +32,7 @@ from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.experiments.blocks import REFERENCE_BLOCKS, BlockCell
 from cs336_systems.experiments.fp8 import Fp8Cell
 from cs336_systems.experiments.peers import error_metric, installed, relative_error
-from cs336_systems.hardware import GIB
-from cs336_systems.harness.clock import WHOLE, time_phases
+from cs336_systems.harness.clock import WHOLE, in_gib, rate, time_phases
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes
 from cs336_systems.harness.record import Metric
 from cs336_systems.model import REFERENCE_OPS, TransformerBlock, TransformerLM
@@ -122,19 +121,17 @@ def _run(shared: Bench, blocks: Sequence[Block], owners: Sequence[nn.Module], ce
         torch.autograd.grad(out.pop(), leaves, shared.dy)
 
     flops = forward_flops(replace(cell.config, n_layers=n_layers), cell.batch_size, cell.context_length)
-    rate = "model_tflops" if isinstance(cell, BlockCell) else "tflops"
+    tflops = "model_tflops" if isinstance(cell, BlockCell) else "tflops"
     phases = {"forward": forward, "backward": backward}
     times = time_phases(phases, device=device, warmup=cell.warmup, steps=cell.steps).samples_ms
     metrics = [Metric(name, "ms", samples) for name, samples in times.items()]
-    tflops = [3 * (flops.total - flops.head) / ms / 1e9 for ms in times[WHOLE]]
-    metrics.append(Metric(rate, "TFLOP/s", tflops, derived=True))
+    metrics.append(rate(tflops, "TFLOP/s", 3 * (flops.total - flops.head) / 1e12, times[WHOLE]))
     if device.type == "cuda":
         meter, before = PeakMeter(device), allocated_bytes(device)
         forward()
         kept = allocated_bytes(device) - before
         backward()
-        metrics.append(Metric("kept", "GiB", [kept / n_layers / GIB]))
-        metrics.append(Metric("peak", "GiB", [(meter.peak_bytes() or 0) / GIB]))
+        metrics += in_gib(kept=kept / n_layers, peak=meter.peak_bytes() or 0)
     return metrics
 
 
@@ -159,8 +156,7 @@ def measure_block(cell: BlockCell) -> list[Metric]:
     metrics = errors(short_results(blocks[0], shared.reference[0], shared.model, shared.x, shared.dy), shared.exact)
     metrics += _run(shared, blocks, shared.reference, cell)
     if cell.how not in REFERENCE_BLOCKS:
-        kept = bytes_kept(config, cell.batch_size, cell.context_length, precision, cell.how)
-        metrics.append(Metric("kept_predicted", "GiB", [kept / GIB]))
+        metrics += in_gib(kept_predicted=bytes_kept(config, cell.batch_size, cell.context_length, precision, cell.how))
     return metrics
 
 

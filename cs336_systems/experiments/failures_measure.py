@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from itertools import pairwise
 from multiprocessing import get_context
@@ -151,19 +151,6 @@ def of_the_run(logs: Sequence[Sequence[Record]], n_steps: int) -> list[Metric]:
     ]
 
 
-_OF_A_KILL = {
-    "notice": ("s", "notice_s"),
-    "stop": ("s", "stop_s"),
-    "next_step": ("s", "next_step_s"),
-    "healed": ("s", "healed_s"),
-    "took": ("s", "took_s"),
-    "beside": ("s", "beside_s"),
-    "lost_steps": ("steps", "lost_steps"),
-    "lost_tokens": ("tokens", "lost_tokens"),
-}
-"""The unit and the field of each metric of a kill."""
-
-
 def measure(cell: FailureCell) -> list[Metric]:
     """Run the cell, and read from its logs what became of its time.
 
@@ -177,9 +164,10 @@ def measure(cell: FailureCell) -> list[Metric]:
     if cell.kills and not kills:
         raise RuntimeError(f"no kill came: {options.fail}")
     metrics = of_the_run(logs, cell.steps)
-    for name, (unit, of_kill) in _OF_A_KILL.items():
-        if samples := [value for kill in kills if (value := getattr(kill, of_kill)) is not None]:
-            metrics.append(Metric(name, unit, samples))
+    for each in fields(Kill):
+        unit = "s" if each.name.endswith("_s") else each.name.removeprefix("lost_")
+        if samples := [value for kill in kills if (value := getattr(kill, each.name)) is not None]:
+            metrics.append(Metric(each.name.removesuffix("_s"), unit, samples))
     return metrics
 
 

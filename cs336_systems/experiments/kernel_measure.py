@@ -13,8 +13,7 @@ from torch import Tensor
 from cs336_systems.case import Unsupported
 from cs336_systems.experiments.kernels import LOSSES, KernelCell
 from cs336_systems.experiments.peers import error_metric, relative_error
-from cs336_systems.hardware import GIB
-from cs336_systems.harness.clock import measure_copy, time_kernel
+from cs336_systems.harness.clock import in_gib, measure_copy, rate, time_kernel
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes
 from cs336_systems.harness.record import Metric
 
@@ -82,13 +81,12 @@ def measure(cell: KernelCell) -> list[Metric]:
 
     def add(name: str, run: Callable[[], object], n_bytes: int, prepare: Callable[[], object] | None = None) -> None:
         samples_ms = time(run, prepare=prepare)
-        bandwidth = [n_bytes / ms / 1e6 for ms in samples_ms]
-        shares = [100 * rate / copy.statistics()["median"] for rate in bandwidth]
+        gigabytes, copied = n_bytes / 1e9, copy.statistics()["median"]
         metrics.append(Metric(name, "ms", samples_ms))
-        metrics.append(Metric(f"{name}_bandwidth", "GB/s", bandwidth, derived=True))
-        metrics.append(Metric(f"{name}_copy_share", "% of copy", shares, derived=True))
+        metrics.append(rate(f"{name}_bandwidth", "GB/s", gigabytes, samples_ms))
+        metrics.append(rate(f"{name}_copy_share", "% of copy", 100 * gigabytes / copied, samples_ms))
         if device.type == "cuda":
-            metrics.append(Metric(f"{name}_extra", "GiB", [extra_bytes(run, device) / GIB]))
+            metrics.extend(in_gib(**{f"{name}_extra": extra_bytes(run, device)}))
 
     add("forward", functools.partial(function, *inputs), subject.forward_bytes)
     if leaves:

@@ -91,24 +91,8 @@ def of_a_loss(load: Callable[[], Callable[..., Any]]) -> Callable[[], Function]:
 
 def liger_head(chunk_mem_const: int) -> Callable[[], Function]:
     """Liger's head and loss, in chunks of so many times its usual memory."""
-    options = (
-        None,
-        None,
-        IGNORED,
-        0.0,
-        0.0,
-        "mean",
-        None,
-        False,
-        None,
-        False,
-        False,
-        False,
-        None,
-        None,
-        chunk_mem_const,
-    )
-    return of_a_loss(liger("LigerFusedLinearCrossEntropyFunction", *options))
+    usual = (None, None, IGNORED, 0.0, 0.0, "mean", None, False, None, False, False, False, None, None)
+    return of_a_loss(liger("LigerFusedLinearCrossEntropyFunction", *usual, chunk_mem_const))
 
 
 def liger_rows(module: str) -> Callable[[], Function]:
