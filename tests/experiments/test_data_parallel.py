@@ -3,6 +3,7 @@
 from dataclasses import replace
 from statistics import median
 
+import pandas as pd
 import pytest
 import torch
 
@@ -16,12 +17,11 @@ from cs336_systems.experiments.data_parallel import (
     reunite,
 )
 from cs336_systems.experiments.ranked import Effort, PreparedStep
-from cs336_systems.harness.record import Metric
-from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.report.timeline import two_blocks
 from tests.benchmarks.commands import cells_of
 from tests.distributed.checks import spawn
+from tests.report.rows import rows_of
 
 SMALL = {"size": "tiny", "batch_size": 1, "context_length": 16, "optimizer": "torch-fused", "world_size": 2}
 CELL = DataParallelCell(**SMALL, warmup=1, steps=3, ddp="bucketed", bucket_size_mb=0.1)
@@ -43,18 +43,18 @@ def test_bucket_sizes_multiply_only_the_rungs_that_have_them():
 def outcome(cell, step_ms, **where):
     """A cell that was measured, or failed without a time; one millisecond of its step is exposed."""
     if step_ms is None:
-        made = Outcome(cell, "oom", "no room")
-    else:
-        rate = cell.world_size * cell.tokens_per_step / step_ms * 1e3
-        found = {"step": step_ms, "exposed": 1.0, "exposed_share": 100 / step_ms, "tokens_per_s": rate}
-        made = Outcome(cell, "ok", metrics=[Metric(name, "", [value]) for name, value in found.items()])
-    where = {"gpu": "", "host": "a", "commit": "c", "argv": "a command"} | where
-    made.rows = make_rows("benchmark_ddp", made, {"provenance": where})
-    return made
+        return rows_of([cell], [None])
+    rate = cell.world_size * cell.tokens_per_step / step_ms * 1e3
+    found = {"step": step_ms, "exposed": 1.0, "exposed_share": 100 / step_ms, "tokens_per_s": rate}
+    return rows_of([cell], [found], **where)
+
+
+def frame_of(*outcomes):
+    return DATA_PARALLEL.of(pd.concat(outcomes, ignore_index=True)).frame
 
 
 def column(name, *outcomes):
-    return DATA_PARALLEL.of(outcome_rows(outcomes)).frame[name].tolist()
+    return frame_of(*outcomes)[name].tolist()
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_ranks_scale_against_one_rank_of_the_same_rung_host_and_commit():
     few, failed = replace(two, max_ctas=8), replace(two, ddp="naive", bucket_size_mb=None)
     longer = replace(one, steps=one.steps + 5, warmup=one.warmup + 1)
     several = [outcome(longer, 10.0), outcome(two, 12.5), outcome(few, 10.5), outcome(failed, None)]
-    table = DATA_PARALLEL.of(outcome_rows(several)).frame
+    table = frame_of(*several)
     assert table["scaling %"].tolist() == ["100.0", "80.0", "95.2", "–"], "one rank sends nothing, by few or many"
     assert table["bucket MiB"].tolist() == ["25", "25", "25", ""]
     assert column("scaling %", outcome(one, 10.0), outcome(two, 12.5, host="another")) == ["100.0", "–"]
@@ -77,7 +77,7 @@ def test_each_rung_stands_beside_torchs_in_the_same_round_with_what_rounds_diffe
     ratios = column("/ torch", *(outcome(cell, ms) for cell, ms in times.items()))
     assert ratios == ["1.150 (1.100–1.200)", "0.925 (0.900–0.950)", "–"]
     elsewhere = [outcome(cell, ms, host="b" if cell.ddp == "torch" else "a") for cell, ms in times.items()]
-    assert "/ torch" not in DATA_PARALLEL.of(outcome_rows(elsewhere)).frame
+    assert "/ torch" not in frame_of(*elsewhere)
 
 
 def metrics_of(cell, rank, **effort):

@@ -140,13 +140,8 @@ def test_tables_predict_the_run_and_larger_jobs_from_the_median_kill():
     of_all = {"run_tokens_per_s": [100.0], "mean_step": [200.0], "goodput": [99.0], "loss": [2.0]}
     of_killed = of_all | {"run_tokens_per_s": [90.0], "loss": [2.01], "stop": [2.0, 3.0], "healed": [6.0, 7.0]}
     of_killed |= {"next_step": [2.2, 3.2], "lost_steps": [1, 1], "lost_tokens": [10, 10]}
-    of_restarted = of_all | {
-        "stop": [30.0],
-        "next_step": [31.0],
-        "stall": [0.1],
-        "lost_steps": [9],
-        "lost_tokens": [90],
-    }
+    of_restarted = of_all | {"stop": [30.0], "next_step": [31.0], "stall": [0.1]}
+    of_restarted |= {"lost_steps": [9], "lost_tokens": [90]}
     measured = [
         [Metric(name, "", samples) for name, samples in each.items()] for each in (of_all, of_killed, of_restarted)
     ]

@@ -1,6 +1,6 @@
 """``benchmark_fsdp``: its grid, its table from made-up rows, and cells measured on two gloo ranks."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -19,6 +19,7 @@ from cs336_systems.profiling.traces.kernels import collective_name
 from cs336_systems.report.timeline import two_blocks
 from tests.benchmarks.commands import cells_of
 from tests.distributed.checks import on_ranks
+from tests.report.rows import rows_of
 
 TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
 WRITTEN_OUT = ["--fsdp", "ours", "--keep", "products"]
@@ -170,9 +171,8 @@ def test_recordings_show_the_collectives_of_two_blocks_and_the_table_the_ratio(m
         begins, ends = two_blocks(trace)
         inside = trace.ops[(trace.ops["end"] > begins) & (trace.ops["start"] < ends)]
         assert set(inside["name"].map(collective_name)) & {"all-gather", "reduce-scatter"}
-    where = {"gpu": "", "status": "ok", "message": ""}
-    rows = [asdict(cell) | where | each.statistics() for cell, found in measured["all"] for each in found.values()]
-    frame = FULLY_SHARDED.of(parse_samples(pd.DataFrame(rows))).frame
+    cells, metrics = zip(*measured["all"], strict=True)
+    frame = FULLY_SHARDED.of(rows_of(cells, [found.values() for found in metrics])).frame
     assert list(frame["implementation"]) == ["ours", "torch", "ddp"]
     ours, torch, _ = (found["step"].statistics()["median"] for _, found in measured["all"])
     assert float(frame["/ FSDP2"][0]) == pytest.approx(ours / torch, abs=1e-3)

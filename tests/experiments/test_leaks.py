@@ -1,30 +1,12 @@
 """The lecture's experiments: what they compute and refuse, what they find in made-up rows, and a real run of each."""
 
-import pandas as pd
 import pytest
 import torch
 
 from cs336_systems.costs.flops import FAMILIES
 from cs336_systems.experiments import flops_against_time, launch_overhead, matmul_data, roofline_knee
-from cs336_systems.harness.record import Metric
-from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows
 from tests.benchmarks.commands import cells_of
-
-
-def rows_of(*measured) -> pd.DataFrame:
-    """Rows as a sweep would have written them: (cell, {metric: value}) each."""
-    outcomes = []
-    for cell, values in measured:
-        outcome = Outcome(cell, "ok", metrics=[Metric(name, "", [value]) for name, value in values.items()])
-        report = {"provenance": {"gpu": "", "host": "a machine", "argv": "x", "commit": "abc"}}
-        outcome.rows = make_rows("test", outcome, report)
-        outcomes.append(outcome)
-    return outcome_rows(outcomes)
-
-
-def cells(leak, line):
-    """The cells that a command line asks for."""
-    return cells_of(leak, *line.split())
+from tests.report.rows import rows_of
 
 
 @pytest.mark.parametrize(
@@ -40,7 +22,7 @@ def cells(leak, line):
 )
 def test_bad_values_are_named(leak, arguments):
     with pytest.raises(ValueError, match=arguments.rpartition(" ")[2]):
-        cells(leak, arguments)
+        cells_of(leak, *arguments.split())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -57,11 +39,12 @@ def test_data_are_of_their_kind(dtype):
 
 
 def test_kinds_are_interleaved_and_compared_within_a_repeat():
-    asked = cells("matmul_data", "--size 8192 --data zeros ones --repeat 2")
+    asked = cells_of("matmul_data", "--size", "8192", "--data", "zeros", "ones", "--repeat", "2")
     assert [cell.data for cell in asked] == ["zeros", "ones", "normal", "normal", "ones", "zeros"]
     speeds = {("zeros", 0): 12.0, ("normal", 0): 10.0, ("zeros", 1): 5.5, ("normal", 1): 5.0, ("ones", 1): 5.0}
-    measured = [(cell, speeds[cell.data, cell.repeat]) for cell in asked if (cell.data, cell.repeat) in speeds]
-    rows = rows_of(*((cell, {"matmul_tflops": speed, "power_w": 690.0}) for cell, speed in measured))
+    measured = [cell for cell in asked if (cell.data, cell.repeat) in speeds]
+    values = [{"matmul_tflops": speeds[cell.data, cell.repeat], "power_w": 690.0} for cell in measured]
+    rows = rows_of(measured, values)
     found = matmul_data.SPEEDS.of(rows).frame.set_index("data")
     assert found["ratio to normal"].to_dict() == {"zeros": "1.150 (1.100–1.200)", "normal": "1.000", "ones": "1.000"}
     assert set(found["W"]) == {"690"} and "MHz" not in found
@@ -69,15 +52,13 @@ def test_kinds_are_interleaved_and_compared_within_a_repeat():
 
 def test_the_knee_is_where_the_highest_rates_of_fused_chains_meet():
     """2 ms of memory for 8 bytes, 0.05 ms for a multiply-add; at the corner both take time."""
-    measured = []
-    for cell in cells("roofline_knee", "--elements 67108864 --fmas 1 4 16 32 64 128 256 --repeat 1"):
-        if cell.how == roofline_knee.CEILING:
-            measured.append((cell, {"matmul_ceiling": 1.0, "copy_ceiling": 100.0}))
-        else:
-            fused = cell.how == roofline_knee.COMPILED
-            ms = max(2.0, cell.fmas / 20) * (1.2 if cell.fmas in (32, 64) else 1) if fused else 4.0 * cell.fmas
-            measured.append((cell, {"time": ms}))
-    rows = rows_of(*measured)
+    line = "--elements 67108864 --fmas 1 4 16 32 64 128 256 --repeat 1"
+    ceiling, *chains = cells_of("roofline_knee", *line.split())
+    measured = [{"matmul_ceiling": 1.0, "copy_ceiling": 100.0}]
+    for cell in chains:
+        fused = max(2.0, cell.fmas / 20) * (1.2 if cell.fmas in (32, 64) else 1)
+        measured.append({"time": fused if cell.how == roofline_knee.COMPILED else 4.0 * cell.fmas})
+    rows = rows_of([ceiling, *chains], measured)
     found = roofline_knee.knee_of(rows)
     assert found["fmas"] == pytest.approx(40)
     assert found["gb_per_s"] == pytest.approx(8 * 2**26 / 2e-3 / 1e9)
@@ -89,11 +70,8 @@ def test_the_knee_is_where_the_highest_rates_of_fused_chains_meet():
 
 
 def test_a_graph_is_compared_with_launching_one_by_one():
-    measured = []
-    for size in (64, 4096):
-        cell = launch_overhead.ChainCell("cuda", "matmul", size, "bf16", 20, 5, 0)
-        measured.append((cell, {"eager": 6.0, "issue": 5.0, "compiled": 7.0, "graph": size / 1024}))
-    rows = rows_of(*measured)
+    cells = [launch_overhead.ChainCell("cuda", "matmul", size, "bf16", 20, 5, 0) for size in (64, 4096)]
+    rows = rows_of(cells, [{"eager": 6.0, "issue": 5.0, "compiled": 7.0, "graph": n / 1024} for n in (64, 4096)])
     assert launch_overhead.TIMES.of(rows).frame["eager / graph"].tolist() == ["96.00", "1.50"]
 
 
@@ -112,18 +90,19 @@ def test_time_is_sorted_into_families():
 
 def test_shares_of_flops_and_time_are_bars_of_100():
     flops, times = (96.0, 1.0, 1.0, 1.0, 1.0), {"off": (1.0, 1.0, 1.0, 1.0, 1.0), "on": (2.0, 0.5, 0.5, 0.5, 0.5)}
-    measured = []
-    for cell in flops_against_time.make_cells(flops_against_time.Options()):
+    cells, measured = flops_against_time.make_cells(flops_against_time.Options()), []
+    for cell in cells:
         found = {"step": 6.0, "busy": 5.0}
         found |= {f"{name}_time": ms for name, ms in zip(FAMILIES, times[cell.compile], strict=True)}
         found |= {f"{name}_flops": n for name, n in zip(FAMILIES, flops, strict=True)}
-        measured.append((cell, found))
-    rows = rows_of(*measured)
+        measured.append(found)
+    rows = rows_of(cells, measured)
     assert flops_against_time.SHARES.of(rows).frame["matmul: % of time"].tolist() == ["20.0", "50.0"]
 
 
 def test_a_cpu_measures_each():
-    (cell,) = cells("matmul_data", "--data normal --size 64 --seconds 0.02 --warmup-seconds 0 --repeat 1")
+    line = "--data normal --size 64 --seconds 0.02 --warmup-seconds 0 --repeat 1"
+    (cell,) = cells_of("matmul_data", *line.split())
     rates = {metric.name: metric.samples for metric in matmul_data.measure(cell)}
     assert len(rates["matmul"]) >= 2
     assert rates["matmul_tflops"] == pytest.approx([2 * 64**3 / ms / 1e9 for ms in rates["matmul"]])
@@ -132,7 +111,7 @@ def test_a_cpu_measures_each():
     torch.testing.assert_close(out, ((x * 0.999 + 0.001) * 0.999 + 0.001) * 0.999 + 0.001)
     chain = roofline_knee.ChainCell("cpu", roofline_knee.EAGER, 3, 1000, 2, 0, 0)
     assert [len(metric.samples) for metric in roofline_knee.measure(chain)] == [2]
-    (cell,) = cells("flops_against_time", "--steps 1 --batch-size 1 --context-length 32")
+    (cell,) = cells_of("flops_against_time", "--steps", "1", "--batch-size", "1", "--context-length", "32")
     found = {metric.name: metric.samples[0] for metric in flops_against_time.measure(cell)}
     spent = [found[f"{name}_time"] for name in FAMILIES]
     assert min(spent) > 0 and sum(spent) == pytest.approx(found["busy"], rel=0.02), "operators of a thread are disjoint"

@@ -10,13 +10,12 @@ from cs336_systems.experiments.mesh import EXPERIMENT, MESH, PLAIN, MeshCell, ma
 from cs336_systems.experiments.mesh_measure import measure
 from cs336_systems.experiments.mesh_messages import predicted_messages
 from cs336_systems.experiments.ranked import scaling
-from cs336_systems.harness.record import Metric
-from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows
 from cs336_systems.refusals import command_refusal
 from cs336_systems.report.command_line import parse
 from tests.benchmarks.commands import cells_of
 from tests.distributed.checks import on_ranks
 from tests.distributed.test_torch_context import kernels_on_cpu, sent_by_torch
+from tests.report.rows import rows_of
 
 SMALL = {"size": "tiny", "batch_size": 2, "context_length": 16, "optimizer": "torch-fused", "keep": "products"}
 CELL = MeshCell(**SMALL, world_size=4, warmup=1, steps=2)
@@ -54,16 +53,6 @@ def test_every_division_of_the_ranks_is_a_cell():
             cells_of("mesh", *arguments)
 
 
-def rows_of(cells, metrics):
-    """The rows of cells that were measured."""
-    found = []
-    for cell, own in zip(cells, metrics, strict=True):
-        found.append(Outcome(cell, "ok", metrics=own))
-        provenance = {"gpu": "NVIDIA H200", "host": "a", "commit": "b"}
-        found[-1].rows = make_rows("benchmark_parallelism", found[-1], {"provenance": provenance})
-    return outcome_rows(found)
-
-
 def attention_cells(*arguments, device="cuda"):
     """The cells of attention alone on one and two ranks, without asking for GPUs."""
     asked = ["--part", "attention", "--size", "llama3.1-8b", "--dtype", "bf16", "--context-length", "65536"]
@@ -81,7 +70,8 @@ def test_torchs_context_parallelism_is_beside_attention_alone():
     for cell in made:
         assert command_refusal(cell) is None
         assert cell.attention_alone
-    rows = rows_of(made, [[Metric("tokens_per_s", "tokens/s", [rate])] for rate in (100, 190, 180, 80, 120, 140)])
+    rates = (100, 190, 180, 80, 120, 140)
+    rows = rows_of(made, [{"tokens_per_s": rate} for rate in rates], gpu="NVIDIA H200")
     lines = MESH.lines(rows)
     of_one_gpu = [scaling(line, tensor=1, context=1, **PLAIN) for line in lines]
     assert of_one_gpu == [100, 95, 90, 100, 75, 87.5]  # torch's ranks by torch's attention on one

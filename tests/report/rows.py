@@ -1,14 +1,13 @@
 """Hand-made rows of ``benchmark_model``, for tests of what is made from them."""
 
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
 
 from cs336_systems.experiments.model import ModelCell
 from cs336_systems.harness.record import Metric, Row, parse_samples, schema_columns
-from cs336_systems.harness.sweep import cell_columns
+from cs336_systems.harness.sweep import Outcome, cell_columns, make_rows, outcome_rows
 
 CELL = ModelCell(size="tiny", batch_size=1, context_length=128, warmup=1, steps=3)
 SETTINGS = {name: getattr(CELL, name) for name in cell_columns(ModelCell)}
@@ -43,15 +42,18 @@ def make_cell(
     return [shared | metric.statistics() for metric in metrics] or [shared]
 
 
-def rows_of(cells: Iterable[Any], measured: Iterable[Iterable[Metric]]) -> pd.DataFrame:
-    """The rows of a question's cells that one command has measured."""
-    where = {"gpu": "", "host": "h", "argv": "a", "commit": "c", "timestamp": "2026-01-01T00:00:00+00:00"}
-    rows = [
-        asdict(cell) | where | {"status": "ok", "message": ""} | metric.statistics()
-        for cell, metrics in zip(cells, measured, strict=True)
-        for metric in metrics
-    ]
-    return parse_samples(pd.DataFrame(rows))
+def rows_of(
+    cells: Iterable[Any], measured: Iterable[Mapping[str, float] | Iterable[Metric] | None], **where: object
+) -> pd.DataFrame:
+    """The rows of a question's cells that one command has measured: metrics, values by their names, or None of a cell
+    that ran out of memory."""
+    outcomes, where = [], {"gpu": "", "host": "h", "argv": "a", "commit": "c"} | where
+    for cell, found in zip(cells, measured, strict=True):
+        named = found.items() if isinstance(found, Mapping) else ()
+        metrics = [Metric(name, "", [value]) for name, value in named] or list(found or ())
+        outcomes.append(Outcome(cell, "oom" if found is None else "ok", metrics=metrics))
+        outcomes[-1].rows = make_rows("benchmark", outcomes[-1], {"provenance": where})
+    return outcome_rows(outcomes)
 
 
 def make_frame(*cells: list[Row]) -> pd.DataFrame:
