@@ -35,7 +35,7 @@ from cs336_systems.experiments.model import frontier_figure, step_figure
 from cs336_systems.experiments.roofline_knee import time_figure as chains_figure
 from cs336_systems.experiments.streaming import heatmap_figure
 from cs336_systems.experiments.training import rates_figure
-from cs336_systems.harness.record import DEFAULTS, EARLIER, NOT_RECORDED
+from cs336_systems.harness.record import EARLIER, unsaid
 from cs336_systems.pretraining.run_log import Run
 from cs336_systems.ranks import SCHEDULES
 from cs336_systems.report.figures import save
@@ -86,10 +86,10 @@ def _text(argument: Any) -> str:
 
 def _text_of_rows(rows: pd.DataFrame) -> str:
     """Rows as they were measured: without what no row could say then, and so is at its default in all."""
-    defaults = NOT_RECORDED | DEFAULTS | EARLIER["prefetch"] | EARLIER["host_gib"] | EARLIER["total_batch_tokens"]
-    defaults |= EARLIER["n_samples"] | {"kv_heads": EARLIER["d_head"]["kv_heads"]}
-    unsaid = [name for name, default in defaults.items() if name in rows and (rows[name] == default).all()]
-    own = rows.drop(columns=unsaid)
+    marks = ("schema_version", "context_length", "prefetch", "host_gib", "total_batch_tokens", "n_samples")
+    defaults = unsaid(marks) | {"kv_heads": EARLIER["d_head"]["kv_heads"]}
+    at_default = [name for name, default in defaults.items() if name in rows and (rows[name] == default).all()]
+    own = rows.drop(columns=at_default)
     if "cuda" in own:  # a number when committed pictures were drawn
         own["cuda"] = pd.to_numeric(own["cuda"], errors="coerce")
     return own[sorted(own.columns.astype(str))].to_csv(index=False, float_format="%.9g")

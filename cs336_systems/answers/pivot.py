@@ -16,12 +16,11 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.answers.committed import NotMeasured, Rows
+from cs336_systems.report.results import MISSING
 from cs336_systems.report.tables import Table, digits
 
 MOST_LINES = 15
 """Lines of a table in a page; a longer one belongs into a CSV file beside it."""
-
-_BLANK = "–"
 
 
 def pivot(rows: Rows, lines: Sequence[str], columns: Mapping[str, Any], caption: str = "") -> Table:
@@ -65,7 +64,7 @@ def _cell(own: pd.DataFrame, header: str, asked: dict[str, Any], values: dict[st
     if "ratio" in asked:
         above, below = asked["ratio"]
         if not {above, below} <= values.keys():
-            return _BLANK
+            return MISSING
         values[header] = scale * values[above] / values[below]
         return f"{values[header]:,.{2 if places is None else places}f}"
     metric, statistic = asked.pop("metric"), asked.pop("statistic", "mean" if spread else "median")
@@ -86,8 +85,8 @@ def _ending(cell: Rows) -> str:
     try:
         status = str(cell.frame()["status"].iloc[-1])
     except NotMeasured:
-        return _BLANK
-    return _BLANK if status == "ok" else status
+        return MISSING
+    return MISSING if status == "ok" else status
 
 
 def part_of(table: Table, columns: Sequence[str] = (), where: Mapping[str, Any] | None = None) -> Table:

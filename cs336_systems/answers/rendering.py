@@ -70,7 +70,7 @@ class Pages:
             keep_trailing_newline=True,
             trim_blocks=True,
         )
-        self._environment.globals = {**names, "shown": self._table_beside, "csv": self._csv, "link_of_csv": self._link}
+        self._environment.globals = {**names, "shown": self._table_beside, "csv": self._csv}
         self._environment.filters |= {"fixed": _fixed, "percent": _percent, "ceil": math.ceil}
 
     def render(self, name: str) -> str:
@@ -99,10 +99,6 @@ class Pages:
         path = f"{TABLES}/{name}.csv"
         if self.files.setdefault(path, table.csv()) != table.csv():
             raise ValueError(f"two tables are called {name!r}")
-        return self._link(name)
-
-    def _link(self, name: str) -> str:
-        path = f"{TABLES}/{name}.csv"
         return f"[{name}.csv]({os.path.relpath(path, Path(self._document).parent)})"
 
     def _source(self, name: str) -> tuple[str, str, None] | None:

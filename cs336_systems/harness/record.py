@@ -44,10 +44,8 @@ _TEXT = {*_LEADING, *_RESULT, *_PROVENANCE} - {*_NUMBERS, "schema_version", "gpu
 DEFAULTS: dict[str, Any] = asdict(TrainingCase())
 """Settings of rows that were measured before a training case could say them."""
 
-NOT_RECORDED = {"nccl": ""}
-"""Columns of provenance that earlier rows lack, and what they read as there."""
-
 EARLIER: dict[str, dict[str, Any]] = {
+    "schema_version": {"nccl": ""},
     "context_length": DEFAULTS,
     "d_head": {"clock": "harness", "repeat": 0, "kv_heads": 0},
     "ddp": {"max_ctas": Parallel.max_ctas},
@@ -60,7 +58,7 @@ EARLIER: dict[str, dict[str, Any]] = {
     | {"conversations": "off", "lora_rank": 0, "matmul_kernels": "library", "offload": "none"},
     "prefetch": {"update": Parallel.update, "gather_by": Parallel.gather_by, "do_bench": "off", "losses": 0},
 }
-"""The settings that a benchmark's earlier rows lack, with their values then, by a column that tells its rows."""
+"""The columns that earlier rows lack, with their values then, by a column that tells a benchmark's rows."""
 
 Row = dict[str, Any]
 
@@ -232,7 +230,7 @@ def read_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
 
 def unsaid(columns: Collection[str]) -> dict[str, Any]:
     """The settings that rows with these columns could not say, and their values then."""
-    found = dict(NOT_RECORDED)
+    found: dict[str, Any] = {}
     for mark, settings in EARLIER.items():
         found |= settings if mark in columns else {}
     return found

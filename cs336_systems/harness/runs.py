@@ -24,8 +24,7 @@ RATES = (
 )
 """Metrics that are an amount over a time, with the metric of that time."""
 
-_COMMAND = ("argv", "commit")
-_WRITTEN = (*_COMMAND, "timestamp")
+_WRITTEN = ("argv", "commit", "timestamp")
 
 
 def newest_run(cell: pd.DataFrame) -> pd.DataFrame:

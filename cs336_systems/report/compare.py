@@ -101,7 +101,7 @@ def overload(frame: pd.DataFrame, per_core: float = 1.0) -> str:
     return f"the machine was loaded, {load:.1f} processes on {cores} cores" if load > per_core * cores else ""
 
 
-def ratio_interval(new: Processes, old: Processes, seed: int = 0) -> tuple[float, float, float]:
+def ratio_interval(new: Processes, old: Processes) -> tuple[float, float, float]:
     """(ratio, low, high): median(new) / median(old) of the processes' medians, with its 95 % interval.
 
     Raises:
@@ -109,7 +109,7 @@ def ratio_interval(new: Processes, old: Processes, seed: int = 0) -> tuple[float
     """
     if not (new and old and all(new) and all(old)):
         raise ValueError(f"a ratio needs samples on both sides, got {new} and {old}")
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
 
     def resampled(processes: Processes) -> np.ndarray:
         medians = np.stack([_resampled_medians(samples, generator) for samples in processes])
