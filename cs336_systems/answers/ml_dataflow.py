@@ -71,7 +71,7 @@ _LINK_EFFICIENCY = 0.75
 class Cell:
     """A model and a length under two limits, and what was published of it; no rate of a cell that failed."""
 
-    gpu: str
+    card: str
     model: str
     length: int
     device_cap_gib: int
@@ -88,14 +88,14 @@ class Cell:
 
     @property
     def hardware(self) -> Hardware:
-        if self.gpu not in _CARDS:
-            raise ValueError(f"no card {self.gpu!r} in a file of cells: known are {', '.join(_CARDS)}")
-        return hardware_named(_CARDS[self.gpu])
+        if self.card not in _CARDS:
+            raise ValueError(f"no card {self.card!r} in a file of cells: known are {', '.join(_CARDS)}")
+        return hardware_named(_CARDS[self.card])
 
     @property
     def name(self) -> str:
         """Tells the cell from all others."""
-        return f"{self.gpu} {self.model} {self.length} {self.device_cap_gib} {self.host_cap_gib}"
+        return f"{self.card} {self.model} {self.length} {self.device_cap_gib} {self.host_cap_gib}"
 
     @property
     def fits(self) -> bool:
@@ -163,20 +163,20 @@ def failed_cells(cells: list[Cell]) -> Iterator[Cell]:
     A length was swept over the grid of all limits with which it ran, and over smaller ones of the next shorter length
     of its sweep, as sweeps are by file: short, medium and long.
     """
-    for gpu, model in dict.fromkeys((cell.gpu, cell.model) for cell in cells):
+    for card, model in dict.fromkeys((cell.card, cell.model) for cell in cells):
         before: list[set[int]] = [set(), set()]
-        for length in sorted({cell.length for cell in cells if (cell.gpu, cell.model) == (gpu, model)}):
+        for length in sorted({cell.length for cell in cells if (cell.card, cell.model) == (card, model)}):
             ran = {
                 (cell.device_cap_gib, cell.host_cap_gib)
                 for cell in cells
-                if (cell.gpu, cell.model, cell.length) == (gpu, model, length)
+                if (cell.card, cell.model, cell.length) == (card, model, length)
             }
             own = [set(values) for values in zip(*ran, strict=True)]
             before = [set(), set()] if length in _SWEEPS else before
             smaller = [{cap for cap in old if cap < min(new)} for old, new in zip(before, own, strict=True)]
             for limits in product(*(sorted(new | old) for new, old in zip(own, smaller, strict=True))):
                 if limits not in ran:
-                    yield Cell(gpu, model, length, *limits)
+                    yield Cell(card, model, length, *limits)
             before = own
 
 
@@ -197,7 +197,7 @@ def place(cell: Cell) -> Placed:
     Raises:
         TooLittleMemory: none fits the limits.
     """
-    config, length, n = cell.config, cell.length, 16_384 if cell.gpu == "h100" else 8192
+    config, length, n = cell.config, cell.length, 16_384 if cell.card == "h100" else 8192
     chunk = n if length <= n else next(each for each in range(n, length + 1) if length % each == 0)
     work = StreamedWork(config, length, chunk)
     least = chunk * (2 * (config.d_model + 2 * config.d_kv) + 8)

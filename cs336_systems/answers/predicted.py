@@ -42,7 +42,7 @@ def named_tenth(names: Sequence[str]) -> set[str]:
 
 
 Steps = Sequence[Any]
-"""Steps of one engine on one card, each with a ``name``, published ``tokens_per_s``, and the predicted ``rate``."""
+"""Steps of one engine, each with ``name``, ``card``, published ``tokens_per_s``, predicted ``rate`` and ``fits``."""
 
 
 def fitted_and_rest(steps: Steps) -> tuple[Steps, Steps]:
@@ -103,30 +103,24 @@ class Engine:
         return fit(others, OURS, self.fitted)
 
 
-def ml_dataflow_engine(path: Path = ml_dataflow.CELLS) -> Engine:
-    """The cells of a file; one whose step is predicted not to fit counts as wrong there, and has no error."""
-    cells = ml_dataflow.read_cells(path)
-    missing = list(ml_dataflow.failed_cells(cells))
-    fits = {cell: cell.fits for cell in (*cells, *missing)}
+def _engine(name: str, shares: Sustained, fitted: tuple[str, ...], ran: Steps, failed: Steps = ()) -> Engine:
+    """An engine by its steps that ran and those that failed; one that ran and is predicted not to fit has no error."""
     cards, feasible = {}, {}
-    for card in dict.fromkeys(cell.gpu for cell in cells):
-        own = [cell for cell in cells if cell.gpu == card]
-        absent = [cell for cell in missing if cell.gpu == card]
-        cards[card] = [cell for cell in own if fits[cell]]
-        right = sum(fits[cell] for cell in own) + sum(not fits[cell] for cell in absent)
-        feasible[card] = right, len(own) + len(absent)
-    return Engine("ml_dataflow", cards, ml_dataflow.SHARES, ml_dataflow.FITTED, feasible)
+    for card in dict.fromkeys(step.card for step in ran):
+        own, missing = ([step for step in steps if step.card == card] for steps in (ran, failed))
+        cards[card] = [step for step in own if step.fits]
+        feasible[card] = len(cards[card]) + sum(not step.fits for step in missing), len(own) + len(missing)
+    return Engine(name, cards, shares, fitted, feasible)
+
+
+def ml_dataflow_engine(path: Path = ml_dataflow.CELLS) -> Engine:
+    cells = ml_dataflow.read_cells(path)
+    failed = list(ml_dataflow.failed_cells(cells))
+    return _engine("ml_dataflow", ml_dataflow.SHARES, ml_dataflow.FITTED, cells, failed)
 
 
 def llmq_engine(path: Path = llmq.ROWS) -> Engine:
-    """The rows of a file."""
-    rows = llmq.read_rows(path)
-    cards, feasible = {}, {}
-    for card in dict.fromkeys(row.card for row in rows):
-        own = [row for row in rows if row.card == card]
-        cards[card] = own
-        feasible[card] = sum(row.fits for row in own), len(own)
-    return Engine("llm.q", cards, llmq.SHARES, llmq.FITTED, feasible)
+    return _engine("llm.q", llmq.SHARES, llmq.FITTED, llmq.read_rows(path))
 
 
 @dataclass(frozen=True)
@@ -155,9 +149,7 @@ class Cards:
                     found = {
                         "steps": len(errors),
                         "fitted on": n_fitted,
-                        "median %": 100 * _quantile(errors, 0.5),
-                        "nine of ten %": 100 * _quantile(errors, 0.9),
-                        "largest %": 100 * _quantile(errors, 1.0),
+                        **_percents(errors),
                         "fits, right %": 100 * right / of,
                     }
                     summary[f"{engine.name} {group}"] = found
@@ -176,7 +168,7 @@ def unknown_table() -> Table:
     for engine in (ml_dataflow_engine(), llmq_engine()):
         for card in engine.cards:
             for group, errors, _ in errors_of(engine, card, known=False):
-                shown = (f"{100 * _quantile(errors, share):.1f}" for share in (0.5, 0.9, 1.0))
+                shown = (f"{percent:.1f}" for percent in _percents(errors).values())
                 lines.append((engine.name, group, len(errors), *shown))
     columns = ("engine", "card", "steps", "median %", "nine of ten %", "largest %")
     return Table.of("The same, with nothing fitted on the card", columns, lines)
@@ -195,12 +187,12 @@ def own_table() -> tuple[Table, dict[str, Any]]:
         peaks = np.array([error for step in steps if (error := step.memory_error) is not None])
         found = {
             "steps": len(steps),
-            "median %": 100 * _quantile(seconds, 0.5),
+            "median %": _percents(seconds)["median %"],
             "within 5 %": int((np.abs(seconds) <= OWN_SECONDS).sum()),
-            "largest %": 100 * _quantile(seconds, 1.0),
+            "largest %": _percents(seconds)["largest %"],
             "peaks": len(peaks),
             "within 3 %": int((np.abs(peaks) <= OWN_PEAK).sum()),
-            "largest of peaks %": 100 * _quantile(peaks, 1.0) if len(peaks) else None,
+            "largest of peaks %": _percents(peaks)["largest %"] if len(peaks) else None,
         }
         summary[f"ours {group}"] = found
         lines.append((group, *("" if n is None else n if isinstance(n, int) else f"{n:.1f}" for n in found.values())))
@@ -233,10 +225,12 @@ def errors_of(engine: Engine, card: str, *, known: bool = True) -> list[tuple[st
 _FITTED_CARDS = {"ml_dataflow": ("h100", "rtx3090"), "llm.q": ("H100", "Pro6000")}
 
 
-def _quantile(errors: "np.ndarray", share: float) -> float:
+def _percents(errors: "np.ndarray") -> dict[str, float]:
+    """Quantiles of errors without their signs."""
     import numpy as np
 
-    return float(np.quantile(np.abs(errors), share))
+    shares = {"median %": 0.5, "nine of ten %": 0.9, "largest %": 1.0}
+    return {name: 100 * float(np.quantile(np.abs(errors), share)) for name, share in shares.items()}
 
 
 def predicted_steps() -> int:
