@@ -38,10 +38,7 @@ from cs336_systems.pretraining.run_records import Device, Evaluation, LoggedStep
 RUNS, TEST_RUNS, SUMS = "runs", "gpu_tests.csv", "SHA256SUMS"
 """Names in ``profiles/``: training runs, the last runs of the tests that need a GPU, and the seals."""
 
-BY_HAND = (
-    TEST_RUNS,
-    *(f"../cs336_systems/answers/{name}.csv" for name in ("llmq", "ml_dataflow", "outside")),
-)
+BY_HAND = (TEST_RUNS, *(f"../cs336_systems/answers/{name}.csv" for name in ("llmq", "ml_dataflow", "outside")))
 """Sealed files that people edit, as ``profiles/`` sees them."""
 
 SEALED = ("results", "digests", RUNS, "figures")

@@ -26,14 +26,7 @@ from cs336_systems.costs.speed_of_light import least_ms
 from cs336_systems.declared import flag, like, option, options_of
 from cs336_systems.experiments.driver import Experiment, measured_by
 from cs336_systems.experiments.options import TORCH_AT_ITS_FASTEST, RankedCase, RankedRun, in_turns, training_cells
-from cs336_systems.experiments.ranked import (
-    SCALING,
-    SENT,
-    recording_name,
-    scaling,
-    with_earlier_rows,
-    with_effort,
-)
+from cs336_systems.experiments.ranked import SCALING, SENT, recording_name, scaling, with_earlier_rows, with_effort
 from cs336_systems.hardware import find_hardware
 from cs336_systems.ranks import GatherBy, Parallel
 from cs336_systems.report.results import MAIN, MISSING, Column, Line, ResultTable, Spread

@@ -38,12 +38,7 @@ from cs336_systems.harness.memory import PeakMeter, check_fit, is_predictable, p
 from cs336_systems.harness.provenance import sampled_state
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.traffic import Event, Traffic
-from cs336_systems.profiling.communication import (
-    LATE_MS,
-    breakdown_metrics,
-    record_phases_of_ranks,
-    timed_waits,
-)
+from cs336_systems.profiling.communication import LATE_MS, breakdown_metrics, record_phases_of_ranks, timed_waits
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.training import random_batch
 from cs336_systems.training.assemble import build_model, finish

@@ -152,10 +152,7 @@ PEERS: dict[str, dict[str, Callable[[], Function]]] = {
         "rms_norm": liger("LigerRMSNormFunction", EPS, 0.0, "llama", True, module=LIGER_CUTE),
         "cross_entropy": liger_rows(LIGER_CUTE),
         "linear_cross_entropy": of_a_loss(
-            liger(
-                "LigerFusedLinearCrossEntropySM90Function",
-                module=f"{LIGER_CUTE}.fused_linear_cross_entropy_sm90",
-            )
+            liger("LigerFusedLinearCrossEntropySM90Function", module=f"{LIGER_CUTE}.fused_linear_cross_entropy_sm90")
         ),
     },
     "cut-cross-entropy": {"linear_cross_entropy": of_a_loss(cut_cross_entropy)},

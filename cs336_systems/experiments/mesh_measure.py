@@ -8,14 +8,7 @@ from cs336_systems.experiments.mesh import MeshCell
 from cs336_systems.experiments.mesh_attention import measure_attention
 from cs336_systems.experiments.mesh_messages import predicted_messages
 from cs336_systems.experiments.mesh_timeline import measure_timeline
-from cs336_systems.experiments.ranked import (
-    EFFORT,
-    Effort,
-    PreparedStep,
-    check_replicas,
-    peak_metrics,
-    time_metrics,
-)
+from cs336_systems.experiments.ranked import EFFORT, Effort, PreparedStep, check_replicas, peak_metrics, time_metrics
 from cs336_systems.hardware import MIB
 from cs336_systems.harness.clock import in_gib, time_phases_of_ranks
 from cs336_systems.harness.memory import PeakMeter, check_fit

@@ -75,11 +75,7 @@ _CLOSE_UP = 40
 
 
 def draw_timeline(
-    trace: Trace,
-    phases: Sequence[str],
-    title: str,
-    path: Path,
-    between: tuple[int, int] | None = None,
+    trace: Trace, phases: Sequence[str], title: str, path: Path, between: tuple[int, int] | None = None
 ) -> None:
     """Draw the last recorded step.
 

@@ -73,8 +73,7 @@ def test_ml_dataflow_shares_cannot_be_bettered_on_the_named_tenth():
 
 
 @pytest.mark.parametrize(
-    ("name", "most"),
-    [("ml_dataflow", {"h100": 0.12, "rtx3090": 0.12}), ("llm.q", {"one": 0.10, "several": 0.15})],
+    ("name", "most"), [("ml_dataflow", {"h100": 0.12, "rtx3090": 0.12}), ("llm.q", {"one": 0.10, "several": 0.15})]
 )
 def test_nine_of_ten_that_nothing_was_fitted_on_are_near(name, most):
     engine = ENGINES[name]

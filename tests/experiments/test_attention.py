@@ -13,13 +13,7 @@ from cs336_systems.attention.shapes import validate
 from cs336_systems.attention.variants import dense_attention
 from cs336_systems.case import Unsupported
 from cs336_systems.experiments import attention_measure
-from cs336_systems.experiments.attention import (
-    ATTENTION,
-    VARIANTS,
-    AttentionCell,
-    comparison_table,
-    time_over,
-)
+from cs336_systems.experiments.attention import ATTENTION, VARIANTS, AttentionCell, comparison_table, time_over
 from cs336_systems.experiments.attention_measure import make_variant, measure
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from tests.benchmarks.commands import cells_of

@@ -9,14 +9,7 @@ from cs336_systems.experiments.failures import Options, goodput_figure, make_cel
 from cs336_systems.experiments.failures_measure import Kill, kills_of_replicas, kills_of_restarts, measure, of_the_run
 from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.replica_options import Fault, faults_of
-from cs336_systems.pretraining.run_records import (
-    Dropped,
-    Evaluation,
-    LoggedCheckpoint,
-    LoggedStep,
-    Membership,
-    Session,
-)
+from cs336_systems.pretraining.run_records import Dropped, Evaluation, LoggedCheckpoint, LoggedStep, Membership, Session
 from tests.pretraining.trained import write_dataset
 from tests.report.rows import rows_of
 

@@ -5,11 +5,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from cs336_systems.experiments.fully_sharded import (
-    FULLY_SHARDED,
-    Options,
-    make_cells,
-)
+from cs336_systems.experiments.fully_sharded import FULLY_SHARDED, Options, make_cells
 from cs336_systems.experiments.fully_sharded_measure import measure
 from cs336_systems.experiments.ranked import Effort
 from cs336_systems.harness.memory import predicted_states

@@ -115,10 +115,7 @@ def test_bandwidth_is_of_the_bytes_that_must_move(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(
-    ("kernel", "peer"),
-    [(kernel, peer) for peer, kernels in PEERS.items() for kernel in kernels],
-)
+@pytest.mark.parametrize(("kernel", "peer"), [(kernel, peer) for peer, kernels in PEERS.items() for kernel in kernels])
 def test_others_kernels_compute_the_same(kernel, peer):
     try:
         shape = {"device": "cuda", "dtype": "bf16", "rows": 512, "width": 1024}

@@ -4,13 +4,7 @@ import pytest
 
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.flops import forward_flops, hardware_flops, model_flops
-from cs336_systems.experiments.model import (
-    ModelCell,
-    Options,
-    frontier_figure,
-    make_cells,
-    step_table,
-)
+from cs336_systems.experiments.model import ModelCell, Options, frontier_figure, make_cells, step_table
 from cs336_systems.experiments.model_measure import rates
 from cs336_systems.hardware import hardware_named
 from cs336_systems.harness.runs import RATES

@@ -42,10 +42,7 @@ def test_a_failure_is_not_hidden_by_an_earlier_success_nor_a_success_by_an_earli
     assert steps(failed, measured(2.0)) == [2.0]
     assert steps(
         measured(1.0, repeat=0), make_cell(status="error", message="?", repeat=1), measured(3.0, repeat=2)
-    ) == [
-        1.0,
-        3.0,
-    ]
+    ) == [1.0, 3.0]
 
 
 def test_pooled_is_the_median_of_medians_between_the_outermost_percentiles():
