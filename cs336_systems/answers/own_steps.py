@@ -24,15 +24,7 @@ from cs336_systems.hardware import GIB, find_hardware
 RESULTS = Path(__file__).resolve().parents[2] / "profiles/results"
 PARTS = ("h200/training", "h200/training-2", "h200/training-4", "h100/training-2", "h100/training")
 _SETTINGS = [
-    "gpu",
-    "size",
-    "context_length",
-    "world_size",
-    "zero",
-    "recipe",
-    "keep",
-    "batch_size",
-    "total_batch_tokens",
+    *("gpu", "size", "context_length", "world_size", "zero", "recipe", "keep", "batch_size", "total_batch_tokens"),
     "apart_sums",
 ]
 

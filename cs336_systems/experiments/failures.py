@@ -202,21 +202,11 @@ def _loss_change(line: Line) -> float | None:
     return None if ratio is None else 100 * (ratio - 1)
 
 
+_JOB = ("gpu", "device", "size", "batch_size", "context_length", "replicas", "ranks_per_replica", "zero")
+"""Columns in which a restarted run agrees with the replicas that it stands beside."""
+
 RUNS = ResultTable(
-    settings=(
-        "gpu",
-        "device",
-        "size",
-        "batch_size",
-        "context_length",
-        "replicas",
-        "ranks_per_replica",
-        "zero",
-        "save_every",
-        "how",
-        "steps",
-        "kills",
-    ),
+    settings=(*_JOB, "save_every", "how", "steps", "kills"),
     always=("how", "steps", "kills"),
     columns=(
         Column("noticed s", "notice", ".2f", spread=True, note="from the kill until the last of the others knew"),
@@ -239,10 +229,9 @@ RUNS = ResultTable(
 def _pairs(rows: pd.DataFrame) -> Iterator[tuple[Line, Line]]:
     """Lines of replicas with kills, each with the one of the restarted run of the same size."""
     lines = RUNS.lines(rows)
-    same = ("gpu", "device", "size", "batch_size", "context_length", "replicas", "ranks_per_replica", "zero")
     for line in lines:
         for other in lines:
-            alike = all(line.settings.get(name) == other.settings.get(name) for name in same)
+            alike = all(line.settings.get(name) == other.settings.get(name) for name in _JOB)
             ways = line.settings["how"], other.settings["how"]
             if alike and ways == (REPLICAS, RESTART) and line.median("stop") and other.median("stop"):
                 yield line, other

@@ -176,21 +176,8 @@ class Search:
 
 
 _COLUMNS = (
-    *(
-        "place",
-        "step s",
-        "days",
-        "GPU-hours",
-        "MFU %",
-        "GiB",
-        "exposed s",
-        "bubble s",
-        "replica",
-        "shard",
-        "context",
-        "tensor",
-    ),
-    *("pipeline", "ZeRO", "schedule", "keep", "micro-batches"),
+    *("place", "step s", "days", "GPU-hours", "MFU %", "GiB", "exposed s", "bubble s"),
+    *("replica", "shard", "context", "tensor", "pipeline", "ZeRO", "schedule", "keep", "micro-batches"),
 )
 
 

@@ -121,20 +121,8 @@ def test_flash_attention_4_gets_views_and_returns_the_output_alone(monkeypatch):
 
 
 def test_shapes_of_training_are_measured_beside_peers():
-    asked = (
-        "--grid",
-        "training",
-        "--impl",
-        "hopper",
-        "flash-attn-4",
-        "--length",
-        "16384",
-        "1024",
-        "--d-head",
-        "64",
-        "128",
-    )
-    cells = cells_of("attention", *asked)
+    asked = "--grid training --impl hopper flash-attn-4 --length 16384 1024 --d-head 64 128"
+    cells = cells_of("attention", *asked.split())
     assert [(each.impl, each.heads, each.kv_heads, each.d_head) for each in cells[::2]] == [
         *(("hopper", 16, 0, 64), ("hopper", 14, 0, 64), ("hopper", 32, 0, 128), ("hopper", 64, 8, 128))
     ]

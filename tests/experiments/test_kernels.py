@@ -37,12 +37,8 @@ def test_torchs_and_ours_in_fp8_compute_every_formula(kernel):
 
 
 def test_what_cannot_be_measured_is_unsupported(monkeypatch):
-    missing = {
-        "liger": "liger_kernel.ops",
-        "quack": "quack",
-        "liger-cute": "cutlass",
-        "cut-cross-entropy": "cut_cross_entropy",
-    }
+    missing = {"liger": "liger_kernel.ops", "quack": "quack", "liger-cute": "cutlass"}
+    missing |= {"cut-cross-entropy": "cut_cross_entropy"}
     distributions = {"quack": "quack-kernels", "liger": "liger-kernel", "liger-cute": "nvidia-cutlass-dsl"}
     for peer in ("quack", "liger-cute", "cut-cross-entropy", "liger"):  # the last takes Liger away
         monkeypatch.setitem(sys.modules, missing[peer], None)
