@@ -86,7 +86,7 @@ class Table:
     def latex(self) -> str:
         """A ``tabular`` in a ``table`` with the caption; needs the booktabs package."""
         columns = "".join("r" if side == "right" else "l" for side in self._alignment())
-        caption = _escape_latex(" ".join(filter(None, (self.caption, self._footnote(self.frame.columns)))))
+        caption = " ".join(filter(None, (self.caption, self._footnote(self.frame.columns)))).translate(_LATEX)
         return self.frame.to_latex(index=False, escape=True, column_format=columns, caption=caption)
 
     def csv(self) -> str:
@@ -154,15 +154,10 @@ def _cut(cell: str, size: int) -> str:
     return cell if cell_len(cell) <= size else set_cell_size(cell, size - 1) + "…"
 
 
-_LATEX = {character: f"\\{character}" for character in "&%_#${}"} | {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-}
-
-
-def _escape_latex(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in text)
+_LATEX = str.maketrans(
+    {character: f"\\{character}" for character in "&%_#${}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+)
 
 
 def settings_split(

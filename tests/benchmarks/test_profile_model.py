@@ -124,7 +124,6 @@ def fail_in_forward(cell, *, raw, out):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_backward_is_attributed_on_a_gpu(tmp_path):
     (cell,) = cells_for("--mode step --size small --context-length 128 --steps 2 --recorded-steps 2", "cuda")
     measure_profile(cell, raw=tmp_path, out=None)

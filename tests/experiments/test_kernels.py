@@ -110,7 +110,6 @@ def test_bandwidth_is_of_the_bytes_that_must_move(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("kernel", "peer"), [(kernel, peer) for peer, kernels in PEERS.items() for kernel in kernels])
 def test_others_kernels_compute_the_same(kernel, peer):
     try:
@@ -125,7 +124,6 @@ def test_others_kernels_compute_the_same(kernel, peer):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_our_kernels_are_as_exact_as_the_formula(kernel, dtype):

@@ -118,7 +118,6 @@ def test_a_cpu_measures_each():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_each_measures_on_a_gpu():
     cell = matmul_data.DataCell("cuda", "ones", 1024, "bf16", 0.3, 0.1, 0, 0)
     found = {metric.name: metric.samples for metric in matmul_data.measure(cell)}

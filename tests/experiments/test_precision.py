@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from cs336_systems.experiments.precision import DTYPES, EXPERIMENTS, sums, toy_dtypes
 
@@ -56,7 +55,6 @@ def test_dtypes_under_autocast_are_those_of_the_device(dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_gpu_has_the_dtypes_of_the_pretended_one(dtype):
     assert toy_dtypes("cuda", DTYPES[dtype]) == toy_dtypes("pretended-cuda", DTYPES[dtype])

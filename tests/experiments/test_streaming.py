@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 
 from cs336_systems.case import Unsupported
 from cs336_systems.experiments.streaming import Options, make_cells
@@ -74,7 +73,6 @@ def test_a_large_model_is_not_run_on_a_cpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_small_model_runs_under_caps_on_a_gpu(tmp_path, device_to_itself):
     """With all that a large one needs: caps, a pinned slab, streams with times, the picture."""
     (cell,) = cells_of("streaming", "--size", "small", "--context-length", "2048", "--device-gib", "2.5", "--host-gib",

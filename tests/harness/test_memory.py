@@ -43,7 +43,6 @@ def test_a_process_that_has_measured_a_cell_cannot_tell_the_next_ones_peak():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_meter_and_the_driver_see_a_tensor_on_a_gpu():
     device = torch.device("cuda")
     meter = memory.PeakMeter(device)
