@@ -75,7 +75,7 @@ class ToyModel(nn.Module):
 def toy_dtypes(device: str, dtype: torch.dtype) -> dict[str, str]:
     """The dtype of each of the toy model's tensors under autocast, by name; ``pretended-cuda`` needs no GPU."""
     if device == "pretended-cuda":
-        with pretended_cuda(), cuda_autocast(dtype):
+        with FakeTensorMode(), torch.device("cuda"), cuda_autocast(dtype):
             return _noted_dtypes()
     with torch.device(device), torch.autocast(device, dtype):
         return _noted_dtypes()
@@ -92,13 +92,6 @@ def _noted_dtypes() -> dict[str, str]:
     seen["loss"] = {F.cross_entropy(logits, torch.zeros(8, dtype=torch.int64)).dtype}
     seen["gradients"] = seen["parameters"]
     return {name: ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in seen[name])) for name in seen}
-
-
-@contextmanager
-def pretended_cuda() -> Iterator[None]:
-    """Everything made inside is a fake tensor on ``cuda``."""
-    with FakeTensorMode(), torch.device("cuda"):
-        yield
 
 
 @contextmanager

@@ -9,19 +9,6 @@ from cs336_systems.experiments.parallel_search import Search, amount, fsdp_alone
 EIGHT = "search --gpus 8 --size llama3-8b --batch-tokens 256K --tokens 1B"
 
 
-@pytest.fixture
-def ask(load_script, capsys):
-    """(exit code, stdout, stderr) of a command line."""
-    script = load_script("scripts/parallelism.py")
-
-    def ask(line):
-        code = script.main(line.split())
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return ask
-
-
 def test_amounts_are_read_as_the_field_means_them():
     assert amount("--batch-tokens", "4M", 1024) == 4 * 2**20 == amount("--batch-tokens", "4_194_304", 1024)
     assert amount("--tokens", "15T", 1000) == 15 * 10**12

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from cs336_systems.experiments.precision import DTYPES, EXPERIMENTS, sums, toy_dtypes
 
@@ -52,6 +53,7 @@ def test_dtypes_under_autocast_are_those_of_the_device(dtype):
         assert [found[name] for name in ("parameters", "loss", "gradients")] == ["float32"] * 3
         assert [found[name] for name in ("first layer, output", "relu, output", "logits")] == [NARROW[dtype]] * 3
         assert found["LayerNorm, output"] == norm
+        assert not torch.is_autocast_enabled("cuda")
 
 
 @pytest.mark.gpu
