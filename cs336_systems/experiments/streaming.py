@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, Stage, measured_by, presented
-from cs336_systems.experiments.options import RunOptions, cell_of
+from cs336_systems.experiments.options import RunOptions, every
 from cs336_systems.hardware import hardware_named
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
@@ -154,17 +154,14 @@ def make_cells(options: Any) -> list[StreamingCell]:
         asked = usual | given
         for length in asked["context_length"]:
             _check_tokens(length, asked["chunk"], asked["tokens_per_step"])
-        own = {"size": name, "simulated_device": simulated, "tokens_per_step": asked["tokens_per_step"]}
-        limited = [
-            (*values, "", asked["chunk"]) for values in itertools.product(*(asked[each] for each in _SETS), worlds)
-        ]
-        free = [(n, 0.0, 0.0, 1, peer, 0) for n, peer in itertools.product(asked["context_length"], options.peers)]
-        for values in limited + free:
-            found = own | dict(zip((*_SETS, "ranks", "peer", "chunk"), values, strict=True))
-            if (n_layers := resolve_size(name).n_layers) < (n := found["ranks"]):
-                raise ValueError(f"--world-size {n}: the {n_layers} layers of {name} leave ranks without one")
-            in_ring = found["ranks"] > 1 and not simulated  # one process simulates all ranks
-            cells.append(cell_of(RingCell if in_ring else StreamingCell, options, **found))
+        if (n_layers := resolve_size(name).n_layers) < max(worlds):
+            raise ValueError(f"--world-size {max(worlds)}: the {n_layers} layers of {name} leave ranks without one")
+        own: dict[str, Any] = {"size": [name], "simulated_device": [simulated], "ranks": worlds, "peer": [""]}
+        own |= {each: asked[each] for each in _SETS} | {each: [asked[each]] for each in of_step}
+        free = own | {"device_gib": [0.0], "host_gib": [0.0], "chunk": [0], "peer": options.peers}
+        for cell in every(StreamingCell, options, **own) + every(StreamingCell, options, **free):
+            in_ring = cell.ranks > 1 and not simulated  # one process simulates all ranks
+            cells.append(RingCell(**vars(cell)) if in_ring else cell)
     return cells
 
 

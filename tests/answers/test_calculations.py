@@ -1,6 +1,7 @@
 """Predictions of communication as documents ask for them, against what the formulas give by hand."""
 
-import pandas as pd
+from dataclasses import replace
+
 import pytest
 
 from cs336_systems.answers.calculations import (
@@ -17,20 +18,11 @@ from cs336_systems.answers.calculations import (
 )
 from cs336_systems.answers.committed import NotMeasured
 from cs336_systems.costs.communication import Link, cost
-from cs336_systems.harness.record import Metric, parse_samples
+from cs336_systems.experiments.collectives import CollectiveCell
+from cs336_systems.experiments.data_parallel import DataParallelCell
+from tests.report.rows import rows_of
 
 LINK = Link(10e-6, 1 / 300e9)
-GPU = {"gpu": "NVIDIA H200", "host": "a host", "device": "cuda", "status": "ok", "message": ""}
-
-
-def frame(lines, metrics):
-    """One row per metric of each line's settings."""
-    rows = [
-        GPU | settings | Metric(name, "", [value]).statistics()
-        for settings, found in zip(lines, metrics, strict=True)
-        for name, value in found.items()
-    ]
-    return parse_samples(pd.DataFrame(rows))
 
 
 @pytest.fixture
@@ -40,10 +32,9 @@ def collectives():
     for world_size, slower in ((2, 1.0), (4, 1.1)):
         for size_mb in (1.0, 10.0, 1000.0):
             total = int(size_mb * 1e6)
-            settings = {"variant": "nccl", "world_size": world_size, "dtype": "fp32", "calls": 5}
-            cells.append(settings | {"collective": "all_reduce", "size_mb": size_mb, "total_bytes": total})
+            cells.append(CollectiveCell("cuda", world_size, "fp32", "all_reduce", size_mb, total))
             times.append({"time": 1e3 * slower * LINK.seconds(cost("all_reduce", world_size, total))})
-    return frame(cells, times)
+    return rows_of(cells, times)
 
 
 def test_a_link_is_fitted_to_one_world_only(collectives):
@@ -89,12 +80,10 @@ def test_exposed_time_is_what_backward_cannot_hide():
 
 def test_data_parallel_rows_stand_beside_their_prediction(collectives):
     sizes = gradient_sizes("small")
-    cells = [
-        {"size": "small", "dtype": "fp32", "world_size": 2, "ddp": rung, "bucket_size_mb": mb}
-        for rung, mb in (("naive", ""), ("bucketed", 25.0))
-    ]
+    two = DataParallelCell(size="small", dtype="fp32", world_size=2, bucket_size_mb=None)
+    cells = [two, replace(two, ddp="bucketed", bucket_size_mb=25.0)]
     exposed = 1e3 * sum(LINK.seconds(cost("all_reduce", 2, n)) for n in sizes)
     found = [{"exposed": each, "local_backward": 32.0} for each in (exposed, 1.0)]
-    lines = ddp_predictions(frame(cells, found), collectives).frame
+    lines = ddp_predictions(rows_of(cells, found), collectives).frame
     assert lines["ring less measured ms"].iloc[0] == "+0.00"
     assert float(lines["fitted ring ms"].iloc[1]) < float(lines["fitted ring ms"].iloc[0])

@@ -1,20 +1,20 @@
 """``benchmark_collectives``: two real ranks, its grid, and the table of times that a known link has made."""
 
 import json
+from dataclasses import replace
 
-import pandas as pd
 import pytest
 
 from cs336_systems.costs.communication import COLLECTIVES, Link, busbw, cost
 from cs336_systems.distributed.collectives import Exchange
 from cs336_systems.experiments.collectives import CollectiveCell, collectives_table, measure
-from cs336_systems.harness.record import Metric, parse_samples, read_rows
+from cs336_systems.harness.record import read_rows
 from tests.benchmarks.commands import cells_of, run
 from tests.distributed.checks import on_ranks
+from tests.report.rows import rows_of
 
 LINK = Link(5e-6, 1 / 300e9)
 FEW = COLLECTIVES[:2]
-SHARED = {"gpu": "NVIDIA H200", "host": "a host", "device": "cuda", "variant": "nccl", "calls": 5, "message": ""}
 
 
 @pytest.mark.slow
@@ -55,34 +55,32 @@ def test_the_grid_of_a_machine():
             cells_of("collectives", *line.split())
 
 
-def rows_of(collective, world_size, size_mb, *, slower=1.0):
+def timed(collective, world_size, size_mb, *, slower=1.0):
+    """A cell, and what it measures where each takes as long as ``LINK`` says."""
     total = int(size_mb * 1e6)
     seconds = LINK.seconds(cost(collective, world_size, total)) * slower
-    shared = SHARED | {"collective": collective, "world_size": world_size, "size_mb": size_mb, "total_bytes": total}
-    shared |= {"dtype": "fp32", "status": "ok"}
     found = {"time": 1e3 * seconds, "algbw": total / seconds / 1e9}
     found |= {"busbw": busbw(collective, world_size, total, seconds) / 1e9}
-    return [shared | Metric(name, "", [value]).statistics() for name, value in found.items()]
+    return CollectiveCell("cuda", world_size, "fp32", collective, size_mb, total), found
 
 
-def frame(*cells):
-    return parse_samples(pd.DataFrame([row for cell in cells for row in cell]))
+def frame(*measured):
+    return rows_of(*zip(*measured, strict=True), gpu="NVIDIA H200")
 
 
 @pytest.fixture
 def rows():
     """Two worlds of all collectives and sizes, after an older and slower run of one cell, and a cell that failed."""
-    old = rows_of("all_reduce", 2, 1.0, slower=7)
-    cells = [rows_of(name, n, size) for n in (2, 4) for name in FEW for size in (1.0, 10.0, 1000.0)]
-    failed = {name: value for name, value in cells[-1][0].items() if name not in ("metric", "median", "samples")}
-    return frame(old, *cells, [failed | {"dtype": "bf16", "status": "oom", "message": "no room", "metric": ""}])
+    old = timed("all_reduce", 2, 1.0, slower=7)
+    measured = [timed(name, n, size) for n in (2, 4) for name in FEW for size in (1.0, 10.0, 1000.0)]
+    return frame(old, *measured, (replace(old[0], dtype="bf16"), None))
 
 
 def test_a_fit_needs_several_sizes_and_says_what_it_cannot_tell():
-    small, large = rows_of("all_reduce", 2, 0.01), rows_of("all_reduce", 2, 1.0)
-    large[0] |= {"median": small[0]["median"] / 2}
+    small, large = timed("all_reduce", 2, 0.01), timed("all_reduce", 2, 1.0)
+    large[1]["time"] = small[1]["time"] / 2
     assert "times that do not grow with the bytes" in collectives_table(frame(small, large)).caption
-    alone = collectives_table(frame(rows_of("all_reduce", 2, 1.0)))
+    alone = collectives_table(frame(timed("all_reduce", 2, 1.0)))
     assert alone.frame.iloc[0]["time / ring"] == "–", "nothing to fit"
 
 
