@@ -16,6 +16,7 @@ from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.agreement import agreement_of
 from cs336_systems.pretraining.preparation import default_data
 from cs336_systems.pretraining.replica_options import require_torchft
+from cs336_systems.pretraining.run_log import Kind
 from cs336_systems.pretraining.run_records import Dropped, Evaluation, LoggedStep, Membership, Model, Record, Session
 from cs336_systems.pretraining.trainer import train
 
@@ -26,30 +27,23 @@ _TOLERANCE = 0.01
 
 
 class Watch:
-    """A sink that notes at each evaluation what had been sent by then."""
+    """A sink that keeps all records, and the bytes that had been sent by each evaluation."""
 
     def __init__(self) -> None:
         self.sent_bytes = lambda: 0.0
         self._before = self._earlier = 0.0
-        self.steps: list[LoggedStep] = []
-        self.evaluations: list[tuple[Evaluation, float]] = []
-        self.there: set[int] = set()
-        self.n_parameters = 0
-        self.dropped: Dropped | None = None
+        self.records: list[Record] = []
+        self.sent: list[float] = []
+
+    def all(self, kind: type[Kind]) -> list[Kind]:
+        return [record for record in self.records if isinstance(record, kind)]
 
     def write(self, record: Record) -> None:
+        self.records.append(record)
         if isinstance(record, Session):
             self._before = self.sent_bytes() - self._earlier  # what replicas sent as they met
-        elif isinstance(record, Model):
-            self.n_parameters = record.n_parameters
-        elif isinstance(record, LoggedStep):
-            self.steps.append(record)
         elif isinstance(record, Evaluation):
-            self.evaluations.append((record, self.sent_bytes() - self._before))
-        elif isinstance(record, Membership):
-            self.there.add(len(record.there))
-        elif isinstance(record, Dropped):
-            self.dropped = record
+            self.sent.append(self.sent_bytes() - self._before)
 
     def close(self) -> None:
         self._earlier = self.sent_bytes() - self._before  # in runs before the next
@@ -95,22 +89,22 @@ def measure(cell: DilocoCell, rank: Rank) -> list[Metric]:
                 agreement = agreement_of(options, own, address, str(rank.rank))
                 watch.sent_bytes = partial(getattr, agreement, "sent_bytes")
                 train(options, own, watch, agreement=agreement)
-    if watch.dropped or watch.there != {rank.world_size}:
-        raise RuntimeError(f"{watch.there} replicas of {rank.world_size} were there; {watch.dropped}")
+    there, dropped = {len(record.there) for record in watch.all(Membership)}, watch.all(Dropped)
+    if dropped or there != {rank.world_size}:
+        raise RuntimeError(f"{there} replicas of {rank.world_size} were there; dropped: {dropped}")
     if rank.rank:
         return []  # the first replica has the evaluations
-    tokens = [step.tokens for step in watch.steps]
-    losses = [evaluation.loss for evaluation, _ in watch.evaluations]
-    sent = [n_bytes for _, n_bytes in watch.evaluations]
-    predicted = cell.predicted_bytes(watch.n_parameters)
+    steps, evaluations, sent = watch.all(LoggedStep), watch.all(Evaluation), watch.sent
+    tokens, losses = [step.tokens for step in steps], [evaluation.loss for evaluation in evaluations]
+    predicted = cell.predicted_bytes(watch.all(Model)[-1].n_parameters)
     if abs(sent[-1] - predicted) > _TOLERANCE * predicted:
         raise RuntimeError(f"a replica has sent {sent[-1]:,.0f} bytes, and arithmetic says {predicted:,.0f}")
     return [
         Metric("held_out_loss", "nats", losses[-1:]),
         Metric("sent", "MiB", [sent[-1] / MIB]),
         Metric("sent_per_token", "bytes", [rank.world_size * sent[-1] / sum(tokens)]),
-        Metric("step", "ms", [1000 * statistics.median(step.seconds for step in watch.steps)]),
+        Metric("step", "ms", [1000 * statistics.median(step.seconds for step in steps)]),
         Metric("loss_at", "nats", losses),
-        Metric("tokens_at", "tokens", [sum(tokens[: evaluation.step]) for evaluation, _ in watch.evaluations]),
+        Metric("tokens_at", "tokens", [sum(tokens[: evaluation.step]) for evaluation in evaluations]),
         Metric("sent_at", "MiB", [n_bytes / MIB for n_bytes in sent]),
     ]

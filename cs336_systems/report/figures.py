@@ -22,9 +22,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito 2008."""
 
-PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
-"""The format of ticks on a logarithmic axis: no powers of ten."""
 WITH_COMMAS = FuncFormatter(lambda value, _: f"{value:,g}")
+"""The format of ticks on a logarithmic axis: no powers of ten."""
 
 _COLOURS = (*OKABE_ITO, "#999999", "#882255")
 _SHAPES = tuple(zip("osD^vPX*h", ("-", "--", ":", "-.", "-", "--", ":", "-.", "-"), strict=True))
