@@ -23,14 +23,6 @@ SOME = {
     "profiles": ("memory",),
 }
 """The parts whose commands are parsed, where all take half a minute, or need nsys."""
-QUESTIONS = {
-    "ddp": "data_parallel",
-    "fsdp": "fully_sharded",
-    "harness": "harness_cost",
-    "parallelism": "mesh",
-    "profile_model": "profile",
-}
-"""The files of questions whose commands have other names."""
 
 
 def script(recipe):
@@ -65,13 +57,13 @@ def cells_of(recipe, folder, part, **environment):
             if program == "scripts/train.py":
                 parse(TrainOptions, ["--device", "cuda", *arguments], None).check()
                 continue
-            stem = Path(program).stem.removeprefix("benchmark_")
-            question = importlib.import_module(f"cs336_systems.experiments.{QUESTIONS.get(stem, stem)}")
+            module = ".".join((ROOT / program).relative_to(ROOT).with_suffix("").parts)
+            experiment = importlib.import_module(module).EXPERIMENT
             device = [] if "--device" in arguments else ["--device", "cuda"]
-            options = parse(question.Options, [*device, *arguments], None)
+            options = parse(experiment.options, [*device, *arguments], None)
             if hasattr(options, "world_size"):
                 options = replace(options, world_size=options.world_size or (ranks,))  # as the driver says
-            found.append(question.EXPERIMENT.make_cells(options))
+            found.append(experiment.make_cells(options))
     return found
 
 
