@@ -17,7 +17,7 @@ from cs336_systems.costs.attention import AttentionWork
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, measured_by, one_stage, presented
 from cs336_systems.experiments.peers import Peer, PeerRun, interleaved
-from cs336_systems.report.results import MAIN, MISSING, Column, Line, ResultTable
+from cs336_systems.report.results import MAIN, MISSING, Column, ResultTable
 from cs336_systems.report.tables import Table, digits
 
 if TYPE_CHECKING:
@@ -184,10 +184,6 @@ def by_clock(rows: pd.DataFrame, clock: Clock = "harness") -> pd.DataFrame:
     return rows[rows["clock"] == clock]
 
 
-def _largest_error(line: Line) -> float | None:
-    return max((float(row["median"]) for name, row in line.metrics.items() if name.startswith("error_")), default=None)
-
-
 ATTENTION = ResultTable(
     settings=SETTINGS,
     always=("impl",),
@@ -200,7 +196,11 @@ ATTENTION = ResultTable(
         Column("kept GiB", "kept_for_backward", note="what forward leaves for backward", rank=2),
         Column("peak GiB", "peak_memory"),
         Column("predicted GiB", "predicted_peak_memory", rank=3),
-        Column("largest error", _largest_error, ".1e", rank=2, note="of the output and the gradients, relative"),
+        Column(
+            *("largest error", lambda line: line.largest("error_"), ".1e"),
+            rank=2,
+            note="of the output and the gradients, relative",
+        ),
     ),
 )
 """Time, rate, memory and largest error of every cell of ``benchmark_attention.py`` rows; failures as they are."""

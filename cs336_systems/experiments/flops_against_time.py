@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,14 +135,10 @@ def measure(cell: StepCell) -> list[Metric]:
     return metrics + [Metric(f"{name}_flops", "GFLOP", [n / 1e9], derived=True) for name, n in flops.items()]
 
 
-def _share(name: str, kind: str) -> Callable[[Line], float | None]:
-    """The column of a family's percentage of all ``time`` or ``flops``."""
-
-    def share(line: Line) -> float | None:
-        every = {each: line.median(f"{each}_{kind}") or 0.0 for each in costs.FAMILIES}
-        return 100 * every[name] / sum(every.values()) if any(every.values()) else None
-
-    return share
+def _share(name: str, kind: str, line: Line) -> float | None:
+    """A family's percentage of all ``time`` or ``flops``."""
+    every = {each: line.median(f"{each}_{kind}") or 0.0 for each in costs.FAMILIES}
+    return 100 * every[name] / sum(every.values()) if any(every.values()) else None
 
 
 SHARES = ResultTable(
@@ -151,8 +147,8 @@ SHARES = ResultTable(
     columns=(
         Column("step ms", "step", spread=True, rank=MAIN, note="without profiler"),
         Column("busy ms", "busy", note="in which operators run"),
-        *(Column(f"{name}: % of time", _share(name, "time"), ".1f") for name in costs.FAMILIES),
-        *(Column(f"{name}: % of FLOPs", _share(name, "flops"), ".2f", rank=2) for name in costs.FAMILIES),
+        *(Column(f"{name}: % of time", partial(_share, name, "time"), ".1f") for name in costs.FAMILIES),
+        *(Column(f"{name}: % of FLOPs", partial(_share, name, "flops"), ".2f", rank=2) for name in costs.FAMILIES),
     ),
 )
 
@@ -168,7 +164,7 @@ def shares_figure(rows: pd.DataFrame) -> Figure | None:
     figure, (axes,) = panels(1, 1, 7, 3)
     left = [0.0] * len(bars)
     for name, i in zip(costs.FAMILIES, (0, 4, 2, 1, 3), strict=True):
-        widths = [_share(name, "flops")(lines[0]) or 0.0, *(_share(name, "time")(line) or 0.0 for line in lines)]
+        widths = [_share(name, "flops", lines[0]) or 0.0, *(_share(name, "time", line) or 0.0 for line in lines)]
         drawn = axes.barh(bars, widths, left=left, color=OKABE_ITO[i], edgecolor="white", label=name)
         axes.bar_label(drawn, [f"{width:.0f} %" if width >= 5 else "" for width in widths], label_type="center")
         left = [start + width for start, width in zip(left, widths, strict=True)]

@@ -16,7 +16,7 @@ from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, measured_by, one_stage, presented
 from cs336_systems.experiments.options import RunOptions, every
 from cs336_systems.experiments.peers import Peer
-from cs336_systems.report.results import MAIN, Column, Line, ResultTable
+from cs336_systems.report.results import MAIN, Column, ResultTable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -130,12 +130,6 @@ def widths(kernel: str, sizes: Sequence[str]) -> list[int]:
     return sorted({config.d_ff if kernel.startswith("swiglu") else config.d_model for config in configs})
 
 
-def _worst(line: Line, prefix: str) -> str | None:
-    """The largest of the metrics whose names begin so."""
-    found = [row["median"] for name, row in line.metrics.items() if name.startswith(prefix)]
-    return f"{max(found):.1e}" if found else None
-
-
 KERNEL_TABLE = ResultTable(
     settings=("gpu", "device", "kernel", "dtype", "rows", "width", "vocabulary", "how", "n_samples"),
     always=("kernel", "how"),
@@ -153,8 +147,8 @@ KERNEL_TABLE = ResultTable(
         Column("backward ms", "backward", spread=True, rank=MAIN),
         Column("backward GB/s", "backward_bandwidth", ",.0f", rank=2),
         Column("backward % of copy", "backward_copy_share", ".0f"),
-        Column("error", lambda line: _worst(line, "error_out"), note="relative Frobenius norm against fp64"),
-        Column("gradients' error", lambda line: _worst(line, "error_grad"), note="of the worst gradient"),
+        Column("error", lambda line: line.largest("error_out"), ".1e", note="relative Frobenius norm against fp64"),
+        Column("gradients' error", lambda line: line.largest("error_grad"), ".1e", note="of the worst gradient"),
     ),
 )
 

@@ -124,14 +124,10 @@ def measure(cell: ChainCell) -> list[Metric]:
     return [Metric("time", "ms", samples_ms)]
 
 
-def _rate(per_element: Callable[[int], int], scale: float) -> Callable[[Line], float | None]:
-    """The column of a rate: what ``per_element`` says of multiply-adds, over the time."""
-
-    def rate(line: Line) -> float | None:
-        ms, settings = line.median("time"), line.settings
-        return per_element(int(settings["fmas"])) * int(settings["elements"]) / ms / scale if ms else None
-
-    return rate
+def _rate(per_element: Callable[[int], int], scale: float, line: Line) -> float | None:
+    """What ``per_element`` says of multiply-adds, over the time."""
+    ms, settings = line.median("time"), line.settings
+    return per_element(int(settings["fmas"])) * int(settings["elements"]) / ms / scale if ms else None
 
 
 CHAINS = ResultTable(
@@ -141,8 +137,8 @@ CHAINS = ResultTable(
     columns=(
         Column("ms", "time", rank=MAIN),
         Column("x the first", lambda line: line.over("time", line.peer(how=COMPILED, fmas=1)), ".2f", rank=MAIN),
-        Column("GB/s", _rate(lambda fmas: BYTES, 1e6)),
-        Column("TFLOP/s", _rate(lambda fmas: FLOP * fmas, 1e9)),
+        Column("GB/s", functools.partial(_rate, lambda fmas: BYTES, 1e6)),
+        Column("TFLOP/s", functools.partial(_rate, lambda fmas: FLOP * fmas, 1e9)),
     ),
 )
 

@@ -9,7 +9,7 @@ some of the layers and limits of its own, and activations go from rank to rank. 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -188,14 +188,10 @@ def stages(options: Any, cells: Sequence[StreamingCell], outcomes: list[Outcome]
     ]
 
 
-def _share(metric: str) -> Callable[[Line], float | None]:
+def _share(metric: str, line: Line) -> float | None:
     """The share as measured, else as simulated."""
-
-    def value(line: Line) -> float | None:
-        found = line.median(metric)
-        return line.median(f"simulated_{metric}") if found is None else found
-
-    return value
+    found = line.median(metric)
+    return line.median(f"simulated_{metric}") if found is None else found
 
 
 SCALING = "tokens/s over those of one GPU times the number of GPUs, both measured, else both simulated"
@@ -232,10 +228,10 @@ STREAMING_TABLE = ResultTable(
         Column("HFU %", "hfu", ".1f", optional=True),
         Column("sim MFU %", "simulated_mfu", ".1f", rank=2),
         Column("sim HFU %", "simulated_hfu", ".1f", rank=2),
-        Column("in %", _share("link_in"), ".0f", rank=2, note="of the step, the link to the device is busy"),
-        Column("out %", _share("link_out"), ".0f", rank=2, note="the same, from the device"),
-        Column("idle %", _share("compute_idle"), ".1f", rank=2, note="of the step, no kernel runs"),
-        Column("again %", _share("recompute"), ".1f", rank=2, note="of the step, spent on recomputation"),
+        Column("in %", partial(_share, "link_in"), ".0f", rank=2, note="of the step, the link to the device is busy"),
+        Column("out %", partial(_share, "link_out"), ".0f", rank=2, note="the same, from the device"),
+        Column("idle %", partial(_share, "compute_idle"), ".1f", rank=2, note="of the step, no kernel runs"),
+        Column("again %", partial(_share, "recompute"), ".1f", rank=2, note="of the step, spent on recomputation"),
         Column("in use GiB", "device_in_use", ".2f", note="of the device", optional=True, little=True),
         Column("on the host GiB", "host_in_use", ".2f", rank=2, note="of the process", optional=True, little=True),
         Column("tokens a step", "planned_tokens_per_step", ",.0f", rank=3),

@@ -67,6 +67,11 @@ class Line:
         """The median of a metric, None if it was not measured."""
         return float(self.metrics[metric]["median"]) if metric in self.metrics else None
 
+    def largest(self, prefix: str) -> float | None:
+        """The largest median of the metrics whose names begin so, None if there are none."""
+        found = [float(row["median"]) for name, row in self.metrics.items() if name.startswith(prefix)]
+        return max(found, default=None)
+
     def peer(self, **settings: object) -> Line | None:
         """The line that differs from this one in these settings alone."""
         return self.lines.get(tuple((self.settings | settings).values()))
