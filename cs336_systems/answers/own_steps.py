@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.config import Recipe, resolve_size
 from cs336_systems.costs.parallelism.layout import Layout
@@ -20,6 +20,9 @@ from cs336_systems.costs.parallelism.seconds import step_seconds
 from cs336_systems.costs.rates import ADDS_SINCE, OURS, SUMS_APART, Sustained
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.hardware import GIB, find_hardware
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 RESULTS = Path(__file__).resolve().parents[2] / "profiles/results"
 PARTS = ("h200/training", "h200/training-2", "h200/training-4", "h100/training-2", "h100/training")
@@ -72,12 +75,18 @@ def own_steps() -> tuple[OwnStep, ...]:
     return tuple(_read())
 
 
-def _read() -> Iterator[OwnStep]:
+def committed_rows(part: str, benchmark: str = "benchmark_training") -> "pd.DataFrame":
+    """The rows of a part that were measured."""
     from cs336_systems.harness.record import read_rows  # brings pandas, which --help need not wait for
 
+    rows = read_rows(RESULTS / part / f"{benchmark}.csv")
+    return rows[rows["status"] == "ok"]
+
+
+def _read() -> Iterator[OwnStep]:
     for part in PARTS:
-        rows = read_rows(RESULTS / part / "benchmark_training.csv")
-        rows = rows[(rows["status"] == "ok") & (rows["how"] == "ours")]
+        rows = committed_rows(part)
+        rows = rows[rows["how"] == "ours"]
         for name, plain in (("apart", "off"), ("matmul_kernels", "library"), ("offload", "none")):
             rows = rows[rows[name] == plain] if name in rows else rows
         rows["apart_sums"] = rows["timestamp"].astype(str) < ADDS_SINCE

@@ -8,13 +8,10 @@ steps in the log (LOG.md) before their rows. All other rows were predicted after
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from cs336_systems.answers.own_steps import PARTS, RESULTS
+from cs336_systems.answers.own_steps import PARTS, RESULTS, committed_rows
 from cs336_systems.report.tables import Table
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -98,17 +95,10 @@ def predicted_before() -> tuple[Before, ...]:
     return (*_in_the_log(), *own)
 
 
-def _rows(part: str, benchmark: str) -> "pd.DataFrame":
-    from cs336_systems.harness.record import read_rows  # brings pandas, which --help need not wait for
-
-    rows = read_rows(RESULTS / part / f"{benchmark}.csv")
-    return rows[rows["status"] == "ok"]
-
-
 def _in_the_log() -> Iterator[Before]:
     for each in WRITTEN:
         benchmark = "benchmark_training" if "training" in each.part else "benchmark_parallelism"
-        rows = _rows(each.part, benchmark)
+        rows = committed_rows(each.part, benchmark)
         rows = rows[rows["metric"] == each.metric]
         for name, value in each.row.items():
             rows = rows[rows[name] == value]
@@ -120,7 +110,7 @@ def _in_the_log() -> Iterator[Before]:
 
 def _in_rows(part: str, benchmark: str, predicted: str, measured: str) -> Iterator[Before]:
     """Yields the predictions that rows of a part hold; rows of one cell share timestamp and variant."""
-    rows = _rows(part, benchmark)
+    rows = committed_rows(part, benchmark)
     both = rows[rows["metric"].isin([predicted, measured])]
     for _, cell in both.groupby(["timestamp", "variant"], sort=False):
         found = cell.groupby("metric")["median"].first()

@@ -94,7 +94,9 @@ def measure(cell: AttentionCell) -> list[Metric]:
     metrics += [*in_gib(predicted_peak_memory=needed), *served.metrics]
     if cell.repeat == 0 and cell.length <= _ORACLE_LENGTH[device.type]:
         metrics += errors(served.exact, (q, k, v), do, (o, *gradients))
-    clock = {"harness": timed, "do-bench": timed_by_do_bench, "device": timed_on_the_device}[cell.clock]
+    clocks: dict[str, Callable[..., list[float]]] = {"harness": timed, "do-bench": timed_by_do_bench}
+    clocks["device"] = functools.partial(timed, host_first=True)  # kernels alone, once the host has launched them all
+    clock = clocks[cell.clock]
     del gradients
     samples_ms = {"backward": clock(backward, device)}
     del o, backward  # the graph holds what forward kept, which the others need room for
@@ -116,11 +118,6 @@ def timed(run: Callable[[], object], device: torch.device, host_first: bool = Fa
     first = sorted(time_kernel(run, device=device, warmup=1, samples=3))[1]
     samples = int(min(100, max(10, 300 / first)))
     return time_kernel(run, device=device, warmup=2, samples=samples, host_first=host_first)
-
-
-def timed_on_the_device(run: Callable[[], object], device: torch.device) -> list[float]:
-    """The same of the kernels alone, which begin when the host has launched them all."""
-    return timed(run, device, host_first=True)
 
 
 def timed_by_do_bench(run: Callable[[], object], device: torch.device) -> list[float]:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from cs336_systems.attention.dispatch import attention_op, unsupported_reason
 from cs336_systems.blocks import block_ops, block_products, write_out
-from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.case import Unsupported
 from cs336_systems.config import PRECISIONS, Recipe
 from cs336_systems.costs.flops import forward_flops
@@ -100,10 +99,6 @@ def _kernels(cell: Shape) -> str:
     return "reference" if cell.attention == "reference" else "fused"
 
 
-def _ops(cell: Shape) -> BlockOps:
-    return block_ops(_kernels(cell), cell.attention)
-
-
 def _run(shared: Bench, blocks: Sequence[Block], owners: Sequence[nn.Module], cell: Shape) -> list[Metric]:
     """Times, memory on a GPU, and the model TFLOP/s of forward and backward; causal attention is half of the scores."""
     device, n_layers = shared.x.device, len(blocks)
@@ -151,7 +146,7 @@ def measure_block(cell: BlockCell) -> list[Metric]:
     shared = bench(cell.subject)
     blocks: Sequence[Block] = shared.compiled if cell.how == "compiled" else shared.reference
     if cell.how not in REFERENCE_BLOCKS:
-        write_out(shared.model, _ops(cell), cell.how)
+        write_out(shared.model, block_ops(_kernels(cell), cell.attention), cell.how)
         blocks = list(shared.model.layers)
     metrics = errors(short_results(blocks[0], shared.reference[0], shared.model, shared.x, shared.dy), shared.exact)
     metrics += _run(shared, blocks, shared.reference, cell)
@@ -178,7 +173,8 @@ def measure_fp8(cell: Fp8Cell) -> list[Metric]:
         raise Unsupported(reason)
     shared = bench(cell.subject)
     if cell.recipe is not None:
-        write_out(shared.model, _ops(cell), cell.keep, block_products(_kernels(cell), cell.recipe, remember=True))
+        ops = block_ops(_kernels(cell), cell.attention)
+        write_out(shared.model, ops, cell.keep, block_products(_kernels(cell), cell.recipe, remember=True))
         block = owner = shared.model.layers[0]
     else:
         block, owner = _compiled(_with_torch_linears(shared.reference[0]), cell.how)

@@ -65,12 +65,6 @@ COMMAND = ("argv", "commit", "host")
 """Columns that tell the runs of one command from those of another."""
 
 
-def as_options(recipe: str) -> dict[str, Any]:
-    """The options of train.py that a recipe is."""
-    found = RECIPES[recipe]
-    return {"matmul_dtype": found.matmul, "gradient_dtype": found.gradient, "scaling": found.scaling}
-
-
 @dataclass(frozen=True)
 class TrainingRunCell:
     """A run; the fields are columns."""
@@ -157,7 +151,8 @@ class TrainingRunCell:
         ours = ("zero", "gather_by", "tensor", "context", *_WORDS) if self.how in OURS else ()
         asked |= {name: getattr(self, name) for name in (*_RUN, *ours)}
         if self.how in OURS:
-            asked |= as_options(self.recipe)
+            recipe = RECIPES[self.recipe]
+            asked |= {"matmul_dtype": recipe.matmul, "gradient_dtype": recipe.gradient, "scaling": recipe.scaling}
             asked["offload"] = () if self.offload == "none" else tuple(self.offload.split("-"))
         asked |= {"packing": self.how in OURS and self.conversations == "packed", "lora_rank": self.lora_rank or None}
         asked["total_batch_tokens"] = self.total_batch_tokens * self.n_together // self.world_size
