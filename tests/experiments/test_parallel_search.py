@@ -58,6 +58,8 @@ def test_faults_are_one_sentence(ask):
         ("search --size llama4", "unknown model size 'llama4'"),
         ("search --batch-tokens 12 --sequence 8", "a batch of 12 tokens is no whole number of sequences of 8"),
         ("search --gpus 127", "no division of 127 GPUs divides 512 sequences and llama3-70b: the nearest"),
+        ("search --gpus 127", "are 126 and 128"),
+        ("search --gpus 1000000007", "and llama3-70b: at most 335544320 can be divided"),
         ("search --gpus 2 --batch-tokens 16K", "llama3-70b on 2 GPUs needs at least"),
         ("search --network slow", "--network slow: say a rate"),
         ("search --device-gib -1", "--device-gib must be positive, got -1.0"),

@@ -97,13 +97,20 @@ class Job:
 
     def meshes(self) -> Iterator[Layout]:
         """The divisions of the GPUs into stages, tensor, context and data ranks that divide the model and its batch."""
-        for pipeline in (each for each in divisors(self.n_gpus) if each <= self.config.n_layers):
-            for tensor in (each for each in divisors(self.n_gpus // pipeline) if self._divides(each)):
-                for context in divisors(self.n_gpus // (pipeline * tensor)):
-                    data = self.n_gpus // (pipeline * tensor * context)
-                    whole = self.length % (2 * context if context > 1 else 1) == 0
-                    if whole and self.length // context % tensor == 0 and self.n_sequences % data == 0:
-                        yield Layout(replicas=data, context=context, tensor=tensor, pipeline=pipeline)
+        for pipeline, tensor, context in self.ranks_of_a_sequence():
+            data, rest = divmod(self.n_gpus, pipeline * tensor * context)
+            if data and not rest and self.n_sequences % data == 0:
+                yield Layout(replicas=data, context=context, tensor=tensor, pipeline=pipeline)
+
+    def ranks_of_a_sequence(self) -> Iterator[tuple[int, int, int]]:
+        """Numbers of stages, tensor and context ranks that divide the model and a sequence, on any number of GPUs."""
+        contexts = [n for n in divisors(self.length) if n == 1 or self.length % (2 * n) == 0]
+        tensors = [n for n in range(1, self.config.n_heads + 1) if self._divides(n)]
+        for pipeline in range(1, self.config.n_layers + 1):
+            for tensor in tensors:
+                for context in contexts:
+                    if self.length // context % tensor == 0:
+                        yield pipeline, tensor, context
 
     def _divides(self, tensor: int) -> bool:
         try:
@@ -252,8 +259,8 @@ class Search:
 
 def _nothing_divides(job: Job) -> str:
     said = f"no division of {job.n_gpus} GPUs divides {job.n_sequences} sequences and {job.config.name}"
-    near = []
-    for way in (-1, 1):
-        numbers = range(job.n_gpus + way, 0 if way < 0 else 2 * job.n_gpus, way)
-        near += [n for n in numbers if any(replace(job, n_gpus=n).meshes())][:1]
-    return f"{said}: the nearest numbers that can be divided are {' and '.join(map(str, near))}" if near else said
+    data = divisors(job.n_sequences)
+    numbers = {math.prod(ranks) * n for ranks in job.ranks_of_a_sequence() for n in data}
+    below, above = ([n for n in numbers if side * n > side * job.n_gpus] for side in (-1, 1))
+    near = f"the nearest numbers that can be divided are {max(below)} and {min(above)}" if above else ""
+    return f"{said}: {near or f'at most {max(below)} can be divided'}"
