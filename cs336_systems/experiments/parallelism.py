@@ -18,6 +18,9 @@ from cs336_systems.report.tables import Table, digits, show
 Answer = tuple[list[Table], dict[str, Any]]
 """Tables, and main figures by name."""
 
+MOST_SIMULATED = 2**17
+"""Stages x micro-batches x chunks that ``pipeline`` takes: half a minute for all schedules."""
+
 
 def run(question: Any) -> int:
     """Print the answer and last of all one JSON object; returns the code."""
@@ -205,6 +208,9 @@ class Pipeline:
     """Chunks per stage of the interleaved schedule."""
 
     def answer(self) -> Answer:
+        if (n := self.stages * self.microbatches * self.chunks) > MOST_SIMULATED:
+            asked = f"--stages {self.stages} --microbatches {self.microbatches} --chunks {self.chunks}"
+            raise ValueError(f"{asked}: their product is at most {MOST_SIMULATED:,} in a simulation, got {n:,}")
         caption = f"{self.stages} stages, {self.microbatches} micro-batches; F, B and W take one unit each"
         lines, summary, unsuited = [], {}, []
         for name in SCHEDULES:

@@ -30,7 +30,8 @@ def test_a_schedule_that_does_not_suit_the_microbatches_leaves_the_others(ask):
 def test_bad_input_is_one_sentence(ask):
     for line, value in (
         *(("ring --world-size 0", "0"), ("mesh --world-size 0", "0")),
-        *(("pipeline --stages 0", "0 and 8"), ("scaling --most-devices 8", "8")),
+        *(("pipeline --stages 0", "0 and 8"), ("pipeline --stages 100000", "1,600,000")),
+        ("scaling --most-devices 8", "8"),
         *(("accounting --tp 0", "0"), ("mesh --tokens 0", "0"), ("failures --save 0", "0.0")),
     ):
         code, _, err = ask(line)
