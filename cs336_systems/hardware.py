@@ -255,9 +255,12 @@ def hardware_described(text: str) -> Hardware:
     Without them it has no fp8, 32 GB/s each way to the host, no NVLink, and 1 W a TFLOP/s.
 
     Raises:
-        ValueError: a figure is no number above 0, unknown, or missing, or the class is unknown.
+        ValueError: a figure is no number above 0, unknown, missing or given twice, or the class is unknown.
     """
-    given = dict(part.partition("=")[::2] for part in text.split(","))
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        raise ValueError(f"--gpu {text}: a figure is given twice")
     kind = given.pop("class", "workstation")
     if kind not in KINDS:
         raise ValueError(f"--gpu {text}: class {kind!r} is none of {', '.join(KINDS)}")

@@ -107,6 +107,7 @@ def test_a_card_is_described_by_its_figures():
         ("peak=165", "say bandwidth and memory, too"),
         ("peak=x,bandwidth=1,memory=1", "peak must be a number above 0, got 'x'"),
         ("peak=1,bandwidth=1,memory=inf", "memory must be a number above 0, got 'inf'"),
+        ("peak=1,bandwidth=1,memory=24,memory=25", "memory=25: a figure is given twice"),
         ("peak=1,bandwidth=1,memory=1,class=phone", "class 'phone' is none of data centre"),
     ):
         with pytest.raises(ValueError, match=message):
