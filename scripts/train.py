@@ -38,6 +38,7 @@ from cs336_systems.config import did_you_mean
 from cs336_systems.declared import flag
 from cs336_systems.pretraining.card_plan import PRINT_PLAN
 from cs336_systems.pretraining.options import CHOSEN, TrainOptions
+from cs336_systems.pretraining.stop_requests import Outcome
 from cs336_systems.report import command_line
 from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with
 
@@ -205,11 +206,9 @@ def _train_replicas(options: TrainOptions) -> int:
 
     started = time.perf_counter()
     ended = train_replicas(options, partial(RunConsole, options.log_every))
-    logs = [folder for name in ended.logs if (folder := options.out / f"replica-{name}").exists()]
-    code = {"interrupted": INTERRUPTED, "failed": 1}.get(ended.reason, 1 if ended.complaint else 0)
-    if ended.complaint:
-        complain(NAME, ended.complaint)
-    return _conclude(options, ended, logs, code, started) if logs else code
+    if ended.outcome.complaint:
+        complain(NAME, ended.outcome.complaint)
+    return _conclude(options, ended.outcome, [options.out / f"replica-{name}" for name in ended.logs], started)
 
 
 def _train(options: TrainOptions) -> int:
@@ -245,19 +244,16 @@ def _train(options: TrainOptions) -> int:
                 file=sys.stderr,
             )
             return 1
-    code = {"interrupted": INTERRUPTED}.get(outcome.reason, 1 if outcome.complaint else 0)
-    if rank.rank:
+    return _conclude(options, outcome, [] if rank.rank else [agreement.folder(options.out)], started)
+
+
+def _conclude(options: TrainOptions, outcome: Outcome, logs: list[Path], started: float) -> int:
+    """Draw those logs that are there, export the model, and say what came of it; returns the exit code."""
+    code = INTERRUPTED if outcome.reason == "interrupted" else int(outcome.complaint is not None)
+    if not (logs := [log for log in logs if log.exists()]):
         return code
-    log = agreement.folder(options.out)
-    return _conclude(options, outcome, [log], code, started) if log.exists() else code
+    from cs336_systems.report.run_figure import read_runs, summary
 
-
-def _conclude(options: TrainOptions, outcome: Any, logs: list[Path], code: int, started: float) -> int:
-    """Draw the logs, export the model, and say what came of it; returns the exit code.
-
-    Args:
-        outcome: an ``Outcome`` of the trainer, or ``Ended`` of its replicas.
-    """
     line: dict[str, Any] = {"command": NAME, "out": str(options.out)}
     draw = partial(_draw, options.out, logs)
     made = {"picture": (draw, f"loss, norm, learning rate and throughput of {outcome.steps:,} steps")}
@@ -276,7 +272,9 @@ def _conclude(options: TrainOptions, outcome: Any, logs: list[Path], code: int, 
         limits = {"walltime": f"--walltime {options.walltime} s has passed; ", "no gain": "the loss falls no more; "}
         limit = limits.get(outcome.reason, "")
         print(f"{options.out}: {limit}the same command goes on from step {outcome.steps:,}")
-    line |= _figures(logs) | {"reason": outcome.reason, "resumed_at": outcome.first_step}
+    summaries = map(summary, read_runs(logs).values())
+    line |= max(summaries, key=lambda figures: figures["steps"])
+    line |= {"reason": outcome.reason, "resumed_at": outcome.first_step}
     print(json.dumps(line | {"s": round(time.perf_counter() - started, 2)}))
     return code
 
@@ -289,13 +287,6 @@ def _draw(folder: Path, logs: list[Path]) -> Path:
     picture = (folder / LOG).with_suffix(".png")
     save(run_figure(read_runs(logs)), picture)
     return picture
-
-
-def _figures(logs: list[Path]) -> dict[str, Any]:
-    """Of the log that has the most steps."""
-    from cs336_systems.report.run_figure import read_runs, summary
-
-    return max(map(summary, read_runs(logs).values()), key=lambda figures: figures["steps"])
 
 
 def _export(folder: Path, step: int | None) -> Path:

@@ -236,8 +236,8 @@ def _replicas(cell: FailureCell, options: TrainOptions) -> tuple[list[list[Recor
         ended = train_replicas(options, _Silent, progress.tell, hear=hear)
     except ValueError as error:
         raise Unsupported(str(error)) from error
-    if ended.reason != "done" or ended.steps < cell.steps:
-        raise RuntimeError(f"the replicas ended after {ended.steps} steps: {ended.reason}, {ended.complaint}")
+    if (end := ended.outcome).reason != "done" or end.steps < cell.steps:
+        raise RuntimeError(f"the replicas ended after {end.steps} steps: {end.reason}, {end.complaint}")
     paths = {name: options.out / f"replica-{name}" / LOG for name in ended.logs}
     logs = {name: records_in(path) for name, path in paths.items() if path.exists()}
     return list(logs.values()), kills_of_replicas(logs, ended.hits, cell.context_length)

@@ -15,9 +15,9 @@ import multiprocessing.connection
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -26,6 +26,7 @@ from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.replica_options import LIGHTHOUSE, Fault, faults_of, require_torchft
 from cs336_systems.pretraining.run_log import Sink
 from cs336_systems.pretraining.run_records import Dropped, Healing, Joined, LoggedStep, Membership, Record, Session
+from cs336_systems.pretraining.stop_requests import Outcome, StopRequests
 from cs336_systems.processes import Died, FreshProcess, start_server
 
 HEARTBEAT_TIMEOUT_S = 1.5
@@ -49,21 +50,14 @@ class Ended:
     """How the replicas ended.
 
     Attributes:
-        reason: that of ``trainer.Outcome``, or failed.
-        first_step, steps: of the replica that ended with the most steps.
-        complaint: why a replica, or its last checkpoint, has failed.
+        outcome: that of the replica with the most steps; its complaint may be another replica's.
         logs: names of the replicas, whose logs are in folders of the run.
-        best_step: always None, as replicas keep no best checkpoint.
         hits: the faults that came, and when each did, in seconds since 1970 as in logs.
     """
 
-    reason: str
-    first_step: int
-    steps: int
-    complaint: str | None
+    outcome: Outcome
     logs: tuple[str, ...]
-    best_step: int | None = None
-    hits: tuple[tuple[Fault, float], ...] = ()
+    hits: tuple[tuple[Fault, float], ...]
 
 
 class Refused(ValueError):
@@ -74,8 +68,6 @@ def train_replicas(
     options: TrainOptions,
     console: Callable[[], Sink],
     tell: Callable[[str], None] = print,
-    *,
-    come_back: bool = True,
     hear: Callable[[str, Record], None] = lambda name, record: None,
 ) -> Ended:
     """Train with all replicas here until they end.
@@ -83,7 +75,6 @@ def train_replicas(
     Args:
         console: makes the sink that shows the first replica's records; a module-level function.
         tell: takes sentences about replicas that are started, die or are hit.
-        come_back: whether a replica that dies is started again.
         hear: takes a replica's name and each record of a session, a step, a dropped one, who is there, and healing.
 
     Raises:
@@ -94,7 +85,7 @@ def train_replicas(
 
     check_device(options.device, options.replicas * options.ranks_per_replica)
     start_server(*_IMPORTED, *(_IMPORTED_FOR_GPUS if options.device == "cuda" else ()), "torch._dynamo")
-    return _Watch(options, console, tell, come_back, hear).to_the_end()
+    return _Watch(options, console, tell, hear).to_the_end()
 
 
 class _Replica:
@@ -104,7 +95,7 @@ class _Replica:
         self.number, self.name = number, str(number)
         self.ranks: list[FreshProcess] = []
         self.trains = False
-        self.ended: Any = None  # its outcome
+        self.ended: Outcome | None = None
         self.n_failures = 0
 
     def start(self, options: TrainOptions, console: Callable[[], Sink], lighthouse: str, faults: list[Fault]) -> None:
@@ -159,10 +150,9 @@ class _Watch:
         options: TrainOptions,
         console: Callable[[], Sink],
         tell: Callable[[str], None],
-        come_back: bool,
         hear: Callable[[str, Record], None],
     ) -> None:
-        self._options, self._console, self._tell, self._come_back = options, console, tell, come_back
+        self._options, self._console, self._tell = options, console, tell
         self._hear_record = hear
         self._replicas = [_Replica(number) for number in range(options.replicas)]
         self._faults = list(faults_of(options.fail))
@@ -175,7 +165,7 @@ class _Watch:
         self._complaint: str | None = None
 
     def to_the_end(self) -> Ended:
-        with _signals(self._stop):
+        with StopRequests(heard=self._stop):
             try:
                 self._start_lighthouse()
                 for replica in self._replicas:
@@ -190,13 +180,11 @@ class _Watch:
         for fault in self._faults:
             self._tell(f"{fault}: it did not come to that")
         ended = [replica.ended for replica in self._replicas if replica.ended is not None]
+        failed = Outcome(self._options.out, 0, 0, "failed", self._complaint or "no replica is left")
+        last = max(ended, key=lambda outcome: outcome.steps, default=failed)
+        complaint = next((outcome.complaint for outcome in ended if outcome.complaint), last.complaint)
         names = tuple(replica.name for replica in self._replicas)
-        hits = tuple(self._hits)
-        if not ended:
-            return Ended("failed", 0, 0, self._complaint or "no replica is left", names, hits=hits)
-        last = max(ended, key=lambda outcome: outcome.steps)
-        complaint = next((outcome.complaint for outcome in ended if outcome.complaint), None)
-        return Ended(last.reason, last.first_step, last.steps, complaint, names, hits=hits)
+        return Ended(replace(last, complaint=complaint), names, tuple(self._hits))
 
     def _start_lighthouse(self) -> None:
         self._lighthouse = FreshProcess(be_the_lighthouse, self._port, round(1000 * self._options.agree_timeout))
@@ -267,7 +255,7 @@ class _Watch:
         replica.end()
         replica.n_failures += not replica.trains
         self._complaint = f"replica {replica.name} {how.splitlines()[0]}"
-        if self._stopping or not self._come_back or replica.n_failures > _MOST_FAILURES:
+        if self._stopping or replica.n_failures > _MOST_FAILURES:
             self._tell(self._complaint)
             return
         self._tell(f"{self._complaint}; it is started again")
@@ -292,24 +280,6 @@ class _Watch:
         self._stopping = True
         for replica in self._replicas:
             replica.send_signal(signal.SIGTERM)
-
-
-@contextmanager
-def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM calls ``stop``, a second one does what it always did."""
-    earlier: dict[int, Any] = {}
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, earlier[number])
-        stop()
-
-    for each in (signal.SIGINT, signal.SIGTERM):
-        earlier[each] = signal.signal(each, hear)
-    try:
-        yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
 
 
 def be_the_lighthouse(connection: Any, port: int, join_timeout_ms: int) -> None:

@@ -1,14 +1,36 @@
-"""Reasons to end a run early, and who asks for it: a time limit, SIGTERM or Ctrl-C."""
+"""How a run ends, and who asks it to end early: a time limit, SIGTERM or Ctrl-C. Imports no torch."""
 
 import signal
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
 REASONS = ("walltime", "terminated", "interrupted")
 """Reasons to end a run early: its time limit, SIGTERM, Ctrl-C."""
 _SIGNALS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended.
+
+    Attributes:
+        steps: steps that are made, including those of earlier commands.
+        reason: done, no gain, walltime, terminated or interrupted; failed if no replica has made the last step.
+        complaint: why the last checkpoint could not be written, or a replica has failed.
+        best_step: the step of the checkpoint with the lowest held-out loss, if --keep-best was given.
+    """
+
+    folder: Path
+    first_step: int
+    steps: int
+    reason: str
+    complaint: str | None
+    best_step: int | None = None
 
 
 class StopRequests:
@@ -18,10 +40,11 @@ class StopRequests:
 
     Args:
         ends_at: a value of ``time.monotonic``; None for no end.
+        heard: called by the first signal of each kind.
     """
 
-    def __init__(self, ends_at: float | None = None) -> None:
-        self._ends_at = ends_at
+    def __init__(self, ends_at: float | None = None, heard: Callable[[], None] = lambda: None) -> None:
+        self._ends_at, self._heard = ends_at, heard
         self._signalled: str | None = None
         self._earlier: dict[int, Any] = {}
 
@@ -44,3 +67,4 @@ class StopRequests:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._signalled = _SIGNALS[signal.Signals(number)]
         signal.signal(number, self._earlier.pop(number))
+        self._heard()

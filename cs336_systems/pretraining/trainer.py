@@ -20,8 +20,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ from cs336_systems.pretraining.preparation import PreparedRun, introduction, pre
 from cs336_systems.pretraining.resuming import Best, open_log, resume
 from cs336_systems.pretraining.run_log import RunLog, Sink
 from cs336_systems.pretraining.run_records import End, Evaluation, LoggedCheckpoint, LoggedStep, Memory
-from cs336_systems.pretraining.stop_requests import REASONS, StopRequests
+from cs336_systems.pretraining.stop_requests import REASONS, Outcome, StopRequests
 
 NO_GAIN = "no gain"
 """The reason to end a run whose held-out loss no longer falls. All ranks know the loss, so none need be told."""
@@ -58,25 +57,6 @@ _GPU_EVERY = 10
 
 _COPIES = 0.8
 """The share of free host memory that copies of checkpoints may take."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a command ended.
-
-    Attributes:
-        steps: steps that are made, including those of earlier commands.
-        reason: done, no gain, walltime, terminated or interrupted.
-        complaint: why the last checkpoint could not be written.
-        best_step: the step of the checkpoint with the lowest held-out loss, if --keep-best was given.
-    """
-
-    folder: Path
-    first_step: int
-    steps: int
-    reason: str
-    complaint: str | None
-    best_step: int | None = None
 
 
 class NonFiniteStep(RuntimeError):

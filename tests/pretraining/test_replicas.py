@@ -16,7 +16,7 @@ import torch._dynamo  # noqa: F401 (a group that is there when this is imported 
 
 from cs336_systems.distributed.checkpoint_folder import survey
 from cs336_systems.distributed.process_group import joined
-from cs336_systems.pretraining import trainer
+from cs336_systems.pretraining import replicas, trainer
 from cs336_systems.pretraining.agreement import Agreement
 from cs336_systems.pretraining.replica_options import Fault, faults_of
 from cs336_systems.pretraining.replicas import Refused, _variables, be_the_lighthouse, train_replicas
@@ -25,20 +25,11 @@ from cs336_systems.pretraining.run_records import Dropped, End, LoggedStep, Memb
 from cs336_systems.pretraining.trainer import train
 from cs336_systems.processes import FreshProcess
 
+from .runs import Kept
 from .trained import losses_and_norms, options, write_dataset
 
 pytest.importorskip("torchft")
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class Quiet:
-    """A sink that keeps nothing."""
-
-    def write(self, record):
-        pass
-
-    def close(self):
-        pass
 
 
 @pytest.fixture
@@ -61,13 +52,13 @@ def listening():
     return found
 
 
-def run(folder, n=2, agree="every-step", come_back=True, **changes):
-    """How it ended, what was told, and the log of each replica."""
+def run(folder, n=2, agree="every-step", **changes):
+    """The outcome, what was told, and the log of each replica."""
     told: list[str] = []
     asked = options(folder, replicas=n, agree=agree, **{"agree_timeout": 20.0, "batch_size": 4} | changes)
-    ended = train_replicas(asked, Quiet, told.append, come_back=come_back)
+    ended = train_replicas(asked, Kept, told.append)
     logs = [asked.out / f"replica-{name}" for name in ended.logs]
-    return ended, told, [log for log in logs if (log / LOG).exists()]
+    return ended.outcome, told, [log for log in logs if (log / LOG).exists()]
 
 
 def train_alone(asked):
@@ -87,8 +78,14 @@ def test_replicas_train_what_one_process_trains(folder):
         assert ours == pytest.approx(theirs, rel=2e-5)
 
 
+@pytest.fixture
+def nobody_comes_back(monkeypatch):
+    monkeypatch.setattr(replicas, "_MOST_FAILURES", -1)
+
+
+@pytest.mark.usefixtures("nobody_comes_back")
 def test_what_one_had_in_hand_when_it_died_is_learned_by_the_others_with_the_bits_of_a_run_without_it(folder):
-    ended, told, logs = run(folder, steps=5, fail="kill 1 at 0", come_back=False)
+    ended, told, logs = run(folder, steps=5, fail="kill 1 at 0")
     assert (ended.reason, ended.steps) == ("done", 5)
     assert [line.partition(":")[0] for line in told] == ["fault", "replica 1 has died"]
     alone = options(folder, steps=5, out=folder / "alone", batch_size=4)
@@ -287,13 +284,13 @@ def test_a_replica_that_waits_in_vain_saves_and_ends_when_it_is_asked_to(folder,
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nobody_comes_back")
 def test_who_is_not_connected_with_the_dead_one_does_not_wait_for_it(folder):
     """Of four replicas on gloo's ring each is connected with two."""
-    faults = {"fail": "kill 3 at 2", "come_back": False, "agree_timeout": 60.0}
-    ended, told, logs = run(folder, 4, steps=4, batch_size=2, **faults)
+    ended, told, logs = run(folder, 4, steps=4, batch_size=2, fail="kill 3 at 2", agree_timeout=60.0)
     assert (ended.reason, ended.steps) == ("done", 4), told
     dropped = [each.seconds for log in logs for each in read_run(log / LOG).all(Dropped)]
-    assert len(dropped) == 3 and max(dropped) < faults["agree_timeout"] / 2
+    assert len(dropped) == 3 and max(dropped) < 60.0 / 2
 
 
 def test_replicas_take_gpus_in_turn_and_share_them_where_there_are_too_few(monkeypatch):
