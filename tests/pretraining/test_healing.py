@@ -34,17 +34,20 @@ class Met(Exception):
 
 
 class Replica(threading.Thread):
-    """A replica that trains until it has made ``until`` steps, which a test may set; its fault comes where that asks.
+    """A replica that trains until it has made ``until`` steps; its fault comes where that asks.
+
+    A test may set both while it holds ``between_steps``.
 
     Args:
+        between_steps: a lock without which no step begins.
         spoil: whether its weights are not those that its options make.
         fault: called with a place, "step", "all-reduce" or "commit", and the number of the step; raises ``Death``.
     """
 
-    def __init__(self, asked, rank, address, name, until, fault, spoil):
+    def __init__(self, asked, rank, address, name, between_steps, until, fault, spoil):
         super().__init__(name=name, daemon=True)
         self._asked, self._rank, self._address = asked, rank, address
-        self.until, self._fault, self._spoil = until, fault, spoil
+        self._between_steps, self.until, self.fault, self._spoil = between_steps, until, fault, spoil
         self.losses, self.there, self.behind, self.error = {}, {}, [], None
         self.start()
 
@@ -69,15 +72,15 @@ class Replica(threading.Thread):
         inner = self.agreement._average
 
         def average(sent):
-            self._fault("all-reduce", made)
+            self.fault("all-reduce", made)
             inner(sent)
-            self._fault("commit", made)
+            self.fault("commit", made)
 
         self.agreement._average = average
-        while made < self.until:
+        while self._goes_on(made):
             time.sleep(0.03)  # so that who prepares, in another thread, has the time
             made = self.agreement.begin(made)
-            self._fault("step", made)
+            self.fault("step", made)
             if self.agreement.is_behind():
                 self.behind.append(made)
             self.there[made] = (self.agreement.number, self.agreement.n_there)
@@ -89,6 +92,10 @@ class Replica(threading.Thread):
             if self.agreement.kept:
                 self.losses[made] = step.loss.item()
                 made = self.agreement.end(made)
+
+    def _goes_on(self, made):
+        with self._between_steps:
+            return made < self.until
 
     def wait_for(self, happened):
         """Wait until the newest (number, how many are there) satisfies ``happened``; returns the step."""
@@ -116,6 +123,7 @@ class Site:
 
     def __init__(self, folder, rank):
         self._folder, self._rank, self.replicas = folder, rank, []
+        self.between_steps = threading.Lock()
         self.server = LighthouseServer("127.0.0.1:0", 1, 10_000, 20, heartbeat_timeout_ms=600)
         self._address = f"http://127.0.0.1:{self.server.address().rsplit(':', 1)[1]}"
         self._asked = options(folder, replicas=2, agree="every-step", agree_timeout=20.0, batch_size=4)
@@ -126,16 +134,18 @@ class Site:
         return prepare(*asked), agreements.agreement_of(*asked, self._address, "0")
 
     def start(self, name, until=1_000_000, fault=lambda place, step: None, spoil=False, **changes):
-        replica = Replica(replace(self._asked, **changes), self._rank, self._address, name, until, fault, spoil)
+        where = self._rank, self._address, name, self.between_steps
+        replica = Replica(replace(self._asked, **changes), *where, until, fault, spoil)
         self.replicas.append(replica)
         return replica
 
     def end(self, more=3):
         """Let all that live make some more steps, the same; returns the errors of all."""
-        living = [replica for replica in self.replicas if replica.is_alive()]
-        last = max((max(replica.there, default=0) for replica in living), default=0) + more + 2
-        for replica in living:
-            replica.until = last
+        with self.between_steps:
+            living = [replica for replica in self.replicas if replica.is_alive()]
+            last = max((max(replica.there, default=0) for replica in living), default=0) + more + 2
+            for replica in living:
+                replica.until = last
         for replica in self.replicas:
             replica.join(60)
             assert not replica.is_alive(), replica.name
@@ -248,13 +258,14 @@ def test_the_next_peer_goes_on_where_one_that_dies_has_stopped(site, monkeypatch
     killed, sent = [], []
 
     def die_as_source(place, step):
+        back = site.replicas[-1]
         if place == "all-reduce" and len(back.behind) > 1 and not killed:
             killed.append(step)
             sent.extend(back.agreement._left)
             die()
 
+    zero.fault = die_as_source
     back = site.start("2")
-    zero._fault = die_as_source
     back.wait_for(lambda number, n_there: (number, n_there) == (1, 2))
     assert site.end() == []
     assert killed and sent and back.behind[0] < killed[0] < back.behind[-1]
@@ -269,7 +280,7 @@ def test_one_that_dies_while_it_takes_over_a_state_costs_at_most_a_step(site, mo
     one.wait_for(lambda number, n_there: number == 0)
 
     def die_behind(place, step):
-        if place == "commit" and len(doomed.behind) > 1:
+        if place == "commit" and len(threading.current_thread().behind) > 1:
             die()
 
     doomed = site.start("1", fault=die_behind, replicas=1)
@@ -287,12 +298,14 @@ def test_one_dies_twice_in_a_row_and_two_of_three_at_once(site):
     """In the step, in the all-reduce, and once gradients are averaged; who is left makes every step once."""
     zero, one, two = (site.start(name, replicas=3) for name in "012")
     zero.wait_for(lambda number, n_there: n_there == 3)
-    at = max(zero.there) + 2
-    one._fault, two._fault = once("all-reduce", at, die), once("step", at, die)
+    with site.between_steps:
+        at = max(zero.there) + 2
+        one.fault, two.fault = once("all-reduce", at, die), once("step", at, die)
     one.join(60), two.join(60)
     again = site.start("1", replicas=3)
     again.wait_for(lambda number, n_there: n_there == 2 and number >= 0)
-    again._fault = once("commit", max(again.there) + 2, die)
+    with site.between_steps:
+        again.fault = once("commit", max(again.there) + 2, die)
     again.join(60)
     last = site.start("1", replicas=3)
     last.wait_for(lambda number, n_there: n_there == 2 and number >= 0)
