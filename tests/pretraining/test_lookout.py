@@ -47,12 +47,23 @@ def sum_of_ones(group):
     return work, ones
 
 
+def written_bytes():
+    """Bytes that this process has given to files and connections."""
+    return psutil.Process().io_counters().write_chars
+
+
+def wait_until_written(n_bytes):
+    while written_bytes() < n_bytes:
+        time.sleep(0.01)
+
+
 def test_who_waits_for_a_slow_member_notices_that_another_has_gone():
     """No message of the member that has gone is waited for; afterwards the others meet in another group at once."""
     store, groups = host_store(), [torchft_groups.Gloo(timedelta(seconds=PATIENT_S)) for _ in range(3)]
     meet(store, groups, 1)
+    before = written_bytes()
     works = [sum_of_ones(groups[rank])[0] for rank in (0, 0, 0)]
-    time.sleep(0.2)  # until two have begun; gloo begins the third when one of them has ended
+    wait_until_written(before + 1)  # one has begun; gloo begins the third when one of the others has ended
     groups[2].abort()  # as if its process had died
     began = time.monotonic()
     for work in works:
@@ -95,9 +106,11 @@ _LARGE = 2**24
 
 def stop_while_receiving(connection, address):
     group = torchft_groups.Gloo(timedelta(seconds=10))
+    connection.send("here")
     group.configure(address, "1", 1, 2, 1)
+    before = written_bytes()
     work = group.broadcast([torch.empty(_LARGE)], dist.BroadcastOptions())
-    time.sleep(0.3)  # until the sender knows that it may send
+    wait_until_written(before + 1)  # it has told the sender that it may send
     connection.send(os.getpid())
     os.kill(os.getpid(), signal.SIGSTOP)
     work.wait()
@@ -109,12 +122,14 @@ def test_a_message_of_which_a_part_has_gone_to_a_process_that_dies_is_given_up()
     address = f"127.0.0.1:{store.port}"
     process = FreshProcess(stop_while_receiving, f"{address}/1")
     try:
+        assert process.receive() == "here"  # who configures a group does not wait for a process to start
         group.configure(f"{address}/1", "0", 0, 2, 1)
         other = psutil.Process(process.receive())
         while other.status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
+        before = written_bytes()
         work = group.broadcast([torch.ones(_LARGE)], dist.BroadcastOptions())
-        time.sleep(0.3)
+        wait_until_written(before + 2**16)
     finally:
         process.end()
     with pytest.raises(RuntimeError, match="^a member of the group has gone$"):
@@ -178,7 +193,7 @@ def test_a_member_that_dies_while_all_connect_is_known_afterwards():
 
     def connect_slowly(*args, **kwargs):
         made = connect(*args, **kwargs)
-        ends_at = time.monotonic() + 5
+        ends_at = time.monotonic() + PATIENT_S
         while groups[1]._lookout is None and time.monotonic() < ends_at:
             time.sleep(0.01)
         groups[1]._lookout.close()  # as if its process had died
