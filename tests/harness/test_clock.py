@@ -1,6 +1,5 @@
 """Clocks: how many samples, of what, that a known duration is read as that duration, and rates made of them."""
 
-import time
 from statistics import median
 
 import pytest
@@ -10,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336_systems.config import PRECISIONS
 from cs336_systems.harness import clock
 from cs336_systems.harness.clock import WHOLE, time_kernel, time_phases
+from tests.clock import Clock
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -21,8 +21,12 @@ def nothing() -> None:
     pass
 
 
-def sleep_5_ms() -> None:
-    time.sleep(5e-3)
+@pytest.fixture
+def host(monkeypatch):
+    """The clock that is read."""
+    host = Clock()
+    monkeypatch.setattr(clock, "time", host)
+    return host
 
 
 def test_phases_run_in_order_and_parts_of_one_are_one_sample():
@@ -40,30 +44,26 @@ def test_phases_run_in_order_and_parts_of_one_are_one_sample():
     assert list(time_phases({WHOLE: nothing}, device=CPU, warmup=1, steps=3).samples_ms) == [WHOLE]
 
 
-@pytest.mark.timing
-def test_a_sleep_reads_as_long_as_it_is_and_in_its_own_phase():
-    samples = time_phases({"idle": nothing, "asleep": sleep_5_ms}, device=CPU, warmup=1, steps=10).samples_ms
-    assert min(samples["asleep"]) >= 5
-    assert median(samples["asleep"]) < 10
-    assert median(samples["idle"]) < 1
+def test_a_sleep_reads_as_long_as_it_is_and_in_its_own_phase(host):
+    phases = {"idle": nothing, "asleep": lambda: host.sleep(5e-3)}
+    samples = time_phases(phases, device=CPU, warmup=1, steps=10).samples_ms
+    assert samples == {"idle": [0.0] * 10, "asleep": pytest.approx([5.0] * 10), WHOLE: pytest.approx([5.0] * 10)}
 
 
-@pytest.mark.timing
-def test_a_call_is_timed_without_what_prepares_it():
+def test_a_call_is_timed_without_what_prepares_it(host):
     calls = []
 
     def prepare():
         calls.append("prepare")
-        time.sleep(0.02)
+        host.sleep(0.02)
 
     def call():
         calls.append("call")
-        sleep_5_ms()
+        host.sleep(5e-3)
 
     samples = time_kernel(call, device=CPU, warmup=3, samples=5, prepare=prepare)
     assert calls == ["prepare", "call"] * 8
-    assert len(samples) == 5
-    assert 5 <= min(samples) <= median(samples) < 20
+    assert samples == pytest.approx([5.0] * 5)
 
 
 @pytest.mark.parametrize(("warmup", "count"), [(-1, 3), (2, 0)])
@@ -97,6 +97,7 @@ def test_ceilings_are_work_over_time(monkeypatch):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.timing
 def test_time_kernel_agrees_with_tritons_clock():
     from triton.testing import do_bench
 

