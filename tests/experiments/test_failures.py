@@ -154,9 +154,9 @@ def test_tables_predict_the_run_and_larger_jobs_from_the_median_kill():
 
 @pytest.fixture
 def small(tmp_path):
-    """A run of a second or two on small data."""
-    data = write_dataset(tmp_path / "data")
-    return replace(CPU, data=str(data), steps=12, kills=1, save_every=4, context_length=16)
+    """A run of some seconds, in which a process is killed early: one that is started again takes a few steps' time."""
+    data = write_dataset(tmp_path / "data", 40_000)
+    return replace(CPU, data=str(data), steps=20, kills=1, save_every=8, context_length=256, batch_size=8)
 
 
 def found_in(cell):
@@ -167,7 +167,8 @@ def found_in(cell):
 def test_a_killed_replica_costs_one_step_and_nothing_of_what_is_learned(small, capfd):
     """And it is told as it happens, for a run that is cut off."""
     pytest.importorskip("torchft")
-    cells = make_cells(replace(small, how=("replicas",)))
+    cells = [replace(cell, seed=2) for cell in make_cells(replace(small, how=("replicas",)))]
+    assert cells[1].at[0][0] == 3
     alone, killed = map(found_in, cells)
     ((step, number),) = cells[1].at
     told = capfd.readouterr().err.split("fault: ")[1].splitlines()
@@ -176,19 +177,22 @@ def test_a_killed_replica_costs_one_step_and_nothing_of_what_is_learned(small, c
     at = {place: next(float(line.split(" s:")[0]) for line in told if place in line) for place in places}
     assert at[places[0]] < at[places[1]] and at[places[2]] < at[places[3]]
     assert killed["lost_steps"] == [1]
-    assert killed["lost_tokens"] == [2 * 2 * 16]
+    assert killed["lost_tokens"] == [2 * 8 * 256]
     assert 0 < killed["notice"][0] < killed["stop"][0] < killed["next_step"][0]
     assert killed["notice"][0] < cells[1].train_options.agree_timeout
     assert killed["healed"][0] > 0
     assert killed["goodput"][0] < alone["goodput"][0]
-    assert killed["loss"] == pytest.approx(alone["loss"], rel=0.01)
+    # From 5.8 nats; each step in which one is away has half of the tokens, and how many those are is the machine's.
+    assert killed["loss"] == pytest.approx(alone["loss"], rel=0.1)
 
 
 @pytest.mark.slow
 def test_a_restart_makes_steps_a_second_time(small):
     (cell,) = make_cells(replace(small, how=("restart",)))
+    cell = replace(cell, seed=9)
+    assert cell.at[0][0] == 12  # far from both checkpoints, which are written in the background
     found = found_in(cell)
-    (at, _), (lost,) = *cell.at, found["lost_steps"]
-    assert at - 4 - 1 <= lost <= at - 4 + 2
-    assert found["lost_tokens"] == [lost * 2 * 2 * 16]
+    (lost,) = found["lost_steps"]
+    assert 3 <= lost <= 6
+    assert found["lost_tokens"] == [lost * 2 * 8 * 256]
     assert 0 < found["stop"][0] < found["next_step"][0]
