@@ -73,9 +73,8 @@ def largest_table(allocations: pd.DataFrame, most: int = 3) -> Table:
 def attention_work(what: str, size: str, context: int) -> float:
     """The two matmuls of attention's forward in fp32 over its softmax: in FLOPs, or in least bytes (``n_bytes``)."""
     config = MODEL_SIZES[size].at_context(context)
-    stages = attention_stages(config, 4, context, PRECISIONS["fp32"].on("cuda"), "forward")
-    matmuls = sum(getattr(stage, what) for stage in (stages.scores_matmul, stages.values_matmul))
-    return float(matmuls / getattr(stages.softmax, what))
+    matmul, softmax = attention_stages(config, 4, context, PRECISIONS["fp32"].on("cuda"), "forward")
+    return float(2 * getattr(matmul, what) / getattr(softmax, what))
 
 
 def sums_table() -> Table:

@@ -15,7 +15,7 @@ from cs336_systems.answers.published import ALL_QUESTIONS
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import cost
 from cs336_systems.costs.flops import hardware_flops
-from cs336_systems.costs.fsdp import model_units, state_bytes
+from cs336_systems.costs.fsdp import held_elements, model_units
 from cs336_systems.costs.parallelism.mesh import XXL
 from cs336_systems.costs.parallelism.scaling import communication_limit
 from cs336_systems.costs.sharding import link_bytes_per_step
@@ -47,7 +47,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(predicted_steps, unknown_table, before_table, before_summary, choice_table, chosen_is_fastest),
     *(training.fp8_rates_table, training.scaling_table),
     *(optimizers.optimizers_table, optimizers.share_of_steps),
-    *(cost, model_units, state_bytes, link_bytes_per_step, resolve_size, communication_limit),
+    *(cost, model_units, held_elements, link_bytes_per_step, resolve_size, communication_limit),
     *(attention_tables.comparison_table, attention_tables.account_table, attention_tables.time_over),
     *(step_table, collectives_table, breakdown_tables, roofline_knee.chain_table, roofline_knee.knee_of),
     failures.goodput_table,

@@ -74,19 +74,13 @@ class StageWork:
     n_bytes: int
 
 
-@dataclass(frozen=True)
-class AttentionStages:
-    """The three stages in one direction."""
-
-    scores_matmul: StageWork
-    softmax: StageWork
-    values_matmul: StageWork
-
-
 def attention_stages(
     config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, direction: str
-) -> AttentionStages:
-    """Work of every layer's attention on (batch_size, seq_len) tokens; ``direction`` is ``forward`` or ``backward``.
+) -> tuple[StageWork, StageWork]:
+    """Work of either matmul (of scores, of values), and of softmax, in every layer on (batch_size, seq_len) tokens.
+
+    Args:
+        direction: ``forward`` or ``backward``.
 
     Raises:
         ValueError: no such direction.
@@ -98,4 +92,4 @@ def attention_stages(
     heads = config.n_layers * batch_size * config.n_heads * seq_len * config.d_head
     products, operations, softmax_bytes = (2, 4, 2 * wide + narrow) if backward else (1, 5, narrow + wide)
     matmul = StageWork(products * 2 * scores * config.d_head, products * narrow * (scores + 2 * heads))
-    return AttentionStages(matmul, StageWork(operations * scores, softmax_bytes * scores), matmul)
+    return matmul, StageWork(operations * scores, softmax_bytes * scores)

@@ -112,14 +112,9 @@ def cost(collective: str, world_size: int, total_bytes: float) -> RingCost:
     return RingCost((2 if collective == "all_reduce" else 1) * (world_size - 1), factor * total_bytes)
 
 
-def algbw(total_bytes: float, seconds: float) -> float:
-    """Total bytes per second."""
-    return total_bytes / seconds
-
-
 def busbw(collective: str, world_size: int, total_bytes: float, seconds: float) -> float:
     """Bytes per second that each link carries in one direction; ValueError as ``busbw_factor``."""
-    return algbw(total_bytes, seconds) * busbw_factor(collective, world_size)
+    return total_bytes / seconds * busbw_factor(collective, world_size)
 
 
 def fit(points: Sequence[tuple[RingCost, float]]) -> Link:

@@ -63,23 +63,9 @@ def quantized_units(recipe: Recipe, n_layers: int) -> range:
     return range(1 + recipe.skip_first, 1 + n_layers - recipe.skip_last) if travels else range(0)
 
 
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes of state that the fullest rank holds between steps."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer
-
-
-def state_bytes(units: Sequence[Sequence[Shape]], world_size: int, element_bytes: int = 4) -> StateBytes:
-    """States of the fullest rank: shards, in fp32 unless it is said, gradients as large, and AdamW's two moments."""
-    held = element_bytes * sum(shard_elements(shape, world_size) for unit in units for shape in unit)
-    return StateBytes(held, held, 2 * held)
+def held_elements(units: Sequence[Sequence[Shape]], world_size: int) -> int:
+    """Elements that the fullest rank holds of all parameters."""
+    return sum(shard_elements(shape, world_size) for unit in units for shape in unit)
 
 
 def padded_elements(unit: Sequence[Shape], world_size: int) -> int:

@@ -46,11 +46,13 @@ class Sustained:
     attention_forward: float
     attention_backward: float
     memory: float
+    """Reads and writes together."""
     link_alone: float
-    """Of the host link's published rate, while the other way rests."""
+    """Of the host link's published rate, each way, while the other way rests."""
     link_out_both: float
     """From the device, while both ways are busy."""
     in_beside_out: float = 1.0
+    """Speed of copies to the device over that of copies from it, while both ways are busy."""
     narrow_forward: float = 0.80
     """Factors of attention's rates with narrow heads (measured at 16,384 tokens on an H200: 491 of 613 TFLOP/s)."""
     narrow_backward: float = 0.97
@@ -88,33 +90,13 @@ ADDS_SINCE = "2026-11-28T09:00"
 
 
 @dataclass(frozen=True)
-class Rates:
-    """The rates that a device sustains, in FLOP/s and bytes/s."""
+class Rates(Sustained):
+    """The rates that a device sustains: what ``Sustained`` has as shares, in FLOP/s and bytes/s."""
 
-    products: float
-    attention_forward: float
-    attention_backward: float
-    memory: float
-    """Bytes/s of reads and writes together."""
-    link_alone: float
-    """Bytes/s of the link each way, while the other way rests."""
-    link_out_both: float
-    """Bytes/s from the device, while both ways are busy."""
     beside_copies: float = 0.995
     """Relative speed of kernels while one copy runs; two cost twice as much."""
     copy_latency_s: float = 10e-6
     """Seconds from the end of what a copy waits for to its first byte."""
-    in_beside_out: float = 1.0
-    """Speed of copies to the device over that of copies from it, while both ways are busy."""
-    narrow_forward: float = OURS.narrow_forward
-    narrow_backward: float = OURS.narrow_backward
-    """Factors of attention's rates where heads are narrow."""
-    quantized: float = 0.0
-    """Products of blocks in fp8; 0 where there are none."""
-    operands: float = 0.0
-    """FLOPs, at the rate of products, that take as long as a byte that products load or store."""
-    added: float = 1.0
-    """``Sustained.added``."""
     messages: float = MESSAGE_BYTES_PER_S
     """From one GPU to another of its host, each way."""
     in_beside_gpu: float = IN_BESIDE_GPU
@@ -144,21 +126,17 @@ class Rates:
         assert products is not None
         between = LINK_SHARE * (hardware.link_bytes_per_s or link) if copied_messages else MESSAGE_BYTES_PER_S
         fed, kind = hardware.host_memory_bytes_per_s or 2 * link, KINDS[hardware.kind or "data centre"]
-        return cls(
-            sustained.products * products,
-            sustained.attention_forward * kind.attention_forward * products,
-            sustained.attention_backward * kind.attention_backward * products,
-            sustained.memory * memory,
+        own = replace(
+            sustained,
+            products=sustained.products * products,
+            attention_forward=sustained.attention_forward * kind.attention_forward * products,
+            attention_backward=sustained.attention_backward * kind.attention_backward * products,
+            memory=sustained.memory * memory,
             link_alone=min(sustained.link_alone * link, fed),
             link_out_both=min(sustained.link_out_both * link, fed / 2),
-            in_beside_out=sustained.in_beside_out,
-            narrow_forward=sustained.narrow_forward,
-            narrow_backward=sustained.narrow_backward,
             quantized=sustained.quantized * (fp8 or 0.0),
-            operands=sustained.operands,
-            added=sustained.added,
-            messages=between,
         )
+        return cls(**vars(own), messages=between)
 
     def link(self, *, both: bool, copying: int = 0) -> tuple[float, float]:
         """Bytes/s of copies to the device and from it.

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.costs.communication import COLLECTIVES, Link, RingCost, algbw, busbw, cost, fit
+from cs336_systems.costs.communication import COLLECTIVES, Link, RingCost, busbw, cost, fit
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, one_stage, presented
 from cs336_systems.experiments.options import RunOptions, every
@@ -111,7 +111,7 @@ def measure(cell: CollectiveCell, rank: Rank) -> list[Metric]:
     if wrong := int(largest(exchange.wrong_elements(), rank)):
         raise RuntimeError(f"{wrong} elements of {cell.collective} are not the exact sum or copy")
     seconds = [ms / 1e3 / cell.calls for ms in times.samples_ms["calls"]]
-    algorithm = [algbw(cell.total_bytes, s) / 1e9 for s in seconds]
+    algorithm = [cell.total_bytes / s / 1e9 for s in seconds]
     bus = [busbw(cell.collective, cell.world_size, cell.total_bytes, s) / 1e9 for s in seconds]
     return [
         Metric("time", "ms", [1e3 * s for s in seconds]),

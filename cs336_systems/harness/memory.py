@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.case import TrainingCase
-from cs336_systems.costs.fsdp import is_sharded, state_bytes
+from cs336_systems.costs.fsdp import held_elements, is_sharded
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PeakMemory
 from cs336_systems.costs.offload import offloaded, state_bytes_per_parameter
 from cs336_systems.costs.parallelism.stages import stages_of_case
@@ -139,8 +139,7 @@ def predicted_states(case: TrainingCase, world_size: int) -> dict[str, int]:
     fullest = max(stages_of_case(case), key=lambda stage: stage.n_parameters(part))
     n_weights = n_gradients = n_states = fullest.n_parameters(part)
     if how.wrapper in ("fsdp", "fsdp2"):
-        shards = state_bytes(fullest.units(part), world_size // how.replicas, 1).parameters
-        n_weights = n_gradients = n_states = shards
+        n_weights = n_gradients = n_states = held_elements(fullest.units(part), world_size // how.replicas)
     if case.lora is not None:
         n_gradients = n_states = case.n_trained // (world_size // how.replicas if how.wrapper == "fsdp" else 1)
         n_weights += n_states

@@ -31,13 +31,11 @@ def test_bytes_grow_with_the_square_or_with_the_length():
     ("direction", "matmuls", "operations", "softmax_bytes"), [("forward", 1, 5, 8), ("backward", 2, 4, 12)]
 )
 def test_stages_by_hand(direction, matmuls, operations, softmax_bytes):
-    stages = attention_stages(SMALL, 4, 512, PRECISIONS["fp32"], direction)
-    assert stages.scores_matmul == stages.values_matmul
-    assert 2 * stages.scores_matmul.flops == matmuls * forward_flops(SMALL, 4, 512, "palm").attention
-    assert stages.scores_matmul.n_bytes == matmuls * 4 * (SCORES + 2 * SCORES // 512 * 64)
-    assert stages.softmax.flops == operations * SCORES
-    assert stages.softmax.n_bytes == softmax_bytes * SCORES
-    narrow = attention_stages(SMALL, 4, 512, PRECISIONS["autocast-bf16"], "forward")
-    assert narrow.softmax.n_bytes == (2 + 4) * SCORES, "CUDA's autocast widens the probabilities"
+    matmul, softmax = attention_stages(SMALL, 4, 512, PRECISIONS["fp32"], direction)
+    assert 2 * matmul.flops == matmuls * forward_flops(SMALL, 4, 512, "palm").attention
+    assert matmul.n_bytes == matmuls * 4 * (SCORES + 2 * SCORES // 512 * 64)
+    assert (softmax.flops, softmax.n_bytes) == (operations * SCORES, softmax_bytes * SCORES)
+    _, narrow = attention_stages(SMALL, 4, 512, PRECISIONS["autocast-bf16"], "forward")
+    assert narrow.n_bytes == (2 + 4) * SCORES, "CUDA's autocast widens the probabilities"
     with pytest.raises(ValueError, match="sideways"):
         attention_stages(SMALL, 4, 512, PRECISIONS["fp32"], "sideways")

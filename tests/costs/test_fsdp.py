@@ -1,7 +1,7 @@
 """FSDP's arithmetic on shapes that can be added up by hand, and on the model; tests/distributed compares it to FSDP."""
 
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.costs.fsdp import model_units, shard_elements, state_bytes, step_traffic
+from cs336_systems.costs.fsdp import held_elements, model_units, shard_elements, step_traffic
 
 
 def test_a_step_by_hand():
@@ -20,15 +20,13 @@ def test_a_step_by_hand():
     assert quantized.messages["all-gather"] == 2 * (2 * 8 + 4) + 2 * 8
     assert quantized.messages["all-reduce"] - traffic.messages["all-reduce"] == 4 * 4
     assert quantized.counts == {"all-gather": 5, "reduce-scatter": 3, "all-reduce": 2}
-    state = state_bytes(units, 2)
-    assert state.parameters == state.gradients == state.optimizer / 2 == 4 * (4 + 4 + 5 + 2)
-    assert state.total == 4 * state.parameters
+    assert held_elements(units, 2) == 4 + 4 + 5 + 2
 
 
 def test_the_model_has_a_share_of_its_states_and_sends_half_as_much_again_as_data_parallelism():
     config = MODEL_SIZES["2.7b"]
     units = model_units(config)
-    assert state_bytes(units, 1).parameters == 4 * config.n_parameters
-    assert 1 <= state_bytes(units, 4).parameters / config.n_parameters < 1.001
+    assert held_elements(units, 1) == config.n_parameters
+    assert 1 <= 4 * held_elements(units, 4) / config.n_parameters < 1.001
     all_reduce = 2 * 0.5 * 4 * config.n_parameters
     assert 1.48 < step_traffic(units, 2).sent_per_rank / all_reduce < 1.5

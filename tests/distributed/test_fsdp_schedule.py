@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.costs.fsdp import model_units, state_bytes, step_traffic
+from cs336_systems.costs.fsdp import held_elements, model_units, step_traffic
 from cs336_systems.distributed import FSDP
 from cs336_systems.harness.traffic import MATMUL, Traffic
 from cs336_systems.model import TransformerLM
@@ -68,7 +68,7 @@ def check_collectives_of_the_model_are_those_predicted(rank):
             fsdp(ids)
         assert [event.kind for event in evaluation.sent] == [KINDS["all-gather"]] * len(fsdp.groups)
         assert whole_groups(fsdp) == []
-        predicted = state_bytes(units, rank.world_size).parameters
+        predicted = 4 * held_elements(units, rank.world_size)
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in fsdp.parameters()}
         assert predicted <= sum(storages.values()) <= 1.03 * predicted
         # gloo's coalesced all-gather corrupts the heap, too seldom for a test to see (``peer_memory.all_gather``).

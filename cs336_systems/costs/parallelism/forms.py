@@ -43,6 +43,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from cs336_systems.config import check_known
 from cs336_systems.costs.communication import cost
 from cs336_systems.hardware import GB_PER_S, TERA, find_hardware
 
@@ -120,9 +121,8 @@ DEVICES: dict[str, Device] = {
 
 
 def find_device(name: str) -> Device:
-    """A preset by name; ValueError for any other, with all that there are."""
-    if name not in DEVICES:
-        raise ValueError(f"unknown device {name!r}: known are {', '.join(DEVICES)}")
+    """A preset by name; ValueError for any other."""
+    check_known("device", name, DEVICES)
     return DEVICES[name]
 
 
@@ -184,7 +184,8 @@ def pass_cost(form: Form, layer: FeedForward, tokens: float, world_size: int, wh
     Raises:
         ValueError: no such form or pass, no devices, or no tokens.
     """
-    _check(form, which)
+    check_known("form", form, FORMS, " of parallelism")
+    check_known("pass", which, PASSES)
     if world_size < 1:
         raise ValueError(f"world size must be positive, got {world_size}")
     if not tokens > 0:
@@ -202,17 +203,11 @@ def largest_world(
     Raises:
         ValueError: no such form or pass.
     """
-    _check(form, which)
+    check_known("form", form, FORMS, " of parallelism")
+    check_known("pass", which, PASSES)
     intensity = layer.bytes_per_element * flops_per_s / egress_bytes_per_s
     if not COLLECTIVES[form][which]:
         return math.inf
     if form == "tensor-parallel":
         return 1 + layer.n_matrices * layer.d_ff / intensity * (1 if which == "forward" else 2)
     return 1 + 2 * tokens / intensity
-
-
-def _check(form: str, which: str) -> None:
-    if form not in FORMS:
-        raise ValueError(f"unknown form {form!r} of parallelism: known are {', '.join(FORMS)}")
-    if which not in PASSES:
-        raise ValueError(f"unknown pass {which!r}: known are {', '.join(PASSES)}")

@@ -90,7 +90,6 @@ def simulate(
     *,
     chunks: int = 1,
     durations: Mapping[str, float] | Sequence[Mapping[str, float]] = UNIT,
-    send: float = 0.0,
 ) -> Timeline:
     """Run every stage's list.
 
@@ -98,18 +97,20 @@ def simulate(
         chunks: as in ``make_schedule``.
         durations: of F, B and W of one micro-batch on a whole stage, all alike; or of each part of the model, from
             input to output.
-        send: time from the end of an operation until its result is on another stage.
 
     Raises:
         ValueError: as ``make_schedule``; durations are not positive, or not those of all parts.
     """
-    return timed(make_schedule(schedule, stages, microbatches, chunks, durations), durations, send)
+    return timed(make_schedule(schedule, stages, microbatches, chunks, durations), durations)
 
 
 def timed(
     plan: Schedule, durations: Mapping[str, float] | Sequence[Mapping[str, float]] = UNIT, send: float = 0.0
 ) -> Timeline:
     """``simulate`` of a schedule that is there.
+
+    Args:
+        send: time from the end of an operation until its result is on another stage.
 
     Raises:
         ValueError: durations are not positive, or not those of all parts.

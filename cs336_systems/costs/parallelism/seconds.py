@@ -27,7 +27,6 @@ rates by the share of NVLink that a ring reaches.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -77,6 +76,7 @@ Moments = tuple[tuple[str, int], ...]
 BF16_MOMENTS: Moments = tuple(MOMENTS.items())
 
 _ITEMSIZE = 2
+_part = cache(ModelConfig.part)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def step_seconds(
     rows = layout.micro_batch * length // c
     many = rows // layout.tensor * config.d_model >= copied_from
     by = layout.tensor_by if many and layout.tensor <= GPUS_PER_HOST else "collectives"
-    waits = _tensor_waits(_layers(part, slowest.n_layers), rows, layout.keep, layout.tensor, by, network)
+    waits = _tensor_waits(part, slowest.n_layers, rows, layout.keep, layout.tensor, by, network)
     waits += _context_waits(part, slowest, rows, layout, network, own * work.attention)
     slowed = _slowed(part, fullest, layout, network, compute)
     updates = work.updates * fullest.n_parameters(config) / config.n_parameters
@@ -256,7 +256,6 @@ class _Network:
 class _Work(NamedTuple):
     """The seconds of a whole model on one micro-batch, on one GPU."""
 
-    n_layers: int
     compute: float
     """The whole of a forward and a backward."""
     attention: float
@@ -290,7 +289,9 @@ def _work(
     blocks = attention = forward = weights = 0.0
     of_products = stored.hardware_flops("forward", 0, LEVELS[0]) - stored.attention_flops(0)
     of_attention = rates.attention(config.d_head, length)
-    for (kept, quantized), n in Counter(_blocks(keep, recipe, config.n_layers)).items():
+    n_layers = config.n_layers
+    of_blocks = Counter((kept, recipe.quantizes(i, n_layers)) for i, kept in enumerate(keep_of_blocks(keep, n_layers)))
+    for (kept, quantized), n in of_blocks.items():
         work = replace(stored, recipe=recipe) if quantized else stored
         parts = {kind: n * work.seconds(kind, 0, kept, rates) for kind in ("forward", "recompute", "backward")}
         blocks += sum(parts.values())
@@ -302,32 +303,18 @@ def _work(
     compute, block = embedding + head + blocks, blocks / config.n_layers
     forward += seconds["embed"] + head / 3
     weights += head / 3
-    return _Work(config.n_layers, compute, attention, forward, weights, block, embedding, head, updates, adds)
-
-
-def _blocks(keep: str, recipe: Recipe, n_layers: int) -> Iterator[tuple[str, bool]]:
-    """What each block keeps, and whether its matmuls are quantized."""
-    for i, kept in enumerate(keep_of_blocks(keep, n_layers)):
-        yield kept, recipe.quantizes(i, n_layers)
+    return _Work(compute, attention, forward, weights, block, embedding, head, updates, adds)
 
 
 @cache
-def _part(config: ModelConfig, n_ranks: int) -> ModelConfig:
-    return config.part(n_ranks)
-
-
-@cache
-def _layers(part: ModelConfig, n_layers: int) -> ModelConfig:
-    return replace(part, n_layers=max(1, n_layers))
-
-
-@cache
-def _tensor_waits(part: ModelConfig, rows: int, keep: str, n_ranks: int, by: str, network: _Network) -> float:
+def _tensor_waits(
+    part: ModelConfig, n_layers: int, rows: int, keep: str, n_ranks: int, by: str, network: _Network
+) -> float:
     """Seconds of what tensor ranks send by collectives in a micro-batch of so many tokens."""
     if n_ranks == 1:
         return 0.0
     link, _ = network.ring(n_ranks, 1)
-    sent = tensor_sent(part, rows, keep, n_ranks, _ITEMSIZE, by=by)
+    sent = tensor_sent(replace(part, n_layers=max(1, n_layers)), rows, keep, n_ranks, _ITEMSIZE, by=by)
     whole = rows * part.d_model * _ITEMSIZE
     count = sent[GATHER] // whole + sent[SCATTER] * n_ranks // whole
     return link.alpha_s * (n_ranks - 1) * count + _ring_bytes(sent, n_ranks) / link.bytes_per_s
@@ -341,7 +328,7 @@ def _context_waits(
     if n_ranks == 1:
         return 0.0
     link, hosts = network.ring(n_ranks, layout.stride("context"))
-    sent = _context_sent(_layers(part, stage.n_layers), rows, layout.keep, n_ranks, layout.context_order)
+    sent = _context_sent(part, stage.n_layers, rows, layout.keep, n_ranks, layout.context_order)
     between = network.neighbours(n_ranks, layout.stride("context"))
     beside = max(0.0, sent[SEND] / between.bytes_per_s - attention)
     latency = 3 * stage.n_layers * HOST_ALPHA_S * (hosts - 1) if sent[GATHER] else 0.0
@@ -349,8 +336,9 @@ def _context_waits(
 
 
 @cache
-def _context_sent(part: ModelConfig, rows: int, keep: str, n_ranks: int, order: str) -> Sent:
-    return context_sent(part, rows, keep, n_ranks, _ITEMSIZE, rank=0, order=order)
+def _context_sent(part: ModelConfig, n_layers: int, rows: int, keep: str, n_ranks: int, order: str) -> Sent:
+    layers = replace(part, n_layers=max(1, n_layers))
+    return context_sent(layers, rows, keep, n_ranks, _ITEMSIZE, rank=0, order=order)
 
 
 @cache
