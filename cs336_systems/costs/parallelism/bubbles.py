@@ -7,6 +7,7 @@ there are stages adds the same seconds.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from math import isclose
 
@@ -40,7 +41,20 @@ def span_seconds(
     """
     unit = durations["F"]
     scaled = [durations[kind] / unit for kind in "FBW"]
-    return unit * _in_rhythm(schedule, n_stages, n_micro_batches, chunks, *scaled)
+
+    def run(few: int) -> float:
+        return _simulated(schedule, n_stages, few, chunks, *scaled)
+
+    groups = SIMULATED
+    while (more := -(-n_micro_batches // max(1, n_stages)) - groups) > 0:
+        few = n_micro_batches - more * n_stages
+        with suppress(ValueError):  # a schedule may need more micro-batches than these
+            ran = [run(few - i * n_stages) for i in range(3)]
+            step, earlier = (ran[i] - ran[i + 1] for i in (0, 1))
+            if isclose(step, earlier, rel_tol=1e-9, abs_tol=1e-9):
+                return unit * (ran[0] + more * step)
+        groups *= 2
+    return unit * run(n_micro_batches)
 
 
 def least_bubble(schedule: str, n_stages: int, chunks: int, durations: Mapping[str, float]) -> float:
@@ -51,37 +65,10 @@ def least_bubble(schedule: str, n_stages: int, chunks: int, durations: Mapping[s
     return max(0.0, (n_stages - 1) * late.get(schedule, 0.0))
 
 
-def _in_rhythm(
-    schedule: str, n_stages: int, n_micro_batches: int, chunks: int, forward: float, inputs: float, weights: float
-) -> float:
-    """The span, simulated until the last two groups of micro-batches added the same seconds each."""
-
-    def run(few: int) -> float | None:
-        return _simulated(schedule, n_stages, few, chunks, forward, inputs, weights)
-
-    groups = SIMULATED
-    while (more := -(-n_micro_batches // max(1, n_stages)) - groups) > 0:
-        few = n_micro_batches - more * n_stages
-        ran = [each for each in (run(few - i * n_stages) for i in range(3)) if each is not None]
-        if len(ran) == 3:
-            step, earlier = (ran[i] - ran[i + 1] for i in (0, 1))
-            if isclose(step, earlier, rel_tol=1e-9, abs_tol=1e-9):
-                return ran[0] + more * step
-        groups *= 2
-    whole = run(n_micro_batches)
-    if whole is None:
-        pipeline.simulate(schedule, n_stages, n_micro_batches, chunks=chunks)  # which says why not
-        raise AssertionError(schedule)
-    return whole
-
-
 @cache
 def _simulated(
     schedule: str, n_stages: int, few: int, chunks: int, forward: float, inputs: float, weights: float
-) -> float | None:
-    """Span of a simulated schedule, None if it does not run so."""
+) -> float:
+    """The span of a simulated schedule."""
     durations = {"F": forward, "B": inputs, "W": weights}
-    try:
-        return pipeline.simulate(schedule, n_stages, few, chunks=chunks, durations=durations).span
-    except ValueError:
-        return None
+    return pipeline.simulate(schedule, n_stages, few, chunks=chunks, durations=durations).span

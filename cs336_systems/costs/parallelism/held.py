@@ -1,9 +1,9 @@
 """The micro-batches whose tensors a stage of a pipeline holds while each operation of its list runs.
 
 A stage (``training/pipelined.py``) holds what blocks keep from F to the end of B, what the gradients of weights read
-from B to the end of W, and these gradients from the first W on. How many of each its list alone decides; of cases in
-the same operation the fullest ones count. Lists of many micro-batches repeat, so that four groups of as many as there
-are stages show all, but of GPipe, which holds as many as there are.
+from B to the end of W, and these gradients from the first W on. Its list alone decides how many of each it holds; of
+several cases in the same operation only the fullest count. Lists of many micro-batches repeat, so that four times as
+many micro-batches as stages show every case, except under GPipe, which holds all micro-batches.
 
     plan = make_schedule("zb-h1", 4, shown("zb-h1", 4, 512))
     blocks, cases = holdings(plan, [8, 8, 9, 7])[0]    # of the first stage
@@ -16,7 +16,7 @@ from cs336_systems.costs.parallelism.schedules import Kind, Operation, Schedule
 
 
 class Task(NamedTuple):
-    """An operation, whichever its micro-batch."""
+    """An operation of any micro-batch."""
 
     kind: Kind
     first: bool
@@ -66,7 +66,7 @@ def holdings(plan: Schedule, counts: Sequence[int]) -> list[tuple[tuple[int, ...
 
 
 def fullest(cases: Iterable[Held]) -> list[Held]:
-    """Those that no other exceeds in all that it holds."""
+    """The cases that no other case reaches or exceeds in everything that it holds."""
     found: list[Held] = []
     for case in sorted(cases, reverse=True):  # no later one exceeds an earlier one
         _, late, losses, gradients, first, last = case

@@ -16,6 +16,7 @@ where a step has several micro-batches: it keeps whole gradients, and scatters t
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 DIMENSIONS = ("tensor", "context", "shard", "replica", "pipeline")
@@ -87,17 +88,16 @@ class Layout:
 
     def stride(self, dimension: str) -> int:
         """The distance between neighbours along a dimension, in ranks."""
-        sizes = {"tensor": self.tensor, "context": self.context, "shard": self.shards, "replica": self.replicas}
-        product = 1
-        for name in DIMENSIONS[: DIMENSIONS.index(dimension)]:
-            product *= sizes[name]
-        return product
+        return prod(self._sizes[name] for name in DIMENSIONS[: DIMENSIONS.index(dimension)])
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        sizes = {"replica": self.replicas, "shard": self.shards, "context": self.context, "tensor": self.tensor}
+        return sizes | {"pipeline": self.pipeline}
 
     def __str__(self) -> str:
         """Return the dimensions that have several ranks, and the rest, in a few words."""
-        sizes = {"replica": self.replicas, "shard": self.shards, "context": self.context, "tensor": self.tensor}
-        sizes |= {"pipeline": self.pipeline}
-        mesh = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
+        mesh = " x ".join(f"{name} {size}" for name, size in self._sizes.items() if size > 1) or "one GPU"
         chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
         words = [mesh, f"ZeRO {self.zero}", *([self.schedule + chunks] if self.pipeline > 1 else []), self.keep]
         micro_batches = f"{self.n_micro_batches} micro-batch{'es' if self.n_micro_batches > 1 else ''}"

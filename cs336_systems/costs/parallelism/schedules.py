@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
+from cs336_systems.config import check_known
 from cs336_systems.costs.parallelism.zbv import best_orders
 from cs336_systems.ranks import SCHEDULES
 
@@ -79,7 +80,7 @@ class Schedule:
         return places_of(self.name, self.stages, self.chunks)
 
     def forwards(self, microbatches: int) -> "Schedule":
-        """The forwards alone, of the first so many micro-batches."""
+        """The same orders with nothing but the forwards of the first ``microbatches`` micro-batches."""
         kept = (tuple(op for op in order if op.kind == "F" and op.microbatch < microbatches) for order in self.orders)
         return replace(self, microbatches=microbatches, orders=tuple(kept))
 
@@ -146,8 +147,7 @@ def make_schedule(
             batches that a schedule cannot do: no multiple of the stages, or fewer than twice as many for ``dualpipev``;
             durations are not positive, or not those of all parts.
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}: known are {', '.join(SCHEDULES)}")
+    check_known("schedule", name, SCHEDULES)
     if stages < 1 or microbatches < 1:
         raise ValueError(f"stages and micro-batches must be positive, got {stages} and {microbatches}")
     if name == "interleaved" and chunks < 2:
@@ -181,7 +181,7 @@ def _chunks(name: str, chunks: int) -> int:
 
 
 def check_durations(durations: Sequence[Mapping[str, float]], n_parts: int) -> None:
-    """Raise ValueError unless there are durations of so many parts, all positive."""
+    """Raise ValueError unless there are durations of ``n_parts`` parts, and all are positive."""
     if len(durations) != n_parts:
         raise ValueError(f"durations of {n_parts} parts are needed, got {len(durations)}")
     if min(time for each in durations for time in each.values()) <= 0:
@@ -193,7 +193,7 @@ def _part(name: str, stages: int, stage: int, chunk: int) -> int:
 
 
 def _one_direction(name: str, stage: int, stages: int, microbatches: int, chunks: int) -> list[Operation]:
-    """So many forwards ahead, then forward and backward in turn, then the backwards that are left."""
+    """Some forwards ahead, then a forward and a backward in turn, then the backwards that are left."""
     order = [(i, 0) for i in range(microbatches)]
     ahead = microbatches if name == "gpipe" else stages - stage - 1
     if name == "interleaved":  # groups of p micro-batches go through all chunks before the next group begins
