@@ -11,12 +11,23 @@ Messages take another link and no time of kernels.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 from cs336_systems.costs.rates import Rates
 
-LANES = ("in", "compute", "out", "send", "receive")
-"""Copies to the device, kernels, copies to the host; in a ring also messages to and from other ranks."""
+
+class Lane(StrEnum):
+    """Copies to the device, kernels, copies to the host; in a ring also messages to and from other ranks."""
+
+    IN = "in"
+    COMPUTE = "compute"
+    OUT = "out"
+    SEND = "send"
+    RECEIVE = "receive"
+
+
+LANES: tuple[str, ...] = tuple(Lane)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from cs336_systems.costs.checkpointing import KEEP_ATTENTION, KEEP_MATMULS
 from cs336_systems.costs.flops import hardware_flops
 from cs336_systems.costs.kept import LEVELS, SWITCHES, bytes_kept, kept_names, recomputed
 from cs336_systems.costs.memory import PeakMemory
-from cs336_systems.hardware import GIB, find_hardware
+from cs336_systems.hardware import GIB, hardware_named
 
 Predict = Callable[[TrainingCase], PeakMemory]
 """Predicts the peak of one pass of a case."""
@@ -112,8 +112,7 @@ def cheapest_keep(case: TrainingCase, mode: str, budget_bytes: int, predict: Pre
         ValueError: no choice fits, and the message names the smallest predicted peak; or an unknown mode or attention,
             or a dtype with autocast.
     """
-    hardware = find_hardware("NVIDIA H200")
-    assert hardware is not None
+    hardware = hardware_named("h200")
     again = {keep: recomputed(*case.work, case.precision, keep) for keep in candidate_keeps()}
     seconds = {keep: each.seconds(hardware, case.precision.matmul_dtype) for keep, each in again.items()}
     n_bytes = {keep: bytes_kept(*case.work, case.precision, keep, case.recipe) for keep in again}

@@ -10,7 +10,7 @@ are queued, and the messages that the next operation needs are received while th
 between two stages is the sender's, which the receiver knows from the same schedule.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import permutations
@@ -60,7 +60,8 @@ def keep_stage(model: TransformerLM, plan: Schedule, blocks: Sequence[slice], st
     Args:
         blocks: of each part of the model.
     """
-    own = {number for part, (of, _) in enumerate(plan.places) if of == stage for number in _numbers(blocks[part])}
+    parts = [blocks[part] for part, (of, _) in enumerate(plan.places) if of == stage]
+    own = {number for part in parts for number in range(part.start, part.stop)}
     for number in range(len(model.layers)):
         if number not in own:
             model.layers[number] = Elsewhere(model.layers[number])
@@ -76,10 +77,6 @@ def on_two_stages(model: nn.Module) -> tuple[str, ...]:
     """The names of this stage's parameters that another stage has, too: a tied embedding at both ends."""
     shared: tuple[str, ...] = getattr(model, "on_two_stages", ())
     return shared
-
-
-def _numbers(blocks: slice) -> Iterator[int]:
-    return iter(range(blocks.start, blocks.stop))
 
 
 class Pipeline:

@@ -30,14 +30,8 @@ from cs336_systems.model.layers import RotaryEmbedding
 from cs336_systems.model.transformer import TransformerBlock
 from cs336_systems.training.precision import autocast, matmul_precision, parameter_dtype
 
-ACTIVATION, PARAMETER_COPY, PARAMETER, TABLE, GRADIENT = (
-    "activation",
-    "parameter copy",
-    "parameter",
-    "table",
-    "gradient",
-)
-KINDS = (ACTIVATION, PARAMETER_COPY, PARAMETER, TABLE, GRADIENT)
+KINDS = "activation", "parameter copy", "parameter", "table", "gradient"
+ACTIVATION, PARAMETER_COPY, PARAMETER, TABLE, GRADIENT = KINDS
 
 
 def storage_address(tensor: Tensor) -> int:

@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from cs336_systems.costs.lanes import LANES, Lanes, LaneTimes, simulate, simulate_ranks
+from cs336_systems.costs.lanes import LANES, Lane, Lanes, LaneTimes, simulate, simulate_ranks
 from cs336_systems.costs.rates import Rates
 from cs336_systems.streaming.order import Task, compute_order, forward_order
 from cs336_systems.streaming.plan import STATE_RINGS, Plan
-from cs336_systems.streaming.schedule import Held, Item, Kind, Lane, Operation, Place, Region, Ring, Schedule, Slot
+from cs336_systems.streaming.schedule import Held, Item, Kind, Operation, Place, Room, Schedule, Slot
 from cs336_systems.streaming.slots import (
     EVICTION_LAG,
     GROUPED,
@@ -99,12 +99,11 @@ def pairs(schedules: Sequence[Schedule]) -> list[list[tuple[int, int]]]:
 def _lanes(plan: Plan, schedule: Schedule, rates: Rates) -> Lanes:
     operations, group = schedule.operations, plan.work.chunks_per_sequence
     seconds = cache(partial(plan.work.seconds, rates=rates))
-    amounts = [o.n_bytes or seconds(_timed_as(o), o.chunk % group, o.level) for o in operations]
-    return Lanes([str(o.lane) for o in operations], amounts, [o.waits for o in operations])
-
-
-def _timed_as(operation: Operation) -> str:
-    return "fixed optimizer" if operation.meets else str(operation.kind)
+    amounts = [
+        o.n_bytes or seconds("fixed optimizer" if o.meets else str(o.kind), o.chunk % group, o.level)
+        for o in operations
+    ]
+    return Lanes([o.lane for o in operations], amounts, [o.waits for o in operations])
 
 
 class _Waits:
@@ -120,7 +119,7 @@ class _Waits:
         self._readers: dict[Slot | Place, list[int]] = defaultdict(list)
         """The operations that have read since."""
 
-    def add(self, lane: str, reads: Sequence[Slot | Place], writes: Sequence[Slot | Place]) -> tuple[int, ...]:
+    def add(self, lane: Lane, reads: Sequence[Slot | Place], writes: Sequence[Slot | Place]) -> tuple[int, ...]:
         """Adds the next operation of a lane; returns the operations that it has to wait for."""
         needed = {self._writer[where] for where in (*reads, *writes) if where in self._writer}
         needed.update(*(self._readers[where] for where in writes))
@@ -186,11 +185,10 @@ class _Builder:
             "moments": max(map(item_bytes, names), default=0),
             "products": plan.slot_bytes["products"],
         }  # moments that stream lie there, too
-        regions = {name: Region(n, item_bytes(name)) for name, n in self.place_counts.items()}
         return Schedule(
             tuple(self.operations),
-            {ring: Ring(n, beside.get(ring) or item_bytes(ring)) for ring, n in rings.items() if n},
-            {name: region for name, region in regions.items() if region.places},
+            {ring: Room(n, beside.get(ring) or item_bytes(ring)) for ring, n in rings.items() if n},
+            {name: Room(n, item_bytes(name)) for name, n in self.place_counts.items()},
             {item: slot for item, slot in self.held_at.items() if is_state(plan, item)},
             homes,
         )

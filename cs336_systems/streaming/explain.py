@@ -3,14 +3,14 @@
 for sentence in explanation(choice, lambda caps: choose(config, length, caps, rates)): print(sentence)
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from cs336_systems.costs.streaming import LEVELS
 from cs336_systems.hardware import GIB
 from cs336_systems.streaming.choose import Caps, CapsTooSmallError, ChosenPlan
-from cs336_systems.streaming.schedule import BACKWARDS, RECOMPUTES, Kind
+from cs336_systems.streaming.schedule import BACKWARDS, RECOMPUTES
 
 _WAITED_FOR = {
     "in": "copies to the device",
@@ -21,15 +21,6 @@ _WAITED_FOR = {
 }
 
 
-def seconds_by_kind(choice: ChosenPlan) -> dict[Kind, float]:
-    """Seconds of each kind of kernels in one step."""
-    found: dict[Kind, float] = defaultdict(float)
-    for operation, start, end in zip(choice.schedule.operations, choice.times.starts, choice.times.ends, strict=True):
-        if operation.lane == "compute":
-            found[operation.kind] += end - start
-    return found
-
-
 def end_seconds(choice: ChosenPlan) -> float:
     """Seconds from the last kernel of backward to the end of the step, which the optimizer takes."""
     ends = zip(choice.schedule.operations, choice.times.ends, strict=True)
@@ -38,8 +29,8 @@ def end_seconds(choice: ChosenPlan) -> float:
 
 def recomputed_share(choice: ChosenPlan) -> float:
     """The share of the step's time in which kernels recompute."""
-    seconds = seconds_by_kind(choice)
-    return sum(seconds.get(kind, 0.0) for kind in RECOMPUTES) / choice.times.span
+    timed = zip(choice.schedule.operations, choice.times.starts, choice.times.ends, strict=True)
+    return sum(end - start for operation, start, end in timed if operation.kind in RECOMPUTES) / choice.times.span
 
 
 def binds(choice: ChosenPlan) -> str:
@@ -51,16 +42,10 @@ def binds(choice: ChosenPlan) -> str:
     return "recomputation" if recomputed_share(choice) > 0.05 else "kernels"
 
 
-def levels_in_words(choice: ChosenPlan) -> str:
-    """How many pairs of (layer, chunk) are kept at which level."""
-    counts = Counter(level for levels in choice.plan.levels for level in levels)
-    return ", ".join(f"{counts[level]} at {level}" for level in LEVELS if counts[level])
-
-
 def explanation(choice: ChosenPlan, again: Callable[[Caps], ChosenPlan] | None = None) -> Iterator[str]:
     """The plan in sentences: what lives where, what binds, and with ``again`` what more memory would bring."""
-    slots = ", ".join(f"{ring.slots} of {name}" for name, ring in choice.schedule.rings.items())
-    places = ", ".join(f"{region.places} of {name}" for name, region in choice.schedule.regions.items())
+    slots = ", ".join(f"{ring.n_items} of {name}" for name, ring in choice.schedule.rings.items())
+    places = ", ".join(f"{region.n_items} of {name}" for name, region in choice.schedule.regions.items())
     yield f"The device has slots, {slots}; the host has places, {places or 'none'}."
     yield from reasons(choice)
     if again is not None:
@@ -77,7 +62,9 @@ def reasons(choice: ChosenPlan) -> Iterator[str]:
         f"{share['compute']:.0f} % of it, copies in {share['in']:.0f} %, copies out {share['out']:.0f} %; "
         f"it is bound by {binds(choice)}."
     )
-    kept = f"Of {plan.pairs} pairs of layer and chunk {levels_in_words(choice)} are kept"
+    counts = Counter(level for levels in plan.levels for level in levels)
+    levels = ", ".join(f"{counts[level]} at {level}" for level in LEVELS if counts[level])
+    kept = f"Of {plan.pairs} pairs of layer and chunk {levels} are kept"
     if (every := plan.input_every) > 1:
         kept += f", but x itself of every {every}{'rd' if every == 3 else 'th' if every > 3 else 'nd'} layer alone"
     yield f"{kept}; {100 * recomputed_share(choice):.1f} % of the time recomputes."

@@ -18,10 +18,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from cs336_systems.costs.lanes import LaneTimes
+from cs336_systems.costs.lanes import Lane, LaneTimes
 from cs336_systems.distributed.messages import GroupMessages, Underway
 from cs336_systems.distributed.process_group import peer_errors_as
-from cs336_systems.streaming.schedule import Lane, Operation, Schedule
+from cs336_systems.streaming.schedule import Operation, Schedule
 
 Compute = Callable[[Operation], None]
 Copy = Callable[[Operation], tuple[Tensor, Tensor]]
@@ -88,7 +88,7 @@ class Streams:
             [self.first.elapsed_time(events[i]) / 1e3 for i in range(len(schedule.operations))]
             for events in (self.begins, self.ends)
         )
-        return LaneTimes([str(operation.lane) for operation in schedule.operations], starts, ends, {})
+        return LaneTimes([operation.lane for operation in schedule.operations], starts, ends, {})
 
 
 class PretendedLink:

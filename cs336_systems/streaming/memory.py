@@ -163,15 +163,15 @@ class Memory:
 
     def _slot_bytes(self, slot: Slot, what: str) -> Tensor:
         """The memory of an item in its slot, uint8."""
-        return self._within(self._rings[slot.ring], self.rings[slot.ring].slot_bytes, slot, what)
+        return self._within(self._rings[slot.ring], self.rings[slot.ring].item_bytes, slot, what)
 
     def _place_bytes(self, place: Place, what: str) -> Tensor:
         """The memory of an item on the host, uint8."""
-        return self._within(self._regions[place.region], self.regions[place.region].place_bytes, place, what)
+        return self._within(self._regions[place.region], self.regions[place.region].item_bytes, place, what)
 
     def _run_of(self, ring: str, what: str, first: int, n: int) -> Tensor:
         """Items of one part in ``n`` neighbouring slots as one tensor, joined in the first dimension."""
-        (part,), size = self.map.parts[what], self.rings[ring].slot_bytes
+        (part,), size = self.map.parts[what], self.rings[ring].item_bytes
         if size != part.n_bytes:
             raise ValueError(f"slots of {ring} have {size} bytes, {what} {part.n_bytes}: neighbours are not one tensor")
         memory = self._rings[ring][first * size : (first + n) * size]

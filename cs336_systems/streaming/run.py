@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.blocks import BlockOps
+from cs336_systems.costs.lanes import Lane
 from cs336_systems.distributed.messages import GroupMessages
 from cs336_systems.distributed.pipeline import Elsewhere
 from cs336_systems.model import TransformerLM
@@ -28,7 +29,7 @@ from cs336_systems.streaming.lanes import Lanes, PretendedLink, Streams
 from cs336_systems.streaming.memory import HEAD, MASTER, Fixed, Memory, MemoryMap
 from cs336_systems.streaming.passes import LayerOptimizer, Passes, one_block, with_adapters
 from cs336_systems.streaming.plan import Plan
-from cs336_systems.streaming.schedule import Item, Kind, Lane, Operation, Schedule
+from cs336_systems.streaming.schedule import Item, Kind, Operation, Schedule
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.optimizer import AdamW, check_hyperparameters, decay_groups
 

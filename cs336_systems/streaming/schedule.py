@@ -42,15 +42,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-
-class Lane(StrEnum):
-    """The lanes, each of which runs its operations one after the other: the link's two directions and the kernels."""
-
-    IN = "in"
-    COMPUTE = "compute"
-    OUT = "out"
-    SEND = "send"
-    RECEIVE = "receive"
+from cs336_systems.costs.lanes import Lane
 
 
 class Kind(StrEnum):
@@ -178,27 +170,15 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Ring:
-    """Slots of one size on the device."""
+class Room:
+    """Memory for several items of one size: the slots of a ring, or the places of a region."""
 
-    slots: int
-    slot_bytes: int
-
-    @property
-    def n_bytes(self) -> int:
-        return self.slots * self.slot_bytes
-
-
-@dataclass(frozen=True)
-class Region:
-    """Places of one size on the host."""
-
-    places: int
-    place_bytes: int
+    n_items: int
+    item_bytes: int
 
     @property
     def n_bytes(self) -> int:
-        return self.places * self.place_bytes
+        return self.n_items * self.item_bytes
 
 
 @dataclass(frozen=True)
@@ -207,8 +187,8 @@ class Schedule:
 
     operations: tuple[Operation, ...]
     """In the order in which one thread enqueues them; none waits for a later one."""
-    rings: Mapping[str, Ring]
-    regions: Mapping[str, Region]
+    rings: Mapping[str, Room]
+    regions: Mapping[str, Room]
     slots: Mapping[Item, Slot]
     """State that stays in its slot from step to step: weights, gradients and moments of resident layers."""
     places: Mapping[Item, Place]

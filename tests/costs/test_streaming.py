@@ -10,11 +10,10 @@ from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.costs.lanes import Lanes, simulate, simulate_ranks
 from cs336_systems.costs.rates import Rates
 from cs336_systems.costs.streaming import LEVELS, MASTER_MOMENTS, StreamedWork
-from cs336_systems.hardware import GIB, find_hardware
+from cs336_systems.hardware import GIB, find_hardware, hardware_named
 
 LLAMA = replace(resolve_size("llama3-8b"), max_context_length=None)
-H200 = find_hardware("NVIDIA H200")
-assert H200 is not None
+H200 = hardware_named("h200")
 RATES = Rates.of(H200)
 
 

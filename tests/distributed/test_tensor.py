@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cs336_systems.blocks import REFERENCE, head_ops, write_out
-from cs336_systems.blocks.products import STORED, Products
+from cs336_systems.blocks.products import stored
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import LEVELS
 from cs336_systems.distributed.mesh import Mesh
@@ -18,6 +18,7 @@ from cs336_systems.harness.traffic import Traffic
 from cs336_systems.kernels.cross_entropy_rows import launch_rows_of_ranks
 from cs336_systems.kernels.linear_cross_entropy import plain_rows
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
+from cs336_systems.model.tensor_ranks import ALONE
 
 from ..kernels.interpreter import interpret_without_gpu
 from .checks import checks_of, on_each
@@ -34,16 +35,16 @@ def ranks_by(rank: Rank, by: str):
     return tensor_ranks(Mesh.over(rank, tensor=rank.world_size).group("tensor"), rank.device, by)
 
 
-def build(config, ranks=None, keep="products", dtype=torch.float64):
+def build(config, ranks=ALONE, keep="products", dtype=torch.float64, products=None, device="cpu"):
     torch.manual_seed(0)
     ops = head_ops("reference", REFERENCE_OPS)
-    if ranks is None:
-        model = TransformerLM(config, ops, dtype=dtype)
+    if ranks is ALONE:
+        model = TransformerLM(config, ops, dtype=dtype, device=device)
     else:
         model = TransformerLM(config.part(ranks.n_ranks), tensor_ops(ops, ranks), device="meta", dtype=dtype)
         fill_from_whole(model, ranks)
-        model.to_empty(device="cpu").reset_parameters()
-    write_out(model, REFERENCE, keep, STORED if ranks is None else Products(ranks))
+        model.to_empty(device=device).reset_parameters()
+    write_out(model, REFERENCE, keep, products or stored(ranks))
     return model
 
 

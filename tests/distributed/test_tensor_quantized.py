@@ -8,21 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.blocks import REFERENCE, QuantizedProducts, block_ops, block_products, head_ops, write_out
+from cs336_systems.blocks import REFERENCE, QuantizedProducts, block_ops, block_products, write_out
 from cs336_systems.blocks.maxima import Quantizers
-from cs336_systems.blocks.products import GATHERED, STORED
+from cs336_systems.blocks.products import GATHERED
 from cs336_systems.blocks.quantized import FORMATS, UnstoredNorm
 from cs336_systems.config import ModelConfig, Recipe
 from cs336_systems.costs.kept import LEVELS
 from cs336_systems.distributed import FSDP
 from cs336_systems.distributed.fsdp_quantized import QuantizedGroup
-from cs336_systems.distributed.mesh import Mesh
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.tensor import fill_from_whole, tensor_ops
-from cs336_systems.distributed.tensor_travel import tensor_ranks
 from cs336_systems.harness.traffic import Traffic
 from cs336_systems.kernels import quantize_reference as plain
-from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.model.tensor_ranks import ALONE
 from cs336_systems.training.assemble import assemble, mesh_of, random_batch
 
@@ -30,7 +26,8 @@ from ..blocks.test_handed_on import Reads
 from ..kernels.interpreter import interpret_without_gpu
 from .checks import checks_of, on_each, on_gpus, on_ranks
 from .test_mesh import run_of, whole_weights
-from .test_tensor import own_part
+from .test_tensor import build as build_with
+from .test_tensor import own_part, ranks_by
 
 LLAMA = ModelConfig(
     "tiny-llama", 64, 128, n_layers=3, n_heads=8, n_kv_heads=4, head_dim=16, vocab_size=96, context_length=32
@@ -43,22 +40,9 @@ E4M3, SKIPPING, _ = RECIPES
 WAYS = "collectives", "copies"
 
 
-def ranks_by(rank: Rank, by: str):
-    return tensor_ranks(Mesh.over(rank, tensor=rank.world_size).group("tensor"), rank.device, by)
-
-
 def build(config, ranks=ALONE, recipe=E4M3, keep="products", dtype=torch.float32, quantizers=None, device="cpu"):
-    torch.manual_seed(0)
-    of_model = head_ops("reference", REFERENCE_OPS)
-    if ranks is ALONE:
-        model = TransformerLM(config, of_model, dtype=dtype, device=device)
-    else:
-        model = TransformerLM(config.part(ranks.n_ranks), tensor_ops(of_model, ranks), device="meta", dtype=dtype)
-        fill_from_whole(model, ranks)
-        model.to_empty(device=device).reset_parameters()
-    products = STORED if recipe is None else QuantizedProducts(recipe, quantizers or Quantizers(), True, ranks)
-    write_out(model, REFERENCE, keep, products)
-    return model
+    products = None if recipe is None else QuantizedProducts(recipe, quantizers or Quantizers(), True, ranks)
+    return build_with(config, ranks, keep, dtype, products, device)
 
 
 def batch(config, number=0):

@@ -21,9 +21,11 @@ from cs336_systems.profiling.residuals import (
 
 CPU = torch.device("cpu")
 TINY = MODEL_SIZES["tiny"]
-CONFIGS = {
-    "grouped, biased, tied": replace(TINY, n_kv_heads=2, qkv_bias=True, tie_embeddings=True),
-    "square": replace(TINY, d_ff=64),
+CASES = {
+    "grouped, biased, tied": (replace(TINY, n_kv_heads=2, qkv_bias=True, tie_embeddings=True), 1, 64),
+    "square": (replace(TINY, d_ff=64), 1, 64),
+    "normed": (replace(TINY, n_kv_heads=2, head_dim=10, qk_norm=True), 3, 13),
+    "one token": (TINY, 1, 1),
 }
 FP32 = PRECISIONS["fp32"]
 
@@ -36,17 +38,20 @@ def n_bytes(residuals, kind):
     return residuals.loc[residuals["kind"] == kind, "mib"].sum() * MIB
 
 
-@pytest.mark.parametrize("precision", ["fp32", "autocast-bf16"])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_block_keeps_what_is_predicted(config, precision):
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast-bf16"])
+@pytest.mark.parametrize(("config", "batch_size", "seq_len"), CASES.values(), ids=CASES)
+def test_a_block_keeps_what_is_predicted(config, batch_size, seq_len, precision):
     """Tensor by tensor; an activation of (1, 64) tokens has as many elements as a matrix, and is no copy of it."""
-    batch = 1, 64
+    batch = batch_size, seq_len
     precision = PRECISIONS[precision].on("cpu")
     residuals = block_residuals(config, *batch, precision, CPU)
     listed = block_saved_tensors(config, *batch, precision)
-    assert Counter(mib * MIB for mib in activations(residuals)["mib"]) == Counter(t.n_bytes for t in listed)
+    kept = activations(residuals)[["mib", "dtype"]].itertuples(index=False)
+    found = Counter((mib * MIB, getattr(torch, dtype).itemsize) for mib, dtype in kept)
+    assert found == Counter((tensor.n_bytes, tensor.bytes_per_element) for tensor in listed)
     assert n_bytes(residuals, ACTIVATION) == total_bytes(listed)
-    matrices = config.n_block_parameters - 2 * config.d_model - (config.d_qkv if config.qkv_bias else 0)
+    vectors = 2 * config.d_model + config.d_qkv * config.qkv_bias + 2 * config.d_head * config.qk_norm
+    matrices = config.n_block_parameters - vectors
     casts = matrices * precision.matmul_bytes if precision.autocast else 0
     assert n_bytes(residuals, PARAMETER_COPY) == casts
     assert n_bytes(residuals, GRADIENT) == config.n_block_parameters * precision.parameter_bytes

@@ -9,8 +9,9 @@ lanes can do at once gives the same as the list one by one.
 from collections import Counter, defaultdict
 from itertools import pairwise
 
+from cs336_systems.costs.lanes import Lane
 from cs336_systems.streaming.plan import Plan
-from cs336_systems.streaming.schedule import Held, Item, Kind, Lane, Operation, Place, Schedule, Slot
+from cs336_systems.streaming.schedule import Held, Item, Kind, Operation, Place, Schedule, Slot
 
 NOTHING = Item("nothing"), -1
 
@@ -66,14 +67,12 @@ class _Model:
             everything |= {operation.place}
             writes |= {operation.place} if operation.kind is Kind.EVICT else set()
         for where in everything:
-            rooms = self.schedule.regions if isinstance(where, Place) else self.schedule.rings
-            if isinstance(where, Place):
-                n, room = rooms[where.region].places, rooms[where.region].place_bytes
-            else:
-                n, room = rooms[where.ring].slots, rooms[where.ring].slot_bytes
+            of = self.schedule
+            room = of.regions[where.region] if isinstance(where, Place) else of.rings[where.ring]
             items = [held.item for held in (*operation.reads, *operation.writes) if held.slot == where]
-            if not 0 <= where.index < n or any(self.plan.work.item_bytes(item.what) > room for item in items):
-                raise ScheduleError(f"{where} of {n} cannot hold {items}")
+            too_large = any(self.plan.work.item_bytes(item.what) > room.item_bytes for item in items)
+            if not 0 <= where.index < room.n_items or too_large:
+                raise ScheduleError(f"{where} of {room.n_items} cannot hold {items}")
             for j, wrote in self.since_write[where]:
                 other = self.schedule.operations[j]
                 if (wrote or where in writes) and clock.get(other.lane, -1) < j:

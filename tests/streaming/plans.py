@@ -10,7 +10,7 @@ from cs336_systems.streaming.build import build
 from cs336_systems.streaming.memory import MemoryMap
 from cs336_systems.streaming.order import compute_order
 from cs336_systems.streaming.plan import ORDERS, Keep, Plan
-from cs336_systems.streaming.schedule import Held, Item, Operation, Ring, Schedule, Slot
+from cs336_systems.streaming.schedule import Held, Item, Operation, Room, Schedule, Slot
 from cs336_systems.streaming.slots import TooFewSlotsError
 
 CHUNK = 16
@@ -132,6 +132,6 @@ def resident(plan: Plan) -> Schedule:
         )
         for task in tasks
     )
-    rings = {what: Ring(n, tensors.n_bytes(what)) for what, n in counts.items()}
+    rings = {what: Room(n, tensors.n_bytes(what)) for what, n in counts.items()}
     state = ("weights", *tensors.states)
     return Schedule(operations, rings, {}, {item: slot for item, slot in slots.items() if item.what in state}, {})

@@ -10,7 +10,7 @@ from cs336_systems.config import PRECISIONS, resolve_size
 from cs336_systems.costs.streaming import StreamedWork
 from cs336_systems.streaming.lanes import PretendedLink
 from cs336_systems.streaming.memory import Memory, MemoryMap
-from cs336_systems.streaming.schedule import Item, Kind, Operation, Place, Region, Ring, Schedule, Slot
+from cs336_systems.streaming.schedule import Item, Kind, Operation, Place, Room, Schedule, Slot
 from tests.blocks.cases import QWEN
 
 LONG = StreamedWork(QWEN, 32, 8, PRECISIONS["fp32"], (("exp_avg", 4), ("exp_avg_sq", 4)))
@@ -28,8 +28,8 @@ def test_bytes_are_those_of_the_plan(config, length, chunk):
 
 def memory(slot_bytes: int, place_bytes: int) -> Memory:
     tensors = MemoryMap.of(LONG)
-    rings = {"context": Ring(4, slot_bytes), "weights": Ring(2, tensors.n_bytes("weights"))}
-    return Memory(Schedule((), rings, {"input": Region(3, place_bytes)}, {}, {}), tensors, torch.device("cpu"))
+    rings = {"context": Room(4, slot_bytes), "weights": Room(2, tensors.n_bytes("weights"))}
+    return Memory(Schedule((), rings, {"input": Room(3, place_bytes)}, {}, {}), tensors, torch.device("cpu"))
 
 
 def test_neighbouring_slots_are_one_tensor():

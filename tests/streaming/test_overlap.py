@@ -6,13 +6,12 @@ from cs336_systems.config import resolve_size
 from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.rates import Rates
 from cs336_systems.costs.streaming import StreamedWork
-from cs336_systems.hardware import find_hardware
+from cs336_systems.hardware import hardware_named
 from cs336_systems.streaming.build import build, schedule_times
 from cs336_systems.streaming.plan import Keep, Order, Plan
 from tests.streaming.plans import with_slots
 
-H200 = find_hardware("NVIDIA H200")
-assert H200 is not None
+H200 = hardware_named("h200")
 WORK = StreamedWork(resolve_size("llama3-8b"), 8192, 8192)
 CHUNKS = 3
 PAIRS = CHUNKS * WORK.config.n_layers
