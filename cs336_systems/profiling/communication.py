@@ -20,7 +20,6 @@ from outside; the wrapped model does not know of them.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -33,10 +32,19 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.clock import Stopwatch, time_phases_of_ranks
 from cs336_systems.harness.record import Metric
 from cs336_systems.model import TransformerBlock
-from cs336_systems.profiling.ranges import STEP, annotate, ranged_phases
+from cs336_systems.profiling.ranges import annotate, ranged_phases
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.profiling.traces.kernels import ATTENTION, CLASSES, COMMUNICATION, MATMUL, OPTIMIZER, kernel_class
-from cs336_systems.profiling.traces.queries import MS, Intervals, intersection, length, overlap, slowdown, union
+from cs336_systems.profiling.traces.queries import (
+    MS,
+    Intervals,
+    intersection,
+    length,
+    overlap,
+    single_steps,
+    slowdown,
+    union,
+)
 from cs336_systems.profiling.traces.tables import Trace
 
 LATE_MS = 0.02
@@ -73,7 +81,7 @@ def communication_metrics(trace: Trace, alone: Trace | None = None) -> list[Metr
         alone: the same steps without communication, to add what communication does to other kernels.
     """
     steps = single_steps(trace) if trace.has_gpu else []
-    found = [overlap(step) for step in steps]
+    found = [overlap(trace, step) for step in steps]
     if not found or not all(total for total, _ in found):
         return []
     total, hidden = [whole for whole, _ in found], [part for _, part in found]
@@ -85,7 +93,8 @@ def communication_metrics(trace: Trace, alone: Trace | None = None) -> list[Metr
         Metric("waited", "ms per step in which only communication runs, from the trace", waited),
     ]
     if alone is not None:
-        metrics.append(Metric("slowed", "ms of other kernels per step", [slowdown(alone, step) for step in steps]))
+        slowed = [slowdown(alone, trace, step) for step in steps]
+        metrics.append(Metric("slowed", "ms of other kernels per step", slowed))
     return metrics
 
 
@@ -93,12 +102,6 @@ def breakdown_metrics(trace: Trace) -> list[Metric]:
     """The recorded steps by phase and kind of work; nothing for a CPU's trace."""
     parts = breakdown(trace) if trace.has_gpu else {}
     return [Metric(f"{phase}_{kind}", "ms of a recorded step", found) for (phase, kind), found in parts.items()]
-
-
-def single_steps(trace: Trace) -> list[Trace]:
-    """The trace once for each recorded step, as if it were the only one."""
-    steps = trace.instances(STEP).index
-    return [replace(trace, ranges=trace.ranges.drop(index=steps.difference([step]))) for step in steps]
 
 
 def breakdown(trace: Trace) -> dict[tuple[str, str], list[float]]:
@@ -109,12 +112,10 @@ def breakdown(trace: Trace) -> dict[tuple[str, str], list[float]]:
     """
     kind_of = {label: _OWN.get(label, "elementwise") for label in CLASSES}
     samples_ms: dict[tuple[str, str], list[float]] = {(phase, kind): [] for phase in PHASES for kind in KINDS}
-    steps = trace.instances(STEP)
-    for index in steps.index:
-        window = steps.loc[[index]]
-        ops = trace.operations(window)
+    for step in single_steps(trace):
+        ops = trace.operations(step)
         kinds = ops["name"].map(kernel_class).map(kind_of)
-        for phase, span in _spans(trace, window, ops).items():
+        for phase, span in _spans(trace, step, ops).items():
             claimed = 0
             for n, kind in enumerate(KINDS[:-1], start=1):
                 reached = length(intersection(union(ops[kinds.isin(KINDS[:n])]), span))

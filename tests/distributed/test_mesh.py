@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ EPS = 1e-3
 """Adam's, of the size of these gradients: a smaller one makes its first steps signs, which near zero go either way."""
 N_STEPS = 10
 """Steps of the longer comparisons; the others have three."""
+ROUNDING = {"fp32": 2**-24, "bf16": 2**-9}
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,9 @@ def train_on(rank: Rank, cases, n_steps=3):
     costs.COPIED_FROM = 0  # rows of tests are few
     found = []
     for case in cases:
-        mesh, divided = mesh_of(case, rank), case.parallel.optimizer_state != "replicated"
+        mesh, divided = mesh_of(case, rank) or Mesh.over(rank), case.parallel.optimizer_state != "replicated"
         guard = (GradientGuard if divided else Noting)(MAX_NORM)
-        step = finish(build_model(case, rank), case, rank, guard=guard, eps=EPS)
+        step = finish(build_model(case, rank), case, rank, guard=guard, masked=True, eps=EPS)
         whole = replace(case, how=Parallel())
         place = Rank(mesh.place("data"), 0, 1, rank.device, rank.backend)
         ids, targets = ignoring(random_batch(whole, place))
@@ -239,10 +241,15 @@ def assert_close(mine, one, exact, rounding, what):
 
 
 def compare(world_size, cases, n_steps=3):
-    """Losses, norms, weights and gradients against one process in fp64, and one in fp32, with a rounding a rank."""
+    """Losses, norms, weights and gradients against one process in fp64, and one in the case's dtype.
+
+    They may be off by twice what the latter's are, and by a rounding for each rank. Weights and gradients are compared
+    as one vector.
+    """
     found = zip(*on_ranks(train_on, world_size, cases, n_steps), strict=True)
     for case, of_ranks in zip(cases, found, strict=True):
         n_data = world_size // case.parallel.ranks_per_batch
+        rounding = world_size * ROUNDING[case.dtype]
         one, exact = (alone(case, n_data, n_steps, exact=each) for each in (False, True))
         assert exact[1].min() > MAX_NORM
         weights, stages = exact[2].keys(), [own.keys() for _, _, own, _ in of_ranks]
@@ -250,9 +257,9 @@ def compare(world_size, cases, n_steps=3):
             names = sorted(held & weights)  # FSDP also names a tied head
             for what, *each in zip(("losses", "norms", "weights", "gradients"), own, one, exact, strict=True):
                 if what not in ("weights", "gradients"):
-                    assert_close(*each, world_size * 2**-24, (str(case), what))
+                    assert_close(*each, rounding, (str(case), what))
                 elif each[0]:
-                    assert_close(*(vector(named, names) for named in each), world_size * 2**-24, (str(case), what))
+                    assert_close(*(vector(named, names) for named in each), rounding, (str(case), what))
         assert weights <= set().union(*stages), str(case)
         assert (weights <= stages[0]) == (case.parallel.pipeline == 1), str(case)
 
@@ -265,6 +272,29 @@ def test_four_ranks_train_what_one_process_trains():
 @pytest.mark.slow
 def test_eight_ranks_train_what_one_process_trains():
     compare(8, ON_EIGHT)
+
+
+def meshes_of(world_size):
+    """Every division of the ranks into replica, shard, context and tensor; each of a model, in turn."""
+    sizes = [2**power for power in range(world_size.bit_length())]
+    configs = cycle(replace(config, n_heads=8, n_kv_heads=8, head_dim=8) for config in (LLAMA, QWEN2, QWEN3))
+    found = []
+    for replicas, context, tensor in product(sizes, repeat=3):
+        shards, rest = divmod(world_size, replicas * context * tensor)
+        if shards and not rest:
+            way = "fsdp" if replicas > 1 or len(found) % 2 else "ddp"
+            case = run_of(context, tensor, way, next(configs), replicas=replicas)
+            found.append(replace(case, batch_size=8 // (replicas * shards)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_every_mesh_trains_what_one_process_trains(world_size):
+    """In fp32 and bf16, up to four ranks ten steps of fp32."""
+    cases = meshes_of(world_size)
+    compare(world_size, cases, N_STEPS if world_size < 8 else 1)
+    compare(world_size, [replace(case, dtype="bf16") for case in cases], 1)
 
 
 WIDE = replace(QWEN3, name="wide-qwen3", d_model=512, d_ff=1024, n_heads=8, head_dim=64, context_length=512)

@@ -264,11 +264,11 @@ def counted(rank: Rank, cases):
         with Traffic() as log:
             step(*batch)
         sent = [event.n_bytes for event in log.sent if event.kind == "send"]
-        asked = case.config, batch[0].numel() // case.accumulate, plan_of(case), step.pipeline.stage
-        predicted = pipeline_sent(*asked, case.precision.parameter_bytes, case.parallel.tensor)
+        part, n_rows = case.config.part(case.parallel.tensor), batch[0].numel() // case.accumulate
+        asked = part, n_rows // case.parallel.tensor, plan_of(case), step.pipeline.stage
+        predicted = pipeline_sent(*asked, case.precision.parameter_bytes)
         found.append((len(sent), sum(sent), predicted[SEND]))
         held = sum(p.numel() for p in step.model.parameters())
-        part = case.config.part(case.parallel.tensor)
         assert held == stages_of_case(case)[step.pipeline.stage].n_parameters(part), str(case)
     return found
 

@@ -104,13 +104,8 @@ def simulate(
     return timed(make_schedule(schedule, stages, microbatches, chunks, durations), durations)
 
 
-def timed(
-    plan: Schedule, durations: Mapping[str, float] | Sequence[Mapping[str, float]] = UNIT, send: float = 0.0
-) -> Timeline:
+def timed(plan: Schedule, durations: Mapping[str, float] | Sequence[Mapping[str, float]] = UNIT) -> Timeline:
     """``simulate`` of a schedule that is there.
-
-    Args:
-        send: time from the end of an operation until its result is on another stage.
 
     Raises:
         ValueError: durations are not positive, or not those of all parts.
@@ -132,8 +127,7 @@ def timed(
                 if any(needed not in ends for needed in inputs):
                     break
                 free = done[stage][-1].end if done[stage] else 0.0
-                there = (ends[of, each] + (send if of != stage else 0.0) for of, each in inputs)
-                start = max([free, *there])
+                start = max([free, *(ends[needed] for needed in inputs)])
                 times = durations[plan.part(stage, operation.chunk)]
                 end = start + sum(times[part] for part in operation.kind)
                 done[stage].append(TimedOperation(stage, operation, start, end))

@@ -111,22 +111,18 @@ def context_sent(
     return sent
 
 
-def pipeline_sent(
-    config: ModelConfig, n_rows: int, plan: Schedule, stage: int, itemsize: int, n_tensor: int = 1
-) -> Sent:
+def pipeline_sent(config: ModelConfig, n_rows: int, plan: Schedule, stage: int, itemsize: int) -> Sent:
     """Count what a stage sends in a step of the schedule's micro-batches, each of ``n_rows`` tokens.
 
     Results of all parts go on, outputs to the part after and gradients of inputs to the part before, but for those that
     the same stage takes. The ends of the model exchange the gradient of a tied embedding, if they are on two stages.
-
-    Args:
-        n_tensor: tensor ranks, each of which sends its share.
+    A tensor rank counts what it has: ``config`` of its part, and its rows.
     """
     stages = [of for of, _ in plan.places]
     crossed = sum((here == stage) + (there == stage) for here, there in pairwise(stages) if here != there)
-    sent = plan.microbatches * crossed * n_rows // n_tensor * config.d_model
+    sent = plan.microbatches * crossed * n_rows * config.d_model
     if config.tie_embeddings and stages[0] != stages[-1] and stage in (stages[0], stages[-1]):
-        sent += config.vocab_size // n_tensor * config.d_model
+        sent += config.vocab_size * config.d_model
     return Counter({SEND: sent * itemsize})
 
 

@@ -1,11 +1,12 @@
-"""Questions to a trace. Every answer is per step: sums over the steps that were recorded, divided by their number.
+"""Questions to a trace. Answers are per step: sums over the steps that were recorded, divided by their number, unless
+a question takes one of ``single_steps``.
 
     times(trace, trace.instances("forward", inside="step"))    how long a range kept the device
     kernel_table(...)                                          what ran in it, how often, with which share
     class_times(...)                                           matmul against the rest
     limits(trace)                                              is the step bound by compute, memory or overhead?
-    overlap(trace)                                             communication hidden behind compute, by stream
-    slowdown(alone, beside)                                    what communication costs the kernels it runs beside
+    overlap(trace, step)                                       communication hidden behind compute, by stream
+    slowdown(alone, beside, step)                              what communication costs the kernels it runs beside
 
 Three durations of a range, because each misleads somewhere: *summed* adds up its operations, and counts time twice
 where streams overlap; *unioned* is the time during which any of them runs; *projected* is from the first one's start to
@@ -80,6 +81,12 @@ def n_steps(trace: Trace) -> int:
         TraceError: the trace has no step.
     """
     return len(trace.instances(STEP))
+
+
+def single_steps(trace: Trace) -> list[pd.DataFrame]:
+    """The ranges of the recorded steps, each by itself; raises as ``n_steps``."""
+    steps = trace.instances(STEP)
+    return [steps.loc[[index]] for index in steps.index]
 
 
 def times(trace: Trace, instances: pd.DataFrame) -> RangeTimes:
@@ -181,49 +188,50 @@ def limits(trace: Trace, step_ms: float | None = None) -> Limits:
         step_ms: the step's time as measured without a profiler. If it is given, idle time is what is left of it beside
             the busy time; kernels run as long under a profiler as without, launches do not.
     """
-    steps = trace.instances(STEP)
+    steps = single_steps(trace)
     traced = compute = local = busy = 0
-    for index, row in steps.iterrows():
-        ops = trace.operations(steps.loc[[index]])
+    for step in steps:
+        ops = trace.operations(step)
         if ops.empty:
             continue
         classes = ops["name"].map(kernel_class)
         compute += length(union(ops[classes.isin([MATMUL, ATTENTION])]))
         local += length(union(ops[classes != COMMUNICATION]))
         busy += length(union(ops))
-        traced += int(ops["end"].max() - row["start"])
+        traced += int(ops["end"].max() - step["start"].iloc[0])
     scale = len(steps) * MS
     whole_ms = max(traced / scale if step_ms is None else step_ms, busy / scale)
     parts_ms = compute / scale, (local - compute) / scale, (busy - local) / scale
     return Limits(whole_ms, *parts_ms, idle_ms=whole_ms - busy / scale)
 
 
-def overlap(trace: Trace) -> tuple[float, float]:
-    """Milliseconds per step of communication, and of that beside other operations of its device; zeros without any."""
-    ops = trace.operations(trace.instances(STEP))
+def overlap(trace: Trace, step: pd.DataFrame) -> tuple[float, float]:
+    """Milliseconds of a step's communication, and of that beside other operations of its device; zeros without any."""
+    ops = trace.operations(step)
     communicating = ops["name"].map(kernel_class) == COMMUNICATION
     total = hidden = 0
     for (device, _), group in ops[communicating].groupby(["device", "stream"]):
         busy = union(group)
         total += length(busy)
         hidden += length(intersection(busy, union(ops[~communicating & (ops["device"] == device)])))
-    return total / n_steps(trace) / MS, hidden / n_steps(trace) / MS
+    return total / MS, hidden / MS
 
 
-def slowdown(alone: Trace, beside: Trace) -> float:
-    """Milliseconds per step by which kernels run longer beside communication.
+def slowdown(alone: Trace, beside: Trace, step: pd.DataFrame) -> float:
+    """Milliseconds by which kernels of a step of ``beside`` run longer than in the steps of ``alone``.
 
     The k-th kernel of a name in one step is taken for the k-th of that name in the other, so matmuls of different
     shapes are not mixed. Communication itself, and kernels that only one of the steps has, are left out.
     """
-    paired = pd.merge(_numbered(alone), _numbered(beside), on=["name", "number"], suffixes=("_alone", "_beside"))
+    sides = _numbered(alone, alone.instances(STEP)), _numbered(beside, step)
+    paired = pd.merge(*sides, on=["name", "number"], suffixes=("_alone", "_beside"))
     return float((paired["ns_beside"] - paired["ns_alone"]).sum()) / MS
 
 
-def _numbered(trace: Trace) -> pd.DataFrame:
+def _numbered(trace: Trace, steps: pd.DataFrame) -> pd.DataFrame:
     """Name, number among those of its name in a step, and mean nanoseconds of every kernel but communication."""
-    ops = trace.operations(trace.instances(STEP))
+    ops = trace.operations(steps)
     ops = ops[ops["name"].map(kernel_class) != COMMUNICATION].sort_values("start", kind="stable")
     ops = ops.assign(number=ops.groupby(["instance", "name"]).cumcount(), ns=ops["end"] - ops["start"])
     numbered = ops.groupby(["name", "number"], as_index=False)["ns"].sum()
-    return numbered.assign(ns=numbered["ns"] / n_steps(trace))
+    return numbered.assign(ns=numbered["ns"] / len(steps))

@@ -132,15 +132,10 @@ def depths(intervals: pd.DataFrame) -> list[int]:
     return result
 
 
-def require_kernels(trace: Trace) -> Trace:
-    """The trace itself, once it is known to hold GPU kernels.
-
-    Raises:
-        TraceError: it holds none, as happens silently when two profilers contend for the device.
-    """
+def require_kernels(trace: Trace) -> None:
+    """Raise TraceError if the trace has no GPU kernels, as happens where two profilers contend for the device."""
     if not (trace.ops["kind"] == KERNEL).any():
         raise TraceError(
             f"{trace.source}: the trace of a CUDA run holds no kernels; is another profiler (nsys, ncu, "
             "torch.profiler) attached to the process?"
         )
-    return trace

@@ -3,6 +3,7 @@
 import pytest
 
 from cs336_systems.profiling.communication import breakdown, communication_metrics
+from cs336_systems.profiling.traces.queries import limits
 from tests.profiling.traces.test_queries import ALL_REDUCE, CALLER, ms, ms_ranges
 
 STEPS_MS = (0, 100, 200)
@@ -41,6 +42,7 @@ def test_each_recorded_step_is_a_sample(steps):
     }
     assert list(found)[:3] == [metric.name for metric in communication_metrics(beside)]
     assert communication_metrics(alone, alone) == []
+    assert limits(beside).communication_ms == pytest.approx(4 / 3)
 
 
 def parts(trace):

@@ -13,9 +13,7 @@ from cs336_systems.profiling.traces.queries import (
     length,
     limits,
     n_steps,
-    overlap,
     range_table,
-    slowdown,
     times,
     union,
 )
@@ -102,30 +100,6 @@ def test_verdicts(trace_of):
         assert limits(trace).verdict == verdict
     assert limits(trace, 1000.0).verdict == "overhead"
     assert limits(trace, 1.0).idle_ms == 0
-
-
-def test_overlap_of_communication_with_compute(trace_of):
-    ops = ms(
-        ("gemm", 1, 5, CALLER, 0.1),
-        (ALL_REDUCE, 3, 7, CALLER, 0.2, 9),
-        ("gemm", 6, 8, CALLER, 0.3),
-        (ALL_REDUCE, 8, 10, CALLER, 0.4, 9),
-    )
-    trace = trace_of(ops, ms_ranges(("step", 0, 10, CALLER)))
-    assert overlap(trace) == (6, 3)
-    assert limits(trace).communication_ms == 3
-
-
-def test_slowdown_pairs_the_same_kernels_of_two_steps(trace_of):
-    def steps(*ops):
-        shifted = [(name, t + start, t + end, CALLER, t, *stream) for t in (0, 50) for name, start, end, *stream in ops]
-        return trace_of(ms(*shifted), ms_ranges(("step", 0, 20, CALLER), ("step", 50, 70, CALLER)))
-
-    alone = steps(("gemm", 1, 2), ("gemm", 3, 7), ("softmax", 8, 9))
-    beside = steps(
-        ("gemm", 1, 2), ("gemm", 3, 9), (ALL_REDUCE, 4, 8, 9), ("elementwise_kernel", 9, 10), ("softmax", 11, 13)
-    )
-    assert slowdown(alone, beside) == 3
 
 
 def covered(draw: random.Random) -> tuple[Intervals, set[int]]:
