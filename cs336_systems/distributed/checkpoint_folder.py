@@ -63,7 +63,7 @@ class StoredCheckpoint:
 
 
 def name_of(step: int) -> str:
-    """The name of the checkpoint after so many steps."""
+    """The name of the checkpoint after ``step`` steps."""
     return f"step-{step:08d}"
 
 

@@ -230,7 +230,7 @@ def limited_group(rank: Rank, max_ctas: int) -> dist.ProcessGroup:
 
 
 def nccl_options(rank: Rank, max_ctas: int) -> dist.ProcessGroupNCCL.Options:
-    """Options of a group whose kernels have at most so many thread blocks each."""
+    """Options of a group whose kernels have at most ``max_ctas`` thread blocks each."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = max_ctas
     options._timeout = timedelta(seconds=rank.timeout_s)  # as ``new_group`` is told, which else warns

@@ -1,8 +1,8 @@
 """Chooses the plan of a step under memory caps: of all that fit, the one whose simulated step is the fastest.
 
 The step of every plan that fits both caps is estimated (``estimate.py``); schedules are built of the best ones and
-simulated, small steps are taken from the best of these, and the fastest wins. A step has so many rounds that what the
-optimizer adds stays below 2 % of it, unless its tokens are given.
+simulated, small steps are taken from the best of these, and the fastest wins. Unless its tokens are given, a step has
+enough rounds that the optimizer adds less than 2 % to it.
 
     choice = choose(config, 8192, Caps(24 * GIB, 75 * GIB), Rates.of(hardware))
     choice.plan, choice.tokens_per_s  # and explain.reasons(choice)
@@ -44,8 +44,7 @@ MOST_CHUNKS = 16
 OPTIMIZER_SHARE = 0.02
 """The most of a step that the optimizer may add, where the tokens of a step are not given."""
 INPUT_EVERY = (1, 2, 3, 4)
-"""Plans keep x of every layer, or of the first of so many where restoring x takes less time than attention, as on long
-sequences."""
+"""Plans keep x of every n-th layer, with n above 1 where restoring x takes less time than attention."""
 SIMULATED = 40
 """Kinds of plans of which a schedule is built."""
 EFFORT = 80_000
@@ -159,7 +158,7 @@ def choose(
 
 
 def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
-    """Chunks of whole sequences of at least so many tokens together, or of even pieces of one."""
+    """Tokens of a chunk, ``least`` or more: of whole sequences together, or of even pieces of one."""
     if context_length <= least:
         first = context_length * math.ceil(least / context_length)
         return [first, 2 * first]
@@ -314,7 +313,7 @@ class Search:
         return _ranked((plan, rate) for plan, rate in self.tried.items() if rate)
 
     def _climb(self, best: Plan, most: int) -> None:
-        """Steps to faster neighbours, large steps first, until so many operations have been simulated."""
+        """Steps to faster neighbours, large steps first, until ``most`` operations have been simulated."""
         for parts in (8, 32, best.pairs):
             improved = True
             while improved:

@@ -99,8 +99,10 @@ def _together(compute: float, link: float) -> float:
 
 
 def best_keep(plan: Plan, seconds: WorkSeconds, host_bytes: int) -> tuple[float, Keep] | None:
-    """The seconds of a round and the levels at which they are fewest within the plan's ``ring_bytes`` and so many bytes
-    of the host; of interleaved rounds those of a backward beside the next forward. None if nothing fits."""
+    """The fewest seconds of a round within the plan's ``ring_bytes`` and ``host_bytes``, and what it then keeps.
+
+    Seconds of interleaved rounds are those of a backward beside the next forward. None if nothing fits.
+    """
     assert plan.ring_bytes is not None
     alone = plan.order == "sequential"
     within = [
@@ -122,8 +124,8 @@ def _keep_steps(least: Keep, most: Keep) -> list[Keep]:
 def neighbours(plan: Plan, parts: int) -> Iterator[Callable[[Plan], Plan | None]]:
     """Functions from a plan to a neighbour, or to None beyond the ends.
 
-    They change what is kept and how many layers are resident by one of so many parts, and exchange resident weights for
-    kept products in about as much of the device's memory.
+    They change what is kept, or how many layers are resident, by one of ``parts`` of it, and exchange resident weights
+    for kept products in about as much of the device's memory.
     """
     pairs, n_layers = max(1, plan.pairs // parts), max(1, plan.n_layers // parts)
     for (attention, products), sign in product(((1, 0), (0, 1), (1, 1)), (1, -1)):

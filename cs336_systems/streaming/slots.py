@@ -135,7 +135,7 @@ class _Sweep:
                 self.at[t].append(unit)
 
     def run(self, slots: int | None) -> list[Stay]:
-        """The stays in so many slots; None for as many as it takes to copy nothing."""
+        """The stays in a ring of ``slots``; None for as many slots as it takes to copy nothing."""
         stays, most = self._sweep(None)
         if slots is not None and most > slots:
             stays, _ = self._sweep(slots)
@@ -173,7 +173,7 @@ class _Sweep:
     def _make_room(
         self, live: dict[Unit, Stay], now: list[Unit], position: dict[Unit, int], room: int, *, must: bool = True
     ) -> None:
-        """Ends stays until so many are left, none of a unit that is used now."""
+        """Ends stays until ``room`` are left, none of a unit that is used now."""
         while len(live) > room:
             free = [unit for unit in live if unit not in now and not self._stays(unit, position[unit])]
             if not free:

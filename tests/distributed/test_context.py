@@ -42,6 +42,14 @@ def draw(n_heads, n_kv_heads, length, d_head, dtype=torch.float64):
     return [torch.randn(s, generator=generator, dtype=torch.float64, device="cpu").to(dtype) for s in shapes]
 
 
+def assert_as_whole(found, whole, exact, own, rounding, what):
+    """Off from the exact results at these tokens by at most twice what those of the whole are, and a rounding."""
+    for number, (part, one, right) in enumerate(zip(found, whole, exact, strict=True)):
+        budget = 2 * (one - right).abs().max() + rounding * right.abs().max()
+        off = (part - right[:, :, own]).abs().max()
+        assert off <= budget, (*what, number, off, budget)
+
+
 def check_attention_is_that_of_whole_sequences(rank: Rank):
     """In fp64 to its rounding; in fp32 within as much as twice the error of the whole in fp32, and a rounding."""
     group = Mesh.over(rank, context=rank.world_size).group("context")
@@ -55,9 +63,7 @@ def check_attention_is_that_of_whole_sequences(rank: Rank):
             *narrow, do = draw(n_heads, n_kv_heads, LENGTH, D_HEAD, torch.float32)
             whole = attend(REFERENCE, narrow, do)
             found = attend(ops, [x[:, :, own] for x in narrow], do[:, :, own])
-            for part, one, right in zip(found, whole, expected, strict=True):
-                budget = 2 * (one - right).abs().max() + 2**-23 * right.abs().max()
-                assert (part - right[:, :, own]).abs().max() <= budget, (order, n_kv_heads)
+            assert_as_whole(found, whole, expected, own, 2**-23, (order, n_kv_heads))
 
 
 def check_gathered_attention_masks_documents_from_each_other(rank: Rank):
@@ -120,10 +126,8 @@ def attend_on_gpu(rank: Rank, attention):
             whole = attend(ops, narrow, do, **documents)
             local = [x[:, :, own] for x in narrow]
             found = attend(context_ops(ops, group, order), local, do[:, :, own], **own_documents)
-            for number, (part, one, right) in enumerate(zip(found, whole, expected, strict=True)):
-                budget = 2 * (one - right).abs().max() + 2**-8 * right.abs().max()  # gathered adds in bf16
-                off = (part - right[:, :, own]).abs().max()
-                assert off <= budget, (attention, order, length, d_head, n_kv_heads, number, off, budget)
+            what = attention, order, length, d_head, n_kv_heads
+            assert_as_whole(found, whole, expected, own, 2**-8, what)  # gathered adds in bf16
 
 
 @pytest.mark.gpu

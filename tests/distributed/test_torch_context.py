@@ -23,7 +23,7 @@ from cs336_systems.distributed.torch_context import sharing_by_torch
 from cs336_systems.ranks import TORCH_CONTEXT_ATTENTIONS, TORCH_CONTEXT_ORDERS
 
 from .checks import checks_of, on_each, on_gpus, spawn
-from .test_context import draw
+from .test_context import assert_as_whole, draw
 
 HEADS = (4, 4), (8, 2)
 FLASH = "_scaled_dot_product_flash_attention"
@@ -93,10 +93,7 @@ def compare_with_whole(rank: Rank, attention, length, d_head, dtype, rounding):
         whole = attend(attention, narrow, do)
         with sharing_by_torch(ranks, length, order) as own:
             found = attend(attention, [x[:, :, own] for x in narrow], do[:, :, own])
-        for name, part, one, right in zip(("o", "dq", "dk", "dv"), found, whole, expected, strict=True):
-            budget = 2 * (one - right).abs().max() + rounding * right.abs().max()
-            off = (part - right[:, :, own]).abs().max()
-            assert off <= budget, (attention, order, length, d_head, heads, name, off, budget)
+        assert_as_whole(found, whole, expected, own, rounding, (attention, order, length, d_head, heads))
 
 
 def check_ranks_attend_to_whole_sequences(rank: Rank):

@@ -7,6 +7,7 @@ lanes can do at once gives the same as the list one by one.
 """
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 from cs336_systems.costs.lanes import Lane
@@ -18,6 +19,13 @@ NOTHING = Item("nothing"), -1
 
 class ScheduleError(AssertionError):
     """What would go wrong."""
+
+
+def without_wait(schedule: Schedule, i: int, j: int) -> Schedule:
+    """The schedule whose operation ``i`` does not wait for ``j``."""
+    operations = list(schedule.operations)
+    operations[i] = replace(operations[i], waits=tuple(k for k in operations[i].waits if k != j))
+    return replace(schedule, operations=tuple(operations))
 
 
 def check(plan: Plan, schedule: Schedule) -> None:

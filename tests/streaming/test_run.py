@@ -21,6 +21,7 @@ from cs336_systems.streaming.plan import Keep, Plan
 from cs336_systems.streaming.run import LayerAdamW, StreamedStep
 from cs336_systems.streaming.schedule import Item, Kind, Schedule
 from cs336_systems.training.optimizer import decay_groups
+from tests.streaming.memory_model import without_wait
 from tests.streaming.plans import LORA, random_plan, resident, roomy
 
 CONFIG = ModelConfig(
@@ -237,12 +238,10 @@ def test_a_dependency_that_is_dropped_shows(seed):
     expected = trained(step_of(roomy(plan)), 2)
     waits = [(i, j) for i, operation in enumerate(schedule.operations) for j in operation.waits]
     for i, j in random.Random(seed).sample(waits, min(6, len(waits))):
-        operations = list(schedule.operations)
-        at, written = operations[i], {held.item for held in operations[j].writes}
+        at, written = schedule.operations[i], {held.item for held in schedule.operations[j].writes}
         if at.kind is Kind.RECOMPUTE and Item("context", at.layer, at.round, at.chunk) in written:
             continue  # attention that is recomputed writes its own keys and values again, the same bits
-        operations[i] = replace(operations[i], waits=tuple(k for k in operations[i].waits if k != j))
-        lame = replace(schedule, operations=tuple(operations))
+        lame = without_wait(schedule, i, j)
         links = [PretendedLink(), *(PretendedLink(k) for k in range(20))]
         assert any(differing(trained(step_of(plan, lame, link), 2), expected) for link in links), (i, at, j)
 

@@ -1,7 +1,7 @@
 """The idle time of a pipeline schedule (its bubble), for stages that all take as long as the slowest.
 
-Schedules are simulated (``pipeline.py``) over as few micro-batches as needed until each further group of as many as
-there are stages adds the same seconds.
+Schedules are simulated (``pipeline.py``) over a few groups of micro-batches, each as large as the number of stages:
+more and more of them, until a further group adds as many seconds as the one before.
 
     span_seconds("zb-h1", 4, 512, 1, durations)
 """
@@ -15,7 +15,7 @@ from cs336_systems.costs.parallelism import pipeline
 from cs336_systems.costs.parallelism.schedules import make_schedule
 
 SIMULATED = 3
-"""Groups of micro-batches, each as many as there are stages, that are simulated at first."""
+"""Groups of micro-batches that are simulated at first."""
 
 
 @cache

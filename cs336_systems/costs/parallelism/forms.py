@@ -81,7 +81,7 @@ class Device:
     source: str
 
     def egress(self, world_size: int) -> float:
-        """W of a ring over so many devices.
+        """W of a ring over ``world_size`` devices.
 
         Beyond one domain, rings leave it by every device's network card in turn, so that a domain's cards together
         carry what each device's link carries inside: the smaller of the two counts.
@@ -155,7 +155,7 @@ class FeedForward:
         return self.n_parameters * self.bytes_per_element
 
     def activation_bytes(self, tokens: float) -> float:
-        """The layer's input, or its output, for so many tokens."""
+        """Bytes of the layer's input, or of its output."""
         return tokens * self.d_model * self.bytes_per_element
 
     def flops(self, tokens: float, which: Pass) -> float:

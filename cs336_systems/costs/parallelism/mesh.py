@@ -183,7 +183,7 @@ def least_tokens_per_device(layer: FeedForward, network: Network) -> float:
 
 
 def thresholds(layer: FeedForward, n_devices: int, network: Network) -> dict[tuple[int, int], float]:
-    """``least_tokens`` of every whole mesh of so many devices, in the order of ``whole_splits``."""
+    """``least_tokens`` of every whole mesh of ``n_devices``, in the order of ``whole_splits``."""
     return {(x, y): least_tokens(layer, x, y, network) for x, y in whole_splits(n_devices)}
 
 

@@ -59,7 +59,7 @@ class ModelAndBatch:
 
 @dataclass(frozen=True)
 class FsdpStep:
-    """One step of FSDP on so many devices."""
+    """One step of FSDP on some number of devices."""
 
     compute_s: float
     communication_s: float

@@ -140,7 +140,7 @@ class Job:
                             )
 
     def _schedules(self, n_stages: int, n_micro_batches: int) -> list[tuple[str, int]]:
-        """The schedules and numbers of chunks that run so many stages and micro-batches.
+        """The schedules and numbers of chunks that run ``n_micro_batches`` on ``n_stages``.
 
         Chunks of ``interleaved`` are alike: blocks, with or without embedding and head in the place of one each, divide
         evenly among them. Every chunk has a block.

@@ -310,7 +310,7 @@ def _work(
 def _tensor_waits(
     part: ModelConfig, n_layers: int, rows: int, keep: str, n_ranks: int, by: str, network: _Network
 ) -> float:
-    """Seconds of what tensor ranks send by collectives in a micro-batch of so many tokens."""
+    """Seconds of what tensor ranks send by collectives in a micro-batch of ``rows`` tokens."""
     if n_ranks == 1:
         return 0.0
     link, _ = network.ring(n_ranks, 1)

@@ -1,7 +1,7 @@
 """Division of a model's blocks over the parts of a pipeline, so that all stages take about as long.
 
 Embedding and head lie at the ends. The head with its loss takes as long as several blocks (two of Llama 3 8B), so the
-stage that has it gets as many fewer. Seconds are those of one H100 by ``costs/streaming.py``; only their ratios count,
+stage that has it gets fewer blocks. Seconds are those of one H100 by ``costs/streaming.py``; only their ratios count,
 which differ little between GPUs.
 
     plan = plan_of(case)                               # None without a pipeline
@@ -80,7 +80,7 @@ def stages_of(
 ) -> tuple[Stage, ...]:
     """The stages of a pipeline on sequences of ``length`` tokens, by the division of ``divide``.
 
-    With up to two blocks fewer than parts, embedding or head is a part of its own, as in Megatron.
+    Where blocks are one or two fewer than parts, the head, or also the embedding, is a part by itself, as in Megatron.
 
     Raises:
         ValueError: there are fewer blocks.
