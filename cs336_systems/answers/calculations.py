@@ -11,7 +11,7 @@ import pandas as pd
 
 from cs336_systems.answers.committed import NotMeasured
 from cs336_systems.config import resolve_size
-from cs336_systems.costs.communication import LINKS, Link, RingCost, cost, fit
+from cs336_systems.costs.communication import Link, RingCost, cost, fit
 from cs336_systems.costs.fsdp import model_units
 from cs336_systems.costs.parallelism.forms import FeedForward, find_device
 from cs336_systems.costs.parallelism.scaling import LLAMA3_70B, ModelAndBatch
@@ -21,8 +21,8 @@ from cs336_systems.report.tables import Table, digits
 LAYER = FeedForward(8192, 28_672, 3)
 WORKLOAD = ModelAndBatch(LLAMA3_70B.n_parameters, 2**22, 8192)
 H100, TPU = find_device("h100"), find_device("tpu-v5p")
-DATASHEET = LINKS["nvlink4"]
-"""The link that joins H100s and H200s of one host."""
+DATASHEET = Link(0.0, 1 / H100.egress_bytes_per_s)
+"""The link that joins H100s and H200s of one host; without latency, as no datasheet states one."""
 
 
 def link_of(collectives: pd.DataFrame, world_size: int) -> Link:

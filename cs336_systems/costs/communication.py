@@ -32,7 +32,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cs336_systems.config import check_known
-from cs336_systems.hardware import GB_PER_S, PCIE_GEN4_X16, PCIE_GEN5_X16
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 
@@ -64,18 +63,6 @@ class Link:
     def seconds(self, cost: RingCost) -> float:
         """Seconds that a collective takes."""
         return cost.steps * self.alpha_s + cost.wire_bytes * self.beta_s_per_byte
-
-
-LINKS = {
-    # H100 and H200 SXM: 18 NVLink 4 links of 25 GB/s each way (Hopper whitepaper: 900 GB/s in both directions at once);
-    # all of them reach any GPU behind the NVSwitches. B200: 18 of 50 GB/s (Blackwell datasheet: 1.8 TB/s likewise).
-    "nvlink4": Link(0.0, 1 / (18 * 25 * GB_PER_S)),
-    "nvlink5": Link(0.0, 1 / (18 * 50 * GB_PER_S)),
-    # x16 slots, before encoding and packet headers (hardware.py).
-    "pcie5": Link(0.0, 1 / PCIE_GEN5_X16),
-    "pcie4": Link(0.0, 1 / PCIE_GEN4_X16),
-}
-"""Datasheet bandwidths, without latency, as no datasheet states one: ``seconds`` is then a lower bound."""
 
 
 def busbw_factor(collective: str, world_size: int) -> float:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.parallelism import scaling
-from cs336_systems.costs.parallelism.forms import GPUS_PER_HOST, Device
+from cs336_systems.costs.parallelism.forms import Device
 from cs336_systems.costs.parallelism.search import Candidate, Job, Where
 from cs336_systems.costs.parallelism.search import Search as Layouts
 from cs336_systems.costs.parallelism.seconds import BF16_MOMENTS
@@ -196,11 +196,7 @@ def _line(candidate: Candidate, job: Job, steps: float) -> Sequence[object]:
 
 def fsdp_alone(job: Job) -> Table:
     """Which of the two limits FSDP alone reaches on these GPUs, and the remedy."""
-    hardware = job.hardware
-    link = hardware.link_bytes_per_s or hardware.host_link_bytes_per_s
-    assert link is not None and hardware.memory_bytes is not None
-    rates = hardware.peaks("bf16")[0], hardware.memory_bytes, link
-    device = Device(hardware.name, *rates, GPUS_PER_HOST, job.network_bytes_per_s, hardware.datasheet or "")
+    device = Device.of(job.hardware.name, job.hardware, job.network_bytes_per_s)
     workload = scaling.ModelAndBatch(job.config.n_parameters, job.batch_tokens, job.length)
     limits = scaling.fsdp_step(workload, job.n_gpus, device).limits
     reached = ["reached" if limit else "-" for limit in limits]

@@ -45,7 +45,7 @@ from typing import Literal
 
 from cs336_systems.config import check_known
 from cs336_systems.costs.communication import cost
-from cs336_systems.hardware import GB_PER_S, TERA, find_hardware
+from cs336_systems.hardware import GB_PER_S, TERA, Hardware, hardware_named
 
 Form = Literal["data-parallel", "fsdp", "tensor-parallel"]
 Pass = Literal["forward", "backward"]
@@ -59,6 +59,9 @@ COLLECTIVES: dict[Form, dict[Pass, tuple[str, ...]]] = {
 }
 """Collectives of each pass: of weights or their gradients, and of activations in tensor parallelism."""
 
+
+BYTES_PER_ELEMENT = 2
+"""Bytes of each weight, gradient and activation that is sent, which are bf16: e."""
 
 GPUS_PER_HOST, NETWORK_BYTES_PER_S = 8, 50 * GB_PER_S
 """Of a DGX or HGX server: eight GPUs behind NVSwitches, and for each a network card (ConnectX-7) of 400 Gbit/s."""
@@ -78,7 +81,13 @@ class Device:
     """Devices behind one switch, or in one pod."""
     network_bytes_per_s: float
     """Bytes per second that one device sends outside its domain."""
-    source: str
+
+    @classmethod
+    def of(cls, name: str, gpu: Hardware, network_bytes_per_s: float = NETWORK_BYTES_PER_S) -> "Device":
+        """A GPU in a DGX or HGX server, at the rates of its datasheet, which has them."""
+        link = gpu.link_bytes_per_s or gpu.host_link_bytes_per_s
+        assert gpu.memory_bytes and link, name
+        return cls(name, gpu.peaks("bf16")[0], gpu.memory_bytes, link, GPUS_PER_HOST, network_bytes_per_s)
 
     def egress(self, world_size: int) -> float:
         """W of a ring over ``world_size`` devices.
@@ -91,32 +100,14 @@ class Device:
         return min(self.egress_bytes_per_s, self.domain_size * self.network_bytes_per_s)
 
 
-def _gpu(key: str, device_name: str, source: str) -> Device:
-    gpu = find_hardware(device_name)
-    assert gpu and gpu.peak_flops and gpu.memory_bytes and gpu.link_bytes_per_s, device_name
-    peak, source = gpu.peak_flops["bf16"], f"{gpu.datasheet}; {source}"
-    return Device(key, peak, gpu.memory_bytes, gpu.link_bytes_per_s, GPUS_PER_HOST, NETWORK_BYTES_PER_S, source)
-
-
 DEVICES: dict[str, Device] = {
-    device.name: device
-    for device in (
-        _gpu("h100", "NVIDIA H100 80GB HBM3", "https://www.nvidia.com/en-us/data-center/dgx-h100/"),
-        _gpu("h200", "NVIDIA H200", "https://www.nvidia.com/en-us/data-center/dgx-h200/"),
-        _gpu("b200", "NVIDIA B200", "https://www.nvidia.com/en-us/data-center/dgx-b200/"),
-        # C and W as both CS336 handouts and chapter 5 of the scaling book take them (Google publishes 459 TFLOP/s and
-        # 4,800 Gbit/s of links per chip: 1e11 bytes/s for each of six); memory is Google's 95 GB; a pod has 16 x 20 x
-        # 28 chips, and 25 GB/s per host of four leave it.
-        Device(
-            "tpu-v5p",
-            460 * TERA,
-            95e9,
-            2 * 9e10,
-            8960,
-            25 * GB_PER_S / 4,
-            "https://cloud.google.com/tpu/docs/v5p; https://jax-ml.github.io/scaling-book/tpus",
-        ),
-    )
+    # Servers: https://www.nvidia.com/en-us/data-center/dgx-h100/, and likewise dgx-h200 and dgx-b200.
+    **{name: Device.of(name, hardware_named(name)) for name in ("h100", "h200", "b200")},
+    # C and W as both CS336 handouts and chapter 5 of the scaling book take them (Google publishes 459 TFLOP/s and 4,800
+    # Gbit/s of links per chip: 1e11 bytes/s for each of six); memory is Google's 95 GB; a pod has 16 x 20 x 28 chips,
+    # and 25 GB/s per host of four leave it (https://cloud.google.com/tpu/docs/v5p,
+    # https://jax-ml.github.io/scaling-book/tpus).
+    "tpu-v5p": Device("tpu-v5p", 460 * TERA, 95e9, 2 * 9e10, 8960, 25 * GB_PER_S / 4),
 }
 
 
@@ -141,10 +132,9 @@ class FeedForward:
     d_ff: int
     n_matrices: int = 3
     """3 for SwiGLU (the 2026 handout), 2 for an up- and a down-projection (the scaling book, the 2025 handout)."""
-    bytes_per_element: int = 2
 
     def __post_init__(self) -> None:
-        check_positive(self, "d_model", "d_ff", "n_matrices", "bytes_per_element")
+        check_positive(self, "d_model", "d_ff", "n_matrices")
 
     @property
     def n_parameters(self) -> int:
@@ -152,11 +142,11 @@ class FeedForward:
 
     @property
     def weight_bytes(self) -> int:
-        return self.n_parameters * self.bytes_per_element
+        return self.n_parameters * BYTES_PER_ELEMENT
 
     def activation_bytes(self, tokens: float) -> float:
         """Bytes of the layer's input, or of its output."""
-        return tokens * self.d_model * self.bytes_per_element
+        return tokens * self.d_model * BYTES_PER_ELEMENT
 
     def flops(self, tokens: float, which: Pass) -> float:
         """Matmul operations on all devices together; backward has two matmuls for each of forward's."""
@@ -205,7 +195,7 @@ def largest_world(
     """
     check_known("form", form, FORMS, " of parallelism")
     check_known("pass", which, PASSES)
-    intensity = layer.bytes_per_element * flops_per_s / egress_bytes_per_s
+    intensity = BYTES_PER_ELEMENT * flops_per_s / egress_bytes_per_s
     if not COLLECTIVES[form][which]:
         return math.inf
     if form == "tensor-parallel":

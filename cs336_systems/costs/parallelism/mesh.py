@@ -35,7 +35,7 @@ Sources: CS336 2026 handout, section 8.5; scaling book, chapter 5, "Mixed FSDP a
 import math
 from dataclasses import dataclass, replace
 
-from cs336_systems.costs.parallelism.forms import FeedForward, check_positive
+from cs336_systems.costs.parallelism.forms import BYTES_PER_ELEMENT, FeedForward, check_positive
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def _share(n: float, network: Network) -> float:
 
 def axis_limits(layer: FeedForward, tokens: float, network: Network) -> tuple[float, float]:
     """(a, t): what X - 1 and Y - 1 (X and Y in large rings) are measured against."""
-    fsdp = 2 * tokens * network.fsdp_bytes_per_s / (layer.bytes_per_element * network.flops_per_s)
-    tp = layer.n_matrices * layer.d_ff * network.tp_bytes_per_s / (layer.bytes_per_element * network.flops_per_s)
+    fsdp = 2 * tokens * network.fsdp_bytes_per_s / (BYTES_PER_ELEMENT * network.flops_per_s)
+    tp = layer.n_matrices * layer.d_ff * network.tp_bytes_per_s / (BYTES_PER_ELEMENT * network.flops_per_s)
     return fsdp, tp
 
 
@@ -177,7 +177,7 @@ def least_tokens_per_device(layer: FeedForward, network: Network) -> float:
 
     e^2 C^2 / (2 m F W_x W_y) where the axes overlap, four times that where they share the network.
     """
-    intensity = layer.bytes_per_element * network.flops_per_s
+    intensity = BYTES_PER_ELEMENT * network.flops_per_s
     overlapping = intensity**2 / (2 * layer.n_matrices * layer.d_ff * network.fsdp_bytes_per_s * network.tp_bytes_per_s)
     return overlapping if network.overlapping else 4 * overlapping
 
@@ -210,8 +210,6 @@ class FeedForwardStack:
 
     layer: FeedForward
     n_blocks: int
-    state_bytes_per_parameter: int = 16
-    """Bytes of an FP32 master weight, its gradient and two moments."""
 
     def __post_init__(self) -> None:
         if self.n_blocks < 1:
@@ -223,7 +221,7 @@ class FeedForwardStack:
 
     @property
     def state_bytes(self) -> int:
-        return self.n_parameters * self.state_bytes_per_parameter
+        return 16 * self.n_parameters  # an FP32 master weight, its gradient and two moments
 
     @property
     def activation_bytes_per_token(self) -> int:
@@ -233,7 +231,7 @@ class FeedForwardStack:
         """
         inputs = self.layer.d_model + self.layer.d_ff
         gated = (self.layer.n_matrices - 1) * self.layer.d_ff if self.layer.n_matrices > 2 else 0
-        return self.n_blocks * self.layer.bytes_per_element * (inputs + gated)
+        return self.n_blocks * BYTES_PER_ELEMENT * (inputs + gated)
 
     def device_bytes(self, n_devices: int, tokens: float = 0.0) -> float:
         """Bytes per device with states and half of the activations of ``tokens`` cut over ``n_devices``.

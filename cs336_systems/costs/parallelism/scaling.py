@@ -24,12 +24,9 @@ from dataclasses import dataclass
 
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.communication import cost
-from cs336_systems.costs.parallelism.forms import Device, check_positive
+from cs336_systems.costs.parallelism.forms import BYTES_PER_ELEMENT, Device, check_positive
 
 LLAMA3_70B = MODEL_SIZES["llama3-70b"]
-
-BYTES_PER_ELEMENT = 2
-"""Bytes of each gathered weight and each scattered gradient, which are bf16."""
 
 
 @dataclass(frozen=True)
