@@ -235,8 +235,7 @@ def _percents(errors: "np.ndarray") -> dict[str, float]:
 
 def predicted_steps() -> int:
     """The number of published steps that nothing was fitted on and that are predicted to fit."""
-    engines = ml_dataflow_engine(), llmq_engine()
-    return sum(len(fitted_and_rest(card)[1]) for each in engines for card in each.cards.values())
+    return sum(map(len, points().values()))
 
 
 Points = dict[str, list[tuple[float, float]]]

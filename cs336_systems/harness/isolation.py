@@ -131,7 +131,7 @@ class _Team:
         self._timeout_s = timeout_s
         self._launcher = launcher
         self._processes: dict[int, FreshProcess] = {}
-        """They by their ranks; a process that is no rank is number 0."""
+        """The processes by rank; one that joins no group is number 0."""
 
     def measure(self, cell: Any, report: Report) -> None:
         """Measure one cell; ``report`` takes what rank 0 says, or the first rank that fails.
@@ -178,7 +178,7 @@ class _Team:
         return {number: rank_variables(number, cell.world_size, self._store.port) for number in range(cell.world_size)}
 
     def _next_word(self, numbers: Collection[int], deadline: float, ranked: bool) -> tuple[int, Report]:
-        """The next that one of these ranks says, or that is to say of it."""
+        """The number of a rank and its next report, or the report of its death."""
         waiting: dict[Any, int] = {self._processes[number].connection: number for number in numbers}
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -262,7 +262,7 @@ def _arriving(connection: Connection) -> Iterator[Any]:
 def _measure_here(
     cell: Any, device: "torch.device", measure: Callable[[], list[Metric]], connection: Connection
 ) -> tuple[Report, BaseException | None]:
-    """Tell where the cell runs, measure, and leave nothing behind; how it went, and what was raised."""
+    """Tell the parent where the cell runs, measure it and free its memory; returns the report, and what was raised."""
     import torch
 
     from cs336_systems.harness.memory import mark_used

@@ -71,7 +71,7 @@ class RunConsole:
         self._task = self._progress.add_task("", where="")
 
     def write(self, record: Record) -> None:
-        """Show what people want to see of it."""
+        """Show the lines that a record has, and move the bar."""
         if isinstance(record, Session):
             self._n_steps = record.n_steps
             self._progress.update(self._task, total=record.n_steps, completed=record.first_step)

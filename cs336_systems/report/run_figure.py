@@ -129,7 +129,7 @@ def run_figure(runs: Mapping[str, Run], x: XAxis = "step") -> Figure:
 
 
 def _has_gpu(run: Run) -> bool:
-    """Or may have one: its log does not say yet."""
+    """Whether the run has a GPU, or may have one, as its log does not say yet."""
     device = run.last(Device)
     return device is None or device.memory_bytes is not None
 

@@ -146,7 +146,7 @@ def _holds_figures(column: pd.Series[Any]) -> bool:
 
 
 def _bound(header: str) -> str:
-    """With spaces that no line breaks at beside a slash."""
+    """The header with spaces beside slashes at which no line breaks."""
     return header.replace("/ ", "/\xa0").replace(" /", "\xa0/")
 
 

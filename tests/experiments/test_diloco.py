@@ -82,10 +82,8 @@ def test_a_run_is_a_row_for_each_metric_in_a_table_and_a_picture(tmp_path):
         assert len(samples["loss_at"]) == len(samples["sent_at"]) == len(steps)
         assert samples["held_out_loss"] == samples["loss_at"][-1:]
         if line is later:  # which began as data parallelism
-            assert (
-                samples["loss_at"][:3]
-                == dict(zip(plain.run["metric"], plain.run["samples"], strict=True))["loss_at"][:3]
-            )
+            of_plain = dict(zip(plain.run["metric"], plain.run["samples"], strict=True))
+            assert samples["loss_at"][:3] == of_plain["loss_at"][:3]
     assert plain.median("sent") == pytest.approx(2 * diloco.median("sent"), rel=1e-3)
     assert plain.median("loss_at") > plain.median("held_out_loss")
     table = TABLE.of(rows)

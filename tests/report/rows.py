@@ -12,15 +12,8 @@ from cs336_systems.harness.sweep import Outcome, cell_columns, make_rows, outcom
 CELL = ModelCell(size="tiny", batch_size=1, context_length=128, warmup=1, steps=3)
 SETTINGS = {name: getattr(CELL, name) for name in cell_columns(ModelCell)}
 
-PROVENANCE = {
-    "gpu": "",
-    "host": "a CPU, 2 cores",
-    "driver": "",
-    "cuda": "",
-    "torch": "2.11.0",
-    "triton": "3.6.0",
-    "argv": "",
-}
+PROVENANCE = dict.fromkeys(("gpu", "driver", "cuda", "argv"), "")
+PROVENANCE |= {"host": "a CPU, 2 cores", "torch": "2.11.0", "triton": "3.6.0"}
 
 
 def ms(name: str, *samples: float) -> Metric:
