@@ -12,9 +12,12 @@ import gc
 import multiprocessing.connection
 import os
 import pickle
+import random
+import socket
 import threading
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, NamedTuple
 
@@ -44,13 +47,20 @@ def on_gpus(world_size, copies=False):
     return pytest.param(world_size, "cuda", marks=[pytest.mark.multigpu, missing])
 
 
+def free_port() -> int:
+    """A port at which nobody listens, below those that the kernel gives to whoever asks for any: it stays free."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 class RankFailed(RuntimeError):
     """A rank raised or died; the message says which and how."""
 
 
-def spawn(
-    worker, world_size: int, *arguments, device: str = "cpu", timeout_s: float = 60.0, apart: bool = False
-) -> list[Any]:
+def spawn(worker, world_size: int, *arguments, device: str = "cpu", apart: bool = False) -> list[Any]:
     """What ``worker(rank, *arguments)`` returns on each rank, a fresh process; the first failure ends them all.
 
     Args:
@@ -58,7 +68,7 @@ def spawn(
     """
     store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
     ranks = [
-        FreshProcess(_be_a_rank, rank_variables(number, world_size, store.port), worker, arguments, device, timeout_s)
+        FreshProcess(_be_a_rank, rank_variables(number, world_size, store.port), worker, arguments, device)
         for number in range(world_size)
     ]
     ended: dict[int, Ended] = {}
@@ -78,10 +88,10 @@ def spawn(
     return [ended[number] if apart else ended[number].returned for number in range(world_size)]
 
 
-def _be_a_rank(connection, variables, worker, arguments, device, timeout_s) -> None:
+def _be_a_rank(connection, variables, worker, arguments, device) -> None:
     take_place(variables)
     try:
-        with joined(device, timeout_s=timeout_s) as rank:
+        with joined(device) as rank:
             report = pickle.dumps(Ended(None, worker(rank, *arguments)))
     except BaseException:
         report = pickle.dumps(Ended(traceback.format_exc()))
@@ -115,7 +125,7 @@ def _serve(rank: Rank, address: str) -> None:
             torch.manual_seed(0)
             torch.use_deterministic_algorithms(False)  # what the one before may have left
             try:
-                with joined(rank.device.type, timeout_s=60) as own, own.device:
+                with joined(rank.device.type) as own, own.device:
                     ended = Ended(None, function(own, *arguments))
                     meet(f"end {number}")
             except (Exception, pytest.fail.Exception):  # the latter, of pytest.raises, is no Exception
@@ -131,7 +141,7 @@ class _World:
         threading.Thread(
             target=spawn,
             args=(_serve, world_size, listener.address),
-            kwargs={"device": device, "timeout_s": 600},
+            kwargs={"device": device},
             daemon=True,
         ).start()
         accepted = [listener.accept() for _ in range(world_size)]

@@ -203,5 +203,5 @@ def die_at_every_operation(rank: Rank, folder):
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_loses_nothing(tmp_path):
-    (deaths,) = spawn(die_at_every_operation, 1, tmp_path, timeout_s=60)
+    (deaths,) = spawn(die_at_every_operation, 1, tmp_path)
     assert min(deaths.values()) > 15

@@ -135,7 +135,7 @@ def attend_on_gpu(rank: Rank, attention):
 @pytest.mark.parametrize("attention", ["flash", "hopper"])
 def test_attention_over_gpus_is_that_of_whole_sequences(world_size, device, attention):
     """In bf16, within twice the error of the same kernels on whole sequences, and a rounding."""
-    spawn(attend_on_gpu, world_size, attention, device=device, timeout_s=120)
+    spawn(attend_on_gpu, world_size, attention, device=device)
 
 
 test_on_two_ranks = on_each(2, checks_of(globals()))

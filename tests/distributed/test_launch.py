@@ -4,12 +4,13 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.checks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "scripts" / "launch"
@@ -19,12 +20,6 @@ TORCHRUN = f"{PYTHON.name} -m torch.distributed.run"
 PROGRAM = str(ROOT / "tests" / "distributed" / "worlds.py")
 AWKWARD = ["two words", "$HOME 'quoted' \"twice\"", "--size", ""]
 """Arguments that a careless recipe would split or expand."""
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(command, **variables):
@@ -39,7 +34,7 @@ def start(command, **variables):
 def output_of(process):
     """(exit code, stdout, stderr), of a process that must end."""
     try:
-        stdout, stderr = process.communicate(timeout=200)
+        stdout, stderr = process.communicate()
     finally:
         process.kill()
     return process.returncode, stdout, stderr

@@ -323,8 +323,8 @@ def compare_on_gpus(world_size, device, cases):
     plain = [replace(case, device=device) for case in cases]
     fused = {"dtype": "bf16", "kernels": "fused"}
     ways = [plain, *([replace(case, **fused, attention=name) for case in plain] for name in ("flash", "hopper"))]
-    on_one = [spawn(train_alone, 1, cases, world_size, device=device, timeout_s=120)[0] for cases in ways]
-    found = [spawn(train_on, world_size, cases, device=device, timeout_s=120) for cases in ways]
+    on_one = [spawn(train_alone, 1, cases, world_size, device=device)[0] for cases in ways]
+    found = [spawn(train_on, world_size, cases, device=device) for cases in ways]
     for number, (cases, one, of_ranks) in enumerate(zip(ways, on_one, found, strict=True)):
         for case, exact, (losses, norms, *_), *own in zip(cases, on_one[0], one, *of_ranks, strict=True):
             for own_losses, own_norms, *_ in own:

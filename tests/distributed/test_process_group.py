@@ -18,7 +18,7 @@ from cs336_systems.distributed.process_group import (
     launched_world_size,
     per_rank,
 )
-from tests.distributed.checks import RankFailed, on_gpus, spawn
+from tests.distributed.checks import RankFailed, free_port, on_gpus, spawn
 from tests.distributed.worlds import add_up, add_up_alone, fail_alone, hang, work_together
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def test_spawned_ranks_are_one_group_and_may_be_alone_for_a_while():
         "values differ across ranks in number: rank 0 has 3, rank 1 has 4",
         "values differ across ranks: rank 0 has fp32, rank 1 has bf16",
     ]
-    for number, (sums, threads, variables, alone, said) in enumerate(spawn(work_together, 2, timeout_s=60)):
+    for number, (sums, threads, variables, alone, said) in enumerate(spawn(work_together, 2)):
         together = (21, Rank(number, number, 2, cpu, "gloo"))
         assert sums == together
         assert alone == [((10 + number, Rank(0, number, 1, cpu, "gloo")), together)] * 2
@@ -68,7 +68,7 @@ def test_a_process_without_a_launcher_is_a_world_of_one():
 
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
 def test_ranks_on_gpus_are_alone_for_a_while(world_size, device):
-    for number, sums in enumerate(spawn(add_up_alone, world_size, device=device, timeout_s=60)):
+    for number, sums in enumerate(spawn(add_up_alone, world_size, device=device)):
         assert [(mine, together) for (mine, _), (together, _) in sums] == [(10 + number, 21)] * 2
 
 
@@ -99,9 +99,7 @@ def test_a_port_in_use_is_named(described):
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(described):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     described(WORLD_SIZE="2", MASTER_PORT=str(port))
     message = f"rank 0 found no store or not all ranks at 127.0.0.1:{port}"
     with pytest.raises(RuntimeError, match=message), joined(timeout_s=1):

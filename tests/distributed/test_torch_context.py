@@ -127,7 +127,7 @@ def attend_on_gpu(rank: Rank, attention):
 @pytest.mark.parametrize("attention", TORCH_CONTEXT_ATTENTIONS)
 def test_torch_shares_attention_over_gpus(world_size, device, attention):
     """In bf16, in which partial outputs and gradients are rounded before they are added in fp32."""
-    spawn(attend_on_gpu, world_size, attention, device=device, timeout_s=120)
+    spawn(attend_on_gpu, world_size, attention, device=device)
 
 
 test_on_two_ranks = on_each(2, checks_of(globals()))

@@ -82,7 +82,7 @@ def main() -> None:
     if what == "stop":
         heard: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
-        with joined(timeout_s=60) as rank:
+        with joined() as rank:
             for _ in range(2):
                 sys.stdout.write(json.dumps([rank.rank, len(heard)]) + "\n")
                 sys.stdout.flush()
@@ -91,7 +91,7 @@ def main() -> None:
                 time.sleep(1)
         return
     for again in range(2):  # leaving and joining again
-        with joined(timeout_s=60) as rank:
+        with joined() as rank:
             chosen = what == "raise" and rank.rank == int(arguments[0])
             if chosen and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 os.kill(os.getpid(), signal.SIGKILL)

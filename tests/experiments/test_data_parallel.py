@@ -112,7 +112,7 @@ def drift(rank):
 
 @pytest.mark.slow
 def test_cells_on_two_ranks(tmp_path):
-    ((ours, torchs), (first, later)), ((of_second, *_), _) = spawn(measure_all, 2, tmp_path, timeout_s=120)
+    ((ours, torchs), (first, later)), ((of_second, *_), _) = spawn(measure_all, 2, tmp_path)
     gradient_mib = 4 * resolve_size("tiny").n_parameters / 2**20
     for metrics in (ours, torchs):
         for name in ("step", "forward", "backward", "optimizer", "local_step", "local_backward"):

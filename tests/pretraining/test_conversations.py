@@ -168,7 +168,7 @@ def test_micro_batches_and_ranks_do_not_change_the_loss(folder, alone, tmp_path)
     two += [of(name, **{name: 2}, **shared) for name in ("tensor", "context", "pipeline")]
     two += [of(f"packed-{name}", packing=True, **{name: 2}, **shared) for name in ("tensor", "pipeline")]
     two += [of("packed-context", packing=True, context=2, context_order="gathered", **shared)]
-    spawn(train_each, 2, two, timeout_s=120)
+    spawn(train_each, 2, two)
     for name in ("single", *(f"two-{zero}" for zero in (0, 1, 2, 3)), "tensor", "context", "pipeline"):
         assert_same_course(tmp_path / "whole", tmp_path / name)
     for name in ("single", "two", "autograd", "tensor", "pipeline", "context"):
@@ -203,7 +203,7 @@ def test_targets_of_packed_rows_weigh_the_same_on_whatever_context_rank(folder, 
     assert counts[0] == 0 < counts[1] and counts[2] > counts[3] == 1
     loss, expected = of_a_step(alone, options(folder, out=tmp_path / "one", **shape), ids, targets)
     shared = options(folder, out=tmp_path / "two", context=2, context_order="gathered", **shape)
-    found = spawn(of_a_step, 2, shared, ids, targets, timeout_s=120)
+    found = spawn(of_a_step, 2, shared, ids, targets)
     torch.testing.assert_close(torch.stack([one for one, _ in found]).mean(), loss, rtol=1e-6, atol=0)
     for _, gradients in found:
         for name, gradient in expected.items():

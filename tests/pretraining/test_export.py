@@ -242,7 +242,7 @@ def die_at_every_operation(rank: Rank, folder):
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_loses_nothing(tmp_path):
-    (n_deaths,) = spawn(die_at_every_operation, 1, tmp_path, timeout_s=60)
+    (n_deaths,) = spawn(die_at_every_operation, 1, tmp_path)
     assert n_deaths > 15
 
 

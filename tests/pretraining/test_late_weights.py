@@ -73,7 +73,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ends(folder):
-    return spawn(run_each, 2, folder, timeout_s=120)
+    return spawn(run_each, 2, folder)
 
 
 @pytest.mark.slow

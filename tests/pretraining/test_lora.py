@@ -270,7 +270,7 @@ def test_two_ranks_train_what_one_does(folder, alone):
     ways["fp8"] = quantized | {"zero": 3}
     train(of("one", batch_size=8), alone)
     train(of("one-fp8", **quantized), alone)
-    outcomes = spawn(train_each, 2, [of(name, **changes) for name, changes in ways.items()], timeout_s=120)
+    outcomes = spawn(train_each, 2, [of(name, **changes) for name, changes in ways.items()])
     assert all(outcome.reason == "done" for outcome in outcomes[0])
     for name in ways:
         one, found = (load_weights(folder / each, merge=False).adapters for each in ("one", name))

@@ -94,7 +94,7 @@ def test_memory_is_as_predicted_and_logged(tmp_path, cuda_graph):
     }
     shape = {"size": "qwen2.5-0.5b", "device": "cuda", "context_length": 1024, "accumulate": 3, "steps": 5}
     asked = options(tmp_path, **like, **shape, keep="products", cuda_graph=cuda_graph, evaluate_every=None)
-    spawn(train_each, 1, [replace(asked, export=False, save_every=None)], device="cuda", timeout_s=120)
+    spawn(train_each, 1, [replace(asked, export=False, save_every=None)], device="cuda")
     predicted, measured = read_run(tmp_path / "run" / LOG).all(Memory)
     assert predicted.predicted_bytes == measured.predicted_bytes and not predicted.actual_bytes
     assert measured.actual_bytes["in all"] == pytest.approx(measured.predicted_bytes["in all"], rel=0.03)

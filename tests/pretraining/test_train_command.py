@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from cs336_systems.pretraining.checkpoint import load_trained, load_weights
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import End
 from cs336_systems.training.step import TrainStep
+from tests.distributed.checks import free_port
 from tests.pretraining.trained import losses_and_norms, write_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,9 +66,7 @@ def test_a_run_that_is_interrupted_and_resumed(main, tmp_path):
 @pytest.mark.parametrize("sharing", ["--tensor", "--context"])
 def test_a_rank_that_is_killed_is_one_sentence_on_the_other(tmp_path, sharing):
     write_dataset(tmp_path / "data")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     asked = ("--out", "run", "--steps", "100000", "--evaluate-every", "None", "--keep", "products", sharing, "2")
     first, second = (start(tmp_path, *asked, **place, RANK=rank) for rank in "01")
     try:

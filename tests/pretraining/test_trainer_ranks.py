@@ -53,7 +53,7 @@ def trained(tmp_path_factory):
         of("stages-to-ranks", zero=1),
         first_half("stages-to-one", **stages),
     ]
-    outcomes = spawn(train_each, 2, two, timeout_s=120)
+    outcomes = spawn(train_each, 2, two)
     assert outcomes[0] == outcomes[1]
     for asked, outcome in zip(two, outcomes[0], strict=True):
         if asked.out.name.startswith("stopped"):
@@ -129,7 +129,7 @@ def test_a_fault_of_one_rank_is_said_by_it_and_ranks_that_are_unlike_by_all(tmp_
     tokens = np.memmap(tmp_path / "data" / "train-00000.bin", "<u4", "r+", offset=1024)
     tokens[16 * epoch_order(249, seed=0, epoch=0)[2 * 8 + 5] + 5] = 77_777
     with pytest.raises(Exception, match="rank 1: token 77777 .* 320: .*train-00000.bin"):
-        spawn(train_unlike, 2, tmp_path, timeout_s=60)
+        spawn(train_unlike, 2, tmp_path)
 
 
 def train_unlike(rank, folder):
@@ -161,9 +161,9 @@ def test_gpus_train_what_one_does(world_size, device, tmp_path):
         rows = {"batch_size": 8 // world_size, "total_batch_tokens": 128}
         return options(tmp_path, out=tmp_path / name, **like | rows | changes)
 
-    spawn(train_each, 1, [of(name, batch_size=rows) for name, rows in SPLITS.items()], device=device, timeout_s=60)
+    spawn(train_each, 1, [of(name, batch_size=rows) for name, rows in SPLITS.items()], device=device)
     shared = [of(f"zero-{zero}", zero=zero, save_every=4, **end) for zero in ZEROS for end in ({"walltime": 1e-9}, {})]
-    outcomes = spawn(train_each, world_size, shared, device=device, timeout_s=60)
+    outcomes = spawn(train_each, world_size, shared, device=device)
     assert [outcome.reason for outcome in outcomes[0]] == ["walltime", "done"] * 4
     runs = [values(tmp_path / name) for name in SPLITS]
     apart = torch.stack([(one - other).abs() for one, other in pairwise([*runs, runs[0]])]).amax(0).cummax(0).values
