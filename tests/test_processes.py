@@ -18,7 +18,7 @@ def tell_what_is_frozen(connection):
 def test_the_collector_passes_over_what_the_server_has_imported():
     process = FreshProcess(tell_what_is_frozen)
     try:
-        assert process.receive(time.monotonic() + 60) > 100_000
+        assert process.receive() > 100_000
     finally:
         process.end()
 
@@ -37,7 +37,7 @@ if __name__ == "__main__":
     start_server("json")
     processes = [FreshProcess(wait) for _ in range(2)]
     for each in processes:
-        each.receive(time.monotonic() + 60)
+        each.receive()
     processes[0].send_signal(signal.SIGSTOP)
     print("here", flush=True)
     time.sleep(60)
@@ -52,7 +52,7 @@ def test_a_stopped_process_and_the_server_end_with_who_started_them():
     starter.send_signal(signal.SIGKILL)
     starter.wait()
     starter.stdout.close()
-    _, alive = psutil.wait_procs(below, timeout=10)
+    _, alive = psutil.wait_procs(below, timeout=60)
     for each in alive:
         each.kill()
     assert not alive

@@ -18,7 +18,8 @@ from cs336_systems.distributed.tensor_travel import _Mapped
 
 COMPUTES = 7
 """The handle of the caller's stream, which has done what it was given when it gives something else."""
-PATIENCE_S = 20
+PATIENCE_S = 120
+"""Seconds after which something is held to be waited for in vain."""
 
 
 class ImaginedDriver:

@@ -96,7 +96,7 @@ def _orphan(cell: Cell, rank: Rank) -> list[Metric]:
     parent = multiprocessing.parent_process()
     if rank.rank == 1 and parent is not None and parent.pid is not None:
         os.kill(parent.pid, signal.SIGKILL)
-    time.sleep(120)
+    time.sleep(600)
     return []
 
 
@@ -104,7 +104,7 @@ def _stuck(cell: Cell, rank: Rank) -> list[Metric]:
     """Rank 1 raises while rank 0 is busy with something that nothing interrupts."""
     if rank.rank == 1:
         raise ArithmeticError("nobody hears this")
-    time.sleep(120)
+    time.sleep(600)
     return []
 
 
@@ -142,11 +142,11 @@ def _rows_on_disk(cell: Cell) -> list[Metric]:
 
 def _sleep(cell: Cell) -> list[Metric]:
     """Leave this process's id, and that of a process it started, then take far too long."""
-    grandchild = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(120)"])
+    grandchild = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
     note = Path(cell.folder, "pids.json")
     note.with_suffix(".part").write_text(json.dumps([os.getpid(), grandchild.pid]))
     note.with_suffix(".part").rename(note)
-    time.sleep(120)
+    time.sleep(600)
     return []
 
 

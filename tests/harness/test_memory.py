@@ -24,7 +24,7 @@ def test_the_tighter_of_machine_and_control_group_counts(monkeypatch, headroom, 
 
 def run(*whats, share=None):
     cells = [Cell(what) for what in whats]
-    return list(run_sweep("b", cells, measure, row_file=None, timeout_s=60, share=share))
+    return list(run_sweep("b", cells, measure, row_file=None, timeout_s=600, share=share))
 
 
 @pytest.mark.slow
