@@ -56,7 +56,8 @@ HEARTBEAT_S = 0.1
 CONNECT_S = 10.0
 """Seconds for which torchft waits for a connection."""
 _ANSWER_S = 3.0
-"""Seconds within which a lighthouse answers at the start, so that a command with a wrong address ends within ten."""
+"""Seconds within which a lighthouse answers at the start, and for which one that may just be started again is asked
+again: a command with a wrong address ends within ten."""
 _PAGE_BYTES = 4096
 """Bytes of a lighthouse's page that say that it is one."""
 _QUORUM_S = 3600
@@ -74,6 +75,7 @@ def _check_reachable(lighthouse: str) -> None:
 
     Who takes something else for a lighthouse would wait an hour for a quorum.
     """
+    until = time.monotonic() + _ANSWER_S
     parts = urlsplit(lighthouse)
     try:
         port = parts.port
@@ -81,13 +83,17 @@ def _check_reachable(lighthouse: str) -> None:
         port = None
     if parts.scheme != "http" or not parts.hostname or port is None:
         raise ValueError(f"--lighthouse must be an address such as http://node0:29510, got {lighthouse!r}")
-    try:
-        with closing(HTTPConnection(parts.hostname, port, timeout=_ANSWER_S)) as connection:
-            connection.request("GET", "/")
-            answer = connection.getresponse()
-            page = answer.read(_PAGE_BYTES)
-    except (OSError, HTTPException) as error:
-        raise ValueError(f"no lighthouse answers at {lighthouse}: {error}") from None
+    page = None
+    while page is None:
+        try:
+            with closing(HTTPConnection(parts.hostname, port, timeout=_ANSWER_S)) as connection:
+                connection.request("GET", "/")
+                answer = connection.getresponse()
+                page = answer.read(_PAGE_BYTES)
+        except (OSError, HTTPException) as error:
+            if time.monotonic() > until:
+                raise ValueError(f"no lighthouse answers at {lighthouse}: {error}") from None
+            time.sleep(0.1)
     if b"Lighthouse" not in page:
         raise ValueError(f"no lighthouse answers at {lighthouse}, but something else: {answer.status} {answer.reason}")
 

@@ -16,6 +16,7 @@ from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining.agreement import agreement_of
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import End, LoggedStep, Membership
+from tests.distributed.checks import free_port
 
 from .trained import options, write_dataset
 
@@ -92,6 +93,19 @@ def test_two_commands_train_as_one_and_a_killed_one_comes_back_when_it_is_starte
     back = one.records(Membership)[-1].step
     together = {step.step: step.loss for step in one.records(LoggedStep) if step.step >= back}
     assert together and together == {step: losses[step] for step in together}
+
+
+def test_a_lighthouse_that_is_just_started_again_is_found(tmp_path):
+    from torchft.coordination import LighthouseServer
+
+    port, started = free_port(), []
+    start = threading.Timer(1.0, lambda: started.append(LighthouseServer(f"127.0.0.1:{port}", 1)))
+    start.start()
+    with joined() as rank:
+        agreement_of(options(tmp_path, agree="every-step"), rank, f"http://127.0.0.1:{port}", "a")
+    start.join()
+    (server,) = started
+    server.shutdown()
 
 
 class Other(BaseHTTPRequestHandler):
