@@ -86,8 +86,11 @@ class Asked:
 
 def _tokens(text: str) -> float:
     """Read 100B, 15T or a number."""
-    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:], 1.0)
-    return float(text.rstrip("KMBT")) * scale
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:])
+    try:
+        return float(text[:-1]) * scale if scale else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"say a number of tokens, such as 100B or 15T, got {text!r}") from None
 
 
 @dataclass(frozen=True)
