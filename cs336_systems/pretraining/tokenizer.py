@@ -148,7 +148,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
         ValueError: the vocabulary has no room for all bytes and the end of text.
     """
     if vocab_size < ByteTokenizer.vocab_size:
-        raise ValueError(f"a vocabulary of bytes and an end of text has {ByteTokenizer.vocab_size}, got {vocab_size}")
+        least = f"{ByteTokenizer.vocab_size}, all bytes and the end of text"
+        raise ValueError(f"--vocab-size must be at least {least}, got {vocab_size}")
     definition = Definition(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     definition.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST_WORD)])
