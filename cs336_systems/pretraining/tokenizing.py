@@ -263,9 +263,10 @@ def _write(
         if wanted and not said[name]["documents"]:
             what = "conversations" if options.chat else "documents"
             fault = f"none of {n_documents} {what} is for {name} at --evaluation-fraction {fraction:g}"
-            advice = "" if options.chat else "--separator says where documents end, and "
-            advice += "fraction 0 holds none out"
-            raise ValueError(f"{fault}: {advice}")
+            larger = "a larger one holds some out, and 0 needs none"
+            advice = larger if name == "evaluation" else "a smaller one or more text leaves some"
+            separator = "" if options.chat else "; --separator says where documents end"
+            raise ValueError(f"{fault}: {advice}{separator}")
     return {
         name: {"files": writer.files, **said[name], "tokens": writer.n_tokens}
         for name, writer in writers.items()

@@ -114,13 +114,15 @@ def test_a_tokenizer_without_an_id_for_some_text_is_refused(lines, tmp_path):
         make(lines, "out", tokenizer=str(tmp_path / "words.json"))
 
 
-def test_what_cannot_be_divided_is_said(tmp_path):
+def test_what_cannot_be_divided_is_said(tmp_path, lines):
+    with pytest.raises(ValueError, match="for evaluation at --evaluation-fraction 1e-09: a larger one holds some out"):
+        make(lines, "out", evaluation_fraction=1e-9)
     stories = ("two.txt", f"one{END_OF_TEXT}two", "two.txt .*--separator")
     for name, text, fault in (("one.txt", "1", "none of 1 .* 0.2"), ("empty.txt", "", "no text in .*empty"), stories):
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=fault):
             make(tmp_path / name, "out")
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4  # what was written here and the lines: no folder is begun
 
 
 def test_folders_are_named_by_corpus_and_tokenizer(tmp_path, monkeypatch):
