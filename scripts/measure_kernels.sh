@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure what profiles/results/<gpu>/kernels, fused, fused-steps and llama-steps hold, on one GPU.
+# Measure what profiles/results/<gpu>/kernels, fused, fp8, fused-steps and llama-steps hold, on one GPU.
 #
 #   scripts/measure_kernels.sh FOLDER PART...
 #
@@ -22,16 +22,18 @@
 #   llama            65  the same of llama3-8b at 2 x 8,192
 #   qwen            240  blocks of Qwen2.5 at sequences of 1,024
 #   cudnn            90  both 8B blocks compiled, with cuDNN's attention
+#   fp8             360  a block of Llama-3-8B at 16,384 tokens, all recipes, beside compiled bf16 and torchao's; what a
+#                        recipe costs in loss the trainer tells: profiles/fp8.md has the commands
 #   steps           430  forward and backward of Qwen2.5 0.5B to 7B at sequences of 1,024: fused and compiled, all
 #                        kept, in turns
 #   steps-products  430  the same keeping products
 #   llama-steps      45  forward and backward of llama3-8b at 8,192 tokens: keeping all, keeping products, compiled
 #   accumulate       60  a step of the same keeping all, the optimizer once per 16 sequences
 #
-# Peers need liger-kernel and cut-cross-entropy (uv sync, or pip install), and those in CuTe DSL quack-kernels and
+# Peers need liger-kernel, cut-cross-entropy and torchao (uv sync, or pip install), and those in CuTe DSL quack-kernels and
 # nvidia-cutlass-dsl[cu13] (pip install); without them their rows say so. Parts up to quantize append to FOLDER/kernels,
-# those with blocks to FOLDER/fused, steps and accumulate to FOLDER/fused-steps, steps-products and llama-steps to
-# folders of their own; uv run scripts/report.py --adopt FOLDER moves the rows to profiles/results/<gpu>/. PYTHON picks
+# those with blocks but fp8 to FOLDER/fused, steps and accumulate to FOLDER/fused-steps, fp8, steps-products and
+# llama-steps to folders of their own; uv run scripts/report.py --adopt FOLDER moves the rows to profiles/results/<gpu>/. PYTHON picks
 # the interpreter (default: uv run). Ways that are compared follow each other, kernels in one process; blocks and steps
 # take turns, since what is long runs at the power cap. Run nothing else on the host.
 set -euo pipefail
@@ -114,6 +116,8 @@ for part in "$@"; do
     cudnn)
       blocks "${leaderboard[@]}" --attention sdpa-cudnn --how compiled --steps 10
       blocks "${llama[@]}" --attention sdpa-cudnn --how compiled --steps 10 ;;
+    fp8)
+      "${python[@]}" benchmarks/benchmark_fp8.py --format csv --out "$folder/fp8" ;;
     steps)
       turns fused-steps all ;;
     steps-products)

@@ -16,7 +16,7 @@ from scripts import run_benchmarks
 from scripts.sample import SampleOptions
 from tests.benchmarks.commands import ROOT
 
-RECIPES = ("attention", "distributed", "fp8", "kernels", "models", "parallelism", "profiles", "training")
+RECIPES = ("attention", "distributed", "kernels", "models", "parallelism", "profiles", "training")
 """Recipes of benchmarks."""
 SOME = {
     "distributed": ("ddp", "sharded-optimizer", "fsdp", "fsdp-gathers", "leaderboard", "leaderboard-fp8"),
