@@ -55,13 +55,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped where there is none.
+    """Skip tests of a GPU where there is none.
 
     In a worker, files with timings and then those with slow tests come first, so that no long one is left over.
     """
-    for item in items if not torch.cuda.is_available() else ():
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("timing", "slow")])
 

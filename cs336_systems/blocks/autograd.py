@@ -15,7 +15,7 @@ it are not run.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -62,49 +62,40 @@ def put_off(works: Works) -> Iterator[None]:
         _put_off.pop()
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The settings that a block's forward and its backward share, besides tensors."""
-
-    ops: BlockOps
-    products: Products
-    config: ModelConfig
-    kept: tuple[str, ...]
-    parameters: tuple[str, ...]
-    host_inputs: HostInputs | None
-    adapter_scale: float
-
-    def weights(self, parameters: Mapping[str, Tensor]) -> BlockWeights:
-        """The weights for a pass; products are told which parameters hold them."""
-        self.products.at([parameter for name, parameter in parameters.items() if ".lora_" not in name])
-        return BlockWeights.of(parameters, self.adapter_scale)
-
-
 class _BlockFunction(torch.autograd.Function):
-    """``apply(call, x, cos, sin, starts, *parameters)``, the latter in the order of ``call.parameters``."""
+    """``apply(block, kept, names, x, cos, sin, starts, *parameters)``, the latter in the order of their names."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, *parameters: Tensor
+        ctx: Any,
+        block: "WrittenOutBlock",
+        kept: tuple[str, ...],
+        names: tuple[str, ...],
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        starts: Tensor | None,
+        *parameters: Tensor,
     ) -> Tensor:
-        weights = call.weights(dict(zip(call.parameters, parameters, strict=True)))
-        saved, x = Saved(call.kept), x.contiguous()
+        weights = block.weights(dict(zip(names, parameters, strict=True)))
+        saved, x = Saved(kept), x.contiguous()
         ctx.away = None
-        if call.host_inputs is not None and call.kept:
-            saved, ctx.away = Saved(name for name in call.kept if name != "x"), call.host_inputs.send(x)
-        y = forward(x, weights, saved, call.ops, call.config, cos, sin, products=call.products, starts=starts)
-        ctx.call, ctx.saved_names, ctx.starts = call, tuple(saved.tensors), starts
+        if block.host_inputs is not None and kept:
+            saved, ctx.away = Saved(name for name in kept if name != "x"), block.host_inputs.send(x)
+        how = block.block_ops, block.config, cos, sin
+        y = forward(x, weights, saved, *how, products=block.products, starts=starts)
+        ctx.block, ctx.kept, ctx.names, ctx.saved_names, ctx.starts = block, kept, names, tuple(saved.tensors), starts
         ctx.save_for_backward(cos, sin, *parameters, *saved.tensors.values())
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        block: WrittenOutBlock = ctx.block
         cos, sin, *tensors = ctx.saved_tensors
-        n_parameters = len(call.parameters)
-        parameters = dict(zip(call.parameters, tensors[:n_parameters], strict=True))
-        saved = Saved(call.kept)
+        n_parameters = len(ctx.names)
+        parameters = dict(zip(ctx.names, tensors[:n_parameters], strict=True))
+        saved = Saved(ctx.kept)
         saved.keep(**dict(zip(ctx.saved_names, tensors[n_parameters:], strict=True)))
         if ctx.away is not None:
             saved.keep(x=ctx.away.fetch())
@@ -113,14 +104,14 @@ class _BlockFunction(torch.autograd.Function):
         if once:  # autograd would hold all of it until this returns
             ctx.maybe_clear_saved_tensors()
             ctx.away = None
-        _, wants_dx, _, _, _, *wanted = ctx.needs_input_grad
+        wants_dx, _, _, _, *wanted = ctx.needs_input_grad[3:]
         trained = {name: parameters[name] for name, want in zip(parameters, wanted, strict=True) if want}
         later: Later | None = [] if _put_off else None
         there = None if later is not None else _gradients_there(trained, in_backward=True)
         grads = there or BlockGradients.empty(parameters, trained, vectors_only=later is not None)
-        weights = call.weights(parameters)
-        how = call.ops, call.config, cos, sin
-        options: dict[str, Any] = {"products": call.products, "accumulate": there is not None, "later": later}
+        weights = block.weights(parameters)
+        how = block.block_ops, block.config, cos, sin
+        options: dict[str, Any] = {"products": block.products, "accumulate": there is not None, "later": later}
         options["starts"] = ctx.starts
         dx = backward(dy.contiguous(), weights, saved, grads, *how, consume=once, **options)
         by_parameter: Mapping[str, Tensor | None] = grads.by_parameter(parameters)
@@ -129,7 +120,7 @@ class _BlockFunction(torch.autograd.Function):
         if later is not None or there is not None:
             by_parameter = dict.fromkeys(parameters)
         gradients = (by_parameter[name] if want else None for name, want in zip(parameters, wanted, strict=True))
-        return None, dx if wants_dx else None, None, None, None, *gradients
+        return None, None, None, dx if wants_dx else None, None, None, None, *gradients
 
 
 def _gradients_there(parameters: Mapping[str, Tensor], *, in_backward: bool) -> BlockGradients | None:
@@ -230,10 +221,12 @@ class WrittenOutBlock(TransformerBlock):
                 raise ValueError(f"x is {x.dtype} and {name} {parameter.dtype}: a written-out block has one dtype")
         recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters.values()))
         kept = self.kept if recorded else ()
-        call = _Call(
-            self.block_ops, self.products, self.config, kept, tuple(parameters), self.host_inputs, self.adapter_scale
-        )
-        return _BlockFunction.apply(call, x, cos, sin, starts, *parameters.values())
+        return _BlockFunction.apply(self, kept, tuple(parameters), x, cos, sin, starts, *parameters.values())
+
+    def weights(self, parameters: Mapping[str, Tensor]) -> BlockWeights:
+        """The weights for a pass; products are told which parameters hold them."""
+        self.products.at([parameter for name, parameter in parameters.items() if ".lora_" not in name])
+        return BlockWeights.of(parameters, self.adapter_scale)
 
 
 def head_ops(kernels: str, ops: ModelOps, z_loss: float = 0.0) -> ModelOps:

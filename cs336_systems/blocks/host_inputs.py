@@ -39,7 +39,7 @@ class Away:
         return x
 
     def start(self) -> None:
-        """Let it come."""
+        """Start copying the input back."""
         if self._coming is None:
             self._coming = self._link.fetch([self._host])
 

@@ -26,18 +26,15 @@ from einops import rearrange
 from torch import Tensor
 
 from cs336_systems.kernels.lora_reference import LowRank, expand_, factor_gradients_, shrink
+from cs336_systems.model.ops import widened
 
 PRODUCTS = frozenset({"product_", "add_product_", "product_backward_", "weight_backward_"})
 """The operations that are a matrix product and nothing else."""
 
 
-def _widened(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def rms_norm_forward(x_RD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x * rstd * gain, rstd), where rstd = 1 / sqrt(mean(x^2) + eps) of each row."""
-    x_wide = _widened(x_RD)
+    x_wide = widened(x_RD)
     rstd_R = torch.rsqrt(x_wide.square().mean(-1) + eps)
     return (x_wide * rstd_R[:, None]).to(x_RD.dtype) * gain_D, rstd_R
 
@@ -52,8 +49,8 @@ def rms_norm_backward(
     dy_RD: Tensor, x_RD: Tensor, gain_D: Tensor, rstd_R: Tensor, dresidual_RD: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(dx, dgain); with n = x rstd and g = dy gain: dx = rstd (g - n mean(n g)) + dresidual, dgain = sum_r dy n."""
-    dy, rstd = _widened(dy_RD), rstd_R[:, None]
-    normalised = _widened(x_RD) * rstd
+    dy, rstd = widened(dy_RD), rstd_R[:, None]
+    normalised = widened(x_RD) * rstd
     g = dy * gain_D
     dx = rstd * (g - normalised * (normalised * g).mean(-1, keepdim=True)) + dresidual_RD
     return dx.to(x_RD.dtype), (dy * normalised).sum(0).to(gain_D.dtype)
@@ -102,8 +99,8 @@ def swiglu_backward_(dproduct: Tensor, gate_up: Tensor, *, with_product: bool, l
     """
     if low is not None:
         expand_(dproduct, low)
-    dproduct_wide = _widened(dproduct)
-    gate, up = _widened(gate_up).chunk(2, dim=-1)
+    dproduct_wide = widened(dproduct)
+    gate, up = widened(gate_up).chunk(2, dim=-1)
     s = torch.sigmoid(gate)
     gradients = dproduct_wide * up * s * (1 + gate * (1 - s)), dproduct_wide * gate * s
     if with_product:
@@ -168,7 +165,7 @@ def norm_rotate_backward_(
             found.append(torch.zeros_like(gain))
             continue
         rotate_(dheads.view(-1, cos.shape[0], n * d_head), cos, sin, n, 0, inverse=True)
-        rstd = torch.rsqrt(_widened(heads).square().mean(-1) + eps)
+        rstd = torch.rsqrt(widened(heads).square().mean(-1) + eps)
         dheads, dgain = rms_norm_backward(dheads.view(-1, d_head), heads, gain, rstd, dheads.new_zeros(()))
         dqkv_RP[:, columns] = dheads.view(dqkv_RP.shape[0], -1)
         found.append(dgain)
@@ -178,7 +175,7 @@ def norm_rotate_backward_(
 
 def _grouped(x: Tensor, n_groups: int) -> Tensor:
     """Query heads by the key/value head that they share: (B, H, S, ...) -> (B, K, H/K, S, ...), at least fp32."""
-    return rearrange(_widened(x), "b (k g) ... -> b k g ...", k=n_groups)
+    return rearrange(widened(x), "b (k g) ... -> b k g ...", k=n_groups)
 
 
 def _scores(q_BKGSE: Tensor, k_BK1SE: Tensor, causal: bool, starts: Tensor | None) -> Tensor:

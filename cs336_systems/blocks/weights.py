@@ -34,25 +34,10 @@ PARTS |= {
 """The parameters of a block that each weight holds, from its first row on: the reference block's, and adapters'."""
 
 
-@dataclass(frozen=True)
-class BlockWeights:
-    """One block's weights, outputs first as in ``nn.Linear``. No gradients are recorded for them.
+@dataclass(frozen=True, kw_only=True)
+class _Optional:
+    """The weights that not every block has, or their gradients. P = (H + 2 K) E is the width of q | k | v."""
 
-    P = (H + 2 K) E is the width of q | k | v, and H E that of q.
-    """
-
-    ln1: Tensor
-    """(D,)"""
-    qkv: Tensor
-    """(P, D)"""
-    output: Tensor
-    """(D, H E)"""
-    ln2: Tensor
-    """(D,)"""
-    gate_up: Tensor
-    """(2F, D)"""
-    down: Tensor
-    """(D, F)"""
     qkv_bias: Tensor | None = None
     """(P,)"""
     q_norm: Tensor | None = None
@@ -75,6 +60,24 @@ class BlockWeights:
     """(r, F)"""
     down_b: Tensor | None = None
     """(D, r)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockWeights(_Optional):
+    """One block's weights, outputs first as in ``nn.Linear``. No gradients are recorded for them."""
+
+    ln1: Tensor
+    """(D,)"""
+    qkv: Tensor
+    """(P, D)"""
+    output: Tensor
+    """(D, H E)"""
+    ln2: Tensor
+    """(D,)"""
+    gate_up: Tensor
+    """(2F, D)"""
+    down: Tensor
+    """(D, F)"""
     adapter_scale: float = 0.0
     """Alpha over the rank."""
 
@@ -85,8 +88,8 @@ class BlockWeights:
         return cls(**held, adapter_scale=adapter_scale)
 
 
-@dataclass(frozen=True)
-class BlockGradients:
+@dataclass(frozen=True, kw_only=True)
+class BlockGradients(_Optional):
     """Memory into which backward writes the gradients of ``BlockWeights``; None for those that nobody wants."""
 
     ln1: Tensor | None = None
@@ -95,17 +98,6 @@ class BlockGradients:
     ln2: Tensor | None = None
     gate_up: Tensor | None = None
     down: Tensor | None = None
-    qkv_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    qkv_a: Tensor | None = None
-    qkv_b: Tensor | None = None
-    output_a: Tensor | None = None
-    output_b: Tensor | None = None
-    gate_up_a: Tensor | None = None
-    gate_up_b: Tensor | None = None
-    down_a: Tensor | None = None
-    down_b: Tensor | None = None
 
     @classmethod
     def empty(

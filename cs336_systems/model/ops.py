@@ -19,7 +19,7 @@ from einops import repeat
 from torch import Tensor
 
 
-def _widened(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
     """``x`` in its own dtype or fp32, whichever is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -36,7 +36,7 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019, eq. 4)."""
-    wide = _widened(x)
+    wide = widened(x)
     inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * inverse_rms).to(x.dtype) * weight
 
@@ -88,7 +88,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     x (..., D), weight (V, D), int64 targets (...) -> scalar.
     """
-    return F.cross_entropy(_widened(linear(x, weight)).flatten(0, -2), targets.flatten(), ignore_index=-100)
+    return F.cross_entropy(widened(linear(x, weight)).flatten(0, -2), targets.flatten(), ignore_index=-100)
 
 
 def stack(blocks: Sequence[Callable[..., Tensor]], x_BSD: Tensor, *where: Tensor) -> Tensor:

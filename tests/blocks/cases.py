@@ -2,14 +2,25 @@
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from cs336_systems.blocks import REFERENCE, BlockGradients, BlockWeights, Saved, backward, forward
+from cs336_systems.blocks import (
+    REFERENCE,
+    BlockGradients,
+    BlockOps,
+    BlockWeights,
+    Saved,
+    backward,
+    forward,
+    write_out,
+)
+from cs336_systems.blocks.products import STORED, Products
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import LEVELS, SWITCHES, kept_names
-from cs336_systems.model import TransformerBlock
+from cs336_systems.model import TransformerBlock, TransformerLM
 from cs336_systems.model.layers import RotaryEmbedding
 
 HANDOUT = ModelConfig("handout", d_model=24, d_ff=40, n_layers=2, n_heads=3, vocab_size=50, context_length=40)
@@ -60,12 +71,50 @@ def by_autograd(config: ModelConfig, seq_len: int, dtype: torch.dtype) -> dict[s
     return {"y": y.detach(), "dx": dx, **dict(zip(names, gradients, strict=True))}
 
 
-def written_out(config: ModelConfig, seq_len: int, dtype: torch.dtype, keep: str) -> tuple[dict[str, Tensor], Saved]:
-    """The same by ``forward`` and ``backward``, and what was kept in between."""
-    parameters, (x, dy) = dict(block_of(config, dtype).named_parameters()), inputs(config, seq_len, dtype)
-    weights, saved = BlockWeights.of(parameters), Saved(kept_names(keep))
+def written_out(
+    config: ModelConfig,
+    seq_len: int,
+    dtype: torch.dtype,
+    keep: str,
+    *,
+    device: str = "cpu",
+    ops: BlockOps = REFERENCE,
+    products: Products = STORED,
+    **of_backward: Any,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The same by ``forward`` and ``backward``, and what was kept in between.
+
+    Args:
+        of_backward: options of ``backward``; gradients are 1 before it accumulates, else NaN.
+    """
+    parameters = {name: p.detach().to(device) for name, p in block_of(config, dtype).named_parameters()}
+    x, dy, *how = (each.to(device) for each in (*inputs(config, seq_len, dtype), *tables(config, seq_len, dtype)))
+    weights, saved = BlockWeights.of(parameters), Saved(kept_names(keep, quantized=products.quantized))
     grads = BlockGradients.empty(parameters, parameters)
-    how = REFERENCE, config, *tables(config, seq_len, dtype)
-    y = forward(x, weights, saved, *how)
-    dx = backward(dy, weights, saved, grads, *how)
-    return {"y": y, "dx": dx, **grads.by_parameter(parameters)}, saved
+    accumulates = of_backward.get("accumulate", False)
+    for gradient in grads.by_parameter(parameters).values():
+        gradient.fill_(1.0 if accumulates else float("nan"))
+    y = forward(x, weights, saved, ops, config, *how, products=products)
+    kept = dict(saved.tensors)
+    dx = backward(dy, weights, saved, grads, ops, config, *how, products=products, **of_backward)
+    for work in of_backward.get("later") or ():
+        work(grads, accumulates)
+    return {"y": y, "dx": dx, **grads.by_parameter(parameters)}, kept
+
+
+def written_out_model(
+    config: ModelConfig, keep: str = "products", products: Products = STORED, *, on_host: bool = False, **placement: Any
+) -> TransformerLM:
+    """A model of seed 0 with its blocks written out."""
+    torch.manual_seed(0)
+    model = TransformerLM(config, **placement)
+    write_out(model, REFERENCE, keep, products, inputs_on_host=on_host)
+    return model
+
+
+IDS = torch.arange(4 * 9).view(4, 9) * 7 % 50
+
+
+def loss_of(model: nn.Module, ids: Tensor = IDS) -> Tensor:
+    """Each token's loss as a prediction of itself."""
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.blocks import REFERENCE, adapt, block_ops, block_products, write_out
+from cs336_systems.blocks import REFERENCE, adapt, block_ops, block_products
 from cs336_systems.blocks.products import STORED
 from cs336_systems.blocks.weights import PARTS
 from cs336_systems.config import ADAPTED, MODEL_SIZES, Lora, Recipe
@@ -17,7 +17,7 @@ from cs336_systems.kernels import products as products_kernel
 from cs336_systems.model import TransformerLM
 from tests.kernels.against_fp64 import check
 
-from .cases import LLAMA, QWEN, QWEN3
+from .cases import LLAMA, QWEN, QWEN3, written_out_model
 from .test_kernels import CPU, CUDA
 
 LORA = Lora(rank=4, alpha=6.0)
@@ -27,16 +27,9 @@ WIDE = replace(LLAMA, name="wide", d_model=64, d_ff=96, n_heads=4)
 LEVELS = ["input", "attention", "products", "all", "all-norm-qkv-ffn"]
 
 
-def written_out(config, keep="products", products=STORED, dtype=torch.float64) -> TransformerLM:
-    torch.manual_seed(0)
-    model = TransformerLM(config, dtype=dtype)
-    write_out(model, REFERENCE, keep, products)
-    return model
-
-
 def adapted(config, keep="products", lora=LORA, products=STORED, dtype=torch.float64) -> TransformerLM:
     """With a B that is not zero."""
-    model = written_out(config, keep, products, dtype)
+    model = written_out_model(config, keep, products, dtype=dtype)
     adapt(model, lora)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
@@ -124,7 +117,7 @@ def test_a_block_whose_b_is_zero_computes_as_without_adapters(recipe):
     products = STORED if recipe == "same" else block_products("reference", Recipe("e4m3", scaling=recipe))
     x = torch.randn(2, 16, WIDE.d_model, dtype=torch.bfloat16)
     results = []
-    plain = written_out(WIDE, products=products, dtype=torch.bfloat16)
+    plain = written_out_model(WIDE, products=products, dtype=torch.bfloat16)
     ours = copy.deepcopy(plain)
     adapt(ours, LORA)
     for model in (plain, ours):
@@ -172,7 +165,10 @@ def test_kernels_with_adapters(device, recipe):
     """
     fused, found, kernels = block_ops("fused", "flash"), {}, {"dtype": torch.float32}
     kernels["products"], plain = (block_products(name, Recipe(recipe)) for name in ("fused", "reference"))
-    models = {"plain": written_out(WIDE, **kernels), "reference": adapted(WIDE, products=plain, dtype=torch.float32)}
+    models = {
+        "plain": written_out_model(WIDE, **kernels),
+        "reference": adapted(WIDE, products=plain, dtype=torch.float32),
+    }
     models |= {"products": adapted(WIDE, **kernels), "all": adapted(WIDE, "all", **kernels)}
     models["zero"] = copy.deepcopy(models["plain"])
     adapt(models["zero"], LORA)
@@ -195,7 +191,6 @@ def test_kernels_with_adapters(device, recipe):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_block_of_half_a_billion_on_a_gpu():
     """bf16, where the product with SwiGLU adds the adapter's part: the same bits at each level, and without adapters
     where B is zero; errors against fp64 are at most twice those of the plain operations in bf16.
@@ -205,7 +200,7 @@ def test_a_block_of_half_a_billion_on_a_gpu():
     lora, fused = Lora(rank=16, alpha=32.0), block_ops("fused", "flash")
     with torch.device("cuda"):
         x = torch.randn(1, 1024, config.d_model, generator=torch.Generator("cuda").manual_seed(1)).bfloat16()
-        plain = written_out(config, dtype=torch.bfloat16)
+        plain = written_out_model(config, dtype=torch.bfloat16)
         models = {keep: adapted(config, keep, lora, dtype=torch.bfloat16) for keep in ("input", "products", "all")}
         models |= {"eager": copy.deepcopy(models["all"]), "exact": copy.deepcopy(models["all"]).double()}
         models |= {"plain": plain, "zero": copy.deepcopy(plain)}
@@ -228,4 +223,4 @@ def test_a_block_of_half_a_billion_on_a_gpu():
 
 def test_a_rank_beyond_a_matrix_is_refused():
     with pytest.raises(ValueError, match=r"rank of 9 is larger than attn.k_proj.weight, which is \d+ x \d+"):
-        adapt(written_out(LLAMA), Lora(9, 9.0, ("qkv",)))
+        adapt(written_out_model(LLAMA), Lora(9, 9.0, ("qkv",)))

@@ -16,7 +16,7 @@ from cs336_systems.config import PRECISIONS
 from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.model import TransformerBlock, TransformerLM
 
-from .cases import LLAMA, QWEN, inputs, tables
+from .cases import LLAMA, QWEN, inputs, loss_of, tables
 
 
 def models(config=QWEN, dtype=torch.float64, keep="products") -> tuple[TransformerLM, TransformerLM]:
@@ -34,13 +34,6 @@ def blocks(dtype=torch.float64, keep="products") -> tuple[TransformerBlock, Writ
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: parameter.grad for name, parameter in module.named_parameters()}
-
-
-def loss_of(model, ids) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-
-
-IDS = torch.arange(4 * 9).view(4, 9) * 7 % 50
 
 
 def test_two_uses_of_one_block_add_up_and_odd_strides_are_served():
@@ -126,9 +119,9 @@ def test_mixed_dtypes_and_autocast_are_refused():
 @pytest.mark.slow
 def test_compiled_code_leaves_the_block_as_it_is():
     _, model = models()
-    expected = loss_of(model, IDS)
+    expected = loss_of(model)
     compiled = torch.compile(model, backend="aot_eager")
-    loss = loss_of(compiled, IDS)
+    loss = loss_of(compiled)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(
         *(torch.autograd.grad(each, tuple(model.parameters())) for each in (loss, expected)),

@@ -44,8 +44,7 @@ def test_every_choice_gives_the_same_bits_and_holds_the_predicted_tensors(config
         for name, value in expected.items():
             assert torch.equal(got[name], value), (keep, name)
         predicted = kept_sizes(config, 2, 33, DTYPES[dtype], keep)
-        held = {name: tensor.nbytes for name, tensor in saved.tensors.items()}
-        assert held == predicted, keep
+        assert {name: tensor.nbytes for name, tensor in saved.items()} == predicted, keep
 
 
 @pytest.mark.parametrize("keep", ["input", "products"])
@@ -137,7 +136,7 @@ def test_recalled_into_places_of_the_callers(keep, statistics):
     expected, everything = written_out(QWEN, 17, torch.bfloat16, "products")
     parameters, (x, dy) = dict(block_of(QWEN, torch.bfloat16).named_parameters()), inputs(QWEN, 17, torch.bfloat16)
     weights, how = BlockWeights.of(parameters), (REFERENCE, QWEN, *tables(QWEN, 17, torch.bfloat16))
-    places = {name: torch.full_like(tensor, float("nan")) for name, tensor in everything.tensors.items()}
+    places = {name: torch.full_like(tensor, float("nan")) for name, tensor in everything.items()}
     saved, out = Saved(kept_names("products"), places), torch.full_like(x, float("nan"))
     assert torch.equal(forward(x, weights, saved, *how, out=out), expected["y"])
     assert torch.equal(out, expected["y"])
@@ -148,7 +147,7 @@ def test_recalled_into_places_of_the_callers(keep, statistics):
     recall(saved, weights, *how)
     for name, place in places.items():
         assert saved.tensors[name] is place
-        assert torch.equal(place, everything.tensors[name]), name
+        assert torch.equal(place, everything[name]), name
     grads = BlockGradients.empty(parameters, parameters)
     assert torch.equal(backward(dy, weights, saved, grads, *how, consume=True), expected["dx"])
     for name, gradient in grads.by_parameter(parameters).items():
@@ -161,9 +160,9 @@ def test_forward_goes_on_from_attention_that_is_there():
     parameters, (x, _) = dict(block_of(QWEN, torch.bfloat16).named_parameters()), inputs(QWEN, 17, torch.bfloat16)
     weights = replace(BlockWeights.of(parameters), ln1=None, qkv=None, qkv_bias=None)
     saved = Saved(["attended", "residual", "gate_up"])
-    saved.tensors["attended"] = everything.tensors["attended"]
+    saved.tensors["attended"] = everything["attended"]
     y = forward(x, weights, saved, REFERENCE, QWEN, *tables(QWEN, 17, torch.bfloat16))
     assert torch.equal(y, expected["y"])
     assert saved.tensors.keys() == saved.names
     for name, tensor in saved.tensors.items():
-        assert torch.equal(tensor, everything.tensors[name]), name
+        assert torch.equal(tensor, everything[name]), name

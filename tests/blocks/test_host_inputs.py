@@ -5,26 +5,10 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
 
-from cs336_systems.blocks import REFERENCE, write_out
 from cs336_systems.blocks.host_inputs import HostInputs
-from cs336_systems.model import TransformerLM
 
-from .cases import QWEN
-
-IDS = torch.arange(4 * 9).view(4, 9) * 7 % 50
-
-
-def model_of(keep="input", *, inputs_on_host) -> TransformerLM:
-    torch.manual_seed(0)
-    model = TransformerLM(QWEN)
-    write_out(model, REFERENCE, keep, inputs_on_host=inputs_on_host)
-    return model
-
-
-def loss_of(model, ids=IDS) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+from .cases import IDS, QWEN, loss_of, written_out_model
 
 
 def gradients(model) -> list[torch.Tensor]:
@@ -33,7 +17,7 @@ def gradients(model) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("keep", ["input", "all"])
 def test_gradients_are_the_same_bits(keep):
-    pair = [model_of(keep, inputs_on_host=away) for away in (False, True)]
+    pair = [written_out_model(QWEN, keep, on_host=away) for away in (False, True)]
     for retain_graph in (False, True):
         losses = [loss_of(model) for model in pair]
         for loss in losses:
@@ -45,7 +29,7 @@ def test_gradients_are_the_same_bits(keep):
 
 
 def test_host_memory_is_that_of_the_open_passes():
-    model = model_of(inputs_on_host=True)
+    model = written_out_model(QWEN, "input", on_host=True)
     inputs = model.layers[0].host_inputs
     assert inputs is model.layers[1].host_inputs
 
@@ -69,7 +53,7 @@ def test_host_memory_is_that_of_the_open_passes():
 
 
 def test_a_copied_or_pickled_model_has_memory_of_its_own():
-    model = model_of(inputs_on_host=True)
+    model = written_out_model(QWEN, "input", on_host=True)
     loss_of(model).backward()
     twin, block = copy.deepcopy(model), pickle.loads(pickle.dumps(model.layers[0]))
     assert twin.layers[0].host_inputs is twin.layers[1].host_inputs

@@ -6,22 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336_systems.blocks import (
-    REFERENCE,
-    BlockGradients,
-    BlockWeights,
-    QuantizedProducts,
-    Saved,
-    backward,
-    block_products,
-    forward,
-    write_out,
-)
+from cs336_systems.blocks import REFERENCE, QuantizedProducts, block_products, write_out
 from cs336_systems.config import PRECISIONS, Recipe
-from cs336_systems.costs.kept import kept_names, kept_sizes
+from cs336_systems.costs.kept import kept_sizes
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 
-from .cases import KEEPS, QWEN, block_of, inputs, tables
+from .cases import KEEPS, QWEN, block_of, inputs, tables, written_out
 
 CONFIG = replace(QWEN, d_model=32, d_ff=48, n_heads=4, n_kv_heads=2, context_length=16)
 QK_NORM = replace(CONFIG, name="qk norm", qkv_bias=False, qk_norm=True, head_dim=16)
@@ -40,21 +30,9 @@ def products_of(recipe: Recipe, **how) -> QuantizedProducts:
     return products
 
 
-def quantized(dtype: torch.dtype, keep: str, recipe: Recipe, *, config=CONFIG, later=None, **of_backward):
+def quantized(dtype: torch.dtype, keep: str, recipe: Recipe, *, config=CONFIG, **of_backward):
     """Output and gradients, and what was kept between."""
-    parameters, (x, dy) = dict(block_of(config, dtype).named_parameters()), inputs(config, 16, dtype)
-    weights, saved = BlockWeights.of(parameters), Saved(kept_names(keep, quantized=True))
-    grads = BlockGradients.empty(parameters, parameters)
-    how = REFERENCE, config, *tables(config, 16, dtype)
-    products = products_of(recipe)
-    y = forward(x, weights, saved, *how, products=products)
-    held = dict(saved.tensors)
-    for gradient in grads.by_parameter(parameters).values():
-        gradient.fill_(1.0 if "accumulate" in of_backward else float("nan"))
-    dx = backward(dy, weights, saved, grads, *how, products=products, later=later, **of_backward)
-    for work in later or ():
-        work(grads, of_backward.get("accumulate", False))
-    return {"y": y, "dx": dx, **grads.by_parameter(parameters)}, held
+    return written_out(config, 16, dtype, keep, products=products_of(recipe), **of_backward)
 
 
 @pytest.mark.parametrize(("recipe", "config"), [*((name, CONFIG) for name in RECIPES), ("tensor", QK_NORM)])
@@ -67,8 +45,7 @@ def test_every_choice_gives_the_same_bits_and_holds_the_predicted_bytes(recipe, 
         for name, value in expected.items():
             assert torch.equal(got[name], value), (keep, name)
         predicted = kept_sizes(config, 2, 16, PRECISIONS["bf16"], keep, RECIPES[recipe])
-        found = {name: tensor.nbytes for name, tensor in held.items()}
-        assert found == predicted, keep
+        assert {name: tensor.nbytes for name, tensor in held.items()} == predicted, keep
 
 
 class FakeQuantizedLinear(torch.autograd.Function):

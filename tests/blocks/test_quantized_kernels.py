@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336_systems.blocks import BlockGradients, BlockWeights, Saved, backward, block_ops, block_products, forward
+from cs336_systems.blocks import block_ops, block_products
 from cs336_systems.blocks.quantized import QuantizedProducts
 from cs336_systems.blocks.quantized_matmul import Quantized, emulated, scaled_mm, values_of_blocks
 from cs336_systems.config import PRECISIONS, ModelConfig, Recipe
-from cs336_systems.costs.kept import LEVELS, kept_names, kept_sizes
+from cs336_systems.costs.kept import LEVELS, kept_sizes
 from cs336_systems.training import TrainingCase, assemble, random_batch
 
-from .cases import block_of, inputs, tables
+from .cases import written_out
 from .test_kernels import CPU, CUDA
 from .test_quantized import RECIPES
 
@@ -32,22 +32,16 @@ def run(
     Args:
         quantizers: others than the kernels'.
     """
-    parameters = {name: p.detach().to(device) for name, p in block_of(CONFIG, dtype).named_parameters()}
-    x, dy, cos, sin = (t.to(device) for t in (*inputs(CONFIG, 32, dtype), *tables(CONFIG, 32, dtype)))
-    weights, saved = BlockWeights.of(parameters), Saved(kept_names(keep, quantized=recipe.quantized))
-    grads = BlockGradients.empty(parameters, parameters)
-    ops = block_ops(kernels, "flash" if kernels == "fused" else "reference")
     products = block_products(kernels, recipe)
     if quantizers:
         products.quantizers = replace(products.quantizers, **quantizers)
-    y = forward(x, weights, saved, ops, CONFIG, cos, sin, products=products)
+    ops = block_ops(kernels, "flash" if kernels == "fused" else "reference")
+    found, kept = written_out(CONFIG, 32, dtype, keep, device=device, ops=ops, products=products)
     if kernels == "fused" and not quantizers:
         precision = PRECISIONS["bf16" if dtype == torch.bfloat16 else "fp32"]
-        held = {name: tensor.nbytes for name, tensor in saved.tensors.items() if name != "slopes"}
-        predicted = kept_sizes(CONFIG, 2, 32, precision, keep, recipe)
-        assert held == predicted, keep
-    dx = backward(dy, weights, saved, grads, ops, CONFIG, cos, sin, products=products)
-    return {"y": y, "dx": dx, **grads.by_parameter(parameters)}
+        held = {name: tensor.nbytes for name, tensor in kept.items() if name != "slopes"}
+        assert held == kept_sizes(CONFIG, 2, 32, precision, keep, recipe), keep
+    return found
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.blocks import REFERENCE, write_out
 from cs336_systems.blocks import weights as block_weights
 from cs336_systems.distributed import FSDP, BucketedDDP, FlatDDP, ShardedOptimizer, fsdp_gradients
 from cs336_systems.distributed.buckets import neighbours
@@ -20,7 +19,7 @@ from cs336_systems.distributed.fsdp_gradients import Reduction
 from cs336_systems.model import TransformerBlock, TransformerLM
 
 from ..distributed.checks import checks_of, on_each
-from .cases import HANDOUT, QWEN
+from .cases import HANDOUT, QWEN, written_out_model
 
 TIED = replace(QWEN, tie_embeddings=True)
 IDS = torch.arange(2 * 9).view(2, 9) * 7 % 50
@@ -46,9 +45,7 @@ def copies_counted() -> Iterator[list[tuple[int, ...]]]:
 
 
 def model_of(config=TIED, frozen: str = "", **placement) -> TransformerLM:
-    torch.manual_seed(0)
-    model = TransformerLM(config, **placement)
-    write_out(model, REFERENCE, "products")
+    model = written_out_model(config, **placement)
     if frozen:
         model.get_parameter(frozen).requires_grad_(False)
     return model

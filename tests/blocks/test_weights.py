@@ -11,7 +11,7 @@ from cs336_systems.blocks.weights import PARTS, merged
 from cs336_systems.model import TransformerBlock, TransformerLM
 from cs336_systems.model.hf_weights import load_hf_weights, save_hf_weights
 
-from .cases import CONFIGS, QWEN
+from .cases import CONFIGS, QWEN, written_out_model
 
 
 def is_merged(block: TransformerBlock) -> bool:
@@ -65,12 +65,6 @@ def test_only_rows_that_follow_each_other_are_seen_as_one():
         assert torch.equal(whole, torch.cat([first, second]))
         follows = second.data_ptr() == first.data_ptr() + 4 * first.numel() and first.is_contiguous()
         assert (whole.data_ptr() == first.data_ptr()) == follows
-
-
-def written_out_model(config, **placement) -> TransformerLM:
-    model = TransformerLM(config, **placement)
-    write_out(model, REFERENCE, "products")
-    return model
 
 
 def test_blocks_stay_merged_through_moves_copies_and_loads(tmp_path):

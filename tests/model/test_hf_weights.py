@@ -68,7 +68,7 @@ def reload_hf(family: str, folder, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def load_ours(folder, dtype: torch.dtype) -> TransformerLM:
+def load_ours(folder, dtype: torch.dtype = torch.float32) -> TransformerLM:
     model = TransformerLM(config_from_hf(folder), dtype=dtype)
     load_hf_weights(model, folder)
     return model
@@ -123,7 +123,7 @@ def test_logits_and_every_gradient_agree_with_transformers(family, tmp_path, upc
     assert {name: error for name, error in relative_errors(ours_fp64, oracle).items() if not error < 1e-12} == {}
 
     theirs = relative_errors(logits_and_gradients(reload_hf(family, folder, torch.float32)), oracle)
-    ours = relative_errors(logits_and_gradients(load_ours(folder, torch.float32)), oracle)
+    ours = relative_errors(logits_and_gradients(load_ours(folder)), oracle)
     eps = torch.finfo(torch.float32).eps
     assert {name: (ours[name], theirs[name]) for name in oracle if not ours[name] <= 2 * theirs[name] + eps} == {}
 
@@ -134,7 +134,7 @@ def test_shards_hold_the_same_model_as_one_file(tmp_path):
     model.save_pretrained(tmp_path / "many", max_shard_size="12KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
     assert not (tmp_path / "many" / "model.safetensors").exists()
-    one, many = (load_ours(tmp_path / name, torch.float32) for name in ("one", "many"))
+    one, many = (load_ours(tmp_path / name) for name in ("one", "many"))
     for (name, expected), actual in zip(one.named_parameters(), many.parameters(), strict=True):
         assert torch.equal(actual, expected), name
 
