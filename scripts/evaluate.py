@@ -14,6 +14,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -126,7 +127,7 @@ def _of_tasks(options: EvaluateOptions, path: Path) -> dict[str, dict[str, float
     with TemporaryDirectory() as folder:
         step, exported = None, path
         if not (path / "config.json").exists():
-            saved = load_weights(path)
+            saved = load_weights(path, tell=partial(complain, NAME))
             step, exported = saved.step, export_saved(Path(folder) / "hf", saved).folder
         scores = score_tasks(exported, options.tasks, limit=options.sequences, **how)
     numbers = [
@@ -152,11 +153,8 @@ def _rows(options: EvaluateOptions, path: Path, datasets: list[Any]) -> list[dic
     from cs336_systems.pretraining.evaluation import check_tokens, score
     from cs336_systems.pretraining.loader import Sequences
 
-    trained = load_trained(
-        path, device=options.device, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
-    )
-    for skipped, reason in trained.skipped.items():
-        print(f"{NAME}: {skipped} is passed over: {reason}", file=sys.stderr)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
+    trained = load_trained(path, device=options.device, dtype=dtype, tell=partial(complain, NAME))
     config, rows = trained.model.config, []
     length = options.context_length or min(config.context_length, 4096)
     if length > config.context_length:

@@ -10,18 +10,14 @@ Needs one process and no GPU, however many ranks trained. The folder appears onl
 """
 
 import json
-import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tyro
 
 from cs336_systems.report.command_line import cli, complain, exit_with
-
-if TYPE_CHECKING:
-    from cs336_systems.pretraining.checkpoint import SavedModel
 
 NAME = "export"
 
@@ -60,8 +56,7 @@ def _export(options: ExportOptions) -> int:
         return _export_adapter(options, started)
     if options.out is not None:
         check_target(options.out, options.replace)  # before anything long
-    saved = load_weights(options.checkpoint)
-    _say_what_is_passed_over(saved)
+    saved = load_weights(options.checkpoint, tell=partial(complain, NAME))
     config, out = saved.model.config, options.out or saved.model.tokenizer.parent / f"hf-{saved.step}"
     exported = export_saved(out, saved, replace=options.replace)
     dtype_name, n_bytes = str(exported.dtype).removeprefix("torch."), config.n_parameters * exported.dtype.itemsize
@@ -77,17 +72,11 @@ def _export(options: ExportOptions) -> int:
     return 0
 
 
-def _say_what_is_passed_over(saved: "SavedModel") -> None:
-    for path, reason in saved.skipped.items():
-        print(f"{NAME}: {path} is passed over: {reason}", file=sys.stderr)
-
-
 def _export_adapter(options: ExportOptions, started: float) -> int:
     from cs336_systems.pretraining.adapters import export_adapter
     from cs336_systems.pretraining.checkpoint import load_weights
 
-    saved = load_weights(options.checkpoint, merge=False)
-    _say_what_is_passed_over(saved)
+    saved = load_weights(options.checkpoint, merge=False, tell=partial(complain, NAME))
     if (adapters := saved.model.adapters) is None:
         raise ValueError(f"--adapter is for runs with --lora-rank, and {options.checkpoint} trains all weights")
     out = options.out or saved.model.tokenizer.parent / f"adapter-{saved.step}"

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -90,9 +91,7 @@ def _sample(options: SampleOptions) -> int:
     from cs336_systems.pretraining.checkpoint import load_trained
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
-    trained = load_trained(options.model, device=options.device, dtype=dtype)
-    for path, reason in trained.skipped.items():
-        print(f"{NAME}: {path} is passed over: {reason}", file=sys.stderr)
+    trained = load_trained(options.model, device=options.device, dtype=dtype, tell=partial(complain, NAME))
     tokenizer = trained.tokenizer
     drawn = {name: getattr(options, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
     text = text.encode(errors="replace").decode()  # a shell can pass what is no text

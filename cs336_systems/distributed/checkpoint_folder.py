@@ -40,7 +40,7 @@ _CHECKPOINT = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.old(-\d+)?")
 _TEMPORARY = re.compile(r"\.step-\d{8,}(\.old(-\d+)?)?\.tmp")
 _CHUNK_BYTES = 1 << 20  # bytes that are read at a time for a digest: few calls, and little memory
 
-Tell = Callable[[str], None]
+Tell = Callable[[str], object]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ Reading takes one process and no GPU, whatever the number of ranks that wrote, a
 
 import json
 import os
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from cs336_systems.config import ModelConfig, RopeScaling, how_to_download
 from cs336_systems.distributed.checkpoint import find_checkpoint, load_whole_model
-from cs336_systems.distributed.checkpoint_folder import is_checkpoint, survey
+from cs336_systems.distributed.checkpoint_folder import Tell, is_checkpoint, survey
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights, read_json
 from cs336_systems.pretraining.adapters import AdaptersOfRun, shapes_of
@@ -67,14 +68,12 @@ class SavedModel:
     Attributes:
         weights: whole tensors on the CPU, by the names of a ``TransformerLM``; adapters are merged into their matrices.
         adapters: the parameters of adapters alone, if these were trained.
-        skipped: checkpoints that were passed over as damaged, and why.
     """
 
     model: ModelOfRun
     path: Path
     step: int
     weights: dict[str, Tensor]
-    skipped: dict[Path, str]
     adapters: dict[str, Tensor]
 
 
@@ -159,11 +158,12 @@ def goes_on_from(out: Path, resume_from: Path | None) -> Path:
     return resume_from
 
 
-def load_weights(path: Path, *, merge: bool = True) -> SavedModel:
+def load_weights(path: Path, *, merge: bool = True, tell: Tell = warnings.warn) -> SavedModel:
     """The model of a checkpoint, or of the newest sound one in the folder of a run.
 
     Args:
         merge: read the base of adapters, too, and add them to its matrices; otherwise there are no weights.
+        tell: called with a sentence about each checkpoint that is passed over as damaged.
 
     Raises:
         ValueError: there is no run, no checkpoint, none that is whole, or it is of another model; the base of its
@@ -171,7 +171,9 @@ def load_weights(path: Path, *, merge: bool = True) -> SavedModel:
         OSError: something cannot be read.
     """
     model = read_run_json(path.resolve().parent if is_checkpoint(path) else path)
-    stored, skipped = find_checkpoint(path)
+    stored, damaged = find_checkpoint(path)
+    for one, reason in damaged.items():
+        tell(f"{one} is passed over: {reason}")
     config, adapters, own = model.config, model.adapters, dict[str, Tensor]()
     if adapters is None:
         weights = load_whole_model(stored, dict(TransformerLM(config, device="meta").named_parameters()))
@@ -179,7 +181,7 @@ def load_weights(path: Path, *, merge: bool = True) -> SavedModel:
         shapes = shapes_of(adapters.lora, config)
         own = load_whole_model(stored, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
         weights = adapters.merged(own, config) if merge else {}
-    return SavedModel(model, stored.path, stored.step, weights, skipped, own)
+    return SavedModel(model, stored.path, stored.step, weights, own)
 
 
 @dataclass(frozen=True)
@@ -194,11 +196,14 @@ class RunnableModel:
     tokenizer: JsonTokenizer
     eos_ids: frozenset[int]
     step: int | None
-    skipped: dict[Path, str]
 
 
-def load_trained(path: Path, *, device: torch.device | str, dtype: torch.dtype) -> RunnableModel:
+def load_trained(
+    path: Path, *, device: torch.device | str, dtype: torch.dtype, tell: Tell = warnings.warn
+) -> RunnableModel:
     """The reference model from the folder of a run, one of its checkpoints, or a Hugging Face folder.
+
+    ``tell`` is that of ``load_weights``.
 
     Raises:
         ValueError: it is none of these, damaged, of another model, or without a tokenizer.
@@ -207,15 +212,15 @@ def load_trained(path: Path, *, device: torch.device | str, dtype: torch.dtype) 
     if (path / "config.json").exists():
         tokenizer, model = load_tokenizer(path), TransformerLM(config_from_hf(path), device="meta", dtype=dtype)
         load_hf_weights(model.to_empty(device=device), path)
-        return RunnableModel(model, tokenizer, _eos_ids(path, tokenizer), None, {})
-    saved = load_weights(path)
+        return RunnableModel(model, tokenizer, _eos_ids(path, tokenizer), None)
+    saved = load_weights(path, tell=tell)
     tokenizer, model = saved.model.load_tokenizer(), TransformerLM(saved.model.config, device="meta", dtype=dtype)
     model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(saved.weights.pop(name))  # so that two copies are never whole
     model.rotary.reset_parameters()
-    return RunnableModel(model, tokenizer, frozenset([tokenizer.eos_id]), saved.step, saved.skipped)
+    return RunnableModel(model, tokenizer, frozenset([tokenizer.eos_id]), saved.step)
 
 
 def _eos_ids(folder: Path, tokenizer: JsonTokenizer) -> frozenset[int]:
