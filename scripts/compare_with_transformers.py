@@ -71,7 +71,7 @@ def _compare(options: TrainOptions) -> int:
         prepared = prepare(ours, rank)
         with prepared.loader:
             data, weights = prepared.dataset, dict(prepared.step.model.named_parameters())
-            export(folder / "initial", weights, ModelOfRun(prepared.config, data.tokenizer, data.eos_id))
+            export(folder / "initial", weights, ModelOfRun(prepared.case.config, data.tokenizer, data.eos_id))
             console = RunConsole(options.log_every)
             with RunLog(LogFile(folder / "transformers" / LOG), console) as log:
                 theirs = _train_theirs(prepared, folder / "initial", rank, log)
@@ -101,7 +101,7 @@ def _train_theirs(prepared: PreparedRun, weights: Path, rank: Rank, log: RunLog)
     from cs336_systems.pretraining.run_records import End, Evaluation, LoggedStep, Model, Session
     from cs336_systems.training.step import TrainStep
 
-    options, config = prepared.options, prepared.config
+    options, config = prepared.options, prepared.case.config
     if prepared.evaluation is None:
         raise ValueError(f"{prepared.dataset.folder} holds out nothing to compare losses on")
     dtype = options.dtype if options.dtype in ("fp32", "tf32") else "autocast-bf16"

@@ -9,6 +9,7 @@ from cs336_systems.case import TrainingCase
 from cs336_systems.config import Lora
 from cs336_systems.ranks import Parallel
 from cs336_systems.refusals import REFUSALS, refusal
+from tests.training.shared import Shared
 
 PLAIN = TrainingCase(size="tiny", context_length=64)
 FUSED = TrainingCase("cuda", "tiny", 4, 64, "bf16", "flash", optimizer="fused", kernels="fused", keep="input")
@@ -16,19 +17,7 @@ FP8 = replace(FUSED, matmul_dtype="e4m3")
 GRAPH = TrainingCase("cuda", "tiny", 4, 64, cuda_graph="on", optimizer="fused")
 
 
-PARALLEL = Parallel()
 CONTEXT_BY_TORCH = Parallel("bucketed", context=2, context_order="torch")
-
-
-@dataclass(frozen=True)
-class Shared(TrainingCase):
-    """A case of ranks that share its step."""
-
-    how: Parallel = PARALLEL
-
-    @property
-    def parallel(self) -> Parallel:
-        return self.how
 
 
 SCATTERED = Shared("cuda", "tiny", 4, 64, optimizer="fused", how=Parallel(optimizer_state="scattered"))

@@ -28,7 +28,7 @@ from cs336_systems.experiments.training import TORCHAO, TRL, TrainingRunCell
 from cs336_systems.harness.clock import in_gib
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.record import Metric
-from cs336_systems.pretraining.dataset import write_random_conversations, write_random_tokens
+from cs336_systems.pretraining.dataset import write_random_tokens
 from cs336_systems.pretraining.loader import Loader, Sequences
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.peer import peer_model, peer_optimizer, peer_step
@@ -92,11 +92,8 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
     with tempfile.TemporaryDirectory() as name:
         vocab_size = resolve_size(cell.size).vocab_size
         tokens = _STEPS_OF_DATA[cell.conversations] * cell.total_batch_tokens + 1
-        of_data = Path(name) / "data", tokens, max(vocab_size, 264)
-        if cell.conversations == "off":
-            data = write_random_tokens(*of_data, cell.seed)
-        else:
-            data = write_random_conversations(*of_data, cell.lengths, cell.seed)
+        lengths = None if cell.conversations == "off" else cell.lengths
+        data = write_random_tokens(Path(name) / "data", tokens, max(vocab_size, 264), cell.seed, lengths)
         folder = name if independent else on_rank_0(lambda: name)  # a run has one folder, which ranks must agree on
         options = replace(cell.train_options, data=data, out=Path(folder) / "run")
         watch = Watch(cell, _N_LEFT if cell.how == "ours" else 0)

@@ -33,7 +33,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class AdaptersOfRun:
-    """What is trained beside which weights."""
+    """The adapters that a run trains, and the weights that they are added to."""
 
     lora: Lora
     base: Path

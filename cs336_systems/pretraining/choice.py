@@ -35,9 +35,7 @@ class Choice:
     """Why, in a sentence."""
 
     def of(self, options: TrainOptions) -> TrainOptions:
-        chosen: dict[str, Any] = asdict(self)
-        del chosen["said"]
-        return replace(options, accumulate=1, **chosen | {"offload": tuple(self.offload)})
+        return replace(options, accumulate=1, **self.saved | {"offload": tuple(self.offload)})
 
     @property
     def saved(self) -> dict[str, Any]:

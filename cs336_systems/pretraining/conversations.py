@@ -110,7 +110,7 @@ class Conversations(Sequences):
         return batch
 
     def send(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """As of ``Sequences``, but targets stay in memory from which the device can copy."""
+        """Send the inputs alone; targets stay in memory from which the device can copy."""
         inputs, *starts = (each.to(self.device, non_blocking=True) for each in (batch[0], *batch[2:]))
         return (torch.stack((inputs, *starts), dim=-1) if starts else inputs), batch[1]
 

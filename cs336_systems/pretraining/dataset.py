@@ -322,7 +322,7 @@ def published(out: Path) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """Have a file or a folder on the disk."""
+    """Wait until a file or a folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -330,42 +330,31 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_random_tokens(folder: Path, n_tokens: int, vocab_size: int, seed: int = 0) -> Path:
+def write_random_tokens(
+    folder: Path, n_tokens: int, vocab_size: int, seed: int = 0, lengths: tuple[int, int] | None = None
+) -> Path:
     """A new dataset of uniformly random ids, for runs of which only the speed is measured; returns its folder.
+
+    Args:
+        lengths: write conversations with these fewest and most tokens, of uniformly random length, ``n_tokens`` or
+            slightly more in all. The first third of each is a question, the rest an answer.
 
     Raises:
         ValueError: the vocabulary is smaller than that of bytes, whose tokenizer it has.
         OSError: it cannot be written, or is there.
     """
-    _write_random(folder, n_tokens, vocab_size, seed, None)
-    return folder
-
-
-def write_random_conversations(
-    folder: Path, n_tokens: int, vocab_size: int, lengths: tuple[int, int], seed: int = 0
-) -> Path:
-    """Write random tokens as conversations of uniformly random length, ``n_tokens`` or slightly more in all.
-
-    Args:
-        lengths: the fewest and the most tokens of a conversation. Its first third is a question, the rest an answer.
-
-    Raises:
-        ValueError, OSError: as ``write_random_tokens``.
-    """
-    drawn = np.random.default_rng(seed + 1).integers(lengths[0], lengths[1] + 1, size=-(-n_tokens // lengths[0]))
-    drawn = drawn[: np.searchsorted(np.cumsum(drawn), n_tokens) + 1]
-    marks = np.full(drawn.sum(), ANSWER, np.uint8)
-    for end, length in zip(np.cumsum(drawn), drawn, strict=True):
-        begin = end - length
-        marks[begin : begin + length // 3] = 0
-        marks[begin] |= BEGIN
-    _write_random(folder, len(marks), vocab_size, seed, marks)
-    return folder
-
-
-def _write_random(folder: Path, n_tokens: int, vocab_size: int, seed: int, marks: NDArray[np.uint8] | None) -> None:
     if vocab_size < ByteTokenizer.vocab_size:
         raise ValueError(f"random tokens need a vocabulary of {ByteTokenizer.vocab_size} or more, got {vocab_size}")
+    marks = None
+    if lengths is not None:
+        drawn = np.random.default_rng(seed + 1).integers(lengths[0], lengths[1] + 1, size=-(-n_tokens // lengths[0]))
+        drawn = drawn[: np.searchsorted(np.cumsum(drawn), n_tokens) + 1]
+        n_tokens = int(drawn.sum())
+        marks = np.full(n_tokens, ANSWER, np.uint8)
+        for end, length in zip(np.cumsum(drawn), drawn, strict=True):
+            begin = end - length
+            marks[begin : begin + length // 3] = 0
+            marks[begin] |= BEGIN
     folder.mkdir(parents=True)
     eos_id = ByteTokenizer.eos_id
     with TokenWriter(folder, "train", vocab_size=vocab_size, eos_id=eos_id) as writer:
@@ -373,3 +362,4 @@ def _write_random(folder: Path, n_tokens: int, vocab_size: int, seed: int, marks
     split = {"files": writer.files, "documents": 1, "bytes": 4 * n_tokens, "tokens": n_tokens}
     tokenizer = {"name": "none", "vocab_size": vocab_size, "eos_id": eos_id}
     describe(folder, ByteTokenizer().json(), tokenizer, "random tokens", 1, {"train": split}, chat=marks is not None)
+    return folder

@@ -158,7 +158,8 @@ class Loader:
         self._first_row = rank * self._rows
         self._identity = {"seed": seed, "context_length": sequences.context_length, "n_tokens": sequences.n_tokens}
         self._identity |= sequences.identity
-        self._taken = 0  # sequences, of all epochs, ranks and worlds
+        self.taken = 0
+        """Places of the endless order before the next batch: sequences of all epochs, ranks and worlds."""
         self._world, self._n_worlds = 0, 1
         self._ahead: deque[Future[Tensor]] = deque()
         self._thread = ThreadPoolExecutor(1, "loader")
@@ -173,33 +174,28 @@ class Loader:
             self._ahead.append(self._thread.submit(self._read, self.own_rows.start + later + self._first_row))
         batch = self._ahead[0].result()
         self._ahead.popleft()
-        self._taken += self.batch_size * self._n_worlds
+        self.taken += self.batch_size * self._n_worlds
         return self._sequences.send(batch)
 
     def epochs(self) -> dict[str, float]:
         """Epochs of each source so far."""
-        return self._sequences.epochs(self._taken)
-
-    @property
-    def taken(self) -> int:
-        """Places of the endless order before the next batch."""
-        return self._taken
+        return self._sequences.epochs(self.taken)
 
     @property
     def own_rows(self) -> range:
         """Places of the endless order that this world's next batch has."""
-        start = self._taken + self._world * self.batch_size
+        start = self.taken + self._world * self.batch_size
         return range(start, start + self.batch_size)
 
     def deal(self, world: int, n_worlds: int) -> None:
-        """From the next batch on be world number ``world`` of so many."""
+        """Be world number ``world`` of so many from the next batch on."""
         if (world, n_worlds) != (self._world, self._n_worlds):
             self._world, self._n_worlds = world, n_worlds
             self._drop_ahead()
 
     def go_back(self) -> None:
         """Let the last batch of all worlds come again, perhaps dealt otherwise."""
-        self._taken -= self.batch_size * self._n_worlds
+        self.taken -= self.batch_size * self._n_worlds
         self._drop_ahead()
 
     def _drop_ahead(self) -> None:
@@ -209,11 +205,11 @@ class Loader:
 
     def epochs_after(self, n_batches: int) -> float:
         """Epochs, of which a part may be one, that so many more batches of all worlds reach."""
-        return (self._taken + n_batches * self.batch_size * self._n_worlds) / len(self._sequences)
+        return (self.taken + n_batches * self.batch_size * self._n_worlds) / len(self._sequences)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins, ``position`` being in sequences; and the data and order that this is in."""
-        epoch, position = divmod(self._taken, len(self._sequences))
+        epoch, position = divmod(self.taken, len(self._sequences))
         place = {"epoch": epoch, "position": position, "fingerprint": self._sequences.fingerprint}
         return place | self._identity
 
@@ -234,7 +230,7 @@ class Loader:
             first = next(iter(self._sequences.parts.values()))
             raise ValueError(f"{first.stream.files[0].path} {fault}")
         self._drop_ahead()
-        self._taken = state["epoch"] * len(self._sequences) + state["position"]
+        self.taken = state["epoch"] * len(self._sequences) + state["position"]
 
     def __enter__(self) -> Self:
         return self

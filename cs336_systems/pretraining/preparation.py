@@ -76,7 +76,6 @@ class PreparedRun:
     train: Sequences
     evaluation: Sequences | None
     evaluation_batch: int
-    config: ModelConfig
     loader: Loader
     n_steps: int
     rate: LearningRate
@@ -176,14 +175,12 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     model = ModelOfRun(config, dataset.tokenizer, dataset.eos_id, adapters)
     on_rank_0(lambda: write_run_json(options.out, model))
     learned = options, datasets, train, evaluation, batch
-    return PreparedRun(
-        *learned, config, loader, n_steps, rate, case, step, tokens_per_step, mesh, place, origin, chosen
-    )
+    return PreparedRun(*learned, loader, n_steps, rate, case, step, tokens_per_step, mesh, place, origin, chosen)
 
 
 def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
     """Yields the records that a log has before the first step: device, model, data, memory and speed of light."""
-    options, config, dataset, step = prepared.options, prepared.config, prepared.dataset, prepared.step
+    options, config, dataset, step = prepared.options, prepared.case.config, prepared.dataset, prepared.step
     yield (device := describe_device(rank))
     if options.zero and rank.world_size == 1:
         yield Message(f"--zero {options.zero} shards nothing on one rank: torchrun starts several", "warning")
@@ -285,7 +282,7 @@ def _check_fit(case: TrainerCase, rank: Rank) -> None:
 
 
 def _check_tokenizer(init: Path, dataset: Dataset) -> None:
-    """Raise ValueError if weights to begin with know other tokens than the data's, as far as their folder tells."""
+    """Raise ValueError if the initial weights have another vocabulary than the data, as far as their folder tells."""
     if not (init / TOKENIZER).exists():
         return
     if load_tokenizer(init, 0).vocabulary() != load_tokenizer(dataset.tokenizer, 0).vocabulary():
@@ -293,7 +290,7 @@ def _check_tokenizer(init: Path, dataset: Dataset) -> None:
 
 
 def _check_chat(options: TrainOptions, dataset: Dataset) -> None:
-    """Raise ValueError for options that do not go with the targets of the data, as all of them or answers alone."""
+    """Raise ValueError for options that do not fit the targets of the data: all tokens, or answers alone."""
     if options.packing and not dataset.chat:
         raise ValueError(f"--packing is for conversations, and {dataset.folder} was made without --chat")
     if dataset.chat and options.agree is not None:

@@ -176,7 +176,7 @@ class ReplicaAgreement(Agreement, ABC):
         return out / f"replica-{self._name}"
 
     def join(self, prepared: PreparedRun, made: int) -> int:
-        """Come to the others, and wait until there are as many as --replicas, or some that have trained.
+        """Join the others, and wait until there are as many as --replicas, or some that have trained.
 
         Raises:
             ValueError: another process is this replica, with the same --out.
@@ -262,7 +262,7 @@ class ReplicaAgreement(Agreement, ABC):
             self._claimed = None
 
     def before_quorum(self) -> None:
-        """Called by the manager."""
+        """Called by the manager before it asks for a quorum."""
         if not self._joined and self.is_to_end():
             raise StoppedWaiting(f"replica {self._name} was asked to end before the others came")
         wait_for_parameters(self._step.model)
@@ -275,11 +275,15 @@ class ReplicaAgreement(Agreement, ABC):
         return False
 
     def is_to_end(self) -> bool:
-        """Called by the manager while it waits for a quorum."""
+        """Called by the manager again and again while it waits for a quorum; True gives it up after some seconds."""
         return self.stop is not None and self.stop.asked is not None
 
     def after_quorum(self, seconds: float) -> None:
-        """Called by the manager when this replica has the others' state, or has begun to fetch it in pieces."""
+        """Called by the manager when this replica has the others' state, or has begun to fetch it in pieces.
+
+        Args:
+            seconds: since the manager asked for the quorum.
+        """
         now = time.perf_counter()
         n_before, place = self.n_there, self.manager.participating_rank()
         self.number, self.n_there = -1 if place is None else place, self.manager.num_participants()

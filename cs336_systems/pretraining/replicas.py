@@ -195,7 +195,7 @@ class _Watch:
         replica.start(self._options, self._console, f"http://127.0.0.1:{self._port}", faults)
 
     def _look(self) -> None:
-        """Wait for the next word or death of somebody, and see to it."""
+        """Wait for the next message or death of a process, and act on it."""
         assert self._lighthouse is not None
         speakers = {rank.connection: (one, rank) for one in self._replicas for rank in one.ranks}
         now = time.monotonic()

@@ -1,8 +1,8 @@
 """The faults of a training run's options that show without data, device or ranks. Imports no torch.
 
-Checks come in this order: signs of numbers, two options for one thing, options without what they are for, the
-conditions of ``REFUSALS``, and memory limits. ``TrainOptions.check`` then checks the step by
-``cs336_systems/refusals.py``.
+Checks come in this order: signs of numbers, two options for one thing, options without what they are for, half a pair,
+options of one world beside --agree, the conditions of ``REFUSALS``, and memory limits. ``TrainOptions.check`` then
+checks the step by ``cs336_systems/refusals.py``.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ _UNDER_CAPS: dict[str, tuple[Any, ...]] = {
 
 _DILOCO = ("agree_every", "agree_fragments", "agree_delay", "agree_dtype", "outer_learning_rate", "outer_momentum")
 _AGREEING = (*_DILOCO, "agree_timeout", "ranks_per_replica", "lighthouse", "replica", "fail")
-_ONLY_FOR: tuple[tuple[tuple[str, ...], Callable[["TrainOptions"], bool], str], ...] = (
+_ONLY_FOR: tuple[tuple[tuple[str, ...], Callable[["TrainOptions"], object], str], ...] = (
     (RECIPE[1:], lambda o: o.matmul_dtype != "same", "quantized matmuls, and --matmul-dtype is same"),
     (("gather_by",), lambda o: o.zero == 3, "--zero 3, got --zero {o.zero}"),
     (("tensor_by",), lambda o: o.tensor > 1, "--tensor of 2 or more, got 1"),
@@ -53,8 +53,22 @@ _ONLY_FOR: tuple[tuple[tuple[str, ...], Callable[["TrainOptions"], bool], str], 
     (("chunk",), lambda o: o.capped, "a run under --device-gib and --host-gib"),
     (_AGREEING, lambda o: o.agree is not None, "replicas that agree: --agree every-step or --agree diloco"),
     (_DILOCO, lambda o: o.agree == "diloco", "--agree diloco, got --agree {o.agree}"),
+    (("moments",), lambda o: o.optimizer == "fused", "--optimizer fused, got {o.optimizer}"),
+    (("z_loss",), lambda o: o.kept["keep"] != "autograd", "a head with a hand-written backward, not --keep autograd"),
+    (("replicas",), lambda o: o.agree or o.zero == 3, "--zero 3, got --zero {o.zero}, or for --agree"),
+    (
+        ("keep_best", "stop_after_no_gain"),
+        lambda o: o.evaluate_every is not None,
+        "runs with evaluations, and --evaluate-every is None",
+    ),
+    (("keep_best",), lambda o: o.save_every is not None, "runs with checkpoints, and --save-every is None"),
+    (("lora_alpha", "lora_on"), lambda o: o.lora_rank is not None, "adapters: give --lora-rank, too"),
 )
 """Options that may only be given if a condition holds, and what they are for."""
+_TOGETHER = (("device_gib", "host_gib"), ("lighthouse", "replica"))
+"""Pairs of options of which both or none are given."""
+_ONE_WORLD = ("resume_from", "lora_rank", "device_gib")
+"""Options that do not go together with --agree."""
 
 
 def run_refusal(options: "TrainOptions") -> str | None:
@@ -68,7 +82,7 @@ def run_refusal(options: "TrainOptions") -> str | None:
         if refusal := sign_refusal(name, getattr(options, name), of.sign):
             return refusal
     values = ((each.name, getattr(options, each.name), each.default) for each in fields(options))
-    given = {name: f"{flag(name)} {value}" for name, value, default in values if value != default}
+    given = {name: _spelled(name, value) for name, value, default in values if value != default}
     for one, other in _ALTERNATIVES:
         if one in given and other in given:
             return f"{given[one]} and {given[other]}: give one of them"
@@ -76,10 +90,25 @@ def run_refusal(options: "TrainOptions") -> str | None:
         for name in names:
             if name in given and not served(options):
                 return f"{given[name]} is for {what.format(o=options)}"
+    for names in _TOGETHER:
+        if len(given.keys() & names) == 1:
+            found = " and ".join(str(getattr(options, name)) for name in names)
+            return f"{' and '.join(map(flag, names))} are one thing: give both or none, got {found}"
+    if options.agree is not None:
+        for name in _ONE_WORLD:
+            if name in given:
+                return f"{given['agree']} does not go together with {given[name]}"
     for refused, sentence in REFUSALS:
         if refused(options):
             return sentence.format(o=options)
     return _over_caps(options) if options.capped else None
+
+
+def _spelled(name: str, value: Any) -> str:
+    """The option as on the command line."""
+    if isinstance(value, bool):
+        return flag(name) if value else flag(f"no-{name}")
+    return f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def _over_caps(options: "TrainOptions") -> str | None:
@@ -88,8 +117,7 @@ def _over_caps(options: "TrainOptions") -> str | None:
     for name, allowed in (_UNDER_CAPS | {"optimizer": (optimizer,)}).items():
         value = getattr(options, name)
         if value not in allowed:
-            shown = " ".join(value) if isinstance(value, tuple) else value
-            return f"{flag(name)} {shown} does not go together with --device-gib and --host-gib"
+            return f"{_spelled(name, value)} does not go together with --device-gib and --host-gib"
     if options.moments == "bf16" and options.dtype != "bf16":
         return f"--moments bf16 does not go together with --dtype {options.dtype} under --device-gib"
     if options.chunk is None:
@@ -106,14 +134,6 @@ REFUSALS: tuple[tuple[Callable[["TrainOptions"], bool], str], ...] = (
     (lambda o: o.seed >= 2**32, "--seed must be less than 2^32, as many as NumPy's generator has, got {o.seed}"),
     (lambda o: not all(0 <= beta < 1 for beta in o.betas), "--betas must lie in [0, 1), got {o.betas[0]} {o.betas[1]}"),
     (
-        lambda o: o.moments != "same" and o.optimizer != "fused",
-        "--moments {o.moments} needs --optimizer fused, got {o.optimizer}",
-    ),
-    (
-        lambda o: o.z_loss > 0 and o.kept["keep"] == "autograd",
-        "--z-loss {o.z_loss} needs a head with a hand-written backward, not --keep autograd",
-    ),
-    (
         lambda o: o.deterministic and o.attention == "hopper" and o.kept["keep"] == "autograd",
         "--deterministic and --attention hopper need blocks with a hand-written backward, not --keep autograd",
     ),
@@ -121,19 +141,7 @@ REFUSALS: tuple[tuple[Callable[["TrainOptions"], bool], str], ...] = (
         lambda o: o.optimizer == "muon" and o.agree is not None,
         "--agree {o.agree} does not go together with --optimizer muon",
     ),
-    (
-        lambda o: o.resume_from is not None and o.agree is not None,
-        "--agree {o.agree} does not go together with --resume-from {o.resume_from}",
-    ),
     (lambda o: o.choose_fastest and o.device != "cuda", "--choose-fastest is for --device cuda, got {o.device}"),
-    (
-        lambda o: o.copies_in_world > 1 and o.zero != 3,
-        "--replicas {o.replicas} is for --zero 3, got --zero {o.zero}, or for --agree",
-    ),
-    (
-        lambda o: (o.device_gib is None) != (o.host_gib is None),
-        "--device-gib and --host-gib are one thing: give both or none, got {o.device_gib} and {o.host_gib}",
-    ),
     (
         lambda o: o.packing and o.attention not in PACKING,
         "--packing needs --attention "
@@ -150,17 +158,8 @@ REFUSALS: tuple[tuple[Callable[["TrainOptions"], bool], str], ...] = (
         "--packing needs --chunk of whole sequences of {o.context_length} tokens, got {o.chunk}",
     ),
     (
-        lambda o: o.evaluate_every is None and (o.keep_best or o.stop_after_no_gain is not None),
-        "--keep-best and --stop-after-no-gain need evaluations, and --evaluate-every is None",
-    ),
-    (lambda o: o.save_every is None and o.keep_best, "--keep-best needs checkpoints, and --save-every is None"),
-    (
         lambda o: o.save_every is None and o.export,
         "--save-every None leaves no checkpoint to be exported: --no-export does without",
-    ),
-    (
-        lambda o: o.lora_rank is None and (o.lora_alpha is not None or o.lora_on != ADAPTED),
-        "--lora-alpha and --lora-on are for adapters: give --lora-rank, too",
     ),
     (
         lambda o: o.lora_rank is not None and o.init is None and o.save_every is not None,
@@ -168,24 +167,12 @@ REFUSALS: tuple[tuple[Callable[["TrainOptions"], bool], str], ...] = (
     ),
     (lambda o: not o.lora_on, "--lora-on needs at least one of " + ", ".join(ADAPTED)),
     (
-        lambda o: o.lora_rank is not None and o.agree is not None,
-        "--lora-rank {o.lora_rank} does not go together with --agree {o.agree}",
-    ),
-    (
-        lambda o: (o.lighthouse is None) != (o.replica is None),
-        "--lighthouse and --replica are one thing: give both or none, got {o.lighthouse} and {o.replica}",
-    ),
-    (
         lambda o: o.lighthouse is not None and o.fail is not None,
         "--fail {o.fail!r} is for replicas that this command starts, not with --lighthouse {o.lighthouse}",
     ),
     (
         lambda o: any(fault.replica >= o.replicas for fault in faults_of(o.fail)),
         "--fail {o.fail!r} names a replica that is not there: --replicas {o.replicas} are counted from 0",
-    ),
-    (
-        lambda o: o.agree is not None and o.capped,
-        "--agree {o.agree} does not go together with --device-gib and --host-gib",
     ),
     (
         lambda o: o.agree is not None and (o.keep_best or o.stop_after_no_gain is not None),

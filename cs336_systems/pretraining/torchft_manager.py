@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torchft.work import _DummyWork
 from cs336_systems.costs.parallelism.local_steps import SCALED
 from cs336_systems.pretraining.agreement import StoppedWaiting
 
+if TYPE_CHECKING:
+    from cs336_systems.pretraining.replica_agreement import ReplicaAgreement
+
 _RETRIES = 20
 """Failed attempts in a row to form a group before a step is tried without one."""
 _LOOK_S = 0.2
@@ -25,22 +28,6 @@ _GRACE_S = 5.0
 """Seconds for which a replica that is asked to end still waits for a quorum. Mostly the others come, and all end after
 the same step."""
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
-
-
-class Reported(Protocol):
-    """The calls that a ``ReportingManager`` makes to its replica."""
-
-    def before_quorum(self) -> None:
-        """Called before a quorum is asked for."""
-
-    def after_quorum(self, seconds: float) -> None:
-        """Called when there is a quorum and this replica has its state, ``seconds`` after it was asked for."""
-
-    def is_behind(self) -> bool:
-        """Whether this replica still lacks pieces of the others' state, which it fetches while it steps with them."""
-
-    def is_to_end(self) -> bool:
-        """Asked every ``_LOOK_S`` seconds while waiting for a quorum; True gives it up after ``_GRACE_S``."""
 
 
 class _DaemonThreads(Executor):
@@ -62,7 +49,7 @@ class _DaemonThreads(Executor):
 class ReportingManager(Manager):
     """torchft's manager, which tells its replica of each quorum and keeps each verdict."""
 
-    replica: "Reported"
+    replica: "ReplicaAgreement"
     _healing: bool
     _executor: Executor
     verdict: bool | None = None

@@ -80,17 +80,11 @@ def mesh_of(case: TrainingCase, rank: Rank | None) -> Mesh | None:
     parallel = case.parallel
     if parallel.ranks_per_batch * parallel.replicas == 1:
         return None
+    sizes = {name: getattr(parallel, name) for name in ("pipeline", "replicas", "context", "tensor")}
     if rank is None:
-        sizes = {name: getattr(parallel, name) for name in ("pipeline", "replicas", "context", "tensor")}
         asked = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1)
         raise ValueError(f"{asked} needs a process group, this process has joined none")
-    return Mesh.over(
-        rank,
-        pipeline=parallel.pipeline,
-        replicas=parallel.replicas,
-        context=parallel.context,
-        tensor=parallel.tensor,
-    )
+    return Mesh.over(rank, **sizes)
 
 
 def build_model(case: TrainingCase, rank: Rank | None = None) -> TransformerLM:

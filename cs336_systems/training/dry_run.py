@@ -68,7 +68,7 @@ class LiveStorages(TorchDispatchMode):
         self._block_bytes = block_bytes
 
     def begin(self, moment: str, part: str) -> None:
-        """Say what runs from now on, and the part of memory to which belongs what it makes."""
+        """Name what runs from now on, and the part of memory that its tensors count as."""
         if self.moments[-1] != moment:
             self.moments.append(moment)
         self.part = part

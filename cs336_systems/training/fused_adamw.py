@@ -22,7 +22,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_, update_kern
 from cs336_systems.kernels.host_memory import HostLink
 from cs336_systems.kernels.launching import needs_other_device
 from cs336_systems.training.host_states import HostGradients, place, staged_adamw_
-from cs336_systems.training.optimizer import check_hyperparameters
+from cs336_systems.training.optimizer import check_hyperparameters, loss_of
 
 MAX_DESCRIPTIONS = 64
 """How often tables may describe each parameter, on average: buckets, however many, do so once."""
@@ -136,12 +136,8 @@ class FusedAdamW(torch.optim.Optimizer):
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is none of this optimizer's")
         self._places[parameter] = (number, offset)
 
-    @overload
-    def step(self, closure: None = None, *, grad_scale: Tensor | None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float], *, grad_scale: Tensor | None = None) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None, *, grad_scale: Tensor | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None, *, grad_scale: Tensor | None = None) -> Any:
         """Update every parameter that has a gradient; returns the closure's loss if one is given.
 
         Args:
@@ -151,10 +147,7 @@ class FusedAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: a gradient is sparse or laid out otherwise than its parameter, or the scale is not as above.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if self.host_gradients is not None:
             self.host_gradients.settle()
         together: defaultdict[Any, list[Update]] = defaultdict(list)

@@ -152,7 +152,7 @@ class HostGradients:
         return norm_of_sums([self._sums[parameter] for parameter in self._hosts if parameter in self._sums])
 
     def settle(self) -> None:
-        """Let what the device does from here on find all gradients on the host."""
+        """Make the device's later work wait until all gradients are on the host."""
         self._link.release()
 
     def forget(self) -> None:

@@ -39,6 +39,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs336_systems.training.optimizer import loss_of
+
 MUON = "muon"
 """The key of a parameter group that is true where Muon updates it."""
 MOMENTUM = 0.95
@@ -155,10 +157,7 @@ class Muon(torch.optim.Optimizer):
         Args:
             grad_scale: as ``FusedAdamW.step``; where it is not finite, nothing is updated and no step is counted.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         every, taken = self.param_groups, None if grad_scale is None else grad_scale.isfinite()
         matrices = [group for group in every if group.get(MUON)]
         self._make_states([p for group in matrices for p in group["params"] if p.grad is not None])

@@ -40,7 +40,7 @@ _LADDER = {"naive": NaiveDDP, "flat": FlatDDP, "overlapped": OverlappedDDP, "buc
 
 
 def _ddp(model: TransformerLM, parallel: Parallel, rank: Rank, mesh: Mesh | None) -> nn.Module:
-    """A rung of our ladder."""
+    """One of our four wrappers, which differ in when and in which pieces they send gradients."""
     sized = {"bucket_size_mb": parallel.bucket_size_mb} if parallel.wrapper == "bucketed" else {}
     dtype, group = _DTYPES[parallel.communication_dtype], _group(parallel, rank, mesh)
     return _LADDER[parallel.wrapper](model, communication_dtype=dtype, process_group=group, **sized)

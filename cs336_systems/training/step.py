@@ -24,6 +24,7 @@ from cs336_systems.config import MODES, Precision, check_known
 from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.kernels.linear_cross_entropy import IGNORED
+from cs336_systems.model.ops import widened
 from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.precision import autocast, matmul_precision
@@ -46,7 +47,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         raise ValueError(
             f"targets {tuple(targets.shape)} do not match logits {tuple(logits.shape)} without the vocabulary"
         )
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = widened(logits)
     target_logits = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return (torch.logsumexp(logits, dim=-1) - target_logits).mean()
 
@@ -54,7 +55,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def masked_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """``cross_entropy`` of the targets that are not ``IGNORED``; 0 if all are."""
     counts = targets != IGNORED
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = widened(logits)
     target_logits = logits.gather(-1, targets.where(counts, 0).unsqueeze(-1)).squeeze(-1)
     losses = (torch.logsumexp(logits, dim=-1) - target_logits).where(counts, 0.0)
     return losses.sum() / counts.sum().clamp(min=1)

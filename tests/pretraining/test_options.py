@@ -82,6 +82,8 @@ def test_what_a_file_cannot_say(tmp_path, parse, capsys):
 
 
 QUANTIZED = {"matmul_dtype": "e4m3"}
+CAPS = {"device_gib": 0.5, "host_gib": 2.0}
+AGREE = {"agree": "every-step", "replicas": 2}
 
 
 @pytest.mark.parametrize(
@@ -96,8 +98,8 @@ QUANTIZED = {"matmul_dtype": "e4m3"}
         ({"epochs": 2.0}, "--steps 800 and --epochs 2.0"),
         ({"total_batch_tokens": 1024, "accumulate": 2}, "--total-batch-tokens 1024 and --accumulate 2"),
         ({"total_batch_tokens": 1000}, "--total-batch-tokens 1,000 is no multiple of 1,024"),
-        ({"moments": "bf16"}, "--moments bf16 needs --optimizer fused, got torch-fused"),
-        ({"optimizer": "muon", "moments": "fp32"}, "--moments fp32 needs --optimizer fused, got muon"),
+        ({"moments": "bf16"}, "--moments bf16 is for --optimizer fused, got torch-fused"),
+        ({"optimizer": "muon", "moments": "fp32"}, "--moments fp32 is for --optimizer fused, got muon"),
         ({"z_loss": 1e-4}, "--z-loss 0.0001 "),
         ({"deterministic": True, "attention": "hopper", "keep": "autograd"}, "--deterministic and --attention hopper"),
         ({"gather_by": "copies", "zero": 2}, "--zero 2"),
@@ -110,10 +112,22 @@ QUANTIZED = {"matmul_dtype": "e4m3"}
         ({"pipeline": 2, "pipeline_chunks": 3}, "3 is for --pipeline-schedule interleaved, got 1f1b"),
         ({"context": 2, "context_order": "torch"}, "'torch'"),
         ({"save_every": None}, "--save-every None"),
+        ({"keep_best": True, "evaluate_every": None}, "--keep-best is for runs with evaluations, and --evaluate-every"),
+        ({"stop_after_no_gain": 2, "evaluate_every": None}, "--stop-after-no-gain 2 is for runs with evaluations"),
+        ({"keep_best": True, "save_every": None, "export": False}, "--keep-best is for runs with checkpoints"),
+        ({"packing": True, "attention": "sdpa-flash"}, "--packing needs --attention reference, flash or hopper, which"),
+        ({"packing": True, "context": 2}, "--packing with --context 2 needs --context-order gathered, which"),
+        ({"packing": True, "context": 2, "context_order": "ring"}, "other, got ring"),
+        ({"packing": True, "chunk": 64} | CAPS, "--packing needs --chunk of whole sequences of 128 tokens, got 64"),
+        ({"lighthouse": "http://node0:1"} | AGREE, "one thing: give both or none, got http://node0:1 and None"),
+        ({"fail": "kill 2 at 1"} | AGREE, "names a replica that is not there"),
+        ({"fail": "burn 1 at 1"} | AGREE, "got 'burn 1 at 1'"),
+        ({"keep_best": True} | AGREE, "not with --keep-best"),
+        ({"agree_every": 5}, "--agree-every 5 is for replicas that agree"),
+        (AGREE | {"agree": "diloco", "agree_every": 0}, "--agree-every must be positive, got 0"),
+        (AGREE | {"agree": "diloco", "agree_every": 3, "agree_fragments": 2}, "no multiple of --agree-fragments 2"),
         ({"keep": "autograd-inpu"}, "did you mean autograd-input"),
         ({"keep": "autograd-input"} | QUANTIZED, "e4m3 with keep autograd"),
-        ({"kernels": "fused", "keep": "autograd"}, "kernels fused with keep autograd"),
-        ({"context_length": 100} | QUANTIZED, "not context 100"),
         ({"fp8_skip_last": 1}, "--fp8-skip-last 1 is for quantized matmuls"),
     ],
 )
