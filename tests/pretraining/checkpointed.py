@@ -11,6 +11,7 @@ from cs336_systems.distributed.checkpoint import save_checkpoint
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.model import TransformerBlock, TransformerLM
 from cs336_systems.pretraining.checkpoint import ModelOfRun, write_run_json
+from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.tokenizer import ByteTokenizer
 
 LLAMA = ModelConfig("a-llama", 32, 56, 2, 4, n_kv_heads=2, vocab_size=264, context_length=48)
@@ -43,6 +44,12 @@ def write_tokenizer(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(ByteTokenizer().json(), encoding="utf-8")
     return folder / "tokenizer.json"
+
+
+def export_model(folder: Path, config: ModelConfig, seed: int = 0) -> Path:
+    """A Hugging Face folder of a model, with the tokenizer of bytes."""
+    model = ModelOfRun(config, write_tokenizer(folder.parent / "tokenizer"), ByteTokenizer.eos_id)
+    return export(folder, model_of(config, seed=seed).state_dict(), model).folder
 
 
 def write_run(folder: Path, config: ModelConfig = LLAMA) -> None:

@@ -1,7 +1,6 @@
 """Runs under caps on memory: to the bit those without caps, resumed and ended as any other, refused in a sentence."""
 
 import re
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -11,28 +10,29 @@ from cs336_systems.config import MODEL_SIZES
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.kernels.host_memory import ALIGNMENT
 from cs336_systems.pretraining import capped
-from cs336_systems.pretraining.checkpoint import ModelOfRun
-from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_log import LOG, read_run
-from cs336_systems.pretraining.run_records import Evaluation, LoggedCheckpoint, Memory, Message
+from cs336_systems.pretraining.run_records import Evaluation, LoggedCheckpoint, Memory
 from cs336_systems.pretraining.trainer import NonFiniteStep, train
-from tests.pretraining.checkpointed import LLAMA, model_of, write_tokenizer
-from tests.pretraining.test_trainer import assert_equal_weights
-from tests.pretraining.trained import EXPLODING, losses_and_norms, options, write_dataset
+from tests.pretraining.checkpointed import LLAMA, export_model, model_of
+from tests.pretraining.trained import (
+    EXPLODING,
+    assert_equal_weights,
+    copy_until,
+    losses_and_norms,
+    options,
+    said_by,
+)
 
 CONFIG = replace(LLAMA, n_layers=4, tie_embeddings=True, qkv_bias=True)
 ROOMY = {"device_gib": 0.5, "host_gib": 2}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(folder):
     """With data, and a model of four layers to begin with."""
-    folder = tmp_path_factory.mktemp("capped")
-    write_dataset(folder / "data")
-    tokenizer = write_tokenizer(folder / "tokenizer")
-    export(folder / "hf", model_of(CONFIG).state_dict(), ModelOfRun(CONFIG, tokenizer, 256))
+    export_model(folder / "hf", CONFIG)
     return folder
 
 
@@ -48,10 +48,6 @@ def smallest_caps(one, rank):
     return {"device_gib": float(said[1]), "host_gib": float(said[2])}
 
 
-def said_by(run) -> str:
-    return "\n".join(one.text for one in read_run(run.out / LOG).all(Message))
-
-
 @pytest.mark.slow
 def test_steps_are_to_the_bit_those_without_caps(folder, alone, tmp_path):
     """Of pieces of a sequence."""
@@ -60,9 +56,10 @@ def test_steps_are_to_the_bit_those_without_caps(folder, alone, tmp_path):
     tight = replace(roomy, out=tmp_path / "tight", **smallest_caps(roomy, alone))
     for run in (roomy, tight):
         train(run, alone)
-    chunkings = [re.search(r"rounds of \d+ chunks of \d+ tokens", said_by(run))[0] for run in (roomy, tight)]
+    said = ["\n".join(said_by(run.out)) for run in (roomy, tight)]
+    chunkings = [re.search(r"rounds of \d+ chunks of \d+ tokens", each)[0] for each in said]
     assert chunkings[0] == chunkings[1]
-    assert ["Of 4 layers, none stream" in said_by(run) for run in (roomy, tight)] == [True, False]
+    assert ["Of 4 layers, none stream" in each for each in said] == [True, False]
     logs = [read_run(run.out / LOG).all(Evaluation) for run in (roomy, tight)]
     evaluations = [[(one.step, one.loss, one.tokens) for one in log] for log in logs]
     assert [step for step, *_ in evaluations[0]] == [0, 3, 6]
@@ -92,18 +89,11 @@ def whole(folder, alone):
     return one
 
 
-def interrupted(whole, out, step):
-    """The run as it was when it was killed in a later step."""
-    shutil.copytree(whole.out, out)
-    for later in range(step + 1, 11):
-        shutil.rmtree(out / f"step-{later:08d}")
-    return replace(whole, out=out, save_every=5)
-
-
 @pytest.mark.slow
 def test_a_run_that_resumes_is_the_run_that_was_not_interrupted(whole, alone, tmp_path):
     """Under other caps, too."""
-    outcome = train(replace(interrupted(whole, tmp_path / "run", 4), **ROOMY), alone)
+    copy_until(4, whole.out, tmp_path / "run")
+    outcome = train(replace(whole, out=tmp_path / "run", save_every=5, **ROOMY), alone)
     assert (outcome.first_step, outcome.steps) == (4, 10)
     assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole.out)
     assert_equal_weights(tmp_path / "run", whole.out)

@@ -1,21 +1,18 @@
 """Runs under caps on a GPU: to the bit those with room for everything, resumed too, and below the caps."""
 
 import re
-import shutil
 from dataclasses import replace
 
 import pytest
-import torch
 
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_log import LOG, read_run
-from cs336_systems.pretraining.run_records import Evaluation, Message
+from cs336_systems.pretraining.run_records import Evaluation
 from cs336_systems.pretraining.trainer import train
-from tests.pretraining.test_trainer import assert_equal_weights
-from tests.pretraining.trained import losses_and_norms, write_dataset
+from tests.pretraining.trained import assert_equal_weights, copy_until, losses_and_norms, said_by, write_dataset
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 MEDIUM = {"size": "medium", "context_length": 1024, "batch_size": 2, "chunk": 2048, "steps": 6, "warmup_steps": 2}
 MEDIUM |= {"evaluate_every": 3, "evaluation_sequences": 12, "save_every": 3, "log_every": 50, "export": False}
@@ -35,10 +32,9 @@ def test_a_run_within_little_is_the_one_with_room(tmp_path, device_to_itself):
         tight = replace(roomy, out=tmp_path / "tight", **caps)
         for run in (tight, roomy):  # roomy last: the allocator may keep its memory, which NVML would count
             train(run, rank)
-        shutil.copytree(tight.out, tmp_path / "resumed")
-        shutil.rmtree(tmp_path / "resumed" / "step-00000006")
+        copy_until(3, tight.out, tmp_path / "resumed")
         train(replace(tight, out=tmp_path / "resumed"), rank)
-    streams = [any("none stream" in one.text for one in read_run(run.out / LOG).all(Message)) for run in (roomy, tight)]
+    streams = [any("none stream" in text for text in said_by(run.out)) for run in (roomy, tight)]
     assert streams == [True, False]
     for other in (tight.out, tmp_path / "resumed"):
         assert losses_and_norms(other) == losses_and_norms(roomy.out)
@@ -57,8 +53,7 @@ def test_adapters_beside_streamed_weights_are_those_without_caps(tmp_path, devic
     with joined("cuda") as rank:
         for run in (tight, free):
             train(run, rank)
-    said = "\n".join(one.text for one in read_run(tight.out / LOG).all(Message))
-    assert re.search(r"Of 24 layers, weights of \d+ stream", said)
+    assert re.search(r"Of 24 layers, weights of \d+ stream", "\n".join(said_by(tight.out)))
     for found, expected in zip(losses_and_norms(tight.out), losses_and_norms(free.out), strict=True):
         assert found == (pytest.approx(expected[0], rel=1e-3), pytest.approx(expected[1], rel=2e-2))
     assert 0 < read_run(tight.out / LOG).gpu["memory_used_bytes"].max() <= 2.0 * 2**30

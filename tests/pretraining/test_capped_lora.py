@@ -12,16 +12,17 @@ from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.kernels.host_memory import ALIGNMENT
 from cs336_systems.pretraining import capped
 from cs336_systems.pretraining.adapters import export_adapter
-from cs336_systems.pretraining.checkpoint import ModelOfRun, load_trained, load_weights
-from cs336_systems.pretraining.export import export, export_saved
+from cs336_systems.pretraining.checkpoint import load_trained, load_weights
+from cs336_systems.pretraining.export import export_saved
 from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_log import LOG, read_run
-from cs336_systems.pretraining.run_records import Evaluation, LoggedCheckpoint, Memory, Message
+from cs336_systems.pretraining.run_records import Evaluation, LoggedCheckpoint, Memory
 from cs336_systems.pretraining.trainer import run_prepared, train
 from tests.distributed.checks import on_ranks
-from tests.pretraining.checkpointed import LLAMA, model_of, write_tokenizer
+from tests.pretraining.checkpointed import LLAMA, export_model
 from tests.pretraining.test_capped import ROOMY, smallest_caps
-from tests.pretraining.trained import losses_and_norms, options, write_dataset
+from tests.pretraining.test_capped_ring import in_a_ring
+from tests.pretraining.trained import copy_until, losses_and_norms, options, said_by
 
 CONFIG = replace(LLAMA, n_layers=3, d_ff=64, tie_embeddings=True, qkv_bias=True)
 
@@ -34,11 +35,9 @@ def short_searches():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(folder):
     """With data, and a model of three layers to begin with."""
-    folder = tmp_path_factory.mktemp("capped-lora")
-    write_dataset(folder / "data")
-    export(folder / "hf", model_of(CONFIG).state_dict(), ModelOfRun(CONFIG, write_tokenizer(folder / "t"), 256))
+    export_model(folder / "hf", CONFIG)
     return folder
 
 
@@ -89,8 +88,7 @@ def test_a_run_is_that_without_caps(folder, alone, free, tight):
     assert_close(run, free)
     held_out = [read_run(one.out / LOG).all(Evaluation) for one in (run, free)]
     assert [one.loss for one in held_out[0]] == pytest.approx([one.loss for one in held_out[1]], rel=1e-6)
-    said = "\n".join(one.text for one in read_run(run.out / LOG).all(Message))
-    assert re.search(r"Of 3 layers, weights of 3 stream", said)
+    assert re.search(r"Of 3 layers, weights of 3 stream", "\n".join(said_by(run.out)))
     frozen = {name: p for name, p in step.model.named_parameters() if ".lora_" not in name}
     for name, weight in load_trained(folder / "hf", device="cpu", dtype=torch.float32).model.named_parameters():
         assert torch.equal(frozen[name], weight), name
@@ -123,8 +121,7 @@ def test_a_run_resumes_to_the_bit_and_with_or_without_caps(folder, alone, free, 
         (capped_run, "back", {}),
     ):
         run = asked(folder, name, **caps)
-        shutil.copytree(source.out, run.out)
-        shutil.rmtree(run.out / "step-00000010")
+        copy_until(5, source.out, run.out)
         assert train(run, alone).first_step == 5
         if name == "same":
             assert losses_and_norms(run.out) == losses_and_norms(source.out)
@@ -154,12 +151,6 @@ def test_pieces_of_a_sequence_have_adapters_too(folder, alone):
     for run in (free, pieces):
         train(run, alone)
     assert_close(pieces, free, atol=1e-4)
-
-
-def in_a_ring(rank, run):
-    torch.set_num_threads(1)
-    capped.EFFORT = 2000
-    return train(run, rank).first_step
 
 
 def test_a_ring_has_the_bits_of_one_rank(folder, alone):

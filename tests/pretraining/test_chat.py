@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as Definition
 
-from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining.chat import HALF_PAIRS, TOOL_CALLS, ChatEncoder, ChatTemplate, messages_of
 from cs336_systems.pretraining.dataset import ANSWER, BEGIN, Dataset
 from cs336_systems.pretraining.tokenizer import load_tokenizer, train_bpe
@@ -290,14 +289,13 @@ def test_reasoning_has_both_names_and_roles_stay():
     ]
 
 
-def test_a_conversation_is_sampled_as_the_template_has_it(tmp_path, folder, monkeypatch, capsys):
+def test_a_conversation_is_sampled_as_the_template_has_it(alone, tmp_path, folder, monkeypatch, capsys):
     """Every turn reads the whole conversation so far, and an answer ends with the end of its turn."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in CONVERSATIONS))
     (tmp_path / "t.jinja").write_text(plain("chatml"))
     data = tokenize(chat_options(tmp_path, tokenizer=str(folder), chat_template=tmp_path / "t.jinja")).folder
     run = {"context_length": 128, "steps": 1, "warmup_steps": 0, "evaluate_every": None, "save_every": 1}
-    with joined("cpu") as rank:
-        train(options(tmp_path, data=data, out=tmp_path / "run", **run), rank)
+    train(options(tmp_path, data=data, out=tmp_path / "run", **run), alone)
     tokenizer = load_tokenizer(data)
     answers = iter([tokenizer.encode(["4"])[0], tokenizer.encode(["8"])[0]])  # which end with <|im_end|>
     prompts = []

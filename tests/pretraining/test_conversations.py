@@ -15,11 +15,20 @@ from cs336_systems.pretraining.conversations import Conversations, packed
 from cs336_systems.pretraining.dataset import Dataset
 from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_log import LOG, read_run
-from cs336_systems.pretraining.run_records import Evaluation, Message
+from cs336_systems.pretraining.run_records import Evaluation
 from cs336_systems.pretraining.trainer import train
 from tests.distributed.checks import spawn
 from tests.pretraining.test_capped import smallest_caps
-from tests.pretraining.trained import LENGTHS, losses_and_norms, options, train_each, write_chat, write_dataset
+from tests.pretraining.trained import (
+    LENGTHS,
+    losses_and_norms,
+    options,
+    said_by,
+    train_each,
+    write_chat,
+    write_dataset,
+)
+from tests.training.shared import passes
 
 SHAPE = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
 SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
@@ -139,10 +148,7 @@ def test_loss_and_gradients_are_those_of_transformers_on_each_conversation_alone
     options_ = options(folder, out=tmp_path / "run", init=saved, batch_size=1, evaluate_every=None, **how)
     step = prepare(replace(options_, total_batch_tokens=16 * n_rows), alone).step  # a row is a micro-batch
     rows = rows_of(folder, packing=how["packing"])
-    phases = step.phases("step", *rows.send(rows.read(range(n_rows))))
-    del phases["optimizer"]
-    for phase in phases.values():
-        phase()
+    passes(step, rows.send(rows.read(range(n_rows))))
     assert step.loss.item() == pytest.approx(loss, rel=1e-5)
     ours = {name: parameter.grad for name, parameter in step.model.named_parameters()}
     save_hf_weights(ours, tmp_path)
@@ -178,10 +184,7 @@ def test_micro_batches_and_ranks_do_not_change_the_loss(folder, alone, tmp_path)
 def of_a_step(rank, options_, ids, targets):
     """This rank's loss, and the gradients of a step by name."""
     prepared = prepare(options_, rank)
-    phases = prepared.step.phases("step", prepared.own(ids), prepared.own(targets))
-    del phases["optimizer"]
-    for phase in phases.values():
-        phase()
+    passes(prepared.step, (prepared.own(ids), prepared.own(targets)))
     model = getattr(prepared.step.model, "module", prepared.step.model)
     return prepared.step.loss, {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -225,8 +228,7 @@ def test_caps_on_memory_do_not_change_the_loss(folder, alone, tmp_path):
         for one in (roomy, replace(roomy, out=tmp_path / f"tight-{packing}", **smallest_caps(roomy, alone))):
             train(one, alone)
             assert_same_course(plain.out, one.out)
-        said = [message.text for message in read_run(one.out / LOG).all(Message)]
-        assert not any("none stream" in text for text in said), said
+        assert not any("none stream" in text for text in said_by(one.out))
 
 
 def assert_same_course(one, other):
@@ -241,7 +243,7 @@ def assert_same_course(one, other):
 def test_a_run_says_what_its_rows_hold_and_resumes_only_with_the_same(folder, alone, tmp_path):
     run = options(folder, out=tmp_path / "run", packing=True, steps=4, save_every=2, batch_size=2, evaluate_every=4)
     train(replace(run, walltime=1e-9, save_every=1), alone)
-    said = [message.text for message in read_run(run.out / LOG).all(Message)]
+    said = said_by(run.out)
     assert any(text.startswith("to learn: 11 conversations in ") for text in said), said
     assert any(text.startswith("held out: 3 conversations in 2 rows of 16 tokens: ") for text in said), said
     with pytest.raises(ValueError, match="^packing: 1 in the data of the saved run, 0 in this one's; "):
@@ -251,32 +253,6 @@ def test_a_run_says_what_its_rows_hold_and_resumes_only_with_the_same(folder, al
     train(run, alone)
     train(replace(run, out=tmp_path / "straight"), alone)
     assert losses_and_norms(run.out) == losses_and_norms(tmp_path / "straight")
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        (
-            {"packing": True, "attention": "sdpa-flash"},
-            "--packing needs --attention reference, flash or hopper, .* sdpa-flash",
-        ),
-        (
-            {"packing": True, "context": 2, "keep": "products"},
-            "--packing with --context 2 needs --context-order gathered, .* got zigzag",
-        ),
-        (
-            {"packing": True, "context": 2, "keep": "products", "context_order": "ring"},
-            "--packing with --context 2 needs --context-order gathered, .* got ring",
-        ),
-        (
-            {"packing": True, "chunk": 8, "device_gib": 0.5, "host_gib": 2.0},
-            "--packing needs --chunk of whole sequences of 16 tokens, got 8",
-        ),
-    ],
-)
-def test_what_does_not_go_with_conversations_is_said(folder, alone, tmp_path, changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        prepare(options(folder, out=tmp_path / "run", **changes), alone)
 
 
 def test_plain_data_cannot_be_packed(alone, tmp_path):

@@ -10,10 +10,9 @@ from cs336_systems.pretraining.deferred import Deferred
 from tests.clock import Clock
 
 CPU = torch.device("cpu")
-ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 
 
-@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=ON_GPU)])
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)])
 def test_each_step_comes_when_the_next_is_queued_and_the_last_when_asked_for(device):
     """Its values were copied before the next step overwrites them."""
     deferred, loss = Deferred(device, ("loss", "norm")), torch.full((), -1.0, device=device)
@@ -48,7 +47,6 @@ def test_seconds_run_from_end_to_end_and_from_a_restart_and_some_are_around_the_
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.timing
 def test_the_host_runs_ahead_of_the_device_and_seconds_are_the_devices():
     device = torch.device("cuda")

@@ -70,10 +70,8 @@ WHOLE = {"agree_every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(folder):
     """What two replicas tell of each way, of data parallelism, and of DiLoCo that is to be that."""
-    folder = tmp_path_factory.mktemp("diloco")
-    write_dataset(folder / "data")
     plain = options(
         folder, replicas=2, batch_size=4, save_every=None, export=False, evaluate_every=None, warmup_steps=0
     )

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.distributed.process_group import joined
 from cs336_systems.model import TransformerLM
 from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.dataset import Dataset
@@ -26,14 +25,11 @@ from tests.pretraining.trained import counting, options, write_chat, write_datas
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(folder, alone):
     """Runs on text and on conversations, with checkpoints after 5 and 10 steps and an evaluation of all there is."""
-    folder = tmp_path_factory.mktemp("scored")
-    write_dataset(folder / "data")
     write_chat(folder / "chat")
-    with joined("cpu") as rank:
-        for name in ("data", "chat"):
-            train(options(folder, data=folder / name, out=folder / f"of-{name}", evaluation_sequences=None), rank)
+    for name in ("data", "chat"):
+        train(options(folder, data=folder / name, out=folder / f"of-{name}", evaluation_sequences=None), alone)
     return folder
 
 

@@ -17,8 +17,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.model import TransformerLM
-from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
+from cs336_systems.model.hf_weights import config_from_hf
 from cs336_systems.pretraining import export as export_module
 from cs336_systems.pretraining.checkpoint import ModelOfRun, write_run_json
 from cs336_systems.pretraining.export import export
@@ -26,6 +25,7 @@ from cs336_systems.pretraining.tokenizer import ByteTokenizer, load_tokenizer, t
 from cs336_systems.pretraining.tokenizing import TokenizeOptions, tokenize
 from tests.distributed.checks import spawn
 from tests.distributed.disks import Death, Killed, full_disk
+from tests.model.test_hf_weights import load_ours
 from tests.pretraining.checkpointed import FAMILIES, LLAMA, model_of, write_tokenizer
 
 TEXT = "def f(x_1):\n\treturn ünïcödé + 12345  # 🙂\n"
@@ -49,12 +49,6 @@ def write(tmp_path, tokenizer):
 def load_theirs(folder, **options):
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(report.values()), report
-    return model
-
-
-def load_ours(folder, dtype=torch.float32):
-    model = TransformerLM(config_from_hf(folder), dtype=dtype)
-    load_hf_weights(model, folder)
     return model
 
 

@@ -3,45 +3,29 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining.checkpoint import load_trained
 from cs336_systems.pretraining.sampling import generate
 from tests.pretraining.checkpointed import LLAMA, model_of, save_model, write_run
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, alone):
     """A folder with a run of two checkpoints."""
     folder = tmp_path_factory.mktemp("trained")
     write_run(folder / "run")
-    with joined("cpu"):
-        for step in (1, 2):
-            save_model(folder / "run", model_of(LLAMA, seed=step), step, optimizer=False)
+    for step in (1, 2):
+        save_model(folder / "run", model_of(LLAMA, seed=step), step, optimizer=False)
     return folder
 
 
-@pytest.fixture
-def command(load_script, trained, monkeypatch, capsys):
-    """(exit code, stdout, stderr) of a script, in the folder of ``trained``, without a GPU."""
+@pytest.fixture(autouse=True)
+def in_its_folder(trained, monkeypatch):
     monkeypatch.chdir(trained)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-    def command(name, *arguments):
-        try:
-            code = load_script(f"scripts/{name}.py").main(list(map(str, arguments)))
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return command
 
 
 def test_export_says_what_it_made_and_where(command, trained):
@@ -128,12 +112,11 @@ def test_sample_refuses_in_one_sentence(command):
 
 def test_damage_is_said(command, tmp_path):
     write_run(tmp_path / "run", replace(LLAMA, name="torn"))
-    with joined("cpu"):
-        for step in (1, 2):
-            model = model_of(LLAMA)
-            with torch.no_grad():
-                model.ln_final.weight[0] = math.nan if step == 1 else 1.0
-            save_model(tmp_path / "run", model, step, optimizer=False)
+    for step in (1, 2):
+        model = model_of(LLAMA)
+        with torch.no_grad():
+            model.ln_final.weight[0] = math.nan if step == 1 else 1.0
+        save_model(tmp_path / "run", model, step, optimizer=False)
     (tmp_path / "run/step-00000002/rank-0.safetensors").unlink()
     code, _, err = command("export", tmp_path / "run")
     assert (code, err.count("\n")) == (0, 1) and "step-00000002 is passed over" in err

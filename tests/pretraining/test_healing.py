@@ -19,7 +19,9 @@ from .trained import options, write_dataset
 
 os.environ["RUST_LOG"] = "error"  # read when torchft is imported
 LighthouseServer = pytest.importorskip("torchft.coordination").LighthouseServer
-from cs336_systems.pretraining import healing, replica_agreement, torchft_groups  # noqa: E402  they import torchft
+from cs336_systems.pretraining import healing, replica_agreement  # noqa: E402  they import torchft
+
+from .test_lookout import LookedAfterGloo  # noqa: E402
 
 PREPARING = threading.Lock()
 """A model is made under a context that all threads share."""
@@ -317,9 +319,6 @@ def test_one_dies_twice_in_a_row_and_two_of_three_at_once(site):
 
 def test_one_that_has_made_the_last_step_leaves_once_all_have(site, monkeypatch):
     """The other is late to look whether somebody has gone since its averages came, which NCCL's group asks."""
-
-    class LookedAfterGloo(torchft_groups.LookedAfter, torchft_groups.Gloo):
-        pass
 
     monkeypatch.setattr(replica_agreement, "Gloo", LookedAfterGloo)
     late = site.start("0", until=4, steps=4, fault=once("commit", 3, lambda: time.sleep(1)))

@@ -12,14 +12,13 @@ import torch
 
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.pretraining import preparation
-from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import Evaluation
 from cs336_systems.pretraining.trainer import run_prepared
 from cs336_systems.training import parallel
 from tests.distributed.checks import spawn
 from tests.distributed.late import late_updates
-from tests.pretraining.trained import losses_and_norms, options, write_dataset
+from tests.pretraining.trained import assert_equal_weights, losses_and_norms, options
 
 SMALL_MB = 0.02
 FP8 = {"matmul_dtype": "e4m3", "keep": "products"}
@@ -65,13 +64,6 @@ def run_each(rank, folder) -> dict[str, list]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("late")
-    write_dataset(folder / "data")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def ends(folder):
     return spawn(run_each, 2, folder)
 
@@ -88,5 +80,4 @@ def test_late_weights_change_nothing(folder, ends, name):
     in_time, late = (read_run(path / LOG) for path in told)
     assert [one.loss for one in late.all(Evaluation)] == [one.loss for one in in_time.all(Evaluation)]
     if "save_every" in RUNS[name]:
-        in_time, late = (load_weights(path).weights for path in told)
-        assert all(torch.equal(tensor, in_time[part]) for part, tensor in late.items())
+        assert_equal_weights(*told)

@@ -118,7 +118,7 @@ class Other(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_lighthouse_that_does_not_answer_is_named_within_ten_seconds(tmp_path):
+def test_a_lighthouse_that_does_not_answer_is_named_within_ten_seconds(command, tmp_path):
     """Nobody listens at one port; at another somebody does, and never speaks; at the third somebody else does."""
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
@@ -131,3 +131,6 @@ def test_a_lighthouse_that_does_not_answer_is_named_within_ten_seconds(tmp_path)
             with pytest.raises(ValueError, match=f"^no lighthouse answers at {address}{why}"):
                 agreement_of(options(tmp_path, agree="every-step"), rank, address, "a")
             assert time.monotonic() - began < 10
+    arguments = f"{SMALL} --lighthouse {address} --replica a --data {tmp_path} --out {tmp_path / 'run'}"
+    code, _, err = command("train", *arguments.split())
+    assert (code, err.count("\n")) == (2, 1) and f"no lighthouse answers at {address}" in err

@@ -160,7 +160,6 @@ def test_evaluation_covers_each_sequence_once_in_equal_batches_on_all_ranks(shap
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_batches_reach_the_gpu_without_a_wait():
     stream = counting(100_001)
     with make(stream, 100, 64, device="cuda") as ours, make(stream, 100, 64) as theirs:

@@ -29,6 +29,20 @@ def host_store():
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+@pytest.fixture
+def groups_of():
+    """Makes groups of a kind, which are aborted in the end."""
+    made = []
+
+    def groups_of(n, kind=torchft_groups.Gloo, timeout_s=PATIENT_S):
+        made.extend(kind(timedelta(seconds=timeout_s)) for _ in range(n))
+        return made
+
+    yield groups_of
+    for group in made:
+        group.abort()
+
+
 def together(call, members):
     threads = [threading.Thread(target=call, args=(rank, group)) for rank, group in enumerate(members)]
     for thread in threads:
@@ -57,9 +71,9 @@ def wait_until_written(n_bytes):
         time.sleep(0.01)
 
 
-def test_who_waits_for_a_slow_member_notices_that_another_has_gone():
+def test_who_waits_for_a_slow_member_notices_that_another_has_gone(groups_of):
     """No message of the member that has gone is waited for; afterwards the others meet in another group at once."""
-    store, groups = host_store(), [torchft_groups.Gloo(timedelta(seconds=PATIENT_S)) for _ in range(3)]
+    store, groups = host_store(), groups_of(3)
     meet(store, groups, 1)
     before = written_bytes()
     works = [sum_of_ones(groups[rank])[0] for rank in (0, 0, 0)]
@@ -73,11 +87,9 @@ def test_who_waits_for_a_slow_member_notices_that_another_has_gone():
     works = [sum_of_ones(group) for group in groups[:2]]
     assert [work.wait() and ones.tolist() for work, ones in works] == [[2.0] * 600] * 2
     assert time.monotonic() - began < PATIENT_S / 2
-    for group in groups:
-        group.abort()
 
 
-def test_a_collective_that_needs_nothing_of_a_member_that_has_gone_ends_well(monkeypatch):
+def test_a_collective_that_needs_nothing_of_a_member_that_has_gone_ends_well(groups_of, monkeypatch):
     """Its message comes after a look has found that the other has gone, and before two more have: one may leave once it
     has its own part of the last averages."""
     look = torchft_groups._Connections.look
@@ -90,14 +102,12 @@ def test_a_collective_that_needs_nothing_of_a_member_that_has_gone_ends_well(mon
 
     monkeypatch.setattr(torchft_groups, "_LOOK_S", 1.0)
     monkeypatch.setattr(torchft_groups._Connections, "look", look_and_send)
-    store, groups = host_store(), [torchft_groups.Gloo(timedelta(seconds=PATIENT_S)) for _ in range(3)]
+    store, groups = host_store(), groups_of(3)
     meet(store, groups, 1)
     received, options = torch.zeros(8), dist.BroadcastOptions()
     work = groups[1].broadcast([received], options)
     groups[2].abort()
     assert work.wait() and received.tolist() == [1.0] * 8
-    for group in groups:
-        group.abort()
 
 
 _LARGE = 2**24
@@ -141,9 +151,9 @@ def test_a_message_of_which_a_part_has_gone_to_a_process_that_dies_is_given_up()
     group.abort()
 
 
-def test_a_group_whose_own_operations_notice_nothing_knows_who_has_gone():
+def test_a_group_whose_own_operations_notice_nothing_knows_who_has_gone(groups_of):
     """Soon, and aborts itself; not when all members meet in another group."""
-    store, groups = host_store(), [LookedAfterGloo(timedelta(seconds=PATIENT_S)) for _ in range(3)]
+    store, groups = host_store(), groups_of(3, LookedAfterGloo)
     meet(store, groups, 1)
     meet(store, groups, 2)
     time.sleep(0.3)
@@ -157,8 +167,6 @@ def test_a_group_whose_own_operations_notice_nothing_knows_who_has_gone():
     meet(store, [groups[0], groups[2]], 3)
     time.sleep(0.2)
     assert [groups[rank].errored() for rank in (0, 2)] == [None, None]
-    for group in groups:
-        group.abort()
 
 
 class Unbounded(LookedAfterGloo):
@@ -186,9 +194,8 @@ def test_a_member_that_does_not_come_is_given_up_before_anybody_connects(monkeyp
     assert not group.connects
 
 
-def test_a_member_that_dies_while_all_connect_is_known_afterwards():
-    store = host_store()
-    groups = [LookedAfterGloo(timedelta(seconds=20)) for _ in range(2)]
+def test_a_member_that_dies_while_all_connect_is_known_afterwards(groups_of):
+    store, groups = host_store(), groups_of(2, LookedAfterGloo, timeout_s=20)
     connect, errors = groups[0]._create_pg, []
 
     def connect_slowly(*args, **kwargs):
@@ -203,21 +210,15 @@ def test_a_member_that_dies_while_all_connect_is_known_afterwards():
 
     groups[0]._create_pg = connect_slowly
 
-    def meet(rank):
+    def meet(rank, group):
         try:
-            groups[rank].configure(f"127.0.0.1:{store.port}/1", str(rank), rank, 2, 1)
+            group.configure(f"127.0.0.1:{store.port}/1", str(rank), rank, 2, 1)
         except RuntimeError as error:
             errors.append(str(error))
 
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(meet, groups)
     assert errors == ["member 1 of the group has gone"]
     assert groups[0]._pg is None
-    for group in groups:
-        group.abort()
 
 
 class Stuck(torchft_groups.LookedAfter):

@@ -1,7 +1,6 @@
 """Runs that train adapters: equal to transformers' model with the formula, resumed, merged, and as peft's folder."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,38 +11,27 @@ from torch import nn
 
 from cs336_systems.config import ADAPTED
 from cs336_systems.distributed.checkpoint import complete_checkpoints
-from cs336_systems.distributed.process_group import joined
 from cs336_systems.model.hf_weights import to_hf_name
 from cs336_systems.pretraining.adapters import export_adapter
 from cs336_systems.pretraining.card_plan import Asked, CardPlan
-from cs336_systems.pretraining.checkpoint import ModelOfRun, load_trained, load_weights
-from cs336_systems.pretraining.export import export, export_saved
+from cs336_systems.pretraining.checkpoint import load_trained, load_weights
+from cs336_systems.pretraining.export import export_saved
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import prepare
-from cs336_systems.pretraining.tokenizer import ByteTokenizer
 from cs336_systems.pretraining.trainer import run_prepared, train
 from tests.distributed.checks import spawn
-from tests.pretraining.checkpointed import FAMILIES, LLAMA, model_of, write_tokenizer
-from tests.pretraining.trained import options, train_each, write_dataset
+from tests.pretraining.checkpointed import FAMILIES, LLAMA, export_model
+from tests.pretraining.trained import copy_until, options, train_each
 
 BASE = replace(LLAMA, d_ff=64)
 """Of sizes that products in fp8 take."""
 
 
 @pytest.fixture(scope="module")
-def alone():
-    with joined("cpu") as rank:
-        yield rank
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(folder) -> Path:
     """With data, and the folders of two models to begin with."""
-    folder = tmp_path_factory.mktemp("lora")
-    write_dataset(folder / "data")
     for name, config in (("llama", BASE), ("qwen", FAMILIES["qwen"])):
-        model = ModelOfRun(config, write_tokenizer(folder / "tokenizer"), ByteTokenizer.eos_id)
-        export(folder / name, model_of(config).state_dict(), model)
+        export_model(folder / name, config)
     return folder
 
 
@@ -145,9 +133,8 @@ def test_what_is_frozen_has_neither_gradients_nor_states(folder, alone):
 
 
 def test_a_run_resumes_to_the_bit_from_checkpoints_that_hold_adapters_alone(folder, alone, trained):
-    shutil.copytree(folder / "run", folder / "resumed")
-    first, last = complete_checkpoints(folder / "resumed")
-    shutil.rmtree(last)
+    copy_until(5, folder / "run", folder / "resumed")
+    (first,) = complete_checkpoints(folder / "resumed")
     assert train(lora_options(folder, "resumed"), alone).first_step == 5
     one, other = (load_weights(folder / name, merge=False) for name in ("resumed", "run"))
     assert not one.weights and len(one.adapters) == 28 and one.step == other.step == 10
@@ -205,21 +192,12 @@ def test_peft_loads_it(folder, trained):
         ({"lora_rank": 0}, "--lora-rank must be positive, got 0"),
         ({"lora_alpha": -1.0}, "--lora-alpha must be positive, got -1.0"),
         ({"lora_rank": 17}, "rank of 17 is larger than layers.0.attn.k_proj.weight, which is 16 x 32"),
-        (
-            {"lora_rank": 10**9},
-            "rank of 1000000000 is larger than layers.0.attn.q_proj.weight",
-        ),  # before memory is looked at
+        ({"lora_rank": 10**9}, "rank of 1000000000 is larger than layers"),  # before memory is looked at
         ({"lora_on": ()}, "--lora-on needs at least one of qkv, output, gate_up, down"),
-        ({"lora_rank": None}, "--lora-alpha and --lora-on are for adapters: give --lora-rank, too"),
+        ({"lora_rank": None}, "--lora-alpha 6.0 is for adapters: give --lora-rank, too"),
         ({"init": None}, "--lora-rank 4 needs --init"),
-        (
-            {"keep": "autograd"},
-            "LoRA of rank 4 with keep autograd: adapters are in blocks with a hand-written backward",
-        ),
         ({"keep": "autograd-input"}, "LoRA of rank 4 with keep autograd"),
-        ({"tensor": 2}, "LoRA of rank 4 with tensor 2, pipeline 1"),
-        ({"pipeline": 2, "accumulate": 2}, "LoRA of rank 4 with tensor 1, pipeline 2"),
-        ({"agree": "every-step", "replicas": 2}, "--lora-rank 4 does not go together with --agree every-step"),
+        ({"agree": "every-step", "replicas": 2}, "--agree every-step does not go together with --lora-rank 4"),
     ],
 )
 def test_options_that_do_not_serve_are_one_sentence(folder, alone, changes, complaint):
@@ -237,8 +215,7 @@ def test_a_plan_for_a_card_refuses_adapters(folder):
 
 def test_another_base_or_rank_is_refused(folder, alone, trained, tmp_path):
     before = (folder / "run" / "run.json").read_text()
-    other = ModelOfRun(BASE, folder / "tokenizer" / "tokenizer.json", ByteTokenizer.eos_id)
-    export(tmp_path / "llama", model_of(BASE, seed=1).state_dict(), other)
+    export_model(tmp_path / "llama", BASE, seed=1)
     for changes, complaint in (
         ({"init": tmp_path / "llama"}, "the checksum of its base is"),
         ({"lora_rank": 2}, "LoRA is rank 4, alpha 6, on qkv output gate_up down there and rank 2"),

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining.loader import Loader, Sequences
 from cs336_systems.pretraining.mixture import Mixture
 from cs336_systems.pretraining.run_log import LOG, read_run
@@ -20,12 +19,6 @@ from cs336_systems.pretraining.trainer import train
 from tests.pretraining.trained import counting, losses_and_norms, options, write_chat, write_dataset
 
 SHARES = [Fraction("0.5"), Fraction("0.3"), Fraction("0.2")]
-
-
-@pytest.fixture(scope="module")
-def alone():
-    with joined("cpu") as rank:
-        yield rank
 
 
 def mixture():

@@ -9,14 +9,20 @@ from torch import nn
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank, joined
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
-from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.trainer import train
 from cs336_systems.ranks import Parallel
 from cs336_systems.training.muon import muon_groups
 from cs336_systems.training.parallel import make_parallel_optimizer
 from tests.distributed.checks import on_gpus, on_ranks
-from tests.pretraining.trained import losses_and_norms, options, train_each, write_dataset
-from tests.training.test_muon import HYPERPARAMETERS, class_of, groups, make, parameters, run, same_bits
+from tests.pretraining.trained import (
+    assert_equal_weights,
+    losses_and_norms,
+    options,
+    refused,
+    train_each,
+)
+from tests.training.shared import same_bits
+from tests.training.test_muon import HYPERPARAMETERS, class_of, groups, make, parameters, run
 
 SPLITS = {"alone": 8, "halves": 4}
 """Sequences of a micro-batch, of the eight of a step."""
@@ -93,10 +99,8 @@ def test_rows_of_ranks_are_updated_as_whole_matrices_are_in_their_bits(world_siz
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(folder):
     """Runs by their folders' names, of one process and of two ranks; those that resume began with one step."""
-    folder = tmp_path_factory.mktemp("muon")
-    write_dataset(folder / "data")
 
     def of(name, **changes):
         small = {"optimizer": "muon", "clip": 0.5, "evaluate_every": None, "save_every": 4, "export": False}
@@ -128,12 +132,6 @@ def trained(tmp_path_factory):
     return folder
 
 
-def refused(rank, asked):
-    with pytest.raises(ValueError) as refusal:
-        train(asked, rank)
-    return str(refusal.value)
-
-
 @pytest.mark.slow
 def test_ranks_change_no_more_than_another_order_of_addition(trained):
     found = {name: torch.tensor(losses_and_norms(trained / name), dtype=torch.float64) for name in (*SPLITS, *CUT)}
@@ -150,5 +148,4 @@ def test_ranks_change_no_more_than_another_order_of_addition(trained):
 def test_the_same_bits_where_matrices_have_owners_and_after_a_resume(trained):
     for one, other in (("two-0", "two-1"), ("two-0", "two-resumed"), ("alone", "resumed")):
         assert losses_and_norms(trained / other) == losses_and_norms(trained / one)
-        whole, found = (load_weights(trained / name).weights for name in (one, other))
-        assert all(torch.equal(tensor, found[name]) for name, tensor in whole.items()), other
+        assert_equal_weights(trained / one, trained / other)

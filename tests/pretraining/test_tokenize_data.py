@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,22 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def run(load_script, tmp_path, monkeypatch, capsys):
-    """(exit code, stdout, stderr) of the command, in a folder of its own that has ``source``, 60 files."""
+def run(command, tmp_path, monkeypatch):
+    """The command, in a folder of its own that has ``source``, 60 files."""
     monkeypatch.chdir(tmp_path)
-    script = load_script("scripts/tokenize_data.py")
     (tmp_path / "source").mkdir()
     for number in range(60):
         (tmp_path / "source" / f"{number}.py").write_text(f"x = {number}\n" * 10)
-
-    def run(*arguments):
-        try:
-            code = script.main([*map(str, arguments)])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return run
+    return partial(command, "tokenize_data")
 
 
 def test_a_run_says_what_it_made_and_where(run, monkeypatch):
@@ -81,23 +73,15 @@ def test_bad_input_is_one_sentence(run, arguments, value):
     assert [path.name for path in Path().iterdir()] == ["source"]
 
 
-def start(folder, *arguments):
-    """The command in a process of its own, once it has written some tokens."""
-    command = [sys.executable, ROOT / "scripts/tokenize_data.py", "--tokenizer", "bytes"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [*command, *arguments], cwd=folder, env=environment, text=True, stderr=subprocess.PIPE, start_new_session=True
-    )
-    while not any(path.stat().st_size > 2**20 for path in folder.glob("data/.*/train*")):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.005)
-    return process
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_ctrl_c_leaves_nothing(tmp_path):
-    process = start(tmp_path)
+    command = [sys.executable, ROOT / "scripts/tokenize_data.py", "--tokenizer", "bytes"]
+    how = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "start_new_session": True}
+    process = subprocess.Popen(command, text=True, stderr=subprocess.PIPE, **how)
+    while not any(path.stat().st_size > 2**20 for path in tmp_path.glob("data/.*/train*")):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.005)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate()
     assert (process.returncode, err) == (130, "tokenize_data: interrupted; nothing was written\n")

@@ -14,7 +14,6 @@ import torch
 
 from cs336_systems.distributed import background_checkpoint
 from cs336_systems.distributed.checkpoint import complete_checkpoints
-from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining import preparation, run_log, trainer
 from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.export import export
@@ -36,33 +35,21 @@ from cs336_systems.pretraining.run_records import (
 from cs336_systems.pretraining.trainer import NonFiniteStep, train
 from cs336_systems.training import TrainStep
 from tests.pretraining.runs import Kept
-from tests.pretraining.trained import EXPLODING, losses_and_norms, options, write_dataset
+from tests.pretraining.trained import (
+    EXPLODING,
+    assert_equal_weights,
+    copy_until,
+    losses_and_norms,
+    options,
+    said_by,
+)
 
 
 @pytest.fixture(scope="module")
-def alone():
-    with joined("cpu") as rank:
-        yield rank
-
-
-@pytest.fixture(scope="module")
-def whole(alone, tmp_path_factory):
+def whole(alone, folder):
     """A folder with data, and a run of ten steps with a checkpoint after each."""
-    folder = tmp_path_factory.mktemp("whole")
-    write_dataset(folder / "data")
     train(options(folder, save_every=1, keep_last=20), alone)
     return folder
-
-
-def weights(folder):
-    return load_weights(folder).weights
-
-
-def assert_equal_weights(one, other):
-    one, other = weights(one), weights(other)
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
 
 
 @pytest.mark.slow
@@ -85,16 +72,13 @@ def test_a_run_learns_and_says_so(whole):
 
 @pytest.mark.slow
 def test_a_run_that_resumes_is_the_run_that_was_not_interrupted_and_keeps_some_checkpoints(whole, alone, tmp_path):
-    shutil.copytree(whole / "run", tmp_path / "run")
-    for later in range(5, 11):
-        shutil.rmtree(tmp_path / "run" / f"step-{later:08d}")
+    copy_until(4, whole / "run", tmp_path / "run")
     outcome = train(options(tmp_path, data=whole / "data", save_every=1, keep_last=2, keep_every=4), alone)
     assert (outcome.first_step, outcome.steps, outcome.reason) == (4, 10, "done")
     assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
     assert_equal_weights(tmp_path / "run", whole / "run")
     assert not list((tmp_path / "run").glob(".*"))
-    (said,) = read_run(tmp_path / "run" / LOG).all(Message)
-    assert said.text == "unlike the session before: --keep-last 2 (20), --keep-every 4 (None)"
+    assert said_by(tmp_path / "run") == ["unlike the session before: --keep-last 2 (20), --keep-every 4 (None)"]
     stay = [path.name for path in complete_checkpoints(tmp_path / "run")]
     assert stay == [f"step-{step:08d}" for step in (4, 8, 9, 10)]
 
@@ -120,26 +104,24 @@ def test_a_run_goes_on_from_a_step_of_another_which_stays_as_it_is(whole, alone,
     outcome = train(replace(asked, walltime=1e-9), alone)
     assert (outcome.first_step, outcome.reason) == (4, "walltime")
     assert there() == before
-    said = [one.text for one in read_run(tmp_path / "run" / LOG).all(Message)]
-    assert said == [f"goes on from {source}", "unlike the session before: --save-every 3 (1)"]
+    said = [f"goes on from {source}", "unlike the session before: --save-every 3 (1)"]
+    assert said_by(tmp_path / "run") == said
     outcome = train(asked, alone)  # the same command goes on from its own checkpoint
     assert outcome.first_step > 4 and outcome.steps == 10
-    assert len(read_run(tmp_path / "run" / LOG).all(Message)) == 2
+    assert said_by(tmp_path / "run") == said
     steps = read_run(tmp_path / "run" / LOG).all(LoggedStep)
     assert [(one.loss, one.norm) for one in steps] == losses_and_norms(whole / "run")[4:]
     assert_equal_weights(tmp_path / "run", whole / "run")
     newest = options(whole, out=tmp_path / "more", resume_from=whole / "run", steps=12, keep_best=True)
     outcome = train(newest, alone)  # where the loss of the other run's best does not count
     assert (outcome.first_step, outcome.steps, outcome.best_step) == (10, 12, 12)
-    _, changed = read_run(tmp_path / "more" / LOG).all(Message)
-    assert changed.text.startswith("unlike the session before: --steps 12 (10), ")
+    _, changed = said_by(tmp_path / "more")
+    assert changed.startswith("unlike the session before: --steps 12 (10), ")
 
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_which_the_log_says(whole, alone, tmp_path, recwarn):
-    shutil.copytree(whole / "run", tmp_path / "run")
-    for later in (9, 10):
-        shutil.rmtree(tmp_path / "run" / f"step-{later:08d}")
+    copy_until(8, whole / "run", tmp_path / "run")
     with next((tmp_path / "run" / "step-00000008").glob("*.safetensors")).open("r+b") as file:
         file.seek(5000)
         file.write(b"other")
@@ -166,9 +148,7 @@ def test_a_run_that_is_done_is_left_and_one_that_resumes_has_its_own_hyperparame
 @pytest.mark.slow
 def test_a_run_that_resumes_with_other_steps_says_what_that_changes(whole, alone, tmp_path):
     """As on another number of ranks: 249 sequences, of which 8 steps take 8 and 2 steps take 6."""
-    shutil.copytree(whole / "run", tmp_path / "run")
-    for later in (9, 10):
-        shutil.rmtree(tmp_path / "run" / f"step-{later:08d}")
+    copy_until(8, whole / "run", tmp_path / "run")
     train(options(tmp_path, data=whole / "data", batch_size=6, save_every=1), alone)
     messages = read_run(tmp_path / "run" / LOG).all(Message)
     (said,) = (message for message in messages if "tokens now" in message.text)
@@ -209,8 +189,7 @@ def test_a_run_that_is_told_to_end_makes_the_step_that_is_queued_next_and_no_mor
     monkeypatch.setattr(TrainStep, "__call__", told_in_the_fourth)
     outcome = train(options(whole, out=tmp_path / "run", zero=1, evaluate_every=None), alone)
     assert (outcome.reason, outcome.steps) == ("terminated", 5)
-    said = [message.text for message in read_run(tmp_path / "run" / LOG).all(Message)]
-    assert any("--zero 1 shards nothing" in text for text in said)
+    assert any("--zero 1 shards nothing" in text for text in said_by(tmp_path / "run"))
 
 
 @pytest.mark.slow
@@ -289,22 +268,6 @@ def test_the_best_is_kept_and_a_run_without_gain_ends(whole, alone, tmp_path, mo
     assert [one.name for one in complete_checkpoints(asked.out)] == ["step-00000007", "step-00000010"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"keep_best": True, "evaluate_every": None}, "--keep-best and --stop-after-no-gain need evaluations"),
-        ({"stop_after_no_gain": 2, "evaluate_every": None}, "--keep-best and --stop-after-no-gain need evaluations"),
-        (
-            {"keep_best": True, "save_every": None, "export": False},
-            "--keep-best needs checkpoints, and --save-every is",
-        ),
-    ],
-)
-def test_what_is_best_needs_evaluations_and_checkpoints(tmp_path, changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        options(tmp_path, **changes).check()
-
-
 @pytest.mark.slow
 def test_a_z_loss_is_learned_and_not_evaluated(whole, alone, tmp_path):
     asked = options(tmp_path, data=whole / "data", keep="all", steps=1, warmup_steps=0, learning_rate=0.0)
@@ -381,8 +344,7 @@ def test_what_cannot_go_on_is_said_and_nothing_lost(whole, alone, tmp_path):
 def test_a_run_in_fp8_resumes_to_the_bit(whole, alone, tmp_path):
     fp8 = {"data": whole / "data", "matmul_dtype": "e4m3", "gradient_dtype": "e5m2", "fp8_skip_first": 1}
     train(options(tmp_path, **fp8, out=tmp_path / "whole", accumulate=2), alone)
-    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
-    shutil.rmtree(tmp_path / "resumed" / "step-00000010")
+    copy_until(5, tmp_path / "whole", tmp_path / "resumed")
     assert train(options(tmp_path, **fp8, out=tmp_path / "resumed", accumulate=2), alone).first_step == 5
     in_fp8, stored = losses_and_norms(tmp_path / "whole"), losses_and_norms(whole / "run")
     assert losses_and_norms(tmp_path / "resumed") == in_fp8 != stored

@@ -10,10 +10,9 @@ from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import Evaluation
 from cs336_systems.pretraining.trainer import train
-from tests.pretraining.test_trainer import assert_equal_weights
-from tests.pretraining.trained import losses_and_norms, write_chat, write_dataset
+from tests.pretraining.trained import assert_equal_weights, losses_and_norms, write_chat, write_dataset
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 SMALL = {"size": "small", "context_length": 512, "batch_size": 4, "accumulate": 2, "steps": 10, "warmup_steps": 2}
 SMALL |= {"evaluate_every": None, "save_every": 10, "log_every": 50, "export": False}

@@ -10,21 +10,25 @@ import torch
 
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
-from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.loader import epoch_order
 from cs336_systems.pretraining.trainer import train
 from tests.distributed.checks import on_gpus, spawn
-from tests.pretraining.trained import EXPLODING, losses_and_norms, options, train_each, write_dataset
+from tests.pretraining.trained import (
+    EXPLODING,
+    assert_equal_weights,
+    losses_and_norms,
+    options,
+    train_each,
+    write_dataset,
+)
 
 ZEROS = (0, 1, 2, 3)
 SPLITS = {"alone": 8, "halves": 4, "quarters": 2, "eighths": 1}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(folder):
     """Runs by their folders' names: of one process, with batches dealt out in several ways; of two ranks; of both."""
-    folder = tmp_path_factory.mktemp("ranks")
-    write_dataset(folder / "data")
 
     def of(name, **changes):
         rows = {"batch_size": 4, "total_batch_tokens": 128}
@@ -116,8 +120,7 @@ def test_all_ranks_stop_at_a_step_that_is_not_finite(trained):
 def test_the_same_bits_in_two_commands_and_by_copies(trained):
     for one, other in (("two-3", "same-3"), ("two-3", "copied")):
         assert losses_and_norms(trained / other) == losses_and_norms(trained / one)
-        whole, found = load_weights(trained / one).weights, load_weights(trained / other).weights
-        assert all(torch.equal(tensor, found[name]) for name, tensor in whole.items())
+        assert_equal_weights(trained / one, trained / other)
 
 
 @pytest.mark.slow

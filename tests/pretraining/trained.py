@@ -1,16 +1,22 @@
 """Small data, and runs of a small model that learns them in a few steps."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 
+from cs336_systems.distributed.checkpoint import complete_checkpoints
+from cs336_systems.distributed.checkpoint_folder import name_of
 from cs336_systems.distributed.process_group import Rank
+from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.dataset import ANSWER, BEGIN, TokenFile, TokenStream, TokenWriter, describe
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_log import LOG, read_run
-from cs336_systems.pretraining.run_records import LoggedStep
+from cs336_systems.pretraining.run_records import LoggedStep, Message
 from cs336_systems.pretraining.tokenizer import ByteTokenizer
 from cs336_systems.pretraining.trainer import NonFiniteStep, Outcome, train
 
@@ -57,6 +63,26 @@ EXPLODING = {"learning_rate": 1e36, "warmup_steps": 0, "weight_decay": 0.0, "sav
 """After one step no gradient is finite."""
 
 
+def copy_until(step: int, run: Path, out: Path) -> None:
+    """Copy a run as it was when it was killed after this checkpoint."""
+    shutil.copytree(run, out)
+    for checkpoint in complete_checkpoints(out):
+        if checkpoint.name > name_of(step):
+            shutil.rmtree(checkpoint)
+
+
+def said_by(run: Path) -> list[str]:
+    """The messages in a run's log."""
+    return [message.text for message in read_run(run / LOG).all(Message)]
+
+
+def assert_equal_weights(one: Path, other: Path) -> None:
+    ours, theirs = (load_weights(run).weights for run in (one, other))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
 def losses_and_norms(folder: Path) -> list[tuple[float, float]]:
     """Loss and norm of each step that holds, in order."""
     steps = read_run(folder / LOG).all(LoggedStep)
@@ -73,6 +99,13 @@ def train_each(rank: Rank, runs: list[TrainOptions]) -> list[Outcome | str]:
         except NonFiniteStep as error:
             outcomes.append(str(error))
     return outcomes
+
+
+def refused(rank: Rank, run: TrainOptions) -> str:
+    """Why a run is refused, for ranks."""
+    with pytest.raises(ValueError) as refusal:
+        train(run, rank)
+    return str(refusal.value)
 
 
 def write_chat(folder: Path, lengths: Sequence[int] = LENGTHS, held_out: Sequence[int] = (9, 14, 5)) -> Path:

@@ -7,23 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.config import MODEL_SIZES, phase_of
+from cs336_systems.config import phase_of
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.kernels.linear_cross_entropy import IGNORED
 from cs336_systems.ranks import Parallel
-from cs336_systems.training import TrainingCase, TrainStep, assemble, random_batch
+from cs336_systems.training import TrainingCase, assemble, random_batch
 from tests.distributed.checks import checks_of, on_each
+from tests.training.shared import CONFIG, Shared, passes
 
-CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", d_model=32, d_ff=64, vocab_size=97, context_length=16)
 WHOLE = TrainingCase.of(CONFIG, batch_size=12)
-
-
-def passes(step: TrainStep, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """The gradients before the optimizer."""
-    for name, phase in step.phases("step", *batch).items():
-        if name != "optimizer":
-            phase()
-    return [parameter.grad for parameter in step.model.parameters()]
 
 
 def in_parts(n: int, **fields: object) -> TrainingCase:
@@ -60,9 +52,7 @@ def ignoring(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def check_every_target_weighs_the_same(rank: Rank) -> None:
     for how, n in ((Parallel(), 1), (Parallel("bucketed"), 2)):
         batch, whole = ignoring(random_batch(WHOLE)), assemble(replace(WHOLE, keep="products"))
-        parts = assemble(
-            type("Shared", (TrainingCase,), {"parallel": how}).of(CONFIG, batch_size=2, keep="products"), rank
-        )
+        parts = assemble(Shared.of(CONFIG, how=how, batch_size=2, keep="products"), rank)
         parts.accumulate = 6 // n
         parts.counted_over = None if n == 1 else dist.group.WORLD
         own = batch if n == 1 else tuple(each.chunk(2)[rank.rank] for each in batch)

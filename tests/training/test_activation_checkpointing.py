@@ -8,23 +8,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336_systems.config import MODEL_SIZES, ModelConfig
+from cs336_systems.config import ModelConfig
 from cs336_systems.costs.checkpointing import make_plan, recomputed_blocks
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.training import TrainingCase, TrainStep, assemble
 from cs336_systems.training.activation_checkpointing import checkpointed_stack
+from tests.training import shared
+from tests.training.shared import batch
 
-CONFIG = replace(
-    MODEL_SIZES["tiny"], name="five", d_model=32, d_ff=64, vocab_size=97, context_length=16, n_layers=5, n_kv_heads=2
-)
+CONFIG = replace(shared.CONFIG, name="five", n_layers=5, n_kv_heads=2)
 SELECTIVE = ("keep-matmuls", "keep-attention")
 POLICIES = ("full", "every-2", "first-3", "recursive", *SELECTIVE)
-
-
-def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids, targets = torch.randint(CONFIG.vocab_size, (2, 2, 16), generator=generator)
-    return ids, targets
 
 
 def after_backward(

@@ -1,13 +1,13 @@
 """An optimizer that steps under backward leaves the bits of one that steps after it, and no gradients in between."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.case import TrainingCase, Unsupported
-from cs336_systems.config import MODEL_SIZES, PRECISIONS
+from cs336_systems.case import Unsupported
+from cs336_systems.config import PRECISIONS
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.ranks import Parallel
@@ -16,34 +16,25 @@ from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.step import TrainStep
 from tests.distributed.checks import checks_of, on_each
 from tests.kernels.interpreter import interpret_without_gpu
+from tests.training.shared import CONFIG, Shared
 
-CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", d_model=32, d_ff=64, vocab_size=97, context_length=16)
 TIED = replace(CONFIG, tie_embeddings=True)
 STEPS = 3
 
 
-@dataclass(frozen=True)
-class Sharded(TrainingCase):
-    update: str = "after-backward"
-    how: str = "fsdp"
-    context: int = 1
-
-    @property
-    def parallel(self) -> Parallel:
-        return Parallel(self.how, update=self.update, context=self.context)
-
-
+UNDER = Parallel("fsdp", update="under-backward")
 CASES = (
-    Sharded.of(CONFIG, optimizer="torch-fused"),
-    Sharded.of(CONFIG, dtype="bf16", keep="products-residual"),
-    Sharded.of(TIED, dtype="bf16", accumulate=2),
-    Sharded.of(TIED, keep="input", checkpoint="none"),
-    Sharded.of(CONFIG, checkpoint="full"),
-    Sharded.of(TIED, keep="products", context=2),
+    Shared.of(CONFIG, how=UNDER, optimizer="torch-fused"),
+    Shared.of(CONFIG, how=UNDER, dtype="bf16", keep="products-residual"),
+    Shared.of(TIED, how=UNDER, dtype="bf16", accumulate=2),
+    Shared.of(TIED, how=UNDER, keep="input", checkpoint="none"),
+    Shared.of(CONFIG, how=UNDER, checkpoint="full"),
+    Shared.of(TIED, how=replace(UNDER, context=2), keep="products"),
 )
+PLAIN = Shared.of(CONFIG, how=UNDER)
 
 
-def trained(case: Sharded, rank: Rank) -> tuple[list[float], list[Tensor]]:
+def trained(case: Shared, rank: Rank) -> tuple[list[float], list[Tensor]]:
     step = assemble(case, rank)
     losses = [step(*random_batch(replace(case, seed=seed), rank)).item() for seed in range(STEPS)]
     assert isinstance(step.model, FSDP)
@@ -52,7 +43,8 @@ def trained(case: Sharded, rank: Rank) -> tuple[list[float], list[Tensor]]:
 
 def check_same_bits_as_after_backward(rank: Rank) -> None:
     for case in CASES:
-        after, under = (trained(replace(case, update=update), rank) for update in ("after-backward", "under-backward"))
+        plain = replace(case, how=replace(case.how, update="after-backward"))
+        after, under = (trained(each, rank) for each in (plain, case))
         assert after[0] == under[0], case
         assert all(map(torch.equal, after[1], under[1])), case
 
@@ -63,8 +55,8 @@ def check_shards_are_the_wholes_bits(rank: Rank) -> None:
     from cs336_systems.kernels import adamw
 
     adamw.BLOCK = adamw.CHUNK  # the same bits, and fewer blocks to interpret
-    case = Sharded.of(CONFIG, dtype="bf16", keep="products", optimizer="fused", update="under-backward")
-    alone, ours = assemble(replace(case, how="none", update="after-backward")), assemble(case, rank)
+    case = Shared.of(CONFIG, how=UNDER, dtype="bf16", keep="products", optimizer="fused")
+    alone, ours = assemble(replace(case, how=Parallel())), assemble(case, rank)
     for seed in range(STEPS):
         batch = random_batch(replace(case, seed=seed))
         assert alone(*batch).item() == ours(*batch).item()
@@ -72,7 +64,7 @@ def check_shards_are_the_wholes_bits(rank: Rank) -> None:
 
 
 def check_shards_are_updated_while_backward_runs(rank: Rank) -> None:
-    step = assemble(Sharded.of(CONFIG, update="under-backward"), rank)
+    step = assemble(PLAIN, rank)
     stepped, most = [], 0
     inner = step.optimizer.step
 
@@ -83,7 +75,7 @@ def check_shards_are_updated_while_backward_runs(rank: Rank) -> None:
         return inner(*args, **kwargs)
 
     step.optimizer.step = counted
-    forward, backward, optimizer = step.phases("step", *random_batch(step_case(), rank)).values()
+    forward, backward, optimizer = step.phases("step", *random_batch(PLAIN, rank)).values()
     forward()
     assert not stepped
     backward()
@@ -95,13 +87,9 @@ def check_shards_are_updated_while_backward_runs(rank: Rank) -> None:
     assert len(stepped) == CONFIG.n_layers + 3, "and what is replicated"
 
 
-def step_case() -> Sharded:
-    return Sharded.of(CONFIG)
-
-
 def check_a_second_gradient_is_refused_on_every_rank(rank: Rank) -> None:
-    step = assemble(Sharded.of(CONFIG, update="under-backward"), rank)
-    batch = random_batch(step_case(), rank)
+    step = assemble(PLAIN, rank)
+    batch = random_batch(PLAIN, rank)
     step.loss_of(*batch).backward()
     with pytest.raises(RuntimeError, match=r"lm_head.weight has a second gradient .*--update after-backward"):
         step.loss_of(*batch).backward()
@@ -109,11 +97,11 @@ def check_a_second_gradient_is_refused_on_every_rank(rank: Rank) -> None:
 
 def check_what_needs_all_gradients_is_refused(rank: Rank) -> None:
     with pytest.raises(Unsupported, match="update under-backward works on the shards of wrapper fsdp, got bucketed"):
-        assemble(Sharded.of(CONFIG, how="bucketed", update="under-backward"), rank)
-    step = assemble(Sharded.of(CONFIG, update="under-backward"), rank)
+        assemble(replace(PLAIN, how=replace(UNDER, wrapper="bucketed")), rank)
+    step, batch = assemble(PLAIN, rank), random_batch(PLAIN, rank)
     with pytest.raises(ValueError, match="mode backward takes no optimizer steps"):
-        step.phases("backward", *random_batch(step_case(), rank))
-    assert list(step.phases("forward", *random_batch(step_case(), rank))) == ["forward"]
+        step.phases("backward", *batch)
+    assert list(step.phases("forward", *batch)) == ["forward"]
 
 
 test_on_two_ranks = pytest.mark.slow(on_each(2, checks_of(globals()), world=__name__))

@@ -24,6 +24,7 @@ from cs336_systems.training.cuda_graph import CapturedStep
 from cs336_systems.training.step import masked_cross_entropy
 from tests.distributed.checks import on_gpus, on_ranks, spawn
 from tests.training.emulated_graph import EmulatedGraph, emulate
+from tests.training.shared import Shared
 
 CONFIG = replace(MODEL_SIZES["tiny"], name="tiniest", d_model=16, d_ff=32, n_layers=1, vocab_size=31, context_length=8)
 SHARED = replace(CONFIG, vocab_size=32, n_kv_heads=2)
@@ -159,18 +160,10 @@ def test_other_modes_and_shapes_are_refused(monkeypatch):
         captured(ids[:1], targets[:1])
 
 
-@dataclass(frozen=True)
-class Sharing(TrainingCase):
-    """Two ranks that share matrices."""
-
-    @property
-    def parallel(self) -> Parallel:
-        return Parallel(tensor=2)
-
-
 def replayed_on_tensor_ranks(rank: Rank, **fields) -> int:
     """Train both steps on these ranks, with clipping; returns how many graphs hold collectives."""
-    case = replace(Sharing.of(SHARED, batch_size=2, keep="products", optimizer="torch-fused"), **fields)
+    plain = {"how": Parallel(tensor=2), "batch_size": 2, "keep": "products", "optimizer": "torch-fused"}
+    case = Shared.of(SHARED, **plain | fields)
     with pytest.MonkeyPatch.context() as patch:
         if rank.device.type == "cpu":
             emulate(patch)
@@ -203,10 +196,6 @@ def test_collectives_of_tensor_ranks_are_replayed_on_gpus(world_size, device):
     assert spawn(partial(replayed_on_tensor_ranks, **how), world_size, device=device) == [2, 2]
 
 
-def on_gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
-
-
 FUSED = {"dtype": "bf16", "optimizer": "fused"}
 CASES = {
     "bf16, torch": {"dtype": "bf16", "optimizer": "torch-fused"},
@@ -228,7 +217,7 @@ def gpu_pair(kind: type[TrainingCase] = TrainingCase, **fields: object) -> tuple
     return captured, assemble(case), case
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "compiled" in n else n for n in CASES])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_ten_captured_steps_are_uncaptured_ones_on_a_gpu(name, tied):
@@ -238,7 +227,7 @@ def test_ten_captured_steps_are_uncaptured_ones_on_a_gpu(name, tied):
     assert (captured._update_graph is not None) == (CASES[name]["optimizer"] == "fused")
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["same", "e4m3"])
 def test_adapters_are_replayed_on_a_gpu(recipe):
     how = FUSED | {"attention": "flash", "kernels": "fused", "keep": "products", "accumulate": 2}
@@ -247,7 +236,7 @@ def test_adapters_are_replayed_on_a_gpu(recipe):
     assert captured._passes_graph is not None and captured._update_graph is not None
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["flash", "hopper"])
 def test_packed_conversations_are_replayed_on_a_gpu(attention):
     if attention == "hopper" and torch.cuda.get_device_capability()[0] != 9:
@@ -262,7 +251,7 @@ def test_packed_conversations_are_replayed_on_a_gpu(attention):
     assert captured._passes_graph is not None and captured._update_graph is not None
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_a_schedule_and_clipping_are_replayed_and_nobody_waits_for_the_device():
     """As a trainer steps: from the fourth on whole steps are replayed, and the host asks the device for nothing."""
     case = TrainingCase.of(CONFIG, device="cuda", batch_size=2, accumulate=2, **FUSED)
@@ -290,7 +279,7 @@ def test_a_schedule_and_clipping_are_replayed_and_nobody_waits_for_the_device():
     assert None not in graphs and graphs == (steps[0]._passes_graph, steps[0]._update_graph)
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_what_cannot_be_captured_is_one_sentence_and_the_process_goes_on():
     """In a process of its own, as a capture that fails may leave traces."""
     result = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True)

@@ -1,7 +1,7 @@
 """Peaks that a dry run predicts, against steps that really run on a CPU, arithmetic and, on a GPU, measurements."""
 
 import gc
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from cs336_systems.ranks import Parallel
 from cs336_systems.training import assemble, random_batch
 from cs336_systems.training.dry_run import dry_run
 from tests.live_bytes import LiveBytes
+from tests.training.shared import Shared
 
 GIB = 2**30
 SMALL = ModelConfig("small", d_model=128, d_ff=352, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=512, qkv_bias=True)
@@ -26,33 +27,13 @@ QWEN3 = replace(SMALL, qkv_bias=False, qk_norm=True, head_dim=64)
 FUSED = {"dtype": "bf16", "attention": "hopper", "optimizer": "fused", "kernels": "fused"}
 
 
-@dataclass(frozen=True)
-class Shared(TrainingCase):
-    """Of ranks that share parameters."""
-
-    prefetch: int = 1
-    update: str = "after-backward"
-
-    @property
-    def parallel(self) -> Parallel:
-        return Parallel("fsdp", prefetch=self.prefetch, update=self.update)
+SHARDED = Parallel("fsdp")
 
 
-@dataclass(frozen=True)
-class Tensor(TrainingCase):
-    """Two ranks that share matrices."""
-
-    by: str = "collectives"
-
-    @property
-    def parallel(self) -> Parallel:
-        return Parallel(tensor=2, tensor_by=self.by)
-
-
-def fused(config: ModelConfig = SMALL, kind: type[TrainingCase] = TrainingCase, **how) -> TrainingCase:
+def fused(config: ModelConfig = SMALL, **how) -> TrainingCase:
     """A case of a CPU, where every byte counts and no workspace does."""
     shape = {"size": config, "context_length": config.context_length, "batch_size": 2, "keep": "all"}
-    return kind(**(FUSED | shape | how))
+    return Shared(**(FUSED | shape | how))
 
 
 # ---- steps that really run
@@ -142,7 +123,7 @@ def test_levels_differ_by_what_they_keep(config, recipe):
 
 @pytest.mark.parametrize(
     ("case", "mode"),
-    [(fused(device="cuda"), "step"), (fused(kind=Shared), "backward")],
+    [(fused(device="cuda"), "step"), (fused(how=SHARDED), "backward")],
 )
 def test_the_parts_of_a_peak_add_up_and_it_is_the_largest_moment(case, mode):
     peak = dry_run(case, mode, world_size=2)
@@ -187,18 +168,19 @@ def test_gradients_and_inputs_on_the_host_leave_the_device():
 def test_half_of_the_states_on_each_of_two_ranks():
     """What is whole for a while is at most two units' weights."""
     config, recipe = replace(SMALL, n_layers=5), {"matmul_dtype": "e4m3"}
-    peaks = {n: dry_run(fused(config, Shared, keep="input", **recipe), world_size=n) for n in (2, 4)}
+    peaks = {n: dry_run(fused(config, how=SHARDED, keep="input", **recipe), world_size=n) for n in (2, 4)}
     assert peaks[2].parts["optimizer state"] == pytest.approx(2 * peaks[4].parts["optimizer state"], rel=0.05)
     units = 2 * max(config.n_block_parameters, config.vocab_size * config.d_model)
     assert 0 < peaks[2].parts["gathered parameters"] <= 2 * units + 4096
-    early = dry_run(fused(config, Shared, keep="input", update="under-backward", **recipe), world_size=2)
+    under = replace(SHARDED, update="under-backward")
+    early = dry_run(fused(config, how=under, keep="input", **recipe), world_size=2)
     assert early.n_bytes < peaks[2].n_bytes
 
 
 @pytest.mark.parametrize("by", ["collectives", "copies"])
 def test_tensor_ranks_keep_norms_of_all_rows_in_eight_bits(by):
     """The transposes of both norms and of SwiGLU's product, with a scale each."""
-    case = fused(SMALL, Tensor, by=by, matmul_dtype="e4m3")
+    case = fused(how=Parallel(tensor=2, tensor_by=by), matmul_dtype="e4m3")
     at_loss = {keep: dry_run(replace(case, keep=keep), world_size=2).moments["loss"] for keep in ("all", "products")}
     n_rows = case.batch_size * case.context_length
     assert at_loss["all"] - at_loss["products"] == SMALL.n_layers * (
@@ -210,10 +192,10 @@ def test_nothing_is_left_behind():
     """A process group that was joined stays the default one, and kernels compute again."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        dry_run(fused(kind=Shared), world_size=4)
+        dry_run(fused(how=SHARDED), world_size=4)
         assert dist.get_world_size() == 1 and computes()
         with pytest.raises(ValueError, match="unknown mode 'train'"):
-            dry_run(fused(kind=Shared), "train", world_size=4)
+            dry_run(fused(how=SHARDED), "train", world_size=4)
         ones = torch.ones(1)
         dist.all_reduce(ones)
         assert ones.item() == 1 and computes()
@@ -225,7 +207,6 @@ def test_nothing_is_left_behind():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     ("size", "n_layers", "context_length", "how"),
     [

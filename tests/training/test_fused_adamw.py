@@ -12,6 +12,8 @@ from cs336_systems.kernels.grad_norm import grad_norm
 from cs336_systems.training import AdamW
 from cs336_systems.training.fused_adamw import FusedAdamW
 from tests.kernels.against_fp64 import check_refused, error
+from tests.training import shared
+from tests.training.shared import flat, run, same_bits, set_gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -19,28 +21,7 @@ SHAPES = [(7, 5), (3,), (), (0,), (2, 3, 4), (1100,)]
 
 
 def parameters(dtype: torch.dtype, shapes: list[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in shapes]
-
-
-def set_gradients(params: list[nn.Parameter], step: int) -> None:
-    generator = torch.Generator().manual_seed(1000 + step)
-    for parameter in params:
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(DEVICE, parameter.dtype)
-
-
-def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range, **kwargs) -> None:
-    for step in steps:
-        set_gradients(params, step)
-        optimizer.step(**kwargs)
-
-
-def flat(params: list[nn.Parameter]) -> Tensor:
-    return torch.cat([parameter.detach().double().flatten() for parameter in params])
-
-
-def same_bits(left: list[nn.Parameter], right: list[nn.Parameter]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    return shared.parameters(shapes, dtype, DEVICE)
 
 
 def scale_to(norm: Tensor, max_norm: float) -> Tensor:

@@ -54,7 +54,6 @@ def test_steps_are_the_same_bits(on_the_device, offload, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("offload", ["gradients", "master-m-v-gradients-residual"])
 def test_steps_in_bf16_with_masters_are_the_same_bits(offload, monkeypatch):
     monkeypatch.setattr(host_states, "BATCH_ELEMENTS", 512)

@@ -9,7 +9,8 @@ from cs336_systems.kernels.host_memory import HostLink
 from cs336_systems.training import host_states
 from cs336_systems.training.fused_adamw import FusedAdamW
 
-from .test_fused_adamw import BF16, DEVICE, FP32, groups, parameters, run, same_bits, set_gradients
+from .shared import same_bits
+from .test_fused_adamw import BF16, DEVICE, FP32, groups, parameters, run, set_gradients
 
 STATES = ("exp_avg", "exp_avg_sq", "master")
 

@@ -11,6 +11,7 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.training.muon import MUON, TorchMuon, muon_groups, orthogonalised
 from cs336_systems.training.optimizer import AdamW
 from tests.kernels.interpreter import interpret_without_gpu
+from tests.training.shared import same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(48, 32), (16, 40), (24, 24), (30, 8), (20,)]
@@ -56,10 +57,6 @@ def run(optimizer, params: list[nn.Parameter], steps: range, **kwargs) -> None:
         for parameter, gradient in zip(params, gradients(step), strict=True):
             parameter.grad = gradient.to(parameter.dtype)
         optimizer.step(**kwargs)
-
-
-def same_bits(left: list[nn.Parameter], right: list[nn.Parameter]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 HYPERPARAMETERS = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.3}

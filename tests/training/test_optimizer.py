@@ -1,36 +1,16 @@
 """AdamW against the paper's formula by hand, against torch's own, and as an optimizer that can be saved and resumed."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cs336_systems.training import AdamW
+from tests.training import shared
+from tests.training.shared import flat, run, set_gradients
 
-SHAPES = [(7, 5), (3,), (), (2, 3, 4)]
-
-
-def parameters(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)) for shape in SHAPES]
-
-
-def set_gradients(params: list[nn.Parameter], step: int) -> None:
-    """Gradients of very different sizes, the same in every dtype up to rounding."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    for parameter in params:
-        gradient = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
-        parameter.grad = (gradient * 10.0 ** torch.randint(-3, 2, (), generator=generator)).to(parameter.dtype)
-
-
-def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range) -> None:
-    for step in steps:
-        set_gradients(params, step)
-        optimizer.step()
-
-
-def flat(params: list[nn.Parameter]) -> Tensor:
-    return torch.cat([parameter.detach().double().flatten() for parameter in params])
-
+parameters = partial(shared.parameters, [(7, 5), (3,), (), (2, 3, 4)], torch.float64)
 
 HYPERPARAMETERS = [
     pytest.param({"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.3}, id="strong-decay"),
@@ -50,7 +30,7 @@ def test_many_steps_are_torchs_in_fp64(hyperparameters):
 @pytest.mark.parametrize("hyperparameters", HYPERPARAMETERS[:1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_error_in_narrow_dtypes_stays_within_torchs_own(dtype, hyperparameters):
-    start = [parameter.detach() for parameter in parameters(dtype)]
+    start = [parameter.detach().to(dtype) for parameter in parameters()]
     oracle = [nn.Parameter(tensor.double()) for tensor in start]
     optimizer = torch.optim.AdamW(oracle, foreach=False, fused=False, **hyperparameters)
     for step in range(30):

@@ -5,7 +5,7 @@ with a hand-written backward, which are held against the reference's.
 """
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cs336_systems.case import TrainingCase, Unsupported
-from cs336_systems.config import MODEL_SIZES, ModelConfig
+from cs336_systems.config import ModelConfig
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.traffic import Traffic
@@ -21,8 +21,8 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.ranks import Parallel
 from cs336_systems.training import assemble, random_batch
 from tests.distributed.checks import on_ranks
+from tests.training.shared import CONFIG, Shared
 
-CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", d_model=32, d_ff=64, vocab_size=97, context_length=16)
 LLAMA = replace(CONFIG, name="tinier-llama", n_heads=4, n_kv_heads=2)
 QWEN = replace(LLAMA, name="tinier-qwen", n_kv_heads=1, qkv_bias=True, tie_embeddings=True, rms_norm_eps=1e-6)
 WAYS = (
@@ -31,15 +31,6 @@ WAYS = (
     Parallel("none", optimizer_state="scattered", bucket_size_mb=0.01),
     Parallel("fsdp2", on_host=True),
 )
-
-
-@dataclass(frozen=True)
-class Shared(TrainingCase):
-    how: Parallel = field(default_factory=Parallel)
-
-    @property
-    def parallel(self) -> Parallel:
-        return self.how
 
 
 RUNS = (

@@ -15,7 +15,8 @@ from cs336_systems.training import TrainStep, assemble, random_batch
 from cs336_systems.training.precision import recipe_unsupported_reason
 
 from ..distributed.checks import on_ranks
-from .test_parallel import WAYS, Shared, whole
+from .shared import Shared
+from .test_parallel import WAYS, whole
 
 CONFIG = replace(MODEL_SIZES["tiny"], name="sixteens", d_model=64, d_ff=96, vocab_size=97, context_length=32)
 E4M3 = {"matmul_dtype": "e4m3", "keep": "products", "optimizer": "torch-fused"}

@@ -6,23 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.config import MODEL_SIZES, MODES, PRECISIONS
+from cs336_systems.config import MODES, PRECISIONS
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.training import AdamW, TrainingCase, TrainStep, assemble, cross_entropy
+from tests.training.shared import CONFIG, batch, same_bits
 
-CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", d_model=32, d_ff=64, vocab_size=97, context_length=16)
-CPU_PRECISIONS = ("fp32", "bf16", "autocast-bf16")
-LOGITS_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "autocast-bf16": torch.bfloat16,
-}
-
-
-def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids, targets = torch.randint(CONFIG.vocab_size, (2, 2, 16), generator=generator)
-    return ids, targets
+LOGITS_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast-bf16": torch.bfloat16}
 
 
 def make_step(precision: str = "fp32", **setup) -> TrainStep:
@@ -33,15 +22,11 @@ def weights(step: TrainStep) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in step.model.parameters()]
 
 
-def same_bits(actual: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
-
-
 def gradients(step: TrainStep) -> list[Tensor | None]:
     return [parameter.grad for parameter in step.model.parameters()]
 
 
-@pytest.mark.parametrize("precision", CPU_PRECISIONS)
+@pytest.mark.parametrize("precision", LOGITS_DTYPES)
 def test_what_each_phase_leaves_behind(precision):
     """Forward keeps nothing for backward, backward drops its gradients, and a step clears them in its last phase."""
     step, seen = make_step(precision), []
