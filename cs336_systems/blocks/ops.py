@@ -236,7 +236,7 @@ def attention_merge_(o_BHSE: Tensor, lse_BHS: Tensor, part_o_BHSE: Tensor, part_
     """Let o and lse, of softmax over some keys, become those over these and others, whose output and lse are given."""
     both = torch.logaddexp(lse_BHS, part_lse_BHS)
     own, other = (torch.exp(lse - both)[..., None] for lse in (lse_BHS, part_lse_BHS))
-    o_BHSE.copy_(_widened(o_BHSE) * own + _widened(part_o_BHSE) * other)
+    o_BHSE.copy_(widened(o_BHSE) * own + widened(part_o_BHSE) * other)
     lse_BHS.copy_(both)
 
 
