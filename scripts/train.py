@@ -275,6 +275,7 @@ def _conclude(options: TrainOptions, outcome: Outcome, logs: list[Path], started
     summaries = map(summary, read_runs(logs).values())
     line |= max(summaries, key=lambda figures: figures["steps"])
     line |= {"reason": outcome.reason, "resumed_at": outcome.first_step}
+    line |= {"complaint": outcome.complaint} if outcome.complaint else {}
     print(json.dumps(line | {"s": round(time.perf_counter() - started, 2)}))
     return code
 

@@ -150,8 +150,8 @@ class CardPlan:
         """Return the plan for a run's options.
 
         Raises:
-            ValueError: the card is unknown or has no published peak, a step is no whole number of sequences, or the
-                options ask for steps that are not planned.
+            ValueError: the card is unknown or has no published peak, a step is no whole number of sequences, GPUs
+                cannot be divided into tensor ranks, or the options ask for steps that are not planned.
         """
         hardware = hardware_named(asked.gpu)
         hardware.peaks("bf16")
@@ -162,6 +162,8 @@ class CardPlan:
         if tokens % length:
             raise ValueError(f"--total-batch-tokens {tokens:,} is no whole number of sequences of {length:,}")
         case = replace(options, total_batch_tokens=None).training_case(config, 1)
+        if asked.gpus % options.tensor:
+            raise ValueError(f"--gpus {asked.gpus} cannot be divided into groups of --tensor {options.tensor}")
         if case.dtype != "bf16":
             raise ValueError(f"{PRINT_PLAN} plans steps in bf16 and fp8, and --dtype is {case.dtype}")
         if case.lora is not None:

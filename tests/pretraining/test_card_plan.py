@@ -182,6 +182,7 @@ def test_classes_of_kernels_sum_up_to_the_step():
         ("--gpu peak=100,bandwidth=900,memory=24,speed=2", "'speed' is none of peak"),
         ("--gpu h100 --price-per-gpu-hour -1", "--price-per-gpu-hour must not be negative, got -1"),
         ("--gpu h100 --gpus 0", "--gpus must be positive"),
+        ("--gpu h100 --gpus 3 --tensor 2", "--gpus 3 cannot be divided into groups of --tensor 2"),
         ("--gpu h100 --host-gib nan", "--host-gib must be finite, got nan"),
         ("--gpu h100 --run-tokens many", "--run-tokens: say a number of tokens, such as 100B or 15T, got 'many'"),
         ("--gpu h100 --run-tokens 1KB", "got '1KB'"),

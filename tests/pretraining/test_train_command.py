@@ -14,6 +14,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from cs336_systems.distributed import background_checkpoint
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.pretraining.checkpoint import load_trained, load_weights
 from cs336_systems.pretraining.run_log import LOG, read_run
@@ -164,6 +165,18 @@ def test_a_full_disk_at_the_end_costs_no_figure_and_damaged_checkpoints_are_said
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "run holds no checkpoint that is whole" in err
     assert [marker.read_text() for marker in markers] == ["{"] * 2
+
+
+@pytest.mark.slow
+def test_a_run_whose_last_checkpoint_could_not_be_written_says_so(main, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(background_checkpoint, "write", full)
+    code, out, _ = main(*QUICK, "--steps", "2")
+    said = json.loads(out.splitlines()[-1])
+    fault = "no checkpoint of step 2: [Errno 28] No space left on device"
+    assert (code, said["complaint"], "exported" in said) == (1, fault, False)
 
 
 @pytest.mark.slow
