@@ -9,7 +9,7 @@ from cs336_systems.distributed.process_group import alone, joined
 from cs336_systems.experiments.diloco_measure import Watch, lighthouse
 from cs336_systems.pretraining.agreement import agreement_of, checksum
 from cs336_systems.pretraining.preparation import prepare
-from cs336_systems.pretraining.run_records import LoggedStep
+from cs336_systems.pretraining.run_records import LoggedStep, Model
 from cs336_systems.pretraining.trainer import run_prepared
 from tests.distributed.checks import on_ranks
 
@@ -37,7 +37,7 @@ class Averages(Watch):
             with self._agreement.common_weights():
                 self.common[record.step] = checksum(self._parameters)
             assert checksum(self._parameters) == self.own[record.step]
-            self.sent = self.sent_bytes() - self._before
+            self.sent_by_then = self.sent_bytes() - self._before
             self.last = [parameter.detach().clone() for parameter in self._parameters]
             self.moved = farthest(self.last, self._first)
 
@@ -57,7 +57,9 @@ def train_apart(rank, runs):
             prepared = prepare(asked, own)
             watch = Averages(agreement, prepared)
             run_prepared(prepared, own, watch, agreement=agreement)
-        found.append((watch.common, watch.own, watch.sent, watch.n_parameters, watch.moved, watch.last))
+        found.append(
+            (watch.common, watch.own, watch.sent_by_then, watch.all(Model)[-1].n_parameters, watch.moved, watch.last)
+        )
     return found
 
 
