@@ -184,7 +184,6 @@ def test_what_does_not_fit_is_named(make, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("offset", [0, 70])
 def test_compiled_kernels_are_within_the_budget_of_bf16(name, offset):

@@ -287,7 +287,6 @@ def test_extra_state_is_refused(alone, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_continues_while_its_state_is_written(tmp_path, monkeypatch):
     write, hold = background_checkpoint.write, threading.Event()
     monkeypatch.setattr(background_checkpoint, "write", lambda *arguments: hold.wait(60) and write(*arguments))

@@ -14,8 +14,6 @@ from tests.clock import Clock
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def nothing() -> None:
     pass
@@ -96,7 +94,6 @@ def test_ceilings_are_work_over_time(monkeypatch):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.timing
 def test_time_kernel_agrees_with_tritons_clock():
     from triton.testing import do_bench
@@ -110,7 +107,6 @@ def test_time_kernel_agrees_with_tritons_clock():
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.timing
 def test_phases_hold_the_device_time_of_what_they_launched():
     a, b = (torch.randn(4096, 4096, device=GPU).bfloat16() for _ in range(2))

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 PLACES = [
     pytest.param("cpu", torch.float32, marks=INTERPRETED, id="interpreted"),
-    *(pytest.param("cuda", dtype, marks=ON_GPU) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+    *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
 ]
 """(device, dtype): the interpreter multiplies matrices rightly in fp32 alone."""
 WITH_BF16 = [*PLACES, pytest.param("cpu", torch.bfloat16, marks=INTERPRETED, id="interpreted-bf16")]

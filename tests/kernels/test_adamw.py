@@ -227,11 +227,8 @@ def test_refusals() -> None:
     )
 
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
 class TestOnAGpu:
-    pytestmark = gpu
+    pytestmark = pytest.mark.gpu
 
     def test_beyond_31_bits(self) -> None:
         n = 2**31 + 3 * CHUNK + 5

@@ -11,10 +11,10 @@ from cs336_systems.kernels.quantize import quantize, quantize_blocks
 from cs336_systems.kernels.rms_norm import add_rms_norm_forward, rms_norm_backward
 from cs336_systems.kernels.rotary import rotate_
 from cs336_systems.kernels.swiglu import swiglu, swiglu_backward_
-from tests.kernels.against_fp64 import ON_GPU, random
+from tests.kernels.against_fp64 import random
 from tests.kernels.test_rotary import angles
 
-pytestmark = [*ON_GPU]
+pytestmark = pytest.mark.gpu
 BF16, E4M3, ROWS = torch.bfloat16, torch.float8_e4m3fn, 1024
 
 

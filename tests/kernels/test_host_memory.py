@@ -136,7 +136,6 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_copies_to_and_from_a_gpu():
     device = torch.device("cuda", torch.cuda.current_device())
     host, there = host_slab(2**26, device), device_slab(2**26, device)

@@ -12,11 +12,11 @@ from cs336_systems.kernels.lora_reference import LowRank, expand_
 from cs336_systems.kernels.matmul import product_, swiglu_product_
 from cs336_systems.kernels.products import launch_product
 from cs336_systems.kernels.swiglu import swiglu_forward
-from tests.kernels.against_fp64 import ON_GPU, check, random
+from tests.kernels.against_fp64 import check, random
 
 ODD = (128 * 60 + 8, 200, 1280)
 """Rows and a sum that no tile divides, and tiles enough."""
-PLACES = [pytest.param("cuda", dtype, ODD, marks=ON_GPU) for dtype in (torch.bfloat16, torch.float16)]
+PLACES = [pytest.param("cuda", dtype, ODD, marks=pytest.mark.gpu) for dtype in (torch.bfloat16, torch.float16)]
 
 
 def make(shape: tuple[int, int, int], device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

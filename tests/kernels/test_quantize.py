@@ -12,13 +12,13 @@ from torch import Tensor
 from cs336_systems.kernels import quantize_reference as reference
 from cs336_systems.kernels.quantize import quantize, quantize_blocks, transpose_bytes
 from cs336_systems.kernels.quantize_reference import LARGEST, MIN_ABSMAX, Quantized
-from tests.kernels.against_fp64 import INTERPRETED, ON_GPU, PLACES, check_refused, random
+from tests.kernels.against_fp64 import INTERPRETED, PLACES, check_refused, random
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP32, BF16 = torch.float32, torch.bfloat16
 AWKWARD = [((16, 16), FP32, E5M2), ((16, 272), BF16, E4M3), ((144, 48), FP32, E5M2)]
 """Less than a tile, and a little more than one of columns and of rows; the interpreter takes the one dtype."""
-ON_CPU_AND_GPU = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=ON_GPU)]
+ON_CPU_AND_GPU = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def check_same(found: Quantized, expected: Quantized) -> None:

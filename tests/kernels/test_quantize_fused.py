@@ -13,7 +13,7 @@ from cs336_systems.kernels.rms_norm import add_rms_norm_forward, rms_norm_forwar
 from cs336_systems.kernels.rms_norm_quantize import add_rms_norm_absmax, rms_norm_absmax, rms_norm_quantize
 from cs336_systems.kernels.swiglu import empty_slopes, swiglu_forward
 from cs336_systems.kernels.swiglu_quantize import swiglu_backward_quantize
-from tests.kernels.against_fp64 import INTERPRETED, ON_GPU, PLACES, check_refused, random
+from tests.kernels.against_fp64 import INTERPRETED, PLACES, check_refused, random
 from tests.kernels.test_quantize import AWKWARD, ON_CPU_AND_GPU, check_same
 from tests.kernels.test_swiglu import backward
 
@@ -84,7 +84,7 @@ def test_as_in_two_launches(shape: tuple[int, int], dtype: torch.dtype, fp8: tor
 
 
 @pytest.mark.parametrize("d", [896, 1536, 3584, 4096])
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_norm_at_the_widths_of_models(d: int, device: str) -> None:
     check_norm(**norm_operands(2064, d, device, BF16), fp8=E4M3)
 

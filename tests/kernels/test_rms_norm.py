@@ -16,7 +16,7 @@ from cs336_systems.kernels.rms_norm import (
     rms_norm_forward,
 )
 from cs336_systems.model import ops
-from tests.kernels.against_fp64 import INTERPRETED, ON_GPU, PLACES, check, check_refused, random
+from tests.kernels.against_fp64 import INTERPRETED, PLACES, check, check_refused, random
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 EPS = 1e-5
@@ -91,7 +91,8 @@ def test_rows_that_are_too_long_are_walked_over(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("d", [1024, 1600, 4096, MAX_BLOCK_D, 2 * MAX_BLOCK_D])
 @pytest.mark.parametrize(
-    ("device", "dtype"), [pytest.param("cuda", dtype, marks=ON_GPU) for dtype in (torch.bfloat16, torch.float32)]
+    ("device", "dtype"),
+    [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (torch.bfloat16, torch.float32)],
 )
 def test_repeats_give_the_same_bits(d: int, device: str, dtype: torch.dtype) -> None:
     x, branch, dy, dresidual, weight = make((2049, d), device, dtype)
@@ -101,7 +102,7 @@ def test_repeats_give_the_same_bits(d: int, device: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype"), [("cpu", torch.float16), pytest.param("cuda", torch.bfloat16, marks=ON_GPU)]
+    ("device", "dtype"), [("cpu", torch.float16), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)]
 )
 def test_rounds_where_the_reference_does(device: str, dtype: torch.dtype) -> None:
     """x + branch, and x * rstd before the gain: of equal statistics, to the bit."""

@@ -185,7 +185,6 @@ def test_gradients_are_labelled_where_they_are_accumulated_and_only_inside():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", ["forward", "backward", "step"])
 @pytest.mark.parametrize("precision", ["fp32", "autocast-bf16"])
 def test_the_categories_of_a_step_on_a_gpu(tmp_path, precision, mode):

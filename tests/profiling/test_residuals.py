@@ -79,7 +79,6 @@ def test_a_fused_attention_keeps_no_scores():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast-bf16"])
 def test_a_block_on_a_gpu_keeps_what_is_predicted(precision):
     precision, small = PRECISIONS[precision], MODEL_SIZES["small"]

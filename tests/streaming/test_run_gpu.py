@@ -20,7 +20,7 @@ from tests.distributed.checks import on_gpus, on_ranks
 from tests.distributed.test_messages import check_values, check_who_waits_in_vain_ends
 from tests.streaming.plans import CHUNK, random_plan, random_ring, resident, roomy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 SCALE = 64
 """Of a random plan's tokens: kernels and copies that last long enough to overlap, and keys in several tiles."""

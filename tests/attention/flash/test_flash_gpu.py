@@ -13,7 +13,6 @@ from tests.kernels.against_fp64 import error
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.usefixtures("poisoned", "ieee_products"),
 ]
 flash = partial(results_of, FlashAttention)
