@@ -146,16 +146,16 @@ class Parallel:
     pipeline_schedule: str = option(
         "1f1b",
         "Order in which stages work: gpipe; 1f1b; interleaved, several chunks of blocks a stage; zb-h1, gradients of "
-        "weights put off; zbv, as well, and two chunks a stage in opposite order; dualpipev.",
+        "weights put off; zbv, the same with two chunks a stage in opposite order; dualpipev.",
         values=SCHEDULES,
         shown=True,
     )
     pipeline_chunks: int = option(2, "Chunks of blocks that a stage of the schedule interleaved has.", sign="positive")
     pipeline_by: PipelineBy = option(
         "messages",
-        "Who runs the stages: messages, this suite, whose stages exchange messages beside operations; copies, as well, "
-        "but by copy engines of GPUs on one host (CPUs send messages); torch, torch.distributed.pipelining with --keep "
-        "autograd.",
+        "Who runs the stages: messages and copies, this suite, whose stages send activations beside operations, by "
+        "messages of NCCL or gloo, or by copy engines of GPUs on one host (CPUs send messages); torch, "
+        "torch.distributed.pipelining with --keep autograd.",
         shown=True,
     )
 

@@ -76,7 +76,7 @@ def own_steps() -> tuple[OwnStep, ...]:
 
 
 def committed_rows(part: str, benchmark: str = "benchmark_training") -> "pd.DataFrame":
-    """The rows of a part that were measured."""
+    """The committed rows of a part whose cells succeeded."""
     from cs336_systems.harness.record import read_rows  # brings pandas, which --help need not wait for
 
     rows = read_rows(RESULTS / part / f"{benchmark}.csv")

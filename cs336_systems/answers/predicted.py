@@ -104,7 +104,7 @@ class Engine:
 
 
 def _engine(name: str, shares: Sustained, fitted: tuple[str, ...], ran: Steps, failed: Steps = ()) -> Engine:
-    """An engine by its steps that ran and those that failed; one that ran and is predicted not to fit has no error."""
+    """An engine, from its steps that ran and that failed. A step that is predicted not to fit counts in no error."""
     cards, feasible = {}, {}
     for card in dict.fromkeys(step.card for step in ran):
         own, missing = ([step for step in steps if step.card == card] for steps in (ran, failed))
@@ -226,7 +226,7 @@ _FITTED_CARDS = {"ml_dataflow": ("h100", "rtx3090"), "llm.q": ("H100", "Pro6000"
 
 
 def _percents(errors: "np.ndarray") -> dict[str, float]:
-    """Quantiles of errors without their signs."""
+    """Quantiles of the errors' absolute values, in percent."""
     import numpy as np
 
     shares = {"median %": 0.5, "nine of ten %": 0.9, "largest %": 1.0}

@@ -63,7 +63,7 @@ def put_off(works: Works) -> Iterator[None]:
 
 
 class _BlockFunction(torch.autograd.Function):
-    """``apply(block, kept, names, x, cos, sin, starts, *parameters)``, the latter in the order of their names."""
+    """``apply(block, kept, names, x, cos, sin, starts, *parameters)``, parameters in the order of ``names``."""
 
     @staticmethod
     def forward(

@@ -72,7 +72,8 @@ QUANTIZERS = Quantizers(
 def attention_ops(
     forward_op: Callable[..., Any], backward_op: Callable[..., Any], *options: Callable[[], bool]
 ) -> dict[str, Callable[..., Any]]:
-    """The fields of ``BlockOps`` that are attention, from an operator and one that writes into what it is given.
+    """The fields of ``BlockOps`` for attention, from a forward operator and a backward one that writes its outputs in
+    place.
 
     Args:
         options: functions for the last arguments of ``backward_op``, which are called at each of its calls.

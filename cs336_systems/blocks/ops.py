@@ -233,7 +233,7 @@ def attention_backward(
 
 
 def attention_merge_(o_BHSE: Tensor, lse_BHS: Tensor, part_o_BHSE: Tensor, part_lse_BHS: Tensor) -> None:
-    """Let o and lse, of softmax over some keys, become those over these and others, whose output and lse are given."""
+    """Merge attention over further keys, its output and lse, into o (B, H, S, E) and lse (B, H, S), in place."""
     both = torch.logaddexp(lse_BHS, part_lse_BHS)
     own, other = (torch.exp(lse - both)[..., None] for lse in (lse_BHS, part_lse_BHS))
     o_BHSE.copy_(widened(o_BHSE) * own + widened(part_o_BHSE) * other)

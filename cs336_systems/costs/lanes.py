@@ -161,7 +161,7 @@ class _Machine:
         return ("in" in self.left) + ("out" in self.left)
 
     def next_end(self, copying: int) -> float | None:
-        """Seconds until the next operation ends, if any runs, while ``copying`` ranks copy, this one included."""
+        """Seconds until the next operation ends, None if none runs; ``copying`` counts all ranks that copy now."""
         if not self.left:
             return None
         rates, copies = self.rates, self.copies

@@ -48,9 +48,9 @@ class Sustained:
     memory: float
     """Reads and writes together."""
     link_alone: float
-    """Of the host link's published rate, each way, while the other way rests."""
+    """Share of the host link's published rate that copies one way reach while there are none the other way."""
     link_out_both: float
-    """From the device, while both ways are busy."""
+    """That share for copies from the device while both ways are busy."""
     in_beside_out: float = 1.0
     """Speed of copies to the device over that of copies from it, while both ways are busy."""
     narrow_forward: float = 0.80
@@ -91,7 +91,7 @@ ADDS_SINCE = "2026-11-28T09:00"
 
 @dataclass(frozen=True)
 class Rates(Sustained):
-    """The rates that a device sustains: what ``Sustained`` has as shares, in FLOP/s and bytes/s."""
+    """The rates that a device sustains, in FLOP/s and bytes/s, where ``Sustained`` alone has shares of peaks."""
 
     beside_copies: float = 0.995
     """Relative speed of kernels while one copy runs; two cost twice as much."""

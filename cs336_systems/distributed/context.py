@@ -15,7 +15,8 @@ share them.
     rotate_local(model, mesh.group("context"), "zigzag")          # angles of these tokens' positions
 
 A rank's output is that of the whole sequence at its tokens, but for rounding: partial outputs have the dtype of the
-inputs and are merged in fp32; so are gradients, not in ``gathered``. Documents that share a sequence are masked from
+inputs and are merged in fp32. Gradients are added in fp32, too, except those of different ranks in ``gathered``, which
+are reduced in the dtype of the inputs. Documents that share a sequence are masked from
 each other in ``gathered`` alone, where the keys of a part of the queries are all that come before.
 """
 
@@ -161,7 +162,7 @@ class Exchanged:
                 gradient.copy_(total)
 
     def _added_up(self, x: Tensor, wide: torch.dtype) -> Tensor:
-        """Memory with x, to which what other ranks find is added; one addend alone can be added where x is."""
+        """The total to which other ranks' parts are added: x in fp32; with one other rank x itself, rounded once."""
         return x if self._n_ranks == 2 else x.to(wide)
 
     @staticmethod

@@ -9,8 +9,8 @@ each sequence: every rank holds some of its tokens. Those along ``tensor`` share
 rows or columns. Neighbours in the default group are neighbours along ``tensor``, which sends most, so that it stays
 inside a host.
 
-Those along ``pipeline`` share sequences, too: each is a stage with some of the blocks. Stages are farthest from each
-other in the default group, as they send least.
+Those along ``pipeline`` share sequences, too: each is a stage with some of the blocks. They send least, and so are
+farthest from each other in the default group.
 
 Ranks that differ in data and context alone hold the same weights, and average their gradients: they are the group of
 every wrapper and every sharded optimizer, but under hybrid sharding FSDP divides weights over shard and context alone.
@@ -66,13 +66,14 @@ class Mesh:
         return self.devices.get_group(dimension) if self.size(dimension) > 1 else None
 
     def messages(self, by: str) -> GroupMessages:
-        """Messages between the stages of this rank's pipeline, made once; at first a collective.
+        """Messages between the stages of this rank's pipeline. The first call makes them, which is a collective.
 
         Args:
-            by: ``messages`` of torch's process groups, or ``copies``, which CPUs send as messages.
+            by: ``messages``, by torch's process groups, or ``copies``, for which CPUs use process groups, too.
 
         Raises:
-            ValueError: these GPUs cannot map each other's memory.
+            ValueError: ``copies`` is asked for, and these GPUs cannot map each other's memory.
+            OSError: there is no room for the mailboxes of copies.
         """
         return self._copies if by == "copies" and self.rank.device.type == "cuda" else self._messages
 
@@ -84,7 +85,7 @@ class Mesh:
     def _copies(self) -> GroupMessages:
         group = self.devices.get_group("pipeline")
         if reason := why_not_mapped(self.rank.device, group):
-            raise ValueError(f"stages cannot copy from each other's memory, as {reason}")
+            raise ValueError(f"stages cannot copy into each other's memory, as {reason}")
         return CopiedMessages(self.rank, group)
 
     @cached_property

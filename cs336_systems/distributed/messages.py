@@ -1,7 +1,7 @@
 """Messages between ranks: activations and their gradients, handed on by stages of a pipeline or a ring of layers.
 
     messages = GroupMessages(rank, group)             # a collective; or CopiedMessages
-    under_way = messages.send(activations, peer=1)    # there: messages.receive(into, peer=0)
+    under_way = messages.send(activations, peer=1)    # rank 1 calls messages.receive(into, peer=0)
     under_way.wait()
 
 Receivers take a sender's messages in the order in which they are sent.
@@ -9,8 +9,8 @@ Receivers take a sender's messages in the order in which they are sent.
 Where the GPUs of all ranks can reach each other's memory, a message is copies: the sender's copy engine writes it piece
 by piece into the receiver's mailbox and raises a flag after each, the receiver's copies each piece out and raises a
 flag at the sender (``copy_stream.py``). No kernel waits. Elsewhere messages are those of torch's process groups, one
-for messages to ranks of higher numbers and one for the others, so that neither wait behind each other. Under NCCL each
-is a kernel of ``MAX_CTAS`` thread blocks that waits for its partner, and which kernels beside it lack.
+for messages to ranks of higher numbers and one for the others, so that neither kind waits behind the other. Under NCCL
+a message is a kernel that waits for its partner; its ``MAX_CTAS`` thread blocks hold multiprocessors meanwhile.
 """
 
 import os
@@ -33,7 +33,7 @@ from cs336_systems.distributed.peer_memory import PeerMemory, why_not_mapped
 from cs336_systems.distributed.process_group import Rank, nccl_options
 
 MAX_CTAS = 2
-"""Most thread blocks of a message. Two copy some 40 GB/s over NVLink: 1.6 ms for 8,192 tokens of 4,096 numbers."""
+"""Most thread blocks of a message. Two copy some 40 GB/s over NVLink: 1.7 ms for 8,192 x 4,096 numbers in bf16."""
 PIECE_BYTES, N_PIECES = 16 * 2**20, 4
 """Bytes of a piece, and the pieces of a mailbox: 64 MiB of each GPU for each other rank. By arithmetic a piece takes
 50 us over NVLink, of which calls and flags are a few."""
@@ -48,7 +48,7 @@ class Underway(Protocol):
 
 def ring_messages(rank: Rank) -> "GroupMessages":
     """Messages between all ranks, by copies where their GPUs can reach each other's memory, else by process groups; a
-    collective. ``how`` says which, and why."""
+    collective. ``how`` says which, and why. Raises as ``CopiedMessages``."""
     reason = why_not_mapped(rank.device, dist.distributed_c10d._get_default_group()) if _on_gpu(rank) else None
     found = CopiedMessages(rank) if _on_gpu(rank) and reason is None else GroupMessages(rank, reason=reason)
     found.connect(permutations(range(rank.world_size), 2))
@@ -56,12 +56,13 @@ def ring_messages(rank: Rank) -> "GroupMessages":
 
 
 def planned_as_copies(messages: "GroupMessages | None") -> bool:
-    """``copied_messages`` of ``Rates.of``: no for NCCL's kernels alone, as a plan made on a CPU is one for GPUs."""
+    """Whether a plan assumes copies (``copied_messages`` of ``Rates.of``): on GPUs, whether messages are copies; a plan
+    made on a CPU, or without messages, is for GPUs that can copy."""
     return messages is None or messages.copied or not _on_gpu(messages.rank)
 
 
 def mailbox_bytes(n_ranks: int, piece_bytes: int = PIECE_BYTES) -> int:
-    """Memory of each GPU for messages by copies from so many ranks, this one among them."""
+    """Bytes of each GPU's mailboxes for messages by copies among ``n_ranks`` ranks."""
     return (n_ranks - 1) * N_PIECES * piece_bytes
 
 
@@ -70,7 +71,9 @@ def _on_gpu(rank: Rank) -> bool:
 
 
 class GroupMessages:
-    """Messages by torch's process groups, which arrive in the order of sending; peers are numbers in the group.
+    """Messages by torch's process groups, which arrive in the order of sending; making them is a collective.
+
+    Peers are numbers in ``group``. Tensors are contiguous, and of the same shape and dtype on both sides.
 
     Args:
         rank: this process, as ``process_group.joined`` gives it.
@@ -100,13 +103,13 @@ class GroupMessages:
                 (self.send(probe, target) if self.place == source else self.receive(probe, source)).wait()
 
     def send(self, tensor: Tensor, peer: int) -> Underway:
-        """Begin to send, on the current stream."""
+        """Begin to send, once the current stream has done its work so far."""
         work = dist.isend(tensor, group=self._up if peer > self.place else self._down, group_dst=peer)
         assert work is not None
         return work
 
     def receive(self, tensor: Tensor, peer: int) -> Underway:
-        """Begin to receive into a tensor, on the current stream."""
+        """Begin to receive into a tensor, once the current stream has done its work so far."""
         work = dist.irecv(tensor, group=self._up if peer < self.place else self._down, group_src=peer)
         assert work is not None
         return work
@@ -124,11 +127,15 @@ class _Copying:
 class CopiedMessages(GroupMessages):
     """Messages by copies between GPUs of one host, in pieces, through a mailbox of each receiver for each sender.
 
-    A stream that waits for a flag waits for ever. So a thread looks at the flags: when this rank waits for some and
-    none has changed for the group's time-out, it says so on stderr and ends the process, as NCCL's watchdog does.
+    The driver has no time-out for a stream that waits for a flag. So a thread looks at the flags: when this rank waits
+    for some and none has changed for ``rank.timeout_s``, it says so on stderr and ends the process, as NCCL's watchdog
+    does.
 
     Args:
-        piece_bytes: of one piece; the same on all ranks.
+        piece_bytes: size of a piece; the same on all ranks.
+
+    Raises:
+        OSError: there is no room for the mailboxes.
     """
 
     copied = True
@@ -141,7 +148,7 @@ class CopiedMessages(GroupMessages):
     def _open(self, group: dist.ProcessGroup) -> None:
         rank, n = self.rank, len(self.ranks)
         self._sending = {peer: self._make_stream() for peer in range(n) if peer != self.place}
-        """To each rank, as what one has not taken yet must not hold up what goes to another."""
+        """A stream for each rank: a message that one has not taken yet must not hold up those to others."""
         self._receiving = self._make_stream()
         self._sent, self._taken = [0] * n, [0] * n
         """Pieces so far, to and from each rank."""
@@ -149,7 +156,7 @@ class CopiedMessages(GroupMessages):
         self._flags = PeerMemory(2 * n, torch.int32, rank.device, group)
         """Of each rank: at s the pieces that rank s has written into its mailbox, at n + t the pieces of its own that
         rank t has taken out."""
-        # Until all have done so, a flag might be raised before its owner has set it to zero.
+        # All ranks meet here: else a flag might be raised before its owner has set it to zero.
         dist.all_reduce(torch.zeros(1, device=rank.device), group=group)
         self._awaited = [0] * (2 * n)
         """The numbers for which this rank waits, or has waited, at its own flags."""
@@ -173,7 +180,9 @@ class CopiedMessages(GroupMessages):
             # Ranks of a ring cannot wait for each other in a circle: all follow one order of messages (``order.py``),
             # in which a receive stands where its send does. A send waits until earlier pieces are taken, of this
             # message or one before; a receive waits until the same piece is sent. So the first message that has not
-            # ended goes on, even if a GPU ran the work of all its streams in the order in which it was enqueued.
+            # ended goes on, even if a GPU ran the work of all its streams in the order in which it was enqueued. Stages
+            # of a pipeline have no such order. There this is certain only while what one stage has on its way to
+            # another fits into a mailbox; beyond that, streams must not hold each other up.
             self._await(stream, len(self.ranks) + peer, number - N_PIECES)  # the place that it takes is free
             stream.copy(self._place(peer, own, number), address, n_bytes)
             stream.raise_flag(self._flag(peer, own), number)
@@ -209,7 +218,7 @@ class CopiedMessages(GroupMessages):
         return self._boxes.of_rank[owner].data_ptr() + (box * N_PIECES + number % N_PIECES) * self._piece_bytes
 
     def late(self) -> tuple[list[int], list[int]]:
-        """This rank's flags as a call before has found them, and the ranks for which it waits."""
+        """This rank's flags, as the copy that an earlier call began found them, and the ranks for which it waits."""
         awaited, n = list(self._awaited), len(self.ranks)
         with torch.cuda.stream(self._side):  # of no effect on a CPU, as None; the host does not wait
             self._seen.copy_(self._flags.of_rank[self.place], non_blocking=True)
@@ -220,12 +229,12 @@ class CopiedMessages(GroupMessages):
 
 
 def _watch(of: "weakref.ref[CopiedMessages]") -> None:
-    """End the process once its messages have waited for the time-out, in which nothing has come."""
+    """End the process once it has waited for messages, and no flag has changed, for the time-out."""
     flags, since = None, time.monotonic()
     while (messages := of()) is not None:
         rank = messages.rank
         if rank.device.type == "cuda":
-            torch.cuda.set_device(rank.device)  # of this thread, which else would make a context on GPU 0
+            torch.cuda.set_device(rank.device)  # for this thread, which would otherwise make a context on GPU 0
         now, late = messages.late()
         del messages
         if now != flags or not late:

@@ -6,7 +6,8 @@
     pipeline.run(work, like)                                 # work(operation, input) -> result
 
 A stage works through its list (``costs/parallelism/schedules.py``). Results for other stages are sent as soon as they
-are queued, and the messages that the next operation needs are received while this one runs. The order of messages
+are queued. By process groups, the messages that the next operation needs are received while this one runs; by copies,
+they reach this stage's mailbox meanwhile, and are taken out right before the next operation. The order of messages
 between two stages is the sender's, which the receiver knows from the same schedule.
 """
 
@@ -101,7 +102,8 @@ class Pipeline:
 
         Raises:
             RuntimeError: an earlier run has raised here: the next one would take its messages for its own.
-            torch.distributed.DistError: another stage has gone, or sends nothing within the group's timeout.
+            torch.distributed.DistError: another stage has gone, or sends nothing within the group's timeout. Under
+                ``CopiedMessages`` the process ends instead.
         """
         if self._torn:
             raise RuntimeError(f"stage {self.stage} has failed in an earlier pass, whose messages are still under way")
@@ -110,13 +112,17 @@ class Pipeline:
         self._torn = False
 
     def exchange_ends(self, tensor: Tensor) -> Tensor:
-        """The tensor of the other end of the model; called on the stages of the first and of the last part."""
+        """Return the tensor that the other end of the model gives, of the same shape and dtype.
+
+        Called on the stages of the model's first and last part, if they differ. Raises DistError as ``run``.
+        """
         ends = [self.plan.places[part][0] for part in (0, -1)]
         (other,) = (end for end in ends if end != self.stage)
         theirs = torch.empty_like(tensor)
         with peer_errors_as(f"stage {self.stage} exchanged gradients with stage {other} in vain"):
             ways = [partial(self._messages.send, tensor), partial(self._messages.receive, theirs)]
-            # The lower stage's message comes first on both: two sends could fill both mailboxes, and wait for ever.
+            # Both stages enqueue the lower one's message first: if both sent first, on streams that hold each other up,
+            # each could fill a mailbox and wait for ever.
             for each in [begin(other) for begin in (ways if self.stage < other else ways[::-1])]:
                 each.wait()
         return theirs
@@ -141,8 +147,9 @@ class _Run:
             for earlier in arrived[operation]:
                 self._finish(earlier)
             if following is not None and not self._messages.copied:
-                # Copies come without this stage's doing. A GPU may run streams in the order in which they were given
-                # work: a copy that waited for the next operation's input would then hold this operation up for ever.
+                # Not for copies: the sender's reach the mailbox by themselves. And a GPU may run streams in the order
+                # in which they were given work: a copy that waits for the next operation's input would then hold up
+                # this operation, perhaps for ever.
                 self._expect(following)
             result = self._work(operation, given)
             self._hand_on(operation, result)

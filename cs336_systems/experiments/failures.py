@@ -203,7 +203,7 @@ def _loss_change(line: Line) -> float | None:
 
 
 _JOB = ("gpu", "device", "size", "batch_size", "context_length", "replicas", "ranks_per_replica", "zero")
-"""Columns in which a restarted run agrees with the replicas that it stands beside."""
+"""Columns in which a restarted run must agree with the replicas that it is compared with."""
 
 RUNS = ResultTable(
     settings=(*_JOB, "save_every", "how", "steps", "kills"),

@@ -127,7 +127,7 @@ ALONE = {"tensor": 1, "context": 1, "pipeline": 1} | PLAIN
 
 
 def _exchanges(tensor_by: str, pipeline_by: str) -> list[str]:
-    """How tensor ranks and stages exchange what they share, where it is not as by default; without spaces."""
+    """Names, without spaces, of the ways in which tensor ranks and stages exchange data, other than the defaults."""
     rows = [tensor_by] if tensor_by != PLAIN["tensor_by"] else []
     stages = "copies-of-stages" if pipeline_by == "copies" else pipeline_by
     return rows + [stages] * (pipeline_by != PLAIN["pipeline_by"])

@@ -125,7 +125,7 @@ def measure(cell: ChainCell) -> list[Metric]:
 
 
 def _rate(per_element: Callable[[int], int], scale: float, line: Line) -> float | None:
-    """What ``per_element`` says of multiply-adds, over the time."""
+    """Work of all elements per second, over ``scale``; ``per_element`` gives one's work from its multiply-adds."""
     ms, settings = line.median("time"), line.settings
     return per_element(int(settings["fmas"])) * int(settings["elements"]) / ms / scale if ms else None
 

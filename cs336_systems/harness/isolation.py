@@ -131,7 +131,7 @@ class _Team:
         self._timeout_s = timeout_s
         self._launcher = launcher
         self._processes: dict[int, FreshProcess] = {}
-        """The processes by rank; one that joins no group is number 0."""
+        """The processes by rank; a process that joins no group has the key 0."""
 
     def measure(self, cell: Any, report: Report) -> None:
         """Measure one cell; ``report`` takes what rank 0 says, or the first rank that fails.

@@ -1,18 +1,18 @@
-"""The outputs of attention over two sets of keys become the output over both, in place and in one pass.
+"""Merges the outputs of attention over two sets of keys into the output over both, in place and in one pass.
 
-Formula, for outputs o and p of softmax over each set, and the log-sum-exp of its scores, l and m:
+Formula, for the outputs o and p over each set of keys, and the log-sum-exp of its scores, l and m:
 
     lse = log(exp(l) + exp(m))
     o   = o exp(l - lse) + p exp(m - lse)
 
-Ranks that share a sequence merge so what they find (Liu et al. 2023, "Ring Attention with Blockwise Transformers").
+Context-parallel ranks merge partial outputs this way (Liu et al. 2023, "Ring Attention with Blockwise Transformers").
 
-Rounding: all in fp32, the output rounded once.
+Rounding: computed in fp32; the output is rounded once, to its dtype.
 
 Traffic: reads o, p, l and m, writes o and l: 6 bytes an element of a bf16 output and 12 a row. Eager code in fp32 makes
 some ten passes.
 
-Limits: fp32, bf16 and fp16 outputs, of any strides but the last dimension's; at least one score of a row is finite.
+Limits: outputs in fp32, bf16 or fp16, whose last dimension is contiguous; in each row l or m is finite.
 
     merge_attention_(o, lse, part_o, part_lse)
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from cs336_systems.kernels.launching import ceil_div, check_runnable, launch, next_power_of_2
 
 BLOCK_ELEMENTS = 4096
-"""32 for each of 128 threads: of both outputs in bf16 eight loads of 16 bytes are on their way."""
+"""Elements of a program: 32 for each of 128 threads, so that each has eight loads of 16 bytes of bf16 under way."""
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def merge_attention_kernel(
     part_batch, part_head, part_query, part_lse_batch, part_lse_head, part_lse_query,
     BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """o and lse (B, H, S, E) and (B, H, S), merged with a part; rows are (B, S, H), as outputs lie in memory."""
+    """Merge a part into o (B, H, S, E) and lse (B, H, S); rows go in the order (B, S, H), as outputs lie in memory."""
     rows = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     head = rows % n_heads
     query = rows // n_heads % n_queries
@@ -59,13 +59,16 @@ def merge_attention_kernel(
 
 
 def merge_attention_(o_BHSE: Tensor, lse_BHS: Tensor, part_o_BHSE: Tensor, part_lse_BHS: Tensor) -> None:
-    """Let o and lse, of softmax over some keys, become those over these and others, of which a part is given.
+    """Merge attention over further keys into o and lse, in place.
 
     Args:
-        lse_BHS: fp32, as part_lse_BHS is.
+        o_BHSE: attention's output over some keys (B, H, S, E).
+        lse_BHS: log-sum-exp of its scores (B, H, S), fp32.
+        part_o_BHSE: the output over the further keys (B, H, S, E).
+        part_lse_BHS: log-sum-exp of its scores (B, H, S), fp32.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or elements of a head lie apart.
+        ValueError: shapes, dtypes or devices do not fit, or an output's last dimension is not contiguous.
     """
     shape = tuple(o_BHSE.shape)
     shapes = [tuple(each.shape) for each in (part_o_BHSE, lse_BHS, part_lse_BHS)]

@@ -333,7 +333,7 @@ def flush(path: Path) -> None:
 def write_random_tokens(
     folder: Path, n_tokens: int, vocab_size: int, seed: int = 0, lengths: tuple[int, int] | None = None
 ) -> Path:
-    """A new dataset of uniformly random ids, for runs of which only the speed is measured; returns its folder.
+    """Write a dataset of uniformly random ids, for runs that only measure speed; return its folder.
 
     Args:
         lengths: write conversations with these fewest and most tokens, of uniformly random length, ``n_tokens`` or

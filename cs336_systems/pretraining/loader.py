@@ -159,7 +159,7 @@ class Loader:
         self._identity = {"seed": seed, "context_length": sequences.context_length, "n_tokens": sequences.n_tokens}
         self._identity |= sequences.identity
         self.taken = 0
-        """Places of the endless order before the next batch: sequences of all epochs, ranks and worlds."""
+        """Sequences that all ranks and worlds have taken, over all epochs: the next batch's place in the order."""
         self._world, self._n_worlds = 0, 1
         self._ahead: deque[Future[Tensor]] = deque()
         self._thread = ThreadPoolExecutor(1, "loader")
@@ -188,7 +188,7 @@ class Loader:
         return range(start, start + self.batch_size)
 
     def deal(self, world: int, n_worlds: int) -> None:
-        """Be world number ``world`` of so many from the next batch on."""
+        """Take the batches of world ``world`` out of ``n_worlds`` from the next one on."""
         if (world, n_worlds) != (self._world, self._n_worlds):
             self._world, self._n_worlds = world, n_worlds
             self._drop_ahead()

@@ -56,8 +56,8 @@ HEARTBEAT_S = 0.1
 CONNECT_S = 10.0
 """Seconds for which torchft waits for a connection."""
 _ANSWER_S = 3.0
-"""Seconds within which a lighthouse answers at the start, and for which one that may just be started again is asked
-again: a command with a wrong address ends within ten."""
+"""Seconds within which a lighthouse must answer at the start, and for which a silent one, which may be restarting, is
+asked again: so a command with a wrong address ends within ten seconds."""
 _PAGE_BYTES = 4096
 """Bytes of a lighthouse's page that say that it is one."""
 _QUORUM_S = 3600

@@ -68,7 +68,7 @@ class Line:
         return float(self.metrics[metric]["median"]) if metric in self.metrics else None
 
     def largest(self, prefix: str) -> float | None:
-        """The largest median of the metrics whose names begin so, None if there are none."""
+        """The largest median of the metrics whose names begin with ``prefix``, None if there are none."""
         found = [float(row["median"]) for name, row in self.metrics.items() if name.startswith(prefix)]
         return max(found, default=None)
 

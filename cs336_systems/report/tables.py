@@ -61,7 +61,7 @@ class Table:
 
     @classmethod
     def of(cls, caption: str, columns: Sequence[str], lines: Sequence[Sequence[object]], **said: Any) -> Table:
-        """A table of lines, each with a cell for every column; notes and ranks are ``said``."""
+        """A table of lines, each with a cell for every column; ``said`` are the fields ``notes`` and ``ranks``."""
         import pandas as pd
 
         return cls(caption, pd.DataFrame(lines, columns=list(columns)), **said)
@@ -146,7 +146,7 @@ def _holds_figures(column: pd.Series[Any]) -> bool:
 
 
 def _bound(header: str) -> str:
-    """The header with spaces beside slashes at which no line breaks."""
+    """The header with no-break spaces beside its slashes."""
     return header.replace("/ ", "/\xa0").replace(" /", "\xa0/")
 
 

@@ -44,7 +44,7 @@ MOST_CHUNKS = 16
 OPTIMIZER_SHARE = 0.02
 """The most of a step that the optimizer may add, where the tokens of a step are not given."""
 INPUT_EVERY = (1, 2, 3, 4)
-"""Plans keep x of every n-th layer, with n above 1 where restoring x takes less time than attention."""
+"""Values of n: plans keep x of every n-th layer. n is above 1 only where restoring x takes less time than attention."""
 SIMULATED = 40
 """Kinds of plans of which a schedule is built."""
 EFFORT = 80_000

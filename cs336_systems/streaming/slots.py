@@ -173,7 +173,7 @@ class _Sweep:
     def _make_room(
         self, live: dict[Unit, Stay], now: list[Unit], position: dict[Unit, int], room: int, *, must: bool = True
     ) -> None:
-        """Ends stays until ``room`` are left, none of a unit that is used now."""
+        """End stays until at most ``room`` are left, but none of a unit that is in use now."""
         while len(live) > room:
             free = [unit for unit in live if unit not in now and not self._stays(unit, position[unit])]
             if not free:

@@ -68,7 +68,7 @@ class LiveStorages(TorchDispatchMode):
         self._block_bytes = block_bytes
 
     def begin(self, moment: str, part: str) -> None:
-        """Name what runs from now on, and the part of memory that its tensors count as."""
+        """Begin a moment of the step; tensors made from now on count as ``part`` of the memory."""
         if self.moments[-1] != moment:
             self.moments.append(moment)
         self.part = part

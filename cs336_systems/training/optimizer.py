@@ -74,7 +74,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def loss_of(closure: Callable[[], float] | None) -> float | None:
-    """The loss of an optimizer's closure, which computes gradients; None without one."""
+    """Call an optimizer's closure, with gradients enabled, and return its loss; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():

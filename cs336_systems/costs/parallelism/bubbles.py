@@ -15,7 +15,7 @@ from cs336_systems.costs.parallelism import pipeline
 from cs336_systems.costs.parallelism.schedules import make_schedule
 
 SIMULATED = 3
-"""Groups of micro-batches that are simulated at first."""
+"""Groups of micro-batches in the first simulation."""
 
 
 @cache

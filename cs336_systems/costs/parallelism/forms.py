@@ -84,13 +84,13 @@ class Device:
 
     @classmethod
     def of(cls, name: str, gpu: Hardware, network_bytes_per_s: float = NETWORK_BYTES_PER_S) -> "Device":
-        """A GPU in a DGX or HGX server, at the rates of its datasheet, which has them."""
+        """A GPU in a DGX or HGX server, at the rates of its datasheet, which must state its memory and a link."""
         link = gpu.link_bytes_per_s or gpu.host_link_bytes_per_s
         assert gpu.memory_bytes and link, name
         return cls(name, gpu.peaks("bf16")[0], gpu.memory_bytes, link, GPUS_PER_HOST, network_bytes_per_s)
 
     def egress(self, world_size: int) -> float:
-        """W of a ring over ``world_size`` devices.
+        """Bytes per second that each device sends in a ring over ``world_size`` devices, W.
 
         Beyond one domain, rings leave it by every device's network card in turn, so that a domain's cards together
         carry what each device's link carries inside: the smaller of the two counts.

@@ -193,7 +193,7 @@ def _part(name: str, stages: int, stage: int, chunk: int) -> int:
 
 
 def _one_direction(name: str, stage: int, stages: int, microbatches: int, chunks: int) -> list[Operation]:
-    """Some forwards ahead, then a forward and a backward in turn, then the backwards that are left."""
+    """A stage's list: first some forwards, then one forward and one backward in turn, last the remaining backwards."""
     order = [(i, 0) for i in range(microbatches)]
     ahead = microbatches if name == "gpipe" else stages - stage - 1
     if name == "interleaved":  # groups of p micro-batches go through all chunks before the next group begins
