@@ -58,7 +58,7 @@ EARLIER: dict[str, dict[str, Any]] = {
     | {"conversations": "off", "lora_rank": 0, "matmul_kernels": "library", "offload": "none"},
     "prefetch": {"update": Parallel.update, "gather_by": Parallel.gather_by, "do_bench": "off", "losses": 0},
 }
-"""The columns that earlier rows lack, with their values then, by a column that tells a benchmark's rows."""
+"""Columns that older rows lack, with the values that hold for those rows, by a column that rows must have for it."""
 
 Row = dict[str, Any]
 

@@ -19,9 +19,11 @@ class Outcome:
     """How a command ended.
 
     Attributes:
+        folder: the folder of the run.
+        first_step: the step at which this command began.
         steps: steps that are made, including those of earlier commands.
-        reason: done, no gain, walltime, terminated or interrupted; failed if no replica has made the last step.
-        complaint: why the last checkpoint could not be written, or a replica has failed.
+        reason: done, no gain, walltime, terminated or interrupted; failed if every replica has failed.
+        complaint: why the last checkpoint could not be written, or a replica has failed; None if all went well.
         best_step: the step of the checkpoint with the lowest held-out loss, if --keep-best was given.
     """
 

@@ -94,7 +94,7 @@ class WorkSeconds:
 
 
 def _together(compute: float, link: float) -> float:
-    """Seconds of two lanes that wait for each other here and there: a little more than the longer one's."""
+    """Seconds of two lanes that sometimes wait for each other: a little more than the longer one's."""
     return (compute**SHARPNESS + link**SHARPNESS) ** (1 / SHARPNESS)
 
 
@@ -114,7 +114,7 @@ def best_keep(plan: Plan, seconds: WorkSeconds, host_bytes: int) -> tuple[float,
 
 
 def _keep_steps(least: Keep, most: Keep) -> list[Keep]:
-    """Levels from input to attention, then to products, in sixteen steps each."""
+    """What plans may keep, in sixteen steps from input to attention, and sixteen more to products."""
     attention, products = (
         sorted({low + (high - low) * i // 16 for i in range(17)}) for low, high in zip(least, most, strict=True)
     )
@@ -151,7 +151,7 @@ def _with_residents(plan: Plan, what: str, more: int) -> Plan | None:
 
 
 def with_residents_for_products(plan: Plan, more: int) -> Plan | None:
-    """More resident weights where pairs kept products, or fewer for more of those."""
+    """Keep more layers' weights resident and fewer products, or the reverse, in about the same memory."""
     after = _with_residents(plan, "weights", more)
     if after is None:
         return None

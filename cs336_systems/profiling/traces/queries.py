@@ -1,5 +1,4 @@
-"""Questions to a trace. Answers are per step: sums over the steps that were recorded, divided by their number, unless
-a question takes one of ``single_steps``.
+"""Questions to a trace. Answers are means over the recorded steps, unless a question takes one of ``single_steps``.
 
     times(trace, trace.instances("forward", inside="step"))    how long a range kept the device
     kernel_table(...)                                          what ran in it, how often, with which share
