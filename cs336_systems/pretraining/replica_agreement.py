@@ -76,17 +76,17 @@ def _check_reachable(lighthouse: str) -> None:
     Who takes something else for a lighthouse would wait an hour for a quorum.
     """
     until = time.monotonic() + _ANSWER_S
-    parts = urlsplit(lighthouse)
     try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.scheme != "http" or not parts.hostname or port is None:
+        parts = urlsplit(lighthouse)
+        scheme, host, port = parts.scheme, (parts.hostname or "").encode("idna").decode(), parts.port
+    except ValueError:  # also of the encoding, which is that of look-ups
+        scheme, host, port = "", "", None
+    if scheme != "http" or not host or port is None:
         raise ValueError(f"--lighthouse must be an address such as http://node0:29510, got {lighthouse!r}")
     page = None
     while page is None:
         try:
-            with closing(HTTPConnection(parts.hostname, port, timeout=_ANSWER_S)) as connection:
+            with closing(HTTPConnection(host, port, timeout=_ANSWER_S)) as connection:
                 connection.request("GET", "/")
                 answer = connection.getresponse()
                 page = answer.read(_PAGE_BYTES)

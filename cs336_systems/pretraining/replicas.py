@@ -105,15 +105,9 @@ class _Replica:
         timeout = timedelta(seconds=600)
         self._store = dist.TCPStore("127.0.0.1", 0, n, is_master=True, wait_for_workers=False, timeout=timeout)
         self.trains = False
-        self.ranks = [
-            FreshProcess(
-                _be_a_rank,
-                _variables(rank, self.number, n, n_all, self._store.port),
-                (options, lighthouse, self.name, faults),
-                console,
-            )
-            for rank in range(n)
-        ]
+        for rank in range(n):  # one by one: whoever interrupts this finds those that are there
+            variables = _variables(rank, self.number, n, n_all, self._store.port)
+            self.ranks.append(FreshProcess(_be_a_rank, variables, (options, lighthouse, self.name, faults), console))
 
     def end(self) -> None:
         for rank in self.ranks:
@@ -165,7 +159,7 @@ class _Watch:
         self._complaint: str | None = None
 
     def to_the_end(self) -> Ended:
-        with StopRequests(heard=self._stop):
+        with StopRequests(heard=self._stop) as stop:
             try:
                 self._start_lighthouse()
                 for replica in self._replicas:
@@ -180,8 +174,9 @@ class _Watch:
         for fault in self._faults:
             self._tell(f"{fault}: it did not come to that")
         ended = [replica.ended for replica in self._replicas if replica.ended is not None]
-        failed = Outcome(self._options.out, 0, 0, "failed", self._complaint or "no replica is left")
-        last = max(ended, key=lambda outcome: outcome.steps, default=failed)
+        complaint = self._complaint or (None if stop.asked else "no replica is left")
+        nobody = Outcome(self._options.out, 0, 0, stop.asked or "failed", complaint)
+        last = max(ended, key=lambda outcome: outcome.steps, default=nobody)
         complaint = next((outcome.complaint for outcome in ended if outcome.complaint), last.complaint)
         names = tuple(replica.name for replica in self._replicas)
         return Ended(replace(last, complaint=complaint), names, tuple(self._hits))
@@ -191,8 +186,11 @@ class _Watch:
         self._port = self._lighthouse.receive(time.monotonic() + _START_S)
 
     def _start(self, replica: _Replica) -> None:
-        faults = [fault for fault in self._faults if fault.replica == replica.number]
-        replica.start(self._options, self._console, f"http://127.0.0.1:{self._port}", faults)
+        if not self._stopping:
+            faults = [fault for fault in self._faults if fault.replica == replica.number]
+            replica.start(self._options, self._console, f"http://127.0.0.1:{self._port}", faults)
+        if self._stopping:
+            replica.end()  # it was asked to end before all its ranks were there to be asked
 
     def _look(self) -> None:
         """Wait for the next message or death of a process, and act on it."""

@@ -42,7 +42,7 @@ class StopRequests:
 
     Args:
         ends_at: a value of ``time.monotonic``; None for no end.
-        heard: called by the first signal of each kind.
+        heard: called by the first signal.
     """
 
     def __init__(self, ends_at: float | None = None, heard: Callable[[], None] = lambda: None) -> None:
@@ -67,6 +67,8 @@ class StopRequests:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        first = self._signalled is None
         self._signalled = _SIGNALS[signal.Signals(number)]
         signal.signal(number, self._earlier.pop(number))
-        self._heard()
+        if first:
+            self._heard()

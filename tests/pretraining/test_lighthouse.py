@@ -118,6 +118,12 @@ class Other(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.parametrize("address", ["node0:29510", "http://node0", "http://[::1:29510", "http://node..0:29510"])
+def test_what_is_no_address_is_told_by_the_option(tmp_path, address):
+    with joined() as rank, pytest.raises(ValueError, match="^--lighthouse must be an address such as .*, got "):
+        agreement_of(options(tmp_path, agree="every-step"), rank, address, "a")
+
+
 def test_a_lighthouse_that_does_not_answer_is_named_within_ten_seconds(command, tmp_path):
     """Nobody listens at one port; at another somebody does, and never speaks; at the third somebody else does."""
     with (

@@ -21,6 +21,7 @@ from cs336_systems.pretraining.replica_options import Fault, faults_of
 from cs336_systems.pretraining.replicas import Refused, _variables, be_the_lighthouse, train_replicas
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import Dropped, End, LoggedStep, Membership
+from cs336_systems.pretraining.stop_requests import StopRequests
 from cs336_systems.pretraining.trainer import train
 from cs336_systems.processes import FreshProcess
 
@@ -84,6 +85,34 @@ def test_replicas_train_what_one_process_trains(folder):
     train_alone(whole)
     for ours, theirs in zip(one, losses_and_norms(whole.out), strict=True):
         assert ours == pytest.approx(theirs, rel=2e-5)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_signal_while_processes_are_started_ends_all_of_them(folder, monkeypatch, at):
+    """It comes once the lighthouse is there, the first of two replicas, or both ranks of the first."""
+    started = []
+
+    class Interrupted(FreshProcess):
+        def __init__(self, *args):
+            super().__init__(*args)
+            started.append(self)
+            if len(started) == at:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(replicas, "FreshProcess", Interrupted)
+    ended, told, logs = run(folder, steps=100_000, ranks_per_replica=1 + (at == 3))
+    assert (ended.reason, ended.steps, logs) == ("terminated", 0, []), told
+    assert len(started) == at
+    assert not any(each.is_alive() for each in started)
+
+
+def test_replicas_that_end_are_asked_once_whatever_signals_come():
+    """A second request would end them before they have saved."""
+    heard = []
+    with StopRequests(heard=lambda: heard.append(1)) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert (heard, stop.asked) == ([1], "interrupted")
 
 
 @pytest.fixture
