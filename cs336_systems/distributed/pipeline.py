@@ -89,8 +89,8 @@ class Pipeline:
 
     def __init__(self, plan: Schedule, stage: int, messages: GroupMessages) -> None:
         self.plan, self.stage, self._messages = plan, stage, messages
-        self._torn = False
-        """Whether a run has ended before all its messages were there."""
+        self._under_way: object = None
+        """What a run that has not ended well sends and receives: copies may still read and write that memory."""
         messages.connect(pair for pair in permutations(range(plan.stages), 2) if plan.channel(*pair))
 
     def run(self, work: Work, like: Tensor, plan: Schedule | None = None) -> None:
@@ -105,11 +105,12 @@ class Pipeline:
             torch.distributed.DistError: another stage has gone, or sends nothing within the group's timeout. Under
                 ``CopiedMessages`` the process ends instead.
         """
-        if self._torn:
+        if self._under_way is not None:
             raise RuntimeError(f"stage {self.stage} has failed in an earlier pass, whose messages are still under way")
-        self._torn = True
-        _Run(plan or self.plan, self.stage, self._messages, like, work)()
-        self._torn = False
+        run = _Run(plan or self.plan, self.stage, self._messages, like, work)
+        self._under_way = run.under_way
+        run()
+        self._under_way = None
 
     def exchange_ends(self, tensor: Tensor) -> Tensor:
         """Return the tensor that the other end of the model gives, of the same shape and dtype.
@@ -138,6 +139,7 @@ class _Run:
         """Results that have been received, or are being so, or are this stage's own, until they are taken."""
         self._sent: dict[Operation, tuple[int, Tensor, Underway]] = {}
         """Results that are on their way to other stages."""
+        self.under_way = self._there, self._sent
 
     def __call__(self) -> None:
         order, arrived = self.plan.orders[self.stage], self.plan.arrived(self.stage)

@@ -1,5 +1,6 @@
 """Training over the stages of a pipeline against one process: bits, meshes, checkpoints, messages, faults."""
 
+import gc
 import os
 import re
 import signal
@@ -447,6 +448,40 @@ def check_kernels_are_loaded_without_a_trace(rank: Rank):
                 step.device = device
             kept.append([step(*batch), step(*batch)])
         assert all(map(torch.equal, *kept)), way
+
+
+class Unanswered:
+    """Messages that no rank answers; it knows their memory, and does not keep it."""
+
+    copied = False
+
+    def __init__(self):
+        self.memory = []
+
+    def connect(self, pairs):
+        pass
+
+    def send(self, tensor, peer):
+        self.memory.append(weakref.ref(tensor))
+        return SimpleNamespace(wait=lambda: None)
+
+    receive = send
+
+
+def test_memory_that_messages_may_still_write_stays_after_a_pass_that_failed():
+    """One result has been sent, and one is being received, when the second forward fails."""
+    messages = Unanswered()
+    pipeline = Pipeline(make_schedule("1f1b", 2, 3), 0, messages)
+
+    def work(operation, given):
+        if operation.microbatch == 1:
+            raise ZeroDivisionError
+        return torch.zeros(1)
+
+    with pytest.raises(ZeroDivisionError):
+        pipeline.run(work, torch.zeros(1))
+    gc.collect()
+    assert [each() is None for each in messages.memory] == [False, False]
 
 
 def check_a_pass_that_failed_is_not_followed_by_another(rank: Rank):
