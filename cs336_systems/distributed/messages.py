@@ -180,9 +180,9 @@ class CopiedMessages(GroupMessages):
             # Ranks of a ring cannot wait for each other in a circle: all follow one order of messages (``order.py``),
             # in which a receive stands where its send does. A send waits until earlier pieces are taken, of this
             # message or one before; a receive waits until the same piece is sent. So the first message that has not
-            # ended goes on, even if a GPU ran the work of all its streams in the order in which it was enqueued. Stages
-            # of a pipeline have no such order. There this is certain only while what one stage has on its way to
-            # another fits into a mailbox; beyond that, streams must not hold each other up.
+            # ended goes on, even if a GPU ran the work of all its streams in the order in which it was enqueued.
+            # Stages of a pipeline need streams that run side by side, or mailboxes of two whole messages (one, but for
+            # interleaved over two stages and dualpipev): two stages may each send before they receive.
             self._await(stream, len(self.ranks) + peer, number - N_PIECES)  # the place that it takes is free
             stream.copy(self._place(peer, own, number), address, n_bytes)
             stream.raise_flag(self._flag(peer, own), number)
