@@ -22,7 +22,7 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cs336_systems.distributed.messages import CopiedMessages, GroupMessages
+from cs336_systems.distributed.messages import CopiedMessages, GroupMessages, piece_bytes_of
 from cs336_systems.distributed.peer_memory import why_not_mapped
 from cs336_systems.distributed.process_group import Rank, divisions
 from cs336_systems.ranks import mesh_shape
@@ -65,28 +65,34 @@ class Mesh:
         """This rank and the others along a dimension; None (to torch: all ranks) if there are no others."""
         return self.devices.get_group(dimension) if self.size(dimension) > 1 else None
 
-    def messages(self, by: str) -> GroupMessages:
+    def messages(self, by: str, message_bytes: int) -> GroupMessages:
         """Messages between the stages of this rank's pipeline. The first call makes them, which is a collective.
 
         Args:
             by: ``messages``, by torch's process groups, or ``copies``, for which CPUs use process groups, too.
+            message_bytes: of the largest message between the micro-batches' passes; for copies.
 
         Raises:
             ValueError: ``copies`` is asked for, and these GPUs cannot map each other's memory.
             OSError: there is no room for the mailboxes of copies.
         """
-        return self._copies if by == "copies" and self.rank.device.type == "cuda" else self._messages
+        if by != "copies" or self.rank.device.type != "cuda":
+            return self._messages
+        group, piece_bytes = self.devices.get_group("pipeline"), piece_bytes_of(message_bytes)
+        if piece_bytes not in self._copies:
+            if reason := why_not_mapped(self.rank.device, group):
+                raise ValueError(f"stages cannot copy into each other's memory, as {reason}")
+            self._copies[piece_bytes] = CopiedMessages(self.rank, group, piece_bytes=piece_bytes)
+        return self._copies[piece_bytes]
 
     @cached_property
     def _messages(self) -> GroupMessages:
         return GroupMessages(self.rank, self.devices.get_group("pipeline"))
 
     @cached_property
-    def _copies(self) -> GroupMessages:
-        group = self.devices.get_group("pipeline")
-        if reason := why_not_mapped(self.rank.device, group):
-            raise ValueError(f"stages cannot copy into each other's memory, as {reason}")
-        return CopiedMessages(self.rank, group)
+    def _copies(self) -> dict[int, GroupMessages]:
+        """By the bytes of a piece."""
+        return {}
 
     @cached_property
     def same_weights(self) -> dist.ProcessGroup:

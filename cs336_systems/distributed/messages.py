@@ -61,6 +61,11 @@ def planned_as_copies(messages: "GroupMessages | None") -> bool:
     return messages is None or messages.copied or not _on_gpu(messages.rank)
 
 
+def piece_bytes_of(message_bytes: int) -> int:
+    """Bytes of pieces with which a mailbox holds two messages, in whole MiB; no fewer than ``PIECE_BYTES``."""
+    return max(PIECE_BYTES, -(-message_bytes // (N_PIECES // 2 * 2**20)) * 2**20)
+
+
 def mailbox_bytes(n_ranks: int, piece_bytes: int = PIECE_BYTES) -> int:
     """Bytes of each GPU's mailboxes for messages by copies among ``n_ranks`` ranks."""
     return (n_ranks - 1) * N_PIECES * piece_bytes
@@ -181,8 +186,8 @@ class CopiedMessages(GroupMessages):
             # in which a receive stands where its send does. A send waits until earlier pieces are taken, of this
             # message or one before; a receive waits until the same piece is sent. So the first message that has not
             # ended goes on, even if a GPU ran the work of all its streams in the order in which it was enqueued.
-            # Stages of a pipeline need streams that run side by side, or mailboxes of two whole messages (one, but for
-            # interleaved over two stages and dualpipev): two stages may each send before they receive.
+            # Stages of a pipeline go on likewise if a mailbox holds two whole messages (``piece_bytes_of``), as each of
+            # two may send before it receives; found by simulating every schedule on 2 to 8 stages.
             self._await(stream, len(self.ranks) + peer, number - N_PIECES)  # the place that it takes is free
             stream.copy(self._place(peer, own, number), address, n_bytes)
             stream.raise_flag(self._flag(peer, own), number)

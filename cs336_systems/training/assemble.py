@@ -206,8 +206,15 @@ def finish(
         return PipelinedByTorch(
             *given, pipeline=TorchPipeline(model, plan, blocks, stages, loss_function, shape), stages=stages
         )
-    pipeline = Pipeline(plan, mesh.place("pipeline"), mesh.messages(case.parallel.pipeline_by))
+    messages = mesh.messages(case.parallel.pipeline_by, stage_message_bytes(case))
+    pipeline = Pipeline(plan, mesh.place("pipeline"), messages)
     return PipelinedStep(*given, pipeline=pipeline, blocks=blocks, stages=stages)
+
+
+def stage_message_bytes(case: TrainingCase) -> int:
+    """Bytes of the activations of a micro-batch, or of their gradient, that a stage hands on."""
+    rows = case.batch_size * case.context_length // (case.parallel.context * case.parallel.tensor)
+    return rows * case.config.d_model * case.precision.parameter_bytes
 
 
 def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:

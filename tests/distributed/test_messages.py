@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.costs.rates import LINK_SHARE, MESSAGE_BYTES_PER_S, Rates
-from cs336_systems.distributed.messages import N_PIECES, CopiedMessages, GroupMessages, ring_messages
+from cs336_systems.distributed.messages import (
+    N_PIECES,
+    PIECE_BYTES,
+    CopiedMessages,
+    GroupMessages,
+    piece_bytes_of,
+    ring_messages,
+)
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.hardware import hardware_named
 from tests.distributed.checks import on_ranks, spawn
@@ -106,6 +113,13 @@ def check_back_pressure(rank: Rank):
 
 def test_a_mailbox_is_not_written_over_before_it_is_read():
     on_ranks(check_back_pressure, 2)
+
+
+@pytest.mark.parametrize("n_bytes", [1, 2**24, 2**25, 2**25 + 1, 2**26, 3 * 2**26 + 5])
+def test_a_mailbox_of_a_pipeline_holds_two_whole_messages(n_bytes):
+    piece_bytes = piece_bytes_of(n_bytes)
+    assert 2 * -(-n_bytes // piece_bytes) <= N_PIECES
+    assert PIECE_BYTES <= piece_bytes < max(PIECE_BYTES + 1, n_bytes)
 
 
 def waiting(rank: Rank, said):

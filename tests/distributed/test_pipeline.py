@@ -22,13 +22,14 @@ from cs336_systems.costs.parallelism.stages import divide, plan_of, stages_of_ca
 from cs336_systems.costs.parallelism.step import GATHER, REDUCE, SCATTER, SEND, pipeline_sent, sharded_sent
 from cs336_systems.distributed.fsdp_parameters import GroupState
 from cs336_systems.distributed.mesh import Mesh
-from cs336_systems.distributed.messages import GroupMessages
+from cs336_systems.distributed.messages import GroupMessages, mailbox_bytes
 from cs336_systems.distributed.pipeline import Pipeline
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.ranked import PreparedStep, check_replicas
 from cs336_systems.harness.traffic import Traffic
 from cs336_systems.ranks import SCHEDULES, Parallel
 from cs336_systems.training.assemble import assemble, mesh_of, random_batch
+from cs336_systems.training.dry_run import dry_run
 from cs336_systems.training.step import local_gradients
 
 from .checks import checks_of, on_each, on_gpus, on_ranks, spawn
@@ -129,7 +130,7 @@ def test_every_schedule_has_the_bits_of_one_process():
 def both_ways(rank: Rank, cases):
     """What differs if messages go by copies of a driver that is imagined, in pieces that fill each mailbox."""
     expected = gradients_on(rank, cases)
-    imagined = lambda mesh, by: Imagined(mesh.rank, mesh.devices.get_group("pipeline"), 1000)  # noqa: E731
+    imagined = lambda mesh, *_: Imagined(mesh.rank, mesh.devices.get_group("pipeline"), 1000)  # noqa: E731
     with patch.object(Mesh, "messages", imagined):
         found = gradients_on(rank, cases)
     return [
@@ -149,12 +150,20 @@ def test_messages_by_copies_give_the_same_bits(n_ranks):
 
 
 def copies_or_messages(rank: Rank, case):
-    messages = mesh_of(case, rank).messages("copies")
+    messages = mesh_of(case, rank).messages("copies", 1)
     return type(messages) is GroupMessages
 
 
 def test_cpus_send_messages():
     assert all(on_ranks(copies_or_messages, 2, run_of(2, "1f1b", pipeline_by="copies")))
+
+
+def test_mailboxes_count_in_predicted_memory():
+    by_messages, by_copies = (
+        dry_run(replace(run_of(2, "1f1b", pipeline_by=by), device="cuda"), world_size=2).n_bytes
+        for by in ("messages", "copies")
+    )
+    assert by_copies - by_messages == mailbox_bytes(2)
 
 
 def compare_stages_on_gpus(world_size, device, by):
