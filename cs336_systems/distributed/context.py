@@ -16,8 +16,8 @@ share them.
 
 A rank's output is that of the whole sequence at its tokens, but for rounding: partial outputs have the dtype of the
 inputs and are merged in fp32. Gradients are added in fp32, too, except those of different ranks in ``gathered``, which
-are reduced in the dtype of the inputs. Documents that share a sequence are masked from
-each other in ``gathered`` alone, where the keys of a part of the queries are all that come before.
+are reduced in the dtype of the inputs. Documents that share a sequence are masked from each other in ``gathered``
+alone, where the keys of a part of the queries are all that come before.
 """
 
 from collections.abc import Callable

@@ -126,7 +126,7 @@ class _Copying:
 
     wait: Wait
     memory: Tensor
-    """What they read or write, held until then."""
+    """Memory that the copies read or write, held until they are done."""
 
 
 class CopiedMessages(GroupMessages):
@@ -159,8 +159,8 @@ class CopiedMessages(GroupMessages):
         """Pieces so far, to and from each rank."""
         self._boxes = PeerMemory(mailbox_bytes(n, self._piece_bytes), torch.uint8, rank.device, group)
         self._flags = PeerMemory(2 * n, torch.int32, rank.device, group)
-        """Of each rank: at s the pieces that rank s has written into its mailbox, at n + t the pieces of its own that
-        rank t has taken out."""
+        """For each rank, int32: at s the number of pieces that rank s has written into its mailbox, at n + t the number
+        of its own that rank t has taken out."""
         # All ranks meet here: else a flag might be raised before its owner has set it to zero.
         dist.all_reduce(torch.zeros(1, device=rank.device), group=group)
         self._awaited = [0] * (2 * n)

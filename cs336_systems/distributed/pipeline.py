@@ -90,7 +90,7 @@ class Pipeline:
     def __init__(self, plan: Schedule, stage: int, messages: GroupMessages) -> None:
         self.plan, self.stage, self._messages = plan, stage, messages
         self._under_way: object = None
-        """What a run that has not ended well sends and receives: copies may still read and write that memory."""
+        """Messages of a run that has not ended well: copies may still read and write their memory."""
         messages.connect(pair for pair in permutations(range(plan.stages), 2) if plan.channel(*pair))
 
     def run(self, work: Work, like: Tensor, plan: Schedule | None = None) -> None:

@@ -93,7 +93,7 @@ class _Buffer:
         self._bytes = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=stream is not None, device="cpu")
 
     def first(self, n_bytes: int) -> Tensor:
-        """So many bytes, (n,) uint8; memory of its own, not pinned, if a tensor that is not contiguous is larger."""
+        """Memory of ``n_bytes``, (n_bytes,) uint8: the place's own, or new and not pinned where that is too small."""
         if n_bytes <= len(self._bytes):
             return self._bytes[:n_bytes]
         return torch.empty(n_bytes, dtype=torch.uint8, device="cpu")

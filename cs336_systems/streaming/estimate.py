@@ -114,7 +114,7 @@ def best_keep(plan: Plan, seconds: WorkSeconds, host_bytes: int) -> tuple[float,
 
 
 def _keep_steps(least: Keep, most: Keep) -> list[Keep]:
-    """What plans may keep, in sixteen steps from input to attention, and sixteen more to products."""
+    """The ``keep`` of plans that are tried: sixteen steps from input to attention, and sixteen more to products."""
     attention, products = (
         sorted({low + (high - low) * i // 16 for i in range(17)}) for low, high in zip(least, most, strict=True)
     )

@@ -1,7 +1,7 @@
 """Training over meshes of data, context and tensor ranks against one process: losses, norms, weights."""
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from itertools import cycle, product
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.case import TrainingCase, Unsupported
+from cs336_systems.case import Unsupported
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import LEVELS
 from cs336_systems.costs.parallelism import step as costs
@@ -27,6 +27,7 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.ranks import Parallel
 from cs336_systems.training.assemble import assemble, build_model, finish, mesh_of, random_batch
 from cs336_systems.training.clipping import GradientGuard
+from tests.training.shared import Shared
 
 from .checks import checks_of, on_each, on_gpus, on_ranks, spawn
 
@@ -42,15 +43,6 @@ N_STEPS = 10
 ROUNDING = {"fp32": 2**-24, "bf16": 2**-9}
 
 
-@dataclass(frozen=True)
-class Meshed(TrainingCase):
-    how: Parallel = field(default_factory=Parallel)
-
-    @property
-    def parallel(self) -> Parallel:
-        return self.how
-
-
 WAYS = {"ddp": ("bucketed", "replicated"), "zero-1": ("none", "scattered"), "zero-2": ("none", "scattered-gradients")}
 WAYS |= {"zero-owned": ("bucketed", "owned"), "fsdp": ("fsdp", "replicated")}
 
@@ -59,7 +51,7 @@ def run_of(context, tensor, way, config=LLAMA, order="zigzag", accumulate=1, by=
     wrapper, state = WAYS[way]
     how = Parallel(wrapper, state, 0.01, tensor=tensor, tensor_by=by, context=context, context_order=order)
     how = replace(how, replicas=replicas)
-    return Meshed.of(
+    return Shared.of(
         config, how=how, batch_size=2, accumulate=accumulate, keep="products", optimizer="torch-fused", seed=3
     )
 

@@ -31,9 +31,10 @@ from cs336_systems.ranks import SCHEDULES, Parallel
 from cs336_systems.training.assemble import assemble, mesh_of, random_batch
 from cs336_systems.training.dry_run import dry_run
 from cs336_systems.training.step import local_gradients
+from tests.training.shared import Shared
 
 from .checks import checks_of, on_each, on_gpus, on_ranks, spawn
-from .test_mesh import N_STEPS, WAYS, WIDE, Meshed, alone, compare, compare_on_gpus, hand_over, ignoring
+from .test_mesh import N_STEPS, WAYS, WIDE, alone, compare, compare_on_gpus, hand_over, ignoring
 from .test_mesh import run_of as mesh_run
 from .test_messages import Imagined
 
@@ -44,7 +45,7 @@ DEEP = replace(LLAMA, name="tiny-deep", n_layers=9)
 
 
 @dataclass(frozen=True)
-class Pulled(Meshed):
+class Pulled(Shared):
     z_loss: float = 0.0
 
 
@@ -128,7 +129,7 @@ def test_every_schedule_has_the_bits_of_one_process():
 
 
 def both_ways(rank: Rank, cases):
-    """What differs if messages go by copies of a driver that is imagined, in pieces that fill each mailbox."""
+    """The losses and gradients that differ if messages go by copies, on a simulated driver, and fill each mailbox."""
     expected = gradients_on(rank, cases)
     imagined = lambda mesh, *_: Imagined(mesh.rank, mesh.devices.get_group("pipeline"), 1000)  # noqa: E731
     with patch.object(Mesh, "messages", imagined):

@@ -9,9 +9,9 @@ from cs336_systems.costs.parallelism.schedules import make_schedule
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.ranks import SCHEDULES, Parallel
 from cs336_systems.training import assemble, random_batch
+from tests.training.shared import Shared
 
 from .checks import on_ranks
-from .test_mesh import Meshed
 from .test_pipeline import LLAMA
 
 BIASED = replace(LLAMA, name="tiny-biased", n_layers=6, qkv_bias=True, qk_norm=True, head_dim=8)
@@ -19,7 +19,7 @@ BIASED = replace(LLAMA, name="tiny-biased", n_layers=6, qkv_bias=True, qk_norm=T
 
 def run_of(schedule, config=BIASED, **others):
     how = Parallel(pipeline=2, pipeline_schedule=schedule, pipeline_by="torch")
-    return Meshed.of(config, how=how, batch_size=2, accumulate=4, optimizer="torch-fused", seed=3, **others)
+    return Shared.of(config, how=how, batch_size=2, accumulate=4, optimizer="torch-fused", seed=3, **others)
 
 
 def train(case, rank=None):

@@ -9,11 +9,12 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.ranks import Parallel
 from cs336_systems.training import assemble, random_batch
 from tests.distributed.checks import on_ranks
-from tests.distributed.test_mesh import LLAMA, QWEN2, Meshed
+from tests.distributed.test_mesh import LLAMA, QWEN2
+from tests.training.shared import Shared
 
 BIASED = replace(QWEN2, tie_embeddings=False)
 TORCH = Parallel(tensor=2, tensor_by="torch")
-CASES = [Meshed.of(config, batch_size=2, optimizer="torch-fused", how=TORCH) for config in (LLAMA, BIASED)]
+CASES = [Shared.of(config, batch_size=2, optimizer="torch-fused", how=TORCH) for config in (LLAMA, BIASED)]
 
 
 def losses_of(case, rank=None):

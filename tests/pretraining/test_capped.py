@@ -16,14 +16,7 @@ from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import Evaluation, LoggedCheckpoint, Memory
 from cs336_systems.pretraining.trainer import NonFiniteStep, train
 from tests.pretraining.checkpointed import LLAMA, export_model, model_of
-from tests.pretraining.trained import (
-    EXPLODING,
-    assert_equal_weights,
-    copy_until,
-    losses_and_norms,
-    options,
-    said_by,
-)
+from tests.pretraining.trained import EXPLODING, assert_equal_weights, copy_until, losses_and_norms, options, said_by
 
 CONFIG = replace(LLAMA, n_layers=4, tie_embeddings=True, qkv_bias=True)
 ROOMY = {"device_gib": 0.5, "host_gib": 2}

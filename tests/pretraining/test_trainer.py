@@ -35,14 +35,7 @@ from cs336_systems.pretraining.run_records import (
 from cs336_systems.pretraining.trainer import NonFiniteStep, train
 from cs336_systems.training import TrainStep
 from tests.pretraining.runs import Kept
-from tests.pretraining.trained import (
-    EXPLODING,
-    assert_equal_weights,
-    copy_until,
-    losses_and_norms,
-    options,
-    said_by,
-)
+from tests.pretraining.trained import EXPLODING, assert_equal_weights, copy_until, losses_and_norms, options, said_by
 
 
 @pytest.fixture(scope="module")
