@@ -37,6 +37,7 @@
 #   choice-1.5b       130  1.5B
 #   choice-3b         150  3B
 #   choice-7b         200  7B
+#   choice-14b        290  14B, with states on the host where the card asks for it
 #   ranks-0.5b        400  0.5B at 32 on two GPUs: ZeRO-1, ZeRO-3 in two ways, apart; and on one (FOLDER/training-2)
 #   ranks-1.5b        430  the same of 1.5B at 16
 #   ranks-7b          525  of 7B at 8, keeping products
@@ -70,13 +71,15 @@ in_rows_of_2048() { # finetuning and lora: into a file of their own, as their to
 on_80gb() { # size, then the shape and the recipe
   DURATION=${DURATION:-40} into training "${ours[@]}" --kernels fused --how ours --warmup 1 --size "$1" "${@:2}"
 }
-by_hand() { # size, then two micro-batches on a card of 141 GB and two on one of 80
+on_80() { [ "${CARD_GB:-141}" = 80 ]; }
+by_hand() { # size and micro-batch, then what is compared
+  DURATION=${DURATION:-8} into choice --cuda-graph off --warmup 2 --kernels fused --how ours --size "qwen2.5-$1" \
+    --total-batch-tokens 65536 --batch-size "$2" "${@:3}"
+}
+in_two() { # size, then two micro-batches on a card of 141 GB and two on one of 80
   local batches=("${@:2:2}")
-  [ "${CARD_GB:-141}" = 80 ] && batches=("${@:4:2}")
-  for batch in "${batches[@]}"; do
-    DURATION=${DURATION:-8} into choice --cuda-graph off --warmup 2 --kernels fused --how ours --size "qwen2.5-$1" \
-      --total-batch-tokens 65536 --batch-size "$batch" --keep all all-norm products
-  done
+  on_80 && batches=("${@:4:2}")
+  for batch in "${batches[@]}"; do by_hand "$1" "$batch" --keep all all-norm products; done
 }
 in_worlds() { # size, then the recipe
   local shape=(--batch-size 16)
@@ -130,13 +133,25 @@ for part in "$@"; do
       in_rows_of_2048 --size qwen2.5-7b --batch-size 1 --total-batch-tokens 32768 --recipe stored e4m3 --lora-rank 16 \
         --keep products all --cuda-graph on --warmup 5 --how ours input-gradients ;;
     choice-0.5b)
-      by_hand 0.5b 32 64 32 64 ;;
+      in_two 0.5b 32 64 32 64 ;;
     choice-1.5b)
-      by_hand 1.5b 16 32 16 32 ;;
+      in_two 1.5b 16 32 16 32 ;;
     choice-3b)
-      by_hand 3b 16 32 8 16 ;;
+      in_two 3b 16 32 8 16 ;;
     choice-7b)
-      by_hand 7b 8 16 2 4 ;;
+      in_two 7b 8 16 2 4 ;;
+    choice-14b)
+      if on_80; then
+        by_hand 14b 4 --keep all-norm-swiglu --offload m-v
+        by_hand 14b 2 --keep all all-norm-swiglu --offload m-v
+        by_hand 14b 1 --keep all all-norm-swiglu --offload m-v
+        by_hand 14b 8 --keep products-ffn --offload m-v
+      else
+        by_hand 14b 4 --keep all-norm all-norm-swiglu --offload residual
+        by_hand 14b 4 --keep all-norm-swiglu
+        by_hand 14b 2 --keep all all-norm
+        by_hand 14b 8 --keep all --offload m-v
+      fi ;;
     fp8-0.5b|fp8-7b)
       in_fp8 "${part#fp8-}" --how ours --recipe stored e4m3 ;;
     fp8-1.5b)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _NUMBERS = ("batch_size", "context_length", "total_batch_tokens")
 _WORDS = ("device", "dtype", "size", "keep", "attention", "kernels")
 """Options of train.py in which runs differ, or that the plan asks about."""
+_HOST_GIB = 120.0
+"""What the hosts of these rows, of 128 GiB, had free."""
 
 
 def _tried(rows: "pd.DataFrame") -> dict[tuple[str, str], list[tuple[Line, Way, bool]]]:
@@ -26,7 +28,9 @@ def _tried(rows: "pd.DataFrame") -> dict[tuple[str, str], list[tuple[Line, Way, 
         how, hardware = line.settings, find_hardware(line.settings["gpu"])
         assert hardware is not None
         asked: dict[str, Any] = {name: int(how[name]) for name in _NUMBERS} | {name: how[name] for name in _WORDS}
-        plan = CardPlan.of(replace(TrainOptions.default("cuda"), **asked), Asked(gpu=hardware.name))
+        offload = {"offload": () if how["offload"] == "none" else tuple(how["offload"].split("-"))}
+        options = replace(TrainOptions.default("cuda"), **asked, **offload)
+        plan = CardPlan.of(options, Asked(gpu=hardware.name, host_gib=_HOST_GIB))
         way = plan.as_asked
         assert way is not None
         found[hardware.name, how["size"]].append((line, way, str(plan.chosen) == str(way)))
