@@ -18,7 +18,7 @@ from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.evidence import seal
 from cs336_systems.answers.optimizers import optimizers_figure
 from cs336_systems.answers.predicted import points, scatter_figure
-from cs336_systems.answers.training import of_bf16_commands, rates_of_others
+from cs336_systems.answers.training import llmq_ways, of_bf16_commands
 from cs336_systems.costs.parallelism.pipeline import simulate
 from cs336_systems.experiments.attention import scaling_figure as attention_figure
 from cs336_systems.experiments.blocks import kept_figure
@@ -128,7 +128,8 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_mesh_four.png": of_rows(mesh_figure, "mesh-four"),
         "cpu_failures.png": of_rows(goodput_figure, "replicas/benchmark_failures", machine="cpu"),
         "cpu_diloco.png": of_rows(loss_figure, "replicas/benchmark_diloco", machine="cpu"),
-        "h200_training.png": Drawing(rates_figure, lambda: _with_others(rows("training").frame())),
+        "h200_training.png": Drawing(rates_figure, lambda: (_bf16_alone(rows("training").frame()), {})),
+        "h100_training.png": Drawing(rates_figure, lambda: (rows("training", machine="h100").frame(), llmq_ways())),
         "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),
         "h100_optimizers.png": Drawing(optimizers_figure, lambda: _of_optimizers(committed)),
         "predicted_cards.png": Drawing(scatter_figure, lambda: (points(),)),
@@ -136,10 +137,9 @@ def figures(committed: Committed) -> dict[str, Drawing]:
     }
 
 
-def _with_others(rows: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, dict[str, float]]]:
-    """Rows as the tables take them: bf16 of commands that quantize nothing, and published rates beside them."""
-    quantized = rows[rows["recipe"] != "stored"]
-    return pd.concat([of_bf16_commands(rows), quantized]).sort_index(), rates_of_others(rows)
+def _bf16_alone(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows as the tables take them: bf16 of commands that quantize nothing."""
+    return pd.concat([of_bf16_commands(rows), rows[rows["recipe"] != "stored"]]).sort_index()
 
 
 def _of_optimizers(committed: Committed) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from cs336_systems.report.tables import Table, digits
 
 OUTSIDE = Path(__file__).with_name("outside.csv")
 
-_SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
+_SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b")
 APART = "ranks apart"
 WAYS: dict[str, dict[str, object]] = {
     "ZeRO-1": {"zero": 1, "apart": "off"},
@@ -55,35 +55,60 @@ def outside_table() -> Table:
     return Table("As their sources gave them on the date.", pd.DataFrame(_published().values()))
 
 
+def _figures(what: str, *, fp8: bool) -> dict[str, float]:
+    """Tokens per second by size, of figures that begin with ``what``."""
+    suffix = " fp8" if fp8 else ""
+    return {size: 1000 * float(outside(f"{what} {size}{suffix}").removesuffix("k tokens/s")) for size in _SIZES}
+
+
 def llmq_rates(*, fp8: bool = False) -> dict[str, float]:
     """Tokens per second by size, as its authors give them of one H100."""
-    suffix = " fp8" if fp8 else ""
-    return {size: 1000 * float(outside(f"llm.q {size}{suffix}").removesuffix("k tokens/s")) for size in _SIZES}
+    return _figures("llm.q", fp8=fp8)
 
 
-def rates_of_others(rows: pd.DataFrame) -> dict[str, dict[str, float]]:
-    """Published rates beside these rows, by who says so; in fp8 where they have such runs."""
-    in_fp8 = {"llm.q in fp8, one H100": llmq_rates(fp8=True)} if (rows["recipe"] != "stored").any() else {}
-    return {"llm.q, one H100": llmq_rates()} | in_fp8
+def llmq_ways() -> dict[str, dict[str, float]]:
+    """The same in both dtypes, by what a figure calls them."""
+    return {"llm.q, published": llmq_rates(), "llm.q, e4m3, published": llmq_rates(fp8=True)}
+
+
+def llmq_table(rows: pd.DataFrame) -> Table:
+    """Our fastest run on one H100 of each size and dtype of matmuls, beside llm.q's rate there and the goal.
+
+    Args:
+        rows: runs of ``train.py`` on one H100.
+    """
+    lines = []
+    for run in _fastest(rows[rows["how"] == "ours"]):
+        fp8, size, rate = run["recipe"] != "stored", run["size"], run["tokens_per_s"]
+        if size not in _SIZES:
+            continue
+        goal = _figures("goal H100", fp8=fp8)[size]
+        line = {"size": size, "matmuls": run["recipe"] if fp8 else "bf16", "tokens/s": f"{rate:,.0f}"}
+        line |= {"llm.q, published": _beside(llmq_rates(fp8=fp8)[size], rate), "goal": f"{goal:,.0f}"}
+        line |= {"of the goal %": f"{100 * rate / goal:.1f}", "speed of light %": f"{run['speed_of_light']:.1f}"}
+        line |= {"batch": f"{run['batch_size']:g}", "tokens a step": f"{run['total_batch_tokens']:,.0f}"}
+        line |= {"keep": run["keep"], "on the host": run["offload"], "matmul kernels": run["matmul_kernels"]}
+        lines.append(line | {"peak GiB": digits(run["peak_memory"])})
+    lines.sort(key=lambda line: line["matmuls"] != "bf16")
+    return Table("One H100 (80 GB); in brackets ours over llm.q's.", pd.DataFrame(lines))
 
 
 def training_rates_table(rows: pd.DataFrame) -> Table:
     """A line for each size: our fastest run in bf16, how it ran, and the others' tokens per second, with ours over
     them."""
-    runs, known = _fastest(of_bf16_commands(rows)), llmq_rates()
+    runs = _fastest(of_bf16_commands(rows))
     rates = {(run["size"], run["how"]): run["tokens_per_s"] for run in runs}
     lines = []
     for run in runs:
         if run["how"] == "ours":
             size, own = run["size"], run["tokens_per_s"]
             others = {name: _beside(rates.get((size, how)), own) for how, name in _PEERS.items()}
-            lines.append(_line(run, others | {"llm.q, one H100": _beside(known.get(size), own)}))
+            lines.append(_line(run, others))
     return _table(lines, runs[0])
 
 
 def fp8_rates_table(rows: pd.DataFrame) -> Table:
-    """A line for each size and recipe in fp8: our fastest run, in bf16 and torchao's, each of a command with ours, and
-    llm.q in fp8.
+    """A line for each size and recipe in fp8: our fastest run, in bf16 and torchao's, each of a command with ours.
 
     Raises:
         NotMeasured: no run in fp8 is among the rows.
@@ -91,11 +116,10 @@ def fp8_rates_table(rows: pd.DataFrame) -> Table:
     runs = _fastest(rows[(rows["how"] == "ours") & (rows["recipe"] != "stored")])
     if not runs:
         raise NotMeasured("training, runs in fp8")
-    known, lines = llmq_rates(fp8=True), []
+    lines = []
     for run in runs:
         others = {"bf16": _in_one_command(run, rows, how="ours", recipe="stored")}
         others |= {how.replace("-", ", "): _in_one_command(run, rows, how=how) for how in TORCHAO}
-        others["llm.q in fp8, one H100"] = _beside(known.get(run["size"]), run["tokens_per_s"])
         line = _line(run, others)
         lines.append({"size": line.pop("size"), "products": run["recipe"]} | line)
     smaller = "whose steps and micro-batches may be smaller than those of our fastest run"

@@ -4,14 +4,15 @@ import pandas as pd
 import pytest
 
 from cs336_systems.answers.committed import NotMeasured
-from cs336_systems.answers.figures import _with_others
+from cs336_systems.answers.figures import _bf16_alone
 from cs336_systems.answers.training import (
     fp8_rates_table,
     llmq_rates,
+    llmq_table,
+    llmq_ways,
     of_bf16_commands,
     outside,
     outside_table,
-    rates_of_others,
     scaling_table,
     training_rates_table,
 )
@@ -49,7 +50,6 @@ def test_the_fastest_of_ours_and_others_beside():
     small, large = table.frame.to_dict("records")
     assert (small["size"], small["tokens/s"], small["batch"]) == ("qwen2.5-0.5b", "165,000", "64")
     assert small["transformers, Liger"] == "132,000 (1.25)"
-    assert small["llm.q, one H100"] == "150,000 (1.10)"
     assert (large["size"], large["transformers, Liger"]) == ("qwen2.5-7b", "–")
     assert "transformers" not in table.frame  # not measured at any size
 
@@ -63,8 +63,7 @@ def test_the_figure_has_the_rates_of_the_table():
     faster = rows().query("how == 'ours' and world_size == 1").assign(argv="b")
     faster.loc[faster["metric"] == "tokens_per_s", "median"] *= 2
     both = pd.concat([rows(), faster, faster.assign(recipe="e4m3")])
-    in_bf16, others = _with_others(both)
-    bars = [bar.get_width() for bar in rates_figure(in_bf16, others).axes[0].patches]
+    bars = [bar.get_width() for bar in rates_figure(_bf16_alone(both), {}).axes[0].patches]
     shown = training_rates_table(both).frame["tokens/s"].iloc[0]
     assert (shown, bars[0]) == ("165,000", 165.0)
     assert ways_in(rates_figure(rows(), {"llm.q": llmq_rates()})) == ["ours", "transformers-liger", "llm.q"]
@@ -91,14 +90,24 @@ def test_fp8_stands_beside_bf16_of_the_same_command_and_never_for_it():
     (line,) = fp8_rates_table(both).frame.to_dict("records")
     assert (line["products"], line["tokens/s"]) == ("e4m3", "190,000")
     assert line["bf16"] == "160,000 (1.19)"  # not the 165,000 of another command
-    assert line["llm.q in fp8, one H100"] == "164,000 (1.16)"
     alone = fp8_rates_table(pd.concat([rows(), in_fp8(180_000.0, "c")]))
     assert "bf16" not in alone.frame
     with pytest.raises(NotMeasured, match="fp8"):
         fp8_rates_table(rows())
-    figure = rates_figure(both, rates_of_others(both))
-    assert ways_in(figure) == ["ours", "transformers-liger", "ours, e4m3", "llm.q, one H100", "llm.q in fp8, one H100"]
-    assert list(rates_of_others(rows())) == ["llm.q, one H100"]
+    ways = [*llmq_ways()]
+    assert ways_in(rates_figure(both, llmq_ways())) == ["ours", "transformers-liger", "ours, e4m3", *ways]
+
+
+def test_the_fastest_run_of_a_size_beside_llmqs_and_its_goal():
+    added = {"offload": "none", "matmul_kernels": "library"}
+    unknown = rows().assign(size="llama3-8b")
+    found = pd.concat([rows(), in_fp8(190_000.0, "b", 160_000.0), unknown]).assign(**added)
+    table = llmq_table(found).frame[["size", "matmuls", "tokens/s", "llm.q, published", "goal", "of the goal %"]]
+    assert table.to_numpy().tolist() == [
+        ["qwen2.5-0.5b", "bf16", "165,000", "150,000 (1.10)", "160,000", "103.1"],
+        ["qwen2.5-7b", "bf16", "14,000", "13,900 (1.01)", "14,500", "96.6"],
+        ["qwen2.5-0.5b", "e4m3", "190,000", "164,000 (1.16)", "192,000", "99.0"],
+    ]
 
 
 def test_fp8_stands_beside_torchaos_of_a_command_that_has_both():
