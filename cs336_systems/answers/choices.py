@@ -28,8 +28,8 @@ def _tried(rows: "pd.DataFrame") -> dict[tuple[str, str], list[tuple[Line, Way, 
         how, hardware = line.settings, find_hardware(line.settings["gpu"])
         assert hardware is not None
         asked: dict[str, Any] = {name: int(how[name]) for name in _NUMBERS} | {name: how[name] for name in _WORDS}
-        offload = {"offload": () if how["offload"] == "none" else tuple(how["offload"].split("-"))}
-        options = replace(TrainOptions.default("cuda"), **asked, **offload)
+        asked["offload"] = () if how["offload"] == "none" else tuple(how["offload"].split("-"))
+        options = replace(TrainOptions.default("cuda"), **asked)
         plan = CardPlan.of(options, Asked(gpu=hardware.name, host_gib=_HOST_GIB))
         way = plan.as_asked
         assert way is not None
