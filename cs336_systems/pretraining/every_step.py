@@ -67,16 +67,15 @@ class EveryStep(ReplicaAgreement):
             raise RuntimeError(f"replica {self._name} has lost all others before it had their state")
 
     def _state(self) -> dict[str, Any]:
-        """Before a session's first step the whole state; later its description, while pieces of it are served."""
-        if self.manager.current_step() == 0:
-            return super()._state() | {"whole": not self.is_behind()}
+        """A description of the state, while pieces of it are served."""
         self._wait_for_update()
         tensors, settings = self._tensors()
         large = {name: tensor for name, tensor in tensors.items() if tensor.nbytes >= _SMALL_BYTES}
         large = dict(sorted(large.items(), key=lambda item: not item[0].startswith(OPTIMIZER)))
-        pieces, when = pieces_of(large), str(self.manager.current_step())
-        self._transport.offer(when, large, pieces)
+        pieces, when = pieces_of(large), self.manager.current_step()
+        self._transport.offer(str(when), large, pieces)
         about = self._description(settings) | {"pieces": list(map(tuple, pieces)), "when": when}
+        about["whole"] = not self.is_behind()
         small = {name: each for name, each in tensors.items() if name not in large}
         if self._rank.device.type == "cpu":  # from a GPU torchft copies them, on a stream that waits for no other
             small = {name: each.clone() for name, each in small.items()}
@@ -85,20 +84,31 @@ class EveryStep(ReplicaAgreement):
     def _load(self, state: dict[str, Any]) -> None:
         if self._fetching is not None:  # of a quorum that came to nothing
             self._fetching.pause()
-        if "pieces" not in state:
-            if not state["whole"]:
-                raise RuntimeError("all replicas that had the whole state have died")
-            self._left = None
-            super()._load(state)
-            return
         self._check_alike(state)
+        session_begins = state["when"] == 0  # nobody trains, and all lack as many of torchft's steps
+        if session_begins and not state["whole"]:
+            raise RuntimeError("all replicas that had the whole state have died")
+        if session_begins and not self.is_behind() and state["made"] == self._made:
+            return  # the peer's weights have the checksum of ours
         pieces = [Piece(*each) for each in state["pieces"]]
         if self._left is None or state["made"] != self._made:
             own, moments = self._tensors()[0], {each.name for each in pieces if each.name.startswith(OPTIMIZER)}
             self._load_tensors(state["tensors"] | {name: own[name] for name in moments}, state["settings"])
             self._prepared.loader.load_state_dict(state["loader"])
             self._made, self._left, self._since = state["made"], list(range(len(pieces))), time.perf_counter()
-        self._fetching = self._transport.fetch(state["when"], pieces, self._left, self._tensors()[0])
+        self._fetching = self._transport.fetch(str(state["when"]), pieces, self._left, self._tensors()[0])
+        if session_begins:
+            self._take_all(self._fetching)
+
+    def _take_all(self, fetching: Fetching) -> None:
+        """Wait for all pieces; if some do not come, the next quorum asks for them."""
+        self._fetching = None
+        fetching.finish()
+        if self._take(fetching) and not self._left:
+            self._left, self._healed = None, True
+            self._transport.seconds = time.perf_counter() - self._since
+        else:
+            self.manager.report_error(RuntimeError("parts of the others' state have not come"))
 
     def _take(self, fetching: Fetching) -> set[int]:
         """Note which pieces are in their place, before this step's update; returns their numbers."""

@@ -1,6 +1,6 @@
 """How a replica heals, that is, takes over a peer's state: all at once, or in pieces while training goes on.
 
-All at once (``diloco``, and the first quorum of a session): torchft's HTTP server serves a copy of the whole state.
+All at once (``diloco``): torchft's HTTP server serves a copy of the whole state.
 
 In pieces (``every-step``): between the quorum and the update of each step the peer's weights and moments do not change,
 and threads of its server serve pieces of them. The healing replica fetches as many as it can while it runs forward and
@@ -8,7 +8,8 @@ backward, and puts each in its place at once: its gradients count as zero, whate
 update as the others, from the averaged gradients, so what has come stays up to date: first the moments, then the
 weights, which come after all moments (these must not depend on weights; those of AdamW and Muon do not). With the last
 piece the replica has the bits of the others and trains with them. Nobody waits for the whole state or holds a second
-copy of it. If only one of the two makes a step, the pieces are stale and the replica begins again.
+copy of it. If only one of the two makes a step, the pieces are stale and the replica begins again. Before a session's
+first step nobody trains, and a replica that has made other steps than its peer waits for all pieces.
 
 Only tensors and plain values are unpickled; pieces are bytes.
 """
@@ -247,6 +248,10 @@ class Fetching:
     def pause(self) -> None:
         """Ask for no more pieces, and wait for those under way."""
         self._paused = True
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until all pieces have come, or no more do."""
         for worker in self._workers:
             worker.result()
 

@@ -43,14 +43,15 @@ class Replica(threading.Thread):
     Args:
         between_steps: a lock without which no step begins.
         spoil: whether its weights are not those that its options make.
+        after: a replica that has ended, with whose steps it begins.
         fault: called with a place, "step", "all-reduce" or "commit", and the number of the step; raises ``Death``.
     """
 
-    def __init__(self, asked, rank, address, name, between_steps, until, fault, spoil):
+    def __init__(self, asked, rank, address, name, between_steps, until, fault, spoil, after):
         super().__init__(name=name, daemon=True)
         self._asked, self._rank, self._address = asked, rank, address
         self._between_steps, self.until, self.fault, self._spoil = between_steps, until, fault, spoil
-        self.losses, self.there, self.behind, self.error = {}, {}, [], None
+        self._after, self.losses, self.there, self.behind, self.error = after, {}, {}, [], None
         self.start()
 
     def run(self):
@@ -66,11 +67,11 @@ class Replica(threading.Thread):
     def _train(self):
         self.agreement = agreements.agreement_of(self._asked, self._rank, self._address, self.name)
         with PREPARING:
-            self.prepared = prepare(self._asked, self._rank)
+            self.prepared = self._after.prepared if self._after else prepare(self._asked, self._rank)
         if self._spoil:
             next(self.prepared.step.model.parameters()).data.add_(1.0)
         step, loader = self.prepared.step, self.prepared.loader
-        made = self.agreement.join(self.prepared, 0)
+        made = self.agreement.join(self.prepared, len(self._after.losses) if self._after else 0)
         inner = self.agreement._average
 
         def average(sent):
@@ -135,9 +136,9 @@ class Site:
         asked = self._asked, self._rank
         return prepare(*asked), agreements.agreement_of(*asked, self._address, "0")
 
-    def start(self, name, until=1_000_000, fault=lambda place, step: None, spoil=False, **changes):
+    def start(self, name, until=1_000_000, fault=lambda place, step: None, spoil=False, after=None, **changes):
         where = self._rank, self._address, name, self.between_steps
-        replica = Replica(replace(self._asked, **changes), *where, until, fault, spoil)
+        replica = Replica(replace(self._asked, **changes), *where, until, fault, spoil, after)
         self.replicas.append(replica)
         return replica
 
@@ -181,14 +182,18 @@ def die():
 
 
 def slowed(monkeypatch):
-    """Let a state be of many pieces, of which the first two that are left come in a step, and the last, of a weight."""
-    whole = healing.Transport.fetch
+    """Let a state be of many pieces, of which the first two that are left come in a step, and the last, of a weight.
+
+    Returns a list to which each attempt adds how many are left."""
+    whole, attempts = healing.Transport.fetch, []
+
+    def fetch(self, when, pieces, left, tensors):
+        attempts.append(len(left))
+        return whole(self, when, pieces, left[:2] + left[2:][-1:], tensors)
+
     monkeypatch.setattr(healing, "_PIECE_BYTES", 2**16)
-    monkeypatch.setattr(
-        healing.Transport,
-        "fetch",
-        lambda self, when, pieces, left, tensors: whole(self, when, pieces, left[:2] + left[2:][-1:], tensors),
-    )
+    monkeypatch.setattr(healing.Transport, "fetch", fetch)
+    return attempts
 
 
 def assert_same(one, other):
@@ -250,6 +255,32 @@ def test_a_replica_has_made_a_step_before_others_wait_for_it_and_learns_what_it_
         assert torch.equal(*losses)
     ours, theirs = state_of(warm.step), state_of(cold.step)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_replicas_that_begin_alike_send_each_other_no_state(site, monkeypatch):
+    """Of a large model it takes longer than they wait for each other."""
+    attempts, taken = slowed(monkeypatch), []
+    monkeypatch.setattr(replica_agreement.ReplicaAgreement, "_load_tensors", lambda *_: taken.append(True))
+    one, two = site.start("0"), site.start("1")
+    two.wait_for(lambda number, n_there: n_there == 2)
+    assert site.end() == []
+    assert attempts == taken == []
+    assert {one.there[0], two.there[0]} == {(0, 2), (1, 2)}
+    assert_same(one, two)
+
+
+def test_one_that_has_made_fewer_steps_begins_with_the_whole_state_of_the_other(site, monkeypatch):
+    """Also if not all of it comes at once; nobody makes a step until it has."""
+    earlier = site.start("0", until=3, replicas=1)
+    earlier.join(60)
+    attempts = slowed(monkeypatch)
+    one, two = site.start("0", after=earlier), site.start("1")
+    two.wait_for(lambda number, n_there: n_there == 2)
+    assert site.end() == []
+    assert min(one.losses) == min(two.losses) == 3 and two.behind == []
+    assert len(attempts) > 2 and attempts == sorted(attempts, reverse=True)
+    assert {one.there[3], two.there[3]} == {(0, 2), (1, 2)}
+    assert_same(one, two)
 
 
 def test_the_next_peer_goes_on_where_one_that_dies_has_stopped(site, monkeypatch):
