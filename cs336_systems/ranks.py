@@ -50,7 +50,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 
 GatherBy = Literal["collectives", "copies"]
 TensorBy = Literal["collectives", "copies", "torch", "torch-async"]
-PipelineBy = Literal["messages", "copies", "torch"]
+PipelineBy = Literal["auto", "messages", "copies", "torch"]
 
 SPLIT_BY_TORCH = ("zb-h1", "zbv", "dualpipev")
 """Schedules for which torch splits a backward into inputs and weights, which it cannot do for compiled blocks."""
@@ -154,8 +154,8 @@ class Parallel:
     pipeline_by: PipelineBy = option(
         "messages",
         "Who runs the stages: messages and copies, this suite, whose stages send activations beside operations, by "
-        "messages of NCCL or gloo, or by copy engines of GPUs on one host (CPUs send messages); torch, "
-        "torch.distributed.pipelining with --keep autograd.",
+        "messages of NCCL or gloo, or by copy engines of GPUs on one host (CPUs send messages); auto, by copies where "
+        "GPUs reach each other's memory, else by messages; torch, torch.distributed.pipelining with --keep autograd.",
         shown=True,
     )
 

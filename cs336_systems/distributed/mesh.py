@@ -69,20 +69,26 @@ class Mesh:
         """Messages between the stages of this rank's pipeline. The first call makes them, which is a collective.
 
         Args:
-            by: ``messages``, by torch's process groups, or ``copies``, for which CPUs use process groups, too.
+            by: ``messages``, by torch's process groups; ``copies``, for which CPUs use process groups, too; ``auto``,
+                copies if these GPUs can map each other's memory, else process groups.
             message_bytes: of the largest message between the micro-batches' passes; for copies.
 
         Raises:
             ValueError: ``copies`` is asked for, and these GPUs cannot map each other's memory.
             OSError: there is no room for the mailboxes of copies.
         """
-        if by != "copies" or self.rank.device.type != "cuda":
+        if by == "messages" or self.rank.device.type != "cuda":
             return self._messages
         group, piece_bytes = self.devices.get_group("pipeline"), piece_bytes_of(message_bytes)
         if piece_bytes not in self._copies:
-            if reason := why_not_mapped(self.rank.device, group):
+            reason = why_not_mapped(self.rank.device, group)
+            if reason and by == "copies":
                 raise ValueError(f"stages cannot copy into each other's memory, as {reason}")
-            self._copies[piece_bytes] = CopiedMessages(self.rank, group, piece_bytes=piece_bytes)
+            self._copies[piece_bytes] = (
+                GroupMessages(self.rank, group, reason)
+                if reason
+                else CopiedMessages(self.rank, group, piece_bytes=piece_bytes)
+            )
         return self._copies[piece_bytes]
 
     @cached_property

@@ -88,7 +88,7 @@ class Pipeline:
     """
 
     def __init__(self, plan: Schedule, stage: int, messages: GroupMessages) -> None:
-        self.plan, self.stage, self._messages = plan, stage, messages
+        self.plan, self.stage, self.messages = plan, stage, messages
         self._under_way: object = None
         """Messages of a run that has not ended well: copies may still read and write their memory."""
         messages.connect(pair for pair in permutations(range(plan.stages), 2) if plan.channel(*pair))
@@ -107,7 +107,7 @@ class Pipeline:
         """
         if self._under_way is not None:
             raise RuntimeError(f"stage {self.stage} has failed in an earlier pass, whose messages are still under way")
-        run = _Run(plan or self.plan, self.stage, self._messages, like, work)
+        run = _Run(plan or self.plan, self.stage, self.messages, like, work)
         self._under_way = run.under_way
         run()
         self._under_way = None
@@ -121,7 +121,7 @@ class Pipeline:
         (other,) = (end for end in ends if end != self.stage)
         theirs = torch.empty_like(tensor)
         with peer_errors_as(f"stage {self.stage} exchanged gradients with stage {other} in vain"):
-            ways = [partial(self._messages.send, tensor), partial(self._messages.receive, theirs)]
+            ways = [partial(self.messages.send, tensor), partial(self.messages.receive, theirs)]
             # Both stages enqueue the lower one's message first: if both sent first, on streams that hold each other up,
             # each could fill a mailbox and wait for ever.
             for each in [begin(other) for begin in (ways if self.stage < other else ways[::-1])]:

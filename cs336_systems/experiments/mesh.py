@@ -58,7 +58,7 @@ class MeshCell(RankedCase):
     pipeline: int = like(Parallel, "pipeline")
     pipeline_schedule: str = like(Parallel, "pipeline_schedule")
     pipeline_chunks: int = like(Parallel, "pipeline_chunks")
-    pipeline_by: PipelineBy = like(Parallel, "pipeline_by")
+    pipeline_by: PipelineBy = like(Parallel, "pipeline_by", values=("messages", "copies", "torch"))
     weights: str = option(
         "ddp",
         "How ranks along data and context hold the weights they share: ddp, whole with averaged gradients; fsdp, in "

@@ -108,9 +108,10 @@ class TrainerCase(TrainingCase):
     pipeline_chunks: int = like(Parallel, "pipeline_chunks")
     pipeline_by: PipelineBy = like(
         *(Parallel, "pipeline_by"),
-        values=("messages", "copies"),
+        plain="auto",
+        values=("auto", "messages", "copies"),
         help="How activations go from stage to stage: messages, of NCCL or gloo; copies, by copy engines of GPUs on "
-        "one host (CPUs send messages).",
+        "one host (CPUs send messages); auto, copies where GPUs reach each other's memory, else messages.",
     )
     world_size: int = 1
     lora: Lora | None = None

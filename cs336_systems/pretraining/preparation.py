@@ -46,6 +46,7 @@ from cs336_systems.pretraining.tokenizing import TokenizeOptions, default_folder
 from cs336_systems.refusals import refusal
 from cs336_systems.training.assemble import build_model, finish, mesh_of
 from cs336_systems.training.clipping import GradientGuard
+from cs336_systems.training.pipelined import PipelinedStep
 from cs336_systems.training.precision import parameter_dtype
 from cs336_systems.training.step import TrainStep
 
@@ -210,6 +211,8 @@ def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
         yield from map(Message, step.explanation())
     else:
         yield Memory(predicted_segments(prepared.case, device.memory_bytes))
+    if isinstance(step, PipelinedStep):
+        yield Message(step.pipeline.messages.how)
     dtype, recipe, hardware = step.precision.matmul_dtype, prepared.case.recipe, find_hardware(device.name)
     how: dict[str, Any] = {"dtype": dtype, "block_dtype": "fp8" if recipe.quantized else dtype}
     how |= {"n_stored_blocks": recipe.n_skipped, "n_devices": rank.world_size, "lora": prepared.case.lora}

@@ -347,7 +347,7 @@ def _dry_run_of(case: TrainingCase, mode: str, world_size: int, number: int, wor
         start = len(live.changes)
         run("temporaries")
     workspaces = workspace_bytes * (1 if mode == "forward" else 2) if on_cuda else 0
-    if on_cuda and case.parallel.pipeline_by == "copies":
+    if on_cuda and case.parallel.pipeline_by in ("auto", "copies"):
         workspaces += mailbox_bytes(case.parallel.pipeline, piece_bytes_of(stage_message_bytes(case)))
     return live.peak(start, workspaces)
 

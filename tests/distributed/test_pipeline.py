@@ -9,7 +9,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -159,10 +159,21 @@ def test_cpus_send_messages():
     assert all(on_ranks(copies_or_messages, 2, run_of(2, "1f1b", pipeline_by="copies")))
 
 
+def test_gpus_that_cannot_copy_send_messages_unless_copies_are_asked_for(monkeypatch):
+    monkeypatch.setattr("cs336_systems.distributed.mesh.why_not_mapped", lambda *_: "ranks are on 2 hosts")
+    opened = Mock()
+    monkeypatch.setattr("cs336_systems.distributed.mesh.GroupMessages", opened)
+    mesh = Mock(rank=Mock(device=torch.device("cuda")), _copies={})
+    assert Mesh.messages(mesh, "auto", 1) is opened.return_value
+    assert opened.call_args.args[-1] == "ranks are on 2 hosts"
+    with pytest.raises(ValueError, match="stages cannot copy into each other's memory, as ranks are on 2 hosts"):
+        Mesh.messages(Mock(rank=mesh.rank, _copies={}), "copies", 1)
+
+
 def test_mailboxes_count_in_predicted_memory():
     by_messages, by_copies = (
         dry_run(replace(run_of(2, "1f1b", pipeline_by=by), device="cuda"), world_size=2).n_bytes
-        for by in ("messages", "copies")
+        for by in ("messages", "auto")
     )
     assert by_copies - by_messages == mailbox_bytes(2)
 

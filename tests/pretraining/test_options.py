@@ -162,7 +162,7 @@ def test_steps_and_micro_batches_follow_from_tokens():
 )
 def test_how_ranks_divide_a_step(zero, world_size, parallel):
     case = replace(PLAIN, zero=zero).training_case(resolve_size("tiny"), world_size)
-    assert case.parallel == parallel
+    assert case.parallel == replace(parallel, pipeline_by="auto")
     assert case.config.context_length == 128
 
 
