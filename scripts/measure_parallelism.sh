@@ -17,7 +17,6 @@
 #   mesh-short-graph         2       70  the same by tensor ranks whose step is a CUDA graph
 #   mesh-pipeline            2      180  4 micro-batches of 4,096 tokens: every schedule, recorded
 #   mesh-pipeline-many       2      260  8 and 16 of them: the fastest schedules beside 1F1B, recorded
-#   mesh-pipeline-peers      2      300  1F1B and ZBV beside torch's, keeping products and all
 #   mesh-pipeline-copies     2      280  1F1B and ZBV by messages and by copies, beside torch's
 #   mesh-pipeline-four       4      280  four stages, and one GPU
 #   mesh-four                4      130  8,192 tokens: FSDP, tensor and context ranks on four
@@ -93,15 +92,12 @@ for part in "$@"; do
       part=mesh-pipeline
       measure "${stages[@]}" "${batches[@]}" --world-size 1
       measure "${stages[@]}" "${batches[@]}" --world-size 2 --pipeline 2 --pipeline-schedule "${schedules[@]}" \
-        --trace "$folder/$part" ;;
-    mesh-pipeline-peers)
-      measure "${stages[@]}" --world-size 2 --pipeline 2 --accumulate 8 --steps 5 --keep products all \
-        --pipeline-schedule 1f1b zbv --peer ;;
+        --pipeline-by copies --trace "$folder/$part" ;;
     mesh-pipeline-copies)
       measure "${stages[@]}" --world-size 2 --pipeline 2 --accumulate 4 8 --steps 5 --keep products \
         --pipeline-schedule 1f1b zbv --pipeline-by messages copies --peer ;;
     mesh-pipeline-four)
-      measure "${stages[@]}" --world-size 4 1 --pipeline 4 1 --accumulate 8 16 --steps 5 \
+      measure "${stages[@]}" --world-size 4 1 --pipeline 4 1 --pipeline-by copies --accumulate 8 16 --steps 5 \
         --pipeline-schedule 1f1b zb-h1 zbv dualpipev ;;
     mesh-four)
       measure "${products[@]}" --context-length 8192 --world-size 4 1 --tensor 2 4 1 --context 1 4 \
