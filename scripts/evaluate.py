@@ -16,22 +16,18 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
-
-import tyro
+from typing import Any, Literal
 
 from cs336_systems.declared import sign_refusal
-from cs336_systems.report.command_line import complain, exit_with, n_gpus, parse
+from cs336_systems.report.command_line import ModelOptions, complain, exit_with, parse
 
 NAME = "evaluate"
 
 
 @dataclass(frozen=True)
-class EvaluateOptions:
+class EvaluateOptions(ModelOptions):
     """Scores of a trained model on held-out data."""
 
-    model: tyro.conf.Positional[Path]
-    """Folder of a run, whose newest complete checkpoint is taken; one of its checkpoints; or a Hugging Face folder."""
     data: tuple[Path, ...] = ()
     """Folders written by tokenize_data.py with the model's tokenizer, each scored by itself."""
     tasks: tuple[str, ...] = ()
@@ -46,16 +42,6 @@ class EvaluateOptions:
     """Tokens of a sequence; by default the model's context, at most 4,096."""
     batch_size: int = 8
     """Sequences at a time."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where to run."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which the model computes."""
-
-    @classmethod
-    def default(cls, device: str) -> Self:
-        """The defaults on a device: bf16 on a GPU, fp32 on a CPU."""
-        missing: Any = tyro.MISSING
-        return cls(missing, device=device, dtype="bf16" if device == "cuda" else "fp32")  # type: ignore
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,8 +57,7 @@ def _evaluate(options: EvaluateOptions) -> int:
     for name in ("sequences", "context_length", "batch_size"):
         if refusal := sign_refusal(name, getattr(options, name), "positive"):
             raise ValueError(refusal)
-    if options.device == "cuda" and not n_gpus():
-        raise ValueError("--device cuda needs a GPU, and there is none")
+    options.check_device()
     if not (options.data or options.tasks):
         raise ValueError("nothing to evaluate on: give --data or --tasks")
 
@@ -146,15 +131,11 @@ def _of_tasks(options: EvaluateOptions, path: Path) -> dict[str, dict[str, float
 
 def _rows(options: EvaluateOptions, path: Path, datasets: list[Any]) -> list[dict[str, Any]]:
     """The scores of one model on each source."""
-    import torch
-
-    from cs336_systems.pretraining.checkpoint import load_trained
     from cs336_systems.pretraining.conversations import Conversations
     from cs336_systems.pretraining.evaluation import check_tokens, score
     from cs336_systems.pretraining.loader import Sequences
 
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
-    trained = load_trained(path, device=options.device, dtype=dtype, tell=partial(complain, NAME))
+    trained = options.load(NAME, path)
     config, rows = trained.model.config, []
     length = options.context_length or min(config.context_length, 4096)
     if length > config.context_length:

@@ -14,23 +14,18 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
-import tyro
-
-from cs336_systems.report.command_line import complain, exit_with, n_gpus, parse
+from cs336_systems.report.command_line import ModelOptions, complain, exit_with, parse
 
 NAME = "sample"
 
 
 @dataclass(frozen=True)
-class SampleOptions:
+class SampleOptions(ModelOptions):
     """Text from a trained model."""
 
-    model: tyro.conf.Positional[Path]
-    """Folder of a run, whose newest complete checkpoint is taken; one of its checkpoints; or a Hugging Face folder."""
     prompt: str = ""
     """Text to continue; without one the model begins a document."""
     prompt_file: Path | None = None
@@ -45,16 +40,6 @@ class SampleOptions:
     """Draw from the fewest most likely tokens that together have this probability."""
     seed: int = 0
     """Seed of the draws."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where to run."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which the model computes."""
-
-    @classmethod
-    def default(cls, device: str) -> Self:
-        """The defaults on a device: bf16 on a GPU, fp32 on a CPU."""
-        missing: Any = tyro.MISSING
-        return cls(missing, device="cuda", dtype="bf16") if device == "cuda" else cls(missing)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,15 +68,8 @@ def _sample(options: SampleOptions) -> int:
             text = options.prompt_file.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"--prompt-file {options.prompt_file} is no UTF-8 text: {error}") from None
-    if options.device == "cuda" and not n_gpus():
-        raise ValueError("--device cuda needs a GPU, and there is none")
-
-    import torch
-
-    from cs336_systems.pretraining.checkpoint import load_trained
-
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
-    trained = load_trained(options.model, device=options.device, dtype=dtype, tell=partial(complain, NAME))
+    options.check_device()
+    trained = options.load(NAME, options.model)
     tokenizer = trained.tokenizer
     drawn = {name: getattr(options, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
     text = text.encode(errors="replace").decode()  # a shell can pass what is no text

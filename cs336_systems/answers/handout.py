@@ -14,6 +14,7 @@ from cs336_systems.costs.memory import SavedTensor, block_saved_tensors, total_b
 from cs336_systems.experiments import precision
 from cs336_systems.hardware import MIB
 from cs336_systems.report.tables import Table, digits
+from cs336_systems.training.precision import DTYPES
 
 LARGE = "2.7b"
 """The size whose memory both handouts ask for; the 2026 one calls it xl."""
@@ -90,12 +91,12 @@ def sums_table() -> Table:
 
 def accumulated(accumulator: str, dtype: str, terms: int) -> str:
     """A sum of hundredths in order, to seven digits."""
-    term = torch.tensor(0.01, dtype=precision.DTYPES[dtype])
-    return f"{precision.in_order(terms, term, precision.DTYPES[accumulator]):.7g}"
+    term = torch.tensor(0.01, dtype=DTYPES[dtype])
+    return f"{precision.in_order(terms, term, DTYPES[accumulator]):.7g}"
 
 
 def toy_table() -> Table:
     """Dtypes of the handout's toy model under CUDA's autocast, with its layer norm and the loss."""
-    found = {name: precision.toy_dtypes("pretended-cuda", precision.DTYPES[name]) for name in ("fp16", "bf16")}
+    found = {name: precision.toy_dtypes("pretended-cuda", DTYPES[name]) for name in ("fp16", "bf16")}
     lines = [{"tensor": tensor} | {name: found[name][tensor] for name in found} for tensor in found["fp16"]]
     return Table("The toy model by the rules of CUDA's autocast.", pd.DataFrame(lines))

@@ -33,8 +33,8 @@ from cs336_systems.harness.clock import in_gib, rate, time_kernel
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes, free_bytes
 from cs336_systems.harness.record import Metric
+from cs336_systems.training.precision import DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ORACLE_LENGTH = {"cuda": 16_384, "cpu": 2048}
 """Longest sequence whose fp64 scores of one head are worth their memory (2 GiB) and time."""
 

@@ -91,13 +91,12 @@ def measure(cell: CollectiveCell, rank: Rank) -> list[Metric]:
     Raises:
         RuntimeError: an element is wrong on some rank.
     """
-    import torch
-
     from cs336_systems.distributed.collectives import Exchange
     from cs336_systems.harness.clock import time_phases_of_ranks
     from cs336_systems.harness.record import Metric
+    from cs336_systems.training.precision import DTYPES
 
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[cell.dtype]
+    dtype = DTYPES[cell.dtype]
     exchange = Exchange(cell.collective, cell.total_bytes // dtype.itemsize, dtype, rank)
 
     def calls() -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+from cs336_systems.training.precision import DTYPES
 
 EXPERIMENTS = (
     ("in order", "fp32", "fp32"),

@@ -47,7 +47,7 @@ from cs336_systems.refusals import refusal
 from cs336_systems.training.assemble import build_model, finish, mesh_of
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.pipelined import PipelinedStep
-from cs336_systems.training.precision import parameter_dtype
+from cs336_systems.training.precision import DTYPES, parameter_dtype
 from cs336_systems.training.step import TrainStep
 
 _MAY_DIFFER = ("data", "walltime", "log_every", "tensorboard", "wandb", "export")
@@ -351,7 +351,7 @@ def _step(options: TrainOptions, case: TrainerCase, rank: Rank, *, masked: bool)
             take_parts(model, whole)
     fused: dict[str, Any] = {}
     if options.optimizer == "fused":
-        moments = {"same": None, "fp32": torch.float32, "bf16": torch.bfloat16}[options.moments]
+        moments = None if options.moments == "same" else DTYPES[options.moments]
         fused = {"state_dtype": moments, "seed": options.seed}
     elif options.optimizer == "muon" and rank.device.type == "cuda":
         fused = {"seed": options.seed}

@@ -15,7 +15,9 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, Protocol, Self, TextIO, TypeVar, get_args
 
@@ -38,6 +40,36 @@ class HasDevice(Protocol):
 
 
 Options = TypeVar("Options", bound=HasDevice)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A trained model that a command loads."""
+
+    model: tyro.conf.Positional[Path]
+    """Folder of a run, whose newest complete checkpoint is taken; one of its checkpoints; or a Hugging Face folder."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to run."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which the model computes."""
+
+    @classmethod
+    def default(cls, device: str) -> Self:
+        """The defaults on a device: bf16 on a GPU, fp32 on a CPU."""
+        missing: Any = tyro.MISSING
+        return cls(missing, device=device, dtype="bf16" if device == "cuda" else "fp32")  # type: ignore
+
+    def check_device(self) -> None:
+        """Raise ValueError if it is not there."""
+        if self.device == "cuda" and not n_gpus():
+            raise ValueError("--device cuda needs a GPU, and there is none")
+
+    def load(self, command: str, path: Path) -> Any:
+        """The ``checkpoint.load_trained`` of a path, which may be one of several of the model; errors as of that."""
+        from cs336_systems.pretraining.checkpoint import load_trained
+        from cs336_systems.training.precision import DTYPES
+
+        return load_trained(path, device=self.device, dtype=DTYPES[self.dtype], tell=partial(complain, command))
 
 
 def n_gpus() -> int:

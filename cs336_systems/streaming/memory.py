@@ -28,12 +28,11 @@ from cs336_systems.kernels.host_memory import Slab, aligned, device_slab, host_s
 from cs336_systems.model import TransformerBlock
 from cs336_systems.model.layers import RotaryEmbedding
 from cs336_systems.streaming.schedule import Place, Schedule, Slot
+from cs336_systems.training.precision import BY_BYTES
 
 MASTER = "master"
 """The name of fp32 weights that the optimizer keeps beside bf16 ones."""
 EMBEDDING, NORM, HEAD = "token_embeddings.weight", "ln_final.weight", "lm_head.weight"
-_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-"""Dtypes by bytes; fp64 is for tests."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,8 @@ class MemoryMap:
     @classmethod
     def of(cls, work: StreamedWork) -> "MemoryMap":
         """The items of a step."""
-        config, dtype = work.config, _DTYPES[work.precision.parameter_bytes]
-        states = {name: _DTYPES[size] for name, size in work.moments}
+        config, dtype = work.config, BY_BYTES[work.precision.parameter_bytes]
+        states = {name: BY_BYTES[size] for name, size in work.moments}
         n, d, wide = work.chunk, config.d_model, torch.promote_types(dtype, torch.float32)
         weights = (
             Part("ln1", (d,), dtype),

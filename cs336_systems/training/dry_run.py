@@ -37,7 +37,7 @@ from cs336_systems.kernels.allocating import FUNCTIONS, only_allocating
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.ranks import SHARED_BATCH, Parallel
 from cs336_systems.training.assemble import build_unchecked, finish, mesh_of, stage_message_bytes
-from cs336_systems.training.precision import matmul_dtype
+from cs336_systems.training.precision import BY_BYTES, matmul_dtype
 from cs336_systems.training.step import TrainStep
 
 META = torch.device("meta")
@@ -322,9 +322,7 @@ def _dry_run_of(case: TrainingCase, mode: str, world_size: int, number: int, wor
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", lambda *given: live.resize(*given)))
         stack.enter_context(live)
         of_their_own = case.moment_bytes != case.precision.parameter_bytes
-        moments: dict[str, Any] = (
-            {"state_dtype": {2: torch.bfloat16, 4: torch.float32}[case.moment_bytes]} if of_their_own else {}
-        )
+        moments: dict[str, Any] = {"state_dtype": BY_BYTES[case.moment_bytes]} if of_their_own else {}
         ops = casts.ops if case.precision.autocast else REFERENCE_OPS
         model = build_unchecked(eager, META, mesh_of(eager, rank), ops)
         step = finish(model, eager, rank, **moments)

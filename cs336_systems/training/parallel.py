@@ -33,9 +33,10 @@ from cs336_systems.model.transformer import TransformerBlock
 from cs336_systems.ranks import Parallel
 from cs336_systems.training.muon import Muon, RowsOfRanks, muon_groups
 from cs336_systems.training.optimizer import decay_groups, optimizer_class
+from cs336_systems.training.precision import DTYPES
 
 Group = dist.ProcessGroup | None
-_DTYPES = {"same": None, "bf16": torch.bfloat16}
+_DTYPES = {"same": None, **DTYPES}
 _LADDER = {"naive": NaiveDDP, "flat": FlatDDP, "overlapped": OverlappedDDP, "bucketed": BucketedDDP}
 
 

@@ -13,6 +13,10 @@ import torch
 
 from cs336_systems.config import Precision, Recipe
 
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+BY_BYTES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+"""Dtypes by the bytes of a number; fp64 is for tests."""
+
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
     """Dtype in which parameters, gradients and optimizer state are stored."""

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from cs336_systems.experiments.precision import DTYPES, EXPERIMENTS, sums, toy_dtypes
+from cs336_systems.experiments.precision import EXPERIMENTS, sums, toy_dtypes
+from cs336_systems.training.precision import DTYPES
 
 NARROW = {"fp16": "float16", "bf16": "bfloat16"}
 

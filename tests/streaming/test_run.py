@@ -21,6 +21,7 @@ from cs336_systems.streaming.plan import Keep, Plan
 from cs336_systems.streaming.run import LayerAdamW, StreamedStep
 from cs336_systems.streaming.schedule import Item, Kind, Schedule
 from cs336_systems.training.optimizer import decay_groups
+from cs336_systems.training.precision import BY_BYTES
 from tests.streaming.memory_model import without_wait
 from tests.streaming.plans import LORA, random_plan, resident, roomy
 
@@ -30,7 +31,6 @@ CONFIG = ModelConfig(
 TIED = replace(CONFIG, tie_embeddings=True)
 QK_NORM = replace(CONFIG, name="qk norm", qkv_bias=False, qk_norm=True, head_dim=12)
 FP64 = Precision("fp64", parameter_bytes=8, matmul_bytes=8, matmul_dtype="fp32", softmax_bytes=8)
-DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 CPU = torch.device("cpu")
 
 
@@ -65,7 +65,7 @@ def model_of(plan: Plan) -> TransformerLM:
     torch.manual_seed(0)
     loss = partial(linear_cross_entropy, fused=False, every_row=True)
     ops = replace(REFERENCE_OPS, rms_norm=WrittenOutNorm.apply, linear_cross_entropy=loss)
-    model = TransformerLM(plan.work.config, ops, dtype=DTYPES[plan.work.precision.parameter_bytes])
+    model = TransformerLM(plan.work.config, ops, dtype=BY_BYTES[plan.work.precision.parameter_bytes])
     for parameter in model.parameters():
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
