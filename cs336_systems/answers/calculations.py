@@ -8,6 +8,7 @@ latency and is a lower bound, and by a ring fitted to rows.
 import math
 
 import pandas as pd
+import torch
 
 from cs336_systems.answers.committed import NotMeasured
 from cs336_systems.config import resolve_size
@@ -15,6 +16,7 @@ from cs336_systems.costs.communication import Link, RingCost, cost, fit
 from cs336_systems.costs.fsdp import model_units
 from cs336_systems.costs.parallelism.forms import FeedForward, find_device
 from cs336_systems.costs.parallelism.scaling import LLAMA3_70B, ModelAndBatch
+from cs336_systems.distributed.buckets import partition
 from cs336_systems.hardware import MIB
 from cs336_systems.report.tables import Table, digits
 
@@ -79,13 +81,8 @@ def rung_messages(rung: str, sizes: list[int], bucket_mib: float | None) -> list
         return [sum(sizes)]
     if rung in ("naive", "overlapped"):
         return backwards
-    messages: list[int] = []
-    for size in backwards:
-        if messages and bucket_mib is not None and messages[-1] + size <= bucket_mib * MIB:
-            messages[-1] += size
-        else:
-            messages.append(size)
-    return messages
+    gradients = (torch.empty(size, dtype=torch.uint8, device="meta") for size in backwards)
+    return [sum(each.nbytes for each in bucket) for bucket in partition(gradients, (bucket_mib or 0) * MIB)]
 
 
 def exposed_ms(rung: str, messages: list[int], world_size: int, link: Link, backward_ms: float) -> float:

@@ -145,11 +145,8 @@ class Kernel:
 
 
 @lru_cache(maxsize=512)
-def candidates(asked: Spec, most: int = MOST) -> tuple[Kernel, ...]:
-    """The kernels that need no workspace, first the one that the library expects to be fastest.
-
-    Args:
-        most: how many are asked for; there may be fewer.
+def candidates(asked: Spec) -> tuple[Kernel, ...]:
+    """The kernels that need no workspace, at most ``MOST``, first the one that the library expects to be fastest.
 
     Raises:
         RuntimeError: the library refuses.
@@ -173,11 +170,11 @@ def candidates(asked: Spec, most: int = MOST) -> tuple[Kernel, ...]:
     _prefer(preference, _MOST_WORKSPACE, ctypes.c_uint64(0))
     for attribute in _ALIGNMENTS:
         _prefer(preference, attribute, ctypes.c_uint32(ALIGNMENT_BYTES))
-    found, n_found = (_Candidate * most)(), ctypes.c_int()
+    found, n_found = (_Candidate * MOST)(), ctypes.c_int()
     with torch.cuda.device(asked.device):
         status = library.cublasLtMatmulAlgoGetHeuristic(
             *(_handle(asked.device.index), product, left, right, result, result, preference),
-            *(most, found, ctypes.byref(n_found)),
+            *(MOST, found, ctypes.byref(n_found)),
         )
     _check("cublasLtMatmulAlgoGetHeuristic", status)
     if not n_found.value:

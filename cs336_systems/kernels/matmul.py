@@ -35,7 +35,6 @@ WARM_SECONDS = 0.3
 """Time of products before the first measurement, after which the clock is that under the power limit."""
 
 Multiply = Callable[..., None]
-_DEFAULT = "before"
 _chosen: dict[Spec, Multiply] = {}
 
 
@@ -55,17 +54,6 @@ class Asked:
     adds: bool = False
     scales: tuple[Tensor, Tensor] | None = None
     fast: bool = False
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was measured of a product: seconds of the kernel that it had before, and of the chosen one."""
-
-    spec: Spec
-    seconds_before: float
-    seconds: float
-    kernel: str
-    """before, ours, or cuBLASLt's candidate by its place among ``candidates``."""
 
 
 def multiply_(out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None = None) -> None:
@@ -94,22 +82,21 @@ def multiply_scaled_(
         out.add_(product)
 
 
-def choose(asked_for: Iterable[Asked]) -> list[Choice]:
+def choose(asked_for: Iterable[Asked]) -> None:
     """Measure each product's candidates on the device of its tensors, and remember the fastest.
 
     It takes about a second for each product, and memory for its tensors and once more for its result.
     """
-    choices: list[Choice] = []
+    warm = False
     for asked in asked_for:
         wanted = spec(asked.out, asked.a, asked.b, adds=asked.adds, fast=asked.fast)
         if not serves(wanted):
             continue
         for operand in (asked.a, asked.b):
             _fill(operand)
-        if not choices:
+        if not warm:
             _seconds(partial(_call, asked, _first(wanted)), WARM_SECONDS)
-        choices.append(_choose(asked, wanted))
-    return choices
+        warm, _chosen[wanted] = True, _fastest(asked, wanted)
 
 
 def product_(out: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -182,22 +169,18 @@ def _first(asked: Spec) -> Multiply:
     return candidates(asked)[0] if asked.adds else partial(_scaled_by_torch, fast=asked.fast)
 
 
-def _choose(asked: Asked, wanted: Spec) -> Choice:
-    kernels: dict[str, Multiply] = {_DEFAULT: _first(wanted)}
-    kernels |= {f"candidate {i}": kernel for i, kernel in enumerate(candidates(wanted))}
+def _fastest(asked: Asked, wanted: Spec) -> Multiply:
+    first, others = _first(wanted), list[Multiply](candidates(wanted))
     if not asked.adds and asked.scales is None and asked.b.stride(0) == 1:
-        kernels["ours"] = _ours
-    expected = _result(asked, kernels[_DEFAULT])
-    seconds = {name: math.inf for name, kernel in kernels.items() if _gives(expected, asked, kernel)}
+        others.append(_ours)
+    expected = _result(asked, first)
+    seconds = {kernel: math.inf for kernel in (first, *others) if _gives(expected, asked, kernel)}
     del expected
     for _ in range(ROUNDS):
-        for name in seconds:
-            seconds[name] = min(seconds[name], _seconds(partial(_call, asked, kernels[name]), SECONDS))
-    best = min(seconds, key=lambda name: seconds[name])
-    if seconds[best] > (1 - LEAST_GAIN) * seconds[_DEFAULT]:
-        best = _DEFAULT
-    _chosen[wanted] = kernels[best]
-    return Choice(wanted, seconds[_DEFAULT], seconds[best], best)
+        for kernel in seconds:
+            seconds[kernel] = min(seconds[kernel], _seconds(partial(_call, asked, kernel), SECONDS))
+    best = min(seconds, key=lambda kernel: seconds[kernel])
+    return best if seconds[best] <= (1 - LEAST_GAIN) * seconds[first] else first
 
 
 def _call(asked: Asked, kernel: Multiply) -> None:

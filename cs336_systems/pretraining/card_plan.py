@@ -23,7 +23,7 @@ from cs336_systems.costs.kept import STORED
 from cs336_systems.costs.offload import state_keys
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.rank_memory import rank_peak
-from cs336_systems.costs.parallelism.search import USABLE, divisors
+from cs336_systems.costs.parallelism.search import USABLE, divides, divisors
 from cs336_systems.costs.parallelism.seconds import BF16_MOMENTS, Moments, StepSeconds, step_seconds
 from cs336_systems.costs.rates import Rates
 from cs336_systems.declared import flag, sign_refusal
@@ -188,7 +188,7 @@ class CardPlan:
 
     def _layouts(self) -> Iterator[Layout]:
         n, sequences = self.asked.gpus, self.tokens_per_step // self.length
-        for tensor in (each for each in divisors(n) if self._divides(each)):
+        for tensor in (each for each in divisors(n) if divides(self.config, each) and self.length % each == 0):
             data = n // tensor
             if sequences % data:
                 continue
@@ -202,13 +202,6 @@ class CardPlan:
         n_micro_batches = self.tokens_per_step // self.length // data // micro_batch
         how: dict[str, Any] = {"tensor": tensor, "tensor_by": tensor_by, "keep": keep, "micro_batch": micro_batch}
         return Layout.of_data(data, zero, n_micro_batches=n_micro_batches, **how)
-
-    def _divides(self, tensor: int) -> bool:
-        try:
-            self.config.part(tensor)
-        except ValueError:
-            return False
-        return self.length % tensor == 0
 
     def way(self, layout: Layout, offload: frozenset[str], recipe: Recipe) -> Way:
         """Predict one way to run the step, whether it fits or not."""

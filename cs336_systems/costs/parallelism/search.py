@@ -105,19 +105,12 @@ class Job:
     def ranks_of_a_sequence(self) -> Iterator[tuple[int, int, int]]:
         """Numbers of stages, tensor and context ranks that divide the model and a sequence, on any number of GPUs."""
         contexts = [n for n in divisors(self.length) if n == 1 or self.length % (2 * n) == 0]
-        tensors = [n for n in range(1, self.config.n_heads + 1) if self._divides(n)]
+        tensors = [n for n in range(1, self.config.n_heads + 1) if divides(self.config, n)]
         for pipeline in range(1, self.config.n_layers + 1):
             for tensor in tensors:
                 for context in contexts:
                     if self.length // context % tensor == 0:
                         yield pipeline, tensor, context
-
-    def _divides(self, tensor: int) -> bool:
-        try:
-            self.config.part(tensor)
-        except ValueError:
-            return False
-        return True
 
     def layouts(self) -> Iterator[Layout]:
         """All layouts, whether they fit or not."""
@@ -164,6 +157,15 @@ def _divisions_of_states(mesh: Layout) -> Iterator[tuple[int, int]]:
             for shards in {0: [1], 1: [mesh.data], 2: [mesh.data]}.get(zero, divisors(mesh.data)):
                 if zero == 0 or shards * mesh.context > 1:
                     yield zero, shards
+
+
+def divides(config: ModelConfig, tensor: int) -> bool:
+    """Whether so many tensor ranks can share the model."""
+    try:
+        config.part(tensor)
+    except ValueError:
+        return False
+    return True
 
 
 def divisors(n: int) -> list[int]:

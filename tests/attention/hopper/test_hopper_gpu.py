@@ -15,14 +15,9 @@ from cs336_systems.attention.hopper.function import (
 from cs336_systems.attention.hopper.schedules import BackwardSchedule, ForwardSchedule
 from tests.attention import error_budget
 from tests.attention.error_budget import Results, compare, make, results_of
+from tests.attention.test_kernels_gpu import ON_HOPPER
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = [pytest.mark.gpu, ON_HOPPER, pytest.mark.usefixtures("poisoned")]
 DTYPES = [torch.bfloat16, torch.float16]
 FORWARD_SCHEDULES = [
     ForwardSchedule(128, 2, 2),

@@ -18,14 +18,10 @@ from cs336_systems.attention.hopper.forward import launch_forward
 from cs336_systems.attention.hopper.function import HopperFlashAttention
 from cs336_systems.attention.hopper.schedules import BackwardSchedule, ForwardSchedule
 from tests.attention.error_budget import Results, compare, make, results_of
+from tests.attention.test_kernels_gpu import ON_HOPPER
 from tests.attention.test_packed import starts_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = [pytest.mark.gpu, ON_HOPPER]
 SCHEDULES = [
     (None, None),
     (ForwardSchedule(64, 2, 3, take_turns=True), BackwardSchedule(2)),
