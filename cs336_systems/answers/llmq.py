@@ -45,7 +45,6 @@ class Row:
     machine: str
     options: str
     tokens_per_s: float
-    n_steps: int = 5
 
     @cached_property
     def _given(self) -> dict[str, str]:
@@ -156,7 +155,4 @@ class Row:
 
 def read_rows(path: Path = ROWS) -> list[Row]:
     with path.open(newline="", encoding="utf-8") as file:
-        return [
-            Row(row["machine"], row["options"], float(row["tokens_per_s"]), int(row["n_steps"]))
-            for row in csv.DictReader(file)
-        ]
+        return [Row(row["machine"], row["options"], float(row["tokens_per_s"])) for row in csv.DictReader(file)]

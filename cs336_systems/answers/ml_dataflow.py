@@ -79,8 +79,6 @@ class Cell:
     rounds: int = 1
     tokens_per_s: float | None = None
     device_gib: float = 0.0
-    host_gib: float = 0.0
-    recomputed: float = 0.0
 
     @property
     def config(self) -> ModelConfig:
@@ -134,7 +132,6 @@ class Placed(Plan):
     room: int = 0
     """Pairs that have a slot on the device."""
     device_bytes: float = 0.0
-    host_bytes_used: float = 0.0
 
     def evicted_bytes(self, keep: Keep) -> float:
         return sum(n * n_bytes for _, n, n_bytes in self.leaving)
@@ -146,8 +143,7 @@ def read_cells(path: Path = CELLS) -> list[Cell]:
             Cell(
                 *(row["gpu"], row["model_b"], int(row["seq_len"])),
                 *(int(row["device_cap_gib"]), int(row["host_cap_gib"]), int(row["rounds_per_step"])),
-                *(float(row["tokens_per_s"]), float(row["device_used_gib"]), float(row["host_used_gib"])),
-                float(row["recompute_share"]),
+                *(float(row["tokens_per_s"]), float(row["device_used_gib"])),
             )
             for row in csv.DictReader(file)
         ]
@@ -207,7 +203,7 @@ def place(cell: Cell) -> Placed:
     chunks = work.chunks_per_sequence * groups
     pairs = _Pairs(chunks, chunks * config.n_layers, whole, attended, least)
     weights, gradients, room, device_bytes = _on_device(cell, work, pairs)
-    leaving, host_bytes = _on_host(cell, work, pairs, room)
+    leaving = _on_host(cell, work, pairs, room)
     n_products, n_attention = leaving[0][1], leaving[1][1]
     return Placed(
         work,
@@ -221,7 +217,6 @@ def place(cell: Cell) -> Placed:
         leaving=leaving,
         room=room,
         device_bytes=device_bytes,
-        host_bytes_used=host_bytes,
     )
 
 
@@ -251,8 +246,8 @@ def _on_device(cell: Cell, work: StreamedWork, pairs: _Pairs) -> tuple[int, int,
     return min(n_layers, weights), min(n_layers, gradients), room, used
 
 
-def _on_host(cell: Cell, work: StreamedWork, pairs: _Pairs, room: int) -> tuple[tuple[tuple[str, int, int], ...], int]:
-    """How many pairs leave the device at each level, and all bytes of the host."""
+def _on_host(cell: Cell, work: StreamedWork, pairs: _Pairs, room: int) -> tuple[tuple[str, int, int], ...]:
+    """How many pairs leave the device at each level, and the bytes of one."""
     config = work.config
     state = 2 * config.vocab_size * config.d_model * 2 + 4 * config.n_layers * work.layer_bytes
     state += 2 * pairs.chunks * work.chunk * config.d_model * 2
@@ -266,12 +261,11 @@ def _on_host(cell: Cell, work: StreamedWork, pairs: _Pairs, room: int) -> tuple[
     if n_input == 0 and not work.is_long and home >= room:
         n_products = min(n_products, _carried(cell, work, pairs, room))
     n_attention -= n_products
-    leaving = (
+    return (
         ("products", n_products, pairs.products),
         ("attention", n_attention, pairs.attention),
         ("input", n_input, pairs.input),
     )
-    return leaving, state + sum(n * n_bytes for _, n, n_bytes in leaving)
 
 
 def _carried(cell: Cell, work: StreamedWork, pairs: _Pairs, room: int) -> int:

@@ -76,7 +76,6 @@ TABLES = {
 
 CONSTANTS = {
     "XXL": XXL,
-    "LAYER": calculations.LAYER,
     "WORKLOAD": calculations.WORKLOAD,
     "H100": calculations.H100,
     "TPU": calculations.TPU,
