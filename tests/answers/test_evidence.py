@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import subprocess
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -239,11 +240,7 @@ def test_a_file_is_whole_or_as_it_was(run, profiles, monkeypatch):
     source = write(run / "grid" / "benchmark_model.csv", 1.0)
     adopted(run, profiles)
     write(source, 2.0, day=2)
-
-    def full(descriptor):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         adopted(run, profiles)
     assert medians(profiles) == [1.0] and files(profiles) == {GRID, "SHA256SUMS"}

@@ -1,6 +1,7 @@
 """Fused kernels' benchmark: its peers, every subject on the CPU, and our kernels' errors on a GPU."""
 
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -60,9 +61,7 @@ def test_names_of_peers_are_those_that_run():
 
 
 def test_a_peer_that_refuses_a_shape_is_unsupported(monkeypatch):
-    def refuses(*inputs):
-        raise NotImplementedError("requires V to be a multiple of 256; got V=1000")
-
+    refuses = Mock(side_effect=NotImplementedError("requires V to be a multiple of 256; got V=1000"))
     monkeypatch.setitem(PEERS_KERNELS["torch"], "grad_norm", lambda: refuses)
     with pytest.raises(Unsupported, match="^torch: requires V to be a multiple of 256"):
         measure(cell("grad_norm", "torch"))

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -144,9 +145,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(whole, alone, tmp_
 
 @pytest.mark.parametrize("when", ["__init__", "__call__"])
 def test_a_device_that_is_short_is_one_sentence(whole, alone, tmp_path, monkeypatch, when):
-    def refused(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 284.00 MiB.\nSee documentation")
-
-    monkeypatch.setattr(capped.StreamedStep, when, refused)
+    short = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 284.00 MiB.\nSee documentation")
+    monkeypatch.setattr(capped.StreamedStep, when, Mock(side_effect=short))
     with pytest.raises(ValueError, match=r"^the device's cap of [^\n]*$"):
         train(replace(whole, out=tmp_path / "run", init=None, evaluate_every=1, **ROOMY), alone)

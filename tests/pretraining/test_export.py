@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import tokenizers
@@ -200,12 +201,8 @@ def test_what_may_be_replaced(write, tmp_path):
 def test_an_export_that_fails_leaves_the_earlier_one(write, tmp_path, monkeypatch):
     write(model_of(LLAMA))
     before = content(tmp_path / "out")
-
-    def fail(*arguments, **options):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(export_module, "_copy_tokenizer", fail)
+        patch.setattr(export_module, "_copy_tokenizer", Mock(side_effect=KeyboardInterrupt))
         write(model_of(LLAMA, seed=1))
     with full_disk(20_000), pytest.raises(OSError, match="File too large.*out.model.safetensors"):
         write(model_of(LLAMA, seed=1))

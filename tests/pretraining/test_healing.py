@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -227,11 +228,7 @@ def test_a_state_that_needs_several_steps_has_the_bits_of_its_peers_which_train_
 
 def test_a_replica_has_made_a_step_before_others_wait_for_it_and_learns_what_it_would_have(site, monkeypatch):
     """All of the optimizer's states are there, and later steps have the bits of a run without it."""
-
-    def meet(**_):
-        raise Met
-
-    monkeypatch.setattr(replica_agreement, "ReportingManager", meet)
+    monkeypatch.setattr(replica_agreement, "ReportingManager", Mock(side_effect=Met))
     (warm, agreement), (cold, _) = site.alone(), site.alone()
     place, chance, guard = warm.loader.state_dict(), torch.get_rng_state(), warm.step.guard
     updates = []

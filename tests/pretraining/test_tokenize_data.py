@@ -8,6 +8,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,15 +38,11 @@ def test_a_run_says_what_it_made_and_where(run, monkeypatch):
     assert last["bytes"] / last["tokens"] == pytest.approx(last["bytes_per_token"], abs=1e-3)
     assert run(*arguments)[0] == 2
     assert run(*arguments, "--replace")[0] == 0
-
-    def full(writer, tokens):
-        raise OSError(28, "No space left on device")
-
     Path("rows.jsonl").write_text('{"text": "a"}\n{"text": null}\n{"text": "b"}\n')
     code, _, err = run("--input", "rows.jsonl", "--tokenizer", "bytes", "--evaluation-fraction", "0")
     assert (code, err) == (0, "1 rows without text left out\n")
     Path("rows.jsonl").unlink()
-    monkeypatch.setattr(TokenWriter, "append", full)
+    monkeypatch.setattr(TokenWriter, "append", Mock(side_effect=OSError(28, "No space left on device")))
     code, out, err = run("--input", "source", "--tokenizer", "bytes", "--out", "full")
     assert (code, out, err) == (2, "", "tokenize_data: full: No space left on device\n")
     assert sorted(path.name for path in Path().iterdir()) == ["data", "source"]

@@ -4,6 +4,7 @@ import json
 import random
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
@@ -120,9 +121,6 @@ def test_tokenizers_that_are_not_there_or_not_whole(folder):
 
 
 def test_a_full_disk_names_the_file_that_could_not_be_written(folder, tmp_path, monkeypatch):
-    def full(path, content):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match=r"No space left on device: '.*other.tokenizer\.json'"):
         copy_tokenizer(folder, tmp_path / "other")

@@ -3,6 +3,7 @@
 import filecmp
 import json
 import os
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -89,12 +90,8 @@ def test_an_earlier_dataset_is_replaced_only_when_asked_and_only_by_a_whole_one(
     before = make(lines, "out")
     with pytest.raises(ValueError, match=r"--out .*out is there already"):
         make(lines, "out")
-
-    def fail_to_describe(*_, **__):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tokenizing, "describe", fail_to_describe)
+        patch.setattr(tokenizing, "describe", Mock(side_effect=KeyboardInterrupt))
         make(lines, "out", tokenizer="bpe", vocab_size=300, replace=True)
     assert sorted(path.name for path in lines.parent.iterdir()) == ["lines.jsonl", "out"]
     assert Dataset.open(before.folder).manifest == before.manifest

@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -169,10 +170,7 @@ def test_a_full_disk_at_the_end_costs_no_figure_and_damaged_checkpoints_are_said
 
 @pytest.mark.slow
 def test_a_run_whose_last_checkpoint_could_not_be_written_says_so(main, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(background_checkpoint, "write", full)
+    monkeypatch.setattr(background_checkpoint, "write", Mock(side_effect=OSError(28, "No space left on device")))
     code, out, _ = main(*QUICK, "--steps", "2")
     said = json.loads(out.splitlines()[-1])
     fault = "no checkpoint of step 2: [Errno 28] No space left on device"
@@ -191,11 +189,8 @@ def test_runs_that_fail(main, tmp_path, monkeypatch):
     code, out, err = main(*QUICK, "--learning-rate", "1e36", "--weight-decay", "0", "--steps", "5")
     assert (code, err) == (1, "")
     assert "error: step 1: loss" in out
-
-    def full(step, *batch):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a capacity")
-
-    monkeypatch.setattr(TrainStep, "__call__", full)
+    short = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a capacity")
+    monkeypatch.setattr(TrainStep, "__call__", Mock(side_effect=short))
     code, _, err = main(*QUICK, "--out", "other", "--steps", "2")
     assert (code, err.count("\n")) == (1, 1)
     assert err.startswith("train: CUDA out of memory; earlier checkpoints are kept")

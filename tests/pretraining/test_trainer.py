@@ -7,6 +7,7 @@ import signal
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -298,11 +299,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_step(whole, alone, tmp_path, monk
 def test_where_the_log_cannot_go_on_nor_does_the_run(whole, alone, tmp_path, monkeypatch):
     shutil.copytree(whole / "run", tmp_path / "run")
     before = (tmp_path / "run" / LOG).read_bytes()
-
-    def full(descriptor, line):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(run_log.os, "write", full)
+    monkeypatch.setattr(run_log.os, "write", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left on device: .*log.jsonl"):
         train(options(tmp_path, data=whole / "data", steps=12), alone)
     assert (tmp_path / "run" / LOG).read_bytes() == before
