@@ -232,7 +232,7 @@ def of_adamw(cell: KernelCell, device: torch.device) -> Subject:
     step, table = torch.tensor(STEP, device=device), UpdateTable()
 
     def ours(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        adamw_([Update(p, g, m, v, step, LR, BETAS, ADAM_EPS, WEIGHT_DECAY)], stochastic_rounding=True, table=table)
+        adamw_([Update(p, g, m, v, step, LR, BETAS, ADAM_EPS, WEIGHT_DECAY)], table=table)
         return p, m, v
 
     def formula(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:

@@ -140,9 +140,9 @@ def random_words(pair, seed, step, number):
 
 
 @triton.jit
-def rounded(x, noise, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
+def rounded(x, noise, DTYPE: tl.constexpr):
     """fp32 x in DTYPE; if that is bf16, up or down by the low 16 bits of ``noise`` (uint32)."""
-    if STOCHASTIC and tl.bfloat16 == DTYPE:
+    if tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)
         bits = tl.where(x == x, bits, NAN_BITS)  # the sum may carry a NaN over into a number; inf has no low bits
         result = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -153,8 +153,7 @@ def rounded(x, noise, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def update_block(
-    p_at, g_at, m_at, v_at, master_at, inside, noise_pm, noise_v, scale, own,
-    STOCHASTIC: tl.constexpr, HAS_MASTER: tl.constexpr,
+    p_at, g_at, m_at, v_at, master_at, inside, noise_pm, noise_v, scale, own, HAS_MASTER: tl.constexpr,
 ):  # fmt: skip
     """Update the elements at blocks of pointers.
 
@@ -171,10 +170,10 @@ def update_block(
         tl.store(master_at, p, mask=inside)
         p = p.to(p_at.dtype.element_ty)
     else:
-        p = rounded(p, noise_pm, p_at.dtype.element_ty, STOCHASTIC)
+        p = rounded(p, noise_pm, p_at.dtype.element_ty)
     tl.store(p_at, p, mask=inside)
-    tl.store(m_at, rounded(m, noise_pm >> 16, m_at.dtype.element_ty, STOCHASTIC), mask=inside)
-    tl.store(v_at, rounded(v, noise_v, v_at.dtype.element_ty, STOCHASTIC), mask=inside)
+    tl.store(m_at, rounded(m, noise_pm >> 16, m_at.dtype.element_ty), mask=inside)
+    tl.store(v_at, rounded(v, noise_v, v_at.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -217,7 +216,7 @@ def update_kernel(
             update_block(
                 tl.multiple_of(p, 16) + at, tl.multiple_of(g, 16) + at, tl.multiple_of(m, 16) + at,
                 tl.multiple_of(v, 16) + at, tl.multiple_of(master, 16) + at,
-                None, noise_pm, noise_v, factor, own, STOCHASTIC, HAS_MASTER,
+                None, noise_pm, noise_v, factor, own, HAS_MASTER,
             )  # fmt: skip
         for start in range(n_whole, n, BLOCK):
             at = start + lanes
@@ -229,24 +228,17 @@ def update_kernel(
                 noise_pm, noise_v = tl.where(is_odd, odd, even), tl.where(is_odd, both >> 16, both)
             update_block(
                 p + at, g + at, m + at, v + at, master + at, at < n,
-                noise_pm, noise_v, factor, own, STOCHASTIC, HAS_MASTER,
+                noise_pm, noise_v, factor, own, HAS_MASTER,
             )  # fmt: skip
 
 
-def adamw_(
-    updates: Sequence[Update],
-    scale: Tensor | None = None,
-    *,
-    stochastic_rounding: bool,
-    table: UpdateTable | None = None,
-) -> None:
+def adamw_(updates: Sequence[Update], scale: Tensor | None = None, *, table: UpdateTable | None = None) -> None:
     """One step of AdamW in place: parameters, moments and steps.
 
     Args:
         updates: whose dtypes agree; two launches for all of them.
         scale: one element of fp32 or bf16 on the device, by which gradients are multiplied; where it is not finite
             nothing is updated and no step is counted; 1 if None.
-        stochastic_rounding: of all that is bf16; to nearest otherwise.
         table: for a caller who comes again with the same tensors.
 
     Raises:
@@ -287,7 +279,7 @@ def adamw_(
                 P=TRITON_DTYPES[dtypes[0]],
                 G=TRITON_DTYPES[dtypes[1]],
                 M=TRITON_DTYPES[dtypes[2]],
-                STOCHASTIC=stochastic_rounding and narrow,
+                STOCHASTIC=narrow,
                 CHUNK=CHUNK,
                 BLOCK=BLOCK,
                 HAS_MASTER=has_master,

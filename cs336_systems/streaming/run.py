@@ -367,4 +367,4 @@ class LayerAdamW:
             for i, (w, g, m, v, step, master) in enumerate(zip(*named, steps, masters, strict=True))
         ]
         table = self._tables.setdefault(first_number, UpdateTable())
-        adamw_(updates, scale, stochastic_rounding=True, table=table)
+        adamw_(updates, scale, table=table)

@@ -165,7 +165,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     self._links[device] = HostLink(device)
                 staged_adamw_(updates, staged, self._links[device], grad_scale)
             else:
-                adamw_(updates, grad_scale, stochastic_rounding=True, table=self._table(updates))
+                adamw_(updates, grad_scale, table=self._table(updates))
             # Which autograd would see in an operation of torch, and who keeps something made of the weights compares.
             torch.autograd.graph.increment_version([update.parameter for update in updates])
         return loss

@@ -75,7 +75,7 @@ def staged_adamw_(
         tensors = iter(here.wait())
         arrived: list[dict[str, Any]] = [{name: next(tensors) for name in staged} for _ in batch]
         ready = [update._replace(**own) for update, own in zip(batch, arrived, strict=True)]
-        adamw_(ready, scale, stochastic_rounding=True)
+        adamw_(ready, scale)
         sent = [
             (getattr(now, name), getattr(host, name)) for now, host in zip(ready, batch, strict=True) for name in back
         ]

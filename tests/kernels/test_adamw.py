@@ -58,7 +58,7 @@ def test_one_step_in_fp32(size: int) -> None:
     """Twice eager's error and two ulp: one product more (the scale), and the hardware's root and division."""
     update = make(size, (FP32, FP32, FP32))
     truth, other = eager(update, torch.float64, 0.25), eager(update, FP32, 0.25)
-    adamw_([update], torch.tensor(0.25, device=DEVICE), stochastic_rounding=True)
+    adamw_([update], torch.tensor(0.25, device=DEVICE))
     assert update.step == 4
     for name, actual, rival, exact in zip(("p", "m", "v"), tensors_of(update), other, truth, strict=True):
         check(name, actual, rival, exact, 2 * torch.finfo(FP32).eps * exact.abs().max())
@@ -68,7 +68,7 @@ def test_one_step_in_fp32(size: int) -> None:
 def test_what_is_bf16_is_a_neighbour_of_the_exact_value(dtypes: tuple[torch.dtype, ...]) -> None:
     update = make(2 * BLOCK + 3, dtypes)
     truth = eager(update, torch.float64)
-    adamw_([update], stochastic_rounding=True)
+    adamw_([update])
     for name, actual, exact in zip(("p", "m", "v"), tensors_of(update), truth, strict=True):
         spacing = torch.finfo(actual.dtype).eps * 2.0 ** exact.abs().log2().floor()
         arithmetic = 8 * torch.finfo(FP32).eps * exact.abs().max()
@@ -81,7 +81,7 @@ def test_a_master_is_updated_as_a_parameter_in_fp32_is_and_the_parameter_is_what
     wide = make(2 * BLOCK + 3, (FP32, BF16, BF16))
     narrow = copy(wide, parameter=wide.parameter.bfloat16(), master=wide.parameter.clone())
     for update in (wide, narrow):
-        adamw_([update], stochastic_rounding=True)
+        adamw_([update])
     assert torch.equal(narrow.master, wide.parameter)
     assert torch.equal(narrow.exp_avg, wide.exp_avg)
     assert torch.equal(narrow.exp_avg_sq, wide.exp_avg_sq)
@@ -95,11 +95,11 @@ def test_many_tensors_are_the_tensors_alone() -> None:
     alone = [make(n, (BF16, BF16, BF16), i, number=i, seed=i % 2, **own[i]) for i, n in enumerate(sizes)]
     together = [copy(update) for update in alone]
     for scale in (math.inf, math.nan):
-        adamw_(together, torch.tensor(scale, device=DEVICE), stochastic_rounding=True)
+        adamw_(together, torch.tensor(scale, device=DEVICE))
         assert all(map(same_bits, together, alone)) and all(update.step == 3 for update in together)
-    adamw_(together, stochastic_rounding=True)
+    adamw_(together)
     for update, other in zip(together, alone, strict=True):
-        adamw_([other], stochastic_rounding=True)
+        adamw_([other])
         assert same_bits(update, other) and update.step == 4
 
 
@@ -119,18 +119,10 @@ def test_rounding_of_parameters_is_unbiased_in_both_directions_of_zero() -> None
     """(1 - 1/1024) of 1 lies a quarter of the way from 1 to the neighbour below, 1 - 1/256."""
     for sign in (1.0, -1.0):
         update = constant((sign, 0, 0, 0), lr=0.5, betas=(0.9, 0.99), eps=1e-8, weight_decay=2**-9)
-        adamw_([update], stochastic_rounding=True)
+        adamw_([update])
         down = update.parameter == sign * (1 - 2**-8)
         assert (down | (update.parameter == sign)).all()
         assert count_is_binomial(down, 0.25)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cuts off where a GPU rounds to nearest")
-def test_to_nearest_where_rounding_is_not_stochastic() -> None:
-    update = constant((1, 0, 0, 0), 300, lr=0.5, betas=(0.9, 0.99), eps=1e-8, weight_decay=2**-9)
-    adamw_([update], stochastic_rounding=False)
-    assert (update.parameter == 1).all()
 
 
 @pytest.mark.slow
@@ -142,7 +134,7 @@ def test_a_representable_value_is_never_moved() -> None:
     update = Update(
         every.clone(), zeros, zeros.clone(), zeros.clone(), torch.tensor(0, device=DEVICE), **HYPERPARAMETERS
     )
-    adamw_([update._replace(lr=0.0)], stochastic_rounding=True)
+    adamw_([update._replace(lr=0.0)])
     torch.testing.assert_close(update.parameter, every, rtol=0, atol=0, equal_nan=True)
     assert not update.exp_avg.any()
     assert not update.exp_avg_sq.any()
@@ -152,14 +144,14 @@ def test_a_representable_value_is_never_moved() -> None:
 def test_runs_repeat_to_the_bit_and_differ_by_seed_number_and_step() -> None:
     first = make(3000, (BF16, BF16, BF16))
     original, table = copy(first), UpdateTable()
-    adamw_([first], stochastic_rounding=True, table=table)
+    adamw_([first], table=table)
     again = copy(original)
-    adamw_([again], stochastic_rounding=True, table=table)
+    adamw_([again], table=table)
     assert same_bits(first, again)
     # the moments' correction depends on the step, the second moment itself does not
     for fields in ({"seed": 1}, {"seed": 2**40}, {"number": 1}, {"offset": 2}, {"step": original.step + 1}):
         other = copy(original, **fields)
-        adamw_([other], stochastic_rounding=True)
+        adamw_([other])
         differing = (other.exp_avg_sq != first.exp_avg_sq).float().mean().item()
         print(f"{fields}: {differing:.0%} of second moments differ")
         assert 0.2 < differing < 0.5  # 2 q (1 - q) of each, 1/3 on average over q
@@ -182,7 +174,7 @@ def test_random_bits_are_philoxs() -> None:
     fields = {"seed": 2**40 + 5, "number": 9, "offset": offset}
     update = constant((1, 1 + 2**-7, 1, 1), n, lr=0.0, betas=(0.5, 0.75), eps=1e-8, weight_decay=0.0, **fields)
     update.step.fill_(6)
-    adamw_([update], stochastic_rounding=True)
+    adamw_([update])
     for i in [*range(20), *range(BLOCK - 10, BLOCK + 10), n - 1]:
         pair = (offset + i) // 2
         words = philox(fields["seed"], (pair % 2**32, pair >> 32, 7, fields["number"]))
@@ -202,8 +194,8 @@ def test_two_shards_are_the_whole_to_the_bit(cut: int) -> None:
         for a, b in ((0, cut), (cut, None))
     ]
     for _ in range(2):
-        adamw_([whole], stochastic_rounding=True)
-        adamw_(shards, stochastic_rounding=True)
+        adamw_([whole])
+        adamw_(shards)
         assert same_bits(whole, parts)
 
 
@@ -213,7 +205,7 @@ def test_refusals() -> None:
     narrow = update._replace
 
     def step(*updates: Update, scale: Tensor | None = None) -> Callable[[], None]:
-        return lambda: adamw_(list(updates), scale, stochastic_rounding=True)
+        return lambda: adamw_(list(updates), scale)
 
     check_refused(
         (step(narrow(gradient=update.gradient.half())), "tensor 5 has .*float16"),
@@ -233,20 +225,20 @@ class TestOnAGpu:
     def test_beyond_31_bits(self) -> None:
         n = 2**31 + 3 * CHUNK + 5
         update = constant((1, 0, 0, 0), n, lr=0.5, betas=(0.9, 0.99), eps=1e-8, weight_decay=2**-9)
-        adamw_([update], stochastic_rounding=True)
+        adamw_([update])
         end = constant((1, 0, 0, 0), 2 * CHUNK + 5, lr=0.5, betas=(0.9, 0.99), eps=1e-8, weight_decay=2**-9)
-        adamw_([end._replace(offset=n - 2 * CHUNK - 5)], stochastic_rounding=True)
+        adamw_([end._replace(offset=n - 2 * CHUNK - 5)])
         assert torch.equal(update.parameter[-2 * CHUNK - 5 :], end.parameter)
         assert count_is_binomial(update.parameter[: 2**30] == 1 - 2**-8, 0.25)
 
     def test_nobody_waits_and_a_thousand_tensors_take_two_launches(self) -> None:
         updates = [make(100 + i, (BF16, BF16, BF16), number=i) for i in range(1000)]
         table, scale = UpdateTable(), torch.ones((), device=DEVICE)
-        adamw_(updates, scale, stochastic_rounding=True, table=table)
+        adamw_(updates, scale, table=table)
         torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                adamw_(updates, scale, stochastic_rounding=True, table=table)
+                adamw_(updates, scale, table=table)
                 torch.cuda.set_sync_debug_mode("default")
                 torch.cuda.synchronize()
         finally:
@@ -257,13 +249,13 @@ class TestOnAGpu:
     def test_a_graph_counts_its_steps(self) -> None:
         plain, captured = (make(5 * BLOCK + 3, (BF16, BF16, BF16)) for _ in range(2))
         table = UpdateTable()
-        adamw_([captured], stochastic_rounding=True, table=table)
+        adamw_([captured], table=table)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            adamw_([captured], stochastic_rounding=True, table=table)
+            adamw_([captured], table=table)
         for _ in range(3):
             graph.replay()
         for _ in range(4):
-            adamw_([plain], stochastic_rounding=True)
+            adamw_([plain])
         assert same_bits(plain, captured)
         assert captured.step == 7
