@@ -135,15 +135,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Triton interprets, AdamW's kernel takes a chunk at once: the same bits, and fewer blocks to interpret."""
-    if not torch.cuda.is_available():
-        from cs336_systems.kernels import adamw  # after the interpreter is there
-
-        monkeypatch.setattr(adamw, "BLOCK", adamw.CHUNK)
-
-
-@pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that are saved, in order."""
     figures: list[Figure] = []

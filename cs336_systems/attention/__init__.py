@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.attention.dispatch import attention
 from cs336_systems.attention.oracle import oracle_attention
-from cs336_systems.attention.shapes import AttentionShape, validate
+from cs336_systems.attention.shapes import AttentionShape
 from cs336_systems.attention.tiled import TiledFlashAttention
 
 if TYPE_CHECKING:
     from cs336_systems.attention.flash import FlashAttention
 
-__all__ = ["AttentionShape", "FlashAttention", "TiledFlashAttention", "attention", "oracle_attention", "validate"]
+__all__ = ["AttentionShape", "FlashAttention", "TiledFlashAttention", "attention", "oracle_attention"]
 
 
 def __getattr__(name: str) -> Any:

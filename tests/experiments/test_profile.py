@@ -9,6 +9,7 @@ import pytest
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.experiments import memory_digest, profile_digest
+from cs336_systems.hardware import GIB, MIB
 from cs336_systems.profiling.memory import MemoryProfile
 from cs336_systems.training import TrainingCase
 from tests.experiments.profiles import golden_profile
@@ -16,7 +17,6 @@ from tests.profiling.snapshots import simulated_history
 
 CASE = TrainingCase.of(MODEL_SIZES["tiny"], batch_size=2)
 ROUNDING = 12_288
-GIB, MIB = 1024**3, 1024**2
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,8 @@ import torch
 
 from cs336_systems.experiments.data_parallel import DataParallelCell, Options
 from cs336_systems.experiments.ranked import Effort, sent_metric
+from cs336_systems.hardware import MIB
 from cs336_systems.harness.traffic import Event
-
-MIB = 2**20
 
 
 def sent(world_size, **mib):

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from cs336_systems.case import Unsupported
 from cs336_systems.distributed.process_group import Rank
+from cs336_systems.hardware import MIB
 from cs336_systems.harness.clock import time_phases_of_ranks
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.record import Metric
 
-MIB = 1024**2
 SKEW_S = 0.02
 
 calls: list[str] = []

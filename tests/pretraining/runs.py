@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 
 from cs336_systems.costs.speed_of_light import SpeedOfLight
+from cs336_systems.hardware import GIB
 from cs336_systems.pretraining.run_log import LogFile, RunLog
 from cs336_systems.pretraining.run_records import (
     Data,
@@ -22,7 +23,6 @@ from cs336_systems.pretraining.run_records import (
 from cs336_systems.pretraining.schedules import LearningRate
 
 TOKENS = 524_288
-GIB = 2**30
 
 
 def opening(n_steps: int, first_step: int = 0, light: SpeedOfLight | None = None) -> Iterator[Record]:

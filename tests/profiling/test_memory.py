@@ -8,6 +8,7 @@ import torch
 
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.memory import parameter_bytes
+from cs336_systems.hardware import MIB
 from cs336_systems.profiling.memory import (
     ACTIVATIONS,
     CATEGORIES,
@@ -29,7 +30,6 @@ from tests.profiling.snapshots import EventLog, simulated_history
 LINEAR = "/home/me/cs336_systems/model/ops.py:29 linear"
 ENGINE = "/site-packages/torch/autograd/graph.py:8 engine"
 CONFIG = MODEL_SIZES["tiny"]
-MIB = 1024**2
 SCALAR = 4
 """Bytes of the loss, which outlives forward."""
 

@@ -7,11 +7,10 @@ import pytest
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.rates import Rates
+from cs336_systems.hardware import MIB
 from cs336_systems.report.figures import save
 from cs336_systems.report.timeline import streaming_figure, timeline_rows
 from cs336_systems.streaming.choose import Caps, ChosenPlan, choose
-
-MIB = 1024**2
 
 
 @pytest.fixture(scope="module")

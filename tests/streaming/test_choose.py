@@ -10,14 +10,13 @@ import pytest
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.rates import Rates
 from cs336_systems.costs.streaming import StreamedWork
-from cs336_systems.hardware import GIB
+from cs336_systems.hardware import GIB, MIB
 from cs336_systems.streaming import choose as search
 from cs336_systems.streaming.choose import Caps, CapsTooSmallError, ChosenPlan, choose, chunk_sizes
 from cs336_systems.streaming.explain import binds, next_gib, reasons
 from cs336_systems.streaming.plan import Keep, Plan
 from tests.streaming.memory_model import check
 
-MIB = 1024**2
 SMALL = ModelConfig("small", 64, 192, 6, 4, vocab_size=256, context_length=128)
 SLOW = Rates(1e11, 1e11, 1e11, 1e10, link_alone=3e8, link_out_both=2.5e8)
 """Rates of a CPU with a narrow link."""

@@ -12,6 +12,7 @@ from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.config import MODEL_SIZES, ModelConfig, resolve_size
 from cs336_systems.costs.kept import LEVELS, bytes_kept
 from cs336_systems.costs.memory import PARTS
+from cs336_systems.hardware import GIB
 from cs336_systems.harness.memory import cublas_workspace_bytes, predicted_bytes, predicted_states
 from cs336_systems.kernels.allocating import computes
 from cs336_systems.ranks import Parallel
@@ -20,7 +21,6 @@ from cs336_systems.training.dry_run import dry_run
 from tests.live_bytes import LiveBytes
 from tests.training.shared import Shared
 
-GIB = 2**30
 SMALL = ModelConfig("small", d_model=128, d_ff=352, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=512, qkv_bias=True)
 SMALL = SMALL.at_context(64)
 QWEN3 = replace(SMALL, qkv_bias=False, qk_norm=True, head_dim=64)
