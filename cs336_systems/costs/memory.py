@@ -82,7 +82,6 @@ of blocks, autocast's copies of their matrices included; temporaries live while 
 class PeakMemory:
     """The largest moment of a pass, and every moment that was considered, in bytes alive."""
 
-    moment: str
     n_bytes: int
     moments: dict[str, int]
     parts: dict[str, int]

@@ -25,7 +25,11 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import kept_names
 from cs336_systems.costs.streaming import HEAD_TOKENS, StreamedWork
 from cs336_systems.distributed.process_group import peer_errors_as
-from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward_backward
+from cs336_systems.kernels.linear_cross_entropy import (
+    IGNORED,
+    linear_cross_entropy,
+    linear_cross_entropy_forward_backward,
+)
 from cs336_systems.model import TransformerLM
 from cs336_systems.streaming.context import Sums, attending
 from cs336_systems.streaming.memory import EMBEDDING, HEAD, NORM, Fixed, Memory
@@ -36,8 +40,6 @@ from cs336_systems.training.clipping import GradientGuard
 LayerOptimizer = Callable[[int, Mapping[str, Sequence[Tensor]], Sequence[Tensor], Tensor | None], None]
 """Takes the arguments of ``run.LayerAdamW.__call__``."""
 
-IGNORED = -100
-"""The target of a token that does not count in the loss."""
 _OF_CHUNKS = frozenset({"input", "context", "attention", "products", "dy", "dcontext"})
 """The items that exist once for each chunk."""
 

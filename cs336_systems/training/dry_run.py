@@ -1,7 +1,7 @@
 """The peak memory of a training step, found by running it on fake tensors: shapes and lifetimes without bytes.
 
     peak = dry_run(case, "step")
-    peak.n_bytes, peak.moment, peak.parts
+    peak.n_bytes, peak.moments, peak.parts
 
 The step is the one that ``assemble`` builds. Tensors on ``meta`` take no memory and hardly any time; a dispatch mode
 sees every operator and follows the storages that it makes until they are freed. Our own operators run down to their
@@ -153,8 +153,7 @@ class LiveStorages(TorchDispatchMode):
                 moments[moment] = max(moments.get(moment, 0), total)
                 if total > most:
                     most, at_most = total, parts.copy()
-        moment = max(moments, key=lambda name: moments[name])
-        return PeakMemory(moment, most, moments, {part: at_most[part] for part in PARTS if at_most[part]})
+        return PeakMemory(most, moments, {part: at_most[part] for part in PARTS if at_most[part]})
 
 
 def _accumulates(tensor: Tensor) -> bool:

@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cs336_systems.attention import oracle_attention
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
+from tests.model.test_ops import randn
 
 
 def visible(n_queries: int, n_keys: int) -> Tensor:

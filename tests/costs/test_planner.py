@@ -35,7 +35,7 @@ def checkpointed(case: TrainingCase) -> PeakMemory:
         left = 16 if case.checkpoint == "keep-matmuls" else 1
     else:
         left = 48 - recomputed_blocks(make_plan(case.checkpoint, 48))[0]
-    return PeakMemory("loss", (40 + left) * GIB, {}, {})
+    return PeakMemory((40 + left) * GIB, {}, {})
 
 
 @pytest.mark.parametrize("attention", ["reference", "flash"])
@@ -69,7 +69,7 @@ LLAMA = TrainingCase("cuda", "llama3-8b", 2, 8192, "bf16", "hopper", optimizer="
 def predict(case: TrainingCase) -> PeakMemory:
     """What blocks keep above 40 GiB."""
     kept = sum(bytes_kept(*case.work, case.precision, keep) for keep in keep_of_blocks(case.keep, 32))
-    return PeakMemory("loss", 40 * GIB + kept, {}, {})
+    return PeakMemory(40 * GIB + kept, {}, {})
 
 
 EVERY = {

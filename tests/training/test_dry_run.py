@@ -127,7 +127,7 @@ def test_levels_differ_by_what_they_keep(config, recipe):
 )
 def test_the_parts_of_a_peak_add_up_and_it_is_the_largest_moment(case, mode):
     peak = dry_run(case, mode, world_size=2)
-    assert peak.n_bytes == peak.moments[peak.moment] == max(peak.moments.values()) == sum(peak.parts.values())
+    assert peak.n_bytes == max(peak.moments.values()) == sum(peak.parts.values())
     assert list(peak.parts) == [part for part in PARTS if part in peak.parts]
     share = 2 if case.parallel.wrapper == "fsdp" else 1
     assert peak.parts["parameters"] >= SMALL.n_parameters * case.precision.parameter_bytes // share

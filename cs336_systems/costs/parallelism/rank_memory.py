@@ -261,4 +261,4 @@ def _peak(states: dict[str, float], at: dict[str, _Bytes]) -> PeakMemory:
     largest = max(moments, key=moments.__getitem__)
     parts = states | dict(zip(_NAMES, at[largest], strict=True))
     whole_moments = {name: int(whole + each) for name, each in moments.items()}
-    return PeakMemory(largest, whole_moments[largest], whole_moments, {name: int(each) for name, each in parts.items()})
+    return PeakMemory(whole_moments[largest], whole_moments, {name: int(each) for name, each in parts.items()})
