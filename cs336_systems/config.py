@@ -127,6 +127,13 @@ class ModelConfig:
         return self.d_query + 2 * self.d_kv
 
     @property
+    def block_shapes(self) -> dict[str, tuple[int, int]]:
+        """(columns read, columns written) of a block's products in forward, by the names of ``ADAPTED``."""
+        d_model, d_ff = self.d_model, self.d_ff
+        whole = (d_model, self.d_qkv), (self.d_query, d_model), (d_model, 2 * d_ff), (d_ff, d_model)
+        return dict(zip(ADAPTED, whole, strict=True))
+
+    @property
     def n_block_parameters(self) -> int:
         """The number of parameters of one block: four attention projections, three SwiGLU matrices, norms, biases."""
         biases = self.d_qkv if self.qkv_bias else 0
@@ -274,14 +281,9 @@ class Lora:
 
     def n_parameters(self, config: "ModelConfig") -> int:
         """The number of parameters of all adapters of a model."""
-        d_model, d_query, d_kv, d_ff = config.d_model, config.d_query, config.d_kv, config.d_ff
-        rows_and_columns = {
-            "qkv": 3 * d_model + d_query + 2 * d_kv,
-            "output": d_query + d_model,
-            "gate_up": 2 * (d_model + d_ff),
-            "down": d_ff + d_model,
-        }
-        return config.n_layers * self.rank * sum(rows_and_columns[name] for name in self.on)
+        n_first = {"qkv": 3, "output": 1, "gate_up": 2, "down": 1}
+        adapted = ((n_first[name], *config.block_shapes[name]) for name in self.on)
+        return config.n_layers * self.rank * sum(n * read + written for n, read, written in adapted)
 
     def __str__(self) -> str:
         """In a few words, for people."""

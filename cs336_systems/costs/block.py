@@ -6,19 +6,11 @@ Kinds are those of operations (``costs/streaming.py``): ``head`` is the output h
 
 from functools import cache
 
-from cs336_systems.config import ADAPTED, Lora, ModelConfig, Recipe
+from cs336_systems.config import Lora, ModelConfig, Recipe
 
 TILE = 256
 """Columns of one tile of cuBLASLt's usual kernels. Where they do not divide a matrix, as the 896 of 0.5B, another
 kernel can be faster: it saved 2.4 % of 0.5B's step in bf16 and 3.8 % in fp8, nothing of 7B's (LOG.md)."""
-
-Shapes = tuple[tuple[int, int], ...]
-
-
-def block_shapes(config: ModelConfig) -> Shapes:
-    """(columns read, columns written) of a block's products in forward."""
-    d_model, d_ff = config.d_model, config.d_ff
-    return (d_model, config.d_qkv), (config.d_query, d_model), (d_model, 2 * d_ff), (d_ff, d_model)
 
 
 @cache
@@ -30,7 +22,7 @@ def tiles(config: ModelConfig, kind: str, *, frozen: bool) -> float:
     if kind == "head":
         both = _whole(config.vocab_size) + _whole(config.d_model)
         return both / 2 if frozen else (both + 1) / 3
-    shapes = block_shapes(config)
+    shapes = config.block_shapes.values()
     flops = sum(k * n for k, n in shapes)
     forward = sum(k * n * _whole(n) for k, n in shapes) / flops
     if kind != "backward":
@@ -50,7 +42,7 @@ def operand_bytes_per_flop(config: ModelConfig, tokens: int, width: int, recipe:
     if kind == "head":
         d_model, words = config.d_model, config.vocab_size
         return width * (tokens * (d_model + words) + d_model * words) / (2 * tokens * d_model * words)
-    shapes = block_shapes(config)
+    shapes = config.block_shapes.values()
     n_bytes = sum(width * (tokens * (k + n) + k * n) for k, n in shapes)
     in_fp8 = 3 / 4 if recipe.quantized else 1.0  # half of what is loaded and stored
     return in_fp8 * n_bytes / sum(2 * tokens * k * n for k, n in shapes)
@@ -82,6 +74,6 @@ def passes(config: ModelConfig) -> tuple[int, int]:
 def adapter_numbers(config: ModelConfig, lora: Lora | None) -> dict[str, int]:
     """Numbers of each token that the thin products of adapters read and write, by kind of operation."""
     on = lora.on if lora else ()
-    adapted = [shape for name, shape in zip(ADAPTED, block_shapes(config), strict=True) if name in on]
+    adapted = [shape for name, shape in config.block_shapes.items() if name in on]
     forward = sum(k + 2 * n for k, n in adapted)  # x is read, y added to
     return {"forward": forward, "backward": sum(4 * k + 2 * n for k, n in adapted)}  # x, dy twice; dx added to
