@@ -57,6 +57,11 @@ FUSED_ROWS = 128
 prepared for each shape, would meet another one in every micro-batch."""
 
 
+def row_width(n_words: int) -> int:
+    """Elements from one row of fused logits to the next: fast kernels of products and ours need multiples of 16."""
+    return -(-n_words // 16) * 16
+
+
 def rows_that_count(targets_T: Tensor, n_ranks: int, multiple: int) -> Tensor | None:
     """(ranks, N): which of each rank's equally many rows have targets that count; None if N would be all of them.
 
@@ -158,8 +163,7 @@ def _in_chunks(
 
         scale = denominator.to(torch.float32).reciprocal()
         rows: Callable[..., None] = partial(launch_rows if n_ranks == 1 else launch_rows_of_ranks, scale=scale, **asked)
-        # Whatever the vocabulary, rows begin at multiples of 16 elements: fast kernels of products and ours need that.
-        width, chunk = -(-n_words // 16) * 16, chunk or default_chunk(n_tokens * n_ranks, n_words, x_TD.itemsize)
+        width, chunk = row_width(n_words), chunk or default_chunk(n_tokens * n_ranks, n_words, x_TD.itemsize)
     else:
         rows = partial(plain_rows, denominator=denominator, **asked)
         width, chunk = n_words, chunk or PLAIN_CHUNK

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.memory import default_chunk
+from cs336_systems.kernels.linear_cross_entropy import row_width
 from cs336_systems.kernels.matmul import Asked
 from cs336_systems.training.precision import parameter_dtype
 
@@ -19,13 +20,7 @@ def products_of(case: TrainingCase, device: torch.device) -> Iterator[Asked]:
     from cs336_systems.kernels.products import FASTER  # brings Triton along
 
     config, dtype, recipe = case.config, parameter_dtype(case.precision), case.recipe
-    rows, d, d_ff = case.batch_size * case.context_length, config.d_model, config.d_ff
-    weights = {
-        "qkv": (config.d_qkv, d),
-        "output": (d, config.d_query),
-        "gate_up": (2 * d_ff, d),
-        "down": (d, d_ff),
-    }
+    rows, d = case.batch_size * case.context_length, config.d_model
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -35,7 +30,7 @@ def products_of(case: TrainingCase, device: torch.device) -> Iterator[Asked]:
 
     scales = (torch.ones((), device=device), torch.ones((), device=device)) if recipe.quantized else None
     adding = (False, True) if case.accumulate > 1 else (False,)
-    for name, (n, k) in weights.items():
+    for name, (k, n) in config.block_shapes.items():
         with_swiglu = name == "gate_up" and not recipe.quantized and (n, k, True) in FASTER
         if not with_swiglu and not (name == "qkv" and config.qkv_bias):
             adds, fast = name in ("output", "down") and not recipe.quantized, recipe.fast_accumulation
@@ -49,7 +44,7 @@ def products_of(case: TrainingCase, device: torch.device) -> Iterator[Asked]:
             for adds in adding:
                 yield Asked(empty(n, k), operand(rows, n).T, operand(rows, k), adds)
     chunk = min(rows, default_chunk(rows, config.vocab_size, dtype.itemsize))
-    logits = empty(chunk, -(-config.vocab_size // 16) * 16)[:, : config.vocab_size]
+    logits = empty(chunk, row_width(config.vocab_size))[:, : config.vocab_size]
     yield Asked(logits, empty(chunk, d), empty(config.vocab_size, d).T)
     yield Asked(empty(chunk, d), logits, empty(config.vocab_size, d))
     for adds in (False, True):
