@@ -15,11 +15,8 @@ import pandas as pd
 
 from cs336_systems.experiments.training import TRL
 from cs336_systems.hardware import find_hardware
+from cs336_systems.harness.record import RESULT, STATISTICS
 from cs336_systems.harness.runs import RATES
-
-_STATISTICS = ("median", "mean", "std", "p10", "p90", "n")
-
-_RESULT = ("status", "message", "metric", "unit", *_STATISTICS, "samples")
 
 _TIMES = (
     RATES
@@ -63,14 +60,14 @@ def contradictions(rows: pd.DataFrame) -> list[str]:
     own, samples = rows[borne_out], samples[borne_out]
     expected = _statistics(samples)
     tolerance = _ROUNDING * samples.map(lambda each: np.abs(each).max())
-    for name in _STATISTICS:
+    for name in STATISTICS:
         found.append(_unequal(own[name], expected[name], tolerance, f"here {name}", "that of the samples", len(rows)))
     return list(filter(None, [*found, *_disagreements(rows, outcome)]))
 
 
 def _outcomes(rows: pd.DataFrame) -> pd.Series:
     """The number of each row's outcome; the rows of one stand together and differ in their results alone."""
-    shared = rows[[name for name in rows if name not in _RESULT]]
+    shared = rows[[name for name in rows if name not in RESULT]]
     return (shared != shared.shift()).any(axis=1).cumsum()
 
 
@@ -96,7 +93,7 @@ def _statistics(samples: pd.Series) -> pd.DataFrame:
         ValueError: a sample is not finite.
     """
     lengths = samples.map(len).to_numpy()
-    found = {name: np.full(len(samples), np.nan) for name in _STATISTICS} | {"n": lengths}
+    found = {name: np.full(len(samples), np.nan) for name in STATISTICS} | {"n": lengths}
     for n in np.unique(lengths):
         alike = lengths == n
         values = np.array(samples[alike].tolist())

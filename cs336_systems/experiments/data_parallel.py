@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from cs336_systems.case import RECIPE, TrainingCase
+from cs336_systems.case import RECIPE
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment
 from cs336_systems.experiments.options import RankedCase, RankedRun, training_cells
@@ -62,7 +62,6 @@ _LOCAL = "local"
 class DataParallelCell(RankedCase):
     """One rung on one model; the fields are columns, sizes are per rank."""
 
-    dtype: str = like(TrainingCase, "dtype", values=("fp32", "tf32", "bf16", "autocast-bf16"))
     ddp: str = option(
         "naive",
         "naive, flat: after backward, a collective per gradient or one for all; overlapped, bucketed: during backward, "

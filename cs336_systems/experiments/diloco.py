@@ -21,6 +21,8 @@ from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import PRELOADED, Experiment, measured_by, one_stage, presented
 from cs336_systems.experiments.options import RunOptions, every
 from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.run_refusals import DILOCO
+from cs336_systems.pretraining.schedules import ScheduleKind
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:
@@ -29,8 +31,7 @@ if TYPE_CHECKING:
 
 STDLIB = "stdlib"
 DATA_PARALLEL = "every-step"
-_OF_DILOCO = ("agree_every", "agree_fragments", "agree_delay", "agree_dtype", "outer_learning_rate", "outer_momentum")
-_ONLY_DILOCO = (*_OF_DILOCO, "first_steps")
+_ONLY_DILOCO = (*DILOCO, "first_steps")
 _SHARED = ("device", "size", "context_length", "steps", "dtype", "seed", "learning_rate", "evaluate_every", "schedule")
 """Columns that are options of train.py for all runs."""
 
@@ -72,12 +73,7 @@ class DilocoCell:
         sign="not negative",
     )
     learning_rate: float = option(6e-4, "Highest learning rate of AdamW, in data parallelism and inside DiLoCo.")
-    schedule: str = option(
-        "cosine",
-        "As for train.py; wsd or constant under --first-steps.",
-        several=False,
-        values=("cosine", "linear", "wsd", "constant"),
-    )
+    schedule: ScheduleKind = option("cosine", "As for train.py; wsd or constant under --first-steps.", several=False)
     steps: int = option(1500, "Steps of each run.", several=False, sign="positive")
     total_batch_tokens: int = option(65_536, "Tokens per step of all replicas together.", several=False)
     batch_size: int = option(32, "The most sequences of a micro-batch.", several=False, sign="positive")
@@ -106,7 +102,7 @@ class DilocoCell:
         asked |= {name: getattr(self, name) for name in _SHARED}
         asked |= {"agree": self.agree, "replicas": self.world_size, "total_batch_tokens": self.total_batch_tokens}
         if self.agree == "diloco":
-            asked |= {name: getattr(self, name) for name in _OF_DILOCO}
+            asked |= {name: getattr(self, name) for name in DILOCO}
         asked |= {"evaluation_sequences": self.evaluation_sequences, "save_every": None, "export": False}
         return TrainOptions(batch_size=max(1, min(self.batch_size, own)), agree_timeout=600.0, **asked)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from cs336_systems.case import RECIPE, TrainingCase
+from cs336_systems.case import RECIPE
 from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB, link_bytes_per_step, state_bytes_by_rank
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment, presented
@@ -48,7 +48,6 @@ MOMENTS = ("initialised", "after_forward", "before_step", "after_step")
 class ShardingCell(RankedCase):
     """One way to hold the state of one model; the fields are columns, sizes are per rank."""
 
-    dtype: str = like(TrainingCase, "dtype", values=("fp32", "tf32", "bf16", "autocast-bf16"))
     warmup: int = like(RankedCase, "warmup", help="Steps before the timed ones, after two in which memory is read.")
     bucket_size_mb: float = like(
         *(Parallel, "bucket_size_mb"),

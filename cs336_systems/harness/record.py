@@ -31,14 +31,15 @@ from cs336_systems.ranks import PIPELINE, Parallel
 SCHEMA_VERSION = 1
 
 _LEADING = ("schema_version", "benchmark", "variant")
-_RESULT = ("status", "message", "metric", "unit", "median", "mean", "std", "p10", "p90", "n", "samples")
+STATISTICS = ("median", "mean", "std", "p10", "p90", "n")
+RESULT = ("status", "message", "metric", "unit", *STATISTICS, "samples")
+"""Columns of an outcome and of one of its metrics, with the statistics of its samples."""
 _PROVENANCE = (
     *("gpu", "gpu_count", "driver", "cuda", "host", "python", "torch", "triton", "nccl", "commit", "dirty", "argv"),
     *("seed", "timestamp", "state_before", "state_after"),
 )
 
-_NUMBERS = ("median", "mean", "std", "p10", "p90", "n")
-_TEXT = {*_LEADING, *_RESULT, *_PROVENANCE} - {*_NUMBERS, "schema_version", "gpu_count", "dirty", "seed"}
+_TEXT = {*_LEADING, *RESULT, *_PROVENANCE} - {*STATISTICS, "schema_version", "gpu_count", "dirty", "seed"}
 """Columns that are text even where all of it looks like numbers, as a commit 1e10000 and CUDA 13.0 do."""
 
 DEFAULTS: dict[str, Any] = asdict(TrainingCase())
@@ -102,7 +103,7 @@ def _short(value: float) -> float:
 
 def schema_columns(cell_columns: Iterable[str]) -> list[str]:
     """The header of a benchmark's CSV."""
-    return [*_LEADING, *cell_columns, *_RESULT, *_PROVENANCE]
+    return [*_LEADING, *cell_columns, *RESULT, *_PROVENANCE]
 
 
 class RowFile:
@@ -215,7 +216,7 @@ def read_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
     """
     _check_file(path)
     try:
-        text, blank = dict.fromkeys(_TEXT, str), {column: [""] for column in _NUMBERS}
+        text, blank = dict.fromkeys(_TEXT, str), {column: [""] for column in STATISTICS}
         frame = pd.read_csv(path, keep_default_na=False, na_values=blank, dtype=text)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {str(error).strip()}") from error
@@ -238,9 +239,9 @@ def unsaid(columns: Collection[str]) -> dict[str, Any]:
 
 def parse_samples(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with ``samples`` as lists, empty where there are none, and empty strings in its text columns."""
-    blank = [column for column in frame.columns if column not in _NUMBERS and frame[column].isna().any()]
+    blank = [column for column in frame.columns if column not in STATISTICS and frame[column].isna().any()]
     frame = frame.astype(dict.fromkeys(blank, object)).fillna(dict.fromkeys(blank, ""))
-    for column in _NUMBERS:
+    for column in STATISTICS:
         frame[column] = pd.to_numeric(frame[column], errors="coerce")
     frame["samples"] = [json.loads(text) if text else [] for text in frame["samples"]]
     return frame

@@ -37,7 +37,7 @@ CHOSEN = ("batch_size", "keep", "offload")
 class TrainerCase(TrainingCase):
     """The training step of a run, and how ranks share it."""
 
-    dtype: str = like(TrainingCase, "dtype", asked="bf16", values=("fp32", "tf32", "bf16", "autocast-bf16"))
+    dtype: str = like(TrainingCase, "dtype", asked="bf16")
     attention: str = like(TrainingCase, "attention", asked="flash")
     compile: str = like(
         TrainingCase,

@@ -37,8 +37,9 @@ _UNDER_CAPS: dict[str, tuple[Any, ...]] = {
 """The values that some options may have under memory limits."""
 
 
-_DILOCO = ("agree_every", "agree_fragments", "agree_delay", "agree_dtype", "outer_learning_rate", "outer_momentum")
-_AGREEING = (*_DILOCO, "agree_timeout", "ranks_per_replica", "lighthouse", "replica", "fail")
+DILOCO = ("agree_every", "agree_fragments", "agree_delay", "agree_dtype", "outer_learning_rate", "outer_momentum")
+"""Options of --agree diloco alone."""
+_AGREEING = (*DILOCO, "agree_timeout", "ranks_per_replica", "lighthouse", "replica", "fail")
 _ONLY_FOR: tuple[tuple[tuple[str, ...], Callable[["TrainOptions"], object], str], ...] = (
     (RECIPE[1:], lambda o: o.matmul_dtype != "same", "quantized matmuls, and --matmul-dtype is same"),
     (("gather_by",), lambda o: o.zero == 3, "--zero 3, got --zero {o.zero}"),
@@ -52,7 +53,7 @@ _ONLY_FOR: tuple[tuple[tuple[str, ...], Callable[["TrainOptions"], object], str]
     ),
     (("chunk",), lambda o: o.capped, "a run under --device-gib and --host-gib"),
     (_AGREEING, lambda o: o.agree is not None, "replicas that agree: --agree every-step or --agree diloco"),
-    (_DILOCO, lambda o: o.agree == "diloco", "--agree diloco, got --agree {o.agree}"),
+    (DILOCO, lambda o: o.agree == "diloco", "--agree diloco, got --agree {o.agree}"),
     (("moments",), lambda o: o.optimizer == "fused", "--optimizer fused, got {o.optimizer}"),
     (("z_loss",), lambda o: o.kept["keep"] != "autograd", "a head with a hand-written backward, not --keep autograd"),
     (("replicas",), lambda o: o.agree or o.zero == 3, "--zero 3, got --zero {o.zero}, or for --agree"),

@@ -53,6 +53,9 @@ def test_every_division_of_the_ranks_is_a_cell():
             cells_of("mesh", *arguments)
 
 
+OURS = ["--attention", "hopper", "--kernels", "fused", "--optimizer", "fused", "--master-weights", "fp32"]
+
+
 def attention_cells(*arguments, device="cuda"):
     """The cells of attention alone on one and two ranks, without asking for GPUs."""
     asked = ["--part", "attention", "--size", "llama3.1-8b", "--dtype", "bf16", "--context-length", "65536"]
@@ -61,8 +64,7 @@ def attention_cells(*arguments, device="cuda"):
 
 
 def test_torchs_context_parallelism_is_beside_attention_alone():
-    ours = ["--attention", "hopper", "--kernels", "fused", "--optimizer", "fused", "--master-weights", "fp32"]
-    made = attention_cells(*ours, "--context-order", "zigzag", "gathered", "--peer")
+    made = attention_cells(*OURS, "--context-order", "zigzag", "gathered", "--peer")
     assert [(cell.variant, cell.attention) for cell in made] == [
         *(("alone", "hopper"), ("zigzag-2", "hopper"), ("gathered-2", "hopper")),
         *(("alone", "sdpa-cudnn"), ("torch-2", "sdpa-cudnn"), ("torch-gathered-2", "sdpa-cudnn")),
@@ -86,8 +88,7 @@ def test_torchs_context_parallelism_is_beside_attention_alone():
 def test_torchs_pipelines_are_beside_this_suites():
     asked = ["--size", "tiny", "--dtype", "bf16", "--device", "cuda", "--world-size", "2", "--tensor", "1"]
     asked += ["--context", "1", "--pipeline", "2", "--pipeline-schedule", "1f1b", "zb-h1", "--accumulate", "4"]
-    ours = ["--attention", "hopper", "--kernels", "fused", "--optimizer", "fused", "--master-weights", "fp32"]
-    made = make_cells(parse(EXPERIMENT.options, [*asked, *ours, "--peer"], None))
+    made = make_cells(parse(EXPERIMENT.options, [*asked, *OURS, "--peer"], None))
     assert [(cell.variant, cell.compile) for cell in made] == [
         *(("1f1b-2", "off"), ("zb-h1-2", "off")),
         *(("1f1b-2-torch", "on"), ("zb-h1-2-torch", "loss")),

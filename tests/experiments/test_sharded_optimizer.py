@@ -7,8 +7,7 @@ from cs336_systems.experiments.sharded_optimizer import measure
 from cs336_systems.harness.record import Metric
 from tests.benchmarks.commands import cells_of
 from tests.distributed.checks import on_ranks
-
-TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
+from tests.experiments.test_fully_sharded import TINY
 
 
 def measure_all(rank: Rank, cells: list) -> list[list[Metric]]:
