@@ -14,8 +14,8 @@ import pandas as pd
 
 from cs336_systems.answers.committed import NotMeasured
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.experiments.training import COMMAND, TORCHAO, UNSHARDED, fastest
-from cs336_systems.report.results import MISSING
+from cs336_systems.experiments.training import TORCHAO, UNSHARDED, fastest
+from cs336_systems.report.results import COMMAND, MISSING
 from cs336_systems.report.tables import Table, digits
 
 OUTSIDE = Path(__file__).with_name("outside.csv")

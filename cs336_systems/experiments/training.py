@@ -22,7 +22,7 @@ from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.experiments.options import RunOptions, cell_of
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.ranks import Parallel
-from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
+from cs336_systems.report.results import COMMAND, MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,9 +60,6 @@ _WORDS = ("kernels", "keep", "attention", "cuda_graph", "matmul_kernels", "offlo
 """Columns that are options of train.py, for all ways and for ours."""
 OURS = ("ours", "input-gradients")
 """Ways that run our blocks."""
-
-COMMAND = ("argv", "commit", "host")
-"""Columns that tell the runs of one command from those of another."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ MISSING = "–"
 MAIN, SETTING = -1, 0
 """Ranks of what a narrow terminal drops last: the main result; what tells lines apart."""
 
-_ONE_RUN = ("argv", "commit", "host")
-"""Columns in which rows agree that are compared as a ratio."""
+COMMAND = ("argv", "commit", "host")
+"""Columns that tell the rows of one command from those of another; rows of one are compared as a ratio."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Line:
 
         if peer is None or metric not in self.metrics:
             return None
-        run = peer.run_beside(self, _ONE_RUN)
+        run = peer.run_beside(self, COMMAND)
         if metric not in set(run["metric"]):
             return None
         ratios = (by_repeat(self.run, metric) / by_repeat(run, metric)).dropna()
