@@ -85,7 +85,7 @@ def parse(arguments: list[str]) -> TrainOptions:
     """Defaults of the device that is named, else found; over them the file's options; over these the command line's."""
     words = with_file(arguments)
     options = command_line.parse(TrainOptions, words, __doc__).settled()
-    given = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+    given = command_line.flags_in(words)
     named = [option for option in map(flag, CHOSEN) if option in given]
     if options.choose_fastest and named:
         raise ValueError(f"--choose-fastest chooses {named[0]}: give one of them")
@@ -154,7 +154,7 @@ def _print_plan(given: list[str]) -> int:
         options.check()
         return [options]
 
-    return plan_asked(given, run, NAME)
+    return plan_asked(with_file(given), run, NAME)
 
 
 def _print_memory(options: TrainOptions) -> None:

@@ -3,10 +3,10 @@
     plan = CardPlan.of(options, Asked(gpu="rtx-4090", host_gib=64))
     plan.best["bf16"].tokens_per_s, str(plan.fastest)
 
-The search tries every combination of ``--keep``, micro-batch, offload, ZeRO level and tensor ranks, in bf16 and with
-blocks' matmuls in fp8. Memory peaks come from ``costs/parallelism/rank_memory.py``, seconds from ``seconds.py`` beside
-it. If the host's memory is given, one GPU may also stream layers (``streaming/choose.py``). ``report/card_plan.py``
-prints a plan. Imports no torch.
+The search tries every combination of ``--keep``, micro-batch, offload, ZeRO level and tensor ranks that was not given,
+in bf16 and with blocks' matmuls in fp8. Memory peaks come from ``costs/parallelism/rank_memory.py``, seconds from
+``seconds.py`` beside it. If the host's memory is given and nothing else is, one GPU may also stream layers
+(``streaming/choose.py``). ``report/card_plan.py`` prints a plan. Imports no torch.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from cs336_systems.costs.parallelism.seconds import BF16_MOMENTS, Moments, StepS
 from cs336_systems.costs.rates import Rates
 from cs336_systems.declared import flag, sign_refusal
 from cs336_systems.hardware import GIB, Hardware, hardware_named
-from cs336_systems.pretraining.options import TrainerCase, TrainOptions
+from cs336_systems.pretraining.options import CHOSEN, TrainerCase, TrainOptions
 from cs336_systems.streaming.choose import HOST_OVERHEAD, Caps, CapsTooSmallError, ChosenPlan, choose
 
 PRINT_PLAN = "--print-plan"
@@ -41,6 +41,8 @@ AS_FAST = 2e-3
 """How much slower than the fastest, as a share of its tokens/s, a way may be that has less on the host."""
 EFFORT = 4000
 """Operations that are simulated in each part of the search for a streamed plan: 70B takes two seconds."""
+TRIED = (*CHOSEN, "zero", "tensor", "tensor_by")
+"""The options of which every value is tried, unless they were given."""
 RECIPES = {"bf16": STORED, "fp8": Recipe("e4m3")}
 
 
@@ -144,10 +146,12 @@ class CardPlan:
     tokens_per_step: int
     moments: Moments
     own: TrainOptions
+    given: frozenset[str] = frozenset()
+    """The options in ``TRIED`` that no way changes."""
 
     @classmethod
-    def of(cls, options: TrainOptions, asked: Asked) -> "CardPlan":
-        """Return the plan for a run's options.
+    def of(cls, options: TrainOptions, asked: Asked, given: Iterable[str] = ()) -> "CardPlan":
+        """Return the plan for a run's options, of which ``given`` names those in ``TRIED`` that are not to be chosen.
 
         Raises:
             ValueError: the card is unknown or has no published peak, a step is no whole number of sequences, GPUs
@@ -157,7 +161,8 @@ class CardPlan:
         hardware.peaks("bf16")
         length = options.context_length
         config = replace(resolve_size(options.size), max_context_length=None).at_context(length)
-        least = length * asked.gpus
+        given = frozenset(given)
+        least = length * asked.gpus * (options.batch_size if "batch_size" in given else 1)
         tokens = options.total_batch_tokens or max(least, TOKENS_PER_STEP // least * least)
         if tokens % length:
             raise ValueError(f"--total-batch-tokens {tokens:,} is no whole number of sequences of {length:,}")
@@ -166,6 +171,8 @@ class CardPlan:
             raise ValueError(f"--gpus {asked.gpus} cannot be divided into groups of --tensor {options.tensor}")
         if case.dtype != "bf16":
             raise ValueError(f"{PRINT_PLAN} plans steps in bf16 and fp8, and --dtype is {case.dtype}")
+        if "keep" in given and not case.written_out:
+            raise ValueError(f"{PRINT_PLAN} plans blocks with a hand-written backward, not --keep {options.keep}")
         if case.lora is not None:
             fault = f"{PRINT_PLAN} plans steps that train all weights, not --lora-rank {case.lora.rank}"
             raise ValueError(f"{fault}: --print-memory predicts what one with adapters needs")
@@ -173,7 +180,7 @@ class CardPlan:
             raise ValueError(f"{PRINT_PLAN} knows the time and the moments of AdamW, and --optimizer is muon")
         masters = (("master", 4),) if case.master == "fp32" else ()
         moments = (*((name, case.moment_bytes) for name, _ in BF16_MOMENTS), *masters)
-        return cls(config, length, hardware, asked, tokens, moments, options)
+        return cls(config, length, hardware, asked, tokens, moments, options, given)
 
     @property
     def device_bytes(self) -> float:
@@ -188,15 +195,23 @@ class CardPlan:
 
     def _layouts(self) -> Iterator[Layout]:
         n, sequences = self.asked.gpus, self.tokens_per_step // self.length
-        for tensor in (each for each in divisors(n) if divides(self.config, each) and self.length % each == 0):
+        tried = self._tried("tensor", divisors(n))
+        for tensor in (each for each in tried if divides(self.config, each) and self.length % each == 0):
             data = n // tensor
             if sequences % data:
                 continue
-            for micro_batch in (each for each in MICRO_BATCHES if sequences // data % each == 0):
-                levels = (0, 1, 3) if data > 1 else (0,)
-                by = ("collectives", "copies") if tensor > 1 else ("collectives",)
-                for zero, keep, tensor_by in product(levels, KEEPS, by):
+            micro_batches = self._tried("batch_size", MICRO_BATCHES)
+            for micro_batch in (each for each in micro_batches if sequences // data % each == 0):
+                levels = self._tried("zero", (0, 1, 3)) if data > 1 else (0,)
+                by = self._tried("tensor_by", ("collectives", "copies")) if tensor > 1 else ("collectives",)
+                for zero, keep, tensor_by in product(levels, self._tried("keep", KEEPS), by):
                     yield self._layout(data, zero, tensor, tensor_by, keep, micro_batch)
+
+    def _tried(self, name: str, values: Iterable[Any]) -> Iterable[Any]:
+        """Return the values of an option that are tried: all, or the one that was given."""
+        if name not in self.given:
+            return values
+        return ((self.own.kept if name == "keep" else vars(self.own))[name],)
 
     def _layout(self, data: int, zero: int, tensor: int, tensor_by: str, keep: str, micro_batch: int) -> Layout:
         n_micro_batches = self.tokens_per_step // self.length // data // micro_batch
@@ -231,7 +246,7 @@ class CardPlan:
         """
         recipes = {name: each for name, each in RECIPES.items() if name != "fp8" or self.hardware.peak("fp8")}
         found, least = self._fastest(recipes, self._layouts())
-        if self.asked.gpus == 1 and self.asked.host_gib is not None and "bf16" not in found:
+        if self.asked.gpus == 1 and self.asked.host_gib is not None and not self.given and "bf16" not in found:
             try:
                 found["streamed"] = self._streamed()
             except CapsTooSmallError as error:
@@ -243,12 +258,13 @@ class CardPlan:
         """Return, by recipe, the way that ``_taken`` picks of those that fit, and the way with the lowest peak."""
         ways: dict[str, list[Way]] = {}
         least: Way | None = None
-        for layout, offload in product(layouts, map(frozenset, OFFLOADS)):
-            if offload and self._on_host(layout, offload) > self.host_bytes:
+        for layout, offload in product(layouts, map(frozenset, self._tried("offload", OFFLOADS))):
+            on_host = self._on_host(layout, offload) <= self.host_bytes
+            if not on_host and "offload" not in self.given:
                 continue
             for name, recipe in recipes.items():
                 peak = sum(self._peak(layout, offload, recipe).values())
-                if peak <= self.device_bytes:
+                if on_host and peak <= self.device_bytes:
                     ways.setdefault(name, []).append(self.way(layout, offload, recipe))
                 if least is None or peak < least.device_bytes:
                     least = self.way(layout, offload, recipe)
@@ -269,10 +285,14 @@ class CardPlan:
         cards, what = f"{self.asked.gpus} x {self.hardware.name}", f"{self.config.name} at {self.length:,} tokens"
         if least is None:
             raise NothingFits(f"steps of {self.tokens_per_step:,} tokens of {what} do not divide among {cards}")
+        if least.host_bytes > self.host_bytes:
+            needs = (least.host_bytes * self.asked.gpus + HOST_OVERHEAD) / GIB
+            raise NothingFits(f"{what} on {cards} with {least.arguments} needs --host-gib {needs:.1f} or more")
         short = (least.device_bytes - self.device_bytes) / GIB
         if short <= 0:
             raise NothingFits(f"{what} fits {cards}, but not with these options: {self.fault(least)}")
-        host = "" if self.asked.host_gib else "; with --host-gib states or layers can lie on the host"
+        host = "; with --host-gib states or layers can lie on the host"
+        host = "" if self.asked.host_gib or "offload" in self.given else host
         raise NothingFits(
             f"{what} does not fit {cards}: the least, {least.arguments}, needs {least.device_bytes / GIB:.1f} GiB a "
             f"card, {short:.1f} more than tensors may take{host}"

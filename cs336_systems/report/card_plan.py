@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.costs.parallelism.seconds import by_class
 from cs336_systems.costs.speed_of_light import speed_of_light
+from cs336_systems.declared import flag
 from cs336_systems.hardware import GIB, find_hardware
-from cs336_systems.pretraining.card_plan import PRINT_PLAN, Asked, CardPlan, Way
+from cs336_systems.pretraining.card_plan import PRINT_PLAN, TRIED, Asked, CardPlan, Way
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.report.command_line import n_gpus
+from cs336_systems.report.command_line import flags_in, n_gpus
 from cs336_systems.report.run_console import memory_table
 from cs336_systems.report.tables import Table, show
 
@@ -37,13 +38,15 @@ _FP8_GAIN = 0.03
 def plan_asked(arguments: Sequence[str], runs: Callable[[list[str]], Sequence[TrainOptions]], command: str) -> int:
     """Plan the runs that the arguments describe, beside the options of the plan itself; returns the exit code.
 
+    Ways have the values of ``TRIED`` that the arguments give.
+
     Raises:
         ValueError: an option that makes no sense, or nothing fits.
     """
     asked, rest = Asked.taken_from(arguments)
     if not asked.gpu:
         asked = replace(asked, gpu=_card_here())
-    return print_plans(runs(rest), asked, command)
+    return print_plans(runs(rest), asked, command, [name for name in TRIED if flag(name) in flags_in(rest)])
 
 
 def _card_here() -> str:
@@ -64,11 +67,11 @@ def _card_here() -> str:
     return hardware.name
 
 
-def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str) -> int:
+def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str, given: Sequence[str] = ()) -> int:
     """Print the plans of some runs, draw the picture of the last if asked, and end with one JSON object."""
     summary: dict[str, Any] = {"command": command, "gpu": asked.gpu, "gpus": asked.gpus}
     for options in runs:
-        plan = CardPlan.of(options, asked)
+        plan = CardPlan.of(options, asked, given)
         for each in (ways_table(plan), memory_table(segments(plan)), classes_table(plan)):
             show(each, "auto")
             print()

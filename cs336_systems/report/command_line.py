@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -93,6 +93,11 @@ def parse(kind: type[Options], arguments: list[str] | None, description: str | N
     if options.device == found:
         return options
     return cli(kind, arguments, description, default=kind.default(options.device))
+
+
+def flags_in(arguments: Iterable[str]) -> set[str]:
+    """The options that a command line gives, with dashes and without their values."""
+    return {word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")}
 
 
 def cli(kind: Any, arguments: list[str] | None, description: str | None, **settings: Any) -> Any:

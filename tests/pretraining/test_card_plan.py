@@ -111,6 +111,25 @@ def test_time_energy_and_price_follow_from_tokens():
     assert run_cost(plan(), way)["price"] is None
 
 
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ("--batch-size 3", "--batch-size 3"),
+        ("--config {plan}", "--keep input --batch-size 4"),
+        ("--offload m --host-gib 64", "--offload m"),
+        ("--gpus 2 --tensor 1 --zero=2", "--zero 2"),
+    ],
+)
+def test_what_was_given_stays_in_every_way(load_script, tmp_path, capsys, words, kept):
+    (plan := tmp_path / "plan.toml").write_text('keep = "input"\nbatch_size = 4\n')
+    arguments = f"--print-plan --gpu h100 --size qwen2.5-0.5b {words.format(plan=plan)}".split()
+    assert load_script("scripts/train.py").main(arguments) == 0
+    ways = json.loads(capsys.readouterr().out.splitlines()[-1])["qwen2.5-0.5b"]
+    assert len(ways) == 2
+    for way in ways.values():
+        assert kept in way["how"] and "--tensor" not in way["how"]
+
+
 def _random_card(rng):
     figures = {"peak": rng.uniform(20, 2500), "bandwidth": rng.uniform(200, 8000), "memory": rng.uniform(40, 192)}
     figures |= {"host": rng.uniform(8, 128), "watts": rng.uniform(70, 1200), "nvlink": rng.uniform(20, 900)}
@@ -183,6 +202,8 @@ def test_classes_of_kernels_sum_up_to_the_step():
         ("--gpu h100 --price-per-gpu-hour -1", "--price-per-gpu-hour must not be negative, got -1"),
         ("--gpu h100 --gpus 0", "--gpus must be positive"),
         ("--gpu h100 --gpus 3 --tensor 2", "--gpus 3 cannot be divided into groups of --tensor 2"),
+        ("--gpu h100 --keep autograd --kernels reference", "a hand-written backward, not --keep autograd"),
+        ("--gpu h100 --offload m v", "with --keep input --batch-size 1 --offload m v needs --host-gib 4.8 or more"),
         ("--gpu h100 --host-gib nan", "--host-gib must be finite, got nan"),
         ("--gpu h100 --run-tokens many", "--run-tokens: say a number of tokens, such as 100B or 15T, got 'many'"),
         ("--gpu h100 --run-tokens 1KB", "got '1KB'"),
