@@ -26,7 +26,7 @@ class PlotOptions:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders of runs, or their logs."""
     out: Path | None = None
-    """PNG to write; by default next to the first log, with its name."""
+    """PNG to write; by default next to the first log, with its name, or of several runs compared.png."""
     x: Literal["step", "tokens", "hours"] = "step"
     """Horizontal axis; hours count the time of training steps only."""
 
@@ -40,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         runs = read_runs(options.runs)
         figure = run_figure(runs, options.x)
-        out = options.out or next(iter(runs.values())).path.with_suffix(".png")
+        first = next(iter(runs.values())).path
+        out = options.out or (first.with_suffix(".png") if len(runs) == 1 else first.with_name("compared.png"))
         save(figure, out)
     except (ValueError, OSError) as error:
         return complain(NAME, error)

@@ -33,8 +33,9 @@ def test_runs_become_a_picture_also_while_one_is_being_written(run, tmp_path):
     code, out, err = run("a", "b/log.jsonl", "--x", "tokens")
     assert code == 0
     assert err == "plot_run: b/log.jsonl: left out its last line, which is not whole\n"
-    assert json.loads(out.splitlines()[-1]) == {"command": "plot_run", "out": "a/log.png", "runs": ["a", "b"]}
-    assert (tmp_path / "a/log.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(out.splitlines()[-1]) == {"command": "plot_run", "out": "a/compared.png", "runs": ["a", "b"]}
+    assert (tmp_path / "a/compared.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(run("a")[1])["out"] == "a/log.png" and (tmp_path / "a/log.png").exists()
     (tmp_path / "c/a").mkdir(parents=True)
     (tmp_path / "c/a/log.jsonl").write_bytes((tmp_path / "a/log.jsonl").read_bytes())
     told = json.loads(run("a", "c/a", "--out", "pictures/both.png")[1])
