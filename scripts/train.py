@@ -49,7 +49,6 @@ _PRINT, _PRINT_MEMORY = "--print-config", "--print-memory"
 def main(arguments: list[str] | None = None) -> int:
     """Parse, train, draw, export, say what came of it; returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its node, which may lack what others have
     try:
         if PRINT_PLAN in given:
             return _print_plan(given)
@@ -65,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         return _train(options)
     except (ValueError, OSError) as error:
-        return complain(NAME, error) if first else 2
+        return complain(NAME, error)
     except RuntimeError as error:
         from cs336_systems.distributed.process_group import is_peer_lost
 
@@ -73,11 +72,10 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         rank, fault = os.environ.get("RANK", "0"), str(error).partition("\n")[0]
         lost = f"rank {rank} has lost another rank"
-        complain(NAME, f"{lost}; the same command goes on from the newest checkpoint: {fault}")
+        complain(NAME, f"{lost}; the same command goes on from the newest checkpoint: {fault}", every_rank=True)
         return 1
     except KeyboardInterrupt:
-        if first:
-            print(f"{NAME}: interrupted; earlier checkpoints are kept", file=sys.stderr)
+        complain(NAME, "interrupted; earlier checkpoints are kept")
         return INTERRUPTED
 
 
@@ -234,15 +232,13 @@ def _train(options: TrainOptions) -> int:
             console = FirstAlone(RunConsole(options.log_every), agreement)
             outcome = train(options, rank, console, agreement=agreement)
         except RankAlone as error:
-            return complain(NAME, error)
+            return complain(NAME, error, every_rank=True)
         except NonFiniteStep:  # which the console has said
             return 1
         except torch.OutOfMemoryError as error:
             fault = str(error).partition(". ")[0]
-            print(
-                f"{NAME}: {fault}; earlier checkpoints are kept: take a smaller --batch-size, or --keep less",
-                file=sys.stderr,
-            )
+            remedy = "earlier checkpoints are kept: take a smaller --batch-size, or --keep less"
+            complain(NAME, f"{fault}; {remedy}", every_rank=True)
             return 1
     return _conclude(options, outcome, [] if rank.rank else [agreement.folder(options.out)], started)
 

@@ -10,10 +10,12 @@ Imports no torch, pandas or matplotlib, so that ``--help`` and a typing error ar
 Exit codes: 0 done, 1 nothing was measured or something failed, 2 bad input, 130 Ctrl-C.
 """
 
+import json
 import os
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -132,9 +134,18 @@ def for_terminal(text: str) -> str:
     )
 
 
-def complain(command: str, fault: Exception | str) -> int:
-    """One sentence on stderr; returns the exit code of bad input."""
-    print(f"{command}: {os_error(fault) if isinstance(fault, OSError) else fault}", file=sys.stderr)
+def complain(command: str, fault: Exception | str, *, every_rank: bool = False) -> int:
+    """One sentence on stderr, of each node's first rank or of ``every_rank``; returns the exit code of bad input.
+
+    torchrun ends all ranks once one has exited, maybe before the first has spoken. Its own report, of some forty lines,
+    therefore ends with the sentence, which it reads from a file of each rank.
+    """
+    sentence = f"{command}: {os_error(fault) if isinstance(fault, OSError) else fault}"
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(report).write_text(json.dumps({"message": message}))
+    if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(sentence, file=sys.stderr)
     return BAD_INPUT
 
 

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from matplotlib.figure import Figure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from cs336_systems.distributed import background_checkpoint
 from cs336_systems.distributed.checkpoint import complete_checkpoints
@@ -140,6 +141,10 @@ def test_bad_input_is_one_sentence_and_code_2(main, tmp_path, monkeypatch):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         code, out, err = main("--config", "nowhere.toml")
         assert (code, out, err.count("\n")) == (2, "", n_lines)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    main("--config", "nowhere.toml")  # the rank that is silent leaves its sentence to torchrun
+    report = str(ChildFailedError("train", {1: ProcessFailure(1, 7, 2, str(tmp_path / "error.json"))}))
+    assert "traceback : train: nowhere.toml: No such file or directory\n" in report
 
 
 @pytest.mark.slow
