@@ -39,6 +39,9 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 SHARE_GPUS = "CS336_SYSTEMS_SHARE_GPUS"
 """The environment variable that, set to 1, lets ranks share GPUs of which there are too few: to try, not to time."""
 
+_RANKS_PER_CORE = 16
+"""The most ranks on a CPU, by core: 16 take minutes for a tiny model on one, and some 150 MB of memory each."""
+
 _PEER_LOST_SIGNS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
     *("Timed out waiting", "Application timeout caused pair closure"),
@@ -122,10 +125,12 @@ def on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -
 
 
 def check_device(device: str, ranks_here: int) -> None:
-    """Raise Unsupported unless this machine has the device, and a GPU for each of ``ranks_here`` ranks."""
+    """Raise Unsupported unless this machine has the device, and a GPU or part of a core for each of the ranks."""
     if device not in _BACKENDS:
         raise ValueError(f"no backend for device {device!r}: known are {', '.join(_BACKENDS)}")
     if device == "cpu":
+        if ranks_here > (most := _RANKS_PER_CORE * (os.cpu_count() or 1)):
+            raise Unsupported(f"{ranks_here:,} ranks are too many: at most {most:,} here, {_RANKS_PER_CORE} a core")
         return
     if not dist.is_nccl_available():
         raise Unsupported("device cuda needs the NCCL backend, and this build of torch has none; use device cpu (gloo)")

@@ -106,6 +106,8 @@ def isolated(
             report: Report = {"metrics": []}
             try:
                 team.measure(cell, report)
+            except Unsupported as error:
+                report |= {"status": "unsupported", "message": str(error)}
             except TimeoutError:
                 report |= {"status": "timeout", "message": f"took longer than {timeout_s:g} s and was killed"}
             except KeyboardInterrupt:
@@ -139,13 +141,12 @@ class _Team:
         Where the cell ran is known from rank 0, or from the first rank that told: another may die before rank 0 has.
 
         Raises:
+            Unsupported: the launcher has started another number of ranks, or this machine is too small for so many.
             TimeoutError: it took longer than the time-out.
         """
         deadline = time.monotonic() + self._timeout_s
         if self._launcher and cell.world_size != self._launcher.world_size:
-            message = f"takes {cell.world_size} ranks, the launcher has started {self._launcher.world_size}"
-            report |= {"status": "unsupported", "message": message}
-            return
+            raise Unsupported(f"takes {cell.world_size} ranks, the launcher has started {self._launcher.world_size}")
         if not self._processes:
             for number, place in self._places(cell).items():
                 self._processes[number] = FreshProcess(_serve, self._measure, cell.device, self._timeout_s, place)
@@ -172,8 +173,9 @@ class _Team:
             return {self._launcher.rank: self._launcher.place_of_a_new_rank()}
         from torch.distributed import TCPStore
 
-        from cs336_systems.distributed.process_group import rank_variables
+        from cs336_systems.distributed.process_group import check_device, rank_variables
 
+        check_device(cell.device, cell.world_size)
         self._store = TCPStore("127.0.0.1", 0, cell.world_size, is_master=True, wait_for_workers=False)
         return {number: rank_variables(number, cell.world_size, self._store.port) for number in range(cell.world_size)}
 

@@ -200,6 +200,12 @@ def test_cells_in_ranks_of_their_own_end_as_rows_and_ranks_may_stay_for_the_next
     assert (read_rows(tmp_path / "rows.csv")["world_size"] == 2).all()
 
 
+def test_too_many_ranks_are_refused_before_one_has_started(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    (outcome,) = run_sweep("bench", [RankedCell("ok", world_size=17)], measure, row_file=None, timeout_s=1.0)
+    assert (outcome.status, outcome.message) == ("unsupported", "17 ranks are too many: at most 16 here, 16 a core")
+
+
 @pytest.mark.slow
 def test_under_a_launcher_failed_cells_are_rows_and_the_grid_goes_on_until_a_process_of_it_dies(tmp_path):
     expected = {
