@@ -39,6 +39,7 @@ _IMPORTED = tuple(
 _IMPORTED_FOR_GPUS = "cs336_systems.blocks.fused", "cs336_systems.attention.hopper", "pynvml"
 _TICK_MS = 20
 _START_S = 60.0
+"""Seconds within which a lighthouse must have its port."""
 _LAST_S = 30.0
 """Seconds for which replicas may go on once another one has made the last step."""
 _MOST_FAILURES = 3
@@ -157,6 +158,8 @@ class _Watch:
         self._stopping = False
         self._ends_at: float | None = None
         self._complaint: str | None = None
+        self._alone: str | None = None
+        """Why replicas have no lighthouse any more, if they have none."""
 
     def to_the_end(self) -> Ended:
         with StopRequests(heard=self._stop) as stop:
@@ -174,16 +177,30 @@ class _Watch:
         for fault in self._faults:
             self._tell(f"{fault}: it did not come to that")
         ended = [replica.ended for replica in self._replicas if replica.ended is not None]
-        complaint = self._complaint or (None if stop.asked else "no replica is left")
+        complaint = self._alone or self._complaint or (None if stop.asked else "no replica is left")
         nobody = Outcome(self._options.out, 0, 0, stop.asked or "failed", complaint)
         last = max(ended, key=lambda outcome: outcome.steps, default=nobody)
-        complaint = next((outcome.complaint for outcome in ended if outcome.complaint), last.complaint)
+        complaint = self._alone or next((outcome.complaint for outcome in ended if outcome.complaint), last.complaint)
         names = tuple(replica.name for replica in self._replicas)
         return Ended(replace(last, complaint=complaint), names, tuple(self._hits))
 
     def _start_lighthouse(self) -> None:
+        """Start it, at its port if it had one; without it the replicas are asked to save and end."""
+        if self._lighthouse is not None:
+            self._lighthouse.end()
         self._lighthouse = FreshProcess(be_the_lighthouse, self._port, round(1000 * self._options.agree_timeout))
-        self._port = self._lighthouse.receive(time.monotonic() + _START_S)
+        try:
+            said = self._lighthouse.receive(time.monotonic() + _START_S)
+        except (Died, TimeoutError) as error:
+            said = str(error) or "nothing was heard of it"
+        if isinstance(said, int):
+            self._port = said
+            return
+        self._lighthouse.end()
+        self._lighthouse = None
+        self._alone = f"no lighthouse could be started at port {self._port}: {said}"
+        self._tell(self._alone)
+        self._stop()
 
     def _start(self, replica: _Replica) -> None:
         if not self._stopping:
@@ -194,7 +211,6 @@ class _Watch:
 
     def _look(self) -> None:
         """Wait for the next message or death of a process, and act on it."""
-        assert self._lighthouse is not None
         speakers = {rank.connection: (one, rank) for one in self._replicas for rank in one.ranks}
         now = time.monotonic()
         while self._waking and self._waking[0][0] <= now:
@@ -204,9 +220,9 @@ class _Watch:
                 replica.end()
             return
         pause = max(0.0, min(0.5, self._waking[0][0] - now)) if self._waking else 0.5
-        ready = multiprocessing.connection.wait([self._lighthouse.connection, *speakers], pause)
-        if self._lighthouse.connection in ready:
-            self._lighthouse.end()
+        heard = [] if self._lighthouse is None else [self._lighthouse.connection]
+        ready = multiprocessing.connection.wait([*heard, *speakers], pause)
+        if heard and heard[0] in ready:
             self._tell("the lighthouse has died and is started again")
             self._start_lighthouse()
         for replica, rank in (speakers[each] for each in ready if each in speakers):
@@ -268,8 +284,8 @@ class _Watch:
         if fault.kind == "stall":
             heapq.heappush(self._waking, (time.monotonic() + fault.seconds, id(rank), rank))
         hit = self._lighthouse if fault.whom == LIGHTHOUSE else rank
-        assert hit is not None
-        hit.send_signal(number)
+        if hit is not None:
+            hit.send_signal(number)
         with suppress(OSError):
             rank.connection.send("go on")
 
@@ -281,16 +297,15 @@ class _Watch:
 
 
 def be_the_lighthouse(connection: Any, port: int, join_timeout_ms: int) -> None:
-    """Run a lighthouse at the port, or any if that is 0, until the other end hangs up."""
+    """Run a lighthouse at the port, or any if that is 0, until the other end hangs up; send its port, or a fault."""
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer(
-        bind=f"[::]:{port}",
-        min_replicas=1,
-        join_timeout_ms=join_timeout_ms,
-        quorum_tick_ms=_TICK_MS,
-        heartbeat_timeout_ms=round(1000 * HEARTBEAT_TIMEOUT_S),
-    )
+    times = {"join_timeout_ms": join_timeout_ms, "heartbeat_timeout_ms": round(1000 * HEARTBEAT_TIMEOUT_S)}
+    try:
+        server = LighthouseServer(bind=f"[::]:{port}", min_replicas=1, quorum_tick_ms=_TICK_MS, **times)
+    except RuntimeError as error:
+        connection.send(str(error))
+        return
     connection.send(int(server.address().rsplit(":", 1)[1]))
     with suppress(EOFError):
         connection.recv()

@@ -2,7 +2,9 @@
 
 import gc
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -197,6 +199,25 @@ def test_a_stalled_replica_and_a_killed_lighthouse_cost_no_step(folder):
     assert (ended.reason, ended.steps) == ("done", 8), told
     assert [line for line in told if line.startswith("fault")] == [f"fault: {part}" for part in faults.split("; ")]
     assert same_steps(logs) == list(range(8))
+
+
+@pytest.mark.slow
+def test_a_lighthouse_whose_port_is_taken_while_it_is_dead_is_a_sentence_and_costs_no_step(folder, monkeypatch):
+    """Its replicas save what they have made, and end."""
+
+    def elsewhere(body, *asked):
+        """Start the process; a lighthouse that is started again finds its port taken."""
+        if body is be_the_lighthouse and asked[0]:
+            asked = taken.getsockname()[1], *asked[1:]
+        return FreshProcess(body, *asked)
+
+    monkeypatch.setattr(replicas, "FreshProcess", elsewhere)
+    with socket.create_server(("::", 0), family=socket.AF_INET6) as taken:
+        ended, told, logs = run(folder, steps=100_000, save_every=100_000, fail="kill lighthouse at 4")
+    assert re.fullmatch(r"no lighthouse could be started at port \d+: Address already in use.*", ended.complaint), told
+    assert told[-1] == ended.complaint and ended.reason == "terminated"
+    made = {len(read_run(log / LOG).all(LoggedStep)) for log in logs}
+    assert survey(folder / "run")[0][-1].step == ended.steps == max(made) >= 4
 
 
 @pytest.mark.slow
