@@ -195,10 +195,9 @@ class CardPlan:
 
     def _layouts(self) -> Iterator[Layout]:
         n, sequences = self.asked.gpus, self.tokens_per_step // self.length
-        tried = self._tried("tensor", divisors(n))
-        for tensor in (each for each in tried if divides(self.config, each) and self.length % each == 0):
+        for tensor in self._tried("tensor", divisors(n)):
             data = n // tensor
-            if sequences % data:
+            if sequences % data or self.length % tensor or not divides(self.config, tensor):
                 continue
             micro_batches = self._tried("batch_size", MICRO_BATCHES)
             for micro_batch in (each for each in micro_batches if sequences // data % each == 0):

@@ -174,6 +174,15 @@ def divisors(n: int) -> list[int]:
     return sorted({*low, *(n // each for each in low)})
 
 
+def divides(config: ModelConfig, tensor: int) -> bool:
+    """Whether so many tensor ranks can have equal parts of the model."""
+    try:
+        config.part(tensor)
+    except ValueError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A layout that fits, and its prediction."""
