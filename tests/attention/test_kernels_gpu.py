@@ -13,13 +13,10 @@ from cs336_systems.attention.hopper import function as hopper
 from tests.attention.error_budget import check, make, results_of, strided
 from tests.attention.slices import check_slices
 
-ON_CUDA = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device"),
-    pytest.mark.usefixtures("poisoned", "ieee_products"),
-]
-ON_HOPPER = pytest.mark.skipif(not ON_CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned", "ieee_products")]
+ON_HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
 DTYPES = {
     FlashAttention: [torch.float32, torch.bfloat16, torch.float16],
     HopperFlashAttention: [torch.bfloat16, torch.float16],

@@ -20,7 +20,6 @@ ON_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if ON_CUDA else "cpu"
 DTYPES = {False: [torch.float64, torch.float32, torch.bfloat16], True: [torch.float32, torch.bfloat16]}
 """Plain and fused; Triton's interpreter is right with bf16 here, where the kernel has no products."""
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device")]
 public, linear_cross_entropy_forward_backward = partial(of_either, fused=True), partial(both_of_either, fused=True)
 EITHER = pytest.mark.parametrize("fused", DTYPES, ids=["plain", "fused"])
 
@@ -271,7 +270,7 @@ def test_refusals() -> None:
 class TestOnGpu:
     """Shapes that only a device is quick enough for, its memory, and that the host does not wait."""
 
-    pytestmark = on_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("n_words", [50_257, 151_936])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
