@@ -191,8 +191,7 @@ class RunFields(ReplicaFields):
     warmup_steps: int | None = option(
         None, "Steps over which the learning rate rises; by default a tenth of all, at most 100.", sign="not negative"
     )
-    final_fraction: float = 0.1
-    """Final learning rate, as a fraction of the highest."""
+    final_fraction: float = option(0.1, "Final learning rate, as a fraction of the highest.", sign="not negative")
     cooldown_steps: int | None = None
     """Steps of the decay of wsd; by default the last fifth."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -54,7 +54,8 @@ class LearningRate:
             raise ValueError(f"warm-up must take 0 to {self.n_steps:,} steps, all there are; got {self.warmup_steps:,}")
         if self.cooldown_steps is not None and self.kind != "wsd":
             raise ValueError(f"only the schedule wsd has cool-down steps, got {self.cooldown_steps:,} with {self.kind}")
-        if not 0 <= (self.cooldown_steps or 0) <= (left := self.n_steps - self.warmup_steps):
+        left = self.n_steps - self.warmup_steps
+        if not 0 <= (self.cooldown_steps or 0) <= left:
             taken = f"cool-down must take 0 to {left:,} steps, behind the warm-up"
             raise ValueError(f"{taken}; got {self.cooldown_steps:,}")
 

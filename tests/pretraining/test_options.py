@@ -93,6 +93,7 @@ AGREE = {"agree": "every-step", "replicas": 2}
         ({"batch_size": 0}, "--batch-size must be positive, got 0"),
         ({"clip": 0.0}, "--clip must be positive, got 0.0"),
         ({"learning_rate": float("nan")}, "--learning-rate must be finite, got nan"),
+        ({"final_fraction": float("nan")}, "--final-fraction must be finite, got nan"),
         ({"seed": 2**32}, "--seed"),
         ({"betas": (0.9, 1.0)}, "--betas must lie in [0, 1), got 0.9 1.0"),
         ({"epochs": 2.0}, "--steps 800 and --epochs 2.0"),

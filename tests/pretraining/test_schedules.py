@@ -62,6 +62,7 @@ def test_any_rate_rises_through_its_warmup_and_falls_to_its_end_without_a_jump(r
         ({"warmup_steps": -1}, "0 to 100 .* -1"),
         ({"cooldown_steps": 5}, "5 with cosine"),
         ({"kind": "wsd", "warmup_steps": 60, "cooldown_steps": 41}, "0 to 40 .* 41"),
+        ({"kind": "wsd", "cooldown_steps": -1}, "0 to 100 .* -1"),
     ],
 )
 def test_numbers_out_of_range_are_refused(arguments, value):
