@@ -202,5 +202,7 @@ def load_tokenizer(path: Path, eos: str | int | None = None) -> JsonTokenizer:
             if not isinstance(eos, str | None):
                 raise ValueError(f"{config.name} names no end of text but {str(eos)[:50]}")
         return JsonTokenizer(file.read_text(encoding="utf-8"), END_OF_TEXT if eos is None else eos)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{config} is not a JSON file: {error}") from None
     except ValueError as error:
         raise ValueError(f"tokenizer {file}: {error}") from None

@@ -101,6 +101,8 @@ def unpacked(path: Path, encoding: str | None = None) -> Iterator[Utf8File]:
             yield Utf8File(raw, io.BufferedReader(file), encoding, packed=suffix in _UNPACK)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no {error.encoding} text: {error.reason}") from None
+    except UnicodeError as error:  # of UTF-16 and UTF-32 without a mark
+        raise ValueError(f"{path} is no {encoding} text: {error}") from None
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         raise ValueError(f"{path} cannot be unpacked: {error}") from None
     except OSError as error:

@@ -181,6 +181,9 @@ def test_a_mark_or_the_caller_says_the_encoding_and_what_becomes_of_text_is_coun
     with pytest.raises(ValueError, match=r"b.txt is no UTF-8 text from byte 2 on: .* --encoding says"):
         texts(tmp_path / "b.txt")
     (tmp_path / "b.txt").write_bytes("Größe".encode("utf-16")[:-1])
+    (tmp_path / "c.txt").write_bytes(b"no mark")
+    with pytest.raises(ValueError, match=r"c.txt is no utf-16 text: "):
+        texts(tmp_path / "c.txt", encoding="utf-16")
     with pytest.raises(ValueError, match=r"b.txt is no utf-16-le text: truncated data"):
         texts(tmp_path / "b.txt")
     for unknown in ("latin-99", "base64"):

@@ -114,6 +114,9 @@ def test_tokenizers_that_are_not_there_or_not_whole(folder):
         (folder / "tokenizer_config.json").write_text(json.dumps(content))
         with pytest.raises(ValueError, match=r"tokenizer.json: tokenizer_config.json names no end of text"):
             load_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is not a JSON file: "):
+        load_tokenizer(folder)
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json: no definition of a tokenizer"):
