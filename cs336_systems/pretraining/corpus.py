@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import field as declared
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 from cs336_systems.config import how_to_download
 from cs336_systems.pretraining.chat import HALF_PAIRS, Answers, ChatReader
@@ -89,6 +89,7 @@ class Corpus:
         Raises:
             ValueError: a path is not there, a folder has no such files, one is compressed in a way that is not read,
                 the encoding is unknown, or the separator is empty.
+            OSError: a folder cannot be read.
         """
         try:
             "".encode(encoding or "utf-8")
@@ -167,12 +168,19 @@ def _files(
     """The files below a folder that have one of the suffixes, compressed or not, sorted; the suffixes of the others.
 
     None is hidden or in an excluded folder. Links to folders are followed, each folder once.
+
+    Raises:
+        OSError: a folder cannot be read.
     """
     found: list[Path] = []
     others: Counter[str] = Counter()
     seen: set[Path] = set()
     wanted = tuple(suffix.lower() for suffix in suffixes)
-    for parent, folders, names in os.walk(folder, followlinks=True):
+
+    def refuse(error: OSError) -> NoReturn:
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         if (real := Path(parent).resolve()) in seen:
             folders.clear()
             continue

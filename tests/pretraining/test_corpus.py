@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,20 @@ def test_folders_are_read_by_name_and_suffix_without_hidden_files(tmp_path):
         Corpus.find([tmp_path], suffixes=(".rs", ".go"))
     with pytest.raises(ValueError, match="nowhere does not exist"):
         Corpus.find([tmp_path / "nowhere"])
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+
+    def scandir(path, open_folder=os.scandir):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return open_folder(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(PermissionError, match="closed"):
+        Corpus.find([tmp_path])
 
 
 @given(st.lists(st.text(st.sampled_from("ab<|>é\n")), min_size=1), st.integers(1, 7))
