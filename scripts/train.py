@@ -12,12 +12,12 @@
 
 The text is Python's standard library unless --data names another. The same command again resumes from the newest
 checkpoint in --out. On a GPU the run takes the --batch-size, --keep and --offload that are predicted to be fastest,
-unless one of them is given; the tokens of a step stay the same. After Ctrl-C or SIGTERM the command finishes the step,
-saves and exits, with code 130 or 0; a second Ctrl-C ends it at once. A file for --config FILE.toml sets options, which
-those on the command line override; the command prints such a file with --print-config. With --print-memory it prints
-the predicted memory on device and host. With --print-plan it says what the run should cost on the card of --gpu, which
-need not be here: what fits, the fastest choices, tokens/s, days, energy; --gpus, --host-gib, --run-tokens 100B,
---price-per-gpu-hour and --picture FILE say more. In all three cases it trains nothing.
+unless one of them is given; the tokens of a step stay the same. After Ctrl-C, SIGTERM or SIGHUP (a closed terminal) the
+command finishes the step, saves and exits, with code 130 or 0; a second Ctrl-C ends it at once. A file for --config
+FILE.toml sets options, which those on the command line override; the command prints such a file with --print-config.
+With --print-memory it prints the predicted memory on device and host. With --print-plan it says what the run should
+cost on the card of --gpu, which need not be here: what fits, the fastest choices, tokens/s, days, energy; --gpus,
+--host-gib, --run-tokens 100B, --price-per-gpu-hour and --picture FILE say more. In all three cases it trains nothing.
 
     uv run scripts/train.py --print-plan --gpu rtx-4090 --host-gib 64 --size llama3-8b --context-length 8192
 """

@@ -1,4 +1,4 @@
-"""How a run ends, and who asks it to end early: a time limit, SIGTERM or Ctrl-C. Imports no torch."""
+"""How a run ends, and who asks it to end early: a time limit, a signal or Ctrl-C. Imports no torch."""
 
 import signal
 import threading
@@ -10,8 +10,8 @@ from types import FrameType
 from typing import Any, Self
 
 REASONS = ("walltime", "terminated", "interrupted")
-"""Reasons to end a run early: its time limit, SIGTERM, Ctrl-C."""
-_SIGNALS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
+"""Reasons to end a run early: its time limit, SIGTERM or a terminal that is closed, Ctrl-C."""
+_SIGNALS = {signal.SIGTERM: "terminated", signal.SIGHUP: "terminated", signal.SIGINT: "interrupted"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class StopRequests:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._earlier = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+            deaf = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # under nohup
+            self._earlier = {number: signal.signal(number, self._hear) for number in _SIGNALS.keys() - deaf}
         return self
 
     def __exit__(self, *error: object) -> None:
