@@ -143,7 +143,7 @@ def complain(command: str, fault: Exception | str, *, every_rank: bool = False) 
     sentence = f"{command}: {os_error(fault) if isinstance(fault, OSError) else fault}"
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(report).write_text(json.dumps({"message": message}))
+        Path(report).write_text(json.dumps({"message": message}), encoding="utf-8")
     if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
         print(sentence, file=sys.stderr)
     return BAD_INPUT
