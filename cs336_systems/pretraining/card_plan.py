@@ -150,8 +150,14 @@ class CardPlan:
     """The options in ``TRIED`` that no way changes."""
 
     @classmethod
-    def of(cls, options: TrainOptions, asked: Asked, given: Iterable[str] = ()) -> "CardPlan":
-        """Return the plan for a run's options, of which ``given`` names those in ``TRIED`` that are not to be chosen.
+    def of(
+        cls, options: TrainOptions, asked: Asked, given: Iterable[str] = (), config: ModelConfig | None = None
+    ) -> "CardPlan":
+        """Return the plan for a run's options.
+
+        Args:
+            given: names of options in ``TRIED`` that are not to be chosen.
+            config: of the model; by default that of ``--size``.
 
         Raises:
             ValueError: the card is unknown or has no published peak, a step is no whole number of sequences, GPUs
@@ -160,7 +166,7 @@ class CardPlan:
         hardware = hardware_named(asked.gpu)
         hardware.peaks("bf16")
         length = options.context_length
-        config = replace(resolve_size(options.size), max_context_length=None).at_context(length)
+        config = replace(config or resolve_size(options.size), max_context_length=None).at_context(length)
         given = frozenset(given)
         least = length * asked.gpus * (options.batch_size if "batch_size" in given else 1)
         tokens = options.total_batch_tokens or max(least, TOKENS_PER_STEP // least * least)
@@ -171,6 +177,8 @@ class CardPlan:
             raise ValueError(f"--gpus {asked.gpus} cannot be divided into groups of --tensor {options.tensor}")
         if case.dtype != "bf16":
             raise ValueError(f"{PRINT_PLAN} plans steps in bf16 and fp8, and --dtype is {case.dtype}")
+        if options.context * options.pipeline * options.worlds > 1:
+            raise ValueError(f"{PRINT_PLAN} plans data and tensor ranks, not --context, --pipeline or --agree")
         if "keep" in given and not case.written_out:
             raise ValueError(f"{PRINT_PLAN} plans blocks with a hand-written backward, not --keep {options.keep}")
         if case.lora is not None:
@@ -355,7 +363,7 @@ class CardPlan:
         case: TrainerCase = replace(own, total_batch_tokens=None).training_case(self.config, 1)
         data = self.asked.gpus // own.tensor
         sequences = self.tokens_per_step // self.length
-        shared = own.context * own.pipeline * own.replicas > 1 or self.asked.gpus % own.tensor or own.capped
+        shared = own.replicas > 1 or self.asked.gpus % own.tensor or own.capped
         micro_batch = math.gcd(sequences // data, own.batch_size) if own.choose_fastest else own.batch_size
         if not case.written_out or shared or sequences % (data * micro_batch):
             return None

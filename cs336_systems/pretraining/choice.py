@@ -73,10 +73,10 @@ def choose_fastest(
         return before or f"no peaks are on record for {name}"
     free, asked = free_bytes(device), Asked(hardware.name, world_size, _host_gib(world_size))
     try:
-        plan = CardPlan.of(replace(options, total_batch_tokens=tokens, accumulate=1), asked)
+        plan = CardPlan.of(replace(options, total_batch_tokens=tokens, accumulate=1), asked, config=config)
     except ValueError as error:
         return before or str(error)
-    plan = replace(plan, hardware=replace(hardware, memory_bytes=free), config=config)
+    plan = replace(plan, hardware=replace(hardware, memory_bytes=free))
     too_large = "" if before is None else _too_large(before, plan, free)
     if before is not None and not too_large:
         return before

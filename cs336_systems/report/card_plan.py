@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cs336_systems.config import ModelConfig
 from cs336_systems.costs.parallelism.seconds import by_class
 from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.declared import flag
@@ -71,7 +72,7 @@ def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str, given:
     """Print the plans of some runs, draw the picture of the last if asked, and end with one JSON object."""
     summary: dict[str, Any] = {"command": command, "gpu": asked.gpu, "gpus": asked.gpus}
     for options in runs:
-        plan = CardPlan.of(options, asked, given)
+        plan = CardPlan.of(options, asked, given, _config_of_weights(options.init))
         for each in (ways_table(plan), memory_table(segments(plan)), classes_table(plan)):
             show(each, "auto")
             print()
@@ -84,6 +85,14 @@ def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str, given:
             print(f"{asked.picture}: the time of a step by class of kernel")
     print(json.dumps(summary))
     return 0
+
+
+def _config_of_weights(folder: Path | None) -> ModelConfig | None:
+    if folder is None:
+        return None
+    from cs336_systems.model.hf_weights import config_from_hf
+
+    return config_from_hf(folder)
 
 
 def _figures(plan: CardPlan, way: Way) -> dict[str, Any]:
@@ -203,7 +212,8 @@ def sentences(plan: CardPlan) -> list[str]:
 
 def train_arguments(plan: CardPlan, way: Way) -> str:
     """Return the arguments with which train.py runs a way."""
-    words = f"--size {plan.own.size} --context-length {plan.length}"
+    model = f"--init {plan.own.init}" if plan.own.init else f"--size {plan.own.size}"
+    words = f"{model} --context-length {plan.length}"
     if way.streamed is None:
         return f"{words} --total-batch-tokens {plan.tokens_per_step} {way.arguments}"
     tokens = way.streamed.plan.rounds * way.streamed.plan.round_tokens

@@ -130,6 +130,18 @@ def test_what_was_given_stays_in_every_way(load_script, tmp_path, capsys, words,
         assert kept in way["how"] and "--tensor" not in way["how"]
 
 
+def test_the_plan_of_a_run_from_weights_is_for_their_model(load_script, tmp_path, capsys):
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 3, "num_attention_heads": 16}
+    shape |= {"model_type": "llama", "vocab_size": 32_000, "max_position_embeddings": 512, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    main, on = load_script("scripts/train.py").main, f"--print-plan --gpu h100 --init {tmp_path}".split()
+    assert main(on) == 0
+    out = capsys.readouterr().out
+    assert f"Fastest: train.py --init {tmp_path} --context-length 1024 " in out
+    state = re.search(r"\| optimizer state +\| +([\d.]+) \|", out)
+    assert state is not None and float(state[1]) == pytest.approx(332.4e6 * 2 * 2 / GIB, rel=0.01)
+
+
 def _random_card(rng):
     figures = {"peak": rng.uniform(20, 2500), "bandwidth": rng.uniform(200, 8000), "memory": rng.uniform(40, 192)}
     figures |= {"host": rng.uniform(8, 128), "watts": rng.uniform(70, 1200), "nvlink": rng.uniform(20, 900)}
@@ -202,6 +214,8 @@ def test_classes_of_kernels_sum_up_to_the_step():
         ("--gpu h100 --price-per-gpu-hour -1", "--price-per-gpu-hour must not be negative, got -1"),
         ("--gpu h100 --gpus 0", "--gpus must be positive"),
         ("--gpu h100 --gpus 3 --tensor 2", "--gpus 3 cannot be divided into groups of --tensor 2"),
+        ("--gpu h100 --gpus 2 --pipeline 2 --accumulate 2", "plans data and tensor ranks, not --context, --pipeline"),
+        ("--gpu h100 --init nowhere", "nowhere"),
         ("--gpu h100 --keep autograd --kernels reference", "a hand-written backward, not --keep autograd"),
         ("--gpu h100 --offload m v", "with --keep input --batch-size 1 --offload m v needs --host-gib 4.8 or more"),
         ("--gpu h100 --host-gib nan", "--host-gib must be finite, got nan"),
