@@ -159,15 +159,6 @@ def _divisions_of_states(mesh: Layout) -> Iterator[tuple[int, int]]:
                     yield zero, shards
 
 
-def divides(config: ModelConfig, tensor: int) -> bool:
-    """Whether so many tensor ranks can share the model."""
-    try:
-        config.part(tensor)
-    except ValueError:
-        return False
-    return True
-
-
 def divisors(n: int) -> list[int]:
     """From the smallest to the largest."""
     low = [each for each in range(1, math.isqrt(n) + 1) if n % each == 0]
