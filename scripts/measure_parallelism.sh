@@ -26,7 +26,7 @@
 #   diloco              CPU      480  tiny: DiLoCo on two replicas averaging every H steps for five H, on one and four for
 #                                     one H; data parallelism
 #   failures-forty      CPU      600  tiny on four replicas, 2,000 steps, 40 kills
-#   replicas              2      110  0.5B over NCCL; one replica is killed and heals while the other trains
+#   replicas              2      160  0.5B over NCCL; one replica is killed and heals while the other trains
 #   replicas-7b           2      240  the same in the shape of 7B, 40 GB of state
 #   replicas-four         4      150  7B in two replicas of two GPUs with FSDP inside, one killed; then 0.5B by DiLoCo
 #   replicas-diloco       2      240  the 100M model: data parallelism, and DiLoCo every 100 steps after a third of the run
