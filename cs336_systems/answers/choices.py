@@ -18,7 +18,7 @@ _NUMBERS = ("batch_size", "context_length", "total_batch_tokens")
 _WORDS = ("device", "dtype", "size", "keep", "attention", "kernels")
 """Options of train.py in which runs differ, or that the plan asks about."""
 _HOST_GIB = 120.0
-"""What the hosts of these rows, of 128 GiB, had free."""
+"""Host memory in GiB that plans may use: the hosts of these rows had 128."""
 
 
 def _tried(rows: "pd.DataFrame") -> dict[tuple[str, str], list[tuple[Line, Way, bool]]]:

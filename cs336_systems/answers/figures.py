@@ -128,7 +128,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_mesh_four.png": of_rows(mesh_figure, "mesh-four"),
         "cpu_failures.png": of_rows(goodput_figure, "replicas/benchmark_failures", machine="cpu"),
         "cpu_diloco.png": of_rows(loss_figure, "replicas/benchmark_diloco", machine="cpu"),
-        "h200_training.png": Drawing(rates_figure, lambda: (_bf16_alone(rows("training").frame()), {})),
+        "h200_training.png": Drawing(rates_figure, lambda: (_as_in_tables(rows("training").frame()), {})),
         "h100_training.png": Drawing(rates_figure, lambda: (rows("training", machine="h100").frame(), llmq_ways())),
         "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),
         "h100_optimizers.png": Drawing(optimizers_figure, lambda: _of_optimizers(committed)),
@@ -137,8 +137,8 @@ def figures(committed: Committed) -> dict[str, Drawing]:
     }
 
 
-def _bf16_alone(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows as the tables take them: bf16 of commands that quantize nothing."""
+def _as_in_tables(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows as the tables take them: those in fp8, and in bf16 those of commands that quantize nothing."""
     return pd.concat([of_bf16_commands(rows), rows[rows["recipe"] != "stored"]]).sort_index()
 
 

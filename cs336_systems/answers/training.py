@@ -56,7 +56,7 @@ def outside_table() -> Table:
 
 
 def _figures(what: str, *, fp8: bool) -> dict[str, float]:
-    """Tokens per second by size, of figures that begin with ``what``."""
+    """Tokens per second by size, of the lines of ``outside.csv`` named ``what``, the size and, in fp8, fp8."""
     suffix = " fp8" if fp8 else ""
     return {size: 1000 * float(outside(f"{what} {size}{suffix}").removesuffix("k tokens/s")) for size in _SIZES}
 
@@ -67,7 +67,7 @@ def llmq_rates(*, fp8: bool = False) -> dict[str, float]:
 
 
 def llmq_ways() -> dict[str, dict[str, float]]:
-    """The same in both dtypes, by what a figure calls them."""
+    """``llmq_rates`` of both dtypes, by the labels of their bars in a figure."""
     return {"llm.q, published": llmq_rates(), "llm.q, e4m3, published": llmq_rates(fp8=True)}
 
 

@@ -97,7 +97,7 @@ class Mesh:
 
     @cached_property
     def _copies(self) -> dict[int, GroupMessages]:
-        """By the bytes of a piece."""
+        """Messages by copies, or those in their place where GPUs cannot copy, by the bytes of a piece."""
         return {}
 
     @cached_property

@@ -75,7 +75,7 @@ class EveryStep(ReplicaAgreement):
         pieces, when = pieces_of(large), self.manager.current_step()
         self._transport.offer(str(when), large, pieces)
         about = self._description(settings) | {"pieces": list(map(tuple, pieces)), "when": when}
-        about["whole"] = not self.is_behind()
+        about |= {"whole": not self.is_behind()}
         small = {name: each for name, each in tensors.items() if name not in large}
         if self._rank.device.type == "cpu":  # from a GPU torchft copies them, on a stream that waits for no other
             small = {name: each.clone() for name, each in small.items()}
@@ -85,11 +85,11 @@ class EveryStep(ReplicaAgreement):
         if self._fetching is not None:  # of a quorum that came to nothing
             self._fetching.pause()
         self._check_alike(state)
-        session_begins = state["when"] == 0  # nobody trains, and all lack as many of torchft's steps
+        session_begins = state["when"] == 0  # torchft counts from 0 in each session: nobody has trained in this one
         if session_begins and not state["whole"]:
             raise RuntimeError("all replicas that had the whole state have died")
         if session_begins and not self.is_behind() and state["made"] == self._made:
-            return  # the peer's weights have the checksum of ours
+            return  # the same state: who has made as many steps has the same checksum of weights, or is refused above
         pieces = [Piece(*each) for each in state["pieces"]]
         if self._left is None or state["made"] != self._made:
             own, moments = self._tensors()[0], {each.name for each in pieces if each.name.startswith(OPTIMIZER)}

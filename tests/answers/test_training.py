@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from cs336_systems.answers.committed import NotMeasured
-from cs336_systems.answers.figures import _bf16_alone
+from cs336_systems.answers.figures import _as_in_tables
 from cs336_systems.answers.training import (
     fp8_rates_table,
     llmq_rates,
@@ -63,7 +63,7 @@ def test_the_figure_has_the_rates_of_the_table():
     faster = rows().query("how == 'ours' and world_size == 1").assign(argv="b")
     faster.loc[faster["metric"] == "tokens_per_s", "median"] *= 2
     both = pd.concat([rows(), faster, faster.assign(recipe="e4m3")])
-    bars = [bar.get_width() for bar in rates_figure(_bf16_alone(both), {}).axes[0].patches]
+    bars = [bar.get_width() for bar in rates_figure(_as_in_tables(both), {}).axes[0].patches]
     shown = training_rates_table(both).frame["tokens/s"].iloc[0]
     assert (shown, bars[0]) == ("165,000", 165.0)
     assert ways_in(rates_figure(rows(), {"llm.q": llmq_rates()})) == ["ours", "transformers-liger", "llm.q"]
