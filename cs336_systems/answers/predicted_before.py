@@ -32,9 +32,9 @@ def _trained(said: str, value: float, size: str, recipe: str, commit: str = "48b
     return Written(commit, said, "h100/training", "tokens_per_s", value, {"size": size, "recipe": recipe, **row})
 
 
-def _stages(said: str, value: float, variant: str, accumulate: int) -> Written:
+def _stages(said: str, value: float, variant: str, accumulate: int, commit: str = "c612ea82") -> Written:
     row = {"variant": variant, "accumulate": accumulate}
-    return Written("c612ea82", said, "h200/mesh-pipeline", "step", value, row)
+    return Written(commit, said, "h200/mesh-pipeline", "step", value, row)
 
 
 def _alone(said: str, value: float, length: int) -> Written:
@@ -60,6 +60,10 @@ WRITTEN = (
     _stages("zbv 712", 712, "zbv-2", 4),
     _stages("eight 1585, 1492", 1492, "1f1b-2", 8),
     _stages("1412, 1364", 1364, "zbv-2", 8),
+    *(
+        _stages(f"{name} {value}", value, f"{name}-2-copies-of-stages", 4, "ee3e245e")
+        for name, value in {"gpipe": 826, "interleaved": 735, "zb-h1": 725, "dualpipev": 690}.items()
+    ),
     Written("0da24be2", "1574 to 1540 ms", "h200/mesh-pipeline-added", "step", 1540, {"variant": "1f1b-2"}),
     _trained("0.5B bf16 159.5k", 159_500, "qwen2.5-0.5b", "stored"),
     _trained("e4m3 185.5k", 185_500, "qwen2.5-0.5b", "e4m3"),
