@@ -141,21 +141,21 @@ class EveryStep(ReplicaAgreement):
         loss = step.loss.detach().float().reshape(1)
         flats = list(_packed(gradients))
         sent = [torch.cat([loss, self.reasons.to(loss)]), *(flat for flat, _ in flats)]
-        own_is_finite = _finite(sent) or self.is_behind()  # waits for the device, so that pieces come until then
-        fetching, self._fetching = self._fetching, None
+        own_is_finite = _finite(sent) or self.is_behind()
         times = [time.perf_counter()]
-        if fetching is not None:
-            fetching.pause()
-        times.append(time.perf_counter())
         self._average(sent)
         finite = _finite(sent)  # waits for the device, after which the group knows who has gone
+        times.append(time.perf_counter())
+        fetching, self._fetching = self._fetching, None
+        if fetching is not None:
+            fetching.pause()  # before the vote, after which the others serve no more
+        times.append(time.perf_counter())
         if (gone := self._group.errored()) is not None:
             self.manager.report_error(gone)
         elif self.manager.errored() is None and not finite:
             self.manager.report_error(FloatingPointError("a loss or a gradient is not finite"))
         error = self.manager.errored()
         self.kept = self.manager.should_commit()
-        times.append(time.perf_counter())
         if fetching is not None:
             self._note(fetching, self._take(fetching), times)
             if self._has_all() and self.kept:
@@ -176,7 +176,7 @@ class EveryStep(ReplicaAgreement):
         return self.kept
 
     def _note(self, fetching: Fetching, came: set[int], times: list[float]) -> None:
-        """Record a step that fetched pieces: when its gradients were there, the last piece, and the others' verdict."""
+        """Record a step that fetched pieces: when its gradients were there, the averages, and the last piece."""
         sizes = [piece.last - piece.first for piece in fetching.pieces]
         seconds = [now - before for before, now in pairwise([fetching.began, *times])]
         n_bytes = sum(sizes[number] for number in came), sum(sizes[number] for number in self._left or ())

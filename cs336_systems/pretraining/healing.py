@@ -4,8 +4,8 @@ All at once (``diloco``): torchft's HTTP server serves a copy of the whole state
 
 In pieces (``every-step``): between the quorum and the update of each step the peer's weights and moments do not change,
 and threads of its server serve pieces of them. The healing replica fetches as many as it can while it runs forward and
-backward, and puts each in its place at once: its gradients count as zero, whatever they become. It then makes the same
-update as the others, from the averaged gradients, so what has come stays up to date: first the moments, then the
+backward and while gradients are averaged, and puts each in its place at once: its own gradients count as zero, whatever
+they become. It then makes the same update as the others, so what has come stays up to date: first the moments, then the
 weights, which come after all moments (these must not depend on weights; those of AdamW and Muon do not). With the last
 piece the replica has the bits of the others and trains with them. Nobody waits for the whole state or holds a second
 copy of it. If only one of the two makes a step, the pieces are stale and the replica begins again. Before a session's
@@ -36,7 +36,7 @@ from torchft.checkpointing import HTTPTransport
 from cs336_systems.distributed.copy_stream import unshared_stream
 
 _PIECE_BYTES = 16 * 2**20
-"""The most bytes of one answer: small, as averaging gradients waits for the pieces under way."""
+"""The most bytes of one answer: small, as the update waits for the pieces under way."""
 _AT_ONCE = 4
 """The most pieces under way at the same time."""
 _GONE = 410
@@ -219,7 +219,7 @@ class Transport(HTTPTransport[Any]):
 
 
 class Fetching:
-    """Pieces that are on their way, from the quorum of a step to its gradients.
+    """Pieces that are on their way, from the quorum of a step until its gradients are averaged.
 
     Attributes:
         came: the numbers of the pieces that are in their place.

@@ -216,14 +216,14 @@ class Joined(Record):
 
 @dataclass(frozen=True)
 class Healing(Record):
-    """A step in which a replica fetched pieces of the others' state, which they wait for at its average.
+    """A step in which a replica fetched pieces of the others' state.
 
     Attributes:
         n_bytes: the bytes that came to stay.
         n_bytes_left: those that are missing after it; 0 if this rank has the whole state.
         gradients_seconds: from the beginning of the fetch until its own gradients were there.
-        paused_seconds: from then until the pieces under way had come.
-        averaged_seconds: from then until gradients were averaged, and all had agreed that the step counts.
+        averaged_seconds: from then until the gradients of all were averaged.
+        paused_seconds: from then until the pieces under way had come, for which the others wait.
     """
 
     kind = "healing"
@@ -231,8 +231,8 @@ class Healing(Record):
     n_bytes: int
     n_bytes_left: int
     gradients_seconds: float
-    paused_seconds: float
     averaged_seconds: float
+    paused_seconds: float
 
 
 @dataclass(frozen=True)
