@@ -7,9 +7,9 @@ computes first the rows that other ranks need, and this rank's own while those a
 Communication with Dependent Computation via Decomposition in Large Deep Learning Models"; torch's
 ``fused_all_gather_matmul`` is another implementation). All ranks exchange directly with each other, not around a ring.
 
-On GPUs ranks map each other's memory. A rank writes what others need into a slot of its own memory and raises a flag in
-the memory of each reader, whose copy engine then fetches it, on a stream of its own (``copy_stream.py``). On CPUs gloo
-sends rows as messages.
+On GPUs ranks map each other's memory. A rank copies its rows into a slot of its own memory and raises a flag in that of
+each reader, whose copy engine then fetches them, on a stream of its own (``copy_stream.py``). Products of which others
+need the sums write into a slot of the reader, so that nothing is copied. On CPUs gloo sends rows as messages.
 
 Few rows go by collectives, which were faster there (``costs.parallelism.step.COPIED_FROM``), most likely because the
 host takes longer to start copies than products take.
@@ -28,32 +28,36 @@ from cs336_systems.distributed.tensor import GroupRanks, as_integers
 from cs336_systems.model.tensor_ranks import ALONE, Arriving, Part, TensorRanks
 
 N_SLOTS = 3
-"""Exchange n takes the slot of exchange n - 3. Before it begins, a rank has waited for its fetches of n - 2, so every
-peer has raised its flag of n - 2, which it does after its own fetches of n - 3: nobody reads that slot any more."""
+"""Exchange n takes the slot of exchange n - 3. Before it begins, a rank has waited for the flags of n - 2, which every
+peer raises after its fetches of n - 3, and after it has read what came then into its own slot: nobody reads that slot any
+more."""
 MAX_PARTS = 64
 """The most views of slots that are kept. At one more all are dropped, as shapes that vary so much go on varying."""
 
 
 class Exchange(Protocol):
-    """Every rank lets every other fetch as many bytes; all ranks make the same exchanges in the same order.
+    """Every rank gives every other as many bytes; all ranks make the same exchanges in the same order.
 
     The functions that are returned make the current stream (on a CPU: the caller) wait.
     """
 
     def begin(self, like: Tensor) -> "Exchange":
-        """The next exchange, in which each rank fetches from each other a tensor of the shape and dtype of ``like``."""
+        """The next exchange, in which each rank gives each other a tensor of the shape and dtype of ``like``."""
 
     def offer(self, x: Tensor) -> None:
         """Let all others fetch x, which the caller leaves as it is until it has waited for ``copy``, the last step."""
 
     def place(self, peer: int, like: Tensor) -> Tensor:
-        """Memory of the shape and dtype of ``like``, to be filled with what that rank fetches."""
+        """Memory of the shape and dtype of ``like``, to be filled with what that rank receives."""
 
     def send(self, peer: int) -> None:
-        """Let that rank fetch what the current stream has written to its ``place``."""
+        """Let that rank read what the current stream has written to its ``place``."""
+
+    def receive(self, peer: int, like: Tensor) -> tuple[Tensor, Wait]:
+        """What that rank sends, once it has been waited for; it is to be read before the next exchange begins."""
 
     def fetch(self, peer: int, into: Tensor) -> Wait:
-        """Begin to fetch what that rank offers or has sent, into memory that was allocated before ``begin``."""
+        """Begin to fetch what that rank offers, into memory that was allocated before ``begin``."""
 
     def copy(self, x: Tensor, into: Tensor) -> Wait:
         """Begin to copy what this rank offers, after what others fetch."""
@@ -103,14 +107,13 @@ class TravellingRanks(GroupRanks):
         if not self._copied:
             return super().sums(compute, like, width)
         own = like.new_empty(len(like) // self.n_ranks, width)
-        fetched = [torch.empty_like(own) for _ in self._peers]
         exchange = self._exchanges.begin(own)
         for peer in self._peers:
             compute(exchange.place(peer, own), self._rows(like, peer))
             exchange.send(peer)
-        waits = [exchange.fetch(peer, into) for peer, into in zip(self._peers, fetched, strict=True)]
+        received = [exchange.receive(peer, own) for peer in self._peers]
         compute(own, self._rows(like, self.rank))
-        for wait, addend in zip(waits, fetched, strict=True):
+        for addend, wait in received:
             wait()
             own += addend
         return own
@@ -169,6 +172,10 @@ class _Messages:
     def send(self, peer: int) -> None:
         self._sent.append(dist.isend(self._places[peer], group=self._group, group_dst=peer))
 
+    def receive(self, peer: int, like: Tensor) -> tuple[Tensor, Wait]:
+        into = torch.empty_like(like)
+        return into, self.fetch(peer, into)
+
     def fetch(self, peer: int, into: Tensor) -> Wait:
         under_way = [dist.irecv(into, group=self._group, group_src=peer)]
 
@@ -189,8 +196,6 @@ class _Slots:
         self._number, self._room = 0, 0
         self._slots: list[dict[int, Tensor]] = []
         """By rank, as far as this one can read them."""
-        self._same = False
-        """Whether all others fetch the same (``offer``), not each its own (``place``)."""
 
     def begin(self, like: Tensor) -> "_Slots":
         room = (self._group.size() - 1) * like.nbytes
@@ -198,7 +203,6 @@ class _Slots:
             self._room = room
             self._make(room)
         self._number += 1
-        self._same = False
         return self
 
     def _make(self, n_bytes: int) -> None:
@@ -206,21 +210,21 @@ class _Slots:
         self._slots = [{self._rank: own} for own in slots]
 
     def _part(self, owner: int, peer: int, like: Tensor) -> Tensor:
-        """The region of the owner's slot that the peer fetches."""
-        slot, start = self._slots[self._number % N_SLOTS][owner], self._offset(owner, peer, like)
-        return slot[start : start + like.nbytes].view(like.dtype).view_as(like)
-
-    def _offset(self, owner: int, peer: int, like: Tensor) -> int:
-        return 0 if self._same else (peer - owner - 1) % self._group.size() * like.nbytes
+        """The region of the owner's slot that the peer writes."""
+        start = (peer - owner - 1) % self._group.size() * like.nbytes
+        return self._slots[self._number % N_SLOTS][owner][start : start + like.nbytes].view(like.dtype).view_as(like)
 
     def offer(self, x: Tensor) -> None:
-        self._same = True
+        pass
 
     def place(self, peer: int, like: Tensor) -> Tensor:
         return self._part(self._rank, peer, like)
 
     def send(self, peer: int) -> None:
         pass
+
+    def receive(self, peer: int, like: Tensor) -> tuple[Tensor, Wait]:
+        return self._part(self._rank, peer, like), lambda: None
 
     def fetch(self, peer: int, into: Tensor) -> Wait:
         return lambda: None
@@ -248,7 +252,7 @@ class _Mapped(_Slots):
         self._slot_places: list[list[int]] = []
         self._parts: dict[Hashable, Tensor] = {}
         self._waits: dict[int, list[Wait]] = {}
-        """The waits for the fetches of an exchange, by its number."""
+        """The waits for what others give in an exchange, by its number."""
 
     def _make_stream(self) -> CopyStream:
         return CopyStream(self._device)
@@ -269,9 +273,8 @@ class _Mapped(_Slots):
         return self
 
     def offer(self, x: Tensor) -> None:
-        self._same = True
         self._stream.follow()
-        self._stream.copy(self._address(self._rank, self._rank, x), x.data_ptr(), x.nbytes)
+        self._stream.copy(self._slot(self._rank), x.data_ptr(), x.nbytes)
         for peer in self._others:
             self._stream.raise_flag(self._their_flags[peer], self._number)
 
@@ -279,28 +282,37 @@ class _Mapped(_Slots):
         self._stream.copy(into.data_ptr(), x.data_ptr(), x.nbytes)
         return self._stream.reached()
 
-    def place(self, peer: int, like: Tensor) -> Tensor:
-        form = self._number % N_SLOTS, peer, like.shape, like.dtype
+    def _part(self, owner: int, peer: int, like: Tensor) -> Tensor:
+        form = self._number % N_SLOTS, owner, peer, like.shape, like.dtype
         if (part := self._parts.get(form)) is None:
             if len(self._parts) >= MAX_PARTS:
                 self._parts.clear()
-            part = self._parts[form] = super().place(peer, like)
+            part = self._parts[form] = super()._part(owner, peer, like)
         return part
+
+    def place(self, peer: int, like: Tensor) -> Tensor:
+        return self._part(peer, self._rank, like)
 
     def send(self, peer: int) -> None:
         self._stream.follow()
         self._stream.raise_flag(self._their_flags[peer], self._number)
 
+    def receive(self, peer: int, like: Tensor) -> tuple[Tensor, Wait]:
+        self._stream.await_flag(self._own_flags[peer], self._number)
+        return self._part(self._rank, peer, like), self._reached()
+
     def fetch(self, peer: int, into: Tensor) -> Wait:
         self._stream.await_flag(self._own_flags[peer], self._number)
-        self._stream.copy(into.data_ptr(), self._address(peer, self._rank, into), into.nbytes)
+        self._stream.copy(into.data_ptr(), self._slot(peer), into.nbytes)
+        return self._reached()
+
+    def _reached(self) -> Wait:
         wait = self._stream.reached()
         self._waits[self._number].append(wait)
         return wait
 
-    def _address(self, owner: int, peer: int, like: Tensor) -> int:
-        """Where ``_part`` lies."""
-        return self._slot_places[self._number % N_SLOTS][owner] + self._offset(owner, peer, like)
+    def _slot(self, owner: int) -> int:
+        return self._slot_places[self._number % N_SLOTS][owner]
 
 
 def tensor_ranks(group: dist.ProcessGroup | None, device: torch.device, by: str, copied_from: int = 0) -> TensorRanks:
