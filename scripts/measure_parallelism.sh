@@ -27,9 +27,9 @@
 #                                     one H; data parallelism
 #   failures-forty      CPU      600  tiny on four replicas, 2,000 steps, 40 kills
 #   replicas              2      160  0.5B over NCCL; one replica is killed and heals while the other trains
-#   replicas-7b           2      240  the same in the shape of 7B, 40 GB of state
+#   replicas-7b           2      170  the same in the shape of 7B, 40 GB of state
 #   replicas-four         4      150  7B in two replicas of two GPUs with FSDP inside, one killed; then 0.5B by DiLoCo
-#   replicas-diloco       2      240  the 100M model: data parallelism, and DiLoCo every 100 steps after a third of the run
+#   replicas-diloco       2      260  the 100M model: data parallelism, and DiLoCo every 100 steps after a third of the run
 #
 # The last seven write to FOLDER/replicas (adopt those of CPUs with --machine cpu), every other part to FOLDER/PART; uv run scripts/report.py --adopt FOLDER moves rows and pictures to profiles/. PYTHON is
 # how scripts are run (default: uv run).
@@ -121,7 +121,7 @@ for part in "$@"; do
     replicas | replicas-7b)
       case "$part" in
         replicas) shape=(--size qwen2.5-0.5b --batch-size 16 --steps 160) ;;
-        replicas-7b) shape=(--size qwen2.5-7b --batch-size 4 --steps 120) ;;
+        replicas-7b) shape=(--size qwen2.5-7b --batch-size 4 --steps 80) ;;
       esac
       replicas failures --device cuda --how replicas --replicas 2 "${shape[@]}" --kills 1 --seed 1 --save-every 0 \
         --timeout 200 ;;
@@ -134,8 +134,8 @@ for part in "$@"; do
     replicas-diloco)
       # With only eight averages the usual outer rate 0.7 and momentum 0.9 were not best: held-out loss of tiny was 4.1 %
       # above data parallelism, 2.4 % at 1 and 0.5, 3.6 % at 1 and 0 (800 steps, the first 200 by data parallelism).
-      apart --device cuda --size qwen-100m --replicas 2 --steps 1200 --schedule wsd --agree-every 100 --first-steps 400 \
-        --outer-learning-rate 1.0 --outer-momentum 0.5 0.8 --timeout 150 ;;
+      apart --device cuda --size qwen-100m --replicas 2 --steps 1200 --total-batch-tokens 32768 --schedule wsd \
+        --agree-every 100 --first-steps 400 --outer-learning-rate 1.0 --outer-momentum 0.5 --timeout 200 ;;
     *)
       echo "unknown part '$part': see the head of scripts/measure_parallelism.sh" >&2
       exit 2 ;;

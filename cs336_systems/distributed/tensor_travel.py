@@ -3,19 +3,19 @@
     ranks = TravellingRanks(mesh.group("tensor"), device)      # in place of GroupRanks
 
 ``arriving`` returns a rank's own rows at once, so that they are multiplied while those of the others come. ``sums``
-computes first the rows that other ranks need, and this rank's own while those are fetched (Wang et al. 2023, "Overlap
+computes first the rows that other ranks need, and then this rank's own (Wang et al. 2023, "Overlap
 Communication with Dependent Computation via Decomposition in Large Deep Learning Models"; torch's
 ``fused_all_gather_matmul`` is another implementation). All ranks exchange directly with each other, not around a ring.
 
-On GPUs ranks map each other's memory. A rank copies its rows into a slot of its own memory and raises a flag in that of
-each reader, whose copy engine then fetches them, on a stream of its own (``copy_stream.py``). Products of which others
-need the sums write into a slot of the reader, so that nothing is copied. On CPUs gloo sends rows as messages.
+On GPUs ranks map each other's memory. A rank writes what another needs into a slot of the reader's memory, by a copy
+engine (``copy_stream.py``) or, if it is a product, directly, and then raises a flag there. On CPUs gloo sends messages.
 
 Few rows go by collectives, which were faster there (``costs.parallelism.step.COPIED_FROM``), most likely because the
 host takes longer to start copies than products take.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -27,10 +27,9 @@ from cs336_systems.distributed.peer_memory import PeerMemory, why_not_mapped
 from cs336_systems.distributed.tensor import GroupRanks, as_integers
 from cs336_systems.model.tensor_ranks import ALONE, Arriving, Part, TensorRanks
 
-N_SLOTS = 3
-"""Exchange n takes the slot of exchange n - 3. Before it begins, a rank has waited for the flags of n - 2, which every
-peer raises after its fetches of n - 3, and after it has read what came then into its own slot: nobody reads that slot any
-more."""
+N_SLOTS = 4
+"""Exchange n takes the slots of exchange n - 4. Before it begins, a rank has waited for the flags of n - 2, which a
+peer raises after all that it did before it began n - 2: by then it has read what came in n - 4."""
 MAX_PARTS = 64
 """The most views of slots that are kept. At one more all are dropped, as shapes that vary so much go on varying."""
 
@@ -45,7 +44,7 @@ class Exchange(Protocol):
         """The next exchange, in which each rank gives each other a tensor of the shape and dtype of ``like``."""
 
     def offer(self, x: Tensor) -> None:
-        """Let all others fetch x, which the caller leaves as it is until it has waited for ``copy``, the last step."""
+        """Give all others x, which the caller leaves as it is until it has waited for ``copy``, the last step."""
 
     def place(self, peer: int, like: Tensor) -> Tensor:
         """Memory of the shape and dtype of ``like``, to be filled with what that rank receives."""
@@ -54,13 +53,10 @@ class Exchange(Protocol):
         """Let that rank read what the current stream has written to its ``place``."""
 
     def receive(self, peer: int, like: Tensor) -> tuple[Tensor, Wait]:
-        """What that rank sends, once it has been waited for; it is to be read before the next exchange begins."""
+        """What that rank offers or sends, once it has been waited for; to be read before the second exchange after."""
 
-    def fetch(self, peer: int, into: Tensor) -> Wait:
-        """Begin to fetch what that rank offers, into memory that was allocated before ``begin``."""
-
-    def copy(self, x: Tensor, into: Tensor) -> Wait:
-        """Begin to copy what this rank offers, after what others fetch."""
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
+        """Begin to copy each first tensor into the second, once what has been asked to be received is there."""
 
 
 class TravellingRanks(GroupRanks):
@@ -88,19 +84,25 @@ class TravellingRanks(GroupRanks):
 
     def arriving(self, x: Tensor, *, whole: bool = True) -> Arriving:
         self._copied = x.numel() >= self.copied_from
-        return self._fetched(x, whole) if self._copied else super().arriving(x, whole=whole)
+        return self._received(x, whole) if self._copied else super().arriving(x, whole=whole)
 
-    def _fetched(self, x: Tensor, whole: bool) -> Arriving:
+    def _received(self, x: Tensor, whole: bool) -> Arriving:
         rows = x.new_empty(self.n_ranks * len(x), *x.shape[1:])
         each, exchange = rows.chunk(self.n_ranks), self._exchanges.begin(x)
         exchange.offer(x)
         parts: list[Part] = [(self._rows(rows, self.rank), x, lambda: None)]
         for peer in self._peers:
-            parts.append((self._rows(rows, peer), each[peer], exchange.fetch(peer, each[peer])))
-        own = each[self.rank]
+            parts.append((self._rows(rows, peer), *exchange.receive(peer, x)))
+        pairs = [(part, each[rank]) for rank, (_, part, _) in zip((self.rank, *self._peers), parts, strict=True)]
         if whole:
-            return Arriving(rows, tuple(parts), finish=exchange.copy(x, own))  # after what others wait for
-        return Arriving(rows, tuple(parts), finish=lambda: own.copy_(x))
+            return Arriving(rows, tuple(parts), finish=exchange.copy(pairs))
+
+        def finish() -> None:
+            while pairs:  # only once, as slots are written again
+                part, place = pairs.pop()
+                place.copy_(part)
+
+        return Arriving(rows, tuple(parts), finish=finish)
 
     def sums(self, compute: Callable[[Tensor, slice], object], like: Tensor, width: int) -> Tensor:
         self._copied = len(like) // self.n_ranks * width >= self.copied_from
@@ -135,7 +137,7 @@ class TravellingRanks(GroupRanks):
 
     def _of_all(self, x: Tensor) -> Tensor:
         """The values (n,) of each rank: (ranks, n)."""
-        arriving = self._fetched(x, whole=True)
+        arriving = self._received(x, whole=True)
         arriving.wait()
         whole: Tensor = arriving.whole
         return whole.view(self.n_ranks, -1)
@@ -161,9 +163,8 @@ class _Messages:
             self._places[peer] = x
             self.send(peer)
 
-    def copy(self, x: Tensor, into: Tensor) -> Wait:
-        into.copy_(x)
-        return lambda: None
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
+        return partial(_copy, pairs)  # of messages that are there by then
 
     def place(self, peer: int, like: Tensor) -> Tensor:
         self._places[peer] = torch.empty_like(like)
@@ -174,9 +175,6 @@ class _Messages:
 
     def receive(self, peer: int, like: Tensor) -> tuple[Tensor, Wait]:
         into = torch.empty_like(like)
-        return into, self.fetch(peer, into)
-
-    def fetch(self, peer: int, into: Tensor) -> Wait:
         under_way = [dist.irecv(into, group=self._group, group_src=peer)]
 
         def wait() -> None:
@@ -185,11 +183,16 @@ class _Messages:
                     if (work := works.pop()) is not None:
                         work.wait()
 
-        return wait
+        return into, wait
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for source, into in pairs:
+        into.copy_(source)
 
 
 class _Slots:
-    """Exchanges through slots, here without other ranks, as in a dry run: memory is taken, nothing is fetched."""
+    """Exchanges through slots, here without other ranks, as in a dry run: memory is taken, nothing comes."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device, self._rank = group, device, group.rank()
@@ -226,11 +229,8 @@ class _Slots:
     def receive(self, peer: int, like: Tensor) -> tuple[Tensor, Wait]:
         return self._part(self._rank, peer, like), lambda: None
 
-    def fetch(self, peer: int, into: Tensor) -> Wait:
-        return lambda: None
-
-    def copy(self, x: Tensor, into: Tensor) -> Wait:
-        into.copy_(x)
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
+        _copy(pairs)
         return lambda: None
 
 
@@ -243,13 +243,12 @@ class _Mapped(_Slots):
             raise ValueError(f"rows cannot be copied between these GPUs: {reason}")
         self._stream = self._make_stream()
         self._flags = PeerMemory(group.size(), torch.int32, device, group)
-        """Flag s of rank r: the number of the newest exchange for which rank s has written what rank r fetches."""
+        """Flag s of rank r: the number of the newest exchange for which rank s has written what rank r reads."""
         own = self._flags.of_rank[self._rank].data_ptr()
         self._others = [peer for peer in range(group.size()) if peer != self._rank]
         self._own_flags = {peer: own + 4 * peer for peer in self._others}
         self._their_flags = {peer: self._flags.of_rank[peer].data_ptr() + 4 * self._rank for peer in self._others}
         self._mapped: list[PeerMemory] = []
-        self._slot_places: list[list[int]] = []
         self._parts: dict[Hashable, Tensor] = {}
         self._waits: dict[int, list[Wait]] = {}
         """The waits for what others give in an exchange, by its number."""
@@ -263,7 +262,6 @@ class _Mapped(_Slots):
         self._parts.clear()
         self._mapped = [PeerMemory(n_bytes, torch.uint8, self._device, self._group) for _ in range(N_SLOTS)]
         self._slots = [dict(enumerate(memory.of_rank)) for memory in self._mapped]
-        self._slot_places = [[part.data_ptr() for part in memory.of_rank] for memory in self._mapped]
 
     def begin(self, like: Tensor) -> "_Mapped":
         super().begin(like)
@@ -274,12 +272,13 @@ class _Mapped(_Slots):
 
     def offer(self, x: Tensor) -> None:
         self._stream.follow()
-        self._stream.copy(self._slot(self._rank), x.data_ptr(), x.nbytes)
         for peer in self._others:
+            self._stream.copy(self._part(peer, self._rank, x).data_ptr(), x.data_ptr(), x.nbytes)
             self._stream.raise_flag(self._their_flags[peer], self._number)
 
-    def copy(self, x: Tensor, into: Tensor) -> Wait:
-        self._stream.copy(into.data_ptr(), x.data_ptr(), x.nbytes)
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
+        for source, into in pairs:
+            self._stream.copy(into.data_ptr(), source.data_ptr(), source.nbytes)
         return self._stream.reached()
 
     def _part(self, owner: int, peer: int, like: Tensor) -> Tensor:
@@ -299,20 +298,9 @@ class _Mapped(_Slots):
 
     def receive(self, peer: int, like: Tensor) -> tuple[Tensor, Wait]:
         self._stream.await_flag(self._own_flags[peer], self._number)
-        return self._part(self._rank, peer, like), self._reached()
-
-    def fetch(self, peer: int, into: Tensor) -> Wait:
-        self._stream.await_flag(self._own_flags[peer], self._number)
-        self._stream.copy(into.data_ptr(), self._slot(peer), into.nbytes)
-        return self._reached()
-
-    def _reached(self) -> Wait:
         wait = self._stream.reached()
         self._waits[self._number].append(wait)
-        return wait
-
-    def _slot(self, owner: int) -> int:
-        return self._slot_places[self._number % N_SLOTS][owner]
+        return self._part(self._rank, peer, like), wait
 
 
 def tensor_ranks(group: dist.ProcessGroup | None, device: torch.device, by: str, copied_from: int = 0) -> TensorRanks:
