@@ -3,19 +3,19 @@
     ranks = TravellingRanks(mesh.group("tensor"), device)      # in place of GroupRanks
 
 ``arriving`` returns a rank's own rows at once, so that they are multiplied while those of the others come. ``sums``
-computes first the rows that other ranks need, and then this rank's own (Wang et al. 2023, "Overlap
+computes first the rows that other ranks need, and this rank's own while those are fetched (Wang et al. 2023, "Overlap
 Communication with Dependent Computation via Decomposition in Large Deep Learning Models"; torch's
 ``fused_all_gather_matmul`` is another implementation). All ranks exchange directly with each other, not around a ring.
 
-On GPUs ranks map each other's memory. A rank writes what another needs into a slot of the reader's memory, by a copy
-engine (``copy_stream.py``) or, if it is a product, directly, and then raises a flag there. On CPUs gloo sends messages.
+On GPUs ranks map each other's memory. A rank writes what others need into a slot of its own memory and raises a flag in
+the memory of each reader, whose copy engine then fetches it, on a stream of its own (``copy_stream.py``). On CPUs gloo
+sends rows as messages.
 
 Few rows go by collectives, which were faster there (``costs.parallelism.step.COPIED_FROM``), most likely because the
 host takes longer to start copies than products take.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -27,36 +27,36 @@ from cs336_systems.distributed.peer_memory import PeerMemory, why_not_mapped
 from cs336_systems.distributed.tensor import GroupRanks, as_integers
 from cs336_systems.model.tensor_ranks import ALONE, Arriving, Part, TensorRanks
 
-N_SLOTS = 4
-"""Exchange n takes the slots of exchange n - 4. Before it begins, a rank has waited for the flags of n - 2, which a
-peer raises after all that it did before it began n - 2: by then it has read what came in n - 4."""
+N_SLOTS = 3
+"""Exchange n takes the slot of exchange n - 3. Before it begins, a rank has waited for its fetches of n - 2, so every
+peer has raised its flag of n - 2, which it does after its own fetches of n - 3: nobody reads that slot any more."""
 MAX_PARTS = 64
 """The most views of slots that are kept. At one more all are dropped, as shapes that vary so much go on varying."""
 
 
 class Exchange(Protocol):
-    """Every rank gives every other as many bytes; all ranks make the same exchanges in the same order.
+    """Every rank lets every other fetch as many bytes; all ranks make the same exchanges in the same order.
 
     The functions that are returned make the current stream (on a CPU: the caller) wait.
     """
 
     def begin(self, like: Tensor) -> "Exchange":
-        """The next exchange, in which each rank gives each other a tensor of the shape and dtype of ``like``."""
+        """The next exchange, in which each rank fetches from each other a tensor of the shape and dtype of ``like``."""
 
     def offer(self, x: Tensor) -> None:
-        """Give all others x, which the caller leaves as it is until it has waited for ``copy``, the last step."""
+        """Let all others fetch x, which the caller leaves as it is until it has waited for ``copy``, the last step."""
 
     def place(self, peer: int, like: Tensor) -> Tensor:
-        """Memory of the shape and dtype of ``like``, to be filled with what that rank receives."""
+        """Memory of the shape and dtype of ``like``, to be filled with what that rank fetches."""
 
     def send(self, peer: int) -> None:
-        """Let that rank read what the current stream has written to its ``place``."""
+        """Let that rank fetch what the current stream has written to its ``place``."""
 
-    def receive(self, peer: int, like: Tensor) -> tuple[Tensor, Wait]:
-        """What that rank offers or sends, once it has been waited for; to be read before the second exchange after."""
+    def fetch(self, peer: int, into: Tensor) -> Wait:
+        """Begin to fetch what that rank offers or has sent, into memory that was allocated before ``begin``."""
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
-        """Begin to copy each first tensor into the second, once what has been asked to be received is there."""
+    def copy(self, x: Tensor, into: Tensor) -> Wait:
+        """Begin to copy what this rank offers, after what others fetch."""
 
 
 class TravellingRanks(GroupRanks):
@@ -84,38 +84,33 @@ class TravellingRanks(GroupRanks):
 
     def arriving(self, x: Tensor, *, whole: bool = True) -> Arriving:
         self._copied = x.numel() >= self.copied_from
-        return self._received(x, whole) if self._copied else super().arriving(x, whole=whole)
+        return self._fetched(x, whole) if self._copied else super().arriving(x, whole=whole)
 
-    def _received(self, x: Tensor, whole: bool) -> Arriving:
+    def _fetched(self, x: Tensor, whole: bool) -> Arriving:
         rows = x.new_empty(self.n_ranks * len(x), *x.shape[1:])
         each, exchange = rows.chunk(self.n_ranks), self._exchanges.begin(x)
         exchange.offer(x)
         parts: list[Part] = [(self._rows(rows, self.rank), x, lambda: None)]
         for peer in self._peers:
-            parts.append((self._rows(rows, peer), *exchange.receive(peer, x)))
-        pairs = [(part, each[rank]) for rank, (_, part, _) in zip((self.rank, *self._peers), parts, strict=True)]
+            parts.append((self._rows(rows, peer), each[peer], exchange.fetch(peer, each[peer])))
+        own = each[self.rank]
         if whole:
-            return Arriving(rows, tuple(parts), finish=exchange.copy(pairs))
-
-        def finish() -> None:
-            while pairs:  # only once, as slots are written again
-                part, place = pairs.pop()
-                place.copy_(part)
-
-        return Arriving(rows, tuple(parts), finish=finish)
+            return Arriving(rows, tuple(parts), finish=exchange.copy(x, own))  # after what others wait for
+        return Arriving(rows, tuple(parts), finish=lambda: own.copy_(x))
 
     def sums(self, compute: Callable[[Tensor, slice], object], like: Tensor, width: int) -> Tensor:
         self._copied = len(like) // self.n_ranks * width >= self.copied_from
         if not self._copied:
             return super().sums(compute, like, width)
         own = like.new_empty(len(like) // self.n_ranks, width)
+        fetched = [torch.empty_like(own) for _ in self._peers]
         exchange = self._exchanges.begin(own)
         for peer in self._peers:
             compute(exchange.place(peer, own), self._rows(like, peer))
             exchange.send(peer)
-        received = [exchange.receive(peer, own) for peer in self._peers]
+        waits = [exchange.fetch(peer, into) for peer, into in zip(self._peers, fetched, strict=True)]
         compute(own, self._rows(like, self.rank))
-        for addend, wait in received:
+        for wait, addend in zip(waits, fetched, strict=True):
             wait()
             own += addend
         return own
@@ -137,7 +132,7 @@ class TravellingRanks(GroupRanks):
 
     def _of_all(self, x: Tensor) -> Tensor:
         """The values (n,) of each rank: (ranks, n)."""
-        arriving = self._received(x, whole=True)
+        arriving = self._fetched(x, whole=True)
         arriving.wait()
         whole: Tensor = arriving.whole
         return whole.view(self.n_ranks, -1)
@@ -163,8 +158,9 @@ class _Messages:
             self._places[peer] = x
             self.send(peer)
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
-        return partial(_copy, pairs)  # of messages that are there by then
+    def copy(self, x: Tensor, into: Tensor) -> Wait:
+        into.copy_(x)
+        return lambda: None
 
     def place(self, peer: int, like: Tensor) -> Tensor:
         self._places[peer] = torch.empty_like(like)
@@ -173,8 +169,7 @@ class _Messages:
     def send(self, peer: int) -> None:
         self._sent.append(dist.isend(self._places[peer], group=self._group, group_dst=peer))
 
-    def receive(self, peer: int, like: Tensor) -> tuple[Tensor, Wait]:
-        into = torch.empty_like(like)
+    def fetch(self, peer: int, into: Tensor) -> Wait:
         under_way = [dist.irecv(into, group=self._group, group_src=peer)]
 
         def wait() -> None:
@@ -183,22 +178,19 @@ class _Messages:
                     if (work := works.pop()) is not None:
                         work.wait()
 
-        return into, wait
-
-
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for source, into in pairs:
-        into.copy_(source)
+        return wait
 
 
 class _Slots:
-    """Exchanges through slots, here without other ranks, as in a dry run: memory is taken, nothing comes."""
+    """Exchanges through slots, here without other ranks, as in a dry run: memory is taken, nothing is fetched."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device, self._rank = group, device, group.rank()
         self._number, self._room = 0, 0
         self._slots: list[dict[int, Tensor]] = []
         """By rank, as far as this one can read them."""
+        self._same = False
+        """Whether all others fetch the same (``offer``), not each its own (``place``)."""
 
     def begin(self, like: Tensor) -> "_Slots":
         room = (self._group.size() - 1) * like.nbytes
@@ -206,6 +198,7 @@ class _Slots:
             self._room = room
             self._make(room)
         self._number += 1
+        self._same = False
         return self
 
     def _make(self, n_bytes: int) -> None:
@@ -213,12 +206,15 @@ class _Slots:
         self._slots = [{self._rank: own} for own in slots]
 
     def _part(self, owner: int, peer: int, like: Tensor) -> Tensor:
-        """The region of the owner's slot that the peer writes."""
-        start = (peer - owner - 1) % self._group.size() * like.nbytes
-        return self._slots[self._number % N_SLOTS][owner][start : start + like.nbytes].view(like.dtype).view_as(like)
+        """The region of the owner's slot that the peer fetches."""
+        slot, start = self._slots[self._number % N_SLOTS][owner], self._offset(owner, peer, like)
+        return slot[start : start + like.nbytes].view(like.dtype).view_as(like)
+
+    def _offset(self, owner: int, peer: int, like: Tensor) -> int:
+        return 0 if self._same else (peer - owner - 1) % self._group.size() * like.nbytes
 
     def offer(self, x: Tensor) -> None:
-        pass
+        self._same = True
 
     def place(self, peer: int, like: Tensor) -> Tensor:
         return self._part(self._rank, peer, like)
@@ -226,11 +222,11 @@ class _Slots:
     def send(self, peer: int) -> None:
         pass
 
-    def receive(self, peer: int, like: Tensor) -> tuple[Tensor, Wait]:
-        return self._part(self._rank, peer, like), lambda: None
+    def fetch(self, peer: int, into: Tensor) -> Wait:
+        return lambda: None
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
-        _copy(pairs)
+    def copy(self, x: Tensor, into: Tensor) -> Wait:
+        into.copy_(x)
         return lambda: None
 
 
@@ -243,15 +239,16 @@ class _Mapped(_Slots):
             raise ValueError(f"rows cannot be copied between these GPUs: {reason}")
         self._stream = self._make_stream()
         self._flags = PeerMemory(group.size(), torch.int32, device, group)
-        """Flag s of rank r: the number of the newest exchange for which rank s has written what rank r reads."""
+        """Flag s of rank r: the number of the newest exchange for which rank s has written what rank r fetches."""
         own = self._flags.of_rank[self._rank].data_ptr()
         self._others = [peer for peer in range(group.size()) if peer != self._rank]
         self._own_flags = {peer: own + 4 * peer for peer in self._others}
         self._their_flags = {peer: self._flags.of_rank[peer].data_ptr() + 4 * self._rank for peer in self._others}
         self._mapped: list[PeerMemory] = []
+        self._slot_places: list[list[int]] = []
         self._parts: dict[Hashable, Tensor] = {}
         self._waits: dict[int, list[Wait]] = {}
-        """The waits for what others give in an exchange, by its number."""
+        """The waits for the fetches of an exchange, by its number."""
 
     def _make_stream(self) -> CopyStream:
         return CopyStream(self._device)
@@ -262,6 +259,7 @@ class _Mapped(_Slots):
         self._parts.clear()
         self._mapped = [PeerMemory(n_bytes, torch.uint8, self._device, self._group) for _ in range(N_SLOTS)]
         self._slots = [dict(enumerate(memory.of_rank)) for memory in self._mapped]
+        self._slot_places = [[part.data_ptr() for part in memory.of_rank] for memory in self._mapped]
 
     def begin(self, like: Tensor) -> "_Mapped":
         super().begin(like)
@@ -271,36 +269,38 @@ class _Mapped(_Slots):
         return self
 
     def offer(self, x: Tensor) -> None:
+        self._same = True
         self._stream.follow()
+        self._stream.copy(self._address(self._rank, self._rank, x), x.data_ptr(), x.nbytes)
         for peer in self._others:
-            self._stream.copy(self._part(peer, self._rank, x).data_ptr(), x.data_ptr(), x.nbytes)
             self._stream.raise_flag(self._their_flags[peer], self._number)
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
-        for source, into in pairs:
-            self._stream.copy(into.data_ptr(), source.data_ptr(), source.nbytes)
+    def copy(self, x: Tensor, into: Tensor) -> Wait:
+        self._stream.copy(into.data_ptr(), x.data_ptr(), x.nbytes)
         return self._stream.reached()
 
-    def _part(self, owner: int, peer: int, like: Tensor) -> Tensor:
-        form = self._number % N_SLOTS, owner, peer, like.shape, like.dtype
+    def place(self, peer: int, like: Tensor) -> Tensor:
+        form = self._number % N_SLOTS, peer, like.shape, like.dtype
         if (part := self._parts.get(form)) is None:
             if len(self._parts) >= MAX_PARTS:
                 self._parts.clear()
-            part = self._parts[form] = super()._part(owner, peer, like)
+            part = self._parts[form] = super().place(peer, like)
         return part
-
-    def place(self, peer: int, like: Tensor) -> Tensor:
-        return self._part(peer, self._rank, like)
 
     def send(self, peer: int) -> None:
         self._stream.follow()
         self._stream.raise_flag(self._their_flags[peer], self._number)
 
-    def receive(self, peer: int, like: Tensor) -> tuple[Tensor, Wait]:
+    def fetch(self, peer: int, into: Tensor) -> Wait:
         self._stream.await_flag(self._own_flags[peer], self._number)
+        self._stream.copy(into.data_ptr(), self._address(peer, self._rank, into), into.nbytes)
         wait = self._stream.reached()
         self._waits[self._number].append(wait)
-        return self._part(self._rank, peer, like), wait
+        return wait
+
+    def _address(self, owner: int, peer: int, like: Tensor) -> int:
+        """Where ``_part`` lies."""
+        return self._slot_places[self._number % N_SLOTS][owner] + self._offset(owner, peer, like)
 
 
 def tensor_ranks(group: dist.ProcessGroup | None, device: torch.device, by: str, copied_from: int = 0) -> TensorRanks:

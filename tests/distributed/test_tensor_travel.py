@@ -71,11 +71,11 @@ def check_what_the_host_is_asked_for(rank: Rank):
         return sum(calls[name] for name in ("copy", "batches of flags", "records", "waits")), calls["flags"]
 
     peers = n - 1
-    # The stream of copies waits (2); for each peer a copy, flags before the next copy or wait, a record and a wait.
-    assert counted(gather, False) == (5 * peers + 1, 2 * peers)
-    assert counted(gather, True) == (6 * peers + 4, 2 * peers)  # all rows: a copy each, a record and a wait
-    # For each peer the stream waits (2), a flag with the next or the first wait, and a record and a wait.
-    assert counted(sums) == (6 * peers - 1, 2 * peers)
+    # The stream of copies waits (2), own rows are offered, flags, and for each peer a copy, a record and a wait.
+    assert counted(gather, False) == (3 + 4 * peers, 2 * peers)
+    assert counted(gather, True) == (6 + 4 * peers, 2 * peers)  # own rows: a copy, a record and a wait
+    # For each peer the stream waits (2), a flag with the next or the first wait, a copy, a record and a wait.
+    assert counted(sums) == (7 * peers - 1 - (peers - 1) + peers - 1, 2 * peers)
 
 
 def check_few_rows_go_by_collectives(rank: Rank):
