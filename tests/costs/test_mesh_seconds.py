@@ -16,7 +16,10 @@ from cs336_systems.harness.record import read_rows
 
 H200 = find_hardware("NVIDIA H200")
 RESULTS = Path(__file__).parents[2] / "profiles/results/h200"
-PARTS = ("mesh-tensor", "mesh-peers", "mesh-four", "mesh-context", "mesh-long", "mesh-pipeline-copies")
+PARTS = (
+    *("mesh-tensor", "mesh-tensor-copies", "mesh-peers", "mesh-four"),
+    *("mesh-context", "mesh-long", "mesh-pipeline-copies"),
+)
 
 
 def predicted_lines(part):
