@@ -22,8 +22,7 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cs336_systems.distributed.messages import CopiedMessages, GroupMessages, piece_bytes_of
-from cs336_systems.distributed.peer_memory import why_not_mapped
+from cs336_systems.distributed.messages import GroupMessages, open_messages, piece_bytes_of
 from cs336_systems.distributed.process_group import Rank, divisions
 from cs336_systems.ranks import mesh_shape
 
@@ -69,35 +68,18 @@ class Mesh:
         """Messages between the stages of this rank's pipeline. The first call makes them, which is a collective.
 
         Args:
-            by: ``messages``, by torch's process groups; ``copies``, for which CPUs use process groups, too; ``auto``,
-                copies if these GPUs can map each other's memory, else process groups.
+            by: as for ``open_messages``; errors likewise.
             message_bytes: of the largest message between the micro-batches' passes; for copies.
-
-        Raises:
-            ValueError: ``copies`` is asked for, and these GPUs cannot map each other's memory.
-            OSError: there is no room for the mailboxes of copies.
         """
-        if by == "messages" or self.rank.device.type != "cuda":
-            return self._messages
-        group, piece_bytes = self.devices.get_group("pipeline"), piece_bytes_of(message_bytes)
-        if piece_bytes not in self._copies:
-            reason = why_not_mapped(self.rank.device, group)
-            if reason and by == "copies":
-                raise ValueError(f"stages cannot copy into each other's memory, as {reason}")
-            self._copies[piece_bytes] = (
-                GroupMessages(self.rank, group, reason)
-                if reason
-                else CopiedMessages(self.rank, group, piece_bytes=piece_bytes)
-            )
-        return self._copies[piece_bytes]
+        how = by, piece_bytes_of(message_bytes)
+        if how not in self._messages:
+            group = self.devices.get_group("pipeline")
+            self._messages[how] = open_messages(self.rank, group, by, piece_bytes=how[1])
+        return self._messages[how]
 
     @cached_property
-    def _messages(self) -> GroupMessages:
-        return GroupMessages(self.rank, self.devices.get_group("pipeline"))
-
-    @cached_property
-    def _copies(self) -> dict[int, GroupMessages]:
-        """Messages by copies, or those in their place where GPUs cannot copy, by the bytes of a piece."""
+    def _messages(self) -> dict[tuple[str, int], GroupMessages]:
+        """By how they go, and the bytes of a piece."""
         return {}
 
     @cached_property

@@ -46,11 +46,33 @@ class Underway(Protocol):
         """Let the current stream (on a CPU: the caller) wait for its end."""
 
 
+def open_messages(
+    rank: Rank, group: dist.ProcessGroup | None = None, by: str = "auto", *, piece_bytes: int = PIECE_BYTES
+) -> "GroupMessages":
+    """Messages between the ranks of a group, all if None; a collective. Their ``how`` says which, and why.
+
+    Args:
+        by: ``messages``, by torch's process groups; ``copies``, for which CPUs use process groups, too; ``auto``,
+            copies if these GPUs can map each other's memory, else process groups.
+        piece_bytes: of copies.
+
+    Raises:
+        ValueError: ``copies`` is asked for, and these GPUs cannot map each other's memory.
+        OSError: there is no room for the mailboxes of copies.
+    """
+    if by == "messages" or not _on_gpu(rank):
+        return GroupMessages(rank, group)
+    reason = why_not_mapped(rank.device, group or dist.distributed_c10d._get_default_group())
+    if reason is None:
+        return CopiedMessages(rank, group, piece_bytes=piece_bytes)
+    if by == "copies":
+        raise ValueError(f"ranks cannot copy into each other's memory, as {reason}")
+    return GroupMessages(rank, group, reason)
+
+
 def ring_messages(rank: Rank) -> "GroupMessages":
-    """Messages between all ranks, by copies where their GPUs can reach each other's memory, else by process groups; a
-    collective. ``how`` says which, and why. Raises as ``CopiedMessages``."""
-    reason = why_not_mapped(rank.device, dist.distributed_c10d._get_default_group()) if _on_gpu(rank) else None
-    found = CopiedMessages(rank) if _on_gpu(rank) and reason is None else GroupMessages(rank, reason=reason)
+    """Messages between all ranks, connected: ``open_messages``."""
+    found = open_messages(rank)
     found.connect(permutations(range(rank.world_size), 2))
     return found
 

@@ -22,7 +22,7 @@ from cs336_systems.costs.parallelism.stages import divide, plan_of, stages_of_ca
 from cs336_systems.costs.parallelism.step import GATHER, REDUCE, SCATTER, SEND, pipeline_sent, sharded_sent
 from cs336_systems.distributed.fsdp_parameters import GroupState
 from cs336_systems.distributed.mesh import Mesh
-from cs336_systems.distributed.messages import GroupMessages, mailbox_bytes
+from cs336_systems.distributed.messages import GroupMessages, mailbox_bytes, open_messages
 from cs336_systems.distributed.pipeline import Pipeline
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.ranked import PreparedStep, check_replicas
@@ -160,14 +160,14 @@ def test_cpus_send_messages():
 
 
 def test_gpus_that_cannot_copy_send_messages_unless_copies_are_asked_for(monkeypatch):
-    monkeypatch.setattr("cs336_systems.distributed.mesh.why_not_mapped", lambda *_: "ranks are on 2 hosts")
+    monkeypatch.setattr("cs336_systems.distributed.messages.why_not_mapped", lambda *_: "ranks are on 2 hosts")
     opened = Mock()
-    monkeypatch.setattr("cs336_systems.distributed.mesh.GroupMessages", opened)
-    mesh = Mock(rank=Mock(device=torch.device("cuda")), _copies={})
-    assert Mesh.messages(mesh, "auto", 1) is opened.return_value
+    monkeypatch.setattr("cs336_systems.distributed.messages.GroupMessages", opened)
+    rank, group = Mock(device=torch.device("cuda")), Mock()
+    assert open_messages(rank, group) is opened.return_value
     assert opened.call_args.args[-1] == "ranks are on 2 hosts"
-    with pytest.raises(ValueError, match="stages cannot copy into each other's memory, as ranks are on 2 hosts"):
-        Mesh.messages(Mock(rank=mesh.rank, _copies={}), "copies", 1)
+    with pytest.raises(ValueError, match="ranks cannot copy into each other's memory, as ranks are on 2 hosts"):
+        open_messages(rank, group, "copies")
 
 
 def test_mailboxes_count_in_predicted_memory():
