@@ -150,7 +150,9 @@ class Parallel:
         values=SCHEDULES,
         shown=True,
     )
-    pipeline_chunks: int = option(2, "Chunks of blocks that a stage of the schedule interleaved has.", sign="positive")
+    pipeline_chunks: int = option(
+        2, "Chunks of blocks that a stage of the schedule interleaved has; by default 2.", sign="positive", asked=None
+    )
     pipeline_by: PipelineBy = option(
         "messages",
         "Who runs the stages: messages and copies, this suite, whose stages send activations beside operations, by "

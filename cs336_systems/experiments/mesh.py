@@ -141,9 +141,10 @@ def make_cells(options: Any) -> list[MeshCell]:
     """
     asked = [(tensor, context) for tensor in options.tensor for context in options.context]
     ranks = options.world_size
-    chunks = tuple(options.pipeline_chunks)
-    if chunks != (PLAIN["pipeline_chunks"],) and "interleaved" not in options.pipeline_schedule:
-        said, schedules = " ".join(map(str, chunks)), " ".join(options.pipeline_schedule)
+    if options.pipeline_chunks is None:
+        options = replace(options, pipeline_chunks=(PLAIN["pipeline_chunks"],))
+    elif "interleaved" not in options.pipeline_schedule:
+        said, schedules = (" ".join(map(str, each)) for each in (options.pipeline_chunks, options.pipeline_schedule))
         raise ValueError(f"--pipeline-chunks {said} is for --pipeline-schedule interleaved, got {schedules}")
     fitting = [{"tensor": t, "context": c} for t, c in asked if any(n % (t * c) == 0 for n in ranks)]
     cells = []

@@ -386,6 +386,7 @@ class TrainOptions(_Options):
             "replicas": self.copies_in_world,
             "offload": "-".join(self.offload) or "none",
             "lora": self.lora,
+            "pipeline_chunks": self.pipeline_chunks or TrainerCase.pipeline_chunks,
             "world_size": world_size,
             **self.kept,
         }

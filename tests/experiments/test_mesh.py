@@ -47,10 +47,23 @@ def test_every_division_of_the_ranks_is_a_cell():
     for arguments, value in (
         (["--tensor", "3", "--context", "2", "--world-size", "4"], "--world-size 4 cannot be divided into tensor 3"),
         (["--tensor", "2", "--keep", "autograd"], "keep autograd"),
-        (["--pipeline-chunks", "4"], "--pipeline-chunks 4 is for --pipeline-schedule interleaved, got 1f1b"),
+        (["--pipeline-chunks", "2"], "--pipeline-chunks 2 is for --pipeline-schedule interleaved, got 1f1b"),
+        (["--pipeline-schedule", "zb-h1", "zbv", "--pipeline-chunks", "2", "4"], "2 4 is for .*, got zb-h1 zbv"),
     ):
         with pytest.raises(ValueError, match=value):
             cells_of("mesh", *arguments)
+
+
+def test_chunks_are_a_column_of_two_unless_the_schedule_interleaved_has_others():
+    asked = ["--size", "small", "--batch-size", "2", "--world-size", "2", "--tensor", "1", "--context", "1"]
+    asked += ["--pipeline", "1", "2", "--accumulate", "4", "--pipeline-schedule", "1f1b", "interleaved"]
+    plain = cells_of("mesh", *asked)
+    assert [(cell.variant, cell.pipeline_chunks) for cell in plain] == [
+        *(("ddp-2", 2), ("1f1b-2", 2), ("interleaved-2", 2))
+    ]
+    assert cells_of("mesh", *asked, "--pipeline-chunks", "2") == plain
+    found = [cell for cell in cells_of("mesh", *asked, "--pipeline-chunks", "2", "3") if cell not in plain]
+    assert [(cell.variant, cell.pipeline_chunks) for cell in found] == [("interleaved-2", 3)]
 
 
 OURS = ["--attention", "hopper", "--kernels", "fused", "--optimizer", "fused", "--master-weights", "fp32"]

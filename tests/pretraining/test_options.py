@@ -110,7 +110,11 @@ AGREE = {"agree": "every-step", "replicas": 2}
         ({"pipeline_chunks": 3}, "--pipeline-chunks 3 is for --pipeline of 2 or more, got 1"),
         ({"pipeline_by": "copies"}, "--pipeline-by copies is for --pipeline of 2 or more, got 1"),
         ({"pipeline": 2, "pipeline_by": "torch"}, "'torch'"),
-        ({"pipeline": 2, "pipeline_chunks": 3}, "3 is for --pipeline-schedule interleaved, got 1f1b"),
+        ({"pipeline": 2, "pipeline_chunks": 2}, "2 is for --pipeline-schedule interleaved, got 1f1b"),
+        (
+            {"pipeline": 2, "accumulate": 4, "pipeline_schedule": "zbv", "pipeline_chunks": 2},
+            "2 is for --pipeline-schedule interleaved, got zbv",
+        ),
         ({"context": 2, "context_order": "torch"}, "'torch'"),
         ({"save_every": None}, "--save-every None"),
         ({"keep_best": True, "evaluate_every": None}, "--keep-best is for runs with evaluations, and --evaluate-every"),
@@ -165,6 +169,13 @@ def test_how_ranks_divide_a_step(zero, world_size, parallel):
     case = replace(PLAIN, zero=zero).training_case(resolve_size("tiny"), world_size)
     assert case.parallel == replace(parallel, pipeline_by="auto")
     assert case.config.context_length == 128
+
+
+def test_a_stage_of_the_schedule_interleaved_has_two_chunks_unless_said():
+    interleaved = replace(PLAIN, pipeline=2, pipeline_schedule="interleaved", accumulate=4, keep="products")
+    for asked, chunks in ((None, 2), (2, 2), (3, 3)):
+        case = replace(interleaved, pipeline_chunks=asked).training_case(resolve_size("tiny"), 2)
+        assert case.parallel.pipeline_chunks == chunks
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
