@@ -70,9 +70,9 @@ class OwnStep:
 
 
 @cache
-def own_steps() -> tuple[OwnStep, ...]:
-    """All steps of the trainer whose ranks share them, or that one GPU runs."""
-    return tuple(_read())
+def own_steps(parts: tuple[str, ...] = PARTS) -> tuple[OwnStep, ...]:
+    """All steps of the trainer in these parts whose ranks share them, or that one GPU runs."""
+    return tuple(_read(parts))
 
 
 def committed_rows(part: str, benchmark: str = "benchmark_training") -> "pd.DataFrame":
@@ -83,8 +83,8 @@ def committed_rows(part: str, benchmark: str = "benchmark_training") -> "pd.Data
     return rows[rows["status"] == "ok"]
 
 
-def _read() -> Iterator[OwnStep]:
-    for part in PARTS:
+def _read(parts: tuple[str, ...]) -> Iterator[OwnStep]:
+    for part in parts:
         rows = committed_rows(part)
         rows = rows[rows["how"] == "ours"]
         for name, plain in (("apart", "off"), ("matmul_kernels", "library"), ("offload", "none")):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cs336_systems.answers import llmq, ml_dataflow
-from cs336_systems.answers.own_steps import own_steps
+from cs336_systems.answers.own_steps import PARTS, own_steps
 from cs336_systems.answers.predicted import (
     Cards,
     errors_of,
@@ -139,8 +139,8 @@ def test_a_card_of_another_file_is_predicted_without_its_steps(tmp_path):
 
 def test_own_steps_are_near_and_their_peaks_nearer():
     """Rates are fitted on some of those of one H200; H100s, several GPUs and all peaks are not."""
-    steps = own_steps()
-    assert len(steps) > 70 and {step.group for step in steps} >= {"H200, one", "H200, several", "H100, one"}
+    steps = own_steps((*PARTS, "h200/choice"))
+    assert len(steps) > 100 and {step.group for step in steps} >= {"H200, one", "H200, several", "H100, one"}
     errors = np.abs([step.seconds_error for step in steps])
     assert np.mean(errors <= 0.05) > 0.95 and errors.max() < 0.06
     assert max(abs(step.memory_error) for step in steps if step.memory_error is not None) < 0.03

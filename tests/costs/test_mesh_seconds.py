@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import combinations
-from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,7 @@ from cs336_systems.harness.record import read_rows
 
 H200 = find_hardware("NVIDIA H200")
 RESULTS = Path(__file__).parents[2] / "profiles/results/h200"
-PARTS = (
-    *("mesh-tensor", "mesh-tensor-copies", "mesh-peers", "mesh-four"),
-    *("mesh-context", "mesh-long", "mesh-pipeline-copies"),
-)
+PARTS = sorted(path.name for path in RESULTS.glob("mesh-*"))
 
 
 def predicted_lines(part):
@@ -29,24 +25,21 @@ def predicted_lines(part):
             yield line.settings, line.median("step"), predicted
 
 
-def test_committed_steps_are_within_a_tenth():
-    """A later row that is not may show that something is left out; until then the worst is 8.3 %."""
-    errors = [predicted / measured - 1 for part in PARTS for _, measured, predicted in predicted_lines(part)]
-    assert len(errors) >= 18
-    assert max(map(abs, errors)) < 0.085
+def late_host(part, how):
+    """Whether a step of several GPUs is so short that its time is the host's, which launches too slowly."""
+    return part == "mesh-short" and how["cuda_graph"] == "off" and how["world_size"] > 1
 
 
-def test_pipelines_are_within_a_tenth_and_ordered_as_measured():
-    """All pairs of one part on as many stages, with as many micro-batches, that differ by more than 3 %."""
-    inverted = []
-    for part in ("mesh-pipeline", "mesh-pipeline-four", "mesh-pipeline-copies"):
-        steps = [line for line in predicted_lines(part) if line[0]["pipeline"] > 1]
-        assert max(abs(predicted / measured - 1) for _, measured, predicted in steps) < 0.1
-        alike = itemgetter("pipeline", "accumulate", "pipeline_by")
-        for (one, ours, predicted), (other, theirs, others) in combinations(steps, 2):
-            if alike(one) == alike(other) and abs(ours / theirs - 1) > 0.03 and (ours < theirs) != (predicted < others):
-                inverted.append((part, one["pipeline_schedule"], other["pipeline_schedule"]))
-    assert inverted == []
+def test_all_committed_steps_are_within_a_tenth():
+    """Also of parts that are added later; short steps whose host is late have a test of their own."""
+    errors = {
+        (part, *map(str, how.items())): predicted / measured - 1
+        for part in PARTS
+        for how, measured, predicted in predicted_lines(part)
+        if not late_host(part, how)
+    }
+    assert len(errors) >= 60
+    assert not {step: error for step, error in errors.items() if abs(error) >= 0.1}
 
 
 def test_short_steps_are_within_a_fifth_though_their_host_is_late_and_nearer_in_a_graph():
@@ -59,17 +52,41 @@ def test_short_steps_are_within_a_fifth_though_their_host_is_late_and_nearer_in_
     assert max(graphed) < 0.05
 
 
-@pytest.mark.parametrize("part", ["mesh-tensor", "mesh-peers", "mesh-four"])
-def test_meshes_are_ordered_as_measured(part):
-    """By tokens/s a GPU, of all pairs on as many GPUs that differ by more than 3 %."""
-    found = []
-    for how, measured, predicted in predicted_lines(part):
-        batches = how["world_size"] // (how["tensor"] * how["context"])
-        found.append((how["world_size"], batches / measured, batches / predicted))
-    pairs = [(a, b) for a, b in combinations(found, 2) if a[0] == b[0] > 1 and abs(a[1] / b[1] - 1) > 0.03]
-    assert len(pairs) >= {"mesh-tensor": 3, "mesh-peers": 1, "mesh-four": 14}[part]
-    for (_, faster, predicted), (_, slower, other) in pairs:
-        assert (faster > slower) == (predicted > other)
+def test_meshes_and_schedules_are_ordered_as_measured():
+    """By tokens/s a GPU, of all pairs of one part on as many GPUs, at one length, that differ by more than 3 %.
+
+    But for the one short step whose host is later than predicted, beside one in a CUDA graph.
+    """
+    n_pairs, inverted = 0, []
+    for part in PARTS:
+        found = []
+        for how, measured, predicted in predicted_lines(part):
+            tokens = how["batch_size"] * how["accumulate"] / (how["tensor"] * how["context"] * how["pipeline"])
+            found.append((how, tokens / measured, tokens / predicted))
+        for (one, fast, predicted), (other, slow, beside) in combinations(found, 2):
+            alike = all(one[name] == other[name] for name in ("world_size", "context_length", "keep"))
+            if alike and one["world_size"] > 1 and abs(fast / slow - 1) > 0.03:
+                n_pairs += 1
+                if (fast > slow) != (predicted > beside):
+                    inverted.append({(part, how["weights"], how["tensor"], how["cuda_graph"]) for how in (one, other)})
+    assert n_pairs >= 100
+    assert inverted == [{("mesh-short", "fsdp", 1, "off"), ("mesh-short", "ddp", 2, "on")}]
+
+
+def test_the_leaderboards_steps_are_within_a_tenth():
+    """Of ``benchmark_fsdp.py``, on two and four GPUs."""
+    errors = []
+    for path in RESULTS.glob("leaderboard*/benchmark_fsdp.csv"):
+        if path.parent.name == "leaderboard-losses":  # a small model, whose host is late
+            continue
+        rows = read_rows(path)
+        rows = rows[(rows["metric"] == "step") & (rows["status"] == "ok") & (rows["kernels"] == "fused")]
+        for row in rows.to_dict("records"):
+            how = {"shards": row["world_size"], "zero": 3, "keep": row["keep"].removesuffix("-residual")}
+            recipe = Recipe() if row["matmul_dtype"] == "same" else Recipe(row["matmul_dtype"])
+            case = {"micro_batch": row["batch_size"], "length": row["context_length"], "recipe": recipe}
+            errors.append(1e3 * seconds(row["size"], **how, **case).total / row["median"] - 1)
+    assert len(errors) >= 13 and max(map(abs, errors)) < 0.1
 
 
 def seconds(size="llama3-8b", **how):

@@ -125,7 +125,7 @@ def compare_bits(world_size, cases, n_steps=2):
 def test_every_schedule_has_the_bits_of_one_process():
     compare_bits(2, [run_of(2, name) for name in SCHEDULES], N_STEPS)
     compare_bits(2, [run_of(2, name, "fsdp") for name in SCHEDULES])
-    compare_bits(2, [run_of(2, name, case={"dtype": "bf16", "keep": "input"}) for name in ("1f1b", "zb-h1", "zbv")])
+    compare_bits(2, [run_of(2, name, case={"dtype": "bf16", "keep": "input"}) for name in SCHEDULES])
 
 
 def both_ways(rank: Rank, cases):
@@ -263,6 +263,7 @@ HAND_OVER = {
     ],
     8: [handed(2, "1f1b", "zero-1", tensor=2), handed(4, "zb-h1", "zero-owned"), handed(2, "zbv", "fsdp", context=2)],
 }
+HAND_OVER[8] += [handed(2, "gpipe", "fsdp", accumulate=1, replicas=2)]
 
 
 @pytest.mark.slow
