@@ -1,6 +1,7 @@
 """Questions about training on many devices, answered by arithmetic: one subcommand for each.
 
     uv run scripts/parallelism.py search --gpus 64 --gpu h100 --size llama3-70b --batch-tokens 4M --tokens 15T
+    uv run scripts/parallelism.py cases
     uv run scripts/parallelism.py published
     uv run scripts/parallelism.py cards
     uv run scripts/parallelism.py ring --world-size 8
@@ -11,8 +12,8 @@
     uv run scripts/parallelism.py scaling
     uv run scripts/parallelism.py failures
 
-Nothing is run or measured. search, published and cards predict by the rates that measured steps have; every other
-number is a bound from datasheet peaks. The last line is one JSON object.
+Nothing is run or measured. search, cases, published and cards predict by the rates that measured steps have; every
+other number is a bound from datasheet peaks. The last line is one JSON object.
 """
 
 from typing import Annotated, Any, Union

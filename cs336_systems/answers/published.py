@@ -22,7 +22,7 @@ from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.seconds import step_seconds
 from cs336_systems.costs.rates import OURS, Sustained
 from cs336_systems.costs.streaming import MASTER_MOMENTS
-from cs336_systems.experiments.parallel_search import Search
+from cs336_systems.experiments.parallel_search import Cases, Search
 from cs336_systems.experiments.parallelism import QUESTIONS, Answer
 from cs336_systems.hardware import GB_PER_S, GIB, TERA, Hardware, hardware_named
 from cs336_systems.report.tables import Table
@@ -226,5 +226,5 @@ def _percent(error: float) -> str:
     return f"{100 * error:+.1f}"
 
 
-ALL_QUESTIONS = (Search, Published, Cards, *QUESTIONS)
+ALL_QUESTIONS = (Search, Cases, Published, Cards, *QUESTIONS)
 """The questions of ``scripts/parallelism.py``."""

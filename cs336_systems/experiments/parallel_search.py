@@ -1,14 +1,15 @@
 """Which parallelism trains a model fastest on so many GPUs, what binds it, and what would change the answer?
 
-The question search of ``scripts/parallelism.py``; ``costs/parallelism/search.py`` tries all layouts. Nothing is
-measured between hosts: measured are steps on up to four GPUs, and ``published`` compares predictions with steps that
+The questions search and cases of ``scripts/parallelism.py``; ``costs/parallelism/search.py`` tries all layouts. Nothing
+is measured between hosts: measured are steps on up to four GPUs, and ``published`` compares predictions with steps that
 others published.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.parallelism import scaling
@@ -62,8 +63,8 @@ def rate(option: str, text: str) -> float:
 class Search:
     """The fastest parallelism of a training job: all meshes, ZeRO levels, schedules and levels of what blocks keep.
 
-    FSDP alone still scales at --gpus 256, is stopped by communication at --gpus 2048 --sequence 512, by the batch at
-    --gpus 1024, and by both at --gpus 4096, the lecture's 70B on some 4,000 GPUs.
+    FSDP alone still scales at --gpus 256, is stopped by communication at --gpus 2048 --sequence 1024, by the batch at
+    --gpus 1024, and by both at --gpus 4096, the lecture's 70B on some 4,000 GPUs; ``cases`` answers all four.
     """
 
     gpus: int = 64
@@ -85,7 +86,7 @@ class Search:
 
     def answer(self) -> Answer:
         job, n_tokens = self.job, amount("--tokens", self.tokens, 1000)
-        layouts = Layouts.of(job)
+        layouts = _layouts_of(job)
         layouts.check_fits()
         best = layouts.best(SHOWN)
         steps = n_tokens / job.batch_tokens
@@ -175,6 +176,9 @@ class Search:
         return gains, lines
 
 
+CASES = (Search(256), Search(2048, sequence=1024), Search(1024), Search(4096))
+"""FSDP alone reaches no limit, that of communication, that of the batch, and both."""
+
 _COLUMNS = (
     *("place", "step s", "days", "GPU-hours", "MFU %", "GiB", "exposed s", "bubble s"),
     *("replica", "shard", "context", "tensor", "pipeline", "ZeRO", "schedule", "keep", "micro-batches"),
@@ -194,14 +198,52 @@ def _line(candidate: Candidate, job: Job, steps: float) -> Sequence[object]:
     )
 
 
-def fsdp_alone(job: Job) -> Table:
-    """Which of the two limits FSDP alone reaches on these GPUs, and the remedy."""
+@cache
+def _layouts_of(job: Job) -> Layouts:
+    return Layouts.of(job)
+
+
+def _limits(job: Job) -> tuple[bool, bool]:
+    """Whether FSDP alone reaches the limit of the batch and that of communication, at datasheets' rates."""
     device = Device.of(job.hardware.name, job.hardware, job.network_bytes_per_s)
     workload = scaling.ModelAndBatch(job.config.n_parameters, job.batch_tokens, job.length)
-    limits = scaling.fsdp_step(workload, job.n_gpus, device).limits
-    reached = ["reached" if limit else "-" for limit in limits]
+    return scaling.fsdp_step(workload, job.n_gpus, device).limits
+
+
+def _reached(limits: tuple[bool, bool]) -> list[str]:
+    return ["reached" if limit else "-" for limit in limits]
+
+
+def fsdp_alone(job: Job) -> Table:
+    """Which of the two limits FSDP alone reaches on these GPUs, and the remedy."""
+    limits = _limits(job)
     return Table.of(
         "FSDP alone on these GPUs, at datasheets' rates",
         ("batch limit", "communication limit", "how", "explanation"),
-        [(*reached, *scaling.REMEDIES[limits])],
+        [(*_reached(limits), *scaling.REMEDIES[limits])],
     )
+
+
+@dataclass(frozen=True)
+class Cases:
+    """The lecture's four cases, a 70B model on ever more H100s: the limits of FSDP alone, and the layout of search.
+
+    Takes about a minute.
+    """
+
+    def answer(self) -> Answer:
+        lines, summary = list[Sequence[object]](), dict[str, Any]()
+        for asked in CASES:
+            job = asked.job
+            best = _layouts_of(job).best()[0]
+            step, _, _, *figures = _line(best, job, 1.0)[:7]
+            lines.append((f"{job.n_gpus:,}", job.length, *_reached(_limits(job)), step, *figures, str(best.layout)))
+            total, layout = best.seconds.total, str(best.layout)
+            summary[f"{job.n_gpus} GPUs"] = {"step s": total, "MFU": job.mfu(total), "layout": layout}
+        job = CASES[0].job
+        caption = (
+            f"{CASES[0].size} on {job.hardware.name}s, {job.batch_tokens:,} tokens a step, "
+            f"{8 * job.network_bytes_per_s / 1e9:g} Gbit/s between hosts; limits of FSDP alone, at datasheets' rates"
+        )
+        columns = ("GPUs", "sequence", "batch limit", "communication limit", "step s", *_COLUMNS[4:8], "layout")
+        return [Table.of(caption, columns, lines)], summary

@@ -1,10 +1,12 @@
 """The question ``search``: how it reads amounts, what it answers, and its refusals, each in one sentence."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from cs336_systems.experiments.parallel_search import Search, amount, fsdp_alone, rate
+from cs336_systems.experiments import parallel_search
+from cs336_systems.experiments.parallel_search import CASES, Search, amount, fsdp_alone, rate
 
 EIGHT = "search --gpus 8 --size llama3-8b --batch-tokens 256K --tokens 1B"
 
@@ -37,18 +39,20 @@ def test_it_answers_with_layouts_and_what_would_change(ask):
     assert said["binds"] in out and "micro-batches" in out and "FSDP alone on these GPUs" in out
 
 
-@pytest.mark.parametrize(
-    ("how", "limits"),
-    [
-        ({"gpus": 256}, ["-", "-"]),
-        ({"gpus": 2048, "sequence": 512}, ["-", "reached"]),
-        ({"gpus": 1024}, ["reached", "-"]),
-        ({"gpus": 4096}, ["reached", "reached"]),
-    ],
-)
-def test_the_four_examples_of_the_help_reach_their_limits(how, limits):
-    table = fsdp_alone(Search(**how).job)
-    assert list(table.frame.iloc[0, :2]) == limits
+def test_the_four_cases_reach_their_limits():
+    limits = [list(fsdp_alone(case.job).frame.iloc[0, :2]) for case in CASES]
+    assert limits == [["-", "-"], ["-", "reached"], ["reached", "-"], ["reached", "reached"]]
+    assert all(f"--gpus {case.gpus}" in Search.__doc__ for case in CASES)
+
+
+def test_each_case_has_the_layout_that_search_finds(ask, monkeypatch):
+    small = Search(8, size="llama3-8b", batch_tokens="256K")
+    monkeypatch.setattr(parallel_search, "CASES", (small, replace(small, gpus=16)))
+    code, out, err = ask("cases")
+    said, searched = (json.loads(text.splitlines()[-1]) for text in (out, ask(EIGHT)[1]))
+    assert (code, err, said.keys()) == (0, "", {"question", "8 GPUs", "16 GPUs"})
+    assert said["8 GPUs"] == {name: searched[name] for name in ("step s", "MFU", "layout")}
+    assert said["16 GPUs"]["layout"] in out
 
 
 def test_faults_are_one_sentence(ask):
