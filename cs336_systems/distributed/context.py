@@ -16,16 +16,22 @@ share them.
 
 A rank's output is that of the whole sequence at its tokens, but for rounding: partial outputs have the dtype of the
 inputs and are merged in fp32. Gradients are added in fp32, too, except those of different ranks in ``gathered``, which
-are reduced in the dtype of the inputs. Documents that share a sequence are masked from each other in ``gathered``
-alone, where the keys of a part of the queries are all that come before.
+are reduced in the dtype of the inputs.
+
+Packed documents are masked from each other under every order. At most one document of a sequence goes on from the keys
+that a rank has sent to the queries after them: its queries see the same keys, the last of those sent, and the others
+see none. So two ranks meet in plain attention of that document, if there is one. ``ring`` and ``zigzag`` read on the
+host where documents begin, once for each batch.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cs336_systems.blocks import BlockOps
 from cs336_systems.distributed.mesh import Mesh
@@ -82,25 +88,46 @@ def context_ops(ops: BlockOps, group: dist.ProcessGroup, order: str) -> BlockOps
     return replace(ops, attention_forward=attention.forward, attention_backward=attention.backward)
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """One rank's queries and keys of another: each query sees all of these, or, ``causal``, the earlier."""
+class Meeting(NamedTuple):
+    """Queries of one rank that come after these keys of another."""
 
     queries: slice
     keys: slice
-    causal: bool = False
 
 
 def meeting(rank: int, other: int, length: int, order: str) -> Meeting | None:
-    """How queries of ``rank`` meet keys of ``other``, each of ``length`` tokens; None if no query sees a key."""
+    """How queries of ``rank`` meet keys of another, each of ``length`` tokens; None if all keys come later."""
     everything, half = slice(0, length), length // 2
-    if rank == other:
-        return Meeting(everything, everything, causal=True)
     if order == "ring":
         return Meeting(everything, everything) if other < rank else None
     if other < rank:  # its first part lies before both of ours, its second after both
         return Meeting(everything, slice(0, half))
     return Meeting(slice(half, length), everything)  # both of its parts lie between ours
+
+
+class Seen(NamedTuple):
+    """Rows of a batch, and the queries in them that see these of the keys that another rank has sent."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+
+
+def seen_in_documents(starts_BS: Tensor, met: Meeting, keys: Tensor) -> list[Seen]:
+    """What queries see of their own documents, row by row.
+
+    Args:
+        starts_BS: the first position of the document of each of a rank's tokens.
+        keys: positions of the keys that another rank has sent, ascending.
+    """
+    first_seen = torch.searchsorted(keys, starts_BS)[:, met.queries]
+    n_seeing, before = (first_seen < len(keys)).sum(1).tolist(), met.queries.start
+    firsts = first_seen[:, 0].tolist()
+    return [
+        Seen(slice(row, row + 1), slice(before, before + n), slice(first, len(keys)))
+        for row, (n, first) in enumerate(zip(n_seeing, firsts, strict=True))
+        if n
+    ]
 
 
 Received = Callable[[], Tensor | None]
@@ -113,19 +140,25 @@ class Exchanged:
     def __init__(self, ops: BlockOps, group: dist.ProcessGroup, order: str) -> None:
         self._ops, self._group, self._order = ops, group, order
         self._rank, self._n_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """Results of ``_in_documents`` by ``starts``, which all blocks share."""
 
-    def forward(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """(o, lse (B, H, S)), as ``attention_forward`` of ``blocks/ops.py``."""
-        own, length = torch.stack((k_BKSE, v_BKSE)), q_BHSE.shape[2]
+    def forward(
+        self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, starts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(o, lse (B, H, S)), as ``attention_forward`` of ``blocks/ops.py``; starts are places in whole sequences."""
+        own = torch.stack((k_BKSE, v_BKSE))
+        documents, seen_by_step = self._seen(q_BHSE.shape[2], starts)
         arriving = self._send_keys(own, 1)
-        o, lse = self._ops.attention_forward(q_BHSE, k_BKSE, v_BKSE)
+        o, lse = self._ops.attention_forward(q_BHSE, k_BKSE, v_BKSE, **documents)
         o = self._added_up(o, lse.dtype)
-        for step in range(1, self._n_ranks):
+        for step, seen in enumerate(seen_by_step, 1):
             keys_values, arriving = arriving(), self._send_keys(own, step + 1)
-            met = meeting(self._rank, (self._rank - step) % self._n_ranks, length, self._order)
-            if met is not None and keys_values is not None:
-                part = self._ops.attention_forward(q_BHSE[:, :, met.queries], *keys_values, causal=met.causal)
-                self._ops.attention_merge_(o[:, :, met.queries], lse[:, :, met.queries], *part)
+            if keys_values is not None:
+                for rows, queries, keys in seen:
+                    given = q_BHSE[rows, :, queries], *keys_values[:, rows, :, keys]
+                    part = self._ops.attention_forward(*given, causal=False)
+                    self._ops.attention_merge_(o[rows, :, queries], lse[rows, :, queries], *part)
         return o.to(q_BHSE.dtype), lse
 
     def backward(
@@ -137,29 +170,58 @@ class Exchanged:
         o_BHSE: Tensor,
         lse_BHS: Tensor,
         gradients: tuple[Tensor, Tensor, Tensor],
+        starts: Tensor | None = None,
     ) -> None:
         """Write (dq, dk, dv) of this rank's tokens, as ``attention_backward`` of ``blocks/ops.py``."""
-        own, length = torch.stack((k_BKSE, v_BKSE)), q_BHSE.shape[2]
+        own = torch.stack((k_BKSE, v_BKSE))
+        documents, seen_by_step = self._seen(q_BHSE.shape[2], starts)
         arriving = self._send_keys(own, 1)
-        self._ops.attention_backward(do_BHSE, q_BHSE, k_BKSE, v_BKSE, o_BHSE, lse_BHS, gradients)
+        self._ops.attention_backward(do_BHSE, q_BHSE, k_BKSE, v_BKSE, o_BHSE, lse_BHS, gradients, **documents)
         dq, *dkv = (self._added_up(gradient, lse_BHS.dtype) for gradient in gradients)
         returning: tuple[slice | None, Received] = None, lambda: None
-        for step in range(1, self._n_ranks):
+        for step, seen in enumerate(seen_by_step, 1):
             keys_values, arriving = arriving(), self._send_keys(own, step + 1)
-            met = meeting(self._rank, (self._rank - step) % self._n_ranks, length, self._order)
             found = None
-            if met is not None and keys_values is not None:
-                do, q, o, lse = (each[:, :, met.queries] for each in (do_BHSE, q_BHSE, o_BHSE, lse_BHS))
-                part_dq, found = torch.empty_like(q), torch.empty_like(keys_values)
-                into = part_dq, *found
-                self._ops.attention_backward(do, q, *keys_values, o, lse.contiguous(), into, causal=met.causal)
-                dq[:, :, met.queries] += part_dq
+            if keys_values is not None:
+                found = torch.empty_like(keys_values) if starts is None else torch.zeros_like(keys_values)
+                for rows, queries, keys in seen:
+                    do, q, o, lse = (each[rows, :, queries] for each in (do_BHSE, q_BHSE, o_BHSE, lse_BHS))
+                    part_dq = torch.empty_like(q)
+                    given = do, q, *keys_values[:, rows, :, keys], o, lse.contiguous()
+                    self._ops.attention_backward(*given, (part_dq, *found[:, rows, :, keys]), causal=False)
+                    dq[rows, :, queries] += part_dq
             self._add(dkv, returning)
             returning = self._return_gradients(found, own, step)
         self._add(dkv, returning)
         for gradient, total in zip(gradients, (dq, *dkv), strict=True):
             if total is not gradient:
                 gradient.copy_(total)
+
+    def _seen(self, length: int, starts: Tensor | None) -> tuple[dict[str, Tensor], list[list[Seen]]]:
+        """An argument for attention to this rank's own keys, and what is seen of those that come in each step."""
+        if starts is not None:
+            if starts not in self._packed:
+                self._packed[starts] = self._in_documents(starts)
+            found: tuple[dict[str, Tensor], list[list[Seen]]] = self._packed[starts]
+            return found
+        all_met = (meeting(self._rank, other, length, self._order) for other in self._sources())
+        everything = slice(None)
+        return {}, [[Seen(everything, met.queries, everything)] if met else [] for met in all_met]
+
+    def _in_documents(self, starts: Tensor) -> tuple[dict[str, Tensor], list[list[Seen]]]:
+        starts_BS, length, seen = starts.cpu(), starts.shape[1], []
+        of_ranks = [
+            positions(length * self._n_ranks, r, self._n_ranks, self._order).int() for r in range(self._n_ranks)
+        ]
+        for other in self._sources():
+            met = meeting(self._rank, other, length, self._order)
+            seen.append(seen_in_documents(starts_BS, met, of_ranks[other][met.keys]) if met else [])
+        among_own = torch.searchsorted(of_ranks[self._rank], starts_BS, out_int32=True)
+        return {"starts": among_own.to(starts.device)}, seen
+
+    def _sources(self) -> list[int]:
+        """The other ranks in the order in which their keys arrive."""
+        return [(self._rank - step) % self._n_ranks for step in range(1, self._n_ranks)]
 
     def _added_up(self, x: Tensor, wide: torch.dtype) -> Tensor:
         """The total to which other ranks' parts are added: x in fp32; with one other rank x itself, rounded once."""

@@ -150,11 +150,6 @@ REFUSALS: tuple[tuple[Callable[["TrainOptions"], bool], str], ...] = (
         + ", which mask documents from each other, got {o.attention}",
     ),
     (
-        lambda o: o.packing and o.context > 1 and o.context_order != "gathered",
-        "--packing with --context {o.context} needs --context-order gathered, which masks documents from each other, "
-        "got {o.context_order}",
-    ),
-    (
         lambda o: o.packing and o.chunk is not None and o.chunk < o.context_length,
         "--packing needs --chunk of whole sequences of {o.context_length} tokens, got {o.chunk}",
     ),

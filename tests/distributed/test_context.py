@@ -20,7 +20,8 @@ from cs336_systems.ranks import CONTEXT_ORDERS
 
 from ..attention.test_packed import starts_of
 from ..blocks.cases import LLAMA, QWEN3, block_of, inputs, tables, written_out
-from .checks import checks_of, on_each, on_gpus, spawn
+from ..kernels.interpreter import interpret_without_gpu
+from .checks import checks_of, on_each, on_gpus, on_ranks, spawn
 
 LENGTH, D_HEAD = 24, 8
 
@@ -66,17 +67,31 @@ def check_attention_is_that_of_whole_sequences(rank: Rank):
             assert_as_whole(found, whole, expected, own, 2**-23, (order, n_kv_heads))
 
 
-def check_gathered_attention_masks_documents_from_each_other(rank: Rank):
+def check_documents_are_masked_from_each_other(rank: Rank):
     """Documents within a rank's part, over the borders of parts and of ranks, and of one token."""
     group = Mesh.over(rank, context=rank.world_size).group("context")
-    own, ops = positions(LENGTH, rank.rank, rank.world_size, "gathered"), context_ops(REFERENCE, group, "gathered")
-    for lengths in ([[LENGTH], [1] * LENGTH], [[2, 1, 8, 13], [7, 10, 7]], [[23, 1], [12, 12]]):
+    packed = ([[LENGTH], [1] * LENGTH], [[2, 1, 8, 13], [7, 10, 7]], [[23, 1], [12, 12]])
+    for order, lengths in itertools.product(CONTEXT_ORDERS, packed):
+        own, ops = positions(LENGTH, rank.rank, rank.world_size, order), context_ops(REFERENCE, group, order)
         starts = torch.stack([starts_of(one) for one in lengths])
         for n_heads, n_kv_heads in ((4, 4), (3, 1)):
             *exact, do = draw(n_heads, n_kv_heads, LENGTH, D_HEAD)
             expected = attend(REFERENCE, exact, do, starts=starts)
-            found = attend(ops, [x[:, :, own] for x in exact], do[:, :, own], starts=starts[:, own])
+            found = attend(ops, [x[:, :, own] for x in exact], do[:, :, own], starts=starts[:, own].contiguous())
             torch.testing.assert_close(found, tuple(x[:, :, own] for x in expected), rtol=1e-11, atol=1e-12)
+
+
+def attend_by_triton(rank: Rank):
+    interpret_without_gpu()
+    group, n = Mesh.over(rank, context=rank.world_size).group("context"), rank.world_size
+    starts = torch.stack([starts_of(one) for one in ([2, 1, 8, 13], [7, 10, 7])])
+    *narrow, do = draw(2, 1, LENGTH, 16, torch.float32)
+    expected = attend(REFERENCE, [x.double() for x in narrow], do.double(), starts=starts)
+    whole = attend(REFERENCE, narrow, do, starts=starts)
+    for order in CONTEXT_ORDERS:
+        own, ops = positions(LENGTH, rank.rank, n, order), context_ops(block_ops("reference", "flash"), group, order)
+        found = attend(ops, [x[:, :, own] for x in narrow], do[:, :, own], starts=starts[:, own].contiguous())
+        assert_as_whole(found, whole, expected, own, 2**-22, (order,))
 
 
 def check_a_block_is_the_whole_blocks_rows_whatever_it_keeps(rank: Rank):
@@ -118,16 +133,15 @@ def attend_on_gpu(rank: Rank, attention):
         own = positions(length, rank.rank, rank.world_size, order).to(rank.device)
         for n_heads, n_kv_heads in ((4, 4), (8, 2)):
             *narrow, do = (x.to(rank.device) for x in draw(n_heads, n_kv_heads, length, d_head, torch.bfloat16))
-            documents, own_documents = {}, {}
-            if order == "gathered":
-                starts = torch.stack([starts_of(one) for one in ([length], [100, 37, length // 2, length // 2 - 137])])
-                documents, own_documents = ({"starts": each.to(rank.device)} for each in (starts, starts[:, own.cpu()]))
-            expected = attend(REFERENCE, [x.double() for x in narrow], do.double(), **documents)
-            whole = attend(ops, narrow, do, **documents)
-            local = [x[:, :, own] for x in narrow]
-            found = attend(context_ops(ops, group, order), local, do[:, :, own], **own_documents)
-            what = attention, order, length, d_head, n_kv_heads
-            assert_as_whole(found, whole, expected, own, 2**-8, what)  # gathered adds in bf16
+            starts = torch.stack([starts_of(one) for one in ([length], [100, 37, length // 2, length // 2 - 137])])
+            packed = starts.to(rank.device), starts[:, own.cpu()].to(rank.device).contiguous()
+            for documents, own_documents in (({}, {}), ({"starts": each} for each in packed)):
+                expected = attend(REFERENCE, [x.double() for x in narrow], do.double(), **documents)
+                whole = attend(ops, narrow, do, **documents)
+                local = [x[:, :, own] for x in narrow]
+                found = attend(context_ops(ops, group, order), local, do[:, :, own], **own_documents)
+                what = attention, order, length, d_head, n_kv_heads, documents
+                assert_as_whole(found, whole, expected, own, 2**-8, what)  # gathered adds in bf16
 
 
 @pytest.mark.gpu
@@ -136,6 +150,10 @@ def attend_on_gpu(rank: Rank, attention):
 def test_attention_over_gpus_is_that_of_whole_sequences(world_size, device, attention):
     """In bf16, within twice the error of the same kernels on whole sequences, and a rounding."""
     spawn(attend_on_gpu, world_size, attention, device=device)
+
+
+def test_a_kernels_attention_masks_documents_too():
+    on_ranks(attend_by_triton, 2)
 
 
 test_on_two_ranks = on_each(2, checks_of(globals()))

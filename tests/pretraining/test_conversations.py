@@ -17,6 +17,7 @@ from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import Evaluation
 from cs336_systems.pretraining.trainer import train
+from cs336_systems.ranks import CONTEXT_ORDERS
 from tests.distributed.checks import spawn
 from tests.pretraining.test_capped import smallest_caps
 from tests.pretraining.trained import (
@@ -173,11 +174,12 @@ def test_micro_batches_and_ranks_do_not_change_the_loss(folder, alone, tmp_path)
     shared = {"batch_size": 2, "keep": "products"}
     two += [of(name, **{name: 2}, **shared) for name in ("tensor", "context", "pipeline")]
     two += [of(f"packed-{name}", packing=True, **{name: 2}, **shared) for name in ("tensor", "pipeline")]
-    two += [of("packed-context", packing=True, context=2, context_order="gathered", **shared)]
+    orders = [f"context-{order}" for order in CONTEXT_ORDERS]
+    two += [of(f"packed-{name}", packing=True, context=2, context_order=name[8:], **shared) for name in orders]
     spawn(train_each, 2, two)
     for name in ("single", *(f"two-{zero}" for zero in (0, 1, 2, 3)), "tensor", "context", "pipeline"):
         assert_same_course(tmp_path / "whole", tmp_path / name)
-    for name in ("single", "two", "autograd", "tensor", "pipeline", "context"):
+    for name in ("single", "two", "autograd", "tensor", "pipeline", *orders):
         assert_same_course(tmp_path / "packed", tmp_path / f"packed-{name}")
 
 

@@ -121,8 +121,6 @@ AGREE = {"agree": "every-step", "replicas": 2}
         ({"stop_after_no_gain": 2, "evaluate_every": None}, "--stop-after-no-gain 2 is for runs with evaluations"),
         ({"keep_best": True, "save_every": None, "export": False}, "--keep-best is for runs with checkpoints"),
         ({"packing": True, "attention": "sdpa-flash"}, "--packing needs --attention reference, flash or hopper, which"),
-        ({"packing": True, "context": 2}, "--packing with --context 2 needs --context-order gathered, which"),
-        ({"packing": True, "context": 2, "context_order": "ring"}, "other, got ring"),
         ({"packing": True, "chunk": 64} | CAPS, "--packing needs --chunk of whole sequences of 128 tokens, got 64"),
         ({"lighthouse": "http://node0:1"} | AGREE, "one thing: give both or none, got http://node0:1 and None"),
         ({"fail": "kill 2 at 1"} | AGREE, "names a replica that is not there"),
