@@ -64,10 +64,8 @@ ON_FOUR = [
     run_of(1, 4, "zero-1", QWEN3, by="copies"),
     run_of(2, 1, "ddp", LLAMA, "ring"),
     run_of(1, 1, "fsdp", QWEN2, replicas=2, accumulate=2),
-    run_of(1, 2, "fsdp", QWEN3, replicas=2),
 ]
-ON_EIGHT = [run_of(2, 2, "fsdp", QWEN3, accumulate=2), run_of(2, 4, "zero-1", QWEN2), run_of(4, 2, "ddp")]
-ON_EIGHT += [run_of(2, 2, "fsdp", LLAMA, replicas=2)]
+ON_EIGHT = [run_of(2, 2, "fsdp", QWEN3, accumulate=2), run_of(2, 4, "zero-1", QWEN2)]
 
 
 def ignoring(batch):
@@ -269,13 +267,13 @@ def test_eight_ranks_train_what_one_process_trains():
 def meshes_of(world_size):
     """Every division of the ranks into replica, shard, context and tensor; each of a model, in turn."""
     sizes = [2**power for power in range(world_size.bit_length())]
-    configs = cycle(replace(config, n_heads=8, n_kv_heads=8, head_dim=8) for config in (LLAMA, QWEN2, QWEN3))
-    found = []
+    configs, found = cycle((LLAMA, QWEN2, QWEN3)), []
     for replicas, context, tensor in product(sizes, repeat=3):
         shards, rest = divmod(world_size, replicas * context * tensor)
         if shards and not rest:
             way = "fsdp" if replicas > 1 or len(found) % 2 else "ddp"
-            case = run_of(context, tensor, way, next(configs), replicas=replicas)
+            config = replace(next(configs), n_kv_heads=max(tensor, LLAMA.n_kv_heads))
+            case = run_of(context, tensor, way, config, replicas=replicas)
             found.append(replace(case, batch_size=8 // (replicas * shards)))
     return found
 
@@ -283,9 +281,9 @@ def meshes_of(world_size):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_every_mesh_trains_what_one_process_trains(world_size):
-    """In fp32 and bf16, up to four ranks ten steps of fp32."""
-    cases = meshes_of(world_size)
-    compare(world_size, cases, N_STEPS if world_size < 8 else 1)
+    """Ten steps in fp32, of one block on eight ranks, and a step of two blocks in bf16."""
+    cases, n_layers = meshes_of(world_size), 1 if world_size == 8 else 2
+    compare(world_size, [replace(case, size=replace(case.config, n_layers=n_layers)) for case in cases], N_STEPS)
     compare(world_size, [replace(case, dtype="bf16") for case in cases], 1)
 
 
