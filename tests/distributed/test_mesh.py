@@ -1,6 +1,7 @@
 """Training over meshes of data, context and tensor ranks against one process: losses, norms, weights."""
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import cycle, product
@@ -136,24 +137,27 @@ def whole_gradients(model, first, mesh):
 
 
 def train_on(rank: Rank, cases, n_steps=3):
-    """(Losses, norms, last weights, gradients of the first step) of each case; no gradients where states are divided,
-    as no rank has all of them whole."""
+    """The results of ``train_one`` for each case."""
+    return [train_one(rank, case, n_steps) for case in cases]
+
+
+def train_one(rank: Rank, case, n_steps, around=nullcontext):
+    """(Losses, norms, last weights, gradients of the first step); no gradients where states are divided, as no rank has
+    all of them whole. Steps run inside of ``around()``."""
     costs.COPIED_FROM = 0  # rows of tests are few
-    found = []
-    for case in cases:
-        mesh, divided = mesh_of(case, rank) or Mesh.over(rank), case.parallel.optimizer_state != "replicated"
-        guard = (GradientGuard if divided else Noting)(MAX_NORM)
-        step = finish(build_model(case, rank), case, rank, guard=guard, masked=True, eps=EPS)
-        whole = replace(case, how=Parallel())
-        place = Rank(mesh.place("data"), 0, 1, rank.device, rank.backend)
-        ids, targets = ignoring(random_batch(whole, place))
-        torch.testing.assert_close(own_tokens(ids, mesh, case), random_batch(case, rank)[0])
-        batch = own_tokens(ids, mesh, case), own_tokens(targets, mesh, case)
+    mesh, divided = mesh_of(case, rank) or Mesh.over(rank), case.parallel.optimizer_state != "replicated"
+    guard = (GradientGuard if divided else Noting)(MAX_NORM)
+    step = finish(build_model(case, rank), case, rank, guard=guard, masked=True, eps=EPS)
+    whole = replace(case, how=Parallel())
+    place = Rank(mesh.place("data"), 0, 1, rank.device, rank.backend)
+    ids, targets = ignoring(random_batch(whole, place))
+    torch.testing.assert_close(own_tokens(ids, mesh, case), random_batch(case, rank)[0])
+    batch = own_tokens(ids, mesh, case), own_tokens(targets, mesh, case)
+    with around():
         losses, norms = train(step, guard, batch, n_steps)
-        weights = on_cpu(whole_weights(step.model, mesh))
-        gradients = {} if divided else on_cpu(whole_gradients(step.model, guard.first, mesh))
-        found.append((losses.cpu(), norms.cpu(), weights, gradients))
-    return found
+    weights = on_cpu(whole_weights(step.model, mesh))
+    gradients = {} if divided else on_cpu(whole_gradients(step.model, guard.first, mesh))
+    return losses.cpu(), norms.cpu(), weights, gradients
 
 
 def on_cpu(named):
@@ -231,27 +235,32 @@ def assert_close(mine, one, exact, rounding, what):
 
 
 def compare(world_size, cases, n_steps=3):
+    """What ranks find in each case, against one process."""
+    found = zip(*on_ranks(train_on, world_size, cases, n_steps), strict=True)
+    for case, of_ranks in zip(cases, found, strict=True):
+        compare_one(case, of_ranks, n_steps)
+
+
+def compare_one(case, of_ranks, n_steps):
     """Losses, norms, weights and gradients against one process in fp64, and one in the case's dtype.
 
     They may be off by twice what the latter's are, and by a rounding for each rank. Weights and gradients are compared
     as one vector.
     """
-    found = zip(*on_ranks(train_on, world_size, cases, n_steps), strict=True)
-    for case, of_ranks in zip(cases, found, strict=True):
-        n_data = world_size // case.parallel.ranks_per_batch
-        rounding = world_size * ROUNDING[case.dtype]
-        one, exact = (alone(case, n_data, n_steps, exact=each) for each in (False, True))
-        assert exact[1].min() > MAX_NORM
-        weights, stages = exact[2].keys(), [own.keys() for _, _, own, _ in of_ranks]
-        for own, held in zip(of_ranks, stages, strict=True):
-            names = sorted(held & weights)  # FSDP also names a tied head
-            for what, *each in zip(("losses", "norms", "weights", "gradients"), own, one, exact, strict=True):
-                if what not in ("weights", "gradients"):
-                    assert_close(*each, rounding, (str(case), what))
-                elif each[0]:
-                    assert_close(*(vector(named, names) for named in each), rounding, (str(case), what))
-        assert weights <= set().union(*stages), str(case)
-        assert (weights <= stages[0]) == (case.parallel.pipeline == 1), str(case)
+    n_data = len(of_ranks) // case.parallel.ranks_per_batch
+    rounding = len(of_ranks) * ROUNDING[case.dtype]
+    one, exact = (alone(case, n_data, n_steps, exact=each) for each in (False, True))
+    assert exact[1].min() > MAX_NORM
+    weights, stages = exact[2].keys(), [own.keys() for _, _, own, _ in of_ranks]
+    for own, held in zip(of_ranks, stages, strict=True):
+        names = sorted(held & weights)  # FSDP also names a tied head
+        for what, *each in zip(("losses", "norms", "weights", "gradients"), own, one, exact, strict=True):
+            if what not in ("weights", "gradients"):
+                assert_close(*each, rounding, (str(case), what))
+            elif each[0]:
+                assert_close(*(vector(named, names) for named in each), rounding, (str(case), what))
+    assert weights <= set().union(*stages), str(case)
+    assert (weights <= stages[0]) == (case.parallel.pipeline == 1), str(case)
 
 
 @pytest.mark.slow
