@@ -1,5 +1,12 @@
-"""Without any one of its collectives or messages a step is not that of one process, and the comparison sees it."""
+"""Without any one of its collectives or messages a step is not that of one process, and the comparison sees it.
 
+Where a rank dies in one, the others end, too.
+"""
+
+import os
+import signal
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,10 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.process_group import Rank, is_peer_lost
 from cs336_systems.ranks import CONTEXT_ORDERS, Parallel
+from cs336_systems.training.assemble import assemble, random_batch
 
-from .checks import on_ranks
+from .checks import on_ranks, spawn
 from .test_mesh import QWEN2, compare_one, run_of, train_one
 
 WAYS = {
@@ -83,3 +91,38 @@ def test_every_collective_of_a_step_is_missed(way):
     for number, of_ranks in enumerate(without, 1):
         names, results = zip(*of_ranks, strict=True)
         assert None in results or is_missed(case, results), (number, names)
+
+
+class Dying(TorchDispatchMode):
+    """Ends this process at its second reduce-scatter, which is that of the first block's attention."""
+
+    n_seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n_seen += func._overloadpacket.__name__ == "_reduce_scatter_base_"
+        if self.n_seen == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return func(*args, **(kwargs or {}))
+
+
+def lose_the_last(rank: Rank, case):
+    """Seconds until the step ends on this rank, and whether it ends as another rank has gone."""
+    step, batch = assemble(case, rank), random_batch(case, rank)
+    step(*batch)
+    dist.barrier()
+    before = time.monotonic()
+    try:
+        with Dying() if rank.rank == rank.world_size - 1 else nullcontext():
+            step(*batch)
+    except RuntimeError as error:
+        return time.monotonic() - before, is_peer_lost(error)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_a_collective_ends_those_that_share_its_matrices_and_its_sequences():
+    """The last of four, whose neighbours wait for its rows and for its keys, and the first for these neighbours."""
+    *others, last = spawn(lose_the_last, 4, run_of(2, 2, "ddp", QWEN2), apart=True)
+    assert "SIGKILL" in last.failure
+    for one in others:
+        seconds, lost = one.returned
+        assert lost and seconds < 60  # the time-out is ten minutes

@@ -120,6 +120,7 @@ def test_bad_input_is_one_sentence_and_code_2(main, tmp_path, monkeypatch):
     with (tmp_path / "torn" / "train-00000.bin").open("r+b") as file:
         file.truncate(1200)
     (tmp_path / "run.toml").touch()
+    sharing, caps = ["--device", "cpu", "--keep", "products"], ["--device-gib", "1", "--host-gib", "2"]
     for arguments, value in (
         (["--size", "tinny"], "'tinny'"),
         (["--config", "nowhere.toml"], "nowhere.toml: No such file or directory"),
@@ -129,6 +130,11 @@ def test_bad_input_is_one_sentence_and_code_2(main, tmp_path, monkeypatch):
         (["--data", "data", "--init", "."], "config.json"),
         (["--data", "data", "--init", "Qwen/Qwen2.5-0.5B"], "hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B"),
         (["--data", "data", "--out", "run.toml"], "run.toml"),
+        (["--data", "data", *sharing, "--tensor", "2"], "1 ranks cannot be divided into context 1 x tensor 2"),
+        (["--data", "data", *sharing, "--tensor", "3"], "tensor 3 does not divide n_heads 4, n_kv_heads 4, vocab_size"),
+        (["--data", "data", *sharing, "--context", "2", "--context-length", "18"], "4 equal parts, got 18 tokens"),
+        (["--data", "data", *sharing, "--context", "2", "--attention", "sdpa-flash"], "reference, flash, hopper have"),
+        (["--data", "data", "--context", "2", *caps], "--context 2 does not go together with --device-gib"),
     ):
         code, out, err = main(*arguments)
         assert (code, out, err.count("\n")) == (2, "", 1)
