@@ -30,6 +30,7 @@ CASES = (
     Shared.of(TIED, how=UNDER, keep="input", checkpoint="none"),
     Shared.of(CONFIG, how=UNDER, checkpoint="full"),
     Shared.of(TIED, how=replace(UNDER, context=2), keep="products"),
+    Shared.of(replace(TIED, vocab_size=98), how=replace(UNDER, tensor=2), keep="products"),
 )
 PLAIN = Shared.of(CONFIG, how=UNDER)
 
