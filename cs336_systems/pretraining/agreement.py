@@ -111,7 +111,7 @@ def agreement_of(
     """How the replica of that name agrees with others at the lighthouse; a collective of its ranks.
 
     Raises:
-        ValueError: torchft is not installed, or no lighthouse answers within 10 s.
+        ValueError: torchft is not installed, or the name is too long.
     """
     require_torchft()
     from cs336_systems.pretraining.diloco import OuterSteps

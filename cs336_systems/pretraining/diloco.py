@@ -28,6 +28,8 @@ class OuterSteps(ReplicaAgreement):
     of the others, or those that begin together meet. In this one average it stands for the peer whose state it has.
     """
 
+    _others_train = False
+
     def _come(self) -> None:
         options, optimizer = self._options, self._step.optimizer
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -59,7 +61,7 @@ class OuterSteps(ReplicaAgreement):
             self.at_average = False
             for _ in range(apart - options.agree_delay):
                 optimizer.step()
-            if self._made > self._first_step:  # from others, which train on
+            if self._others_train:  # and are in the middle of a delay
                 break
             for _ in range(options.agree_delay):
                 optimizer.step()
@@ -85,6 +87,10 @@ class OuterSteps(ReplicaAgreement):
 
     def end(self, made: int) -> int:
         return self._made if self._healed and self._made != made else made + 1
+
+    def _load(self, state: dict[str, Any]) -> None:
+        super()._load(state)
+        self._others_train = state["trains"]
 
     def _made_by_peer(self) -> int:
         return self._made + (not self._coming)

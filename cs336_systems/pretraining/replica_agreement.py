@@ -12,6 +12,7 @@ All wait for every replica that sends heartbeats, so a replica sends none until 
 other by host name, on ports of all interfaces and without passwords: keep replicas on a trusted network.
 
 torchft counts steps of its own, from 0 in each session of the replicas; the trainer's number of steps is in the state.
+All begin with the state of the one that has made the most steps; one with more that comes later says which it drops.
 """
 
 import fcntl
@@ -22,13 +23,10 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from contextlib import closing
 from datetime import timedelta
-from http.client import HTTPConnection, HTTPException
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -42,7 +40,7 @@ from cs336_systems.pretraining.agreement import Agreement, StoppedWaiting, Troub
 from cs336_systems.pretraining.healing import Transport
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import PreparedRun, data_identity, must_be_alike
-from cs336_systems.pretraining.run_records import Joined, Membership, Record
+from cs336_systems.pretraining.run_records import Joined, Membership, Message, Record
 from cs336_systems.pretraining.sources import sources_of
 from cs336_systems.pretraining.stop_requests import REASONS
 from cs336_systems.pretraining.torchft_groups import Gloo, Nccl
@@ -55,11 +53,6 @@ HEARTBEAT_S = 0.1
 """Seconds between two heartbeats to the lighthouse."""
 CONNECT_S = 10.0
 """Seconds for which torchft waits for a connection."""
-_ANSWER_S = 3.0
-"""Seconds within which a lighthouse must answer at the start, and for which a silent one, which may be restarting, is
-asked again: so a command with a wrong address ends within ten seconds."""
-_PAGE_BYTES = 4096
-"""Bytes of a lighthouse's page that say that it is one."""
 _QUORUM_S = 3600
 """The longest wait for a quorum: under DiLoCo, for those who are still training. Who is gone is known by heartbeats."""
 _LIGHTHOUSE_RETRIES = _QUORUM_S
@@ -70,41 +63,13 @@ _MAY_DIFFER = ("--out", "--replica", "--lighthouse", "--fail")
 """Options that may differ between replicas, but not between ranks of one."""
 
 
-def _check_reachable(lighthouse: str) -> None:
-    """Raise ValueError unless a lighthouse answers at the address; its page comes by HTTP from the same port.
-
-    Who takes something else for a lighthouse would wait an hour for a quorum.
-    """
-    until = time.monotonic() + _ANSWER_S
-    try:
-        parts = urlsplit(lighthouse)
-        scheme, host, port = parts.scheme, (parts.hostname or "").encode("idna").decode(), parts.port
-    except ValueError:  # also of the encoding, which is that of look-ups
-        scheme, host, port = "", "", None
-    if scheme != "http" or not host or port is None:
-        raise ValueError(f"--lighthouse must be an address such as http://node0:29510, got {lighthouse!r}")
-    page = None
-    while page is None:
-        try:
-            with closing(HTTPConnection(host, port, timeout=_ANSWER_S)) as connection:
-                connection.request("GET", "/")
-                answer = connection.getresponse()
-                page = answer.read(_PAGE_BYTES)
-        except (OSError, HTTPException) as error:
-            if time.monotonic() > until:
-                raise ValueError(f"no lighthouse answers at {lighthouse}: {error}") from None
-            time.sleep(0.1)
-    if b"Lighthouse" not in page:
-        raise ValueError(f"no lighthouse answers at {lighthouse}, but something else: {answer.status} {answer.reason}")
-
-
 class ReplicaAgreement(Agreement, ABC):
     """The part that both ways to agree share: the quorum, who is there, and the state that a replica takes over.
 
     Making one is a collective of the replica's ranks.
 
     Raises:
-        ValueError: the name is too long, or no lighthouse answers within 10 s.
+        ValueError: the name is too long.
     """
 
     on = True
@@ -114,7 +79,6 @@ class ReplicaAgreement(Agreement, ABC):
     def __init__(self, options: TrainOptions, rank: Rank, lighthouse: str, name: str, trouble: Trouble) -> None:
         if not 0 < len(name.encode()) <= _NAME_BYTES or "/" in name:
             raise ValueError(f"--replica needs a name of at most {_NAME_BYTES} bytes without /, got {name!r}")
-        on_rank_0(lambda: _check_reachable(lighthouse))
         for each in ("torchft", "torchft.manager", "torchft.process_group", "torchft.local_sgd"):
             logging.getLogger(each).setLevel(logging.CRITICAL)  # it says at length what the records say
         self.number, self._options, self._rank, self._name, self._trouble = -1, options, rank, name, trouble
@@ -199,7 +163,8 @@ class ReplicaAgreement(Agreement, ABC):
         ages = 0.0, self._started_s, prepared_s, age_s()
         self._come()
         joined = Joined(*(now - before for before, now in pairwise(ages)))
-        self._records = [joined, *self._records[-1:]]  # and the last membership, of those who met
+        said = [each for each in self._records[:-1] if isinstance(each, Message)]
+        self._records = [joined, *said, *self._records[-1:]]  # and the last membership, of those who met
         self._joined = True
         return self._made
 
@@ -246,8 +211,8 @@ class ReplicaAgreement(Agreement, ABC):
 
     @property
     def _all_there(self) -> bool:
-        """Whether training may begin, or has begun."""
-        return self.n_there >= self._options.replicas or self._made > self._first_step
+        """Whether training may begin, or has begun; some of those who are there may still fetch state."""
+        return self._group.n_members >= self._options.replicas or self._made > self._first_step
 
     def told(self) -> list[Record]:
         told, self._records = self._records, []
@@ -336,11 +301,26 @@ class ReplicaAgreement(Agreement, ABC):
     def _description(self, settings: dict[str, Any]) -> dict[str, Any]:
         """State besides tensors that a peer takes over."""
         about = {"alike": self._alike, "made": self._made_by_peer(), "loader": self._prepared.loader.state_dict()}
-        return about | {"settings": settings}
+        return about | {"settings": settings, "trains": self._joined and self.manager.current_step() > 0}
 
     def _made_by_peer(self) -> int:
         """The steps that are in this state."""
         return self._made
+
+    @property
+    def newness(self) -> int:
+        """A number that is larger for more steps, and another for each replica, so that one of those that have made as
+        many is the peer of all others, which compare their weights with its."""
+        return (self._made << 16) + int(self._life[-4:], 16)
+
+    def prefers_its_own(self, state: dict[str, Any]) -> bool:
+        """Whether this replica keeps its state rather than take over a peer's, as it has made more steps and nobody
+        trains yet; once others train it drops them, and says so."""
+        n_more = self._made - state["made"]
+        if n_more > 0 and state["trains"]:
+            said = f"replica {self._name} drops the last {n_more:,} of its {self._made:,} steps: "
+            self._records.append(Message(said + "the others train already", "warning"))
+        return n_more > 0 and not state["trains"]
 
     def _load(self, state: dict[str, Any]) -> None:
         """Take over a peer's state; raises ValueError if it trains something else."""

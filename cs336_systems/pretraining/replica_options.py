@@ -7,8 +7,12 @@ Without ``--agree``, ``--replicas`` is a dimension of the mesh (hybrid sharding)
 
 import os
 import re
+import time
+from contextlib import closing
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
 from typing import Literal
+from urllib.parse import urlsplit
 
 from cs336_systems.case import Unsupported
 from cs336_systems.declared import option
@@ -17,6 +21,13 @@ Agree = Literal["every-step", "diloco"]
 FaultKind = Literal["kill", "stall", "nan"]
 
 LIGHTHOUSE = "lighthouse"
+_ANSWER_S = 3.0
+"""Seconds within which a lighthouse must answer."""
+_START_S = 6.0
+"""Seconds for which one that does not answer, as it may just be starting, is asked again: so a command with a wrong
+address ends within ten seconds."""
+_PAGE_BYTES = 4096
+"""Bytes of a lighthouse's page that say that it is one."""
 
 _FAULT = re.compile(r"(kill|nan) (\d+|lighthouse) at (\d+)|(stall) (\d+) at (\d+) for (\d+(?:\.\d+)?) ?s")
 
@@ -28,6 +39,35 @@ def require_torchft() -> None:
         import torchft  # noqa: F401
     except ImportError as error:
         raise Unsupported(f"replicas that agree need torchft: uv sync --extra replicas ({error})") from None
+
+
+def check_lighthouse(lighthouse: str) -> None:
+    """Raise ValueError unless a lighthouse answers at the address; its page comes by HTTP from the same port.
+
+    Who takes something else for a lighthouse would wait an hour for a quorum. A command calls this before it imports
+    torch, which takes longer.
+    """
+    until = time.monotonic() + _START_S
+    try:
+        parts = urlsplit(lighthouse)
+        scheme, host, port = parts.scheme, (parts.hostname or "").encode("idna").decode(), parts.port
+    except ValueError:  # also of the encoding, which is that of look-ups
+        scheme, host, port = "", "", None
+    if scheme != "http" or not host or port is None:
+        raise ValueError(f"--lighthouse must be an address such as http://node0:29510, got {lighthouse!r}")
+    page = None
+    while page is None:
+        try:
+            with closing(HTTPConnection(host, port, timeout=_ANSWER_S)) as connection:
+                connection.request("GET", "/")
+                answer = connection.getresponse()
+                page = answer.read(_PAGE_BYTES)
+        except (OSError, HTTPException) as error:
+            if time.monotonic() > until:
+                raise ValueError(f"no lighthouse answers at {lighthouse}: {error}") from None
+            time.sleep(0.1)
+    if b"Lighthouse" not in page:
+        raise ValueError(f"no lighthouse answers at {lighthouse}, but something else: {answer.status} {answer.reason}")
 
 
 @dataclass(frozen=True)

@@ -49,17 +49,19 @@ class _Watched(ProcessGroup):
 
     Attributes:
         changed: whether the group was formed anew since somebody reset this.
+        n_members: of the last group, with those who lack the others' state.
         connecting: when the members of the last group began to connect, and were connected, by ``time.perf_counter``.
         sent_bytes: bytes that this rank has sent, if each collective went around a ring (``costs/communication.py``).
     """
 
     changed = False
+    n_members = 0
     connecting = 0.0, 0.0
     sent_bytes = 0.0
 
-    def configure(self, *args: Any, **kwargs: Any) -> None:
-        self.changed, began = True, time.perf_counter()
-        super().configure(*args, **kwargs)
+    def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any) -> None:
+        self.changed, self.n_members, began = True, world_size, time.perf_counter()
+        super().configure(store_addr, replica_id, rank, world_size, *args)
         self.connecting = began, time.perf_counter()
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:

@@ -51,6 +51,7 @@ class ReportingManager(Manager):
 
     replica: "ReplicaAgreement"
     _healing: bool
+    _pending_state_dict: Any
     _executor: Executor
     verdict: bool | None = None
     """The last result of ``should_commit``, until somebody resets it."""
@@ -95,6 +96,17 @@ class ReportingManager(Manager):
             if gives_up_at == math.inf and self.replica.is_to_end():
                 gives_up_at = time.monotonic() + _GRACE_S
         raise StoppedWaiting(f"asked to end, and no quorum came within {_GRACE_S:g} s")
+
+    def _apply_pending_state_dict(self) -> None:
+        """Take over the peer's state, unless this replica has more steps and nobody trains yet: then all meet again,
+        and torchft takes this replica's step for the newest."""
+        pending = self._pending_state_dict
+        if pending is not None and self.replica.prefers_its_own(pending["user"]["default"]):
+            self._pending_state_dict = None
+            self._step += self.replica.newness  # its peer's step is of averages in which nobody has trained
+            self.report_error(RuntimeError("this replica has made more steps than its peer"))
+        else:
+            super()._apply_pending_state_dict()
 
     def should_commit(self, *args: Any, **kwargs: Any) -> bool:
         self._hang_up()

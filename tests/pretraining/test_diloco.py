@@ -60,7 +60,23 @@ def train_apart(rank, runs):
         found.append(
             (watch.common, watch.own, watch.sent_by_then, watch.all(Model)[-1].n_parameters, watch.moved, watch.last)
         )
-    return found
+    return [*found, resume_apart(rank, replace(runs[2], out=runs[2].out / "apart"))]
+
+
+def resume_apart(rank, asked):
+    """Two replicas begin, of which the second has made four steps by itself: their steps, and weights at averages."""
+    asked = replace(asked, out=asked.out / str(rank.rank))
+    with lighthouse(rank) as address, alone(rank) as own:
+        if rank.rank:
+            plain = {"agree": None, "agree_every": 100, "agree_fragments": 1, "agree_delay": 0, "agree_timeout": 60.0}
+            earlier = replace(asked, replicas=1, steps=4, save_every=4, **plain)
+            run_prepared(prepare(earlier, own), own)
+        agreement = agreement_of(asked, own, address, str(rank.rank))
+        prepared = prepare(asked, own)
+        watch = Averages(agreement, prepared)
+        run_prepared(prepared, own, watch, agreement=agreement)
+        steps = [record.step for record in watch.all(LoggedStep)]
+    return steps, watch.common
 
 
 WAYS = [{"agree_fragments": 1}, {"agree_fragments": 2}, {"agree_fragments": 2, "agree_delay": 1}]
@@ -105,6 +121,13 @@ def test_averages_of_whole_steps_are_data_parallelism(trained):
     (*_, moved, expected), (*_, found) = trained[len(WAYS)][0], trained[len(WAYS) + 1][0]
     bound = 2 * 6 * 4 * 2**-24 * max(each.abs().max().item() for each in expected)
     assert 0 < farthest(expected, found) <= bound < moved / 1000
+
+
+@pytest.mark.slow
+def test_all_begin_with_the_state_of_the_one_that_has_made_the_most_steps(trained):
+    (steps, common), (peers_steps, peers_common) = trained[-1]
+    assert steps == peers_steps == [4, 5, 6, 7]
+    assert common == peers_common and common
 
 
 def test_averages_that_all_fail_end_the_wait_for_the_first_one(tmp_path, monkeypatch):

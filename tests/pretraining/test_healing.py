@@ -14,7 +14,7 @@ from cs336_systems.distributed.checkpoint_state import NamedState
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining import agreement as agreements
 from cs336_systems.pretraining.preparation import prepare
-from cs336_systems.pretraining.run_records import Healing
+from cs336_systems.pretraining.run_records import Healing, Message
 
 from .trained import options, write_dataset
 
@@ -278,6 +278,34 @@ def test_one_that_has_made_fewer_steps_begins_with_the_whole_state_of_the_other(
     assert len(attempts) > 2 and attempts == sorted(attempts, reverse=True)
     assert {one.there[3], two.there[3]} == {(0, 2), (1, 2)}
     assert_same(one, two)
+
+
+def test_all_begin_with_the_state_of_the_one_that_has_made_the_most_steps(site):
+    """Whatever its name; two have as many, and each of the three has its bits."""
+    earlier = [site.start(name, until=3) for name in "12"]
+    for each in earlier:
+        each.join(60)
+    replicas = [site.start("0", replicas=3), *(site.start(each.name, after=each, replicas=3) for each in earlier)]
+    replicas[0].wait_for(lambda number, n_there: number >= 0 and n_there == 3)
+    assert site.end() == []
+    assert min(step for each in replicas for step in each.losses) == 3
+    for each in replicas[1:]:
+        assert not any(isinstance(record, Message) for record in each.agreement.told())
+        assert_same(replicas[0], each)
+
+
+def test_one_that_comes_with_more_steps_than_those_who_train_says_that_it_drops_them(site):
+    earlier = site.start("1", until=1, replicas=1)
+    earlier.join(60)
+    earlier.losses = dict.fromkeys(range(1_000))
+    one = site.start("0", replicas=1)
+    one.wait_for(lambda number, n_there: number == 0)
+    two = site.start("1", after=earlier, replicas=1)
+    two.wait_for(lambda number, n_there: n_there == 2)
+    assert site.end() == []
+    assert_same(one, two)
+    (said,) = (each for each in two.agreement.told() if isinstance(each, Message))
+    assert said.level == "warning" and re.match(r"replica 1 drops the last 9\d\d of its 1,000 steps: ", said.text)
 
 
 def test_the_next_peer_goes_on_where_one_that_dies_has_stopped(site, monkeypatch):

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.distributed.process_group import joined
-from cs336_systems.pretraining.agreement import agreement_of
+from cs336_systems.pretraining.replica_options import check_lighthouse
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import End, LoggedStep, Membership
 from tests.distributed.checks import free_port
 
-from .trained import options, write_dataset
+from .trained import write_dataset
 
 pytest.importorskip("torchft")
 
@@ -95,14 +94,13 @@ def test_two_commands_train_as_one_and_a_killed_one_comes_back_when_it_is_starte
     assert together and together == {step: losses[step] for step in together}
 
 
-def test_a_lighthouse_that_is_just_started_again_is_found(tmp_path):
+def test_a_lighthouse_that_is_just_started_again_is_found():
     from torchft.coordination import LighthouseServer
 
     port, started = free_port(), []
     start = threading.Timer(1.0, lambda: started.append(LighthouseServer(f"127.0.0.1:{port}", 1)))
     start.start()
-    with joined() as rank:
-        agreement_of(options(tmp_path, agree="every-step"), rank, f"http://127.0.0.1:{port}", "a")
+    check_lighthouse(f"http://127.0.0.1:{port}")
     start.join()
     (server,) = started
     server.shutdown()
@@ -119,24 +117,22 @@ class Other(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("address", ["node0:29510", "http://node0", "http://[::1:29510", "http://node..0:29510"])
-def test_what_is_no_address_is_told_by_the_option(tmp_path, address):
-    with joined() as rank, pytest.raises(ValueError, match="^--lighthouse must be an address such as .*, got "):
-        agreement_of(options(tmp_path, agree="every-step"), rank, address, "a")
+def test_what_is_no_address_is_told_by_the_option(address):
+    with pytest.raises(ValueError, match="^--lighthouse must be an address such as .*, got "):
+        check_lighthouse(address)
 
 
 def test_a_lighthouse_that_does_not_answer_is_named_within_ten_seconds(command, tmp_path):
-    """Nobody listens at one port; at another somebody does, and never speaks; at the third somebody else does."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as silent,
-        HTTPServer(("127.0.0.1", 0), Other) as other,
-        joined() as rank,
-    ):
+    """Somebody listens at a port and never speaks; at another somebody else does, and later nobody."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, HTTPServer(("127.0.0.1", 0), Other) as other:
         threading.Thread(target=other.handle_request).start()
-        for port, why in ((9, ": "), (silent.getsockname()[1], ": "), (other.server_port, ", but something else: 404")):
+        for port, why in ((silent.getsockname()[1], ": "), (other.server_port, ", but something else: 404")):
             began, address = time.monotonic(), f"http://127.0.0.1:{port}"
             with pytest.raises(ValueError, match=f"^no lighthouse answers at {address}{why}"):
-                agreement_of(options(tmp_path, agree="every-step"), rank, address, "a")
+                check_lighthouse(address)
             assert time.monotonic() - began < 10
     arguments = f"{SMALL} --lighthouse {address} --replica a --data {tmp_path} --out {tmp_path / 'run'}"
+    began = time.monotonic()
     code, _, err = command("train", *arguments.split())
+    assert time.monotonic() - began < 10
     assert (code, err.count("\n")) == (2, 1) and f"no lighthouse answers at {address}" in err
