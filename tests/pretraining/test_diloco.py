@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from cs336_systems.costs.parallelism.local_steps import sent_bytes_per_step
 from cs336_systems.distributed.process_group import alone, joined
 from cs336_systems.experiments.diloco_measure import Watch, lighthouse
-from cs336_systems.pretraining.agreement import agreement_of, checksum
+from cs336_systems.pretraining.agreement import OUTER_MOMENTUM, agreement_of, checksum
 from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_records import LoggedStep, Model
 from cs336_systems.pretraining.trainer import run_prepared
@@ -73,6 +74,8 @@ def resume_apart(rank, asked):
             run_prepared(prepare(earlier, own), own)
         agreement = agreement_of(asked, own, address, str(rank.rank))
         prepared = prepare(asked, own)
+        for state in prepared.step.optimizer.state.values() if rank.rank else ():
+            state[OUTER_MOMENTUM] = torch.full_like(state["exp_avg"], 1e-3)  # without which the averages would differ
         watch = Averages(agreement, prepared)
         run_prepared(prepared, own, watch, agreement=agreement)
         steps = [record.step for record in watch.all(LoggedStep)]
@@ -124,7 +127,7 @@ def test_averages_of_whole_steps_are_data_parallelism(trained):
 
 
 @pytest.mark.slow
-def test_all_begin_with_the_state_of_the_one_that_has_made_the_most_steps(trained):
+def test_all_begin_with_the_state_and_outer_momentum_of_the_one_that_has_made_the_most_steps(trained):
     (steps, common), (peers_steps, peers_common) = trained[-1]
     assert steps == peers_steps == [4, 5, 6, 7]
     assert common == peers_common and common
