@@ -208,8 +208,9 @@ class CopiedMessages(GroupMessages):
             # in which a receive stands where its send does. A send waits until earlier pieces are taken, of this
             # message or one before; a receive waits until the same piece is sent. So the first message that has not
             # ended goes on, even if a GPU ran the work of all its streams in the order in which it was enqueued.
-            # Stages of a pipeline go on likewise if a mailbox holds two whole messages (``piece_bytes_of``), as each of
-            # two may send before it receives; found by simulating every schedule on 2 to 8 stages.
+            # Stages of a pipeline may each send before they receive. If streams run independently of each other, they
+            # go on all the same. On a GPU that kept that order, simulated, all schedules would go on if a mailbox holds
+            # two whole messages (``piece_bytes_of``), but for ZBV on four and more stages, which may need up to seven.
             self._await(stream, len(self.ranks) + peer, number - N_PIECES)  # the place that it takes is free
             stream.copy(self._place(peer, own, number), address, n_bytes)
             stream.raise_flag(self._flag(peer, own), number)
