@@ -64,7 +64,7 @@ class Search:
     """The fastest parallelism of a training job: all meshes, ZeRO levels, schedules and levels of what blocks keep.
 
     FSDP alone still scales at --gpus 256, is stopped by communication at --gpus 2048 --sequence 1024, by the batch at
-    --gpus 1024, and by both at --gpus 4096, the lecture's 70B on some 4,000 GPUs; ``cases`` answers all four.
+    --gpus 1024, and by both at --gpus 4096, the lecture's 70B on some 4,000 GPUs; the question cases answers all four.
     """
 
     gpus: int = 64

@@ -22,7 +22,7 @@ def predicted_lines(part):
     """(settings, measured ms, predicted ms) of steps that have a prediction."""
     for line in MESH.lines(read_rows(RESULTS / part / "benchmark_parallelism.csv")):
         if (predicted := predicted_ms(line)) is not None:
-            yield line.settings, line.median("step"), predicted
+            yield line.settings | {"commit": line.last["commit"]}, line.median("step"), predicted
 
 
 def late_host(part, how):
@@ -53,10 +53,7 @@ def test_short_steps_are_within_a_fifth_though_their_host_is_late_and_nearer_in_
 
 
 def test_meshes_and_schedules_are_ordered_as_measured():
-    """By tokens/s a GPU, of all pairs of one part on as many GPUs, at one length, that differ by more than 3 %.
-
-    But for the one short step whose host is later than predicted, beside one in a CUDA graph.
-    """
+    """By tokens/s a GPU, of all pairs of one part and commit on as many GPUs, at one length, that differ by over 3 %."""
     n_pairs, inverted = 0, []
     for part in PARTS:
         found = []
@@ -64,13 +61,13 @@ def test_meshes_and_schedules_are_ordered_as_measured():
             tokens = how["batch_size"] * how["accumulate"] / (how["tensor"] * how["context"] * how["pipeline"])
             found.append((how, tokens / measured, tokens / predicted))
         for (one, fast, predicted), (other, slow, beside) in combinations(found, 2):
-            alike = all(one[name] == other[name] for name in ("world_size", "context_length", "keep"))
+            alike = all(one[name] == other[name] for name in ("commit", "world_size", "context_length", "keep"))
             if alike and one["world_size"] > 1 and abs(fast / slow - 1) > 0.03:
                 n_pairs += 1
                 if (fast > slow) != (predicted > beside):
                     inverted.append({(part, how["weights"], how["tensor"], how["cuda_graph"]) for how in (one, other)})
     assert n_pairs >= 100
-    assert inverted == [{("mesh-short", "fsdp", 1, "off"), ("mesh-short", "ddp", 2, "on")}]
+    assert inverted == []
 
 
 def test_the_leaderboards_steps_are_within_a_tenth():
