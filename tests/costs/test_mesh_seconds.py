@@ -53,7 +53,7 @@ def test_short_steps_are_within_a_fifth_though_their_host_is_late_and_nearer_in_
 
 
 def test_meshes_and_schedules_are_ordered_as_measured():
-    """By tokens/s a GPU, of all pairs of one part and commit on as many GPUs, at one length, that differ by over 3 %."""
+    """By tokens/s a GPU, of all pairs of one part and commit on as many GPUs, at one length, that differ by 3 %."""
     n_pairs, inverted = 0, []
     for part in PARTS:
         found = []
