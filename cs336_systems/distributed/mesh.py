@@ -68,8 +68,11 @@ class Mesh:
         """Messages between the stages of this rank's pipeline. The first call makes them, which is a collective.
 
         Args:
-            by: as for ``open_messages``; errors likewise.
-            message_bytes: of the largest message between the micro-batches' passes; for copies.
+            by: as for ``open_messages``.
+            message_bytes: bytes of the largest message between the micro-batches' passes; for copies.
+
+        Raises:
+            ValueError, OSError: as ``open_messages``.
         """
         how = by, piece_bytes_of(message_bytes)
         if how not in self._messages:

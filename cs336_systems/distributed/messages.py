@@ -54,7 +54,7 @@ def open_messages(
     Args:
         by: ``messages``, by torch's process groups; ``copies``, for which CPUs use process groups, too; ``auto``,
             copies if these GPUs can map each other's memory, else process groups.
-        piece_bytes: of copies.
+        piece_bytes: bytes of a piece of a message by copies; the same on all ranks.
 
     Raises:
         ValueError: ``copies`` is asked for, and these GPUs cannot map each other's memory.
@@ -71,7 +71,8 @@ def open_messages(
 
 
 def ring_messages(rank: Rank) -> "GroupMessages":
-    """Messages between all ranks, connected: ``open_messages``."""
+    """Messages between all ranks, by copies where they can be, with each way open; a collective. Raises OSError as
+    ``open_messages``."""
     found = open_messages(rank)
     found.connect(permutations(range(rank.world_size), 2))
     return found

@@ -174,12 +174,11 @@ def test_micro_batches_and_ranks_do_not_change_the_loss(folder, alone, tmp_path)
     shared = {"batch_size": 2, "keep": "products"}
     two += [of(name, **{name: 2}, **shared) for name in ("tensor", "context", "pipeline")]
     two += [of(f"packed-{name}", packing=True, **{name: 2}, **shared) for name in ("tensor", "pipeline")]
-    orders = [f"context-{order}" for order in CONTEXT_ORDERS]
-    two += [of(f"packed-{name}", packing=True, context=2, context_order=name[8:], **shared) for name in orders]
+    two += [of(f"packed-{order}", packing=True, context=2, context_order=order, **shared) for order in CONTEXT_ORDERS]
     spawn(train_each, 2, two)
     for name in ("single", *(f"two-{zero}" for zero in (0, 1, 2, 3)), "tensor", "context", "pipeline"):
         assert_same_course(tmp_path / "whole", tmp_path / name)
-    for name in ("single", "two", "autograd", "tensor", "pipeline", *orders):
+    for name in ("single", "two", "autograd", "tensor", "pipeline", *CONTEXT_ORDERS):
         assert_same_course(tmp_path / "packed", tmp_path / f"packed-{name}")
 
 
