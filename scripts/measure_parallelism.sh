@@ -26,17 +26,18 @@
 #   failures            CPU      180  tiny on two cores: replicas, some killed, beside a restart from a checkpoint
 #   diloco              CPU      480  tiny: DiLoCo on two replicas averaging every H steps for five H, on one and four for
 #                                     one H; data parallelism
+#   diloco-large        CPU     1000  the same at 8,192 tokens a step, every 100 after 400 steps of data parallelism
 #   failures-forty      CPU      600  tiny on four replicas, 2,000 steps, 40 kills
 #   replicas              2      160  0.5B over NCCL; one replica is killed and heals while the other trains
 #   replicas-7b           2      170  the same in the shape of 7B, 40 GB of state
 #   replicas-four         4      150  7B in two replicas of two GPUs with FSDP inside, one killed; then 0.5B by DiLoCo
-#   replicas-diloco       2      400  the 100M model: data parallelism, and DiLoCo every 100 steps after a third of the run;
+#   replicas-diloco       2      600  the 100M model: data parallelism, and DiLoCo every 100 steps after a third of the run;
 #                                     one pass over 36 million tokens, as four over the standard library's nine million
 #                                     were learned by heart. DATA is their folder. Ours had the source of torch 2.11,
 #                                     transformers and sympy: tokenize_data.py --suffix .py --out data/packages \
 #                                     --input SITE-PACKAGES/{torch,transformers,sympy}
 #
-# The last seven write to FOLDER/replicas (adopt those of CPUs with --machine cpu), every other part to FOLDER/PART; uv run scripts/report.py --adopt FOLDER moves rows and pictures to profiles/. PYTHON is
+# The last eight write to FOLDER/replicas (adopt those of CPUs with --machine cpu), every other part to FOLDER/PART; uv run scripts/report.py --adopt FOLDER moves rows and pictures to profiles/. PYTHON is
 # how scripts are run (default: uv run).
 set -euo pipefail
 folder=${1:?usage: scripts/measure_parallelism.sh FOLDER PART...}
@@ -123,6 +124,10 @@ for part in "$@"; do
       tiny=(--device cpu --size tiny --total-batch-tokens 1024 --context-length 128 --steps 1500 --timeout 240)
       apart "${tiny[@]}" --replicas 2 --agree-every 1 10 30 100 500
       apart "${tiny[@]}" --replicas 1 4 --agree-every 100 ;;
+    diloco-large)
+      apart --device cpu --size tiny --total-batch-tokens 8192 --batch-size 32 --context-length 128 --steps 1000 \
+        --schedule wsd --replicas 2 --agree-every 100 --first-steps 400 --outer-learning-rate 1.0 --outer-momentum 0.5 \
+        --timeout 900 ;;
     failures-forty)
       replicas failures --device cpu --size tiny --how replicas --replicas 4 --context-length 128 --batch-size 1 \
         --steps 2000 --kills 40 --save-every 500 --timeout 900 ;;
@@ -141,7 +146,7 @@ for part in "$@"; do
         --fail "kill 1 at 120" --out "$folder/diloco-four" ;;
     replicas-diloco)
       apart --device cuda --size qwen-100m --replicas 2 --steps 1100 --total-batch-tokens 32768 --schedule wsd \
-        --data "${DATA:-stdlib}" --agree-every 100 --first-steps 400 --outer-learning-rate 1.0 --outer-momentum 0 0.3 \
+        --data "${DATA:-stdlib}" --agree-every 100 --first-steps 400 --outer-learning-rate 1.0 --outer-momentum 0 0.3 0.5 0.7 \
         --timeout 240 ;;
     *)
       echo "unknown part '$part': see the head of scripts/measure_parallelism.sh" >&2
