@@ -22,7 +22,7 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cs336_systems.distributed.messages import GroupMessages, open_messages, piece_bytes_of
+from cs336_systems.distributed.messages import GroupMessages, Mailbox, open_messages
 from cs336_systems.distributed.process_group import Rank, divisions
 from cs336_systems.ranks import mesh_shape
 
@@ -64,25 +64,24 @@ class Mesh:
         """This rank and the others along a dimension; None (to torch: all ranks) if there are no others."""
         return self.devices.get_group(dimension) if self.size(dimension) > 1 else None
 
-    def messages(self, by: str, message_bytes: int) -> GroupMessages:
+    def messages(self, by: str, mailbox: Mailbox) -> GroupMessages:
         """Messages between the stages of this rank's pipeline. The first call makes them, which is a collective.
 
         Args:
-            by: as for ``open_messages``.
-            message_bytes: bytes of the largest message between the micro-batches' passes; for copies.
+            by, mailbox: as for ``open_messages``.
 
         Raises:
             ValueError, OSError: as ``open_messages``.
         """
-        how = by, piece_bytes_of(message_bytes)
+        how = by, mailbox
         if how not in self._messages:
             group = self.devices.get_group("pipeline")
-            self._messages[how] = open_messages(self.rank, group, by, piece_bytes=how[1])
+            self._messages[how] = open_messages(self.rank, group, by, mailbox=mailbox)
         return self._messages[how]
 
     @cached_property
-    def _messages(self) -> dict[tuple[str, int], GroupMessages]:
-        """By how they go, and the bytes of a piece."""
+    def _messages(self) -> dict[tuple[str, Mailbox], GroupMessages]:
+        """By how they go."""
         return {}
 
     @cached_property

@@ -34,9 +34,25 @@ from cs336_systems.distributed.process_group import Rank, nccl_options
 
 MAX_CTAS = 2
 """Most thread blocks of a message. Two copy some 40 GB/s over NVLink: 1.7 ms for 8,192 x 4,096 numbers in bf16."""
-PIECE_BYTES, N_PIECES = 16 * 2**20, 4
-"""Bytes of a piece, and the pieces of a mailbox: 64 MiB of each GPU for each other rank. By arithmetic a piece takes
-50 us over NVLink, of which calls and flags are a few."""
+PIECE_BYTES = 16 * 2**20
+"""Least bytes of a piece. By arithmetic it takes 50 us over NVLink, of which calls and flags are a few."""
+
+
+@dataclass(frozen=True)
+class Mailbox:
+    """Memory of a rank for the messages of one other by copies, until it receives them; the same on all ranks."""
+
+    piece_bytes: int = PIECE_BYTES
+    n_pieces: int = 4
+
+    @classmethod
+    def holding(cls, n_messages: int, message_bytes: int) -> "Mailbox":
+        """Room for whole messages, each in at most two pieces, of whole MiB and no less than ``PIECE_BYTES``."""
+        return cls(max(PIECE_BYTES, -(-message_bytes // (2 * 2**20)) * 2**20), 2 * n_messages)
+
+    def n_bytes(self, n_ranks: int) -> int:
+        """Bytes of each GPU's mailboxes among ``n_ranks`` ranks."""
+        return (n_ranks - 1) * self.n_pieces * self.piece_bytes
 
 
 class Underway(Protocol):
@@ -47,14 +63,14 @@ class Underway(Protocol):
 
 
 def open_messages(
-    rank: Rank, group: dist.ProcessGroup | None = None, by: str = "auto", *, piece_bytes: int = PIECE_BYTES
+    rank: Rank, group: dist.ProcessGroup | None = None, by: str = "auto", *, mailbox: Mailbox = Mailbox()
 ) -> "GroupMessages":
     """Messages between the ranks of a group, all if None; a collective. Their ``how`` says which, and why.
 
     Args:
         by: ``messages``, by torch's process groups; ``copies``, for which CPUs use process groups, too; ``auto``,
             copies if these GPUs can map each other's memory, else process groups.
-        piece_bytes: bytes of a piece of a message by copies; the same on all ranks.
+        mailbox: of messages by copies.
 
     Raises:
         ValueError: ``copies`` is asked for, and these GPUs cannot map each other's memory.
@@ -64,7 +80,7 @@ def open_messages(
         return GroupMessages(rank, group)
     reason = why_not_mapped(rank.device, group or dist.distributed_c10d._get_default_group())
     if reason is None:
-        return CopiedMessages(rank, group, piece_bytes=piece_bytes)
+        return CopiedMessages(rank, group, mailbox)
     if by == "copies":
         raise ValueError(f"ranks cannot copy into each other's memory, as {reason}")
     return GroupMessages(rank, group, reason)
@@ -82,16 +98,6 @@ def planned_as_copies(messages: "GroupMessages | None") -> bool:
     """Whether a plan assumes copies (``copied_messages`` of ``Rates.of``): on GPUs, whether messages are copies; a plan
     made on a CPU, or without messages, is for GPUs that can copy."""
     return messages is None or messages.copied or not _on_gpu(messages.rank)
-
-
-def piece_bytes_of(message_bytes: int) -> int:
-    """Bytes of pieces with which a mailbox holds two messages, in whole MiB; no fewer than ``PIECE_BYTES``."""
-    return max(PIECE_BYTES, -(-message_bytes // (N_PIECES // 2 * 2**20)) * 2**20)
-
-
-def mailbox_bytes(n_ranks: int, piece_bytes: int = PIECE_BYTES) -> int:
-    """Bytes of each GPU's mailboxes for messages by copies among ``n_ranks`` ranks."""
-    return (n_ranks - 1) * N_PIECES * piece_bytes
 
 
 def _on_gpu(rank: Rank) -> bool:
@@ -159,17 +165,14 @@ class CopiedMessages(GroupMessages):
     for some and none has changed for ``rank.timeout_s``, it says so on stderr and ends the process, as NCCL's watchdog
     does.
 
-    Args:
-        piece_bytes: size of a piece; the same on all ranks.
-
     Raises:
         OSError: there is no room for the mailboxes.
     """
 
     copied = True
 
-    def __init__(self, rank: Rank, group: dist.ProcessGroup | None = None, *, piece_bytes: int = PIECE_BYTES) -> None:
-        self._piece_bytes = piece_bytes
+    def __init__(self, rank: Rank, group: dist.ProcessGroup | None = None, mailbox: Mailbox = Mailbox()) -> None:
+        self._mailbox = mailbox
         super().__init__(rank, group)
         self.how = "Ranks hand activations on by copies between the memories of their GPUs."
 
@@ -180,7 +183,7 @@ class CopiedMessages(GroupMessages):
         self._receiving = self._make_stream()
         self._sent, self._taken = [0] * n, [0] * n
         """Pieces so far, to and from each rank."""
-        self._boxes = PeerMemory(mailbox_bytes(n, self._piece_bytes), torch.uint8, rank.device, group)
+        self._boxes = PeerMemory(self._mailbox.n_bytes(n), torch.uint8, rank.device, group)
         self._flags = PeerMemory(2 * n, torch.int32, rank.device, group)
         """For each rank, int32: at s the number of pieces that rank s has written into its mailbox, at n + t the number
         of its own that rank t has taken out."""
@@ -208,11 +211,11 @@ class CopiedMessages(GroupMessages):
             # Ranks of a ring cannot wait for each other in a circle: all follow one order of messages (``order.py``),
             # in which a receive stands where its send does. A send waits until earlier pieces are taken, of this
             # message or one before; a receive waits until the same piece is sent. So the first message that has not
-            # ended goes on, even if a GPU ran the work of all its streams in the order in which it was enqueued.
-            # Stages of a pipeline may each send before they receive. If streams run independently of each other, they
-            # go on all the same. On a GPU that kept that order, simulated, all schedules would go on if a mailbox holds
-            # two whole messages (``piece_bytes_of``), but for ZBV on four and more stages, which may need up to seven.
-            self._await(stream, len(self.ranks) + peer, number - N_PIECES)  # the place that it takes is free
+            # ended goes on, even if a GPU runs the work of all its streams in the order in which it is enqueued. That
+            # happens: a kernel is loaded when it is first called, and loading may wait for all streams ("Lazy Loading"
+            # in the CUDA Programming Guide; two ranks of a test waited so for ever). Stages of a pipeline may each send
+            # before they receive: their mailbox has room for ``Schedule.messages_ahead``.
+            self._await(stream, len(self.ranks) + peer, number - self._mailbox.n_pieces)  # its place is free
             stream.copy(self._place(peer, own, number), address, n_bytes)
             stream.raise_flag(self._flag(peer, own), number)
         return _Copying(stream.reached(), tensor)
@@ -230,8 +233,8 @@ class CopiedMessages(GroupMessages):
     def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, int]]:
         """Address and bytes of each piece of a contiguous tensor."""
         assert tensor.is_contiguous()
-        for start in range(0, tensor.nbytes, self._piece_bytes):
-            yield tensor.data_ptr() + start, min(self._piece_bytes, tensor.nbytes - start)
+        for start in range(0, tensor.nbytes, self._mailbox.piece_bytes):
+            yield tensor.data_ptr() + start, min(self._mailbox.piece_bytes, tensor.nbytes - start)
 
     def _await(self, stream: CopyStream, flag: int, number: int) -> None:
         if number > 0:
@@ -243,8 +246,8 @@ class CopiedMessages(GroupMessages):
 
     def _place(self, owner: int, sender: int, number: int) -> int:
         """Where a piece of the sender lies in the owner's mailbox."""
-        box = (sender - owner - 1) % len(self.ranks)
-        return self._boxes.of_rank[owner].data_ptr() + (box * N_PIECES + number % N_PIECES) * self._piece_bytes
+        box, n = (sender - owner - 1) % len(self.ranks), self._mailbox.n_pieces
+        return self._boxes.of_rank[owner].data_ptr() + (box * n + number % n) * self._mailbox.piece_bytes
 
     def late(self) -> tuple[list[int], list[int]]:
         """This rank's flags, as the copy that an earlier call began found them, and the ranks for which it waits."""

@@ -32,11 +32,13 @@ from cs336_systems.blocks import adapt, block_ops, block_products, head_ops, wri
 from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.costs.offload import STATES, offloaded
+from cs336_systems.costs.parallelism.schedules import Schedule
 from cs336_systems.costs.parallelism.stages import divide, plan_of
 from cs336_systems.costs.parallelism.step import copied_from
 from cs336_systems.distributed.context import context_ops, local_tokens, rotate_local
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.mesh import Mesh
+from cs336_systems.distributed.messages import Mailbox
 from cs336_systems.distributed.pipeline import Pipeline, keep_stage
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.tensor import fill_from_whole, tensor_ops
@@ -206,15 +208,16 @@ def finish(
         return PipelinedByTorch(
             *given, pipeline=TorchPipeline(model, plan, blocks, stages, loss_function, shape), stages=stages
         )
-    messages = mesh.messages(case.parallel.pipeline_by, stage_message_bytes(case))
+    messages = mesh.messages(case.parallel.pipeline_by, mailbox_of(case, plan))
     pipeline = Pipeline(plan, mesh.place("pipeline"), messages)
     return PipelinedStep(*given, pipeline=pipeline, blocks=blocks, stages=stages)
 
 
-def stage_message_bytes(case: TrainingCase) -> int:
-    """Bytes of the activations of a micro-batch, or of their gradient, that a stage hands on."""
+def mailbox_of(case: TrainingCase, plan: Schedule) -> Mailbox:
+    """A stage's mailbox for another's activations and their gradients, micro-batch by micro-batch."""
     rows = case.batch_size * case.context_length // (case.parallel.context * case.parallel.tensor)
-    return rows * case.config.d_model * case.precision.parameter_bytes
+    n_messages = max(each.messages_ahead for each in (plan, plan.forwards(plan.microbatches)))
+    return Mailbox.holding(n_messages, rows * case.config.d_model * case.precision.parameter_bytes)
 
 
 def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:

@@ -31,12 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PARTS, PeakMemory, cuda_block_bytes
-from cs336_systems.distributed.messages import mailbox_bytes, piece_bytes_of
+from cs336_systems.costs.parallelism.stages import plan_of
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.kernels.allocating import FUNCTIONS, only_allocating
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.ranks import SHARED_BATCH, Parallel
-from cs336_systems.training.assemble import build_unchecked, finish, mesh_of, stage_message_bytes
+from cs336_systems.training.assemble import build_unchecked, finish, mailbox_of, mesh_of
 from cs336_systems.training.precision import BY_BYTES, matmul_dtype
 from cs336_systems.training.step import TrainStep
 
@@ -344,8 +344,8 @@ def _dry_run_of(case: TrainingCase, mode: str, world_size: int, number: int, wor
         start = len(live.changes)
         run("temporaries")
     workspaces = workspace_bytes * (1 if mode == "forward" else 2) if on_cuda else 0
-    if on_cuda and case.parallel.pipeline_by in ("auto", "copies"):
-        workspaces += mailbox_bytes(case.parallel.pipeline, piece_bytes_of(stage_message_bytes(case)))
+    if on_cuda and case.parallel.pipeline_by in ("auto", "copies") and (plan := plan_of(case)):
+        workspaces += mailbox_of(case, plan).n_bytes(plan.stages)
     return live.peak(start, workspaces)
 
 

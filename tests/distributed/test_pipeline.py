@@ -2,12 +2,14 @@
 
 import gc
 import os
+import queue
 import re
 import signal
 import weakref
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -22,7 +24,7 @@ from cs336_systems.costs.parallelism.stages import divide, plan_of, stages_of_ca
 from cs336_systems.costs.parallelism.step import GATHER, REDUCE, SCATTER, SEND, pipeline_sent, sharded_sent
 from cs336_systems.distributed.fsdp_parameters import GroupState
 from cs336_systems.distributed.mesh import Mesh
-from cs336_systems.distributed.messages import GroupMessages, mailbox_bytes, open_messages
+from cs336_systems.distributed.messages import GroupMessages, Mailbox, open_messages
 from cs336_systems.distributed.pipeline import Pipeline
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.ranked import PreparedStep, check_replicas
@@ -131,7 +133,7 @@ def test_every_schedule_has_the_bits_of_one_process():
 def both_ways(rank: Rank, cases):
     """The losses and gradients that differ if messages go by copies, on a simulated driver, and fill each mailbox."""
     expected = gradients_on(rank, cases)
-    imagined = lambda mesh, *_: Imagined(mesh.rank, mesh.devices.get_group("pipeline"), 1000)  # noqa: E731
+    imagined = lambda mesh, *_: Imagined(mesh.rank, mesh.devices.get_group("pipeline"), Mailbox(1000))  # noqa: E731
     with patch.object(Mesh, "messages", imagined):
         found = gradients_on(rank, cases)
     return [
@@ -150,8 +152,63 @@ def test_messages_by_copies_give_the_same_bits(n_ranks):
     assert on_ranks(both_ways, n_ranks, cases) == [[]] * n_ranks
 
 
+class InOrder:
+    """Messages of a stage whose GPU does all work in the order in which it is given."""
+
+    copied = True
+
+    def __init__(self, stage, room):
+        self.stage, self.room = stage, room
+
+    def connect(self, pairs):
+        for pair in pairs:
+            self.room.setdefault(pair, queue.Queue(self.room["messages"]))
+
+    def send(self, tensor, peer):
+        self.room[self.stage, peer].put(tensor, timeout=2)
+        return Mock()
+
+    def receive(self, tensor, peer):
+        tensor.copy_(self.room[peer, self.stage].get(timeout=2))
+        return Mock()
+
+
+def ends_in_order(plan, messages):
+    """Whether all stages reach the end of their lists, each in order, with room for as many messages on each way."""
+    room: dict = {"messages": messages}
+    stages = [Pipeline(plan, stage, InOrder(stage, room)) for stage in range(plan.stages)]
+    like = torch.zeros(1)
+
+    def run(stage):
+        with suppress(queue.Full, queue.Empty):
+            stage.run(lambda operation, given: like, like)
+            return True
+
+    with ThreadPool(plan.stages) as threads:
+        return all(threads.map(run, stages, chunksize=1))
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (4, 16), (8, 32)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_stages_go_on_in_order_if_their_mailboxes_hold_as_many_messages_as_planned(name, stages, microbatches):
+    case = run_of(stages, name, config=replace(WIDE, n_layers=18), accumulate=microbatches)
+    plan = plan_of(case)
+    for each in (plan, plan.forwards(microbatches)):
+        assert ends_in_order(each, each.messages_ahead)
+        assert each.messages_ahead == 2 or not ends_in_order(each, each.messages_ahead - 1)
+    if name != "zbv":
+        assert plan.messages_ahead == 2
+
+
+def test_some_zero_bubble_lists_need_room_for_more_than_two_messages():
+    durations = [{"F": 1.0, "B": 1.9, "W": 0.6 + 0.1 * (part % 3)} for part in range(16)]
+    plan = make_schedule("zbv", 8, 24, durations=durations)
+    assert plan.messages_ahead > 2 and ends_in_order(plan, plan.messages_ahead)
+    assert not ends_in_order(plan, plan.messages_ahead - 1)
+
+
 def copies_or_messages(rank: Rank, case):
-    messages = mesh_of(case, rank).messages("copies", 1)
+    messages = mesh_of(case, rank).messages("copies", Mailbox())
     return type(messages) is GroupMessages
 
 
@@ -175,7 +232,7 @@ def test_mailboxes_count_in_predicted_memory():
         dry_run(replace(run_of(2, "1f1b", pipeline_by=by), device="cuda"), world_size=2).n_bytes
         for by in ("messages", "auto")
     )
-    assert by_copies - by_messages == mailbox_bytes(2)
+    assert by_copies - by_messages == Mailbox().n_bytes(2)
 
 
 def compare_stages_on_gpus(world_size, device, by):

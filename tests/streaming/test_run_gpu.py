@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cs336_systems.blocks import block_ops
 from cs336_systems.config import ModelConfig
-from cs336_systems.distributed.messages import CopiedMessages, GroupMessages, ring_messages
+from cs336_systems.distributed.messages import CopiedMessages, GroupMessages, Mailbox, ring_messages
 from cs336_systems.streaming.build import build
 from cs336_systems.streaming.fence import GIB, Fence
 from cs336_systems.streaming.plan import Plan
@@ -78,7 +78,7 @@ def in_a_ring(rank, seeds):
     """Whether a ring has the bits of one rank, under random plans of each, by copies and by NCCL's messages."""
     by_copies = ring_messages(rank)
     assert isinstance(by_copies, CopiedMessages), by_copies.how
-    in_pieces, by_nccl = CopiedMessages(rank, piece_bytes=100_000), GroupMessages(rank)
+    in_pieces, by_nccl = CopiedMessages(rank, mailbox=Mailbox(100_000)), GroupMessages(rank)
     by_nccl.connect(permutations(range(rank.world_size), 2))
     for seed in seeds:
         plans = [on_gpu(plan) for plan, _ in random_ring(seed, rank.world_size)]

@@ -26,6 +26,7 @@ section 2 (ZB-H1); Qi et al. 2024, "Pipeline parallelism with controllable memor
 2024 and Sea AI Lab 2025 (DualPipeV: the V-shaped half of DualPipe).
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -108,6 +109,49 @@ class Schedule:
         """The operations of one stage whose results another takes, in the order in which they are sent."""
         found = ((op, self.receiver(source, op)) for op in self.orders[source])
         return tuple(op for op, to in found if source != target and to is not None and to[0] == target)
+
+    def travels(self, stage: int) -> list[tuple[bool, int]]:
+        """(whether it is a send, the other stage) of a stage's messages, each received when an operation needs it.
+
+        A result that is needed is received behind all that the same stage sent before it.
+        """
+        coming = {source: [op.result for op in self.channel(source, stage)] for source in range(self.stages)}
+        found: list[tuple[bool, int]] = []
+        for operation in self.orders[stage]:
+            for source, result in self.inputs(stage, operation):
+                while operation.kind != "W" and result in coming[source]:
+                    coming[source].pop(0)
+                    found.append((False, source))
+            to = self.receiver(stage, operation)
+            if to is not None and to[0] != stage:
+                found.append((True, to[0]))
+        return found
+
+    @cached_property
+    def messages_ahead(self) -> int:
+        """The messages from one stage to another that must have room until they are received, at least two.
+
+        With fewer, stages that do all work in the order of their lists, sends and receives included, would each wait
+        for another to receive.
+        """
+        travels, room = [self.travels(stage) for stage in range(self.stages)], 2
+        while True:
+            done, waiting = [0] * self.stages, Counter[tuple[int, int]]()
+            moved = True
+            while moved:
+                moved = False
+                for stage, own in enumerate(travels):
+                    while done[stage] < len(own):
+                        is_send, other = own[done[stage]]
+                        way = (stage, other) if is_send else (other, stage)
+                        if waiting[way] == (room if is_send else 0):
+                            break
+                        waiting[way] += 1 if is_send else -1
+                        done[stage] += 1
+                        moved = True
+            if done == [len(own) for own in travels]:
+                return room
+            room += 1
 
     def arrived(self, stage: int) -> dict[Operation, list[Operation]]:
         """For operations of a stage, earlier ones whose results have been taken elsewhere by the time they begin.
