@@ -24,8 +24,8 @@
 #   mesh-four-long           4      400  whole steps of 131,072 tokens; one GPU, too, which needs 141 GB
 #
 #   failures            CPU      180  tiny on two cores: replicas, some killed, beside a restart from a checkpoint
-#   diloco              CPU      480  tiny: DiLoCo on two replicas averaging every H steps for five H, on one and four for
-#                                     one H; data parallelism
+#   diloco              CPU     1100  tiny: DiLoCo on one, two and four replicas averaging every H steps for five H; data
+#                                     parallelism
 #   diloco-large        CPU     1000  the same at 8,192 tokens a step, every 100 after 400 steps of data parallelism
 #   failures-forty      CPU      600  tiny on four replicas, 2,000 steps, 40 kills
 #   replicas              2      160  0.5B over NCCL; one replica is killed and heals while the other trains
@@ -122,8 +122,7 @@ for part in "$@"; do
         --save-every 50 --restarts 3 --timeout 240 ;;
     diloco)
       tiny=(--device cpu --size tiny --total-batch-tokens 1024 --context-length 128 --steps 1500 --timeout 240)
-      apart "${tiny[@]}" --replicas 2 --agree-every 1 10 30 100 500
-      apart "${tiny[@]}" --replicas 1 4 --agree-every 100 ;;
+      apart "${tiny[@]}" --replicas 1 2 4 --agree-every 1 10 30 100 500 ;;
     diloco-large)
       apart --device cpu --size tiny --total-batch-tokens 8192 --batch-size 32 --context-length 128 --steps 1000 \
         --schedule wsd --replicas 2 --agree-every 100 --first-steps 400 --outer-learning-rate 1.0 --outer-momentum 0.5 \
