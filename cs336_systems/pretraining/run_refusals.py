@@ -158,6 +158,10 @@ REFUSALS: tuple[tuple[Callable[["TrainOptions"], bool], str], ...] = (
         "--save-every None leaves no checkpoint to be exported: --no-export does without",
     ),
     (
+        lambda o: o.init is not None and o.size != o.default(o.device).size,
+        "--init {o.init} has a size of its own: leave out --size {o.size}",
+    ),
+    (
         lambda o: o.lora_rank is not None and o.init is None and o.save_every is not None,
         "--lora-rank {o.lora_rank} needs --init or --save-every None: saved adapters need the weights they are for",
     ),

@@ -92,7 +92,7 @@ def test_a_choice_that_does_not_fit_any_more_is_made_anew_and_said(card, monkeyp
     ("given", "why"),
     [
         ({"dtype": "fp32", "optimizer": "torch-fused"}, "plans steps in bf16"),
-        ({"lora_rank": 8, "init": Path("weights")}, "not --lora-rank 8"),
+        ({"lora_rank": 8, "save_every": None, "export": False}, "not --lora-rank 8"),
         ({"context": 2}, "data and tensor ranks"),
         ({"kernels": "reference"}, "hand-written backward"),
     ],

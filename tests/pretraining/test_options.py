@@ -117,6 +117,7 @@ AGREE = {"agree": "every-step", "replicas": 2}
         ),
         ({"context": 2, "context_order": "torch"}, "'torch'"),
         ({"save_every": None}, "--save-every None"),
+        ({"init": Path("weights"), "size": "small"}, "a size of its own: leave out --size small"),
         ({"keep_best": True, "evaluate_every": None}, "--keep-best is for runs with evaluations, and --evaluate-every"),
         ({"stop_after_no_gain": 2, "evaluate_every": None}, "--stop-after-no-gain 2 is for runs with evaluations"),
         ({"keep_best": True, "save_every": None, "export": False}, "--keep-best is for runs with checkpoints"),
