@@ -73,15 +73,15 @@ class Mesh:
         Raises:
             ValueError, OSError: as ``open_messages``.
         """
-        how = by, mailbox
+        how = by, None if by == "messages" else mailbox
         if how not in self._messages:
             group = self.devices.get_group("pipeline")
             self._messages[how] = open_messages(self.rank, group, by, mailbox=mailbox)
         return self._messages[how]
 
     @cached_property
-    def _messages(self) -> dict[tuple[str, Mailbox], GroupMessages]:
-        """By how they go."""
+    def _messages(self) -> dict[tuple[str, Mailbox | None], GroupMessages]:
+        """By the arguments of ``messages``."""
         return {}
 
     @cached_property

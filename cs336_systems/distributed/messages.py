@@ -35,23 +35,30 @@ from cs336_systems.distributed.process_group import Rank, nccl_options
 MAX_CTAS = 2
 """Most thread blocks of a message. Two copy some 40 GB/s over NVLink: 1.7 ms for 8,192 x 4,096 numbers in bf16."""
 PIECE_BYTES = 16 * 2**20
-"""Least bytes of a piece. By arithmetic it takes 50 us over NVLink, of which calls and flags are a few."""
+"""Bytes of a piece, unless ``Mailbox.holding`` needs larger ones. By arithmetic 16 MiB take 50 us over NVLink, of
+which calls and flags are a few."""
 
 
 @dataclass(frozen=True)
 class Mailbox:
-    """Memory of a rank for the messages of one other by copies, until it receives them; the same on all ranks."""
+    """The memory in which a rank keeps what one other rank has copied to it, until it receives that.
+
+    All ranks have the same sizes.
+    """
 
     piece_bytes: int = PIECE_BYTES
     n_pieces: int = 4
 
     @classmethod
     def holding(cls, n_messages: int, message_bytes: int) -> "Mailbox":
-        """Room for whole messages, each in at most two pieces, of whole MiB and no less than ``PIECE_BYTES``."""
+        """A mailbox for ``n_messages`` whole messages of up to ``message_bytes``, each in at most two pieces.
+
+        A piece is a whole number of MiB, and at least ``PIECE_BYTES``.
+        """
         return cls(max(PIECE_BYTES, -(-message_bytes // (2 * 2**20)) * 2**20), 2 * n_messages)
 
     def n_bytes(self, n_ranks: int) -> int:
-        """Bytes of each GPU's mailboxes among ``n_ranks`` ranks."""
+        """Bytes of all mailboxes of one GPU: one for each of the other ``n_ranks - 1`` ranks."""
         return (n_ranks - 1) * self.n_pieces * self.piece_bytes
 
 
@@ -70,7 +77,7 @@ def open_messages(
     Args:
         by: ``messages``, by torch's process groups; ``copies``, for which CPUs use process groups, too; ``auto``,
             copies if these GPUs can map each other's memory, else process groups.
-        mailbox: of messages by copies.
+        mailbox: the size of each mailbox, for copies; the same on all ranks.
 
     Raises:
         ValueError: ``copies`` is asked for, and these GPUs cannot map each other's memory.
@@ -212,9 +219,9 @@ class CopiedMessages(GroupMessages):
             # in which a receive stands where its send does. A send waits until earlier pieces are taken, of this
             # message or one before; a receive waits until the same piece is sent. So the first message that has not
             # ended goes on, even if a GPU runs the work of all its streams in the order in which it is enqueued. That
-            # happens: a kernel is loaded when it is first called, and loading may wait for all streams ("Lazy Loading"
-            # in the CUDA Programming Guide; two ranks of a test waited so for ever). Stages of a pipeline may each send
-            # before they receive: their mailbox has room for ``Schedule.messages_ahead``.
+            # happens: CUDA loads a kernel when it is first called, and loading may wait for all streams ("Lazy Loading"
+            # in the CUDA Programming Guide). Two ranks of a test waited for ever because of it. Stages of a pipeline
+            # may each send before they receive, so their mailboxes have room for ``Schedule.messages_ahead`` messages.
             self._await(stream, len(self.ranks) + peer, number - self._mailbox.n_pieces)  # its place is free
             stream.copy(self._place(peer, own, number), address, n_bytes)
             stream.raise_flag(self._flag(peer, own), number)

@@ -214,7 +214,10 @@ def finish(
 
 
 def mailbox_of(case: TrainingCase, plan: Schedule) -> Mailbox:
-    """A stage's mailbox for another's activations and their gradients, micro-batch by micro-batch."""
+    """A mailbox large enough for a plan's passes, and for its forwards alone.
+
+    A message is the activations of one micro-batch, or their gradient.
+    """
     rows = case.batch_size * case.context_length // (case.parallel.context * case.parallel.tensor)
     n_messages = max(each.messages_ahead for each in (plan, plan.forwards(plan.microbatches)))
     return Mailbox.holding(n_messages, rows * case.config.d_model * case.precision.parameter_bytes)

@@ -54,8 +54,8 @@ def check_values(rank: Rank, n_messages: int):
     messages, pauses = messages_of(rank), random.Random(rank.rank)
     others = [peer for peer in range(rank.world_size) if peer != rank.rank]
     under_way = []
-    # Each kernel is called once before: else it is loaded below, for which the driver may wait for all streams, and
-    # this rank for a message that the other cannot send as it waits, too.
+    # Call each kernel once first. Loading it below could wait for all streams of this rank, among them a receive whose
+    # sender waits in the same way.
     loaded = torch.full_like(content(0, 1).to(rank.device), 7)
     assert not torch.equal(loaded, loaded.clone().fill_(0))
     for number in range(n_messages):

@@ -110,48 +110,47 @@ class Schedule:
         found = ((op, self.receiver(source, op)) for op in self.orders[source])
         return tuple(op for op, to in found if source != target and to is not None and to[0] == target)
 
-    def travels(self, stage: int) -> list[tuple[bool, int]]:
-        """(whether it is a send, the other stage) of a stage's messages, each received when an operation needs it.
+    def messages(self, stage: int) -> list[tuple[int, int]]:
+        """(source, target) of each message that a stage sends or receives by copies, in that order.
 
-        A result that is needed is received behind all that the same stage sent before it.
+        An operation's input is received right before it, after all earlier messages of the stage that sends it.
         """
         coming = {source: [op.result for op in self.channel(source, stage)] for source in range(self.stages)}
-        found: list[tuple[bool, int]] = []
+        found: list[tuple[int, int]] = []
         for operation in self.orders[stage]:
+            if operation.kind == "W":
+                continue
             for source, result in self.inputs(stage, operation):
-                while operation.kind != "W" and result in coming[source]:
+                while result in coming[source]:
                     coming[source].pop(0)
-                    found.append((False, source))
+                    found.append((source, stage))
             to = self.receiver(stage, operation)
             if to is not None and to[0] != stage:
-                found.append((True, to[0]))
+                found.append((stage, to[0]))
         return found
 
     @cached_property
     def messages_ahead(self) -> int:
-        """The messages from one stage to another that must have room until they are received, at least two.
+        """How many messages from one stage to another a mailbox must hold so that no stage waits for ever.
 
-        With fewer, stages that do all work in the order of their lists, sends and receives included, would each wait
-        for another to receive.
+        This assumes that each stage does all its work in one order, sends and receives included: with less room,
+        stages would wait for each other in a circle. At least two, so that one can come while another is taken out.
         """
-        travels, room = [self.travels(stage) for stage in range(self.stages)], 2
-        while True:
-            done, waiting = [0] * self.stages, Counter[tuple[int, int]]()
-            moved = True
-            while moved:
-                moved = False
-                for stage, own in enumerate(travels):
-                    while done[stage] < len(own):
-                        is_send, other = own[done[stage]]
-                        way = (stage, other) if is_send else (other, stage)
-                        if waiting[way] == (room if is_send else 0):
-                            break
-                        waiting[way] += 1 if is_send else -1
-                        done[stage] += 1
-                        moved = True
-            if done == [len(own) for own in travels]:
-                return room
-            room += 1
+        left = [self.messages(stage)[::-1] for stage in range(self.stages)]
+        room, waiting = 2, Counter[tuple[int, int]]()
+        while any(left):
+            moved = False
+            for stage, own in enumerate(left):
+                while own:
+                    sends = own[-1][0] == stage
+                    if waiting[own[-1]] == (room if sends else 0):
+                        break
+                    waiting[own.pop()] += 1 if sends else -1
+                    moved = True
+            if not moved:
+                room += 1
+                assert room <= len(self.orders[0]), "the lists can never end"
+        return room
 
     def arrived(self, stage: int) -> dict[Operation, list[Operation]]:
         """For operations of a stage, earlier ones whose results have been taken elsewhere by the time they begin.

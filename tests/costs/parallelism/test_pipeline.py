@@ -132,9 +132,13 @@ def ends_with_mailboxes_of(plan: Schedule, capacity: int) -> bool:
     todo = []
     for stage, order in enumerate(plan.orders):
         acts: list[tuple[str, tuple[int, int], int]] = []
+        last = Counter[tuple[int, int]]()
         for operation in order:
-            inputs = [each for each in plan.inputs(stage, operation) if each[0] != stage]
-            acts += [("take", (source, stage), places[source, stage][result]) for source, result in inputs]
+            for source, result in plan.inputs(stage, operation):
+                if source != stage:
+                    way, number = (source, stage), places[source, stage][result]
+                    acts += [("take", way, each) for each in range(last[way] + 1, number + 1)]
+                    last[way] = max(last[way], number)
             if (to := plan.receiver(stage, operation)) is not None and to[0] != stage:
                 acts.append(("send", (stage, to[0]), 0))
         todo.append(acts[::-1])
@@ -148,7 +152,7 @@ def ends_with_mailboxes_of(plan: Schedule, capacity: int) -> bool:
                 if not free:
                     break
                 if kind == "take":
-                    taken[way] = max(taken[way], number)
+                    taken[way] = number
                 else:
                     sent[way] += 1
                 acts.pop()
@@ -159,17 +163,31 @@ def ends_with_mailboxes_of(plan: Schedule, capacity: int) -> bool:
 def test_stages_that_wait_for_a_place_in_a_mailbox_of_two_messages_end():
     """As on GPUs that would run all streams in order; one message is too few for two schedules.
 
-    Of ZBV, whose lists follow from durations, on two stages alone: more may need room for more messages.
+    Of ZBV, whose lists follow from durations, on two stages alone.
     """
     for p, factor in product(range(2, 9), (1, 2, 3, 8)):
         for name, chunks in suited(p, factor * p):
             if name != "zbv":
-                assert ends_with_mailboxes_of(make_schedule(name, p, factor * p, chunks), 2), (name, p, factor)
+                plan = make_schedule(name, p, factor * p, chunks)
+                assert ends_with_mailboxes_of(plan, 2) and plan.messages_ahead == 2, (name, p, factor)
     for m, head in product((1, 2, 4, 7, 8, 16, 64), (0.0, 0.1, 0.3, 1.0)):
         durations = [UNIT, UNIT, UNIT, UNIT | {"F": 1 + head}]
         assert ends_with_mailboxes_of(make_schedule("zbv", 2, m, 2, durations), 2), (m, head)
     for name in ("interleaved", "dualpipev"):
         assert not ends_with_mailboxes_of(make_schedule(name, 2, 8, 2), 1)
+
+
+def test_lists_that_need_room_for_more_than_two_messages_say_how_many():
+    found = set()
+    for seed in (5, 7, 18, 31):
+        random = Random(seed)
+        durations = [{kind: random.uniform(0.5, 2) for kind in "FBW"} for _ in range(12)]
+        plan = make_schedule("zbv", 6, 18, 2, durations)
+        for each in (plan, plan.forwards(18)):
+            found.add(room := each.messages_ahead)
+            assert ends_with_mailboxes_of(each, room)
+            assert room == 2 or not ends_with_mailboxes_of(each, room - 1)
+    assert found == {2, 3, 4}
 
 
 def test_zero_bubble_of_a_v_leaves_little():
