@@ -37,8 +37,9 @@
 #                                     transformers and sympy: tokenize_data.py --suffix .py --out data/packages \
 #                                     --input SITE-PACKAGES/{torch,transformers,sympy}
 #
-# The last eight write to FOLDER/replicas (adopt those of CPUs with --machine cpu), every other part to FOLDER/PART; uv run scripts/report.py --adopt FOLDER moves rows and pictures to profiles/. PYTHON is
-# how scripts are run (default: uv run).
+# The last eight write to FOLDER/replicas (adopt those of CPUs with --machine cpu), every other part to FOLDER/PART;
+# uv run scripts/report.py --adopt FOLDER moves rows and pictures to profiles/. PYTHON is how scripts are run (default:
+# uv run).
 set -euo pipefail
 folder=${1:?usage: scripts/measure_parallelism.sh FOLDER PART...}
 shift

@@ -47,7 +47,9 @@ class Mailbox:
     """
 
     piece_bytes: int = PIECE_BYTES
+    """Bytes of a piece; the last of a message may have fewer."""
     n_pieces: int = 4
+    """Pieces for which there is room."""
 
     @classmethod
     def holding(cls, n_messages: int, message_bytes: int) -> "Mailbox":
