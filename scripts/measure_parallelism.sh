@@ -31,11 +31,10 @@
 #   replicas              2      160  0.5B over NCCL; one replica is killed and heals while the other trains
 #   replicas-7b           2      170  the same in the shape of 7B, 40 GB of state
 #   replicas-four         4      150  7B in two replicas of two GPUs with FSDP inside, one killed; then 0.5B by DiLoCo
-#   replicas-diloco       2      600  the 100M model: data parallelism, and DiLoCo every 100 steps after a third of the run;
-#                                     one pass over 36 million tokens, as four over the standard library's nine million
-#                                     were learned by heart. DATA is their folder. Ours had the source of torch 2.11,
-#                                     transformers and sympy: tokenize_data.py --suffix .py --out data/packages \
-#                                     --input SITE-PACKAGES/{torch,transformers,sympy}
+#   replicas-diloco       2      800  the 100M model: data parallelism, and DiLoCo every 100 steps after 400 of 900; one pass
+#                                     over 118 million tokens, as four over the standard library's nine million were
+#                                     learned by heart. DATA is their folder. Ours had all Python files of an environment
+#                                     with torch 2.11: tokenize_data.py --suffix .py --out data/packages --input SITE-PACKAGES
 #
 # The last eight write to FOLDER/replicas (adopt those of CPUs with --machine cpu), every other part to FOLDER/PART;
 # uv run scripts/report.py --adopt FOLDER moves rows and pictures to profiles/. PYTHON is how scripts are run (default:
@@ -145,9 +144,9 @@ for part in "$@"; do
         --agree-every 100 --batch-size 8 --context-length 1024 --steps 300 --evaluate-every 300 --no-export \
         --fail "kill 1 at 120" --out "$folder/diloco-four" ;;
     replicas-diloco)
-      apart --device cuda --size qwen-100m --replicas 2 --steps 1100 --total-batch-tokens 32768 --schedule wsd \
-        --data "${DATA:-stdlib}" --agree-every 100 --first-steps 400 --outer-learning-rate 1.0 --outer-momentum 0 0.3 0.5 0.7 \
-        --timeout 240 ;;
+      apart --device cuda --size qwen-100m --replicas 2 --steps 900 --total-batch-tokens 131072 --schedule wsd \
+        --data "${DATA:-stdlib}" --agree-every 100 --first-steps 400 --outer-learning-rate 1.0 --outer-momentum 0.3 0.5 0.7 \
+        --timeout 300 ;;
     *)
       echo "unknown part '$part': see the head of scripts/measure_parallelism.sh" >&2
       exit 2 ;;
