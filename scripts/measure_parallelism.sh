@@ -121,7 +121,7 @@ for part in "$@"; do
       replicas failures --device cpu --size tiny --replicas 2 --context-length 128 --batch-size 2 --steps 400 --kills 8 \
         --save-every 50 --restarts 3 --timeout 240 ;;
     diloco)
-      tiny=(--device cpu --size tiny --total-batch-tokens 1024 --context-length 128 --steps 1500 --timeout 240)
+      tiny=(--device cpu --size tiny --total-batch-tokens 1024 --context-length 128 --steps 1500 --timeout 600)
       apart "${tiny[@]}" --replicas 1 2 4 --agree-every 1 10 30 100 500 ;;
     diloco-large)
       apart --device cpu --size tiny --total-batch-tokens 8192 --batch-size 32 --context-length 128 --steps 1000 \
