@@ -128,7 +128,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_mesh_four.png": of_rows(mesh_figure, "mesh-four"),
         "cpu_failures.png": of_rows(goodput_figure, "replicas/benchmark_failures", machine="cpu"),
         "cpu_diloco.png": of_rows(loss_figure, "replicas/benchmark_diloco", machine="cpu", schedule="cosine"),
-        "h200_diloco.png": of_rows(loss_figure, "replicas/benchmark_diloco"),
+        "h200_diloco.png": of_rows(loss_figure, "replicas/benchmark_diloco", total_batch_tokens=131072),
         "h200_training.png": Drawing(rates_figure, lambda: (_as_in_tables(rows("training").frame()), {})),
         "h100_training.png": Drawing(rates_figure, lambda: (rows("training", machine="h100").frame(), llmq_ways())),
         "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),

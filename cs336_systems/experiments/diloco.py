@@ -195,7 +195,7 @@ def _data_parallel(line: Line) -> Line | None:
 
 
 def _percent_above(line: Line) -> Spread | None:
-    ratio = line.repeats_over("held_out_loss", _data_parallel(line))
+    ratio = line.repeats_over("held_out_loss", _data_parallel(line), ("commit", "host"))
     return ratio and Spread(*(100 * (each - 1) for each in (ratio.median, ratio.least, ratio.largest)))
 
 

@@ -89,16 +89,17 @@ class Line:
         own, other = self.median(metric), peer.median(metric) if peer else None
         return None if own is None or not other else own / other
 
-    def repeats_over(self, metric: str, peer: Line | None) -> Spread | None:
+    def repeats_over(self, metric: str, peer: Line | None, alike: Collection[str] = COMMAND) -> Spread | None:
         """The metric's ratios to the peer's in the same command, by repeat; None if that has not measured both.
 
-        The peer may have been measured again since, by another command, and be shown as of that.
+        The peer may have been measured again since, by another command, and be shown as of that. What does not depend
+        on the moment, such as a loss, is compared where ``alike``, fewer columns, agree.
         """
         from cs336_systems.harness.runs import by_repeat
 
         if peer is None or metric not in self.metrics:
             return None
-        run = peer.run_beside(self, COMMAND)
+        run = peer.run_beside(self, alike)
         if metric not in set(run["metric"]):
             return None
         ratios = (by_repeat(self.run, metric) / by_repeat(run, metric)).dropna()
