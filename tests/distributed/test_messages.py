@@ -55,8 +55,8 @@ def check_values(rank: Rank, n_messages: int):
     messages, pauses = messages_of(rank), random.Random(rank.rank)
     others = [peer for peer in range(rank.world_size) if peer != rank.rank]
     under_way = []
-    # Call each kernel once first; their variants depend on a message's size. Loading one below could wait for all streams
-    # of this rank, among them a receive whose sender waits in the same way.
+    # Call each kernel once first, for each size, which decides between variants. Loading one below could wait for all
+    # streams of this rank, among them a receive whose sender waits in the same way.
     for size in range(len(SIZES)):
         loaded = torch.full_like(content(0, size).to(rank.device), 7)
         assert torch.equal(loaded, loaded.clone().fill_(0)) == (loaded.numel() == 0)
