@@ -17,12 +17,17 @@ from cs336_systems.training.step import TrainStep
 _MIX = 0.5
 """The share of a replica's own weights in those that follow a delayed average, without which the steps of the delay
 would be lost; that of Streaming DiLoCo (arXiv 2501.18512)."""
+_MEAN = {"lr": 1.0, "momentum": 0.0, "nesterov": False}
+"""The outer optimizer that sets weights to the mean of the replicas'."""
 _MOST_FAILED = 10
 """Failed averages in a row after which a replica gives up before its first step; each death meanwhile costs one."""
 
 
 class OuterSteps(ReplicaAgreement):
     """DiLoCo: each replica takes its own steps, and an outer optimizer steps on the mean change of their weights.
+
+    Unlike in the papers, the last average of a run is the mean of the replicas' weights: a step with momentum goes
+    beyond it, which pays in the steps that follow.
 
     A replica begins with a round of steps without gradients, which change nothing: at its end it takes over the state
     of the others, or those that begin together meet. In this one average it stands for the peer whose state it has.
@@ -77,6 +82,10 @@ class OuterSteps(ReplicaAgreement):
 
     def begin(self, made: int) -> int:
         self._made, self.at_average = made, False
+        if made >= self._options.steps - self._options.agree_every:  # from here on each fragment is averaged once
+            for outer in self._outer:
+                for group in outer.param_groups:
+                    group |= _MEAN
         return made
 
     def before_update(self, step: TrainStep) -> bool:

@@ -93,7 +93,10 @@ class ReplicaFields:
         sign="positive",
     )
     outer_learning_rate: float = option(
-        0.7, "Learning rate of the outer optimizer of --agree diloco, SGD on changes of weights.", sign="not negative"
+        0.7,
+        "Learning rate of the outer optimizer of --agree diloco, SGD on changes of weights. A run's last average sets "
+        "weights to the mean of the replicas' instead.",
+        sign="not negative",
     )
     outer_momentum: float = option(
         0.9, "Nesterov momentum of the outer optimizer; 0 is plain SGD.", sign="not negative"
