@@ -82,7 +82,7 @@ class OuterSteps(ReplicaAgreement):
 
     def begin(self, made: int) -> int:
         self._made, self.at_average = made, False
-        if made >= self._options.steps - self._options.agree_every:  # from here on each fragment is averaged once
+        if made >= self._prepared.n_steps - self._options.agree_every:  # from here on each fragment is averaged once
             for outer in self._outer:
                 for group in outer.param_groups:
                     group |= _MEAN
