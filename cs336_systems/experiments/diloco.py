@@ -242,14 +242,15 @@ def loss_figure(rows: pd.DataFrame) -> Figure | None:
         way += "".join(f", {_WORDS[name]} {line.settings[name]}" for name in differ if line.settings[name])
         own = {"way": way, "replicas": f"{line.settings['world_size']} replicas"}
         for at_tokens, at_sent, level in zip(tokens, sent, loss, strict=True):
-            places = {"tokens": at_tokens / 1e6, "sent": at_sent} if at_sent else {"tokens": at_tokens / 1e6}
+            places = {"tokens": at_tokens / 1e6, "sent": at_sent / 1024} if at_sent else {"tokens": at_tokens / 1e6}
             points += [own | {"panel": panel, "at": at, "loss": level} for panel, at in places.items() if at_tokens]
-    figure, axes = lines(
-        pd.DataFrame(points), x="at", y="loss", colour="way", style="replicas", panel="panel", sharey=True
-    )
+    table = pd.DataFrame(points)
+    figure, axes = lines(table, x="at", y="loss", colour="way", style="replicas", panel="panel", sharey=True)
     axes["tokens"].set(xlabel="million tokens, of all replicas", ylabel="held-out loss, nats")
     if "sent" in axes:
-        axes["sent"].set(xlabel="MiB sent by each replica", xscale="log")
+        sent_at = table["at"][table["panel"] == "sent"]
+        scale = "log" if sent_at.max() > 10 * sent_at.min() else "linear"  # of less than a decade, numbers overlap
+        axes["sent"].set(xlabel="GiB sent by each replica", xscale=scale)
     first = found[-1].last
     figure.suptitle(f"DiLoCo of {first['size']} on {first['gpu'] or first['device']}", fontsize=11)
     return figure
