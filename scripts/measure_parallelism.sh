@@ -125,7 +125,7 @@ for part in "$@"; do
       apart "${tiny[@]}" --replicas 1 2 4 --agree-every 1 10 30 100 500 ;;
     diloco-large)
       apart --device cpu --size tiny --total-batch-tokens 8192 --batch-size 32 --context-length 128 --steps 1000 \
-        --schedule wsd --replicas 2 --agree-every 100 --first-steps 400 --outer-learning-rate 1.0 --outer-momentum 0.5 \
+        --schedule wsd --replicas 2 --agree-every 100 --first-steps 400 --outer-learning-rate 1.0 --outer-momentum 0.7 \
         --timeout 900 ;;
     failures-forty)
       replicas failures --device cpu --size tiny --how replicas --replicas 4 --context-length 128 --batch-size 1 \
@@ -145,7 +145,7 @@ for part in "$@"; do
         --fail "kill 1 at 120" --out "$folder/diloco-four" ;;
     replicas-diloco)
       apart --device cuda --size qwen-100m --replicas 2 --steps 900 --total-batch-tokens 131072 --schedule wsd \
-        --data "${DATA:-stdlib}" --agree-every 100 --first-steps 400 --outer-learning-rate 1.0 --outer-momentum 0.3 0.5 0.7 \
+        --data "${DATA:-stdlib}" --agree-every 100 --first-steps 400 --outer-learning-rate 1.0 --outer-momentum 0.5 0.7 0.8 \
         --timeout 300 ;;
     *)
       echo "unknown part '$part': see the head of scripts/measure_parallelism.sh" >&2
