@@ -28,7 +28,7 @@
 #                          and bf16; at 0.5B by measured kernels of matmuls
 #   80gb-large        420  the same of 3B and 7B with moments on the host, 7B in bf16 with steps of 262,144 tokens; but 3B
 #                          in fp8 with all on the GPU, by measured kernels of matmuls
-#   80gb-host         340  14B in bf16, and Llama 3 8B at 8,192 tokens in fp8, with moments on the host
+#   80gb-host         580  14B in bf16, and Llama 3 8B at 8,192 tokens in fp8, with moments on the host
 #   finetuning        390  0.5B, micro-batches of 16 and 32 rows of 2,048 tokens, steps of 131,072, 20 s each:
 #                          pre-training, packed conversations, and these by TRL's SFTTrainer, also compiled; ours in fp8
 #   lora              170  7B, one row at a time: adapters of rank 16 in bf16 and in e4m3, in a CUDA graph, beside
