@@ -32,7 +32,7 @@ from cs336_systems.experiments.mesh import MESH
 from cs336_systems.experiments.model import step_table
 from cs336_systems.experiments.streaming import STREAMING_TABLE
 from cs336_systems.experiments.training import TRAINING_TABLE
-from cs336_systems.hardware import GIB, MIB
+from cs336_systems.hardware import GIB, MIB, TERA, hardware_named
 from cs336_systems.profiling.traces.kernels import short_name
 from cs336_systems.report.tables import Table
 
@@ -95,6 +95,7 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
         "pivot": pivot,
         "quoted": quoted,
         "given": given,
+        "memory_of": memory_of,
         "parallelism": parallelism,
         "rows": committed.rows,
         "runs": committed.runs,
@@ -130,6 +131,18 @@ def given(setting: str) -> str:
     if not re.fullmatch(rf"{number}(?:(?:, | and | to | / ){number})* [KMG]i?B|{number} / {number}", setting):
         raise ValueError(f"{setting!r} is no size of memory or messages")
     return setting
+
+
+def memory_of(gpu: str) -> str:
+    """The memory of a GPU and its bandwidth, which stand beside each comparison of two cards: ``80 GB, 3.35 TB/s``.
+
+    Raises:
+        ValueError: no such GPU.
+    """
+    card = hardware_named(gpu)
+    _, bytes_per_s = card.peaks("bf16")
+    assert card.memory_bytes, "every GPU has its memory"
+    return f"{card.memory_bytes / GIB:.0f} GB, {bytes_per_s / TERA:.3g} TB/s"
 
 
 def parallelism(question: str, **options: Any) -> list[Table]:

@@ -5,6 +5,7 @@ import pytest
 
 from cs336_systems.answers.committed import NotMeasured
 from cs336_systems.answers.rendering import CannotRender, Pages, stale_line, typed_numbers
+from cs336_systems.answers.vocabulary import memory_of
 from cs336_systems.report.tables import Table
 
 TIMES = {"small": 54.512, "xl": 697.3}
@@ -48,6 +49,12 @@ def rendered(text, names=NAMES, **parts):
 )
 def test_numbers_and_their_forms(expression, shown):
     assert rendered(f"It takes {{{{ {expression} }}}} ms.") == f"It takes {shown} ms."
+
+
+def test_the_memory_of_a_card_is_that_of_its_datasheet():
+    assert memory_of("h100") == "80 GB, 3.35 TB/s" and memory_of("h200") == "141 GB, 4.8 TB/s"
+    with pytest.raises(ValueError, match="h20000"):
+        memory_of("h20000")
 
 
 def test_tables_and_parts_stand_where_they_are_called_and_the_template_is_named():
