@@ -12,7 +12,8 @@
 #   128k       2  115  at 131,072: 78 and 115 GiB
 #   512k      11  120  at 524,288: 130 and 120 GiB, one step
 #   32b        5  240  Qwen2.5-32B's shape at 8,192: 80 and 240 GiB, on a host with 256
-#   offload    2  100  8B at 8,192 without caps: ours, and FSDP2 with state and optimizer on the host (streaming-offload)
+#   offload    5  100  8B at 8,192 without caps: ours, and FSDP2 with state and optimizer on the host, both with one, two and four
+#                      sequences at a time (streaming-offload)
 #   ring       3  160  8B at 8,192 within 24 and 75 GiB on one GPU, and the same on each of two
 #   ring-four  3  300  the same with four, on a host of four GPUs
 #   grid       8  115  at 8,192: three capacities of each in steps of 131,072 tokens
@@ -50,7 +51,10 @@ for part in "$@"; do
     32b)
       streaming --size qwen2.5-32b --device-gib 80 --host-gib 240 --tokens-per-step 393216 --steps 1 ;;
     offload)
-      into streaming-offload --device-gib 132 --host-gib 16 --peers fsdp2-offload --tokens-per-step 65536 --steps 1 ;;
+      for chunk in 8192 16384 32768; do
+        into streaming-offload --device-gib 132 --host-gib 16 --chunk "$chunk" --peers fsdp2-offload \
+          --tokens-per-step 65536 --steps 1
+      done ;;
     ring | ring-four)
       worlds=(1 2)
       [ "$part" = ring ] || worlds+=(4)

@@ -14,6 +14,9 @@
 #   3b                500  Qwen2.5-3B at 16
 #   7b                240  Qwen2.5-7B at 8, keeping products: ours; few and long steps
 #   7b-peers          450  the same: transformers compiled, and with Liger
+#   ways-0.5b         360  0.5B, 20 s each: ours, and transformers in each way that is not torchao's
+#   ways-1.5b         380  1.5B
+#   8b-e4m3           180  Llama 3 8B at 8,192 tokens in fp8, one sequence at a time
 #   keep               80  0.5B keeping products
 #   graph              90  0.5B as a CUDA graph
 #   fp8-0.5b          165  products of blocks in fp8, and in bf16 in the same command: 0.5B at 32
@@ -68,6 +71,7 @@ most=$(printf '%s\n' "${worlds[@]}" | sort -n | tail -1)
 in_rows_of_2048() { # finetuning and lora: into a file of their own, as their tokens are not those of pre-training
   DURATION=${DURATION:-20} into finetuning "${ours[@]}" --kernels fused --context-length 2048 "$@"
 }
+ways=(ours transformers transformers-cudnn transformers-liger transformers-liger-cudnn transformers-liger-whole)
 on_80gb() { # size, then the shape and the recipe
   DURATION=${DURATION:-40} into training "${ours[@]}" --kernels fused --how ours --warmup 1 --size "$1" "${@:2}"
 }
@@ -105,6 +109,12 @@ for part in "$@"; do
       training --size qwen2.5-7b --batch-size 8 --keep products --how ours ;;
     7b-peers)
       training --size qwen2.5-7b --batch-size 8 --how transformers transformers-liger ;;
+    ways-0.5b)
+      DURATION=${DURATION:-20} training --size qwen2.5-0.5b --batch-size 32 --how "${ways[@]}" ;;
+    ways-1.5b)
+      DURATION=${DURATION:-20} training --size qwen2.5-1.5b --batch-size 16 --how "${ways[@]}" ;;
+    8b-e4m3)
+      training --size llama3-8b --context-length 8192 --batch-size 1 --recipe e4m3 --how ours ;;
     keep)
       training --size qwen2.5-0.5b --batch-size 32 --how ours --keep products ;;
     graph)

@@ -58,7 +58,8 @@ class StreamingCell:
     )
     chunk: int = option(
         0,
-        "Tokens that a layer processes at a time; by default the fastest, and 32 for tiny.",
+        "Tokens that a layer processes at a time; by default the fastest, and 32 for tiny. Of peers those of a "
+        "micro-batch, in whole sequences; by default 8192.",
         asked=None,
         several=False,
         sign="positive",
@@ -158,7 +159,8 @@ def make_cells(options: Any) -> list[StreamingCell]:
             raise ValueError(f"--world-size {max(worlds)}: the {n_layers} layers of {name} leave ranks without one")
         own: dict[str, Any] = {"size": [name], "simulated_device": [simulated], "ranks": worlds, "peer": [""]}
         own |= {each: asked[each] for each in _SETS} | {each: [asked[each]] for each in of_step}
-        free = own | {"device_gib": [0.0], "host_gib": [0.0], "chunk": [0], "peer": options.peers}
+        free = own | {"device_gib": [0.0], "host_gib": [0.0], "peer": options.peers}
+        free |= {"chunk": [given.get("chunk", 0)]}
         for cell in every(StreamingCell, options, **own) + every(StreamingCell, options, **free):
             in_ring = cell.ranks > 1 and not simulated  # one process simulates all ranks
             cells.append(RingCell(**vars(cell)) if in_ring else cell)

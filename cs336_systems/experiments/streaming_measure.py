@@ -247,7 +247,7 @@ class PeerCase(TrainingCase):
 def case_of(cell: StreamingCell) -> PeerCase:
     """The case that a peer's cell runs; on a CPU without torch.compile and with plain attention."""
     on_gpu, tokens = cell.device == "cuda", cell.tokens_per_step or PEER_TOKENS
-    sequences = max(1, min(LEAST_CHUNK, tokens) // cell.context_length)
+    sequences = max(1, min(cell.chunk or LEAST_CHUNK, tokens) // cell.context_length)
     return PeerCase.of(
         cell.config,
         peer=cell.peer,

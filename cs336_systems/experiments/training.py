@@ -40,11 +40,14 @@ TRL: dict[str, dict[str, Any]] = {
 }
 """Ways of TRL's SFTTrainer, with their further arguments; ``attn_implementation``, by default sdpa, is the model's."""
 
+LIGER = ("transformers-liger", "transformers-liger-cudnn", "transformers-liger-whole")
+"""Ways of transformers' model with Liger's kernels; whole: compiled as one graph."""
+
 LIBRARIES = {
     "ours": (),
     "input-gradients": (),
-    "transformers": ("transformers",),
-    "transformers-liger": ("transformers", "liger-kernel"),
+    **dict.fromkeys(("transformers", "transformers-cudnn"), ("transformers",)),
+    **dict.fromkeys(LIGER, ("transformers", "liger-kernel")),
     **dict.fromkeys(TORCHAO, ("transformers", "torchao")),
     **dict.fromkeys(TRL, ("trl", "transformers", "liger-kernel", "flash-attn-4")),
 }
@@ -71,8 +74,9 @@ class TrainingRunCell:
     how: str = option(
         "ours",
         "ours: the trainer of train.py. The others: a plain loop over transformers' model, compiled whole on a GPU; "
-        "with Liger's kernels, each block compiled by itself; with torchao's float8 in blocks, one scale per tensor or "
-        "row, each block and the loss compiled by itself; TRL's SFTTrainer, for packed conversations, with Liger. "
+        "with Liger's kernels, each block compiled by itself (whole: as one); with cuDNN's attention (cudnn) or the "
+        "one that torch chooses; with torchao's float8 in blocks, one scale per tensor or row, each block and the loss "
+        "compiled by itself; TRL's SFTTrainer, for packed conversations, with Liger. "
         "input-gradients: ours, but only forward and gradients of inputs: a bound on how fast adapters train.",
         values=tuple(LIBRARIES),
         asked=("ours", "transformers", "transformers-liger"),

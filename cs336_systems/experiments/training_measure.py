@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336_systems.case import Unsupported
 from cs336_systems.config import resolve_size
@@ -24,7 +25,7 @@ from cs336_systems.experiments.block_measure import with_float8
 from cs336_systems.experiments.finetuning_measure import data_of, train_on_input_gradients, train_trl, useful_shares
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.experiments.ranked import largest
-from cs336_systems.experiments.training import TORCHAO, TRL, TrainingRunCell
+from cs336_systems.experiments.training import LIGER, TORCHAO, TRL, TrainingRunCell
 from cs336_systems.harness.clock import in_gib
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.record import Metric
@@ -140,9 +141,9 @@ def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch:
     assert options.steps is not None
     precision = options.training_case(config, 1).precision
     torch.manual_seed(options.seed)
-    with_liger, on_gpu = cell.how == "transformers-liger", rank.device.type == "cuda"
-    if with_liger and not on_gpu:
-        raise Unsupported(f"Liger's kernels need a GPU, got {rank.device.type}")
+    with_liger, with_cudnn, on_gpu = cell.how in LIGER, cell.how.endswith("cudnn"), rank.device.type == "cuda"
+    if (with_liger or with_cudnn) and not on_gpu:
+        raise Unsupported(f"{cell.how} needs a GPU, got {rank.device.type}")
     if reason := recipe_unsupported_reason(RECIPES[cell.recipe], precision, rank.device):
         raise Unsupported(reason)
     model = peer_model(config, rank.device, parameter_dtype(precision), liger=with_liger)
@@ -152,11 +153,13 @@ def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch:
     if on_gpu and cell.how in TORCHAO:
         model.compile_parts()
     elif on_gpu:
-        for part in model.blocks if with_liger else [model]:
+        for part in model.blocks if with_liger and not cell.how.endswith("whole") else [model]:
             part.compile()
     tokens, rate_of = options.tokens_per_step(1), options.rate_of(options.steps)
     sequences = Sequences(stream, options.context_length, config.vocab_size, rank.device)
-    with Loader(sequences, tokens // options.context_length, seed=options.seed) as loader, StopRequests() as stop:
+    attention = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if with_cudnn else nullcontext()
+    loader = Loader(sequences, tokens // options.context_length, seed=options.seed)
+    with loader, StopRequests() as stop, attention:
         while stop.asked is None:
             began, rate = time.perf_counter(), rate_of(len(watch.steps))
             for group in optimizer.param_groups:

@@ -34,6 +34,8 @@ def test_peers_run_without_caps_once_for_each_length():
     assert (long.batch_size, long.accumulate, long.checkpoint, long.parallel.on_host) == (1, 4, "full", True)
     short = case_of(replace(two, size="llama3-8b", context_length=1024, tokens_per_step=0))
     assert (short.batch_size, short.accumulate, short.parallel.wrapper) == (8, 8, "none")
+    larger = case_of(replace(two, size="llama3-8b", context_length=8192, tokens_per_step=65_536, chunk=32_768))
+    assert (larger.batch_size, larger.accumulate) == (4, 2)
 
 
 @pytest.mark.slow
