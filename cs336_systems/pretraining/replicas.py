@@ -155,6 +155,7 @@ class _Watch:
         self._waking: list[tuple[float, int, FreshProcess]] = []  # when, and which process, is to go on
         self._lighthouse: FreshProcess | None = None
         self._port = 0
+        self._stop_requests = StopRequests(heard=self._stop)
         self._stopping = False
         self._ends_at: float | None = None
         self._complaint: str | None = None
@@ -162,7 +163,7 @@ class _Watch:
         """Why replicas have no lighthouse any more, if they have none."""
 
     def to_the_end(self) -> Ended:
-        with StopRequests(heard=self._stop) as stop:
+        with self._stop_requests as stop:
             try:
                 self._start_lighthouse()
                 for replica in self._replicas:
@@ -181,8 +182,9 @@ class _Watch:
         nobody = Outcome(self._options.out, 0, 0, stop.asked or "failed", complaint)
         last = max(ended, key=lambda outcome: outcome.steps, default=nobody)
         complaint = self._alone or next((outcome.complaint for outcome in ended if outcome.complaint), last.complaint)
+        reason = stop.asked if stop.asked and last.reason == "terminated" else last.reason
         names = tuple(replica.name for replica in self._replicas)
-        return Ended(replace(last, complaint=complaint), names, tuple(self._hits))
+        return Ended(replace(last, reason=reason, complaint=complaint), names, tuple(self._hits))
 
     def _start_lighthouse(self) -> None:
         """Start it, at its port if it had one; without it the replicas are asked to save and end."""
@@ -290,10 +292,11 @@ class _Watch:
             rank.connection.send("go on")
 
     def _stop(self) -> None:
-        """Ask all replicas to save and end."""
+        """Ask all replicas to save and end, those that train for the reason that this process was given."""
         self._stopping = True
-        for replica in self._replicas:
-            replica.send_signal(signal.SIGTERM)
+        interrupted = self._stop_requests.asked == "interrupted"
+        for replica in self._replicas:  # one that does not train yet is deaf to SIGINT
+            replica.send_signal(signal.SIGINT if interrupted and replica.trains else signal.SIGTERM)
 
 
 def be_the_lighthouse(connection: Any, port: int, join_timeout_ms: int) -> None:

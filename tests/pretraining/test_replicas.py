@@ -89,8 +89,8 @@ def test_replicas_train_what_one_process_trains(folder):
         assert ours == pytest.approx(theirs, rel=2e-5)
 
 
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_a_signal_while_processes_are_started_ends_all_of_them(folder, monkeypatch, at):
+@pytest.mark.parametrize(("at", "number"), [(1, signal.SIGTERM), (2, signal.SIGINT), (3, signal.SIGTERM)])
+def test_a_signal_while_processes_are_started_ends_all_of_them(folder, monkeypatch, at, number):
     """It comes once the lighthouse is there, the first of two replicas, or both ranks of the first."""
     started = []
 
@@ -99,13 +99,30 @@ def test_a_signal_while_processes_are_started_ends_all_of_them(folder, monkeypat
             super().__init__(*args)
             started.append(self)
             if len(started) == at:
-                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(number)
 
     monkeypatch.setattr(replicas, "FreshProcess", Interrupted)
     ended, told, logs = run(folder, steps=100_000, ranks_per_replica=1 + (at == 3))
-    assert (ended.reason, ended.steps, logs) == ("terminated", 0, []), told
+    reason = "interrupted" if number == signal.SIGINT else "terminated"
+    assert (ended.reason, ended.steps, logs) == (reason, 0, []), told
     assert len(started) == at
     assert not any(each.is_alive() for each in started)
+
+
+def test_ctrl_c_saves_and_ends_all_replicas_after_one_step(folder):
+    """A script that calls the command must see by its exit code that it was interrupted."""
+    heard = []
+
+    def interrupt(name, record):
+        if isinstance(record, LoggedStep) and not heard:
+            heard.append(name)
+            signal.raise_signal(signal.SIGINT)
+
+    ended, told, logs = run(folder, steps=100_000, save_every=100_000, hear=interrupt)
+    assert (ended.reason, ended.complaint, told) == ("interrupted", None, [])
+    ends = [read_run(log / LOG).last(End) for log in logs]
+    assert [(end.reason, end.step) for end in ends if end is not None] == [("interrupted", ended.steps)] * 2
+    assert survey(folder / "run")[0][-1].step == ended.steps
 
 
 def test_replicas_that_end_are_asked_once_whatever_signals_come():
