@@ -11,6 +11,7 @@ Faults of ``--fail`` are real signals: a replica in the middle of a step asks fo
 """
 
 import heapq
+import math
 import multiprocessing.connection
 import os
 import signal
@@ -158,6 +159,7 @@ class _Watch:
         self._stop_requests = StopRequests(heard=self._stop)
         self._stopping = False
         self._ends_at: float | None = None
+        self._done_at = math.inf  # when the first one had made the last step, in seconds since 1970
         self._complaint: str | None = None
         self._alone: str | None = None
         """Why replicas have no lighthouse any more, if they have none."""
@@ -241,6 +243,9 @@ class _Watch:
             if isinstance(said, Session):
                 replica.trains, replica.n_failures = True, 0
             self._hear_record(replica.name, said)
+            if isinstance(said, Membership) and said.at > self._done_at:  # it would save other weights over theirs
+                self._tell(f"replica {replica.name} was away when the others made the last step: it is ended")
+                replica.end()
         elif kind == "fault":
             self._hit(rank, said)
         elif kind == "refused":
@@ -253,6 +258,8 @@ class _Watch:
             self._lost(replica, f"has failed: {said}")
         elif kind == "ended" and replica.ended is None:
             replica.ended = said
+            if said.reason == "done":
+                self._done_at = min(self._done_at, time.time())
             for one in replica.ranks:
                 one.end(grace_s=10.0)
             replica.ranks = []

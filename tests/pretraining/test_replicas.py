@@ -274,6 +274,18 @@ def test_diloco_replicas_learn_apart_and_resume_together(folder):
     assert sum(loss for loss, _ in one[:2]) > sum(loss for loss, _ in losses_and_norms(logs[0])[-2:])
 
 
+@pytest.mark.slow
+def test_one_that_wakes_after_the_last_step_of_the_others_does_not_train_on_alone(folder):
+    """It would learn their sequences a second time, and save its weights over theirs."""
+    faults = "stall 0 at 5 for 8s"
+    ended, told, logs = run(folder, 2, "diloco", steps=60, agree_every=2, save_every=60, fail=faults)
+    assert (ended.reason, ended.steps, ended.complaint) == ("done", 60, None)
+    assert told == [f"fault: {faults}", "replica 0 was away when the others made the last step: it is ended"]
+    assert [each.step for each in read_run(logs[1] / LOG).all(LoggedStep)] == list(range(60))
+    assert max(each.step for each in read_run(logs[0] / LOG).all(LoggedStep)) < 59
+    assert [each.step for each in survey(folder / "run")[0]] == [60]
+
+
 def test_the_one_that_saves_dies_while_its_checkpoint_is_written(folder):
     """The others make the step; what the folder holds is whole, and another one saves at the end."""
     ended, told, logs = run(folder, steps=9, save_every=5, evaluate_every=None, fail="kill 0 at 5")
