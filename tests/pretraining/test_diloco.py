@@ -98,7 +98,7 @@ def trained(folder):
     )
     ways = [replace(plain, agree="diloco", steps=8, agree_every=4, agree_timeout=30.0, **way) for way in WAYS]
     steps = [replace(plain, agree=agree, steps=6, **LINEAR) for agree in ("every-step", "diloco")]
-    once = [replace(asked, steps=1, agree_every=1 if asked.agree == "diloco" else asked.agree_every) for asked in steps]
+    once = [replace(steps[0], steps=1), replace(steps[1], steps=1, agree_every=1)]
     runs = [*ways, steps[0], replace(steps[1], **WHOLE), *once]
     return list(zip(*on_ranks(train_apart, 2, runs), strict=True))
 
