@@ -146,7 +146,8 @@ class TrainStep:
         if self.loss_function is None:
             loss: Tensor = self.model(token_ids, targets)
             return loss
-        return self.loss_function(self.model(token_ids), targets.to(self.device, non_blocking=True))
+        logits = self.model(token_ids)  # not where the parameters are, if FSDP2 keeps these on the host
+        return self.loss_function(logits, targets.to(logits.device, non_blocking=True))
 
     def phases(self, mode: str, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
         """Return the phases of one step on this batch by name, in the order in which they must run.
@@ -183,7 +184,7 @@ class TrainStep:
         def share(part: int, loss: Tensor) -> Tensor:
             if part == 1:
                 own = torch.stack([(each != IGNORED).sum() for each in targets.chunk(self.accumulate)])
-                own = own.to(self.device, non_blocking=True)
+                own = own.to(loss.device, non_blocking=True)
                 counts[:], total = own.unbind(), own.sum()
                 if self.counted_over is not None:
                     dist.all_reduce(total, group=self.counted_over)
@@ -203,7 +204,7 @@ class TrainStep:
         def forward() -> None:
             alone = nullcontext() if last else local_gradients(self.model, self.optimizer)
             grad = torch.set_grad_enabled(mode != "forward")
-            with grad, alone, matmul_precision(self.precision), autocast(self.precision, self.device):
+            with grad, alone, matmul_precision(self.precision), autocast(self.precision, token_ids.device):
                 loss = share(part, self.loss_of(token_ids, targets))
             self.loss = loss.detach() if part == 1 or self.loss is None else self.loss + loss.detach()
             if mode != "forward":

@@ -104,3 +104,19 @@ def test_the_optimizer_holds_every_parameter_once_in_the_precisions_dtype(precis
     assert list(map(id, held)) == list(map(id, step.model.parameters()))
     assert sum(parameter.numel() for parameter in held) == config.n_parameters
     assert {parameter.dtype.itemsize for parameter in held} == {PRECISIONS[precision].parameter_bytes}
+
+
+def test_the_loss_is_computed_where_the_model_computes_not_where_its_parameters_are():
+    """FSDP2 can keep parameters on the host; ``meta`` stands for the GPU."""
+
+    class ElsewhereComputed(torch.nn.Linear):
+        def forward(self, token_ids: Tensor) -> Tensor:
+            return self.weight.to(token_ids.device)[token_ids]
+
+    model = ElsewhereComputed(CONFIG.vocab_size, CONFIG.vocab_size)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), PRECISIONS["fp32"], accumulate=2)
+    token_ids, targets = batch()
+    phases = step.phases("forward", token_ids.to("meta"), targets)
+    for phase in phases.values():
+        phase()
+    assert step.loss.device.type == "meta"
