@@ -43,7 +43,7 @@ class Unsupported(ValueError):
 
 
 _POLICIES = {"input": "full", "recursive": "recursive", "matmuls": "keep-matmuls", "attention": "keep-attention"}
-_COUNTED_POLICIES = {"every": "every", "after": "first"}
+_COUNTED_POLICIES = {"every": "every", "after": "first", "matmuls": "keep-matmuls"}
 
 
 def kept_as(keep: str) -> dict[str, str]:
@@ -60,7 +60,7 @@ def kept_as(keep: str) -> dict[str, str]:
     if kind in _COUNTED_POLICIES and count.isdecimal() and int(count) > 0:
         return {"keep": "autograd", "checkpoint": f"{_COUNTED_POLICIES[kind]}-{int(count)}"}
     if kind not in _POLICIES or count:
-        known = [f"autograd-{name}" for name in (*_POLICIES, "every-K", "after-M")]
+        known = [f"autograd-{name}" for name in (*_POLICIES, "every-K", "after-M", "matmuls-K")]
         raise ValueError(f"unknown --keep {keep!r}: {did_you_mean(keep, known)}known are {', '.join(known)}")
     return {"keep": "autograd", "checkpoint": _POLICIES[kind]}
 
@@ -69,11 +69,12 @@ KEEP_HELP = (
     "What blocks keep from forward for backward. With autograd's backward: autograd (everything); autograd-input (each "
     "block's input; the block is recomputed); autograd-every-K (the input of every K-th block); autograd-after-M (the "
     "inputs of the first M blocks, everything of those after them); autograd-recursive (nested: halves of halves); "
-    "autograd-matmuls, autograd-attention (inputs, and the results of matmuls or of attention). With a hand-written "
-    "backward there are four levels, each also keeping what the one before keeps: input; attention (its output); "
-    "products (results of matmuls); all. Suffixes leave out parts (norm, qkv, attention, residual, ffn, swiglu), as in "
-    "all-norm-swiglu. 8xall+products keeps all in the first 8 blocks and products in the rest. The default is products "
-    "for fused kernels and fp8, else autograd."
+    "autograd-matmuls, autograd-attention (inputs, and the results of matmuls or of attention), autograd-matmuls-K "
+    "(of matmuls in the last K blocks, of attention in the others). With a hand-written backward there are four "
+    "levels, each also keeping what the one before keeps: input; attention (its output); products (results of "
+    "matmuls); all. Suffixes leave out parts (norm, qkv, attention, residual, ffn, swiglu), as in all-norm-swiglu. "
+    "8xall+products keeps all in the first 8 blocks and products in the rest. The default is products for fused "
+    "kernels and fp8, else autograd."
 )
 
 
@@ -116,7 +117,7 @@ class TrainingCase:
     checkpoint: str = option(
         "none",
         "Other names for --keep autograd-...: none (autograd); full (autograd-input); every-K; first-M "
-        "(autograd-after-M); recursive; keep-matmuls, keep-attention.",
+        "(autograd-after-M); recursive; keep-matmuls, keep-attention, keep-matmuls-K.",
         words="checkpoint {}",
     )
     optimizer: str = option(

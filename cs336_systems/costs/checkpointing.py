@@ -11,6 +11,7 @@ and what it leaves then is a plan, too. For four blocks:
     recursive        ((0,), 1), (2,), 3             halves of halves: at most log2(n) inputs and one block at a time
     keep-matmuls     as full; each block also keeps the results of its matrix products
     keep-attention   as full; each block also keeps the result of its attention
+    keep-matmuls-1   as keep-attention, but for the last block, which keeps the results of all its matrix products
 
 Segments, and segments inside segments, are Chen et al. 2016 ("Training deep nets with sublinear memory cost", sections
 4.2 and 4.4). ``recursive`` is the bisection that Griewank & Walther 2000 ("revolve") refine: it never drops the right
@@ -19,7 +20,7 @@ half of a half, because backward needs it next, so that each level costs half a 
 Long segments do not pay. Where activations set the peak, it is when backward comes to the first segment: its k blocks'
 activations are alive, every later block's gradients are, and of the n / k inputs one is left. So each block more in a
 segment adds its activations less its gradients, no term in n / k stands against that, and ``recursive`` needs what
-``full`` does. ``first-m`` goes from none to full in steps.
+``full`` does. ``first-m`` goes from none to full in steps, ``keep-matmuls-k`` from keep-matmuls to keep-attention.
 
 A fused attention is one operator and counts as a matrix product that returns its result. With the reference attention,
 ``keep-matmuls`` keeps the scores as well, and ``keep-attention`` keeps the product with the values: backward also needs
@@ -36,11 +37,9 @@ Segments: TypeAlias = "tuple[int | Segments, ...]"
 
 KEEP_MATMULS = "keep-matmuls"
 KEEP_ATTENTION = "keep-attention"
-SELECTIVE = (KEEP_MATMULS, KEEP_ATTENTION)
-"""Policies under which a block keeps the results of some operations besides its input."""
 
-_NAMED = ("none", "full", "recursive", *SELECTIVE)
-_COUNTED = re.compile(r"(every|first)-([1-9]\d{0,8})")
+_NAMED = ("none", "full", "recursive", KEEP_MATMULS, KEEP_ATTENTION)
+_COUNTED = re.compile(rf"(every|first|{KEEP_MATMULS})-([1-9]\d{{0,8}})")
 
 
 def canonical_policy(policy: str) -> str:
@@ -53,9 +52,34 @@ def canonical_policy(policy: str) -> str:
         hint = did_you_mean(policy, _NAMED, show=repr)
         raise ValueError(
             f"unknown checkpoint policy {policy!r}: {hint}known are {', '.join(_NAMED)}, "
-            f"every-K (segments of K blocks) and first-M (the first M blocks) with positive K and M"
+            f"every-K (segments of K blocks), first-M (the first M blocks) and {KEEP_MATMULS}-K (the last K blocks "
+            f"keep results of matmuls, the others of attention) with positive K and M"
         )
     return "full" if policy == "every-1" else policy
+
+
+def is_selective(policy: str) -> bool:
+    """Whether blocks keep the results of some operations besides their inputs.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    return canonical_policy(policy).startswith("keep-")
+
+
+def selective_policies(policy: str, n_layers: int) -> tuple[str, ...]:
+    """``keep-matmuls`` or ``keep-attention`` for each of ``n_layers`` blocks of a selective policy.
+
+    Raises:
+        ValueError: the policy is not selective.
+    """
+    if not is_selective(policy):
+        raise ValueError(f"checkpoint policy {policy!r} keeps inputs alone")
+    counted = _COUNTED.fullmatch(policy)
+    if not counted:
+        return (policy,) * n_layers
+    n_matmuls = min(int(counted[2]), n_layers)
+    return (KEEP_ATTENTION,) * (n_layers - n_matmuls) + (KEEP_MATMULS,) * n_matmuls
 
 
 def make_plan(policy: str, n_layers: int) -> Segments:
@@ -72,7 +96,7 @@ def make_plan(policy: str, n_layers: int) -> Segments:
     counted = _COUNTED.fullmatch(policy)
     if counted and counted[1] == "first":
         return tuple((i,) if i < int(counted[2]) else i for i in range(n_layers))
-    length = int(counted[2]) if counted else 1
+    length = int(counted[2]) if counted and counted[1] == "every" else 1
     return tuple(tuple(range(start, min(start + length, n_layers))) for start in range(0, n_layers, length))
 
 

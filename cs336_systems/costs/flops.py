@@ -23,10 +23,10 @@ from typing import Literal, get_args
 from cs336_systems.config import MODES, ModelConfig, check_known
 from cs336_systems.costs.checkpointing import (
     KEEP_ATTENTION,
-    KEEP_MATMULS,
-    canonical_policy,
+    is_selective,
     make_plan,
     recomputed_blocks,
+    selective_policies,
 )
 from cs336_systems.costs.kept import keep_of_blocks, recomputed_flops
 
@@ -114,7 +114,7 @@ def hardware_flops(
     flash = attention == "flash"
     forward = forward_flops(config, batch_size, seq_len, "causal" if flash else "palm")
     hand_written, n_layers = keep != "autograd", config.n_layers
-    again = _recomputed_flops(config, batch_size * seq_len, forward, flash, canonical_policy(checkpoint), compiled)
+    again = _recomputed_flops(config, batch_size * seq_len, forward, flash, checkpoint, compiled)
     if hand_written:
         attention_each = forward.attention // n_layers
         keeps = keep_of_blocks(keep, n_layers)
@@ -130,12 +130,11 @@ def _recomputed_flops(
     config: ModelConfig, tokens: int, forward: ForwardFlops, flash: bool, checkpoint: str, compiled: bool
 ) -> int:
     """FLOPs of matmuls that backward recomputes: blocks, less what a policy kept and what nobody needs."""
-    if checkpoint == KEEP_MATMULS:
-        return 0
     blocks, segments = recomputed_blocks(make_plan(checkpoint, config.n_layers))
     attention = forward.attention // config.n_layers
     block = (forward.projections + forward.feed_forward) // config.n_layers + attention
-    if checkpoint == KEEP_ATTENTION:
+    if is_selective(checkpoint):
+        blocks = segments = selective_policies(checkpoint, config.n_layers).count(KEEP_ATTENTION)
         block -= attention if flash else attention // 2
     elif compiled:
         segments = 0

@@ -7,9 +7,9 @@
 ``predict`` runs the step on tensors without storage (``training/dry_run.py``), which takes a second, so candidates are
 ordered by what they cost and the cheapest that fits is found by bisection.
 
-Policies. Candidates recompute no matmul, those of the first 1 to n blocks, or all but attention; longer segments and
-halves of halves need as much memory as ``full`` and recompute more (``costs/checkpointing.py``). Time that is not
-matmuls (norms, softmax, casts, which ``keep-matmuls`` recomputes) is not weighed.
+Policies. Candidates recompute no matmul, those of the first 1 to n blocks, or of these blocks all but attention; longer
+segments and halves of halves need as much memory as ``full`` and recompute more (``costs/checkpointing.py``). Time that
+is not matmuls (norms, softmax, casts, which ``keep-matmuls`` recomputes) is not weighed.
 
 Levels. Every level with every set of switches is a candidate (``costs/kept.py``), the same for all blocks. Recomputing
 what is not kept takes time at an H200's published peaks, matmuls at that of the dtype and norms, rotation and SwiGLU at
@@ -69,15 +69,17 @@ def cheapest_policy(
         peaks[policy] = predict(replace(case, checkpoint=policy)).n_bytes
         return peaks[policy] <= budget_bytes
 
-    kept = [KEEP_MATMULS] if selective else []
-    first = [*(f"first-{m}" for m in range(1, case.config.n_layers)), "full"]
-    found = next((policy for policy in ("none", *kept) if fits(policy)), None)
+    def first_that_fits(policies: list[str]) -> list[str]:
+        place = bisect_left(policies, True, key=fits)
+        return policies[place : place + 1]
+
+    n_layers = case.config.n_layers
+    first = [*(f"first-{m}" for m in range(1, n_layers)), "full"]
+    kept = [*(f"{KEEP_MATMULS}-{k}" for k in range(n_layers - 1, 0, -1)), KEEP_ATTENTION] if selective else []
+    free = ["none", KEEP_MATMULS] if selective else ["none"]
+    found = next((policy for policy in free if fits(policy)), None)
     if found is None:
-        place = bisect_left(first, True, key=fits)
-        found = first[place] if place < len(first) else None
-        least = flops(found or "full")
-        if selective and flops(KEEP_ATTENTION) < least and fits(KEEP_ATTENTION):
-            found = KEEP_ATTENTION
+        found = min(first_that_fits(first) + first_that_fits(kept), key=flops, default=None)
     if found is None:
         raise ValueError(_nothing_fits(case, mode, budget_bytes, peaks))
     return LeastRecomputation(found, peaks[found], flops(found) - flops("none"), flops("none"))

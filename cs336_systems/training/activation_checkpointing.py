@@ -7,9 +7,10 @@ as the operations are deterministic and draw no random numbers: those would be d
 parameters are frozen, and inputs without gradients, are fine.
 
 Selective policies also keep the results of some operations (``create_selective_checkpoint_contexts``): every matrix
-product, or attention alone. They watch operators, so they must see them: under ``torch.compile`` the whole checkpointed
-block is one compiled function, since a block compiled by itself would hide what it calls. The block's hooks, which
-gather its weights under FSDP, run outside of it. Other policies stay outside.
+product, or attention alone; or the one in the last blocks and the other in those before them. They watch operators, so
+they must see them: under ``torch.compile`` the whole checkpointed block is one compiled function, since a block
+compiled by itself would hide what it calls. The block's hooks, which gather its weights under FSDP, run outside of it.
+Other policies stay outside.
 
     stack = checkpointed_stack("every-4", REFERENCE_OPS.stack)
     model = TransformerLM(config, replace(REFERENCE_OPS, stack=stack))       # the same parameters by the same names
@@ -26,10 +27,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from cs336_systems.costs.checkpointing import (
     KEEP_ATTENTION,
     KEEP_MATMULS,
-    SELECTIVE,
     Segments,
     canonical_policy,
+    is_selective,
     make_plan,
+    selective_policies,
 )
 
 Block = Callable[..., Tensor]
@@ -62,7 +64,7 @@ def checkpointed_stack(policy: str, stack: Stack, *, compiled: bool = False) -> 
         ValueError: there is no such policy, or ``compiled`` with one that is not selective.
     """
     policy = canonical_policy(policy)
-    if policy in SELECTIVE:
+    if is_selective(policy):
         return _selective_stack(policy, stack, compiled)
     if compiled:
         raise ValueError(f"checkpoint policy {policy!r} runs compiled blocks and is not compiled itself")
@@ -77,7 +79,7 @@ def unsupported_reason(policy: str, attention: str) -> str | None:
     Raises:
         ValueError: there is no such policy.
     """
-    if canonical_policy(policy) not in SELECTIVE or attention in _WITH_VISIBLE_PRODUCTS:
+    if not is_selective(policy) or attention in _WITH_VISIBLE_PRODUCTS:
         return None
     return (
         f"{policy} keeps results of operators, and those of attention {attention!r} are hidden or many; it can be had "
@@ -96,8 +98,19 @@ def _run_plan(plan: Segments, stack: Stack, blocks: Sequence[Block], x: Tensor, 
 
 
 def _selective_stack(policy: str, stack: Stack, compiled: bool) -> Stack:
-    """Every block by itself, with a fresh pair of contexts each time it is run."""
-    contexts = _CONTEXTS[policy]
+    """Every block by itself, under the policy that is its own."""
+    runners = {kept: _selective_block(contexts, compiled) for kept, contexts in _CONTEXTS.items()}
+
+    def run_blocks(blocks: Sequence[Block], x: Tensor, *where: Tensor) -> Tensor:
+        policies = selective_policies(policy, len(blocks))
+        run = [functools.partial(runners[kept], block) for kept, block in zip(policies, blocks, strict=True)]
+        return stack(run, x, *where)
+
+    return run_blocks
+
+
+def _selective_block(contexts: Callable[[], tuple[Any, Any]], compiled: bool) -> Callable[..., Tensor]:
+    """A function that runs a block on its inputs, with a fresh pair of contexts each time."""
 
     def run_block(block: Block, x: Tensor, *where: Tensor) -> Tensor:
         return checkpoint(block, x, *where, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
@@ -113,12 +126,7 @@ def _selective_stack(policy: str, stack: Stack, compiled: bool) -> Stack:
         finally:
             del block.forward
 
-    run: Callable[..., Tensor] = run_compiled if compiled else run_block
-
-    def run_blocks(blocks: Sequence[Block], x: Tensor, *where: Tensor) -> Tensor:
-        return stack([functools.partial(run, block) for block in blocks], x, *where)
-
-    return run_blocks
+    return run_compiled if compiled else run_block
 
 
 class _Keep:

@@ -30,7 +30,7 @@ from cs336_systems.attention.dispatch import attention_op
 from cs336_systems.attention.dispatch import unsupported_reason as attention_reason
 from cs336_systems.blocks import adapt, block_ops, block_products, head_ops, write_out
 from cs336_systems.case import TrainingCase, Unsupported
-from cs336_systems.costs.checkpointing import SELECTIVE
+from cs336_systems.costs.checkpointing import is_selective
 from cs336_systems.costs.offload import STATES, offloaded
 from cs336_systems.costs.parallelism.schedules import Schedule
 from cs336_systems.costs.parallelism.stages import divide, plan_of
@@ -140,7 +140,7 @@ def build_unchecked(
         share_by_torch(model, mesh.devices["tensor"], in_pieces=case.parallel.tensor_by == "torch-async")
     if case.compile == "whole-model":
         model.compile(fullgraph=True, dynamic=False)
-    elif case.compiled and case.checkpoint not in SELECTIVE:
+    elif case.compiled and not is_selective(case.checkpoint):
         for block in model.layers:
             block.compile(fullgraph=True, dynamic=False)
     return model
@@ -229,7 +229,7 @@ def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
         ops = replace(ops, attention=attention_op(case.attention))
     if case.written_out:
         ops = head_ops(case.kernels, ops, case.z_loss)
-    compiled = case.compiled and case.checkpoint in SELECTIVE
+    compiled = case.compiled and is_selective(case.checkpoint)
     return replace(ops, stack=checkpointed_stack(case.checkpoint, ops.stack, compiled=compiled))
 
 

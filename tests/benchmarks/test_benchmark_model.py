@@ -161,7 +161,7 @@ def test_a_budget_picks_the_policy_of_every_cell_and_says_so(faked, command, tmp
     assert code == 0 and "2 of 2 above the budget of 0.12" in out
     rows = read_rows(tmp_path / "benchmark_model.csv").query("metric == 'step'")
     assert rows["checkpoint"].iloc[0] == "none"
-    assert rows["checkpoint"].iloc[1].startswith("first-")
+    assert rows["checkpoint"].iloc[1].startswith("keep-matmuls-")
     assert len([line for line in err.splitlines() if "within 0.12 GiB, least recomputation" in line]) == 2
 
 

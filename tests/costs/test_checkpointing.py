@@ -7,11 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cs336_systems.costs.checkpointing import Segments, canonical_policy, make_plan, recomputed_blocks
+from cs336_systems.costs.checkpointing import (
+    Segments,
+    canonical_policy,
+    is_selective,
+    make_plan,
+    recomputed_blocks,
+    selective_policies,
+)
 
 POLICIES = st.one_of(
     st.sampled_from(["none", "full", "recursive", "keep-matmuls", "keep-attention"]),
-    st.builds("{}-{}".format, st.sampled_from(["every", "first"]), st.integers(1, 40)),
+    st.builds("{}-{}".format, st.sampled_from(["every", "first", "keep-matmuls"]), st.integers(1, 40)),
 )
 
 
@@ -26,6 +33,7 @@ def flat(plan: Segments) -> list[int]:
         ("full", ((0,), (1,), (2,), (3,)), (4, 4)),
         ("every-1", ((0,), (1,), (2,), (3,)), (4, 4)),
         ("keep-matmuls", ((0,), (1,), (2,), (3,)), (4, 4)),
+        ("keep-matmuls-3", ((0,), (1,), (2,), (3,)), (4, 4)),
         ("every-3", ((0, 1, 2), (3,)), (4, 2)),
         ("every-99", ((0, 1, 2, 3),), (4, 1)),
         ("first-2", ((0,), (1,), 2, 3), (2, 2)),
@@ -50,7 +58,21 @@ def test_every_plan_runs_all_blocks_in_order(policy, n_layers):
         assert blocks <= n_layers * math.ceil(math.log2(n_layers)) / 2
 
 
-@pytest.mark.parametrize("policy", ["half", "every-0", "every-01", "first", "first-1 ", "EVERY-2", "every-9999999999"])
+def test_the_last_blocks_keep_the_results_of_matmuls():
+    matmuls, attention = "keep-matmuls", "keep-attention"
+    found = [selective_policies(policy, 3) for policy in (attention, "keep-matmuls-1", "keep-matmuls-9", matmuls)]
+    assert found == [(attention,) * 3, (attention, attention, matmuls), (matmuls,) * 3, (matmuls,) * 3]
+    for policy in ("none", "full", "every-2", "first-1"):
+        assert not is_selective(policy)
+        with pytest.raises(ValueError, match=f"'{policy}' keeps"):
+            selective_policies(policy, 3)
+
+
+UNKNOWN = ["half", "every-0", "every-01", "first", "first-1 ", "EVERY-2", "every-9999999999"]
+UNKNOWN += ["keep-matmuls-0", "keep-matmuls-", "keep-attention-2", "keep-all"]
+
+
+@pytest.mark.parametrize("policy", UNKNOWN)
 def test_an_unknown_policy_is_refused(policy):
     for call in (lambda: canonical_policy(policy), lambda: make_plan(policy, 4)):
         with pytest.raises(ValueError) as refusal:

@@ -73,7 +73,8 @@ def test_components_by_hand():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "policy", ["full", "every-2", "every-9", "first-1", "recursive", "keep-matmuls", "keep-attention"]
+    "policy",
+    ("full", "every-2", "every-9", "first-1", "recursive", "keep-matmuls", "keep-attention", "keep-matmuls-3"),
 )
 def test_what_a_policy_recomputes_is_what_torch_dispatches(policy):
     config = replace(PLAIN, n_layers=5)
@@ -88,7 +89,7 @@ def test_compiled_blocks_cannot_leave_out_the_last_matmul_of_a_segment():
         assert sum(dispatched_flops(PLAIN, 2, 16, "full")) == hardware_flops(
             PLAIN, 2, 16, "step", checkpoint="full", compiled=True
         )
-    for policy in ("keep-matmuls", "keep-attention"):
+    for policy in ("keep-matmuls", "keep-attention", "keep-matmuls-1"):
         selective = {hardware_flops(PLAIN, 2, 16, "step", checkpoint=policy, compiled=flag) for flag in (False, True)}
         assert len(selective) == 1, "what nobody needs is no part of a compiled backward"
 
@@ -103,6 +104,7 @@ def test_with_flash_the_causal_half_is_recomputed_unless_it_is_kept():
     without_attention = parts.projections + parts.feed_forward - w2
     assert again(checkpoint="full") == again(keep="input") == without_attention + parts.attention
     assert again(checkpoint="keep-attention") == again(keep="attention") == without_attention
+    assert again(checkpoint="keep-matmuls-1") == without_attention * 2 // 3
     assert again(checkpoint="keep-matmuls") == again(keep="products") == again(keep="all") == 0
 
 

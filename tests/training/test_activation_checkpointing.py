@@ -17,7 +17,7 @@ from tests.training import shared
 from tests.training.shared import batch
 
 CONFIG = replace(shared.CONFIG, name="five", n_layers=5, n_kv_heads=2)
-SELECTIVE = ("keep-matmuls", "keep-attention")
+SELECTIVE = ("keep-matmuls", "keep-attention", "keep-matmuls-2")
 POLICIES = ("full", "every-2", "first-3", "recursive", *SELECTIVE)
 
 
@@ -92,8 +92,16 @@ def test_nothing_but_the_input_of_a_segment_is_kept():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "products"), [("keep-matmuls", 0), ("keep-attention", 4 + 2 + 1), ("full", 9 - 1)])
-def test_selective_policies_multiply_again_what_they_did_not_keep(policy, products):
+@pytest.mark.parametrize(
+    ("policy", "blocks", "products"),
+    [
+        ("keep-matmuls", 5, 0),
+        ("keep-attention", 5, 4 + 2 + 1),
+        ("keep-matmuls-2", 5 - 2, 4 + 2 + 1),
+        ("full", 5, 9 - 1),
+    ],
+)
+def test_selective_policies_multiply_again_what_they_did_not_keep(policy, blocks, products):
     """A block has nine: four projections, two of attention, three of the feed-forward, whose last is always spared."""
 
     def matmuls(checkpoint: str) -> int:
@@ -102,7 +110,7 @@ def test_selective_policies_multiply_again_what_they_did_not_keep(policy, produc
         return seen.counts["aten::mm"] + seen.counts["aten::bmm"]
 
     again = matmuls(policy) - matmuls("none")
-    assert again == CONFIG.n_layers * products
+    assert again == blocks * products
 
 
 @pytest.fixture
@@ -117,18 +125,19 @@ def backend(monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_have_the_same_bits_in_one_graph_for_all(backend):
+@pytest.mark.parametrize(("policy", "graphs"), [("keep-attention", 1), ("keep-matmuls-2", 2)])
+def test_compiled_blocks_have_the_same_bits_in_one_graph_for_all_that_keep_the_same(backend, policy, graphs):
     """Selective policies are in the graph: the eager modes would see no operator of a compiled block."""
-    policy, precision = "keep-attention", "autocast-bf16"
+    precision = "autocast-bf16"
     step = after_backward(policy, precision=precision, compile="on")
     assert_same_bits(step, after_backward("none", precision=precision))
-    assert backend["stats"]["unique_graphs"] == 2, "one for all blocks, one for the loss"
+    assert backend["stats"]["unique_graphs"] == graphs + 1, "those of blocks, and one for the loss"
     assert not backend["graph_break"]
     assert any(block._compiled_call_impl is not None for block in step.model.layers) == (policy not in SELECTIVE)
 
 
 def test_refusals():
-    for policy in ("some", "every-0", "every-x", ""):
+    for policy in ("some", "every-0", "every-x", "keep-matmuls-0", ""):
         with pytest.raises(ValueError, match=f"unknown checkpoint policy {policy!r}"):
             assemble(TrainingCase.of(CONFIG, checkpoint=policy))
     with pytest.raises(ValueError, match="'tiled'"):
