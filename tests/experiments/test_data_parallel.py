@@ -2,15 +2,19 @@
 
 from dataclasses import replace
 from statistics import median
+from typing import get_args
+from unittest.mock import patch
 
 import pandas as pd
 import pytest
 import torch
+import torch.distributed as dist
 
 from cs336_systems.config import resolve_size
 from cs336_systems.experiments.data_parallel import (
     DATA_PARALLEL,
     DataParallelCell,
+    Rung,
     check_replicas,
     measure,
     phases_without_communication,
@@ -20,7 +24,7 @@ from cs336_systems.experiments.ranked import Effort, PreparedStep
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.report.timeline import two_blocks
 from tests.benchmarks.commands import cells_of
-from tests.distributed.checks import spawn
+from tests.distributed.checks import on_each, spawn
 from tests.report.rows import rows_of
 
 SMALL = {"size": "tiny", "batch_size": 1, "context_length": 16, "optimizer": "torch-fused", "world_size": 2}
@@ -108,6 +112,24 @@ def drift(rank):
     parameter.data.view(-1)[0].add_(rank.rank * 1e-6)
     with pytest.raises(RuntimeError, match="1 parameters are not the same bits on all ranks"):
         check_replicas(replica)
+
+
+def check_gradients_are_sent_in_the_limited_group(rank):
+    """Each rank is alone in the group that stands for NCCL's here, so that what is sent in it stays the rank's own."""
+    groups = [dist.new_group([number]) for number in range(rank.world_size)]
+    stand_in = {8: groups[rank.rank]}
+    with patch("cs336_systems.training.parallel.limited_group", lambda _, max_ctas: stand_in[max_ctas]):
+        for rung in get_args(Rung):
+            cell = replace(CELL, ddp=rung, max_ctas=8)
+            sending, alone = (PreparedStep(cell, rank) for _ in range(2))
+            for phases in (sending.phases(), phases_without_communication(alone)):
+                phases["forward"]()
+                phases["backward"]()
+            found, own = ([p.grad for p in prepared.step.model.parameters()] for prepared in (sending, alone))
+            torch.testing.assert_close(found, own)
+
+
+test_thread_blocks_are_limited = on_each(2, (check_gradients_are_sent_in_the_limited_group,))
 
 
 @pytest.mark.slow
