@@ -26,17 +26,17 @@
 #   ddp-xl                      90  the 2025 edition's xl: every rung in fp32
 #   ddp-buckets                 75  its bucket sizes
 #   ddp-one-rank                75  both on one GPU, what scaling is told by
-#   ddp-ctas8                   75  both with gradients sent by at most eight thread blocks of NCCL
+#   ddp-ctas8                  110  both with gradients sent by at most eight thread blocks of NCCL
 #   ddp-host                   110  both under autocast, where the host's speed counts: buckets of 25 and 100 MiB
 #   sharded-optimizer-xl        55
 #   fsdp-xl                     65
 #   fsdp-gathers                80  2.7b in fp32: ours in collectives and by copies, and FSDP2
 #   fsdp-leaderboard           425  the leaderboard's step with fp32 masters, every block computed twice
-#   leaderboard                480  the same in bf16, products kept, AdamW under backward: recorded, then
-#                                   beside FSDP2 with full checkpointing and with attention kept, compiled from
-#                                   scratch; all of it measured
+#   leaderboard                580  the same in bf16, products kept, AdamW under backward: recorded, then
+#                                   beside FSDP2 with full checkpointing, with attention kept, and with matmuls of
+#                                   as many blocks as fit, compiled from scratch; all but the last was measured
 #   leaderboard-attempts       130  with more kept, as the memory planner chooses, on a host of its own
-#   leaderboard-policy         120  FSDP2 with another policy that fits
+#   leaderboard-policy         120  FSDP2 alone with POLICIES (default: keep-matmuls-23); 100 more for each further one
 #   leaderboard-losses          65  20 steps of the whole model on a short batch beside fp32
 #   leaderboard-masters         80  with fp32 master weights
 #   leaderboard-gathers        190  gathers in collectives, and by copies
@@ -121,7 +121,7 @@ for part in "$@"; do
       ranks benchmark_ddp --size 2.7b xl --ddp bucketed torch
       launch 1 ;;
     ddp-ctas8)
-      ranks benchmark_ddp --size 2.7b xl --ddp overlapped bucketed --max-ctas 8 ;;
+      ranks benchmark_ddp --size 2.7b xl --ddp overlapped bucketed torch --max-ctas 8 ;;
     ddp-host)
       long_turns benchmark_ddp --size 2.7b xl --dtype autocast-bf16 --ddp overlapped bucketed torch \
         --bucket-size-mb 25 100 ;;
@@ -156,7 +156,7 @@ for part in "$@"; do
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" "${short[@]}" --trace "$folder/leaderboard"
           launch "${worlds[@]}"
           out="$folder/leaderboard-turns"
-          ranks benchmark_fsdp "${step[@]}" "${best[@]}" --peer-checkpoint full keep-attention ;;
+          ranks benchmark_fsdp "${step[@]}" "${best[@]}" --peer-checkpoint full keep-attention keep-matmuls-23 ;;
         leaderboard-four)
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --peer-checkpoint keep-attention
           launch 4
@@ -167,7 +167,8 @@ for part in "$@"; do
           ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --keep 18xall-swiglu+products ;;
         leaderboard-policy)
           out="$folder/leaderboard-turns"
-          ranks benchmark_fsdp "${step[@]}" --fsdp torch --compile --attention sdpa-cudnn --checkpoint first-16 ;;
+          read -r -a policies <<<"${POLICIES:-keep-matmuls-23}" # predicted: 133 GiB
+          ranks benchmark_fsdp "${step[@]}" --fsdp torch --compile --attention sdpa-cudnn --checkpoint "${policies[@]}" ;;
         leaderboard-losses)
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --context-length 1024 --losses 20 "${short[@]}" ;;
         leaderboard-masters)
