@@ -31,7 +31,7 @@
 #   replicas              2      160  0.5B over NCCL; one replica is killed and heals while the other trains
 #   replicas-7b           2      170  the same in the shape of 7B, 40 GB of state
 #   replicas-four         4      150  7B in two replicas of two GPUs with FSDP inside, one killed; then 0.5B by DiLoCo
-#   replicas-diloco       2      750  the 100M model: data parallelism, and DiLoCo every 100 steps after 400 of 900; one pass
+#   replicas-diloco       2      500  the 100M model: data parallelism, and DiLoCo every 100 steps after 400 of 900; one pass
 #                                     over 118 million tokens, as four over the standard library's nine million were
 #                                     learned by heart. DATA is their folder. Ours had all Python files of an environment
 #                                     with torch 2.11: tokenize_data.py --suffix .py --out data/packages --input SITE-PACKAGES
@@ -145,7 +145,7 @@ for part in "$@"; do
         --fail "kill 1 at 120" --out "$folder/diloco-four" ;;
     replicas-diloco)
       apart --device cuda --size qwen-100m --replicas 2 --steps 900 --total-batch-tokens 131072 --schedule wsd \
-        --data "${DATA:-stdlib}" --agree-every 100 --first-steps 400 --outer-learning-rate 1.0 --outer-momentum 0.5 0.7 \
+        --data "${DATA:-stdlib}" --agree-every 100 --first-steps 400 --outer-learning-rate 1.0 --outer-momentum 0.7 \
         --timeout 300 ;;
     *)
       echo "unknown part '$part': see the head of scripts/measure_parallelism.sh" >&2

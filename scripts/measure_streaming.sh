@@ -13,14 +13,14 @@
 #   512k      11  120  at 524,288: 130 and 120 GiB, one step
 #   32b        5  240  Qwen2.5-32B's shape at 8,192: 80 and 240 GiB, on a host with 256
 #   offload    5  100  8B at 8,192 without caps: ours, and FSDP2 with state and optimizer on the host, both with one, two and four
-#                      sequences at a time (streaming-offload)
+#                      sequences at a time (streaming-chunks)
 #   ring       3  160  8B at 8,192 within 24 and 75 GiB on one GPU, and the same on each of two
 #   ring-four  3  300  the same with four, on a host of four GPUs
 #   grid       8  115  at 8,192: three capacities of each in steps of 131,072 tokens
 #   simulated  -    1  both models at 1,024, 8,192, 32,768 and 131,072, 8B at 524,288: 40 minutes of one core
 #
 # A recorded step begins after each of its kernels has run once, and mostly lasts a minute. Rows are appended to
-# streaming, streaming-offload, streaming-ring and streaming-simulated in FOLDER; uv run scripts/report.py --adopt FOLDER moves
+# streaming, streaming-chunks, streaming-ring and streaming-simulated in FOLDER; uv run scripts/report.py --adopt FOLDER moves
 # them to profiles/results/<gpu>/; with --machine cpu, from a folder of its own, the simulated. PYTHON picks the
 # interpreter (default: uv run). Run nothing else on the host.
 set -euo pipefail
@@ -52,7 +52,7 @@ for part in "$@"; do
       streaming --size qwen2.5-32b --device-gib 80 --host-gib 240 --tokens-per-step 393216 --steps 1 ;;
     offload)
       for chunk in 8192 16384 32768; do
-        into streaming-offload --device-gib 132 --host-gib 16 --chunk "$chunk" --peers fsdp2-offload \
+        into streaming-chunks --device-gib 132 --host-gib 16 --chunk "$chunk" --peers fsdp2-offload \
           --tokens-per-step 65536 --steps 1
       done ;;
     ring | ring-four)

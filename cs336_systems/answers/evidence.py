@@ -318,7 +318,8 @@ def _as_text(path: Path) -> pd.DataFrame:
 
 
 def _in_columns(old: pd.DataFrame, columns: pd.Index) -> pd.DataFrame:
-    """Committed rows in the columns of newer ones, where all that they lack could not be said then.
+    """Committed rows in the columns of newer ones, where all that they lack could not be said then, and what newer ones
+    lack was never said.
 
     Raises:
         ValueError: other columns.
@@ -326,6 +327,7 @@ def _in_columns(old: pd.DataFrame, columns: pd.Index) -> pd.DataFrame:
     defaults = unsaid(old.columns)
     unsaid_then = {name: defaults[name] for name in columns if name in defaults and name not in old}
     old = old.assign(**{name: "" if value is None else str(value) for name, value in unsaid_then.items()})
+    old = old.drop(columns=[name for name in old if name not in columns and (old[name] == "").all()])
     if {*old} != {*columns}:
         raise ValueError("other columns than the committed rows have")
     return old[columns]

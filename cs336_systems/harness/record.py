@@ -56,7 +56,8 @@ EARLIER: dict[str, dict[str, Any]] = {
     "profiler": {"repeat": 0},
     "kills": {"ranks_per_replica": 1, "zero": 0},
     "total_batch_tokens": {"recipe": "stored", "library": "", "gather_by": Parallel.gather_by, "apart": "off"}
-    | {"conversations": "off", "lora_rank": 0, "matmul_kernels": "library", "offload": "none"},
+    | {"conversations": "off", "lora_rank": 0, "matmul_kernels": "library", "offload": "none"}
+    | {"tensor": 1, "context": 1},
     "prefetch": {"update": Parallel.update, "gather_by": Parallel.gather_by, "do_bench": "off", "losses": 0},
 }
 """Columns that older rows lack, with the values that hold for those rows, by a column that rows must have for it."""

@@ -194,11 +194,11 @@ def test_rows_that_cannot_be_committed_keep_everything_back(run, profiles):
         source.unlink()
 
 
-def test_rows_join_earlier_ones_that_lack_columns_or_have_another_order(run, profiles):
+def test_rows_join_earlier_ones_of_other_or_blank_columns_or_another_order(run, profiles):
     write(run / "grid" / "benchmark_model.csv", 2.0, day=2, nccl='{"version": "2.28.9"}')
     write(profiles / GRID, 1.0)
     earlier = pd.read_csv(profiles / GRID, dtype=str, keep_default_na=False).drop(columns=["nccl", "offload"])
-    earlier[[*earlier.columns[:1], *earlier.columns[:0:-1]]].to_csv(profiles / GRID, index=False)
+    earlier[[*earlier.columns[:1], *earlier.columns[:0:-1]]].assign(retired="").to_csv(profiles / GRID, index=False)
     assert adopted(run, profiles)[0].what == "1 of 1 rows appended"
     text = pd.read_csv(profiles / GRID, dtype=str, keep_default_na=False)
     assert medians(profiles) == [1.0, 2.0] and list(text["offload"]) == ["none", "none"]
