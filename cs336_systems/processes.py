@@ -140,11 +140,9 @@ def _oom_kills() -> int:
 def _run(connection: Any, body: Callable[..., None], args: tuple[Any, ...]) -> None:
     os.setsid()
     _let_server_end()
-    if sys.platform == "linux":  # the fork server ends with who started it; this also ends a process that is stopped
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    threading.Thread(target=_die_with_parent, daemon=True).start()
     with suppress(OSError):  # if memory runs out, this process goes and its parent stays
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     body(connection, *args)
@@ -158,8 +156,15 @@ def _let_server_end() -> None:
         server._forkserver_alive_fd = None
 
 
+def end_with_parent() -> None:
+    """Let this process of multiprocessing, and the group that it leads, if it leads one, be killed with its parent."""
+    if sys.platform == "linux":  # a process that is stopped runs no thread; forked ones have the fork server as parent
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
 def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
+    parent, own = multiprocessing.parent_process(), os.getpid()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
-    os.killpg(os.getpid(), signal.SIGKILL)
+    (os.killpg if os.getpgrp() == own else os.kill)(own, signal.SIGKILL)

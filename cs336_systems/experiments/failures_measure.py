@@ -42,6 +42,7 @@ from cs336_systems.pretraining.run_records import (
     from_line,
 )
 from cs336_systems.pretraining.trainer import train
+from cs336_systems.processes import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -332,6 +333,7 @@ class _Sender(Sink):
 
 def _be_a_rank(connection: Any, variables: dict[str, str], options: TrainOptions) -> None:
     """Be a rank of the restarted run; the first one sends its records, and at the end None or what went wrong."""
+    end_with_parent()
     take_place(variables)
     said: str | None = None
     try:

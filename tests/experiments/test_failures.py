@@ -1,7 +1,13 @@
 """``benchmark_failures.py``: seconds and tokens that logs say a kill has cost, and real kills of small runs."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from cs336_systems.costs.parallelism.failures import ReplicatedJob, mean_time_between_failures
@@ -196,3 +202,24 @@ def test_a_restart_makes_steps_a_second_time(small):
     assert 3 <= lost <= 6
     assert found["lost_tokens"] == [lost * 2 * 8 * 256]
     assert 0 < found["stop"][0] < found["next_step"][0]
+
+
+@pytest.mark.slow
+def test_no_rank_that_still_starts_stays_behind_a_benchmark_that_is_killed(small):
+    """It would look for the others at a port that is gone, for ten minutes."""
+    restarts = ["--device", "cpu", "--how", "restart", "--data", small.data]
+    command = [sys.executable, "benchmarks/benchmark_failures.py", *restarts]
+    benchmark = psutil.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        below, until = [], time.monotonic() + 120
+        while sum("spawn_main" in " ".join(each.cmdline()) for each in below) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+            below = benchmark.children(recursive=True)
+    finally:
+        os.killpg(benchmark.pid, signal.SIGKILL)  # the fork server, too, as timeout and a shell do
+        benchmark.wait()
+    assert len(below) > 2
+    _, alive = psutil.wait_procs(below, timeout=60)
+    for each in alive:
+        each.kill()
+    assert not alive
