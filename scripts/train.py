@@ -38,7 +38,7 @@ from cs336_systems.config import did_you_mean
 from cs336_systems.declared import flag
 from cs336_systems.pretraining.card_plan import PRINT_PLAN
 from cs336_systems.pretraining.options import CHOSEN, TrainOptions
-from cs336_systems.pretraining.replica_options import check_lighthouse
+from cs336_systems.pretraining.replica_options import check_lighthouse, require_torchft
 from cs336_systems.pretraining.stop_requests import Outcome
 from cs336_systems.report import command_line
 from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with
@@ -211,8 +211,12 @@ def _train_replicas(options: TrainOptions) -> int:
 
 
 def _train(options: TrainOptions) -> int:
+    if not options.agree and (world_size := os.environ.get("WORLD_SIZE", "1")).isdecimal():
+        options.data_ranks(int(world_size))  # a mesh of other ranks is refused before torch is imported, in seconds
     if options.lighthouse is not None:
         check_lighthouse(options.lighthouse)
+    if options.agree:
+        require_torchft()
     import torch
 
     from cs336_systems.distributed.process_group import joined, launched

@@ -302,6 +302,8 @@ class TrainOptions(_Options):
         config = ModelConfig("any", 64, 192, 10_000, 4) if self.init else resolve_size(self.size)
         if reason := refusal(self.training_case(config, math.prod((self.copies_in_world, *sharing)))):
             raise ValueError(reason)
+        if self.agree and self.lighthouse is None:
+            self.data_ranks(self.ranks_per_replica)
 
     @property
     def capped(self) -> bool:

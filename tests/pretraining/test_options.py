@@ -126,6 +126,7 @@ AGREE = {"agree": "every-step", "replicas": 2}
         ({"lighthouse": "http://node0:1"} | AGREE, "one thing: give both or none, got http://node0:1 and None"),
         ({"fail": "kill 2 at 1"} | AGREE, "names a replica that is not there"),
         ({"fail": "burn 1 at 1"} | AGREE, "got 'burn 1 at 1'"),
+        ({"ranks_per_replica": 3, "tensor": 2, "keep": "products"} | AGREE, "3 ranks cannot be divided into"),
         ({"keep_best": True} | AGREE, "not with --keep-best"),
         ({"agree_every": 5}, "--agree-every 5 is for replicas that agree"),
         (AGREE | {"agree": "diloco", "agree_every": 0}, "--agree-every must be positive, got 0"),
