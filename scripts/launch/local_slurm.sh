@@ -17,9 +17,9 @@ folder=${FOLDER:-/tmp/local_slurm}
 export SLURM_CONF=$folder/slurm.conf
 
 stop() {
-    pkill -x slurmd || true
-    pkill -x slurmctld || true
-    pkill -x munged || true
+    for file in "$folder"/*.pid /run/munge/munged.pid; do
+        if [[ -e $file ]]; then kill "$(<"$file")" || true; fi
+    done
 }
 
 start() {
