@@ -204,6 +204,11 @@ class Transport(HTTPTransport[Any]):
         self._threads.shutdown(wait=False, cancel_futures=True)
         super().shutdown(wait)
 
+    def close(self) -> None:
+        """End the server, which ``shutdown`` lets run if it is not to wait; takes up to half a second."""
+        self.shutdown()
+        self._server.socket.close()
+
     def fetch(
         self, when: str, pieces: Sequence[Piece], left: Sequence[int], tensors: Mapping[str, Tensor]
     ) -> "Fetching":

@@ -222,6 +222,8 @@ class ReplicaAgreement(Agreement, ABC):
         if self._manager is not None:
             self._manager.shutdown(wait=False)
             self._group.abort(errored=False)
+        if hasattr(self, "_transport"):
+            self._transport.close()
         if self._claimed is not None:
             os.close(self._claimed)
             self._claimed = None

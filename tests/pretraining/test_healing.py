@@ -1,5 +1,6 @@
 """Replicas as threads of one process: who takes over whose state, and what the others notice of it."""
 
+import gc
 import os
 import re
 import threading
@@ -16,7 +17,7 @@ from cs336_systems.pretraining import agreement as agreements
 from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_records import Healing, Message
 
-from .trained import options, write_dataset
+from .trained import listening, options, write_dataset
 
 os.environ["RUST_LOG"] = "error"  # read when torchft is imported
 LighthouseServer = pytest.importorskip("torchft.coordination").LighthouseServer
@@ -159,11 +160,15 @@ class Site:
 @pytest.fixture
 def site(tmp_path):
     write_dataset(tmp_path / "data")
+    before = listening()
     with joined() as rank:
         one = Site(tmp_path, rank)
         yield one
         one.end()
         one.server.shutdown()
+        one.replicas.clear()
+    gc.collect()
+    assert listening() <= before
 
 
 def once(place, step, action):

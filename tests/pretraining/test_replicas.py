@@ -8,12 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-import torch._dynamo  # noqa: F401 (a group that is there when this is imported stays, and so does its port)
 
 from cs336_systems.distributed.checkpoint_folder import survey
 from cs336_systems.distributed.process_group import joined
@@ -28,7 +26,7 @@ from cs336_systems.pretraining.trainer import train
 from cs336_systems.processes import FreshProcess
 
 from .runs import Kept
-from .trained import losses_and_norms, options, write_dataset
+from .trained import listening, losses_and_norms, options, write_dataset
 
 pytest.importorskip("torchft")
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,16 +40,6 @@ def folder(tmp_path):
     yield tmp_path
     gc.collect()
     assert listening() <= before
-
-
-def listening():
-    """Ports at which this process and those below it wait for connections."""
-    own = psutil.Process()
-    found = set()
-    for each in (own, *own.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            found |= {at.laddr.port for at in each.net_connections("tcp") if at.status == psutil.CONN_LISTEN}
-    return found
 
 
 def nothing(*_):

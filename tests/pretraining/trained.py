@@ -2,12 +2,15 @@
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
+import torch._dynamo  # a group that is there when this is imported stays, and so does its port
 
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.checkpoint_folder import name_of
@@ -23,6 +26,16 @@ from cs336_systems.pretraining.trainer import NonFiniteStep, Outcome, train
 LENGTHS = (12, 17, 3, 5, 9, 25, 2, 16, 7, 11, 4, 8)
 """Tokens of conversations; one is longer than a context of 16."""
 BYTES = {"vocab_size": ByteTokenizer.vocab_size, "eos_id": ByteTokenizer.eos_id}
+
+
+def listening() -> set[int]:
+    """Ports at which this process and those below it wait for connections."""
+    own = psutil.Process()
+    found = set()
+    for each in (own, *own.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            found |= {at.laddr.port for at in each.net_connections("tcp") if at.status == psutil.CONN_LISTEN}
+    return found
 
 
 def write_tokens(folder: Path, tokens, name="a", vocab_size=50_000, **options) -> TokenFile:
