@@ -129,7 +129,9 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "cpu_failures.png": of_rows(goodput_figure, "replicas/benchmark_failures", machine="cpu"),
         "cpu_diloco.png": of_rows(loss_figure, "replicas/benchmark_diloco", machine="cpu", schedule="cosine"),
         "h200_diloco.png": of_rows(loss_figure, "replicas/benchmark_diloco", total_batch_tokens=131072),
-        "h200_training.png": Drawing(rates_figure, lambda: (_as_in_tables(rows("training", context_length=1024).frame()), {})),
+        "h200_training.png": Drawing(
+            rates_figure, lambda: (_as_in_tables(rows("training", context_length=1024).frame()), {})
+        ),
         "h100_training.png": Drawing(rates_figure, lambda: (rows("training", machine="h100").frame(), llmq_ways())),
         "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),
         "h100_optimizers.png": Drawing(optimizers_figure, lambda: _of_optimizers(committed)),

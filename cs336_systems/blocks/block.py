@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.blocks.ops import BlockOps
-from cs336_systems.blocks.products import NONE, STORED, Operand, Products
+from cs336_systems.blocks.products import STORED, Operand, Products
 from cs336_systems.blocks.saved import APART, Saved, low_rank_name
 from cs336_systems.blocks.stages import Stages
 from cs336_systems.blocks.weight_gradients import GradientWriter, Later
@@ -173,13 +173,15 @@ def recall(
     cos: Tensor,
     sin: Tensor,
     *,
+    products: Products = STORED,
     starts: Tensor | None = None,
 ) -> None:
     """Recompute the tensors that ``saved`` names but does not hold, from those that it holds, and keep them.
 
-    Products are not quantized; ``starts`` is forward's.
+    ``products`` and ``starts`` are forward's.
     """
-    stages = Stages(weights, ops, STORED, NONE, config, cos, sin, saved.places, starts)
+    maxima = products.maxima(saved.tensors["x"], saved.tensors)
+    stages = Stages(weights, ops, products, maxima, config, cos, sin, saved.places, starts)
     again = _Recalled(stages, saved, consume=False)
     for name in (*(row.name for row in KEPT), *APART):
         if name in saved.names and name not in saved.tensors:

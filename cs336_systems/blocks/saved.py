@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 APART = ("q", "keys_values")
-"""Two projections, with results (R, H E) and (R, 2 K E), in place of ``qkv``; matrices are not quantized then."""
+"""Two projections, with results (R, H E) and (R, 2 K E), in place of ``qkv``."""
 
 
 def low_rank_name(name: str) -> str:

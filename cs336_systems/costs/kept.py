@@ -38,6 +38,8 @@ STORED = Recipe()
 """The recipe of matmuls on tensors as they are stored."""
 SCALED_BLOCK = 128
 """Numbers that share a scale by block."""
+SLOPES_BLOCK = 8, 256
+"""Rows and columns of SwiGLU's output that share a slope."""
 
 LEVELS = ("input", "attention", "products", "all")
 
@@ -183,6 +185,14 @@ def kept_sizes(
         else:
             found[row.name] = prod(shape) * (max(narrow, WIDE) if row.statistic else narrow)
     return found
+
+
+def maxima_shapes(config: ModelConfig, tokens: int, recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    """Shapes of what a block keeps in fp32 where each quantized tensor has one scale, whatever its level; else none."""
+    if not recipe.quantized or recipe.scaling != "tensor":
+        return {}
+    rows, columns = SLOPES_BLOCK
+    return {"absmax": (4,), "slopes": (-(-tokens // rows), -(-config.d_ff // columns))}
 
 
 def bytes_kept(

@@ -28,13 +28,14 @@ SwiGLU and optimizer at the memory's. Launches of kernels and Python are left ou
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 from cs336_systems.config import PRECISIONS, Lora, ModelConfig, Precision, Recipe
 from cs336_systems.costs.block import adapter_numbers, operand_bytes_per_flop, passes, quantizing_bytes, tiles
 from cs336_systems.costs.flops import forward_flops, model_flops
 from cs336_systems.costs.kept import LEVELS as ALL_LEVELS
-from cs336_systems.costs.kept import STORED, kept_names, kept_sizes, recomputed, recomputed_flops
+from cs336_systems.costs.kept import STORED, kept_names, kept_sizes, maxima_shapes, recomputed, recomputed_flops
 from cs336_systems.costs.memory import WIDE, rotary_bytes
 from cs336_systems.costs.rates import Rates
 
@@ -102,8 +103,8 @@ class StreamedWork:
     """The pieces of a step on sequences of ``context_length`` tokens in chunks of ``chunk``.
 
     Raises:
-        ValueError: one of the two lengths does not divide the other, the precision has autocast, or a tied embedding
-            is not on the rank of its head.
+        ValueError: one of the two lengths does not divide the other, 16 does not divide a chunk whose matmuls are
+            quantized, the precision has autocast, or a tied embedding is not on the rank of its head.
     """
 
     config: ModelConfig
@@ -113,11 +114,14 @@ class StreamedWork:
     moments: tuple[tuple[str, int], ...] = tuple(MOMENTS.items())
     """Names of the states that the optimizer keeps, and bytes a parameter of each."""
     recipe: Recipe = STORED
-    """The recipe of blocks' matmuls; it changes seconds, not the bytes of items."""
+    """The recipe of blocks' matmuls. Items have the same bytes, but ``input`` also holds ``maxima``."""
     share: Share | None = None
     """The part of the model that a rank of a ring has; all of it if None."""
     lora: Lora | None = None
     """The adapters that are trained while the weights are frozen; None if the weights are trained."""
+    quantized_at_use: bool = False
+    """Whether each operation quantizes the weights that it reads, as those that stream; else that costs nothing, as
+    once in a step."""
 
     def __post_init__(self) -> None:
         short, long = sorted((self.chunk, self.context_length))
@@ -125,6 +129,8 @@ class StreamedWork:
             raise ValueError(
                 f"a chunk of {self.chunk} tokens does not divide sequences of {self.context_length} evenly"
             )
+        if self.recipe.quantized and self.chunk % 16:
+            raise ValueError(f"matmuls in fp8 take chunks that 16 divides, not {self.chunk} tokens")
         if self.precision.autocast:
             raise ValueError(f"streamed blocks run in one dtype: {self.precision.name} is not served")
         if self.config.tie_embeddings and self.owner(0) != self.owner(self.config.n_layers):
@@ -144,6 +150,12 @@ class StreamedWork:
     def layers(self) -> tuple[int, ...]:
         """The layers that are here."""
         return tuple(layer for layer in range(self.config.n_layers) if self.owner(layer) == self.rank)
+
+    @property
+    def restores(self) -> bool:
+        """Whether x may be restored from the layer below: in a ring that is on another rank, and quantized matmuls need
+        the magnitudes that are kept with x."""
+        return self.share is None and not self.recipe.quantized
 
     @property
     def has_embedding(self) -> bool:
@@ -171,6 +183,11 @@ class StreamedWork:
         return self.chunk // length, length
 
     # bytes
+
+    @property
+    def maxima(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what quantized matmuls keep of a chunk in fp32, by name."""
+        return maxima_shapes(self.config, self.chunk, self.recipe)
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -201,7 +218,7 @@ class StreamedWork:
         return {
             "weights": self.layer_bytes,
             "gradients": 0 if self.lora else self.layer_bytes,
-            "input": of["x"] + of["rstd1"] + of["rstd2"],
+            "input": of["x"] + of["rstd1"] + of["rstd2"] + sum(WIDE * prod(shape) for shape in self.maxima.values()),
             "context": context * width,
             "attention": of["attended"] + of["lse"],
             "products": of["qkv"] - apart + of["residual"] + of["gate_up"],
@@ -261,17 +278,24 @@ class StreamedWork:
         config, width, tokens = self.config, self.precision.parameter_bytes, self.chunk
         d_model, d_query = config.d_model, config.d_query
         wide_queries = 4 * d_query  # attention's fp32 sums of dq
-        # the holes of forward's norms and residual, and SwiGLU's output behind them
-        feed_forward = (config.d_ff + 3 * d_model) * width
+        # the holes of forward's norms and residual, and SwiGLU's output behind them; with adapters also to recompute
+        feed_forward = (config.d_ff + (4 if self.lora else 3) * d_model) * width
         attention = (d_model + d_query + config.d_qkv) * width + wide_queries
         if config.qk_norm:  # q and k normed and rotated, and where sequences are long the k of all their chunks
             attention += (d_query + config.d_kv * (1 + self.chunks_per_sequence * self.is_long)) * width
         low_rank = (
             10 * self.lora.rank * width if self.lora else 0
         )  # x A^T of all matrices; the gradient of q, k and v's
+        quantized = matrices = 0
+        if self.recipe.quantized:
+            # SwiGLU's backward: dproduct, and by rows and columns dgate_up and dy; SwiGLU's output by columns
+            quantized = (5 * config.d_ff + d_model) if self.lora else (7 * config.d_ff + 2 * d_model)
+            # then, most of all where tokens are few, the largest matrix
+            matrices = tokens * ((2 if self.lora else 4) * config.d_ff + 3 * d_model) + 2 * config.d_ff * d_model
         head = 3 * d_model * width  # norm, its gradient, and x
         logits = min(tokens, HEAD_TOKENS) * config.vocab_size * width
-        return max(tokens * (max(feed_forward, attention) + low_rank), (tokens * head + logits) * self.has_head)
+        of_block = max(tokens * (max(feed_forward, attention, quantized) + low_rank), matrices)
+        return max(of_block, (tokens * head + logits) * self.has_head)
 
     @property
     def n_parameters(self) -> int:
@@ -314,6 +338,10 @@ class StreamedWork:
         config, tokens, recipe = self.config, self.chunk, self.recipe
         quantizing = quantizing_bytes(config, tokens, recipe, kind)
         traffic = amounts.traffic + quantizing + rates.added * self.gradient_bytes(kind)
+        if self.recipe.quantized and self.quantized_at_use and kind in ("forward", "recompute", "backward", "keys"):
+            # read for their magnitude, read again, and written, a byte each, for every matmul but weights' gradients
+            passed = amounts.products / (2 * tokens * (2 if kind == "backward" and not self.lora else 1))
+            traffic += (2 * self.precision.parameter_bytes + 1) * passed
         per_flop = operand_bytes_per_flop(config, tokens, self.precision.parameter_bytes, recipe, kind)
         operands = rates.operands * per_flop * amounts.products
         multiplied = amounts.products * tiles(config, kind, frozen=self.lora is not None) / products

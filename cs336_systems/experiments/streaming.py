@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, Stage, measured_by, presented
+from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.experiments.options import RunOptions, every
 from cs336_systems.hardware import hardware_named
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from cs336_systems.harness.sweep import Outcome
+
+STREAMED_RECIPES = tuple(name for name, recipe in RECIPES.items() if recipe.scaling == "tensor")
 
 CPU_PLANS_FOR = "h200"
 """The device for which a step is planned that runs on a CPU."""
@@ -77,6 +80,12 @@ class StreamingCell:
         flag="world-size",
         asked=None,
     )
+    recipe: str = option(
+        "stored",
+        "Matmuls of blocks: stored, in bf16; e4m3 with one scale per tensor, also with gradients in e5m2. Utilization "
+        "is of bf16's peak in each.",
+        values=STREAMED_RECIPES,
+    )
     warmup: int = option(
         1,
         "Steps before the recorded ones; they are long, so clocks have settled after one.",
@@ -99,7 +108,8 @@ class StreamingCell:
     def __str__(self) -> str:
         limits = self.peer or f"within {self.device_gib:g} / {self.host_gib:g} GiB"
         ring = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
-        return f"{self.size} {self.context_length:,} {limits}{ring}"
+        recipe = "" if self.recipe == "stored" else f" {self.recipe}"
+        return f"{self.size} {self.context_length:,}{recipe} {limits}{ring}"
 
 
 @dataclass(frozen=True)
@@ -160,7 +170,7 @@ def make_cells(options: Any) -> list[StreamingCell]:
         own: dict[str, Any] = {"size": [name], "simulated_device": [simulated], "ranks": worlds, "peer": [""]}
         own |= {each: asked[each] for each in _SETS} | {each: [asked[each]] for each in of_step}
         free = own | {"device_gib": [0.0], "host_gib": [0.0], "peer": options.peers}
-        free |= {"chunk": [given.get("chunk", 0)]}
+        free |= {"chunk": [given.get("chunk", 0)], "recipe": ["stored"]}
         for cell in every(StreamingCell, options, **own) + every(StreamingCell, options, **free):
             in_ring = cell.ranks > 1 and not simulated  # one process simulates all ranks
             cells.append(RingCell(**vars(cell)) if in_ring else cell)
@@ -211,7 +221,7 @@ def _scaling(line: Line) -> float | None:
 STREAMING_TABLE = ResultTable(
     settings=(
         *("gpu", "device", "simulated_device", "size", "context_length", "device_gib", "host_gib", "chunk"),
-        *("tokens_per_step", "peer", "ranks", "warmup", "steps"),
+        *("tokens_per_step", "recipe", "peer", "ranks", "warmup", "steps"),
     ),
     always=("size", "context_length", "device_gib", "host_gib"),
     labels={
@@ -245,8 +255,8 @@ _OF = ["gpu", "simulated_device", "size", "context_length"]
 
 
 def heatmaps(rows: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    """(name, figure) for every model and length on one rank; peers have no capacities."""
-    alone = rows[(rows["device_gib"] > 0) & (rows["ranks"] == 1)]
+    """(name, figure) for every model and length on one rank, not quantized; peers have no capacities."""
+    alone = rows[(rows["device_gib"] > 0) & (rows["ranks"] == 1) & (rows["recipe"] == "stored")]
     for _, own in alone.groupby(_OF, sort=False, dropna=False):
         _, simulated, size, length = own.iloc[0][_OF]
         if (figure := heatmap_figure(own)) is not None:

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_systems.blocks import block_ops
+from cs336_systems.blocks import block_ops, block_products
 from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.costs.flops import model_flops
 from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.rates import Rates
 from cs336_systems.distributed.messages import GroupMessages, planned_as_copies, ring_messages
 from cs336_systems.distributed.process_group import Rank, joined, on_every_rank, on_rank_0
+from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.experiments.ranked import largest
 from cs336_systems.experiments.streaming import CPU_PLANS_FOR, StreamingCell
 from cs336_systems.hardware import GIB, Hardware, find_hardware, hardware_named
@@ -55,6 +56,7 @@ from cs336_systems.streaming.ring import choose_ring
 from cs336_systems.streaming.run import StreamedStep
 from cs336_systems.streaming.schedule import RECOMPUTES
 from cs336_systems.training import assemble, random_batch
+from cs336_systems.training.precision import recipe_unsupported_reason
 
 MOST_CPU_PARAMETERS = 2_000_000
 """Parameters of a model that is run on a CPU: larger ones take minutes a step."""
@@ -107,6 +109,7 @@ def measure(
         assert pictures is not None
         rows = timeline_rows(choice.schedule.operations, choice.times)
         where = f"{cell.size}_{cell.context_length}_{cell.device_gib:g}_{cell.host_gib:g}"
+        where += f"_{cell.recipe}" if cell.recipe != "stored" else ""
         where += f"_rank{number}" if cell.ranks > 1 else ""
         pictures.mkdir(parents=True, exist_ok=True)
         rows.to_csv(pictures / f"timeline_{where}.csv", index=False)
@@ -133,8 +136,12 @@ def _run(
     plan, device = choice.plan, rank.device if rank else torch.device(cell.device)
     streams = Streams(device, timed=True) if fence else None
     torch.manual_seed(cell.seed)
-    ops = block_ops(*(("fused", "hopper") if fence else ("reference", "reference")))
+    kernels, attention = ("fused", "hopper") if fence else ("reference", "reference")
+    ops, recipe = block_ops(kernels, attention), plan.work.recipe
+    if reason := recipe_unsupported_reason(recipe, plan.work.precision, device):
+        raise Unsupported(reason)
     how: dict[str, Any] = {"max_norm": 1.0, "lanes": streams, "messages": messages}
+    how["products"] = block_products(kernels, recipe)
     step = StreamedStep(plan, choice.schedule, ops, device, **how)
     step.reset_parameters()
     generator = torch.Generator().manual_seed(cell.seed + 1)
@@ -188,7 +195,8 @@ def _mean(value: float, rank: Rank | None) -> float:
 def _choose(cell: StreamingCell, rates: Rates, caps: Sequence[Caps]) -> list[ChosenPlan]:
     """The plan of each rank, within its caps; raises CapsTooSmallError."""
     given = cell.config, cell.context_length, caps, rates
-    return choose_ring(*given, tokens_per_step=cell.tokens_per_step or None, chunk=cell.chunk or None)
+    how: dict[str, Any] = {"tokens_per_step": cell.tokens_per_step or None, "recipe": RECIPES[cell.recipe]}
+    return choose_ring(*given, chunk=cell.chunk or None, **how)
 
 
 def _agree(cell: StreamingCell, rates: Rates, caps: Caps) -> list[ChosenPlan]:

@@ -50,7 +50,7 @@ EARLIER: dict[str, dict[str, Any]] = {
     "context_length": DEFAULTS,
     "d_head": {"clock": "harness", "repeat": 0, "kv_heads": 0},
     "ddp": {"max_ctas": Parallel.max_ctas},
-    "host_gib": {"peer": "", "ranks": 1},
+    "host_gib": {"peer": "", "ranks": 1, "recipe": "stored"},
     "tensor_by": {name: getattr(Parallel, name) for name in ("replicas", *PIPELINE)},
     "n_samples": {"vocabulary": 151_936},
     "profiler": {"repeat": 0},

@@ -37,14 +37,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cs336_systems.costs.kept import SLOPES_BLOCK
 from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
 from cs336_systems.kernels.assembly import sigmoid_of
 from cs336_systems.kernels.launching import ceil_div, check_alike, check_runnable, launch
 from cs336_systems.kernels.lora import block_rank, check_low_rank, low_rank_of
 from cs336_systems.kernels.lora_reference import LowRank
 
-BLOCK_ROWS = 8
-BLOCK_F = 256
+BLOCK_ROWS, BLOCK_F = SLOPES_BLOCK
 """A warp's 32 loads of 16 bytes are 256 bf16, and 256 divides the d_ff of every model size, of Llama and of Qwen; with
 8 rows each of the 128 threads has two such loads of each matrix on their way."""
 LOW_RANK_BLOCK = {"BLOCK_ROWS": 32, "BLOCK_F": 128, "num_warps": 8}

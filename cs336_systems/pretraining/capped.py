@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_systems.blocks import block_ops
+from cs336_systems.blocks import block_ops, block_products
 from cs336_systems.case import Unsupported
 from cs336_systems.costs.rates import Rates
 from cs336_systems.distributed.checkpoint_folder import survey
@@ -142,7 +142,7 @@ def chooser(
         chunk = options.batch_size * length
     moments = {"exp_avg": width, "exp_avg_sq": width} | ({"master": 4} if case.master == "fp32" else {})
     how: dict[str, Any] = {"precision": case.precision, "moments": moments, "tokens_per_step": tokens}
-    how |= {"lora": case.lora}
+    how |= {"recipe": case.recipe, "lora": case.lora}
     how |= {"rates": Rates.of(hardware_of(device), copied_messages=copied_messages)}
     how |= {"effort": EFFORT if device.type == "cuda" else EFFORT // 20}
 
@@ -226,6 +226,7 @@ class CappedStep:
         self._refusals = partial(refusals, device, caps.device)
         ops = block_ops(case.kernels, case.attention, deterministic=case.deterministic)
         how: dict[str, Any] = {"max_norm": options.clip or math.inf, "optimizer": self._layers, "messages": messages}
+        how["products"] = block_products(case.kernels, case.recipe)
         try:
             with self._refusals():
                 self._step = StreamedStep(plan, self.choice.schedule, ops, device, **how)

@@ -31,7 +31,9 @@ _UNDER_CAPS: dict[str, tuple[Any, ...]] = {
     "cuda_graph": ("off",),
     "dtype": ("bf16", "fp32"),
     "kernels": ("fused", "reference"),
-    "matmul_dtype": ("same",),
+    "scaling": ("tensor",),
+    "fp8_skip_first": (0,),
+    "fp8_skip_last": (0,),
     "z_loss": (0.0,),
 }
 """The values that some options may have under memory limits."""

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain, product
 
-from cs336_systems.config import PRECISIONS, Lora, ModelConfig, Precision
+from cs336_systems.config import PRECISIONS, Lora, ModelConfig, Precision, Recipe
+from cs336_systems.costs.kept import STORED
 from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.memory import TABLE_SHARE
 from cs336_systems.costs.rates import Rates
@@ -134,6 +135,7 @@ def choose(
     precision: Precision = PRECISIONS["bf16"],
     moments: dict[str, int] = MOMENTS,
     least_chunk: int = LEAST_CHUNK,
+    recipe: Recipe = STORED,
     lora: Lora | None = None,
     effort: int = EFFORT,
 ) -> ChosenPlan:
@@ -143,6 +145,7 @@ def choose(
         tokens_per_step: tokens of all rounds; None to take as many as hide the optimizer.
         chunk: tokens of a chunk, chosen if None; so are ``chunks`` of a round.
         least_chunk: tokens of a chunk, where chunks are chosen.
+        recipe: of blocks' matmuls.
         lora: adapters that are trained instead of the weights.
         effort: operations to simulate in each part of the search.
 
@@ -151,7 +154,11 @@ def choose(
         ValueError: a chunk that does not divide, or tokens of a step that no chunks make up.
     """
     works = [
-        StreamedWork(config, context_length, tokens, precision, tuple(moments.items()), lora=lora)
+        StreamedWork(
+            *(config, context_length, tokens, precision, tuple(moments.items()), recipe),
+            lora=lora,
+            quantized_at_use=True,
+        )
         for tokens in ([chunk] if chunk else chunk_sizes(context_length, least_chunk))
     ]
     return Search(works, caps, rates, tokens_per_step, chunks, clipping).best(effort)
@@ -240,7 +247,7 @@ class Search:
             if gradients <= weights or weights == n_layers
         ]
         attention, ring_bytes = seconds.recompute_input - seconds.recompute_attention, self._ring_bytes(work)
-        most = 1 if work.share else n_layers  # in a ring the layers that would restore x are on other ranks
+        most = n_layers if work.restores else 1
         inputs = [n for n in INPUT_EVERY if n == 1 or (n <= most and seconds.restore < attention)]
         for chunks, order, kept, every in product(
             counts, self.orders, (True, False) if work.is_long else (True,), inputs

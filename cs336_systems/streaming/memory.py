@@ -93,6 +93,7 @@ class MemoryMap:
                 Part("x", (sequences, positions, d), dtype),
                 Part("rstd1", (n,), wide),
                 Part("rstd2", (n,), wide),
+                *(Part(name, shape, torch.float32) for name, shape in work.maxima.items()),
             ),
             "context": (Part("keys_values", keys_values, dtype),),
             "attention": (

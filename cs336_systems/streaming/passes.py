@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cs336_systems.blocks import BlockGradients, BlockOps, BlockWeights, Saved, backward, forward, recall, write_out
 from cs336_systems.blocks.adapters import adapt
+from cs336_systems.blocks.products import Products
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import kept_names
 from cs336_systems.costs.streaming import HEAD_TOKENS, StreamedWork
@@ -49,6 +50,7 @@ class Passes:
 
     Args:
         ops: the blocks' operations. Plans give the same bits if these are deterministic.
+        products: the blocks' matmuls, by the recipe of the plan's work.
         guard: computes gradient norms. In a step with operations of kind ``NORM`` it also clips gradients and skips
             steps that are not finite.
     """
@@ -59,11 +61,12 @@ class Passes:
         memory: Memory,
         fixed: Fixed,
         ops: BlockOps,
+        products: Products,
         optimizer: LayerOptimizer,
         guard: GradientGuard,
     ) -> None:
         self.plan, self.work, self.config = plan, plan.work, plan.work.config
-        self.memory, self.fixed, self.ops = memory, fixed, ops
+        self.memory, self.fixed, self.ops, self.products = memory, fixed, ops, products
         self.optimizer, self.guard = optimizer, guard
         config, dtype, device = self.config, memory.map.dtype, fixed.cos.device
         wide = torch.promote_types(dtype, torch.float32)
@@ -200,7 +203,8 @@ class Passes:
         saved, ops = self._saved(operation), self._attending(operation)
         x, y = (self._of(operation, "input", operation.layer + i)["x"] for i in (0, 1))
         how = self._config_and_tables(operation)
-        forward(x, self._weights(operation), saved, ops, *how, out=y, starts=self._starts(operation))
+        more: dict[str, Any] = {"products": self.products, "starts": self._starts(operation)}
+        forward(x, self._weights(operation), saved, ops, *how, out=y, **more)
 
     def _recompute(self, operation: Operation) -> None:
         attends = operation.level == "input"
@@ -213,12 +217,13 @@ class Passes:
 
     def _recall(self, operation: Operation, saved: Saved, ops: BlockOps, *there: str) -> None:
         """Computes the tensors of ``saved`` that the operation's level has not kept, except those named ``there``."""
-        found = {*kept_names(operation.level or "input"), *there}
+        found = {*kept_names(operation.level or "input", quantized=self.products.quantized), *there}
         if any(held.item.what == "input" for held in operation.writes):
             found -= {"rstd1", "rstd2"}  # x was restored, without its statistics
         saved.tensors |= {name: place for name, place in saved.places.items() if name in found}
         how = self._config_and_tables(operation)
-        recall(saved, self._weights(operation), ops, *how, starts=self._starts(operation))
+        more: dict[str, Any] = {"products": self.products, "starts": self._starts(operation)}
+        recall(saved, self._weights(operation), ops, *how, **more)
 
     def _restore(self, operation: Operation) -> None:
         products = self._of(operation, "products")
@@ -233,7 +238,8 @@ class Passes:
         saved.tensors |= saved.places
         dy, gradients = self._of(operation, "dy")["dy"], BlockGradients(**self._state(operation, "gradients"))
         weights, ops = self._weights(operation), self._attending(operation, backward=True)
-        how: dict[str, Any] = {"accumulate": operation.accumulate, "consume": True, "starts": self._starts(operation)}
+        how: dict[str, Any] = {"products": self.products, "accumulate": operation.accumulate, "consume": True}
+        how |= {"starts": self._starts(operation)}
         dx = backward(dy, weights, saved, gradients, ops, *self._config_and_tables(operation), **how)
         dy.copy_(dx)
 

@@ -77,9 +77,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_known("order", self.order, ORDERS)
-        if self.input_every < 1 or (self.input_every > 1 and self.work.share):
-            in_ring = ", and 1 in a ring, whose neighbouring layers are on other ranks" if self.work.share else ""
-            raise ValueError(f"input_every must be at least 1{in_ring}, got {self.input_every}")
+        if self.input_every < 1 or (self.input_every > 1 and not self.work.restores):
+            alone = "" if self.work.restores else ", and 1 where x is not restored"
+            raise ValueError(f"input_every must be at least 1{alone}, got {self.input_every}")
         if not 0 <= self.lead < (self.work.config.n_layers if self.order == "interleaved" else 1):
             raise ValueError(f"forward cannot lead by {self.lead} layers in {self.order} rounds")
         if self.rounds < 1 or self.chunks < 1 or self.chunks % self.work.chunks_per_sequence:

@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from cs336_systems.config import PRECISIONS, ModelConfig
+from cs336_systems.costs.kept import STORED
 from cs336_systems.costs.rates import Rates
 from cs336_systems.costs.streaming import MOMENTS, Share, StreamedWork
 from cs336_systems.streaming.build import build, ring_times
@@ -92,11 +93,12 @@ def choose_ring(
         return [choose(config, context_length, caps[0], rates, effort=effort, **given._asdict(), **others)]
     precision, moments = others.pop("precision", PRECISIONS["bf16"]), others.pop("moments", MOMENTS)
     clipping, least = others.pop("clipping", True), others.pop("least_chunk", LEAST_CHUNK)
-    lora, beside = others.pop("lora", None), replace(rates, others=n_ranks - 1)
+    of_blocks = {"recipe": others.pop("recipe", STORED), "lora": others.pop("lora", None), "quantized_at_use": True}
+    beside = replace(rates, others=n_ranks - 1)
 
     def works(rank: int, deal: Deal, cut: Cut) -> list[StreamedWork]:
         sizes = [cut.chunk] if cut.chunk else chunk_sizes(context_length, least)
-        how: dict[str, Any] = {"share": Share.dealt(config, rank, n_ranks, deal.first), "lora": lora}
+        how: dict[str, Any] = of_blocks | {"share": Share.dealt(config, rank, n_ranks, deal.first)}
         return [StreamedWork(config, context_length, n, precision, tuple(moments.items()), **how) for n in sizes]
 
     def search(rank: int, deal: Deal, cut: Cut) -> Search:

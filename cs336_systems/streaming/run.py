@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.blocks import BlockOps
+from cs336_systems.blocks.products import STORED, Products
 from cs336_systems.costs.lanes import Lane
 from cs336_systems.distributed.messages import GroupMessages
 from cs336_systems.distributed.pipeline import Elsewhere
@@ -44,13 +45,15 @@ class StreamedStep:
         schedule: of the plan (``build.py``).
         ops: operations of blocks for the device and the plan's dtype; plans give the same bits if these are
             deterministic.
+        products: matmuls of blocks, by the recipe of the plan's work.
         optimizer: updates one layer at a time; AdamW if None.
         max_norm: norm to which gradients are clipped, if the schedule takes norms.
         lanes: what runs the operations; streams on a GPU and a pretended link elsewhere if None.
         messages: carries messages between ranks of a ring; the plan is then that of one rank's share.
 
     Raises:
-        ValueError: an item is larger than its slot or place, or only one of share and messages is given.
+        ValueError: an item is larger than its slot or place, only one of share and messages is given, or products are
+            not of the plan's recipe.
         RuntimeError: the host has not as much memory, or it cannot be pinned.
     """
 
@@ -61,6 +64,7 @@ class StreamedStep:
         ops: BlockOps,
         device: torch.device,
         *,
+        products: Products = STORED,
         optimizer: LayerOptimizer | None = None,
         max_norm: float = math.inf,
         lanes: Lanes | None = None,
@@ -68,6 +72,8 @@ class StreamedStep:
     ) -> None:
         if (messages is None) is not (plan.work.share is None):
             raise ValueError("a share of a model is trained in a ring, and a whole one alone")
+        if products.quantized is not plan.work.recipe.quantized:
+            raise ValueError(f"the plan is for matmuls in {plan.work.recipe.matmul}, the products given are not")
         self.plan, self.schedule, self.device, self.config = plan, schedule, device, plan.work.config
         tensors = MemoryMap.of(plan.work)
         self.memory = Memory(schedule, tensors, device)
@@ -75,7 +81,7 @@ class StreamedStep:
         self.optimizer = optimizer or LayerAdamW()
         self.guard = GradientGuard(max_norm)
         self.messages = messages
-        self.passes = Passes(plan, self.memory, self.fixed, ops, self.optimizer, self.guard)
+        self.passes = Passes(plan, self.memory, self.fixed, ops, products, self.optimizer, self.guard)
         self.lanes = lanes or (Streams(device) if device.type == "cuda" else PretendedLink())
         if device.type == "cuda":
             torch.cuda.empty_cache()  # of what made the rotary tables

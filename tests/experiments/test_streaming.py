@@ -74,17 +74,29 @@ def test_a_large_model_is_not_run_on_a_cpu():
         measure(cell)
 
 
+def test_quantized_matmuls_make_plans_of_their_own():
+    stored, quantized = cells_of("streaming", "--gpu", "h100", "--size", "llama3-1b", "--tokens-per-step", "65536",
+                                 "--device-gib", "12", "--host-gib", "24", "--recipe", "stored", "e4m3")  # fmt: skip
+    first, second = ({metric.name: metric.samples[0] for metric in measure(cell)} for cell in (stored, quantized))
+    assert second["simulated_tokens_per_s"] > 1.1 * first["simulated_tokens_per_s"]
+    assert max(one["planned_device"] for one in (first, second)) <= 12
+    assert "e4m3" in str(quantized) and "stored" not in str(stored)
+
+
 @pytest.mark.gpu
-def test_a_small_model_runs_under_caps_on_a_gpu(tmp_path, device_to_itself):
+@pytest.mark.parametrize("recipe", ["stored", "e4m3"])
+def test_a_small_model_runs_under_caps_on_a_gpu(tmp_path, device_to_itself, recipe):
     """With all that a large one needs: caps, a pinned slab, streams with times, the picture."""
     (cell,) = cells_of("streaming", "--size", "small", "--context-length", "2048", "--device-gib", "2.5", "--host-gib",
-                       "16", "--tokens-per-step", "65536", "--steps", "2", device="cuda")  # fmt: skip
+                       "16", "--tokens-per-step", "65536", "--steps", "2", "--recipe", recipe,
+                       device="cuda")  # fmt: skip
     found = {metric.name: metric.samples for metric in measure(cell, tmp_path)}
     assert found["device_in_use"][0] <= 2.5
     assert found["host_in_use"][0] <= 16
     assert len(found["tokens_per_s"]) == 2
     assert 0 < found["link_in"][0] < 100
-    assert (tmp_path / "timeline_small_2048_2.5_16.csv").exists()
+    name = "small_2048_2.5_16" + ("" if recipe == "stored" else f"_{recipe}")
+    assert (tmp_path / f"timeline_{name}.csv").exists()
 
 
 def test_a_cell_that_holds_no_plan_says_what_is_short_and_nothing_that_its_columns_say():
@@ -95,19 +107,24 @@ def test_a_cell_that_holds_no_plan_says_what_is_short_and_nothing_that_its_colum
 
 @pytest.mark.slow
 def test_a_tiny_model_runs_under_caps_on_a_cpu(tmp_path, capsys):
-    code, out, _ = run("benchmark_streaming", capsys, "--timeline", "--out", tmp_path)
+    code, out, _ = run("benchmark_streaming", capsys, "--timeline", "--recipe", "stored", "e4m3", "--out", tmp_path)
     assert code == 0
     assert {cell["status"] for cell in json.loads(out.splitlines()[-1])["cells"]} == {"ok"}
     assert re.search(r"\| +0\.0009\d+ \|", out), "in use, in GiB"
     rows = read_rows(tmp_path / "benchmark_streaming.csv")
-    for _, cell in rows.groupby("device_gib"):
+    for _, cell in rows.groupby(["device_gib", "recipe"]):
         found = cell.set_index("metric")["median"]
         assert found["device_in_use"] <= cell["device_gib"].iloc[0]
         assert found["host_in_use"] <= cell["host_gib"].iloc[0]
         assert found["tokens_per_s"] > 0
-    assert rows.loc[rows["metric"] == "host_in_use", "median"].nunique() == 2
+    stored = rows[rows["recipe"] == "stored"]
+    assert stored.loc[stored["metric"] == "host_in_use", "median"].nunique() == 2
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
-        *(f"benchmark_streaming_timeline_tiny_64_{gib}_0.001.png" for gib in ("0.001", "0.002")),
+        *(
+            f"benchmark_streaming_timeline_tiny_64_{gib}_0.001{recipe}.png"
+            for gib in ("0.001", "0.002")
+            for recipe in ("", "_e4m3")
+        ),
         "benchmark_streaming_tiny_64.png",
     ]
 

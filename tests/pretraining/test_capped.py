@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from cs336_systems.pretraining.trainer import NonFiniteStep, train
 from tests.pretraining.checkpointed import LLAMA, export_model, model_of
 from tests.pretraining.trained import EXPLODING, assert_equal_weights, copy_until, losses_and_norms, options, said_by
 
-CONFIG = replace(LLAMA, n_layers=4, tie_embeddings=True, qkv_bias=True)
+CONFIG = replace(LLAMA, n_layers=4, d_ff=64, tie_embeddings=True, qkv_bias=True)
 ROOMY = {"device_gib": 0.5, "host_gib": 2}
 
 
@@ -43,9 +44,10 @@ def smallest_caps(one, rank):
 
 
 @pytest.mark.slow
-def test_steps_are_to_the_bit_those_without_caps(folder, alone, tmp_path):
+@pytest.mark.parametrize("recipe", [{}, {"matmul_dtype": "e4m3"}], ids=["stored", "e4m3"])
+def test_steps_are_to_the_bit_those_that_stream_nothing(folder, alone, tmp_path, recipe):
     """Of pieces of a sequence."""
-    changes = {"context_length": 32, "batch_size": 2, "chunk": 16}
+    changes = {"context_length": 32, "batch_size": 2, "chunk": 16} | recipe
     roomy = asked(folder, tmp_path / "roomy", steps=6, evaluate_every=3, **changes, **ROOMY)
     tight = replace(roomy, out=tmp_path / "tight", **smallest_caps(roomy, alone))
     for run in (roomy, tight):
@@ -60,6 +62,19 @@ def test_steps_are_to_the_bit_those_without_caps(folder, alone, tmp_path):
     assert evaluations[0] == evaluations[1]
     assert losses_and_norms(tight.out) == losses_and_norms(roomy.out)
     assert_equal_weights(tight.out, roomy.out)
+
+
+@pytest.mark.slow
+def test_quantized_steps_are_those_without_caps(folder, alone, tmp_path):
+    """But for the order of sums."""
+    changes = {"context_length": 16, "batch_size": 2, "accumulate": 1, "matmul_dtype": "e4m3", "steps": 3}
+    free = asked(folder, tmp_path / "free", kernels="reference", keep="products", optimizer="torch-fused", **changes)
+    capped = replace(free, out=tmp_path / "capped", keep=None, chunk=32, **ROOMY)
+    stored = replace(capped, out=tmp_path / "stored", matmul_dtype="same")
+    for run in (free, capped, stored):
+        train(run, alone)
+    expected, got, other = (np.array(losses_and_norms(run.out)) for run in (free, capped, stored))
+    assert abs(got / expected - 1).max() < 1e-5 < 1e-3 < abs(other / expected - 1).max()
 
 
 def test_plans_cut_no_sequence_that_conversations_share():

@@ -4,7 +4,8 @@ import random
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from cs336_systems.config import Lora, ModelConfig
+from cs336_systems.config import Lora, ModelConfig, Recipe
+from cs336_systems.costs.kept import STORED
 from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, Share, StreamedWork
 from cs336_systems.streaming.build import build
 from cs336_systems.streaming.memory import MemoryMap
@@ -19,14 +20,17 @@ LORA = Lora(8, 12.0, ("qkv", "gate_up", "down"))
 
 
 def random_plan(seed: int) -> tuple[Plan, Schedule]:
-    """A plan with rings as small as they can be, or up to six slots larger; every third one trains adapters."""
+    """A plan with rings as small as they can be, or up to six slots larger; every third one trains adapters, every
+    fourth one quantizes."""
     rng, lora = random.Random(seed), LORA if seed % 3 == 2 else None
     n_layers, group = rng.randint(1, 5), rng.choice((1, 1, 2, 3))
     config = ModelConfig("random", 16, 32, n_layers, 2, vocab_size=32, context_length=64, n_kv_heads=1)
     context_length = group * CHUNK if group > 1 else CHUNK // rng.choice((1, 2))
     moments = tuple(rng.choice((MOMENTS, MASTER_MOMENTS)).items())
-    work = StreamedWork(config, context_length, CHUNK, moments=moments, lora=lora)
+    recipe = Recipe("e4m3") if seed % 4 == 3 else STORED
+    work = StreamedWork(config, context_length, CHUNK, moments=moments, recipe=recipe, lora=lora)
     chunks, every = group * rng.randint(1, 4 // group), rng.choice((1, 1, 2, 3))
+    every = every if work.restores else 1
     sources = chunks * sum(layer % every > 0 for layer in range(1, n_layers))  # x of these layers is restored
 
     def keep() -> Keep:

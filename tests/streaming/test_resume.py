@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.blocks import REFERENCE
+from cs336_systems.blocks import REFERENCE, block_products
 from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS
 from cs336_systems.distributed.checkpoint import find_checkpoint, load_checkpoint, load_whole_model, save_checkpoint
 from cs336_systems.distributed.process_group import joined
@@ -19,7 +19,8 @@ from tests.streaming.test_run import batches, load, model_of
 
 
 def step_of(plan: Plan) -> StreamedStep:
-    return StreamedStep(plan, build(plan), REFERENCE, torch.device("cpu"))
+    products = block_products("reference", plan.work.recipe)
+    return StreamedStep(plan, build(plan), REFERENCE, torch.device("cpu"), products=products)
 
 
 def whole_state(step: StreamedStep) -> dict[str, Tensor]:

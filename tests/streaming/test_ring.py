@@ -245,7 +245,7 @@ def test_a_share_has_a_layer_and_restores_no_other_ranks_x():
     ):
         StreamedWork(TIED, 16, 16, share=Share(0, (0, 1, 0, 1)))
     work = StreamedWork(CONFIG, 16, 16, share=Share.dealt(CONFIG, 0, 2))
-    with pytest.raises(ValueError, match="input_every must be at least 1, and 1 in a ring"):
+    with pytest.raises(ValueError, match="input_every must be at least 1, and 1 where x is not restored, got 2"):
         Plan(work, 2, 1, "sequential", Keep(2, 0), input_every=2)
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.blocks import REFERENCE, write_out
+from cs336_systems.blocks import REFERENCE, block_products, write_out
 from cs336_systems.blocks.adapters import adapt
-from cs336_systems.config import PRECISIONS, ModelConfig, Precision
+from cs336_systems.config import PRECISIONS, ModelConfig, Precision, Recipe
+from cs336_systems.costs.kept import STORED
 from cs336_systems.costs.streaming import StreamedWork
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
@@ -30,6 +31,7 @@ CONFIG = ModelConfig(
 )
 TIED = replace(CONFIG, tie_embeddings=True)
 QK_NORM = replace(CONFIG, name="qk norm", qkv_bias=False, qk_norm=True, head_dim=12)
+E4M3 = Recipe("e4m3")
 FP64 = Precision("fp64", parameter_bytes=8, matmul_bytes=8, matmul_dtype="fp32", softmax_bytes=8)
 CPU = torch.device("cpu")
 
@@ -37,9 +39,9 @@ CPU = torch.device("cpu")
 def plan_of(length=16, chunk=32, config=CONFIG, precision=PRECISIONS["fp32"], *, chunks=1, rounds=1, **more) -> Plan:
     """Everything kept, unless ``keep`` says otherwise, and gradients not clipped."""
     n, pairs = precision.parameter_bytes, chunks * config.n_layers
-    work = StreamedWork(
-        config, length, chunk, precision, (("exp_avg", n), ("exp_avg_sq", n)), lora=more.pop("lora", None)
-    )
+    moments = (("exp_avg", n), ("exp_avg_sq", n))
+    of_blocks = {"recipe": more.pop("recipe", STORED), "lora": more.pop("lora", None)}
+    work = StreamedWork(config, length, chunk, precision, moments, **of_blocks)
     how = {"order": "sequential", "keep": Keep(pairs, pairs), "clipping": False, **more}
     return Plan(work, chunks, rounds, **how)
 
@@ -69,7 +71,7 @@ def model_of(plan: Plan) -> TransformerLM:
     for parameter in model.parameters():
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
-    write_out(model, REFERENCE, "products")
+    write_out(model, REFERENCE, "products", block_products("reference", plan.work.recipe))
     if (lora := plan.work.lora) is not None:
         adapt(model, lora)
         for name, parameter in model.named_parameters():
@@ -107,6 +109,7 @@ def step_of(
 ) -> StreamedStep:
     """A step under a schedule, all of whose memory is NaN at first; resident without one."""
     how = {"optimizer": Recorded(), "max_norm": max_norm, "lanes": lanes, "messages": messages}
+    how["products"] = block_products("reference", plan.work.recipe)
     step = StreamedStep(plan, schedule or resident(plan), REFERENCE, CPU, **how)
     for memory in (step.memory.device_slab.memory, step.memory.host_slab.memory) if schedule else ():
         memory.fill_(0xFF)
@@ -140,8 +143,9 @@ def differing(got: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
 
 @pytest.mark.parametrize("config", [CONFIG, TIED, QK_NORM], ids=["untied", "tied", "qk norm"])
 @pytest.mark.parametrize(("keep", "lora"), [(Keep(3, 3), None), (Keep(0, 0), None), (Keep(0, 0), LORA)])
-def test_a_step_of_one_chunk_is_that_of_plain_training(config, keep, lora):
-    plan = plan_of(config=config, keep=keep, lora=lora)
+@pytest.mark.parametrize("recipe", [STORED, E4M3, Recipe("e4m3", "e5m2")], ids=lambda recipe: str(recipe) or "stored")
+def test_a_step_of_one_chunk_is_that_of_plain_training(config, keep, lora, recipe):
+    plan = plan_of(config=config, keep=keep, lora=lora, recipe=recipe)
     step, model = step_of(plan), model_of(plan)
     optimizer = torch.optim.AdamW(decay_groups(trained_of(model).values()), lr=0.01, fused=True)
     for ids, targets in (*batches(plan, 3), *packed(batches(plan, 2)), *batches(plan, 1)):
@@ -204,10 +208,18 @@ def test_rounds_of_chunks_are_the_whole_batch(length, config, lora):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("length", "dtype", "config"), [(4, "bf16", QK_NORM), (32, "fp32", TIED), (32, "fp32", QK_NORM)]
+    ("length", "dtype", "config", "recipe"),
+    [
+        (4, "bf16", QK_NORM, STORED),
+        (32, "fp32", TIED, STORED),
+        (32, "fp32", QK_NORM, STORED),
+        (8, "bf16", TIED, E4M3),
+        (64, "fp32", QK_NORM, E4M3),
+    ],
 )
-def test_order_and_what_is_kept_change_no_bit(length, dtype, config):
-    plan = plan_of(length, 8, config, PRECISIONS[dtype], chunks=4, rounds=3)
+def test_order_and_what_is_kept_change_no_bit(length, dtype, config, recipe):
+    chunk = 16 if recipe.quantized else 8
+    plan = plan_of(length, chunk, config, PRECISIONS[dtype], chunks=4, rounds=3, recipe=recipe)
     expected = trained(step_of(plan), 2)
     for order in ("sequential", "interleaved"):
         for keep in (Keep(0, 0), Keep(12, 0)):

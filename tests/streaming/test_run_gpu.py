@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.blocks import block_ops
+from cs336_systems.blocks import block_ops, block_products
 from cs336_systems.config import ModelConfig
 from cs336_systems.distributed.messages import CopiedMessages, GroupMessages, Mailbox, ring_messages
 from cs336_systems.streaming.build import build
@@ -41,6 +41,7 @@ def trained(
 ) -> dict[str, Tensor]:
     ops = block_ops("fused", attention, deterministic=True)
     how: dict[str, Any] = {"optimizer": LayerAdamW(lr=0.01), "max_norm": 0.1, "messages": messages}
+    how["products"] = block_products("fused", plan.work.recipe)
     step = StreamedStep(plan, schedule, ops, torch.device("cuda", torch.cuda.current_device()), **how)
     torch.manual_seed(0)
     step.reset_parameters()
