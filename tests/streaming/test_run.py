@@ -15,7 +15,7 @@ from cs336_systems.costs.kept import STORED
 from cs336_systems.costs.streaming import StreamedWork
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
-from cs336_systems.streaming.build import build_forward
+from cs336_systems.streaming.build import build, build_forward
 from cs336_systems.streaming.lanes import Lanes, PretendedLink
 from cs336_systems.streaming.memory import EMBEDDING
 from cs336_systems.streaming.plan import Keep, Plan
@@ -279,6 +279,19 @@ def test_an_evaluation_has_the_losses_of_a_step_and_leaves_no_trace(seed):
             torch.testing.assert_close(loss, expected, rtol=2**-6, atol=0, check_dtype=False)
         assert torch.equal(evaluated(*batch), plain(*batch))
     assert not differing(weights_of(evaluated), weights_of(plain))
+
+
+def test_what_was_in_the_place_of_missing_sequences_does_not_scale_those_that_are_there():
+    """Of a chunk of four, with one scale for its tensors."""
+    plan = plan_of(length=16, chunk=64, recipe=E4M3)
+    step = step_of(plan, build(plan))
+    load(step, model := model_of(plan))
+    ids, targets = torch.randint(CONFIG.vocab_size, (2, 4, 16))
+    for n in (1, 3):
+        expected = model(ids[:n], targets[:n]).detach()
+        step(ids, targets)
+        load(step, model)
+        torch.testing.assert_close(step.evaluate(ids[:n], targets[:n]), expected, rtol=1e-6, atol=0)
 
 
 def test_an_evaluation_may_have_fewer_sequences_than_a_round():
