@@ -172,7 +172,8 @@ def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
     most_pieces = min(MOST_PIECES, context_length // least)
     sizes = [context_length // n for n in range(1, most_pieces + 1) if context_length % n == 0]
     most = max(MOST_CHUNK, sizes[-1])
-    fitting = [size for size in sizes if size <= most and size % 128 == 0] or sizes[-1:]
+    fitting = [size for size in sizes if size <= most and size % 128 == 0]
+    fitting = fitting or [size for size in sizes if size % 16 == 0][-1:] or sizes[-1:]  # 16: for matmuls in fp8
     return fitting if context_length > most else [*fitting, 2 * context_length][:4]
 
 
@@ -332,7 +333,11 @@ class Search:
                         best, improved = after, True
 
     def _shortage(self) -> str:
-        """A sentence on what is missing, and the smallest caps that would do."""
+        """A sentence on what is missing, and the smallest caps that would do.
+
+        Raises:
+            ValueError: no caps would do, as no chunks make up a step.
+        """
         caps, works = self.caps, self.works
         given = f"{_gib(caps.device)} GiB of device and {_gib(caps.host)} GiB of host memory"
         who = f"{works[0].config.name} on sequences of {works[0].context_length:,} tokens"
@@ -343,6 +348,9 @@ class Search:
             n, least = share.n_ranks, min(work.chunk for work in works)
             step = f"{self.tokens_per_step:,} tokens" if self.tokens_per_step else f"{self.chunks} chunks"
             return f"{who} has no rounds of at least {n} chunks of {least:,} tokens, as a ring of {n} needs: got {step}"
+        if not plans:
+            sizes = " or ".join(f"{work.chunk:,}" for work in works)
+            raise ValueError(f"no chunks of {sizes} tokens make up a step of {self.tokens_per_step:,} tokens")
         device = min(caps.device - self._ring_bytes(plan.work) + plan.least_bytes(plan.keep) for plan in plans)
         device_cap = max(device, caps.device)
         host = min(

@@ -130,6 +130,8 @@ def test_plans_and_chunks_that_cannot_be_are_refused() -> None:
             Plan(**plan | {"keep": Keep(1, 0)} | how)
     with pytest.raises(ValueError, match="48 tokens"):
         small(3, 5, chunk=48)
+    with pytest.raises(ValueError, match="^no chunks of 64 tokens make up a step of 700 tokens$"):
+        small(3, 5, tokens_per_step=700)
 
 
 def test_chunk_sizes() -> None:
@@ -138,3 +140,5 @@ def test_chunk_sizes() -> None:
     assert chunk_sizes(32_768) == [32_768, 16_384, 8192, 65_536]
     assert chunk_sizes(524_288) == [32_768, 16_384]
     assert chunk_sizes(6000, least=4000) == [6000, 12_000]
+    assert chunk_sizes(16_400) == [16_400, 32_800]  # half of it has no matmuls in fp8
+    assert chunk_sizes(40_040) == [10_010]
