@@ -188,7 +188,7 @@ def kept_sizes(
 
 
 def maxima_shapes(config: ModelConfig, tokens: int, recipe: Recipe) -> dict[str, tuple[int, ...]]:
-    """Shapes of what a block keeps in fp32 where each quantized tensor has one scale, whatever its level; else none."""
+    """Shapes, by name, of what a block of any level keeps in fp32 if its recipe has one scale per tensor; else none."""
     if not recipe.quantized or recipe.scaling != "tensor":
         return {}
     rows, columns = SLOPES_BLOCK

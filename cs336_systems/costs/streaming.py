@@ -114,14 +114,14 @@ class StreamedWork:
     moments: tuple[tuple[str, int], ...] = tuple(MOMENTS.items())
     """Names of the states that the optimizer keeps, and bytes a parameter of each."""
     recipe: Recipe = STORED
-    """The recipe of blocks' matmuls. Items have the same bytes, but ``input`` also holds ``maxima``."""
+    """The recipe of blocks' matmuls. If it quantizes, ``input`` also holds ``maxima``; other items are the same."""
     share: Share | None = None
     """The part of the model that a rank of a ring has; all of it if None."""
     lora: Lora | None = None
     """The adapters that are trained while the weights are frozen; None if the weights are trained."""
     quantized_at_use: bool = False
-    """Whether each operation quantizes the weights that it reads, as those that stream; else that costs nothing, as
-    once in a step."""
+    """Whether each operation quantizes the weights that it reads, as under memory limits. Otherwise weights are
+    quantized once in a step, which is taken to cost nothing."""
 
     def __post_init__(self) -> None:
         short, long = sorted((self.chunk, self.context_length))
@@ -153,8 +153,8 @@ class StreamedWork:
 
     @property
     def restores(self) -> bool:
-        """Whether x may be restored from the layer below: in a ring that is on another rank, and quantized matmuls need
-        the magnitudes that are kept with x."""
+        """Whether x may be restored from the layer below. It may not in a ring, where that layer is on another rank,
+        nor with quantized matmuls, whose magnitudes are kept with x."""
         return self.share is None and not self.recipe.quantized
 
     @property
@@ -339,7 +339,7 @@ class StreamedWork:
         quantizing = quantizing_bytes(config, tokens, recipe, kind)
         traffic = amounts.traffic + quantizing + rates.added * self.gradient_bytes(kind)
         if self.recipe.quantized and self.quantized_at_use and kind in ("forward", "recompute", "backward", "keys"):
-            # read for their magnitude, read again, and written, a byte each, for every matmul but weights' gradients
+            # weights are read for their magnitude, read again and written, a byte each; their gradients' matmuls read none
             passed = amounts.products / (2 * tokens * (2 if kind == "backward" and not self.lora else 1))
             traffic += (2 * self.precision.parameter_bytes + 1) * passed
         per_flop = operand_bytes_per_flop(config, tokens, self.precision.parameter_bytes, recipe, kind)

@@ -82,8 +82,8 @@ class StreamingCell:
     )
     recipe: str = option(
         "stored",
-        "Matmuls of blocks: stored, in bf16; e4m3 with one scale per tensor, also with gradients in e5m2. Utilization "
-        "is of bf16's peak in each.",
+        "Matmuls of blocks: stored, in bf16; e4m3, in fp8 with one scale per tensor; e4m3-e5m2, with gradients in "
+        "e5m2. Utilization is in percent of bf16's peak for all of them.",
         values=STREAMED_RECIPES,
     )
     warmup: int = option(
@@ -164,7 +164,7 @@ def make_cells(options: Any) -> list[StreamingCell]:
         )
         asked = usual | given
         for length in asked["context_length"]:
-            _check_tokens(length, asked["chunk"], asked["tokens_per_step"])
+            _check_tokens(length, asked["chunk"], asked["tokens_per_step"], quantized=set(options.recipe) != {"stored"})
         if (n_layers := resolve_size(name).n_layers) < max(worlds):
             raise ValueError(f"--world-size {max(worlds)}: the {n_layers} layers of {name} leave ranks without one")
         own: dict[str, Any] = {"size": [name], "simulated_device": [simulated], "ranks": worlds, "peer": [""]}
@@ -177,8 +177,12 @@ def make_cells(options: Any) -> list[StreamingCell]:
     return cells
 
 
-def _check_tokens(context_length: int, chunk: int, tokens_per_step: int) -> None:
-    """Raises ValueError unless steps are of whole sequences, and these of whole chunks or the other way round."""
+def _check_tokens(context_length: int, chunk: int, tokens_per_step: int, *, quantized: bool) -> None:
+    """Raises ValueError unless steps are of whole sequences, these of whole chunks or the other way round, and matmuls
+    take as many tokens."""
+    for name, tokens in (("context-length", context_length), ("chunk", chunk)):
+        if quantized and tokens % 16:
+            raise ValueError(f"--{name} {tokens}: matmuls in fp8 take numbers of tokens that 16 divides")
     round_tokens = max(context_length, chunk)
     if chunk and round_tokens % min(context_length, chunk):
         raise ValueError(f"--chunk {chunk}: neither divides sequences of {context_length} tokens nor holds whole ones")

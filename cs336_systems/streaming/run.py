@@ -52,8 +52,8 @@ class StreamedStep:
         messages: carries messages between ranks of a ring; the plan is then that of one rank's share.
 
     Raises:
-        ValueError: an item is larger than its slot or place, only one of share and messages is given, or products are
-            not of the plan's recipe.
+        ValueError: an item is larger than its slot or place, only one of share and messages is given, or only
+            one of products and the plan's recipe is quantized.
         RuntimeError: the host has not as much memory, or it cannot be pinned.
     """
 
@@ -73,7 +73,7 @@ class StreamedStep:
         if (messages is None) is not (plan.work.share is None):
             raise ValueError("a share of a model is trained in a ring, and a whole one alone")
         if products.quantized is not plan.work.recipe.quantized:
-            raise ValueError(f"the plan is for matmuls in {plan.work.recipe.matmul}, the products given are not")
+            raise ValueError("the plan's matmuls are quantized and the products given are not, or the reverse")
         self.plan, self.schedule, self.device, self.config = plan, schedule, device, plan.work.config
         tensors = MemoryMap.of(plan.work)
         self.memory = Memory(schedule, tensors, device)

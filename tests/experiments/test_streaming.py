@@ -54,6 +54,8 @@ def test_a_peer_is_measured(peer):
         (("--device-gib", "0"), "--device-gib .* 0"),
         (("--host-gib", "inf"), "got inf"),
         (("--chunk", "7"), "--chunk 7"),
+        (("--chunk", "8", "--recipe", "stored", "e4m3"), "--chunk 8: matmuls in fp8"),
+        (("--context-length", "40", "--chunk", "80", "--recipe", "e4m3"), "--context-length 40: matmuls in fp8"),
         (("--tokens-per-step", "32"), "--tokens-per-step 32 .* 64"),
         (("--timeline",), "--out"),
         (("--world-size", "3"), "--world-size 3: the 2 layers of tiny"),
