@@ -339,7 +339,7 @@ class StreamedWork:
         quantizing = quantizing_bytes(config, tokens, recipe, kind)
         traffic = amounts.traffic + quantizing + rates.added * self.gradient_bytes(kind)
         if self.recipe.quantized and self.quantized_at_use and kind in ("forward", "recompute", "backward", "keys"):
-            # weights are read for their magnitude, read again and written, a byte each; their gradients' matmuls read none
+            # weights are read for their magnitude, read again and written, a byte each, but not for their own gradients
             passed = amounts.products / (2 * tokens * (2 if kind == "backward" and not self.lora else 1))
             traffic += (2 * self.precision.parameter_bytes + 1) * passed
         per_flop = operand_bytes_per_flop(config, tokens, self.precision.parameter_bytes, recipe, kind)
