@@ -105,7 +105,7 @@ class Chunking:
 
     @classmethod
     def of_run(cls, options: TrainOptions) -> "Chunking | None":
-        """The chunking of the checkpoint from which the run goes on, if it cuts a step of the options, too."""
+        """The chunking of the checkpoint from which the run goes on, if it serves a step of the options, too."""
         complete, _ = survey(goes_on_from(options.out, options.resume_from))
         if not complete or (found := complete[-1].extra.get("chunking")) is None:
             return None
@@ -113,6 +113,7 @@ class Chunking:
         short, long = sorted((chunking.chunk, length))
         tokens = chunking.chunk * chunking.chunks
         divides = not (long % short or tokens % length or options.tokens_per_step(1) % tokens)
+        divides = divides and (options.matmul_dtype == "same" or chunking.chunk % 16 == 0)
         return chunking if divides and options.chunk in (None, chunking.chunk) else None
 
 

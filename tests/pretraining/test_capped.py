@@ -77,6 +77,14 @@ def test_quantized_steps_are_those_without_caps(folder, alone, tmp_path):
     assert abs(got / expected - 1).max() < 1e-5 < 1e-3 < abs(other / expected - 1).max()
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_in_fp8_with_chunks_that_its_matmuls_take(folder, alone, tmp_path):
+    less = {"evaluate_every": None, "export": False}
+    run = asked(folder, tmp_path / "run", context_length=32, batch_size=2, chunk=8, steps=5, **less, **ROOMY)
+    train(run, alone)
+    assert train(replace(run, chunk=None, steps=6, matmul_dtype="e4m3"), alone).first_step == 5
+
+
 def test_plans_cut_no_sequence_that_conversations_share():
     """By default chunks of a long context are pieces or several of it."""
     plain = replace(TrainOptions.default("cpu"), context_length=16_384, batch_size=1, total_batch_tokens=2**16, **ROOMY)
