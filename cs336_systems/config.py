@@ -338,6 +338,8 @@ class Recipe:
 MATMUL_DTYPES = ("same", "e4m3")
 GRADIENT_DTYPES = ("e4m3", "e5m2")
 SCALINGS = ("tensor", "row", "block")
+FP8_QUANTUM = 16
+"""Divides both dimensions of a matrix that a matmul in fp8 takes."""
 
 ATTENTIONS = (
     "reference",

@@ -9,7 +9,7 @@ a library or on the version of torch is asked in ``assemble.check_supported``. I
 from collections.abc import Callable
 
 from cs336_systems.case import TrainingCase
-from cs336_systems.config import WRITTEN_OUT_ATTENTIONS, check_known
+from cs336_systems.config import FP8_QUANTUM, WRITTEN_OUT_ATTENTIONS, check_known
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import LEVELS, keep_of_blocks
 from cs336_systems.costs.offload import offloaded
@@ -361,11 +361,12 @@ def _fp8_sizes(case: TrainingCase) -> str | None:
         sizes |= {"context": case.context_length}
     else:
         sizes |= {"tokens": case.batch_size * case.context_length // parallel.ranks_per_batch}
-    odd = [f"{name} {size}" for name, size in sizes.items() if size % 16]
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % FP8_QUANTUM]
     if not (_quantized(case) and odd):
         return None
     of = f" of each of tensor {parallel.tensor} x context {parallel.context}" * (parallel.ranks_per_batch > 1)
-    return f"matmul_dtype {case.matmul_dtype}: matmuls in fp8 take sizes{of} that 16 divides, not {', '.join(odd)}"
+    taken = f"matmuls in fp8 take sizes{of} that {FP8_QUANTUM} divides"
+    return f"matmul_dtype {case.matmul_dtype}: {taken}, not {', '.join(odd)}"
 
 
 def _torch_alone(parallel: Parallel) -> Parallel:

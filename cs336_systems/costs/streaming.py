@@ -31,7 +31,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from cs336_systems.config import PRECISIONS, Lora, ModelConfig, Precision, Recipe
+from cs336_systems.config import FP8_QUANTUM, PRECISIONS, Lora, ModelConfig, Precision, Recipe
 from cs336_systems.costs.block import adapter_numbers, operand_bytes_per_flop, passes, quantizing_bytes, tiles
 from cs336_systems.costs.flops import forward_flops, model_flops
 from cs336_systems.costs.kept import LEVELS as ALL_LEVELS
@@ -129,8 +129,8 @@ class StreamedWork:
             raise ValueError(
                 f"a chunk of {self.chunk} tokens does not divide sequences of {self.context_length} evenly"
             )
-        if self.recipe.quantized and self.chunk % 16:
-            raise ValueError(f"matmuls in fp8 take chunks that 16 divides, not {self.chunk} tokens")
+        if self.recipe.quantized and self.chunk % FP8_QUANTUM:
+            raise ValueError(f"matmuls in fp8 take chunks that {FP8_QUANTUM} divides, not {self.chunk} tokens")
         if self.precision.autocast:
             raise ValueError(f"streamed blocks run in one dtype: {self.precision.name} is not served")
         if self.config.tie_embeddings and self.owner(0) != self.owner(self.config.n_layers):
@@ -283,9 +283,8 @@ class StreamedWork:
         attention = (d_model + d_query + config.d_qkv) * width + wide_queries
         if config.qk_norm:  # q and k normed and rotated, and where sequences are long the k of all their chunks
             attention += (d_query + config.d_kv * (1 + self.chunks_per_sequence * self.is_long)) * width
-        low_rank = (
-            10 * self.lora.rank * width if self.lora else 0
-        )  # x A^T of all matrices; the gradient of q, k and v's
+        # x A^T of all matrices; the gradient of q, k and v's
+        low_rank = 10 * self.lora.rank * width if self.lora else 0
         quantized = matrices = 0
         if self.recipe.quantized:
             # SwiGLU's backward: dproduct, and by rows and columns dgate_up and dy; SwiGLU's output by columns

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.config import WRITTEN_OUT_ATTENTIONS, ModelConfig, Recipe, resolve_size
+from cs336_systems.config import FP8_QUANTUM, WRITTEN_OUT_ATTENTIONS, ModelConfig, Recipe, resolve_size
 from cs336_systems.costs.kept import kept_names
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.blocks import BlockCell
@@ -103,9 +103,10 @@ def make_cells(options: Any) -> list[Fp8Cell]:
     cells = every(Fp8Cell, options, size=resolved_sizes(options.size, options.context_length))
     for cell in cells:
         config = cell.config
-        odd = [n for n in (cell.tokens, config.d_model, config.d_query, config.d_kv, config.d_ff) if n % 16]
+        odd = [n for n in (cell.tokens, config.d_model, config.d_query, config.d_kv, config.d_ff) if n % FP8_QUANTUM]
         if odd and cell.how not in ("stored", "compiled"):
-            raise ValueError(f"--how {cell.how}: matmuls in fp8 take sizes that 16 divides, {cell} has {odd[0]}")
+            taken = f"matmuls in fp8 take sizes that {FP8_QUANTUM} divides"
+            raise ValueError(f"--how {cell.how}: {taken}, {cell} has {odd[0]}")
     return interleaved(cells, options.repeat)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.case import Unsupported
-from cs336_systems.config import PRECISIONS
+from cs336_systems.config import FP8_QUANTUM, PRECISIONS
 from cs336_systems.experiments.kernel_measure import Subject
 from cs336_systems.experiments.kernels import KernelCell
 from cs336_systems.kernels import absmax, quantize_reference, rms_norm, rms_norm_quantize, swiglu
@@ -43,8 +43,8 @@ def of_16(cell: KernelCell, device: torch.device) -> Tensor:
     Raises:
         Unsupported: 16 does not divide both.
     """
-    if cell.rows % quantize_reference.QUANTUM or cell.width % quantize_reference.QUANTUM:
-        raise Unsupported(f"{quantize_reference.QUANTUM} does not divide {cell.rows} x {cell.width}")
+    if cell.rows % FP8_QUANTUM or cell.width % FP8_QUANTUM:
+        raise Unsupported(f"{FP8_QUANTUM} does not divide {cell.rows} x {cell.width}")
     return normal(cell, device)
 
 

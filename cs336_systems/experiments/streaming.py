@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from cs336_systems.config import ModelConfig, resolve_size
+from cs336_systems.config import FP8_QUANTUM, ModelConfig, resolve_size
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, Stage, measured_by, presented
 from cs336_systems.experiments.fp8 import RECIPES
@@ -181,8 +181,8 @@ def _check_tokens(context_length: int, chunk: int, tokens_per_step: int, *, quan
     """Raises ValueError unless steps are of whole sequences, these of whole chunks or the other way round, and matmuls
     take as many tokens."""
     for name, tokens in (("context-length", context_length), ("chunk", chunk)):
-        if quantized and tokens % 16:
-            raise ValueError(f"--{name} {tokens}: matmuls in fp8 take numbers of tokens that 16 divides")
+        if quantized and tokens % FP8_QUANTUM:
+            raise ValueError(f"--{name} {tokens}: matmuls in fp8 take numbers of tokens that {FP8_QUANTUM} divides")
     round_tokens = max(context_length, chunk)
     if chunk and round_tokens % min(context_length, chunk):
         raise ValueError(f"--chunk {chunk}: neither divides sequences of {context_length} tokens nor holds whole ones")

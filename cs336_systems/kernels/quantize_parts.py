@@ -26,12 +26,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.config import FP8_QUANTUM
 from cs336_systems.kernels import quantize_reference as reference
 from cs336_systems.kernels.absmax import magnitude_bits, raise_absmax
 from cs336_systems.kernels.assembly import fp8_bytes, rounded
 from cs336_systems.kernels.launching import check_runnable, launch
 from cs336_systems.kernels.quantize import format_of, scales_of
-from cs336_systems.kernels.quantize_reference import QUANTUM
 from cs336_systems.kernels.tensor_table import TensorTable, is_aligned
 
 CHUNK, WARPS = 8192, 8
@@ -105,9 +105,9 @@ class PartsQuantizer(reference.PartsQuantizer):
         element, self._device = self._parts[0].x.dtype, self._parts[0].x.device
         check_runnable(quantize_parts_kernel, self._parts[0].x)
         for i, (x, q, *_) in enumerate(self._parts):
-            if x.numel() % QUANTUM or not is_aligned(x, q):
+            if x.numel() % FP8_QUANTUM or not is_aligned(x, q):
                 where = ", ".join(f"{each.data_ptr():#x}" for each in (x, q))
-                raise ValueError(f"part {i} has {x.numel()} elements, at {where}: {QUANTUM} must divide all three")
+                raise ValueError(f"part {i} has {x.numel()} elements, at {where}: {FP8_QUANTUM} must divide all three")
         self._table = TensorTable(CHUNK)
         self._rows = [
             (part.x.numel(), part.x.data_ptr(), part.q.data_ptr(), part.matrix, part.inverse_scale.data_ptr())

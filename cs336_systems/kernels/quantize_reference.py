@@ -26,11 +26,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cs336_systems.config import FP8_QUANTUM
+
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 ELEMENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MIN_ABSMAX = 1e-10
-QUANTUM = 16
-"""Divides both dimensions of a tensor in fp8, as matmuls in fp8 require."""
 BLOCK = 128
 
 
@@ -101,8 +101,8 @@ def check(x: Tensor, dtype: torch.dtype, rows: bool, transposed: bool) -> None:
 
 def check_shape(x: Tensor) -> None:
     """Raises ValueError unless x is a matrix that a matmul in fp8 takes."""
-    if x.dim() != 2 or x.shape[0] % QUANTUM or x.shape[1] % QUANTUM:
-        raise ValueError(f"products in fp8 take matrices whose dimensions {QUANTUM} divides, got {tuple(x.shape)}")
+    if x.dim() != 2 or x.shape[0] % FP8_QUANTUM or x.shape[1] % FP8_QUANTUM:
+        raise ValueError(f"products in fp8 take matrices whose dimensions {FP8_QUANTUM} divides, got {tuple(x.shape)}")
 
 
 def check_absmax(x: Tensor, absmax: Tensor, absmax_t: Tensor | None, transposed: bool) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from cs336_systems.blocks import block_ops, block_products
 from cs336_systems.case import Unsupported
+from cs336_systems.config import FP8_QUANTUM
 from cs336_systems.costs.rates import Rates
 from cs336_systems.distributed.checkpoint_folder import survey
 from cs336_systems.distributed.messages import planned_as_copies, ring_messages
@@ -113,7 +114,7 @@ class Chunking:
         short, long = sorted((chunking.chunk, length))
         tokens = chunking.chunk * chunking.chunks
         divides = not (long % short or tokens % length or options.tokens_per_step(1) % tokens)
-        divides = divides and (options.matmul_dtype == "same" or chunking.chunk % 16 == 0)
+        divides = divides and (options.matmul_dtype == "same" or chunking.chunk % FP8_QUANTUM == 0)
         return chunking if divides and options.chunk in (None, chunking.chunk) else None
 
 

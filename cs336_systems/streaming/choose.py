@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain, product
 
-from cs336_systems.config import PRECISIONS, Lora, ModelConfig, Precision, Recipe
+from cs336_systems.config import FP8_QUANTUM, PRECISIONS, Lora, ModelConfig, Precision, Recipe
 from cs336_systems.costs.kept import STORED
 from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.memory import TABLE_SHARE
@@ -173,7 +173,7 @@ def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
     sizes = [context_length // n for n in range(1, most_pieces + 1) if context_length % n == 0]
     most = max(MOST_CHUNK, sizes[-1])
     fitting = [size for size in sizes if size <= most and size % 128 == 0]
-    fitting = fitting or [size for size in sizes if size % 16 == 0][-1:] or sizes[-1:]  # 16: for matmuls in fp8
+    fitting = fitting or [size for size in sizes if size % FP8_QUANTUM == 0][-1:] or sizes[-1:]
     return fitting if context_length > most else [*fitting, 2 * context_length][:4]
 
 

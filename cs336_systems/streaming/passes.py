@@ -192,6 +192,10 @@ class Passes:
     def _starts(self, operation: Operation) -> Tensor | None:
         return None if self.starts is None else self.starts[self._tokens(operation)].view(self.work.batch)
 
+    def _products_and_starts(self, operation: Operation) -> dict[str, Any]:
+        """The arguments of these names, as blocks take them."""
+        return {"products": self.products, "starts": self._starts(operation)}
+
     def _config_and_tables(self, operation: Operation) -> tuple[ModelConfig, Tensor, Tensor]:
         """The config, and cos and sin of the chunk's positions, as blocks take them."""
         start = self._earlier_chunks(operation) * self.work.chunk
@@ -205,9 +209,8 @@ class Passes:
     def _forward(self, operation: Operation) -> None:
         saved, ops = self._saved(operation), self._attending(operation)
         x, y = (self._of(operation, "input", operation.layer + i)["x"] for i in (0, 1))
-        how = self._config_and_tables(operation)
-        more: dict[str, Any] = {"products": self.products, "starts": self._starts(operation)}
-        forward(x, self._weights(operation), saved, ops, *how, out=y, **more)
+        tables, how = self._config_and_tables(operation), self._products_and_starts(operation)
+        forward(x, self._weights(operation), saved, ops, *tables, out=y, **how)
 
     def _recompute(self, operation: Operation) -> None:
         attends = operation.level == "input"
@@ -224,9 +227,8 @@ class Passes:
         if any(held.item.what == "input" for held in operation.writes):
             found -= {"rstd1", "rstd2"}  # x was restored, without its statistics
         saved.tensors |= {name: place for name, place in saved.places.items() if name in found}
-        how = self._config_and_tables(operation)
-        more: dict[str, Any] = {"products": self.products, "starts": self._starts(operation)}
-        recall(saved, self._weights(operation), ops, *how, **more)
+        tables, how = self._config_and_tables(operation), self._products_and_starts(operation)
+        recall(saved, self._weights(operation), ops, *tables, **how)
 
     def _restore(self, operation: Operation) -> None:
         products = self._of(operation, "products")
@@ -241,8 +243,7 @@ class Passes:
         saved.tensors |= saved.places
         dy, gradients = self._of(operation, "dy")["dy"], BlockGradients(**self._state(operation, "gradients"))
         weights, ops = self._weights(operation), self._attending(operation, backward=True)
-        how: dict[str, Any] = {"products": self.products, "accumulate": operation.accumulate, "consume": True}
-        how |= {"starts": self._starts(operation)}
+        how = self._products_and_starts(operation) | {"accumulate": operation.accumulate, "consume": True}
         dx = backward(dy, weights, saved, gradients, ops, *self._config_and_tables(operation), **how)
         dy.copy_(dx)
 
