@@ -15,7 +15,7 @@
 #   offload    5  100  8B at 8,192 without caps: ours, and FSDP2 with state and optimizer on the host, both with one, two and four
 #                      sequences at a time (streaming-chunks)
 #   fp8        6   75  8B at 8,192 within 24 and 75 GiB, and 78 and 75: in bf16 and e4m3 (streaming-fp8)
-#   14b        4  110  Qwen2.5-14B at 1,024 within 78 and 110: in bf16 and e4m3 (streaming-fp8)
+#   14b        5  110  Qwen2.5-14B at 1,024 within 78 and 110: in bf16 and e4m3 (streaming-fp8)
 #   ring       3  160  8B at 8,192 within 24 and 75 GiB on one GPU, and the same on each of two
 #   ring-four  3  300  the same with four, on a host of four GPUs
 #   grid       8  115  at 8,192: three capacities of each in steps of 131,072 tokens
@@ -58,7 +58,7 @@ for part in "$@"; do
           --tokens-per-step 65536 --steps 1
       done ;;
     fp8)
-      into streaming-fp8 --device-gib 24 78 --host-gib 75 --recipe stored e4m3 --tokens-per-step 524288 --steps 1 ;;
+      into streaming-fp8 --device-gib 24 78 --host-gib 75 --recipe stored e4m3 --tokens-per-step 262144 --steps 1 ;;
     14b)
       into streaming-fp8 --size qwen2.5-14b --context-length 1024 --device-gib 78 --host-gib 110 --recipe stored e4m3 \
         --tokens-per-step 524288 --steps 1 ;;
