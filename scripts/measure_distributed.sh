@@ -11,7 +11,7 @@
 # (ddp-autocast, ddp-host), and where there is one; five after two where they take five seconds and what is compared with
 # them has a command of its own (fsdp-leaderboard, and the 8B steps but for those beside FSDP2, -attempts and -policy).
 # Ours and FSDP2's 8B steps are measured one after the other, ten after five, in one command and one round.
-# Parts that are compared with each other, as ddp-one-rank and ddp-ctas8 with ddp, come from one host. Seconds between
+# Parts that are compared with each other, as ddp-one-rank with ddp, come from one host. Seconds between
 # two H200s by arithmetic, from committed step times with 1 s for a cell and 3 s for a recording; a launch takes 15
 # more:
 #
@@ -26,7 +26,7 @@
 #   ddp-xl                      90  the 2025 edition's xl: every rung in fp32
 #   ddp-buckets                 75  its bucket sizes
 #   ddp-one-rank                75  both on one GPU, what scaling is told by
-#   ddp-ctas8                  110  both with gradients sent by at most eight thread blocks of NCCL
+#   ddp-ctas8                  110  2.7b with gradients sent by at most eight thread blocks of NCCL, and by as many as it chooses
 #   ddp-host                   110  both under autocast, where the host's speed counts: buckets of 25 and 100 MiB
 #   sharded-optimizer-xl        55
 #   fsdp-xl                     65
@@ -121,7 +121,7 @@ for part in "$@"; do
       ranks benchmark_ddp --size 2.7b xl --ddp bucketed torch
       launch 1 ;;
     ddp-ctas8)
-      ranks benchmark_ddp --size 2.7b xl --ddp overlapped bucketed torch --max-ctas 8 ;;
+      ranks benchmark_ddp --size 2.7b --ddp overlapped bucketed torch --max-ctas 0 8 ;;
     ddp-host)
       long_turns benchmark_ddp --size 2.7b xl --dtype autocast-bf16 --ddp overlapped bucketed torch \
         --bucket-size-mb 25 100 ;;
