@@ -32,11 +32,11 @@
 #   fsdp-xl                     65
 #   fsdp-gathers                80  2.7b in fp32: ours in collectives and by copies, and FSDP2
 #   fsdp-leaderboard           425  the leaderboard's step with fp32 masters, every block computed twice
-#   leaderboard                580  the same in bf16, products kept, AdamW under backward: recorded, then
-#                                   beside FSDP2 with full checkpointing, with attention kept, and with matmuls of
-#                                   as many blocks as fit, compiled from scratch; all but the last was measured
+#   leaderboard                465  the same in bf16, products kept, AdamW under backward: recorded, then beside FSDP2
+#                                   with full checkpointing and with attention kept, compiled from scratch
 #   leaderboard-attempts       130  with more kept, as the memory planner chooses, on a host of its own
-#   leaderboard-policy         120  FSDP2 alone with POLICIES (default: keep-matmuls-23); 100 more for each further one
+#   leaderboard-policy         380  ours, and FSDP2 with matmuls of its last blocks kept, too: POLICIES (default:
+#                                   keep-matmuls-16 keep-matmuls-8; as measured, 110 s for ours and 130 for each)
 #   leaderboard-losses          65  20 steps of the whole model on a short batch beside fp32
 #   leaderboard-masters         80  with fp32 master weights
 #   leaderboard-gathers        190  gathers in collectives, and by copies
@@ -156,7 +156,7 @@ for part in "$@"; do
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" "${short[@]}" --trace "$folder/leaderboard"
           launch "${worlds[@]}"
           out="$folder/leaderboard-turns"
-          ranks benchmark_fsdp "${step[@]}" "${best[@]}" --peer-checkpoint full keep-attention keep-matmuls-23 ;;
+          ranks benchmark_fsdp "${step[@]}" "${best[@]}" --peer-checkpoint full keep-attention ;;
         leaderboard-four)
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --peer-checkpoint keep-attention
           launch 4
@@ -166,9 +166,8 @@ for part in "$@"; do
         leaderboard-attempts)
           ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --keep 18xall-swiglu+products ;;
         leaderboard-policy)
-          out="$folder/leaderboard-turns"
-          read -r -a policies <<<"${POLICIES:-keep-matmuls-23}" # predicted: 133 GiB
-          ranks benchmark_fsdp "${step[@]}" --fsdp torch --compile --attention sdpa-cudnn --checkpoint "${policies[@]}" ;;
+          read -r -a policies <<<"${POLICIES:-keep-matmuls-16 keep-matmuls-8}" # keep-matmuls-23 took 133 GiB
+          ranks benchmark_fsdp "${step[@]}" "${best[@]}" --peer-checkpoint "${policies[@]}" ;;
         leaderboard-losses)
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --context-length 1024 --losses 20 "${short[@]}" ;;
         leaderboard-masters)
