@@ -216,12 +216,17 @@ def time_metrics(times: PhaseTimes, cell: RankedCase) -> list[Metric]:
 
 
 def peak_metrics(meter: PeakMeter, rank: Rank) -> list[Metric]:
-    """GiB of the fullest rank at its peak, and those that were asked for, where the device says so."""
+    """GiB of the fullest rank at its peak, those that were asked for, and retries, where the device says so."""
     from cs336_systems.harness.clock import in_gib
+    from cs336_systems.harness.record import Metric
 
     found = {"peak_memory": meter.peak_bytes(), "peak_requested": meter.requested_bytes()}
     known = {name: largest(n_bytes, rank) for name, n_bytes in found.items() if n_bytes is not None}
-    return in_gib(**known)
+    metrics = in_gib(**known)
+    if (retries := meter.allocation_retries()) is not None:
+        unit = "retries of the allocator, of all steps with the warm-up's"
+        metrics.append(Metric("allocation_retries", unit, [largest(retries, rank)]))
+    return metrics
 
 
 def with_earlier_rows(table: Callable[[pd.DataFrame], Table]) -> Present:

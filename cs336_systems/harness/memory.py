@@ -77,6 +77,7 @@ class PeakMeter:
         self.device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+            self.retries_before = torch.cuda.memory_stats(device)["num_alloc_retries"]
         else:
             with suppress(OSError):  # resets the kernel's high-water mark, where it can
                 Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
@@ -91,6 +92,12 @@ class PeakMeter:
         if self.device.type != "cuda":
             return None
         return torch.cuda.memory_stats(self.device)["requested_bytes.all.peak"] + mapped_bytes(self.device)
+
+    def allocation_retries(self) -> int | None:
+        """How often the allocator had to give cached blocks back, for which a GPU waits; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.memory_stats(self.device)["num_alloc_retries"] - self.retries_before
 
     def peak_bytes(self) -> int | None:
         """None, not measured, on a CPU in a process that has measured a cell before or was started by a launcher."""

@@ -55,3 +55,16 @@ def test_the_meter_and_the_driver_see_a_tensor_on_a_gpu():
     requested = meter.requested_bytes()
     odd = torch.empty(2**20 + 1, dtype=torch.int8, device=device)
     assert (meter.requested_bytes() - requested, meter.peak_bytes() - before) == (odd.nbytes, 2**20 + 512)
+
+
+@pytest.mark.gpu
+def test_the_meter_counts_allocations_that_need_what_is_cached():
+    device = torch.device("cuda")
+    torch.cuda.empty_cache()
+    size = memory.free_bytes(device) * 6 // 10
+    meter = memory.PeakMeter(device)
+    torch.empty(size, dtype=torch.int8, device=device)
+    assert meter.allocation_retries() == 0
+    torch.empty(size + 2**30, dtype=torch.int8, device=device)  # the cached block is too small for it, and in its way
+    assert meter.allocation_retries() == 1
+    torch.cuda.empty_cache()
