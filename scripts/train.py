@@ -17,7 +17,8 @@ command finishes the step, saves and exits, with code 130 or 0; a second Ctrl-C 
 FILE.toml sets options, which those on the command line override; the command prints such a file with --print-config.
 With --print-memory it prints the predicted memory on device and host. With --print-plan it says what the run should
 cost on the card of --gpu, which need not be here: what fits, the fastest choices, tokens/s, days, energy; --gpus,
---host-gib, --run-tokens 100B, --price-per-gpu-hour and --picture FILE say more. In all three cases it trains nothing.
+--device-gib, --host-gib, --run-tokens 100B, --price-per-gpu-hour and --picture FILE say more. In all three cases it
+trains nothing.
 
     uv run scripts/train.py --print-plan --gpu rtx-4090 --host-gib 64 --size llama3-8b --context-length 8192
 """

@@ -6,7 +6,8 @@
 The search tries every combination of ``--keep``, micro-batch, offload, ZeRO level and tensor ranks that was not given,
 in bf16 and with blocks' matmuls in fp8. Memory peaks come from ``costs/parallelism/rank_memory.py``, seconds from
 ``seconds.py`` beside it. If the host's memory is given and nothing else is, one GPU may also stream layers
-(``streaming/choose.py``). ``report/card_plan.py`` prints a plan. Imports no torch.
+(``streaming/choose.py``), in a dtype in which the step does not fit otherwise; with a limit on the device's memory it
+does nothing else. ``report/card_plan.py`` prints a plan. Imports no torch.
 """
 
 import argparse
@@ -44,6 +45,8 @@ EFFORT = 4000
 TRIED = (*CHOSEN, "zero", "tensor", "tensor_by")
 """The options of which every value is tried, unless they were given."""
 RECIPES = {"bf16": STORED, "fp8": Recipe("e4m3")}
+STREAMED = {"bf16": "streamed", "fp8": "streamed fp8"}
+"""What the fastest streamed way in each dtype is called."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +54,29 @@ class Asked:
     """The options of a plan, besides those of the run.
 
     Raises:
-        ValueError: a number is not positive, or the price is below zero.
+        ValueError: a number is not positive, the price is below zero, or a limit on the device's memory has none on the
+            host's beside it or is for several GPUs.
     """
 
     gpu: str = ""
     gpus: int = 1
+    device_gib: float | None = None
+    """A limit within which layers are streamed, as train.py's."""
     host_gib: float | None = None
     price_per_gpu_hour: float | None = None
     run_tokens: float | None = None
     picture: str | None = None
 
     def __post_init__(self) -> None:
-        signs = dict.fromkeys(("gpus", "host_gib", "run_tokens"), "positive") | {"price_per_gpu_hour": "not negative"}
+        signs = dict.fromkeys(("gpus", "device_gib", "host_gib", "run_tokens"), "positive") | {
+            "price_per_gpu_hour": "not negative"
+        }
         for name, sign in signs.items():
             if refusal := sign_refusal(name, getattr(self, name), sign):
                 raise ValueError(refusal)
+        if self.device_gib is not None and (self.host_gib is None or self.gpus > 1):
+            found = f"--host-gib {self.host_gib} and --gpus {self.gpus}"
+            raise ValueError(f"--device-gib streams layers: {PRINT_PLAN} needs --host-gib and one GPU, got {found}")
 
     @classmethod
     def taken_from(cls, arguments: Sequence[str]) -> "tuple[Asked, list[str]]":
@@ -168,6 +179,12 @@ class CardPlan:
         length = options.context_length
         config = replace(config or resolve_size(options.size), max_context_length=None).at_context(length)
         given = frozenset(given)
+        if asked.device_gib is not None and given:
+            fault = "--device-gib streams layers, whose plan leaves no choice of"
+            raise ValueError(f"{fault} {', '.join(sorted(map(flag, given)))}")
+        memory = (hardware.memory_bytes or math.inf) / GIB
+        if asked.device_gib is not None and asked.device_gib > memory:
+            raise ValueError(f"--device-gib {asked.device_gib:g} is more than {hardware.name} has, {memory:.1f} GiB")
         least = length * asked.gpus * (options.batch_size if "batch_size" in given else 1)
         tokens = options.total_batch_tokens or max(least, TOKENS_PER_STEP // least * least)
         if tokens % length:
@@ -192,8 +209,9 @@ class CardPlan:
 
     @property
     def device_bytes(self) -> float:
-        """Bytes of one card that tensors may take."""
-        return USABLE * (self.hardware.memory_bytes or 0)
+        """Bytes of one card that tensors may take, or the limit that was given."""
+        limit = self.asked.device_gib
+        return USABLE * (self.hardware.memory_bytes or 0) if limit is None else limit * GIB
 
     @property
     def host_bytes(self) -> float:
@@ -246,19 +264,23 @@ class CardPlan:
 
     @cached_property
     def best(self) -> dict[str, Way]:
-        """The fastest way that fits: in ``bf16`` and ``fp8``, and ``streamed`` if bf16 does not fit without.
+        """The fastest way that fits, in ``bf16`` and ``fp8``; ``streamed`` and ``streamed fp8`` for those that do not.
 
         Raises:
             NothingFits: none does; the message says what is short, and by how much.
         """
         recipes = {name: each for name, each in RECIPES.items() if name != "fp8" or self.hardware.peak("fp8")}
-        found, least = self._fastest(recipes, self._layouts())
-        if self.asked.gpus == 1 and self.asked.host_gib is not None and not self.given and "bf16" not in found:
-            try:
-                found["streamed"] = self._streamed()
-            except CapsTooSmallError as error:
-                if not found:
-                    raise NothingFits(str(error)) from None
+        only_streamed = self.asked.device_gib is not None
+        found, least = ({}, None) if only_streamed else self._fastest(recipes, self._layouts())
+        short = None
+        if self.asked.gpus == 1 and self.asked.host_gib is not None and not self.given:
+            for name in [each for each in recipes if each not in found]:
+                try:
+                    found[STREAMED[name]] = self._streamed(recipes[name])
+                except CapsTooSmallError as error:
+                    short = short or error
+        if not found and short is not None:
+            raise NothingFits(str(short)) from None
         return found or self._refuse(least)
 
     def _fastest(self, recipes: Mapping[str, Recipe], layouts: Iterable[Layout]) -> tuple[dict[str, Way], Way | None]:
@@ -340,18 +362,19 @@ class CardPlan:
             return str(error)
         return None
 
-    def _streamed(self) -> Way:
+    def _streamed(self, recipe: Recipe) -> Way:
         assert self.asked.host_gib is not None
         caps = Caps(int(self.device_bytes), int(self.asked.host_gib * GIB))
         found = choose(
             *(self.config, self.length, caps, Rates.of(self.hardware)),
             moments=dict(self.moments),
             tokens_per_step=self.own.total_batch_tokens,
+            recipe=recipe,
             effort=EFFORT,
         )
         seconds = StepSeconds(found.times.busy["compute"], 0.0, found.times.span - found.times.busy["compute"], 0.0)
         parts, on_host = found.device_parts, sum(found.host_parts.values())
-        return Way(Layout(), frozenset(), STORED, seconds, parts, on_host, found.tokens_per_s, found)
+        return Way(Layout(), frozenset(), recipe, seconds, parts, on_host, found.tokens_per_s, found)
 
     @property
     def as_asked(self) -> Way | None:
@@ -363,9 +386,10 @@ class CardPlan:
         case: TrainerCase = replace(own, total_batch_tokens=None).training_case(self.config, 1)
         data = self.asked.gpus // own.tensor
         sequences = self.tokens_per_step // self.length
-        shared = own.replicas > 1 or self.asked.gpus % own.tensor or own.capped
+        shared = own.replicas > 1 or self.asked.gpus % own.tensor
+        capped = own.capped or self.asked.device_gib is not None
         micro_batch = math.gcd(sequences // data, own.batch_size) if own.choose_fastest else own.batch_size
-        if not case.written_out or shared or sequences % (data * micro_batch):
+        if not case.written_out or shared or capped or sequences % (data * micro_batch):
             return None
         zero = own.zero if data > 1 else 0
         layout = self._layout(data, zero, own.tensor, own.tensor_by, case.keep, micro_batch)

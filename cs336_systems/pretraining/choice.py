@@ -71,7 +71,7 @@ def choose_fastest(
     name = torch.cuda.get_device_name(device)
     if (hardware := find_hardware(name)) is None:
         return before or f"no peaks are on record for {name}"
-    free, asked = free_bytes(device), Asked(hardware.name, world_size, _host_gib(world_size))
+    free, asked = free_bytes(device), Asked(hardware.name, world_size, host_gib=_host_gib(world_size))
     try:
         plan = CardPlan.of(replace(options, total_batch_tokens=tokens, accumulate=1), asked, config=config)
     except ValueError as error:

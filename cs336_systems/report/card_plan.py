@@ -218,15 +218,17 @@ def train_arguments(plan: CardPlan, way: Way) -> str:
         return f"{words} --total-batch-tokens {plan.tokens_per_step} {way.arguments}"
     tokens = way.streamed.plan.rounds * way.streamed.plan.round_tokens
     caps = f"--device-gib {plan.device_bytes / GIB:.1f} --host-gib {plan.asked.host_gib:g}"
-    return f"{words} --total-batch-tokens {tokens} {caps}"
+    dtype = " --matmul-dtype e4m3" if way.recipe.quantized else ""
+    return f"{words} --total-batch-tokens {tokens} --batch-size 1 {caps}{dtype}"  # chunks are the plan's
 
 
 def fp8_pays(plan: CardPlan) -> str:
     if not plan.hardware.peak("fp8"):
         return f"fp8: {plan.hardware.name} has no products in fp8."
-    fp8, bf16 = plan.best.get("fp8"), plan.best.get("bf16")
+    by_dtype = [[way for way in plan.best.values() if way.recipe.quantized == quantized] for quantized in (True, False)]
+    fp8, bf16 = (max(ways, key=lambda way: way.tokens_per_s, default=None) for ways in by_dtype)
     if fp8 is None or bf16 is None:
-        return f"fp8: {'only fp8' if fp8 else 'only bf16' if bf16 else 'neither'} fits without streaming."
+        return f"fp8: only {'fp8' if fp8 else 'bf16'} fits."
     times = fp8.tokens_per_s / bf16.tokens_per_s
     return f"fp8 {'pays' if times > 1 + _FP8_GAIN else 'does not pay'} here: {times:.2f} times as fast as bf16."
 

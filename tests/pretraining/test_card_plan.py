@@ -14,7 +14,7 @@ from cs336_systems.costs.parallelism.seconds import by_class, step_seconds
 from cs336_systems.hardware import GIB, KINDS, hardware_described, hardware_named
 from cs336_systems.pretraining.card_plan import RECIPES, Asked, CardPlan, NothingFits
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.report.card_plan import fp8_pays, run_cost, run_tokens, seconds_by_class
+from cs336_systems.report.card_plan import fp8_pays, run_cost, run_tokens, seconds_by_class, train_arguments
 
 
 def plan(size="qwen2.5-1.5b", length=1024, options=None, **asked):
@@ -64,6 +64,24 @@ def test_what_does_not_fit_says_by_how_much():
     assert 1000 < streamed.tokens_per_s < 2600 and "a step" in str(streamed)
     with pytest.raises(NothingFits, match=r"the host is \d+(\.\d)? GiB short"):
         _ = plan("llama3-70b", 8192, gpu="rtx-4090", host_gib=64).best
+
+
+def test_layers_stream_in_both_dtypes_within_limits():
+    found = plan("llama3-8b", 8192, gpu="h200", device_gib=24, host_gib=75)
+    assert list(found.best) == ["streamed", "streamed fp8"] and found.as_asked is None
+    for way, measured in zip(found.best.values(), (10_392, 13_997), strict=True):  # results/h200/streaming-fp8
+        assert way.device_bytes <= 24 * GIB and way.host_bytes <= 75 * GIB
+        assert way.tokens_per_s == pytest.approx(measured, rel=0.03)
+    assert "pays here: 1.3" in fp8_pays(found)
+
+
+def test_the_commands_of_streamed_ways_are_taken(load_script, capsys):
+    found, main = plan("tiny", 8192, gpu="h200", device_gib=1.6, host_gib=6), load_script("scripts/train.py").main
+    commands = {name: train_arguments(found, way) for name, way in found.best.items()}
+    assert [name for name, command in commands.items() if "--matmul-dtype e4m3" in command] == ["streamed fp8"]
+    for command in commands.values():
+        assert main(["--device", "cuda", "--print-memory", *command.split()]) == 0
+        assert "in all on the host" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_names_all_of_the_least_way_which_needs_as_much():
@@ -218,6 +236,10 @@ def test_classes_of_kernels_sum_up_to_the_step():
         ("--gpu h100 --init nowhere", "nowhere"),
         ("--gpu h100 --keep autograd --kernels reference", "a hand-written backward, not --keep autograd"),
         ("--gpu h100 --offload m v", "with --keep input --batch-size 1 --offload m v needs --host-gib 4.8 or more"),
+        ("--gpu h100 --device-gib 24", "needs --host-gib and one GPU, got --host-gib None and --gpus 1"),
+        ("--gpu h100 --device-gib 24 --host-gib 75 --gpus 2", "got --host-gib 75.0 and --gpus 2"),
+        ("--gpu h100 --device-gib 81 --host-gib 75", "--device-gib 81 is more than H100 SXM has, 80.0 GiB"),
+        ("--gpu h100 --device-gib 24 --host-gib 75 --keep input", "leaves no choice of --keep"),
         ("--gpu h100 --host-gib nan", "--host-gib must be finite, got nan"),
         ("--gpu h100 --run-tokens many", "--run-tokens: say a number of tokens, such as 100B or 15T, got 'many'"),
         ("--gpu h100 --run-tokens 1KB", "got '1KB'"),

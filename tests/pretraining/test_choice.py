@@ -59,7 +59,7 @@ def test_the_memory_of_a_host_is_that_of_its_own_ranks(card, monkeypatch):
 
     def ranks(n, local):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-        monkeypatch.setattr(choice, "Asked", lambda *made: given.setdefault((n, local), asked(*made)))
+        monkeypatch.setattr(choice, "Asked", lambda *made, **more: given.setdefault((n, local), asked(*made, **more)))
         chosen("qwen2.5-7b", n, zero=3, total_batch_tokens=524_288)
         plan = CardPlan.of(TrainOptions(size="qwen2.5-7b"), given[n, local])
         return plan.host_bytes
