@@ -15,7 +15,7 @@
 #   7b                240  Qwen2.5-7B at 8, keeping products: ours; few and long steps
 #   7b-peers          450  the same: transformers compiled, and with Liger
 #   ways-0.5b         360  0.5B, 20 s each: ours, and transformers in each way that is not torchao's
-#   ways-1.5b         380  1.5B
+#   ways-1.5b         600  1.5B, as measured: a model that is compiled whole takes a minute to begin
 #   8b-e4m3           180  Llama 3 8B at 8,192 tokens in fp8, two sequences at a time
 #   keep               80  0.5B keeping products
 #   graph              90  0.5B as a CUDA graph
