@@ -36,7 +36,7 @@
 #                                   with full checkpointing and with attention kept, compiled from scratch
 #   leaderboard-attempts       130  with more kept, as the memory planner chooses, on a host of its own
 #   leaderboard-policy         380  ours, and FSDP2 with matmuls of its last blocks kept, too: POLICIES (default:
-#                                   keep-matmuls-16 keep-matmuls-8; as measured, 110 s for ours and 130 for each)
+#                                   keep-matmuls-20 keep-matmuls-16; as measured, 110 s for ours and 130 for each)
 #   leaderboard-losses          65  20 steps of the whole model on a short batch beside fp32
 #   leaderboard-masters         80  with fp32 master weights
 #   leaderboard-gathers        190  gathers in collectives, and by copies
@@ -166,7 +166,7 @@ for part in "$@"; do
         leaderboard-attempts)
           ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --keep 18xall-swiglu+products ;;
         leaderboard-policy)
-          read -r -a policies <<<"${POLICIES:-keep-matmuls-16 keep-matmuls-8}" # keep-matmuls-23 took 133 GiB
+          read -r -a policies <<<"${POLICIES:-keep-matmuls-20 keep-matmuls-16}" # keep-matmuls-23 took 133 GiB
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --peer-checkpoint "${policies[@]}" ;;
         leaderboard-losses)
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --context-length 1024 --losses 20 "${short[@]}" ;;
