@@ -224,7 +224,7 @@ def peak_metrics(meter: PeakMeter, rank: Rank) -> list[Metric]:
     known = {name: largest(n_bytes, rank) for name, n_bytes in found.items() if n_bytes is not None}
     metrics = in_gib(**known)
     if (retries := meter.allocation_retries()) is not None:
-        unit = "retries of the allocator, of all steps with the warm-up's"
+        unit = "in all steps and the warm-up"
         metrics.append(Metric("allocation_retries", unit, [largest(retries, rank)]))
     return metrics
 

@@ -94,7 +94,7 @@ class PeakMeter:
         return torch.cuda.memory_stats(self.device)["requested_bytes.all.peak"] + mapped_bytes(self.device)
 
     def allocation_retries(self) -> int | None:
-        """How often the allocator had to give cached blocks back, for which a GPU waits; None on a CPU."""
+        """How often an allocation failed, and succeeded once all cached blocks were freed; None on a CPU."""
         if self.device.type != "cuda":
             return None
         return torch.cuda.memory_stats(self.device)["num_alloc_retries"] - self.retries_before

@@ -42,6 +42,7 @@ from cs336_systems.streaming.choose import (
     CapsTooSmallError,
     ChosenPlan,
     chunk_sizes,
+    staging_bytes,
 )
 from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence, check_cpu_caps, refusals
@@ -87,11 +88,7 @@ def caps_of(options: TrainOptions, case: TrainerCase, device: torch.device, fenc
     """The caps of a run, whose saves are staged in pinned memory."""
     assert options.device_gib is not None and options.host_gib is not None
     width = 4 if case.master == "fp32" else max(case.precision.parameter_bytes, case.moment_bytes)
-    config, lora = case.config, case.lora
-    largest = config.vocab_size * config.d_model
-    if lora is not None:  # adapters alone are saved
-        largest = lora.rank * max(config.d_model, config.d_query, config.d_ff)
-    staging = 2 ** math.ceil(math.log2(largest * width))
+    staging = staging_bytes(case.config, width, case.lora)
     gib = options.device_gib, options.host_gib
     return caps_within(device, gib, fence, least_host=HOST_OVERHEAD, staging=staging)
 

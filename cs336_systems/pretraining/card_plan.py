@@ -6,13 +6,13 @@
 The search tries every combination of ``--keep``, micro-batch, offload, ZeRO level and tensor ranks that was not given,
 in bf16 and with blocks' matmuls in fp8. Memory peaks come from ``costs/parallelism/rank_memory.py``, seconds from
 ``seconds.py`` beside it. If the host's memory is given and nothing else is, one GPU may also stream layers
-(``streaming/choose.py``), in a dtype in which the step does not fit otherwise; with a limit on the device's memory it
-does nothing else. ``report/card_plan.py`` prints a plan. Imports no torch.
+(``streaming/choose.py``), in a dtype in which the step does not fit otherwise. Layers of a run with --device-gib are
+streamed in any case. ``report/card_plan.py`` prints a plan. Imports no torch.
 """
 
 import argparse
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import product
@@ -30,7 +30,7 @@ from cs336_systems.costs.rates import Rates
 from cs336_systems.declared import flag, sign_refusal
 from cs336_systems.hardware import GIB, Hardware, hardware_named
 from cs336_systems.pretraining.options import CHOSEN, TrainerCase, TrainOptions
-from cs336_systems.streaming.choose import HOST_OVERHEAD, Caps, CapsTooSmallError, ChosenPlan, choose
+from cs336_systems.streaming.choose import HOST_OVERHEAD, Caps, CapsTooSmallError, ChosenPlan, choose, staging_bytes
 
 PRINT_PLAN = "--print-plan"
 TOKENS_PER_STEP = 524_288
@@ -45,8 +45,6 @@ EFFORT = 4000
 TRIED = (*CHOSEN, "zero", "tensor", "tensor_by")
 """The options of which every value is tried, unless they were given."""
 RECIPES = {"bf16": STORED, "fp8": Recipe("e4m3")}
-STREAMED = {"bf16": "streamed", "fp8": "streamed fp8"}
-"""What the fastest streamed way in each dtype is called."""
 
 
 @dataclass(frozen=True)
@@ -54,29 +52,21 @@ class Asked:
     """The options of a plan, besides those of the run.
 
     Raises:
-        ValueError: a number is not positive, the price is below zero, or a limit on the device's memory has none on the
-            host's beside it or is for several GPUs.
+        ValueError: a number is not positive, or the price is below zero.
     """
 
     gpu: str = ""
     gpus: int = 1
-    device_gib: float | None = None
-    """A limit within which layers are streamed, as train.py's."""
     host_gib: float | None = None
     price_per_gpu_hour: float | None = None
     run_tokens: float | None = None
     picture: str | None = None
 
     def __post_init__(self) -> None:
-        signs = dict.fromkeys(("gpus", "device_gib", "host_gib", "run_tokens"), "positive") | {
-            "price_per_gpu_hour": "not negative"
-        }
+        signs = dict.fromkeys(("gpus", "host_gib", "run_tokens"), "positive") | {"price_per_gpu_hour": "not negative"}
         for name, sign in signs.items():
             if refusal := sign_refusal(name, getattr(self, name), sign):
                 raise ValueError(refusal)
-        if self.device_gib is not None and (self.host_gib is None or self.gpus > 1):
-            found = f"--host-gib {self.host_gib} and --gpus {self.gpus}"
-            raise ValueError(f"--device-gib streams layers: {PRINT_PLAN} needs --host-gib and one GPU, got {found}")
 
     @classmethod
     def taken_from(cls, arguments: Sequence[str]) -> "tuple[Asked, list[str]]":
@@ -87,14 +77,26 @@ class Asked:
         """
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         for each in fields(cls):
-            kind = {"gpu": str, "picture": str, "gpus": int}.get(each.name, float)
-            parser.add_argument(flag(each.name), type=_tokens if each.name == "run_tokens" else kind)
+            kind: Callable[[str], Any] = {"gpu": str, "picture": str, "gpus": int, "run_tokens": _tokens}.get(
+                each.name, _number
+            )
+            parser.add_argument(flag(each.name), type=kind)
         try:
             known, rest = parser.parse_known_args([each for each in arguments if each != PRINT_PLAN])
         except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
             raise ValueError(str(error).replace("argument ", "", 1)) from None
         rest = rest if "--device" in rest else [*rest, "--device", "cuda"]
+        if "--device-gib" in rest and known.host_gib is not None:  # then they are one thing, and of the run
+            rest = [*rest, "--host-gib", str(known.host_gib)]
         return cls(**{name: value for name, value in vars(known).items() if value is not None}), rest
+
+
+def _number(text: str) -> float | None:
+    """Read a number, or None, as a file of --print-config says."""
+    try:
+        return None if text == "None" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"say a number, got {text!r}") from None
 
 
 def _tokens(text: str) -> float:
@@ -179,12 +181,13 @@ class CardPlan:
         length = options.context_length
         config = replace(config or resolve_size(options.size), max_context_length=None).at_context(length)
         given = frozenset(given)
-        if asked.device_gib is not None and given:
-            fault = "--device-gib streams layers, whose plan leaves no choice of"
-            raise ValueError(f"{fault} {', '.join(sorted(map(flag, given)))}")
-        memory = (hardware.memory_bytes or math.inf) / GIB
-        if asked.device_gib is not None and asked.device_gib > memory:
-            raise ValueError(f"--device-gib {asked.device_gib:g} is more than {hardware.name} has, {memory:.1f} GiB")
+        if options.capped:
+            asked = replace(asked, host_gib=options.host_gib)
+            if asked.gpus > 1:
+                raise ValueError(f"{PRINT_PLAN} plans layers that stream through one GPU, got --gpus {asked.gpus}")
+            memory = (hardware.memory_bytes or math.inf) / GIB
+            if (limit := options.device_gib or 0.0) > memory:
+                raise ValueError(f"--device-gib {limit:g} is more than {hardware.name} has, {memory:.1f} GiB")
         least = length * asked.gpus * (options.batch_size if "batch_size" in given else 1)
         tokens = options.total_batch_tokens or max(least, TOKENS_PER_STEP // least * least)
         if tokens % length:
@@ -210,7 +213,7 @@ class CardPlan:
     @property
     def device_bytes(self) -> float:
         """Bytes of one card that tensors may take, or the limit that was given."""
-        limit = self.asked.device_gib
+        limit = self.own.device_gib
         return USABLE * (self.hardware.memory_bytes or 0) if limit is None else limit * GIB
 
     @property
@@ -264,19 +267,20 @@ class CardPlan:
 
     @cached_property
     def best(self) -> dict[str, Way]:
-        """The fastest way that fits, in ``bf16`` and ``fp8``; ``streamed`` and ``streamed fp8`` for those that do not.
+        """The fastest way that fits, in ``bf16`` and ``fp8``; else ``streamed`` and ``streamed fp8``, if they do.
 
         Raises:
-            NothingFits: none does; the message says what is short, and by how much.
+            NothingFits: no way does; the message says what is short, and by how much.
         """
         recipes = {name: each for name, each in RECIPES.items() if name != "fp8" or self.hardware.peak("fp8")}
-        only_streamed = self.asked.device_gib is not None
-        found, least = ({}, None) if only_streamed else self._fastest(recipes, self._layouts())
-        short = None
-        if self.asked.gpus == 1 and self.asked.host_gib is not None and not self.given:
-            for name in [each for each in recipes if each not in found]:
+        capped = self.own.capped
+        found, least = ({}, None) if capped else self._fastest(recipes, self._layouts())
+        short: CapsTooSmallError | None = None
+        if capped or (self.asked.gpus == 1 and self.asked.host_gib is not None and not self.given):
+            for name, recipe in recipes.items():
                 try:
-                    found[STREAMED[name]] = self._streamed(recipes[name])
+                    if name not in found:
+                        found["streamed" if name == "bf16" else f"streamed {name}"] = self._streamed(recipe)
                 except CapsTooSmallError as error:
                     short = short or error
         if not found and short is not None:
@@ -364,7 +368,12 @@ class CardPlan:
 
     def _streamed(self, recipe: Recipe) -> Way:
         assert self.asked.host_gib is not None
-        caps = Caps(int(self.device_bytes), int(self.asked.host_gib * GIB))
+        width = max(n_bytes for _, n_bytes in (("weights", 2), *self.moments))
+        caps = Caps(
+            int(self.device_bytes),
+            int(self.asked.host_gib * GIB),
+            host_overhead=HOST_OVERHEAD + staging_bytes(self.config, width),
+        )
         found = choose(
             *(self.config, self.length, caps, Rates.of(self.hardware)),
             moments=dict(self.moments),
@@ -386,10 +395,9 @@ class CardPlan:
         case: TrainerCase = replace(own, total_batch_tokens=None).training_case(self.config, 1)
         data = self.asked.gpus // own.tensor
         sequences = self.tokens_per_step // self.length
-        shared = own.replicas > 1 or self.asked.gpus % own.tensor
-        capped = own.capped or self.asked.device_gib is not None
+        shared = own.replicas > 1 or self.asked.gpus % own.tensor or own.capped
         micro_batch = math.gcd(sequences // data, own.batch_size) if own.choose_fastest else own.batch_size
-        if not case.written_out or shared or capped or sequences % (data * micro_batch):
+        if not case.written_out or shared or sequences % (data * micro_batch):
             return None
         zero = own.zero if data > 1 else 0
         layout = self._layout(data, zero, own.tensor, own.tensor_by, case.keep, micro_batch)

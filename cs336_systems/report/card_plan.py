@@ -6,6 +6,7 @@ code = print_plans([options], asked)       # tables, a sentence on fp8, and one 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -101,11 +102,14 @@ def _figures(plan: CardPlan, way: Way) -> dict[str, Any]:
     return figures | run_cost(plan, way) | {"error": relative_error(plan)}
 
 
-def run_tokens(plan: CardPlan) -> float:
-    """Return the tokens of the whole run: --run-tokens, else those of --steps, else a billion."""
+def run_tokens(plan: CardPlan, way: Way | None = None) -> float:
+    """Return the tokens of the whole run: --run-tokens, else those of --steps of a way, else a billion."""
     if plan.asked.run_tokens is not None:
         return plan.asked.run_tokens
-    return 1e9 if plan.own.steps is None else plan.own.steps * plan.tokens_per_step
+    if plan.own.steps is None:
+        return 1e9
+    streamed = way.streamed if way is not None else None
+    return plan.own.steps * (plan.tokens_per_step if streamed is None else streamed.plan.tokens)
 
 
 def run_cost(plan: CardPlan, way: Way) -> dict[str, float | None]:
@@ -114,7 +118,7 @@ def run_cost(plan: CardPlan, way: Way) -> dict[str, float | None]:
     Energy is that of the cards alone, at full power. It or the price is None if the power or the price of a card is
     not known.
     """
-    hours = run_tokens(plan) / way.tokens_per_s / 3600
+    hours = run_tokens(plan, way) / way.tokens_per_s / 3600
     watts, each = plan.hardware.watts, plan.asked.price_per_gpu_hour
     kwh = None if watts is None else hours * plan.asked.gpus * watts / 1000
     return {"hours": hours, "kwh": kwh, "price": None if each is None else each * plan.asked.gpus * hours}
@@ -164,8 +168,9 @@ def ways_table(plan: CardPlan) -> Table:
             }
         )
     cards = f"{plan.asked.gpus} x {plan.hardware.name}" if plan.asked.gpus > 1 else plan.hardware.name
+    a_step = "" if plan.own.capped else f", {plan.tokens_per_step:,} tokens a step"
     caption = (
-        f"{plan.config.name} on {cards}, sequences of {plan.length:,}, {plan.tokens_per_step:,} tokens a step, "
+        f"{plan.config.name} on {cards}, sequences of {plan.length:,}{a_step}, "
         f"{run_tokens(plan):.3g} tokens in all: predicted, nothing was run"
     )
     notes = {"light %": "share of the speed of light", "kWh": "of the cards alone, at their full power"}
@@ -212,12 +217,12 @@ def sentences(plan: CardPlan) -> list[str]:
 
 def train_arguments(plan: CardPlan, way: Way) -> str:
     """Return the arguments with which train.py runs a way."""
-    model = f"--init {plan.own.init}" if plan.own.init else f"--size {plan.own.size}"
+    model = f"--init {shlex.quote(str(plan.own.init))}" if plan.own.init else f"--size {plan.own.size}"
     words = f"{model} --context-length {plan.length}"
     if way.streamed is None:
         return f"{words} --total-batch-tokens {plan.tokens_per_step} {way.arguments}"
     tokens = way.streamed.plan.rounds * way.streamed.plan.round_tokens
-    caps = f"--device-gib {plan.device_bytes / GIB:.1f} --host-gib {plan.asked.host_gib:g}"
+    caps = f"--device-gib {plan.device_bytes / GIB:.5g} --host-gib {plan.asked.host_gib:g}"
     dtype = " --matmul-dtype e4m3" if way.recipe.quantized else ""
     return f"{words} --total-batch-tokens {tokens} --batch-size 1 {caps}{dtype}"  # chunks are the plan's
 
@@ -225,10 +230,11 @@ def train_arguments(plan: CardPlan, way: Way) -> str:
 def fp8_pays(plan: CardPlan) -> str:
     if not plan.hardware.peak("fp8"):
         return f"fp8: {plan.hardware.name} has no products in fp8."
-    by_dtype = [[way for way in plan.best.values() if way.recipe.quantized == quantized] for quantized in (True, False)]
-    fp8, bf16 = (max(ways, key=lambda way: way.tokens_per_s, default=None) for ways in by_dtype)
+    best = plan.best
+    fp8, bf16 = best.get("fp8") or best.get("streamed fp8"), best.get("bf16") or best.get("streamed")
     if fp8 is None or bf16 is None:
-        return f"fp8: only {'fp8' if fp8 else 'bf16'} fits."
+        streaming = "" if "streamed" in " ".join(best) else " without streaming"
+        return f"fp8: only {'fp8' if fp8 else 'bf16'} fits{streaming}."
     times = fp8.tokens_per_s / bf16.tokens_per_s
     return f"fp8 {'pays' if times > 1 + _FP8_GAIN else 'does not pay'} here: {times:.2f} times as fast as bf16."
 
@@ -238,11 +244,14 @@ def classes_figure(plan: CardPlan) -> Figure:
     from cs336_systems.report.figures import OKABE_ITO, panels
 
     figure, (panel,) = panels(1, 1, 7.5, 1.0 + 0.6 * len(plan.best))
+    colours: dict[str, str] = {}
     for row, way in enumerate(plan.best.values()):
         seconds = seconds_by_class(plan, way)
         left, unit = 0.0, 1e6 / way.tokens_per_s / sum(seconds.values())
-        for colour, (name, each) in zip(OKABE_ITO, seconds.items(), strict=False):
-            panel.barh(row, each * unit, left=left, color=colour, label=name if row == 0 else None)
+        for name, each in seconds.items():
+            label = None if name in colours else name
+            colour = colours.setdefault(name, OKABE_ITO[len(colours) % len(OKABE_ITO)])
+            panel.barh(row, each * unit, left=left, color=colour, label=label)
             left += each * unit
     panel.set_yticks(range(len(plan.best)), list(plan.best))
     panel.set_xlabel("ms for a thousand tokens")

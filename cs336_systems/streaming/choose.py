@@ -164,6 +164,14 @@ def choose(
     return Search(works, caps, rates, tokens_per_step, chunks, clipping).best(effort)
 
 
+def staging_bytes(config: ModelConfig, width: int, lora: Lora | None = None) -> int:
+    """Bytes of pinned host memory through which a run saves its largest tensor, of ``width`` bytes a number."""
+    largest = config.vocab_size * config.d_model
+    if lora is not None:  # adapters alone are saved
+        largest = lora.rank * max(config.d_model, config.d_query, config.d_ff)
+    return 2 ** math.ceil(math.log2(largest * width))
+
+
 def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
     """Tokens of a chunk, ``least`` or more: of whole sequences together, or of even pieces of one."""
     if context_length <= least:

@@ -67,7 +67,7 @@ def test_what_does_not_fit_says_by_how_much():
 
 
 def test_layers_stream_in_both_dtypes_within_limits():
-    found = plan("llama3-8b", 8192, gpu="h200", device_gib=24, host_gib=75)
+    found = plan("llama3-8b", 8192, {"device_gib": 24, "host_gib": 75}, gpu="h200")
     assert list(found.best) == ["streamed", "streamed fp8"] and found.as_asked is None
     for way, measured in zip(found.best.values(), (10_392, 13_997), strict=True):  # results/h200/streaming-fp8
         assert way.device_bytes <= 24 * GIB and way.host_bytes <= 75 * GIB
@@ -76,7 +76,10 @@ def test_layers_stream_in_both_dtypes_within_limits():
 
 
 def test_the_commands_of_streamed_ways_are_taken(load_script, capsys):
-    found, main = plan("tiny", 8192, gpu="h200", device_gib=1.6, host_gib=6), load_script("scripts/train.py").main
+    found, main = (
+        plan("tiny", 8192, {"device_gib": 1.6, "host_gib": 6}, gpu="h200"),
+        load_script("scripts/train.py").main,
+    )
     commands = {name: train_arguments(found, way) for name, way in found.best.items()}
     assert [name for name, command in commands.items() if "--matmul-dtype e4m3" in command] == ["streamed fp8"]
     for command in commands.values():
@@ -236,10 +239,17 @@ def test_classes_of_kernels_sum_up_to_the_step():
         ("--gpu h100 --init nowhere", "nowhere"),
         ("--gpu h100 --keep autograd --kernels reference", "a hand-written backward, not --keep autograd"),
         ("--gpu h100 --offload m v", "with --keep input --batch-size 1 --offload m v needs --host-gib 4.8 or more"),
-        ("--gpu h100 --device-gib 24", "needs --host-gib and one GPU, got --host-gib None and --gpus 1"),
-        ("--gpu h100 --device-gib 24 --host-gib 75 --gpus 2", "got --host-gib 75.0 and --gpus 2"),
+        (
+            "--gpu h100 --device-gib 24",
+            "--device-gib and --host-gib are one thing: give both or none, got 24.0 and None",
+        ),
+        ("--gpu h100 --device-gib 24 --host-gib 75 --gpus 2", "layers that stream through one GPU, got --gpus 2"),
         ("--gpu h100 --device-gib 81 --host-gib 75", "--device-gib 81 is more than H100 SXM has, 80.0 GiB"),
-        ("--gpu h100 --device-gib 24 --host-gib 75 --keep input", "leaves no choice of --keep"),
+        (
+            "--gpu h100 --device-gib 24 --host-gib 75 --keep input",
+            "--keep input does not go together with --device-gib",
+        ),
+        ("--gpu h100 --device-gib 24 --host-gib 75 --z-loss 1e-4", "--z-loss 0.0001 does not go together with"),
         ("--gpu h100 --host-gib nan", "--host-gib must be finite, got nan"),
         ("--gpu h100 --run-tokens many", "--run-tokens: say a number of tokens, such as 100B or 15T, got 'many'"),
         ("--gpu h100 --run-tokens 1KB", "got '1KB'"),
