@@ -76,10 +76,9 @@ class Asked:
             ValueError: a value is no number, or is missing.
         """
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        kinds: dict[str, Callable[[str], Any]] = {"gpu": str, "picture": str, "gpus": int, "run_tokens": _tokens}
         for each in fields(cls):
-            kind: Callable[[str], Any] = {"gpu": str, "picture": str, "gpus": int, "run_tokens": _tokens}.get(
-                each.name, _number
-            )
+            kind = kinds.get(each.name, _number)
             parser.add_argument(flag(each.name), type=kind)
         try:
             known, rest = parser.parse_known_args([each for each in arguments if each != PRINT_PLAN])
