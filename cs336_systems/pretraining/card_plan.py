@@ -40,8 +40,8 @@ OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("m", "v"), ("residual",), ("m", "v
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 AS_FAST = 2e-3
 """How much slower than the fastest, as a share of its tokens/s, a way may be that has less on the host."""
-EFFORT = 4000
-"""Operations that are simulated in each part of the search for a streamed plan: 70B takes two seconds."""
+EFFORT = 16_000
+"""Operations that are simulated in each part of the search for a streamed plan, a fifth of those for a run."""
 TRIED = (*CHOSEN, "zero", "tensor", "tensor_by")
 """The options of which every value is tried, unless they were given."""
 RECIPES = {"bf16": STORED, "fp8": Recipe("e4m3")}

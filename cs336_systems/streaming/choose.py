@@ -229,8 +229,8 @@ class Search:
     def estimated(self) -> list[Plan]:
         """The best of each kind of plans, the fastest first.
 
-        A kind is an order, chunks, whether context is kept, of how many layers x is, and how many layers' weights are
-        resident, as small steps seldom find another number of those.
+        A kind is an order, chunks, whether context is kept, of how many layers x is, how many layers' weights are
+        resident, and of which quarter of these the gradients are, as small steps seldom find others of those.
         """
         best: dict[tuple, tuple[Plan, float]] = {}
         for work in self.works:
@@ -238,7 +238,9 @@ class Search:
             for blank in self._blank_plans(work, seconds):
                 if blank.least_bytes(blank.keep) <= self._ring_bytes(work):
                     plan, speed = self._filled(blank, seconds)
-                    kind = plan.order, work.chunk, plan.chunks, plan.keep_context, plan.input_every, plan.weights
+                    quarter = 4 * plan.gradients // max(plan.weights, 1)
+                    kept = plan.keep_context, plan.input_every, plan.weights, quarter
+                    kind = plan.order, work.chunk, plan.chunks, *kept
                     if speed and (kind not in best or best[kind][1] < speed):
                         best[kind] = plan, speed
         return _ranked(best.values())
