@@ -136,7 +136,9 @@ def trained(folder):
 def test_ranks_change_no_more_than_another_order_of_addition(trained):
     found = {name: torch.tensor(losses_and_norms(trained / name), dtype=torch.float64) for name in (*SPLITS, *CUT)}
     alone = found["alone"]
-    budget = 8 * (found["halves"] - alone).abs().cummax(0).values + 2**-22 * alone
+    # What rounding has changed in the weights shows in the loss or in the norm; by how much in either is chance.
+    shown = ((found["halves"] - alone) / alone).abs().amax(1, keepdim=True).cummax(0).values
+    budget = (8 * shown + 2**-22) * alone
     for name in CUT:
         off = (found[name] - alone).abs()
         assert (off <= budget).all(), (name, off, budget)
