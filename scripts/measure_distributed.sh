@@ -26,7 +26,8 @@
 #   ddp-xl                      90  the 2025 edition's xl: every rung in fp32
 #   ddp-buckets                 75  its bucket sizes
 #   ddp-one-rank                75  both on one GPU, what scaling is told by
-#   ddp-ctas8                  200  2.7b with gradients sent by at most eight thread blocks of NCCL, and by as many as it chooses
+#   ddp-ctas8                  200  2.7b with gradients sent by at most eight thread blocks of NCCL, and by as many as
+#                                   it chooses
 #   ddp-host                   110  both under autocast, where the host's speed counts: buckets of 25 and 100 MiB
 #   sharded-optimizer-xl        55
 #   fsdp-xl                     65

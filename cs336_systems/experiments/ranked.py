@@ -216,7 +216,7 @@ def time_metrics(times: PhaseTimes, cell: RankedCase) -> list[Metric]:
 
 
 def peak_metrics(meter: PeakMeter, rank: Rank) -> list[Metric]:
-    """GiB of the fullest rank at its peak, those that were asked for, and retries, where the device says so."""
+    """GiB of the fullest rank at its peak, what was asked for, and the allocator's retries, if the device says so."""
     from cs336_systems.harness.clock import in_gib
     from cs336_systems.harness.record import Metric
 

@@ -85,7 +85,7 @@ class Asked:
         except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
             raise ValueError(str(error).replace("argument ", "", 1)) from None
         rest = rest if "--device" in rest else [*rest, "--device", "cuda"]
-        if "--device-gib" in rest and known.host_gib is not None:  # then they are one thing, and of the run
+        if "--device-gib" in rest and known.host_gib is not None:  # the run has both limits or none
             rest = [*rest, "--host-gib", str(known.host_gib)]
         return cls(**{name: value for name, value in vars(known).items() if value is not None}), rest
 
@@ -266,7 +266,7 @@ class CardPlan:
 
     @cached_property
     def best(self) -> dict[str, Way]:
-        """The fastest way that fits, in ``bf16`` and ``fp8``; else ``streamed`` and ``streamed fp8``, if they do.
+        """The fastest ways that fit: ``bf16`` and ``fp8``, or ``streamed`` and ``streamed fp8`` where only these do.
 
         Raises:
             NothingFits: no way does; the message says what is short, and by how much.

@@ -233,7 +233,7 @@ def fp8_pays(plan: CardPlan) -> str:
     best = plan.best
     fp8, bf16 = best.get("fp8") or best.get("streamed fp8"), best.get("bf16") or best.get("streamed")
     if fp8 is None or bf16 is None:
-        streaming = "" if "streamed" in " ".join(best) else " without streaming"
+        streaming = "" if any(way.streamed for way in best.values()) else " without streaming"
         return f"fp8: only {'fp8' if fp8 else 'bf16'} fits{streaming}."
     times = fp8.tokens_per_s / bf16.tokens_per_s
     return f"fp8 {'pays' if times > 1 + _FP8_GAIN else 'does not pay'} here: {times:.2f} times as fast as bf16."

@@ -230,7 +230,7 @@ class Search:
         """The best of each kind of plans, the fastest first.
 
         A kind is an order, chunks, whether context is kept, of how many layers x is, how many layers' weights are
-        resident, and of which quarter of these the gradients are, as small steps seldom find others of those.
+        resident, and of how many quarters of these layers the gradients are, too: small steps seldom change those.
         """
         best: dict[tuple, tuple[Plan, float]] = {}
         for work in self.works:

@@ -77,10 +77,8 @@ def test_layers_stream_in_both_dtypes_within_limits():
 
 
 def test_the_commands_of_streamed_ways_are_taken(load_script, capsys):
-    found, main = (
-        plan("tiny", 8192, {"device_gib": 1.6, "host_gib": 6}, gpu="h200"),
-        load_script("scripts/train.py").main,
-    )
+    found = plan("tiny", 8192, {"device_gib": 1.6, "host_gib": 6}, gpu="h200")
+    main = load_script("scripts/train.py").main
     commands = {name: train_arguments(found, way) for name, way in found.best.items()}
     assert [name for name, command in commands.items() if "--matmul-dtype e4m3" in command] == ["streamed fp8"]
     for command in commands.values():
