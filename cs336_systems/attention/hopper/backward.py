@@ -13,7 +13,7 @@ from torch import Tensor
 from cs336_systems.attention.hopper import host
 from cs336_systems.attention.hopper.backward_kernel import hopper_backward_kernel
 from cs336_systems.attention.hopper.passes import PADDED_ROWS, prepare_postprocess, prepare_preprocess
-from cs336_systems.attention.hopper.primitives import LOG2_E, ROWS
+from cs336_systems.attention.hopper.primitives import LOG2_E, ROWS, STATISTICS
 from cs336_systems.attention.hopper.schedules import BACKWARD, MAX_REGISTERS_WITH, BackwardSchedule, padded_head_dim
 from cs336_systems.attention.shapes import ends_of
 from cs336_systems.kernels.copy_engine import can_be_copied, descriptor, example
@@ -26,7 +26,7 @@ last, and of several heads they end about together."""
 
 @dataclass(frozen=True)
 class Launches:
-    """The three kernels for tensors of one form, and the fp32 memory that lives between them."""
+    """The three kernels for tensors of one form, and the memory that lives between them."""
 
     preprocess: Prepared
     """Takes the addresses of o, do, lse, stats and sums of dq."""
@@ -34,8 +34,8 @@ class Launches:
     """Takes the addresses of q, k, v, do, stats, sums of dq, dk, dv, turns, a counter and, if packed, ends."""
     postprocess: Prepared
     """Takes the addresses of the sums and of dq."""
-    n_stats: int
-    n_sums: int
+    stats_bytes: int
+    sums_bytes: int
     n_turns: int
     """The number of tiles of dq, if their sums are in order."""
 
@@ -71,7 +71,8 @@ def _prepared(
     padded = ceil_div(n_queries, PADDED_ROWS) * PADDED_ROWS
     group = n_heads // n_kv_heads
     queries, keys, half_keys = ((1, 1, rows, block_d) for rows in (schedule.block_q, schedule.block_k, ROWS.value))
-    stats_shape, sums_shape = (batch * n_heads * 2, padded), (batch * n_heads * padded * block_d // 32, 32)
+    rows = batch * n_heads * padded
+    stats_shape, sums_shape = (rows, STATISTICS.value), (rows * block_d // 32, 32)
     # A head reads q and do and adds to dq, which has twice their bytes.
     queries_bytes = group * n_queries * d_head * (2 * dtype.itemsize + torch.float32.itemsize)
     items = ceil_div(n_keys, schedule.block_k) * batch * n_kv_heads
@@ -90,7 +91,7 @@ def _prepared(
         descriptor(*k, keys),
         descriptor(*v, keys),
         descriptor(*do, queries),
-        descriptor(stats_shape, (padded, 1), torch.float32, (2, schedule.block_q)),
+        descriptor(stats_shape, (STATISTICS.value, 1), dtype, (schedule.block_q, STATISTICS.value)),
         descriptor(sums_shape, (32, 1), torch.float32, (schedule.block_q * block_d // 2 // 32, 32)),
         descriptor(*dk, half_keys),
         descriptor(*dv, half_keys),
@@ -113,12 +114,12 @@ def _prepared(
         launch_cooperative_grid=ordered,  # its programs wait for each other
     )
     return Launches(
-        prepare_preprocess(shape_BHQD, strides[3], strides[4], dtype, padded, block_d),
+        prepare_preprocess(shape_BHQD, strides[3], strides[4], dtype, padded, block_d, scale),
         main,
         prepare_postprocess(*dq, padded, block_d, scale),
-        math.prod(stats_shape),
-        math.prod(sums_shape),
-        2 * batch * n_heads * padded // schedule.block_q,
+        math.prod(stats_shape) * dtype.itemsize,
+        math.prod(sums_shape) * torch.float32.itemsize,
+        2 * rows // schedule.block_q,
     )
 
 
@@ -172,9 +173,9 @@ def launch_backward(
         return
     if lse_BHQ.data_ptr() % host.ALIGNMENT_BYTES or not lse_BHQ.is_contiguous():
         lse_BHQ = lse_BHQ.clone(memory_format=torch.contiguous_format)
-    between = torch.empty(launches.n_stats + launches.n_sums, dtype=torch.float32, device=device)
+    between = torch.empty(launches.stats_bytes + launches.sums_bytes, dtype=torch.uint8, device=device)
     stats = between.data_ptr()
-    sums = stats + launches.n_stats * between.element_size()
+    sums = stats + launches.stats_bytes
     stream = host.current_stream(device)
     counter = turns = host.counter(device, stream)
     if ordered:

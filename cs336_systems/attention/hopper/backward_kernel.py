@@ -15,7 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from cs336_systems.attention.hopper.plans import KeyPlan
 from cs336_systems.attention.hopper.primitives import (
+    NEVER,
+    PARTS,
     ROWS,
+    STATISTICS,
     announce,
     announced,
     finish_adds,
@@ -23,6 +26,7 @@ from cs336_systems.attention.hopper.primitives import (
     take_item,
     tma_add,
     visible,
+    weight,
 )
 from cs336_systems.kernels.copy_engine import Ring, aggregate, make_ring
 
@@ -38,7 +42,10 @@ class Tiles:
     do: gl.shared_memory_descriptor
     """Output gradients of the queries in the same slot of ``q``, which come and go with them."""
     stats: gl.shared_memory_descriptor
-    """A ring of lse and minus delta, (STAGES, 2, BLOCK_Q)."""
+    """Statistics of those queries, (STAGES, BLOCK_Q, STATISTICS)."""
+    minus_lse: gl.shared_memory_descriptor
+    """(ROWS, STATISTICS): times the transposed statistics, each row is -lse / scale of the queries."""
+    minus_delta: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     """dS^T of two steps, (2, BLOCK_K, BLOCK_Q); each consumer writes its keys and reads all."""
     ds_full: gl.shared_memory_descriptor
@@ -62,15 +69,38 @@ def backward_producer(plan, q, k, v, do, stats, taken, ends, tiles):
             row = tile * plan.BLOCK_Q
             arrived = tiles.q.begin(step, q.block_type.nbytes + stats.block_type.nbytes + do.block_type.nbytes)
             slot = tiles.q.slot(step)
-            stats_row = 2 * (work.batch * plan.n_heads + head)
+            stats_row = (work.batch * plan.n_heads + head) * plan.padded + row
             tma.async_copy_global_to_shared(q, [work.batch, head, row, 0], arrived, tiles.q.tiles.index(slot))
-            tma.async_copy_global_to_shared(stats, [stats_row, row], arrived, tiles.stats.index(slot))
+            tma.async_copy_global_to_shared(stats, [stats_row, 0], arrived, tiles.stats.index(slot))
             tma.async_copy_global_to_shared(do, [work.batch, head, row, 0], arrived, tiles.do.index(slot))
             head, tile = plan.after(work, head, tile, 1)
             step += 1
         position = take_item(taken, plan.n_items())
         announce(tiles.items, turn, position)
         turn += 1
+
+
+@gluon.jit
+def minus_weights(stats, FIRST: gl.constexpr):
+    """Equal rows whose product with statistics is minus the sum of the parts that begin in column FIRST."""
+    across: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    rows = gl.zeros([ROWS, STATISTICS], gl.float32, across)
+    columns = gl.arange(0, STATISTICS, gl.SliceLayout(0, across))
+    for part in gl.static_range(PARTS):
+        rows = gl.where((columns == FIRST + part)[None, :], -weight(part), rows)
+    tile = gl.allocate_shared_memory(stats.dtype, [ROWS, STATISTICS], stats.layout)
+    tile.store(rows.to(stats.dtype))
+    return tile
+
+
+@gluon.jit
+def product_less(minus, stats, left, right, nothing):
+    """Start ``left @ right`` less a statistic of each column; two matmuls in flight.
+
+    Subtracted by the tensor cores, so that no thread waits for the statistics of its columns or holds them.
+    """
+    negative = warpgroup_mma(minus, stats.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    return warpgroup_mma(left, right, negative, is_async=True)
 
 
 @gluon.jit
@@ -130,7 +160,6 @@ def backward_consumer(
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
     columns: gl.constexpr = gl.SliceLayout(0, scores_layout)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     in_tile = gl.arange(0, BLOCK_Q, columns)
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.float32, scores_layout)
@@ -159,23 +188,21 @@ def backward_consumer(
         tile = work.first_tile
         end_step = first_step + plan.n_steps(work)
         gl.assume(end_step > first_step)
-        first_q = tiles.q.wait(first_step)
-        scores_t = warpgroup_mma(own_keys, first_q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        first_q = tiles.q.wait(first_step).permute((1, 0))
+        first_stats = tiles.stats.index(tiles.q.slot(first_step))
+        scores_t = product_less(tiles.minus_lse, first_stats, own_keys, first_q, no_scores)
         for step in range(first_step, end_step):
             slot = tiles.q.slot(step)
             q_tile = tiles.q.tiles.index(slot)
-            stats = tiles.stats.index(slot)._reinterpret(gl.float32, [2 * BLOCK_Q], flat)
-            # dP^T is summed onto -delta, so that no thread holds delta beside it: what arrives is dP^T - delta.
-            minus_delta = stats.slice(BLOCK_Q, BLOCK_Q).load(columns)
-            _, minus_delta = gl.broadcast(no_scores, minus_delta[None, :])
+            stats = tiles.stats.index(slot)
             do_tile = tiles.do.index(slot)
 
             s_t = warpgroup_mma_wait(0, (scores_t,))
-            ds_over_p = warpgroup_mma(own_values, do_tile.permute((1, 0)), minus_delta, is_async=True)
+            ds_over_p = product_less(tiles.minus_delta, stats, own_values, do_tile.permute((1, 0)), no_scores)
             if LATE_DQ:
                 dq_part = dq_product(tiles, all_keys, step - 1, step > first_step, WHO)
-            lse = stats.slice(0, BLOCK_Q).load(columns)
-            p_t = gl.exp2(s_t * scale_log2 - lse[None, :])
+            logits = s_t * scale_log2
+            # Masked before exp2: behind this branch ptxas cannot move it in front of the products above.
             needs_mask = tile < first_clear
             if ends is not None:
                 needs_mask = needs_mask | (tile >= first_end)
@@ -185,7 +212,8 @@ def backward_consumer(
                 if ends is not None:
                     key_ends = gl.load(ends + work.batch * plan.n_keys + keys, mask=keys < plan.n_keys, other=0)
                     seen = seen & (queries[None, :] < key_ends[:, None])
-                p_t = gl.where(seen, p_t, 0.0)
+                logits = gl.where(seen, logits, NEVER)
+            p_t = gl.exp2(logits)
             p_left = gl.convert_layout(p_t.to(dtype), left_layout)
             dv_next = warpgroup_mma(p_left, do_tile, dv_sum, is_async=True)
 
@@ -205,14 +233,15 @@ def backward_consumer(
                 tiles.q.release(step)
                 dq_row = head_row + tile * BLOCK_Q
             # After the last step this multiplies whatever the slot holds, and nobody looks at the product.
-            next_q = tiles.q.wait(step + 1, step + 1 < end_step)
-            scores_t = warpgroup_mma(own_keys, next_q.permute((1, 0)), s_t, use_acc=False, is_async=True)
+            next_q = tiles.q.wait(step + 1, step + 1 < end_step).permute((1, 0))
+            next_stats = tiles.stats.index(tiles.q.slot(step + 1))
+            scores_t = product_less(tiles.minus_lse, next_stats, own_keys, next_q, s_t)
             if not LATE_DQ:
-                dq_part = warpgroup_mma_wait(1, (dq_part,))
+                dq_part = warpgroup_mma_wait(2, (dq_part,))
             if not LATE_DQ or step > first_step:  # before the first step there was none
                 add_dq(plan, dq, turns, work.first_key // BLOCK_K, tiles, dq_part, dq_row, WHO)
             if LATE_DQ:
-                dk_sum, dv_sum = warpgroup_mma_wait(1, (dk_next, dv_next))
+                dk_sum, dv_sum = warpgroup_mma_wait(2, (dk_next, dv_next))
                 tiles.q.release(step)
                 dq_row = head_row + tile * BLOCK_Q
             head_row, tile = plan.after(work, head_row, tile, plan.padded)
@@ -266,11 +295,14 @@ def hopper_backward_kernel(
         make_ring(dtype, BLOCK_K, BLOCK_D, KEY_STAGES, 2),
         q_tiles,
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, BLOCK_D], q_tiles.tiles.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_Q], stats.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, STATISTICS], stats.layout),
+        minus_weights(stats, 0),
+        minus_weights(stats, PARTS),
         gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_Q], ds_layout),
         ds_full,
         gl.allocate_shared_memory(gl.float32, [2, dq.block_shape[0], dq.block_shape[1]], dq.layout),
     )
+    fence_async_shared()  # of the weights
     gl.warp_specialize(
         [
             (

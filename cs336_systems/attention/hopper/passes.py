@@ -1,6 +1,6 @@
 """The Hopper backward's passes over memory before and after its main kernel, in plain Triton.
 
-    preprocess    reads o, do, lse; writes lse and delta in the order in which they are read again, and zeros for dq
+    preprocess    reads o, do, lse; writes lse and delta as what a matmul subtracts them with, and zeros for dq
     postprocess   reads the fp32 sums of dq; writes dq
 
 Queries are padded to a multiple of 128 in what is written in between, so that no step reads past a head's end.
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.hopper.primitives import LOG2_E
+from cs336_systems.attention.hopper.primitives import PARTS, STATISTICS, weight
 from cs336_systems.kernels.copy_engine import example
 from cs336_systems.kernels.launching import Prepared, ceil_div
 
@@ -20,17 +20,30 @@ PASS_ROWS = 64
 """Rows per program, and of a part of dq's sums."""
 PADDED_ROWS = 128
 """Queries of a head are padded to a multiple of this."""
+UNSEEING = tl.constexpr(2.0**30)
+"""For lse / scale where a query sees no key: finite, as 0 times it must be 0, and more than any score."""
+
+
+@triton.jit
+def split(numbers, tile, FIRST: tl.constexpr):
+    """``tile`` with fp32 ``numbers`` (rows,) as their weighted parts in columns FIRST, FIRST + 1, ..."""
+    columns = tl.arange(0, tile.shape[1])
+    for part in tl.static_range(PARTS):
+        rounded = (numbers / weight(part)).to(tile.dtype)
+        numbers -= rounded.to(tl.float32) * weight(part)
+        tile = tl.where(columns == FIRST + part, rounded[:, None], tile)
+    return tile
 
 
 @triton.jit
 def hopper_preprocess_kernel(
     o, do, lse, stats, dq, stride_ob, stride_oh, stride_o, stride_dob, stride_doh, stride_do, n_heads, n_queries,
-    padded,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LOG2_E: tl.constexpr,
+    padded, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """stats (B H, 2, padded): lse in base 2, and minus delta = -rowsum(o * do); and zeros for dq (B H, padded, D).
+    """stats (B H, padded, STATISTICS): the parts of lse / scale, then of delta = rowsum(o * do); zeros for dq.
 
-    Queries that do not exist, and queries that see no key, get lse = +inf, so that exp2(S - lse) is 0 there.
+    Queries that do not exist, and queries that see no key, get UNSEEING for lse / scale: their P is 0.
     """
     n_tiles = padded // ROWS
     rows = tl.program_id(0) % n_tiles * ROWS + tl.arange(0, ROWS)
@@ -43,12 +56,15 @@ def hopper_preprocess_kernel(
     do += batch * stride_dob + head * stride_doh
     o_tile = tl.load(o + rows[:, None].to(tl.int64) * stride_o + columns, mask=exists, other=0.0)
     do_tile = tl.load(do + rows[:, None].to(tl.int64) * stride_do + columns, mask=exists, other=0.0)
-    minus_delta = -tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     natural = tl.load(lse + batch_head * n_queries + rows, mask=row_exists, other=float("-inf"))
-    stats += batch_head * 2 * padded + rows
-    tl.store(stats, tl.where(natural == float("-inf"), float("inf"), natural * LOG2_E))
-    tl.store(stats + padded, minus_delta)
-    dq += (batch_head * padded + rows)[:, None] * BLOCK_D + columns
+    subtracted = tl.where(natural == float("-inf"), UNSEEING, natural / scale)
+    row = batch_head * padded + rows
+    tile = tl.zeros((ROWS, STATISTICS), stats.dtype.element_ty)
+    tile = split(subtracted, tile, 0)
+    tile = split(delta, tile, PARTS)
+    tl.store(stats + row[:, None] * STATISTICS + tl.arange(0, STATISTICS), tile)
+    dq += row[:, None] * BLOCK_D + columns
     tl.store(dq, tl.zeros((ROWS, BLOCK_D), tl.float32))
 
 
@@ -91,22 +107,23 @@ def prepare_preprocess(
     dtype: torch.dtype,
     padded: int,
     block_d: int,
+    scale: float,
 ) -> Prepared:
     """A launch for the addresses of o, do, lse, stats and sums of dq; ``padded`` is a multiple of PADDED_ROWS."""
     batch, n_heads, n_queries, d_head = shape_BHQD
     return Prepared(
         hopper_preprocess_kernel,
         padded // PASS_ROWS * batch * n_heads,
-        *(example(of) for of in (dtype, dtype, torch.float32, torch.float32, torch.float32)),
+        *(example(of) for of in (dtype, dtype, torch.float32, dtype, torch.float32)),
         *o_strides[:3],
         *do_strides[:3],
         n_heads,
         n_queries,
         padded,
+        scale,
         D=d_head,
         BLOCK_D=block_d,
         ROWS=PASS_ROWS,
-        LOG2_E=LOG2_E.value,
     )
 
 

@@ -16,6 +16,17 @@ NEVER = gl.constexpr(float("-inf"))
 ROWS = gl.constexpr(64)
 """Rows of a warpgroup's matmul: each of its four warps holds 16."""
 
+STATISTICS = gl.constexpr(16)
+"""Columns of a query's statistics: the least that a matmul can sum over."""
+PARTS = gl.constexpr(3)
+"""Columns of one number there, which is the sum of its parts, each times ``weight``."""
+
+
+@gluon.constexpr_function
+def weight(part):
+    """Of a part of a number: by the first, fp16 reaches 2 ** 31; the next holds the 11 bits that it rounds off."""
+    return 2.0 ** (15 - 11 * part)
+
 
 @builtin
 def tma_add(descriptor, coordinates, tile, _semantic=None):
