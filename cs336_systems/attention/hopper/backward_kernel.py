@@ -44,7 +44,7 @@ class Tiles:
     stats: gl.shared_memory_descriptor
     """Statistics of those queries, (STAGES, BLOCK_Q, STATISTICS)."""
     minus_lse: gl.shared_memory_descriptor
-    """(ROWS, STATISTICS): times the transposed statistics, each row is -lse / scale of the queries."""
+    """What ``minus_weights`` makes, and the next."""
     minus_delta: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     """dS^T of two steps, (2, BLOCK_K, BLOCK_Q); each consumer writes its keys and reads all."""
@@ -82,7 +82,7 @@ def backward_producer(plan, q, k, v, do, stats, taken, ends, tiles):
 
 @gluon.jit
 def minus_weights(stats, FIRST: gl.constexpr):
-    """Equal rows whose product with statistics is minus the sum of the parts that begin in column FIRST."""
+    """(ROWS, STATISTICS), all rows alike: times a query's statistics, minus the number whose parts begin at FIRST."""
     across: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     rows = gl.zeros([ROWS, STATISTICS], gl.float32, across)
     columns = gl.arange(0, STATISTICS, gl.SliceLayout(0, across))
@@ -95,10 +95,7 @@ def minus_weights(stats, FIRST: gl.constexpr):
 
 @gluon.jit
 def product_less(minus, stats, left, right, nothing):
-    """Start ``left @ right`` less a statistic of each column; two matmuls in flight.
-
-    Subtracted by the tensor cores, so that no thread waits for the statistics of its columns or holds them.
-    """
+    """Start ``left @ right`` less a number of each column, as two matmuls; ``nothing`` is overwritten."""
     negative = warpgroup_mma(minus, stats.permute((1, 0)), nothing, use_acc=False, is_async=True)
     return warpgroup_mma(left, right, negative, is_async=True)
 

@@ -41,7 +41,7 @@ def hopper_preprocess_kernel(
     padded, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """stats (B H, padded, STATISTICS): the parts of lse / scale, then of delta = rowsum(o * do); zeros for dq.
+    """stats (B H, padded, STATISTICS): the parts of lse / scale, of delta = rowsum(o * do), and zeros; zeros for dq.
 
     Queries that do not exist, and queries that see no key, get UNSEEING for lse / scale: their P is 0.
     """
