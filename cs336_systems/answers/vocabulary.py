@@ -30,7 +30,7 @@ from cs336_systems.experiments.fully_sharded import FULLY_SHARDED, breakdown_tab
 from cs336_systems.experiments.kernels import KERNEL_TABLE
 from cs336_systems.experiments.mesh import MESH
 from cs336_systems.experiments.model import step_table
-from cs336_systems.experiments.streaming import STREAMING_TABLE
+from cs336_systems.experiments.streaming import STREAMING_TABLE, slower_with_more
 from cs336_systems.experiments.training import TRAINING_TABLE
 from cs336_systems.hardware import GIB, MIB, TERA, hardware_named
 from cs336_systems.profiling.traces.kernels import short_name
@@ -50,7 +50,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(cost, model_units, held_elements, link_bytes_per_step, resolve_size, communication_limit),
     *(attention_tables.comparison_table, attention_tables.account_table, attention_tables.time_over),
     *(step_table, collectives_table, breakdown_tables, roofline_knee.chain_table, roofline_knee.knee_of),
-    failures.goodput_table,
+    *(failures.goodput_table, slower_with_more),
 )
 """Functions that templates call by their own names; rows among their arguments arrive as a frame."""
 

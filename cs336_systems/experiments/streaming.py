@@ -258,6 +258,19 @@ STREAMING_TABLE = ResultTable(
 _OF = ["gpu", "simulated_device", "size", "context_length"]
 
 
+def slower_with_more(rows: pd.DataFrame) -> dict[str, float]:
+    """Of all pairs of cells where one has at least the other's memory of each kind, those whose plan is slower.
+
+    ``pairs``, ``slower`` (how many) and ``largest`` (the largest loss, a share of the rate with less memory).
+    """
+    cells = rows[rows["metric"] == "simulated_tokens_per_s"][[*_OF, "device_gib", "host_gib", "median"]]
+    both = cells.merge(cells, on=_OF, suffixes=("", "_more"))
+    more = both[(both["device_gib_more"] >= both["device_gib"]) & (both["host_gib_more"] >= both["host_gib"])]
+    more = more[(more["device_gib_more"] > more["device_gib"]) | (more["host_gib_more"] > more["host_gib"])]
+    losses = 1 - more["median_more"] / more["median"]
+    return {"pairs": len(more), "slower": int((losses > 0).sum()), "largest": max(0.0, float(losses.max()))}
+
+
 def heatmaps(rows: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
     """(name, figure) for every model and length on one rank, not quantized; peers have no capacities."""
     alone = rows[(rows["device_gib"] > 0) & (rows["ranks"] == 1) & (rows["recipe"] == "stored")]

@@ -4,10 +4,11 @@ import json
 import re
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 
 from cs336_systems.case import Unsupported
-from cs336_systems.experiments.streaming import Options, make_cells
+from cs336_systems.experiments.streaming import Options, make_cells, slower_with_more
 from cs336_systems.experiments.streaming_measure import case_of, measure, measure_peer
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.record import read_rows
@@ -141,3 +142,15 @@ def test_two_ranks_run_beside_one(tmp_path, capsys):
     assert f"{100 * rates[2] / rates[1] / 2:.1f}" in out
     pictures = {path.name.rpartition("_")[2] for path in tmp_path.glob("*timeline*rank*.png")}
     assert pictures == {"rank0.png", "rank1.png"}
+
+
+def test_pairs_of_limits_whose_plan_is_slower_with_more_memory():
+    rates = {(6, 12): 100.0, (6, 24): 98.0, (8, 12): 110.0, (8, 24): 110.0}
+    rows = [
+        ("h200", None, size, 1024, device, host, "simulated_tokens_per_s", rate * factor)
+        for size, factor in (("llama3-1b", 1.0), ("llama3-8b", 0.1))
+        for (device, host), rate in rates.items()
+    ]
+    names = ["gpu", "simulated_device", "size", "context_length", "device_gib", "host_gib", "metric", "median"]
+    found = slower_with_more(pd.DataFrame(rows, columns=names))
+    assert found == {"pairs": 10, "slower": 2, "largest": pytest.approx(0.02)}
