@@ -221,7 +221,7 @@ DATA_PARALLEL = ResultTable(
     labels={
         "batch_size": "batch per rank",
         "communication_dtype": "sent as",
-        "max_ctas": "thread blocks",
+        "max_ctas": "thread blocks (0: any)",
         "world_size": "ranks",
         "bucket_size_mb": "bucket MiB",
     },

@@ -168,11 +168,12 @@ def ways_table(plan: CardPlan) -> Table:
             }
         )
     cards = f"{plan.asked.gpus} x {plan.hardware.name}" if plan.asked.gpus > 1 else plan.hardware.name
-    a_step = "" if plan.own.capped else f", {plan.tokens_per_step:,} tokens a step"
-    caption = (
-        f"{plan.config.name} on {cards}, sequences of {plan.length:,}{a_step}, "
-        f"{run_tokens(plan):.3g} tokens in all: predicted, nothing was run"
-    )
+    settings = [f"sequences of {plan.length:,}"]
+    if any(way.streamed is None for way in plan.best.values()):  # a streamed step has as many tokens as is fastest
+        settings.append(f"{plan.tokens_per_step:,} tokens a step")
+    by_steps = plan.asked.run_tokens is None and plan.own.steps is not None
+    settings.append(f"{plan.own.steps:,} steps in all" if by_steps else f"{run_tokens(plan):.3g} tokens in all")
+    caption = f"{plan.config.name} on {cards}, {', '.join(settings)}: predicted, nothing was run"
     notes = {"light %": "share of the speed of light", "kWh": "of the cards alone, at their full power"}
     return Table(caption, pd.DataFrame(lines), notes, {"how": 0, "tokens/s": 0})
 
@@ -216,9 +217,12 @@ def sentences(plan: CardPlan) -> list[str]:
 
 
 def train_arguments(plan: CardPlan, way: Way) -> str:
-    """Return the arguments with which train.py runs a way."""
+    """Return the arguments with which train.py runs a way: the plan's, and those of the run on which it depends."""
     model = f"--init {shlex.quote(str(plan.own.init))}" if plan.own.init else f"--size {plan.own.size}"
-    words = f"{model} --context-length {plan.length}"
+    kept = [name for name in ("moments", "master_weights") if getattr(plan.own, name) != getattr(TrainOptions, name)]
+    words = " ".join(
+        [model, f"--context-length {plan.length}", *(f"{flag(each)} {vars(plan.own)[each]}" for each in kept)]
+    )
     if way.streamed is None:
         return f"{words} --total-batch-tokens {plan.tokens_per_step} {way.arguments}"
     tokens = way.streamed.plan.rounds * way.streamed.plan.round_tokens

@@ -14,7 +14,7 @@ from cs336_systems.costs.parallelism.seconds import by_class, step_seconds
 from cs336_systems.hardware import GIB, KINDS, hardware_described, hardware_named
 from cs336_systems.pretraining.card_plan import RECIPES, Asked, CardPlan, NothingFits
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.report.card_plan import fp8_pays, run_cost, run_tokens, seconds_by_class, train_arguments
+from cs336_systems.report.card_plan import fp8_pays, run_cost, run_tokens, seconds_by_class, train_arguments, ways_table
 
 
 def plan(size="qwen2.5-1.5b", length=1024, options=None, **asked):
@@ -77,11 +77,13 @@ def test_layers_stream_in_both_dtypes_within_limits():
 
 
 def test_the_commands_of_streamed_ways_are_taken(load_script, capsys):
-    found = plan("tiny", 8192, {"device_gib": 1.6, "host_gib": 6}, gpu="h200")
+    found = plan("tiny", 8192, {"device_gib": 1.6, "host_gib": 6, "master_weights": "fp32", "steps": 9}, gpu="h200")
+    assert ways_table(found).caption == "tiny on H200, sequences of 8,192, 9 steps in all: predicted, nothing was run"
     main = load_script("scripts/train.py").main
     commands = {name: train_arguments(found, way) for name, way in found.best.items()}
     assert [name for name, command in commands.items() if "--matmul-dtype e4m3" in command] == ["streamed fp8"]
     for command in commands.values():
+        assert "--master-weights fp32" in command
         assert main(["--device", "cuda", "--print-memory", *command.split()]) == 0
         assert "in all on the host" in capsys.readouterr().out
 
