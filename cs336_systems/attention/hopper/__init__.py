@@ -39,21 +39,21 @@ queries, keys and values arrive while this one is being finished.
 BACKWARD. A program owns 128 keys at a time, 64 per consumer, drawn from a counter as above, and walks over the query
 tiles that see them. Five products:
 
-    S^T = K Q^T - lse     dP^T = V dO^T - delta     dV += P^T dO     dK += dS^T Q     dQ = dS K
+    S^T = K Q^T     dP^T = V dO^T     dV += P^T dO     dK += dS^T Q     dQ = dS K
 
 The transposes are computed directly, so that P^T and dS^T are left operands where they are, in registers. Only dQ sums
 over keys, across both consumers, so dS^T also goes to shared memory, and dQ to fp32 sums in global memory, added there
-by the copy engine. The tensor cores subtract lse and delta, too, as a product over 16 more columns: threads that read
-them from shared memory, which the products keep busy, waited there for a tenth of the time at head dim 128 (LOG.md, 30
-November). Three kernels: ``preprocess`` (each query's lse and delta = rowsum(o dO) as three numbers that bf16 and fp16
-hold, of which weights make fp32's precision; zeroed sums), this one, and ``postprocess`` (scale and round dQ). One step
-i of consumer c, with what the tensor cores have meanwhile:
+by the copy engine. The tensor cores also subtract lse / scale from S^T and delta from dP^T, by a product over 16 more
+columns: when threads read them from shared memory, which the products keep busy, they waited for a tenth of the time at
+head dim 128 (LOG.md, 30 November). Three kernels: ``preprocess`` (each query's lse / scale and delta = rowsum(o dO),
+each split into three bf16 or fp16 parts whose weighted sum has fp32's precision; zeroed sums), this one, and
+``postprocess`` (scale and round dQ). One step i of consumer c, with what the tensor cores have meanwhile:
 
     wait for S^T(i)                          start dP^T(i)
-    mask, P = exp2(S^T)                      under dP^T(i)
+    mask, P = exp(scale S^T - lse)           under dP^T(i)
                                              start dV += P dO(i)
     wait for dP^T(i)
-    dS = P dP^T -> dS slot i % 2             under dV
+    dS = P (dP^T - delta) -> dS slot i % 2   under dV
     arrive at dS_full[i % 2]                 start dK += dS Q(i)
     wait there for the other consumer        start dQ(i) = dS K: half of it, over all 128 keys
     wait for dV, dK; let Q(i), dO(i) go      await Q(i + 1), dO(i + 1) full; start S^T(i + 1)

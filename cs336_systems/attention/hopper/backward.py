@@ -26,7 +26,7 @@ last, and of several heads they end about together."""
 
 @dataclass(frozen=True)
 class Launches:
-    """The three kernels for tensors of one form, and the memory that lives between them."""
+    """The three kernels for tensors of one form, and the fp32 words of memory that live between them."""
 
     preprocess: Prepared
     """Takes the addresses of o, do, lse, stats and sums of dq."""
@@ -34,8 +34,8 @@ class Launches:
     """Takes the addresses of q, k, v, do, stats, sums of dq, dk, dv, turns, a counter and, if packed, ends."""
     postprocess: Prepared
     """Takes the addresses of the sums and of dq."""
-    stats_bytes: int
-    sums_bytes: int
+    n_stats: int
+    n_sums: int
     n_turns: int
     """The number of tiles of dq, if their sums are in order."""
 
@@ -117,8 +117,8 @@ def _prepared(
         prepare_preprocess(shape_BHQD, strides[3], strides[4], dtype, padded, block_d, scale),
         main,
         prepare_postprocess(*dq, padded, block_d, scale),
-        math.prod(stats_shape) * dtype.itemsize,
-        math.prod(sums_shape) * torch.float32.itemsize,
+        math.prod(stats_shape) * dtype.itemsize // torch.float32.itemsize,
+        math.prod(sums_shape),
         2 * rows // schedule.block_q,
     )
 
@@ -173,9 +173,9 @@ def launch_backward(
         return
     if lse_BHQ.data_ptr() % host.ALIGNMENT_BYTES or not lse_BHQ.is_contiguous():
         lse_BHQ = lse_BHQ.clone(memory_format=torch.contiguous_format)
-    between = torch.empty(launches.stats_bytes + launches.sums_bytes, dtype=torch.uint8, device=device)
+    between = torch.empty(launches.n_stats + launches.n_sums, dtype=torch.float32, device=device)
     stats = between.data_ptr()
-    sums = stats + launches.stats_bytes
+    sums = stats + launches.n_stats * between.element_size()
     stream = host.current_stream(device)
     counter = turns = host.counter(device, stream)
     if ordered:

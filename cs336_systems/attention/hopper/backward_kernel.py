@@ -44,8 +44,9 @@ class Tiles:
     stats: gl.shared_memory_descriptor
     """Statistics of those queries, (STAGES, BLOCK_Q, STATISTICS)."""
     minus_lse: gl.shared_memory_descriptor
-    """What ``minus_weights`` makes, and the next."""
+    """The weights that subtract lse (``minus_weights``)."""
     minus_delta: gl.shared_memory_descriptor
+    """The same for delta."""
     ds: gl.shared_memory_descriptor
     """dS^T of two steps, (2, BLOCK_K, BLOCK_Q); each consumer writes its keys and reads all."""
     ds_full: gl.shared_memory_descriptor
@@ -82,7 +83,10 @@ def backward_producer(plan, q, k, v, do, stats, taken, ends, tiles):
 
 @gluon.jit
 def minus_weights(stats, FIRST: gl.constexpr):
-    """(ROWS, STATISTICS), all rows alike: times a query's statistics, minus the number whose parts begin at FIRST."""
+    """(ROWS, STATISTICS), all rows alike: minus the weights in columns FIRST, FIRST + 1, ..., else 0.
+
+    Its product with a query's statistics is minus the number whose parts begin at FIRST.
+    """
     across: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     rows = gl.zeros([ROWS, STATISTICS], gl.float32, across)
     columns = gl.arange(0, STATISTICS, gl.SliceLayout(0, across))
@@ -94,9 +98,12 @@ def minus_weights(stats, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def product_less(minus, stats, left, right, nothing):
-    """Start ``left @ right`` less a number of each column, as two matmuls; ``nothing`` is overwritten."""
-    negative = warpgroup_mma(minus, stats.permute((1, 0)), nothing, use_acc=False, is_async=True)
+def product_minus(left, right, weights, stats, registers):
+    """Start ``left @ right`` minus lse / scale or delta of each column's query: two matmuls for warpgroup_mma_wait.
+
+    Only the registers of ``registers`` are used.
+    """
+    negative = warpgroup_mma(weights, stats.permute((1, 0)), registers, use_acc=False, is_async=True)
     return warpgroup_mma(left, right, negative, is_async=True)
 
 
@@ -187,7 +194,7 @@ def backward_consumer(
         gl.assume(end_step > first_step)
         first_q = tiles.q.wait(first_step).permute((1, 0))
         first_stats = tiles.stats.index(tiles.q.slot(first_step))
-        scores_t = product_less(tiles.minus_lse, first_stats, own_keys, first_q, no_scores)
+        scores_t = product_minus(own_keys, first_q, tiles.minus_lse, first_stats, no_scores)
         for step in range(first_step, end_step):
             slot = tiles.q.slot(step)
             q_tile = tiles.q.tiles.index(slot)
@@ -195,11 +202,11 @@ def backward_consumer(
             do_tile = tiles.do.index(slot)
 
             s_t = warpgroup_mma_wait(0, (scores_t,))
-            ds_over_p = product_less(tiles.minus_delta, stats, own_values, do_tile.permute((1, 0)), no_scores)
+            ds_over_p = product_minus(own_values, do_tile.permute((1, 0)), tiles.minus_delta, stats, no_scores)
             if LATE_DQ:
                 dq_part = dq_product(tiles, all_keys, step - 1, step > first_step, WHO)
-            logits = s_t * scale_log2
-            # Masked before exp2: behind this branch ptxas cannot move it in front of the products above.
+            log2_p = s_t * scale_log2
+            # The branch stands before exp2 on purpose: else ptxas moves exp2 ahead of the products started above.
             needs_mask = tile < first_clear
             if ends is not None:
                 needs_mask = needs_mask | (tile >= first_end)
@@ -209,8 +216,8 @@ def backward_consumer(
                 if ends is not None:
                     key_ends = gl.load(ends + work.batch * plan.n_keys + keys, mask=keys < plan.n_keys, other=0)
                     seen = seen & (queries[None, :] < key_ends[:, None])
-                logits = gl.where(seen, logits, NEVER)
-            p_t = gl.exp2(logits)
+                log2_p = gl.where(seen, log2_p, NEVER)
+            p_t = gl.exp2(log2_p)
             p_left = gl.convert_layout(p_t.to(dtype), left_layout)
             dv_next = warpgroup_mma(p_left, do_tile, dv_sum, is_async=True)
 
@@ -232,7 +239,7 @@ def backward_consumer(
             # After the last step this multiplies whatever the slot holds, and nobody looks at the product.
             next_q = tiles.q.wait(step + 1, step + 1 < end_step).permute((1, 0))
             next_stats = tiles.stats.index(tiles.q.slot(step + 1))
-            scores_t = product_less(tiles.minus_lse, next_stats, own_keys, next_q, s_t)
+            scores_t = product_minus(own_keys, next_q, tiles.minus_lse, next_stats, s_t)
             if not LATE_DQ:
                 dq_part = warpgroup_mma_wait(2, (dq_part,))
             if not LATE_DQ or step > first_step:  # before the first step there was none
@@ -299,7 +306,7 @@ def hopper_backward_kernel(
         ds_full,
         gl.allocate_shared_memory(gl.float32, [2, dq.block_shape[0], dq.block_shape[1]], dq.layout),
     )
-    fence_async_shared()  # of the weights
+    fence_async_shared()  # threads stored the weights, wgmma reads them
     gl.warp_specialize(
         [
             (

@@ -1,6 +1,6 @@
 """The Hopper backward's passes over memory before and after its main kernel, in plain Triton.
 
-    preprocess    reads o, do, lse; writes lse and delta as what a matmul subtracts them with, and zeros for dq
+    preprocess    reads o, do, lse; writes lse / scale and delta in parts that a matmul can subtract, and zeros for dq
     postprocess   reads the fp32 sums of dq; writes dq
 
 Queries are padded to a multiple of 128 in what is written in between, so that no step reads past a head's end.
@@ -20,13 +20,16 @@ PASS_ROWS = 64
 """Rows per program, and of a part of dq's sums."""
 PADDED_ROWS = 128
 """Queries of a head are padded to a multiple of this."""
-UNSEEING = tl.constexpr(2.0**30)
-"""For lse / scale where a query sees no key: finite, as 0 times it must be 0, and more than any score."""
+LSE_OF_NOTHING = tl.constexpr(2.0**30)
+"""The lse / scale of queries that do not exist or see no key. Finite, as infinity times a weight of 0 would be NaN."""
 
 
 @triton.jit
 def split(numbers, tile, FIRST: tl.constexpr):
-    """``tile`` with fp32 ``numbers`` (rows,) as their weighted parts in columns FIRST, FIRST + 1, ..."""
+    """Return ``tile`` with fp32 ``numbers`` (rows,) in columns FIRST, FIRST + 1, ..., split into parts.
+
+    Each holds, divided by its weight, what the parts before leave over.
+    """
     columns = tl.arange(0, tile.shape[1])
     for part in tl.static_range(PARTS):
         rounded = (numbers / weight(part)).to(tile.dtype)
@@ -41,9 +44,9 @@ def hopper_preprocess_kernel(
     padded, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """stats (B H, padded, STATISTICS): the parts of lse / scale, of delta = rowsum(o * do), and zeros; zeros for dq.
+    """stats (B H, padded, STATISTICS): three parts of lse / scale, three of delta = rowsum(o * do), zeros; dq: zeros.
 
-    Queries that do not exist, and queries that see no key, get UNSEEING for lse / scale: their P is 0.
+    Where delta or lse / scale is not finite in this dtype (2 ** 31 and more in fp16), the query's P and dP are NaN.
     """
     n_tiles = padded // ROWS
     rows = tl.program_id(0) % n_tiles * ROWS + tl.arange(0, ROWS)
@@ -58,7 +61,7 @@ def hopper_preprocess_kernel(
     do_tile = tl.load(do + rows[:, None].to(tl.int64) * stride_do + columns, mask=exists, other=0.0)
     delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     natural = tl.load(lse + batch_head * n_queries + rows, mask=row_exists, other=float("-inf"))
-    subtracted = tl.where(natural == float("-inf"), UNSEEING, natural / scale)
+    subtracted = tl.where(natural == float("-inf"), LSE_OF_NOTHING, natural / scale)
     row = batch_head * padded + rows
     tile = tl.zeros((ROWS, STATISTICS), stats.dtype.element_ty)
     tile = split(subtracted, tile, 0)

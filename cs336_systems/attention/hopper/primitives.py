@@ -17,14 +17,17 @@ ROWS = gl.constexpr(64)
 """Rows of a warpgroup's matmul: each of its four warps holds 16."""
 
 STATISTICS = gl.constexpr(16)
-"""Columns of a query's statistics: the least that a matmul can sum over."""
+"""Columns of a query's row of statistics: 16, the smallest inner dimension of a wgmma in bf16 and fp16."""
 PARTS = gl.constexpr(3)
-"""Columns of one number there, which is the sum of its parts, each times ``weight``."""
+"""Columns per number: it is the sum of its parts, each times its ``weight``."""
 
 
 @gluon.constexpr_function
 def weight(part):
-    """Of a part of a number: by the first, fp16 reaches 2 ** 31; the next holds the 11 bits that it rounds off."""
+    """The factor of a part, of which each holds what the one before rounds off: fp16 keeps 11 bits, bf16 8.
+
+    In fp16 numbers must stay below 2 ** 31, and what is below 2 ** -32 is lost.
+    """
     return 2.0 ** (15 - 11 * part)
 
 

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from cs336_systems.attention.hopper import backward, forward, host
 from cs336_systems.attention.hopper.function import backward_op
+from cs336_systems.training.dry_run import _attention_sums
 from tests.attention.error_budget import make
 from tests.attention.hopper.unlaunched import Kernel, hopper_unlaunched
 from tests.attention.slices import heads_of
 
 STATS_BYTES = 2 * 6 * 256 * 16 * 2
-"""Of six heads in two batches, padded to 256 queries: 16 columns in bf16."""
+"""Six heads in two batches, padded to 256 queries: 16 columns in bf16."""
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def test_tensors_are_read_and_written_where_they_lie(
     arguments, constants = Kernel.launched["hopper_backward_kernel"]
     after, _ = Kernel.launched["hopper_postprocess_kernel"]
     assert before[:3] == (o.data_ptr(), do.data_ptr(), lse.data_ptr())
-    assert before[5:14] == (*o.stride()[:3], *do.stride()[:3], 6, 200, 256)
+    assert before[5:15] == (*o.stride()[:3], *do.stride()[:3], 6, 200, 256, 0.125)
     stats, sums = before[3:5]
     assert sums == stats + STATS_BYTES
     assert arguments[:4] == tuple(map(where, (q, k, v, do)))
@@ -71,6 +72,17 @@ def test_tensors_are_read_and_written_where_they_lie(
     assert [x.numel() for x in zeros] == [2 * 12 * 256 // 64] * ordered
     assert turns == (zeros[0].data_ptr() if ordered else counter)
     assert [x.stride() for x in gradients] == [host.empty_result(x).stride() for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("d_head", [24, 64, 128])
+def test_the_memory_between_kernels_is_what_a_dry_run_counts(d_head: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, do = make("cpu", torch.bfloat16, batch=2, heads=6, kv_heads=3, n_queries=200, d_head=d_head)
+    o, lse = forward.launch_forward(q, k, v, True, 0.125)
+    into = [torch.empty_like(x) for x in (q, k, v)]
+    made: list[Tensor] = []
+    monkeypatch.setattr(torch, "empty", lambda *a, empty=torch.empty, **k: made.append(empty(*a, **k)) or made[-1])
+    backward.launch_backward(q, k, v, o, lse, do, *into, True, 0.125)
+    assert sum(x.nbytes for x in made) == _attention_sums((q,), None)
 
 
 def misaligned(x: Tensor) -> Tensor:
