@@ -69,7 +69,7 @@ class ReplicaAgreement(Agreement, ABC):
     Making one is a collective of the replica's ranks.
 
     Raises:
-        ValueError: the name is too long.
+        ValueError: the name is too long, or, when it joins, the lighthouse is gone.
     """
 
     on = True
@@ -105,7 +105,11 @@ class ReplicaAgreement(Agreement, ABC):
         return self._manager
 
     def _send_heartbeats(self) -> None:
-        """Make the manager; from now on the others wait for this replica."""
+        """Make the manager; from now on the others wait for this replica.
+
+        Raises:
+            ValueError: the lighthouse is gone.
+        """
         host = socket.gethostname()
         self._store: dist.TCPStore | None = None
 
@@ -115,25 +119,30 @@ class ReplicaAgreement(Agreement, ABC):
 
         port = on_rank_0(host_store)
         self._transport = Transport(self._timeout, self._rank.device)
-        self._manager = ReportingManager(
-            pg=self._group,
-            load_state_dict=self._load,
-            state_dict=self._state,
-            min_replica_size=1,
-            use_async_quorum=self.in_pieces,
-            timeout=self._timeout,
-            quorum_timeout=timedelta(seconds=_QUORUM_S),
-            connect_timeout=timedelta(seconds=CONNECT_S),
-            rank=self._rank.rank,
-            world_size=self._rank.world_size,
-            store_addr=host,
-            store_port=port,
-            lighthouse_addr=self._lighthouse,
-            replica_id=self._name,
-            heartbeat_interval=timedelta(seconds=HEARTBEAT_S),
-            checkpoint_transport=self._transport,
-            quorum_retries=_LIGHTHOUSE_RETRIES,
-        )
+        try:
+            self._manager = ReportingManager(
+                pg=self._group,
+                load_state_dict=self._load,
+                state_dict=self._state,
+                min_replica_size=1,
+                use_async_quorum=self.in_pieces,
+                timeout=self._timeout,
+                quorum_timeout=timedelta(seconds=_QUORUM_S),
+                connect_timeout=timedelta(seconds=CONNECT_S),
+                rank=self._rank.rank,
+                world_size=self._rank.world_size,
+                store_addr=host,
+                store_port=port,
+                lighthouse_addr=self._lighthouse,
+                replica_id=self._name,
+                heartbeat_interval=timedelta(seconds=HEARTBEAT_S),
+                checkpoint_transport=self._transport,
+                quorum_retries=_LIGHTHOUSE_RETRIES,
+            )
+        except RuntimeError as error:
+            if not str(error).startswith(f"failed to connect to {self._lighthouse} "):
+                raise
+            raise ValueError(f"no lighthouse answers at {self._lighthouse} any more") from None
         self._manager.replica = self
 
     def folder(self, out: Path) -> Path:

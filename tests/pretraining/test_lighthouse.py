@@ -136,3 +136,25 @@ def test_a_lighthouse_that_does_not_answer_is_named_within_ten_seconds(command, 
     code, _, err = command("train", *arguments.split())
     assert time.monotonic() - began < 10
     assert (code, err.count("\n")) == (2, 1) and f"no lighthouse answers at {address}" in err
+
+
+class Gone(Other):
+    """A lighthouse that answers once."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"Lighthouse")
+
+
+@pytest.mark.slow
+def test_a_lighthouse_that_dies_while_torch_is_imported_is_a_sentence(tmp_path):
+    write_dataset(tmp_path / "data")
+    with HTTPServer(("127.0.0.1", 0), Gone) as server:
+        machine = Machine("a", tmp_path, address := f"http://127.0.0.1:{server.server_port}")
+        machine.start()
+        server.handle_request()
+    _, said = machine.process.communicate(timeout=120)
+    assert machine.process.returncode == 2
+    assert said.splitlines()[-1] == f"train: no lighthouse answers at {address} any more"
+    assert "Traceback" not in said
