@@ -107,7 +107,7 @@ def test_on_long_sequences_x_of_some_layers_is_restored(monkeypatch: pytest.Monk
     """Where attention's outputs and x of all layers do not fit, and to run attention again would take longer."""
 
     def long() -> ChosenPlan:
-        caps = Caps(int(8.5 * MIB), 6 * MIB, 0, 0)
+        caps = Caps(int(8.6 * MIB), 6 * MIB, 0, 0)
         return choose(SMALL, 4096, caps, SLOW, chunk=512, tokens_per_step=4096, effort=2000)
 
     choice = long()
