@@ -122,17 +122,15 @@ def test_replicas_that_end_are_asked_once_whatever_signals_come():
     assert (heard, stop.asked) == ([1], "interrupted")
 
 
-def test_a_closed_terminal_asks_a_run_to_end_but_under_nohup():
-    with StopRequests() as stop:
-        signal.raise_signal(signal.SIGHUP)
-    assert stop.asked == "terminated"
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize(("handler", "asked"), [(signal.SIG_DFL, "terminated"), (signal.SIG_IGN, None)])
+def test_a_closed_terminal_asks_a_run_to_end_but_under_nohup(handler, asked):
+    before = signal.signal(signal.SIGHUP, handler)
     try:
         with StopRequests() as stop:
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert stop.asked is None
+    assert stop.asked == asked
 
 
 @pytest.fixture
