@@ -20,7 +20,7 @@ cost on the card of --gpu, which need not be here: what fits, the fastest choice
 --device-gib, --host-gib, --run-tokens 100B, --price-per-gpu-hour and --picture FILE say more. In all three cases it
 trains nothing.
 
-    uv run scripts/train.py --print-plan --gpu rtx-4090 --host-gib 64 --size llama3-8b --context-length 8192
+    uv run scripts/train.py --print-plan --gpu rtx-4090 --host-gib 60 --size llama3-8b --context-length 8192
 """
 
 import argparse
@@ -151,7 +151,8 @@ def _print_plan(given: list[str]) -> int:
 
     def run(arguments: list[str]) -> list[TrainOptions]:
         options = parse(arguments)
-        options.check()
+        # Micro-batches that were not given are all tried, and so must not divide the step.
+        (options if flag("batch_size") in command_line.flags_in(arguments) else replace(options, batch_size=1)).check()
         return [options]
 
     return plan_asked(with_file(given), run, NAME)

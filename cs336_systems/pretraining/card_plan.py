@@ -221,6 +221,11 @@ class CardPlan:
         given = self.asked.host_gib
         return 0.0 if given is None else max(0.0, given * GIB - HOST_OVERHEAD) / self.asked.gpus
 
+    @property
+    def may_stream(self) -> bool:
+        """Whether layers stream, or would if nothing else fitted."""
+        return self.own.capped or (self.asked.gpus == 1 and self.asked.host_gib is not None and not self.given)
+
     def _layouts(self) -> Iterator[Layout]:
         n, sequences = self.asked.gpus, self.tokens_per_step // self.length
         for tensor in self._tried("tensor", divisors(n)):
@@ -275,7 +280,7 @@ class CardPlan:
         capped = self.own.capped
         found, least = ({}, None) if capped else self._fastest(recipes, self._layouts())
         short: CapsTooSmallError | None = None
-        if capped or (self.asked.gpus == 1 and self.asked.host_gib is not None and not self.given):
+        if self.may_stream:
             for name, recipe in recipes.items():
                 try:
                     if name not in found:

@@ -352,7 +352,9 @@ class TrainOptions(_Options):
         tokens = self.batch_size * self.context_length * n_data
         if self.total_batch_tokens % tokens:
             asked = f"--total-batch-tokens {self.total_batch_tokens:,} is no multiple of {tokens:,}"
-            size = f"--batch-size {self.batch_size} of {self.context_length} tokens on {n_data} ranks"
+            size = (
+                f"--batch-size {self.batch_size} of {self.context_length} tokens on {n_data} rank{'s' * (n_data > 1)}"
+            )
             raise ValueError(f"{asked}, the tokens of a micro-batch: {size}")
         return self.total_batch_tokens // tokens
 

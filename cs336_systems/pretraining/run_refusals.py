@@ -96,7 +96,7 @@ def run_refusal(options: "TrainOptions") -> str | None:
     for names in _TOGETHER:
         if len(given.keys() & names) == 1:
             found = " and ".join(str(getattr(options, name)) for name in names)
-            return f"{' and '.join(map(flag, names))} are one thing: give both or none, got {found}"
+            return f"{' and '.join(map(flag, names))} go together: give both or none, got {found}"
     if options.agree is not None:
         for name in _ONE_WORLD:
             if name in given:
@@ -175,6 +175,10 @@ REFUSALS: tuple[tuple[Callable[["TrainOptions"], bool], str], ...] = (
     (
         lambda o: any(fault.replica >= o.replicas for fault in faults_of(o.fail)),
         "--fail {o.fail!r} names a replica that is not there: --replicas {o.replicas} are counted from 0",
+    ),
+    (
+        lambda o: o.steps is not None and any(fault.step >= o.steps for fault in faults_of(o.fail)),
+        "--fail {o.fail!r} names a step that is not there: --steps {o.steps} are counted from 0",
     ),
     (
         lambda o: o.agree is not None and (o.keep_best or o.stop_after_no_gain is not None),

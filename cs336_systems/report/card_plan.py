@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,10 @@ def plan_asked(arguments: Sequence[str], runs: Callable[[list[str]], Sequence[Tr
     asked, rest = Asked.taken_from(arguments)
     if not asked.gpu:
         asked = replace(asked, gpu=_card_here())
+    if asked.run_tokens is not None and "--steps" in flags_in(rest):
+        raise ValueError(
+            f"--steps and --run-tokens both say how long the run is: give one, got {asked.run_tokens:.3g} tokens"
+        )
     return print_plans(runs(rest), asked, command, [name for name in TRIED if flag(name) in flags_in(rest)])
 
 
@@ -74,6 +79,8 @@ def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str, given:
     summary: dict[str, Any] = {"command": command, "gpu": asked.gpu, "gpus": asked.gpus}
     for options in runs:
         plan = CardPlan.of(options, asked, given, _config_of_weights(options.init))
+        if plan.may_stream:
+            print("planning layers that stream, if need be: up to two minutes", file=sys.stderr, flush=True)
         for each in (ways_table(plan), memory_table(segments(plan)), classes_table(plan)):
             show(each, "auto")
             print()
@@ -102,14 +109,14 @@ def _figures(plan: CardPlan, way: Way) -> dict[str, Any]:
     return figures | run_cost(plan, way) | {"error": relative_error(plan)}
 
 
-def run_tokens(plan: CardPlan, way: Way | None = None) -> float:
-    """Return the tokens of the whole run: --run-tokens, else those of --steps of a way, else a billion."""
+def run_tokens(plan: CardPlan) -> float:
+    """Return the tokens of the whole run: --run-tokens, else those of --steps of the fastest way, else a billion."""
     if plan.asked.run_tokens is not None:
         return plan.asked.run_tokens
-    if plan.own.steps is None:
-        return 1e9
-    streamed = way.streamed if way is not None else None
-    return plan.own.steps * (plan.tokens_per_step if streamed is None else streamed.plan.tokens)
+    streamed = plan.fastest.streamed
+    return (
+        1e9 if plan.own.steps is None else plan.own.steps * (streamed.plan.tokens if streamed else plan.tokens_per_step)
+    )
 
 
 def run_cost(plan: CardPlan, way: Way) -> dict[str, float | None]:
@@ -118,7 +125,7 @@ def run_cost(plan: CardPlan, way: Way) -> dict[str, float | None]:
     Energy is that of the cards alone, at full power. It or the price is None if the power or the price of a card is
     not known.
     """
-    hours = run_tokens(plan, way) / way.tokens_per_s / 3600
+    hours = run_tokens(plan) / way.tokens_per_s / 3600
     watts, each = plan.hardware.watts, plan.asked.price_per_gpu_hour
     kwh = None if watts is None else hours * plan.asked.gpus * watts / 1000
     return {"hours": hours, "kwh": kwh, "price": None if each is None else each * plan.asked.gpus * hours}
@@ -162,8 +169,8 @@ def ways_table(plan: CardPlan) -> Table:
                 "step s": f"{_step_seconds(plan, way):.3g}",
                 "light %": "" if light is None else f"{100 * light:.1f}",
                 "days": f"{hours / 24:,.2f}",
-                "kWh": "" if kwh is None else f"{kwh:,.0f}",
-                **({} if price is None else {"price": f"{price:,.0f}"}),
+                "kWh": "" if kwh is None else _amount(kwh),
+                **({} if price is None else {"price": _amount(price)}),
                 "how": str(way),
             }
         )
@@ -171,11 +178,15 @@ def ways_table(plan: CardPlan) -> Table:
     settings = [f"sequences of {plan.length:,}"]
     if any(way.streamed is None for way in plan.best.values()):  # a streamed step has as many tokens as is fastest
         settings.append(f"{plan.tokens_per_step:,} tokens a step")
-    by_steps = plan.asked.run_tokens is None and plan.own.steps is not None
-    settings.append(f"{plan.own.steps:,} steps in all" if by_steps else f"{run_tokens(plan):.3g} tokens in all")
+    steps = [] if plan.own.steps is None else [f"{plan.own.steps:,} steps"]
+    settings += [*steps, f"{run_tokens(plan):.3g} tokens in all"]
     caption = f"{plan.config.name} on {cards}, {', '.join(settings)}: predicted, nothing was run"
     notes = {"light %": "share of the speed of light", "kWh": "of the cards alone, at their full power"}
     return Table(caption, pd.DataFrame(lines), notes, {"how": 0, "tokens/s": 0})
+
+
+def _amount(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2f}"
 
 
 def segments(plan: CardPlan) -> dict[str, int]:
@@ -209,8 +220,15 @@ def sentences(plan: CardPlan) -> list[str]:
     error = f"{100 * relative_error(plan):.0f} %"
     known = plan.hardware.name in _ERRORS
     fitted = "nine of ten known steps of this card were that near" if known else "nothing was fitted on this card"
+    streams = any(way.streamed for way in plan.best.values())
+    untried = plan.may_stream and not streams
+    limits = (
+        f"--device-gib {plan.device_bytes / GIB:.5g} with --host-gib plans layers that stream, which may be faster."
+    )
+    fastest = "Fastest without streaming" if untried else "Fastest"
     return [
-        f"Fastest: train.py {train_arguments(plan, plan.fastest)}",
+        f"{fastest}: uv run scripts/train.py {train_arguments(plan, plan.fastest)}",
+        *([limits] if untried else []),
         fp8_pays(plan),
         f"The range is {error} each way: {fitted}.",
     ]
@@ -219,10 +237,11 @@ def sentences(plan: CardPlan) -> list[str]:
 def train_arguments(plan: CardPlan, way: Way) -> str:
     """Return the arguments with which train.py runs a way: the plan's, and those of the run on which it depends."""
     model = f"--init {shlex.quote(str(plan.own.init))}" if plan.own.init else f"--size {plan.own.size}"
-    kept = [name for name in ("moments", "master_weights") if getattr(plan.own, name) != getattr(TrainOptions, name)]
-    words = " ".join(
-        [model, f"--context-length {plan.length}", *(f"{flag(each)} {vars(plan.own)[each]}" for each in kept)]
-    )
+    words = f"{model} --context-length {plan.length}"
+    for name in ("moments", "master_weights", "steps", "data", "out"):
+        if (value := getattr(plan.own, name)) != getattr(TrainOptions, name):
+            values = value if isinstance(value, tuple) else (value,)
+            words += f" {flag(name)} {shlex.join(map(str, values))}"
     if way.streamed is None:
         return f"{words} --total-batch-tokens {plan.tokens_per_step} {way.arguments}"
     tokens = way.streamed.plan.rounds * way.streamed.plan.round_tokens

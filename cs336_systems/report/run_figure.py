@@ -217,6 +217,7 @@ def summary(run: Run) -> dict[str, Any]:
         "n_steps": options.n_steps if options else None,
         "loss": _finite(steps["loss"].iloc[-1]) if len(steps) else None,
         "evaluation_loss": _finite(evaluations["loss"].iloc[-1]) if len(evaluations) else None,
+        "evaluation_step": int(evaluations["step"].iloc[-1]) if len(evaluations) else None,
         "tokens_per_s": _finite(recent["tokens_per_s"]),
         "speed_of_light_percent": _finite(100 * recent["speed_of_light"]),
         "ended": end.reason if end is not None and run.records[-1] is end else None,

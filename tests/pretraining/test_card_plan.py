@@ -14,7 +14,15 @@ from cs336_systems.costs.parallelism.seconds import by_class, step_seconds
 from cs336_systems.hardware import GIB, KINDS, hardware_described, hardware_named
 from cs336_systems.pretraining.card_plan import RECIPES, Asked, CardPlan, NothingFits
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.report.card_plan import fp8_pays, run_cost, run_tokens, seconds_by_class, train_arguments, ways_table
+from cs336_systems.report.card_plan import (
+    fp8_pays,
+    run_cost,
+    run_tokens,
+    seconds_by_class,
+    sentences,
+    train_arguments,
+    ways_table,
+)
 
 
 def plan(size="qwen2.5-1.5b", length=1024, options=None, **asked):
@@ -66,6 +74,18 @@ def test_what_does_not_fit_says_by_how_much():
         _ = plan("llama3-70b", 8192, gpu="rtx-4090", host_gib=64).best
 
 
+def test_a_plan_says_that_layers_that_stream_were_not_tried():
+    told = sentences(plan(gpu="rtx-4090", host_gib=60))
+    assert told[0].startswith("Fastest without streaming: ") and told[1].startswith("--device-gib 22.8 with --host-gib")
+    assert sentences(plan(gpu="rtx-4090"))[0].startswith("Fastest: ")
+
+
+def test_small_steps_are_planned_without_a_batch_size(load_script, capsys):
+    arguments = "--print-plan --gpu rtx-4090 --size qwen2.5-0.5b --total-batch-tokens 3072"
+    assert load_script("scripts/train.py").main(arguments.split()) == 0
+    assert "3,072 tokens a step" in capsys.readouterr().out
+
+
 def test_layers_stream_in_both_dtypes_within_limits():
     limits = {"device_gib": 24, "host_gib": 75, "total_batch_tokens": 262_144}
     found = plan("llama3-8b", 8192, limits, gpu="h200")
@@ -78,12 +98,15 @@ def test_layers_stream_in_both_dtypes_within_limits():
 
 def test_the_commands_of_streamed_ways_are_taken(load_script, capsys):
     found = plan("tiny", 8192, {"device_gib": 1.6, "host_gib": 6, "master_weights": "fp32", "steps": 9}, gpu="h200")
-    assert ways_table(found).caption == "tiny on H200, sequences of 8,192, 9 steps in all: predicted, nothing was run"
+    n_tokens = 9 * found.fastest.streamed.plan.tokens
+    assert run_tokens(found) == n_tokens
+    settings = f"sequences of 8,192, 9 steps, {n_tokens:.3g} tokens in all"
+    assert ways_table(found).caption == f"tiny on H200, {settings}: predicted, nothing was run"
     main = load_script("scripts/train.py").main
     commands = {name: train_arguments(found, way) for name, way in found.best.items()}
     assert [name for name, command in commands.items() if "--matmul-dtype e4m3" in command] == ["streamed fp8"]
     for command in commands.values():
-        assert "--master-weights fp32" in command
+        assert "--master-weights fp32 --steps 9" in command
         assert main(["--device", "cuda", "--print-memory", *command.split()]) == 0
         assert "in all on the host" in capsys.readouterr().out
 
@@ -159,7 +182,7 @@ def test_the_plan_of_a_run_from_weights_is_for_their_model(load_script, tmp_path
     main, on = load_script("scripts/train.py").main, f"--print-plan --gpu h100 --init {tmp_path}".split()
     assert main(on) == 0
     out = capsys.readouterr().out
-    assert f"Fastest: train.py --init {tmp_path} --context-length 1024 " in out
+    assert f"Fastest: uv run scripts/train.py --init {tmp_path} --context-length 1024 " in out
     state = re.search(r"\| optimizer state +\| +([\d.]+) \|", out)
     assert state is not None and float(state[1]) == pytest.approx(332.4e6 * 2 * 2 / GIB, rel=0.01)
 
@@ -242,7 +265,7 @@ def test_classes_of_kernels_sum_up_to_the_step():
         ("--gpu h100 --offload m v", "with --keep input --batch-size 1 --offload m v needs --host-gib 4.8 or more"),
         (
             "--gpu h100 --device-gib 24",
-            "--device-gib and --host-gib are one thing: give both or none, got 24.0 and None",
+            "--device-gib and --host-gib go together: give both or none, got 24.0 and None",
         ),
         ("--gpu h100 --device-gib 24 --host-gib 75 --gpus 2", "layers that stream through one GPU, got --gpus 2"),
         ("--gpu h100 --device-gib 81 --host-gib 75", "--device-gib 81 is more than H100 SXM has, 80.0 GiB"),
@@ -254,6 +277,7 @@ def test_classes_of_kernels_sum_up_to_the_step():
         ("--gpu h100 --host-gib nan", "--host-gib must be finite, got nan"),
         ("--gpu h100 --run-tokens many", "--run-tokens: say a number of tokens, such as 100B or 15T, got 'many'"),
         ("--gpu h100 --run-tokens 1KB", "got '1KB'"),
+        ("--gpu h100 --steps 5 --run-tokens 1B", "--steps and --run-tokens both say how long the run is: give one"),
         ("--gpu h100 --dtype fp32 --optimizer torch-fused", "plans steps in bf16 and fp8, and --dtype is fp32"),
         ("--gpu h100 --optimizer muon", "knows the time and the moments of AdamW, and --optimizer is muon"),
         ("", "--print-plan needs --gpu"),

@@ -45,24 +45,25 @@ The transposes are computed directly, so that P^T and dS^T are left operands whe
 over keys, across both consumers, so dS^T also goes to shared memory, and dQ to fp32 sums in global memory, added there
 by the copy engine. The tensor cores also subtract lse / scale from S^T and delta from dP^T, by a product over 16 more
 columns: when threads read them from shared memory, which the products keep busy, they waited for a tenth of the time at
-head dim 128 (LOG.md, 30 November). Three kernels: ``preprocess`` (each query's lse / scale and delta = rowsum(o dO),
-each split into three bf16 or fp16 parts whose weighted sum has fp32's precision; zeroed sums), this one, and
-``postprocess`` (scale and round dQ). One step i of consumer c, with what the tensor cores have meanwhile:
+head dim 128 (LOG.md, 30 November, third). Three kernels: ``preprocess`` (each query's lse / scale and delta =
+rowsum(o dO), each split into three bf16 or fp16 parts whose weighted sum has fp32's precision; zeroed sums), the one in
+``backward_kernel.py``, and ``postprocess`` (scale and round dQ). One step i of consumer c, with what the tensor cores
+have meanwhile; S, P, dP and dS stand for their transposes:
 
-    wait for S^T(i)                          start dP^T(i)
-    mask, P = exp(scale S^T - lse)           under dP^T(i)
+    wait for S(i) - lse / scale              start dP(i) - delta
+    mask, P = exp(scale (S - lse / scale))   under dP(i)
                                              start dV += P dO(i)
-    wait for dP^T(i)
-    dS = P (dP^T - delta) -> dS slot i % 2   under dV
+    wait for dP(i) - delta
+    dS = P (dP - delta) -> dS slot i % 2     under dV
     arrive at dS_full[i % 2]                 start dK += dS Q(i)
     wait there for the other consumer        start dQ(i) = dS K: half of it, over all 128 keys
-    wait for dV, dK; let Q(i), dO(i) go      await Q(i + 1), dO(i + 1) full; start S^T(i + 1)
-    wait for dQ(i); dQ -> add to global      under S^T(i + 1)
+    wait for dV, dK; let Q(i), dO(i) go      await Q(i + 1), dO(i + 1) full; start S(i + 1)
+    wait for dQ(i); dQ -> add to global      under S(i + 1)
 
-With ``late_dq``, dQ(i - 1) starts beside dP^T(i) instead: exp2 then runs under two products, and a consumer asks for
-dS of the other a step after it was written, so that the two can drift apart. It takes the registers that dQ occupies
-through the softmax, which head dim 64 has. So it is with ``left_in_registers``: a consumer keeps its K and V there for
-all steps, instead of reading them from shared memory in each.
+With ``late_dq``, dQ(i - 1) starts beside dP(i) instead: exp2 then runs under two products, and a consumer asks for
+dS of the other a step after it was written, so that the two can drift apart. With ``left_in_registers`` a consumer
+keeps its K and V in registers for all steps, instead of reading them from shared memory in each. Both need registers
+that only head dim 64 has free.
 
 Why no wait is forever (and no slot is overwritten early):
 
@@ -94,8 +95,9 @@ Backward ends with the last query tile that sees the 128 keys. The key tiles tha
 to the diagonal, so ``deterministic`` counts adds as without documents. Tiles in which a document begins or ends are
 masked, too. Without documents ``starts`` is None, a constant, so that none of this is compiled.
 
-Precision as in ``attention/flash``: fp32 sums and softmax, P and dS rounded to the inputs' dtype. dQ is summed over key
-tiles in the order in which they come to it, so its last bits vary from run to run unless ``deterministic``.
+Precision as in ``attention/flash``: fp32 sums and softmax, P and dS rounded to the inputs' dtype. Where scores are
+large, backward's P is less exact than forward's: at a magnitude of 1,500 by about 3e-4 (emulated). dQ is summed over
+key tiles in the order in which they come to it, so its last bits vary from run to run unless ``deterministic``.
 
 Limits: compute capability 9.0; bf16 and fp16; head dims 16 to 128 in steps of 8 (the copy engine pads to 64 or 128).
 Other GPUs, dtypes and head dims raise and name what takes them.

@@ -24,7 +24,7 @@ PARTS = gl.constexpr(3)
 
 @gluon.constexpr_function
 def weight(part):
-    """The factor of a part, of which each holds what the one before rounds off: fp16 keeps 11 bits, bf16 8.
+    """The factor of a part. Each part holds what the one before rounds off: fp16 keeps 11 bits, bf16 8.
 
     In fp16 numbers must stay below 2 ** 31, and what is below 2 ** -32 is lost.
     """

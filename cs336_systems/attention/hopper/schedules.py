@@ -78,7 +78,7 @@ FORWARD: dict[int, ForwardSchedule] = {
 }
 BACKWARD: dict[int, BackwardSchedule] = {
     64: BackwardSchedule(3, late_dq=True, left_in_registers=True, key_stages=2),  # 1.26; registers alone 1.07
-    128: BackwardSchedule(2),  # 1.01, when it took 1.1 times as long; late dq and K, V in registers spill
+    128: BackwardSchedule(2),  # 1.01, of a form that took 1.1 times as long; others spill
 }
 
 
