@@ -37,7 +37,7 @@ from typing import Any, get_args, get_type_hints
 
 from cs336_systems.config import did_you_mean
 from cs336_systems.declared import flag
-from cs336_systems.pretraining.card_plan import PRINT_PLAN
+from cs336_systems.pretraining.card_plan import PRINT_PLAN, Asked
 from cs336_systems.pretraining.options import CHOSEN, TrainOptions
 from cs336_systems.pretraining.replica_options import check_lighthouse, require_torchft
 from cs336_systems.pretraining.stop_requests import Outcome
@@ -46,6 +46,7 @@ from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with
 
 NAME = "train"
 _PRINT, _PRINT_MEMORY = "--print-config", "--print-memory"
+_OF_PLANS = {flag(each.name) for each in fields(Asked)} - {"--host-gib"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if PRINT_PLAN in given:
             return _print_plan(given)
+        if early := sorted(command_line.flags_in(given) & _OF_PLANS):
+            raise ValueError(f"{early[0]} is for {PRINT_PLAN}")
         options = parse([one for one in given if one not in (_PRINT, _PRINT_MEMORY)])
         if not given and options.device == "cpu":
             options = replace(options, walltime=options.CPU_WALLTIME)
@@ -77,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         complain(NAME, f"{lost}; the same command goes on from the newest checkpoint: {fault}", every_rank=True)
         return 1
     except KeyboardInterrupt:
-        complain(NAME, "interrupted; earlier checkpoints are kept")
+        complain(NAME, "interrupted; the same command goes on from the newest checkpoint")
         return INTERRUPTED
 
 

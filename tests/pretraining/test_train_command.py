@@ -124,6 +124,7 @@ def test_bad_input_is_one_sentence_and_code_2(main, tmp_path, monkeypatch):
     for arguments, value in (
         (["--size", "tinny"], "'tinny'"),
         (["--config", "nowhere.toml"], "nowhere.toml: No such file or directory"),
+        (["--gpu", "h100"], "--gpu is for --print-plan"),
         (["--data", "nowhere"], "nowhere"),
         (["--data", "torn"], "torn/train-00000.bin"),
         (["--data", "data", "--zero", "1", "--cuda-graph", "on"], "got cpu"),
