@@ -277,7 +277,7 @@ class StreamedWork:
         """The most bytes that the kernels of one operation need besides slots."""
         config, width, tokens = self.config, self.precision.parameter_bytes, self.chunk
         d_model, d_query = config.d_model, config.d_query
-        wide_queries = 4 * d_query + 32 * config.n_heads  # attention's fp32 sums of dq, and its statistics
+        wide_queries = 4 * d_query + 32 * config.n_heads  # attention's fp32 sums of dq, and 16 statistics of 2 bytes
         # the holes of forward's norms and residual, and SwiGLU's output behind them; with adapters also to recompute
         feed_forward = (config.d_ff + (4 if self.lora else 3) * d_model) * width
         attention = (d_model + d_query + config.d_qkv) * width + wide_queries

@@ -259,9 +259,10 @@ _OF = ["gpu", "simulated_device", "size", "context_length"]
 
 
 def slower_with_more(rows: pd.DataFrame) -> dict[str, float]:
-    """Of all pairs of cells where one has at least the other's memory of each kind, those whose plan is slower.
+    """Count the pairs of cells in which more memory, of the device, the host or both, comes with a slower plan.
 
-    ``pairs``, ``slower`` (how many) and ``largest`` (the largest loss, a share of the rate with less memory).
+    Returns:
+        ``pairs`` in all, how many are ``slower``, and the ``largest`` loss as a share of the rate with less memory.
     """
     cells = rows[rows["metric"] == "simulated_tokens_per_s"][[*_OF, "device_gib", "host_gib", "median"]]
     both = cells.merge(cells, on=_OF, suffixes=("", "_more"))

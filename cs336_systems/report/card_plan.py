@@ -113,10 +113,10 @@ def run_tokens(plan: CardPlan) -> float:
     """Return the tokens of the whole run: --run-tokens, else those of --steps of the fastest way, else a billion."""
     if plan.asked.run_tokens is not None:
         return plan.asked.run_tokens
+    if plan.own.steps is None:
+        return 1e9
     streamed = plan.fastest.streamed
-    return (
-        1e9 if plan.own.steps is None else plan.own.steps * (streamed.plan.tokens if streamed else plan.tokens_per_step)
-    )
+    return plan.own.steps * (streamed.plan.tokens if streamed else plan.tokens_per_step)
 
 
 def run_cost(plan: CardPlan, way: Way) -> dict[str, float | None]:
@@ -220,8 +220,7 @@ def sentences(plan: CardPlan) -> list[str]:
     error = f"{100 * relative_error(plan):.0f} %"
     known = plan.hardware.name in _ERRORS
     fitted = "nine of ten known steps of this card were that near" if known else "nothing was fitted on this card"
-    streams = any(way.streamed for way in plan.best.values())
-    untried = plan.may_stream and not streams
+    untried = plan.may_stream and not any(way.streamed for way in plan.best.values())
     limits = (
         f"--device-gib {plan.device_bytes / GIB:.5g} with --host-gib plans layers that stream, which may be faster."
     )
@@ -235,7 +234,7 @@ def sentences(plan: CardPlan) -> list[str]:
 
 
 def train_arguments(plan: CardPlan, way: Way) -> str:
-    """Return the arguments with which train.py runs a way: the plan's, and those of the run on which it depends."""
+    """Return the arguments with which train.py runs a way: the plan's, and some that were given beside --print-plan."""
     model = f"--init {shlex.quote(str(plan.own.init))}" if plan.own.init else f"--size {plan.own.size}"
     words = f"{model} --context-length {plan.length}"
     for name in ("moments", "master_weights", "steps", "data", "out"):
@@ -244,7 +243,7 @@ def train_arguments(plan: CardPlan, way: Way) -> str:
             words += f" {flag(name)} {shlex.join(map(str, values))}"
     if way.streamed is None:
         return f"{words} --total-batch-tokens {plan.tokens_per_step} {way.arguments}"
-    tokens = way.streamed.plan.rounds * way.streamed.plan.round_tokens
+    tokens = way.streamed.plan.tokens
     caps = f"--device-gib {plan.device_bytes / GIB:.5g} --host-gib {plan.asked.host_gib:g}"
     dtype = " --matmul-dtype e4m3" if way.recipe.quantized else ""
     return f"{words} --total-batch-tokens {tokens} --batch-size 1 {caps}{dtype}"  # chunks are the plan's

@@ -23,10 +23,10 @@ from cs336_systems.attention.hopper.primitives import (
     announced,
     finish_adds,
     make_items,
+    part_weight,
     take_item,
     tma_add,
     visible,
-    weight,
 )
 from cs336_systems.kernels.copy_engine import Ring, aggregate, make_ring
 
@@ -91,7 +91,7 @@ def minus_weights(stats, FIRST: gl.constexpr):
     rows = gl.zeros([ROWS, STATISTICS], gl.float32, across)
     columns = gl.arange(0, STATISTICS, gl.SliceLayout(0, across))
     for part in gl.static_range(PARTS):
-        rows = gl.where((columns == FIRST + part)[None, :], -weight(part), rows)
+        rows = gl.where((columns == FIRST + part)[None, :], -part_weight(part), rows)
     tile = gl.allocate_shared_memory(stats.dtype, [ROWS, STATISTICS], stats.layout)
     tile.store(rows.to(stats.dtype))
     return tile
@@ -101,7 +101,8 @@ def minus_weights(stats, FIRST: gl.constexpr):
 def product_minus(left, right, weights, stats, registers):
     """Start ``left @ right`` minus lse / scale or delta of each column's query: two matmuls for warpgroup_mma_wait.
 
-    Only the registers of ``registers`` are used.
+    left (ROWS, D), right (D, BLOCK_Q), weights (ROWS, STATISTICS), stats (BLOCK_Q, STATISTICS). The fp32 result takes
+    the registers of ``registers`` (ROWS, BLOCK_Q), whose values are not read.
     """
     negative = warpgroup_mma(weights, stats.permute((1, 0)), registers, use_acc=False, is_async=True)
     return warpgroup_mma(left, right, negative, is_async=True)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.hopper.primitives import PARTS, STATISTICS, weight
+from cs336_systems.attention.hopper.primitives import PARTS, STATISTICS, part_weight
 from cs336_systems.kernels.copy_engine import example
 from cs336_systems.kernels.launching import Prepared, ceil_div
 
@@ -32,8 +32,8 @@ def split(numbers, tile, FIRST: tl.constexpr):
     """
     columns = tl.arange(0, tile.shape[1])
     for part in tl.static_range(PARTS):
-        rounded = (numbers / weight(part)).to(tile.dtype)
-        numbers -= rounded.to(tl.float32) * weight(part)
+        rounded = (numbers / part_weight(part)).to(tile.dtype)
+        numbers -= rounded.to(tl.float32) * part_weight(part)
         tile = tl.where(columns == FIRST + part, rounded[:, None], tile)
     return tile
 

@@ -19,11 +19,11 @@ ROWS = gl.constexpr(64)
 STATISTICS = gl.constexpr(16)
 """Columns of a query's row of statistics: 16, the smallest inner dimension of a wgmma in bf16 and fp16."""
 PARTS = gl.constexpr(3)
-"""Columns per number: it is the sum of its parts, each times its ``weight``."""
+"""Columns per number: it is the sum of its parts, each times its ``part_weight``."""
 
 
 @gluon.constexpr_function
-def weight(part):
+def part_weight(part):
     """The factor of a part. Each part holds what the one before rounds off: fp16 keeps 11 bits, bf16 8.
 
     In fp16 numbers must stay below 2 ** 31, and what is below 2 ** -32 is lost.

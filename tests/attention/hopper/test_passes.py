@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cs336_systems.attention.hopper.passes import LSE_OF_NOTHING, PADDED_ROWS, hopper_preprocess_kernel
-from cs336_systems.attention.hopper.primitives import PARTS, STATISTICS, weight
+from cs336_systems.attention.hopper.primitives import PARTS, STATISTICS, part_weight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS, N_QUERIES, D, SCALE = 2, 2, 150, 24, 0.3125
@@ -26,7 +26,7 @@ def test_statistics_are_sums_of_weighted_parts(dtype: torch.dtype, size: float) 
     blocks = {"D": D, "BLOCK_D": 32, "ROWS": 64}
     grid = (padded // 64 * HEADS * BATCH,)
     hopper_preprocess_kernel[grid](o, do, lse, stats, sums, *strides, HEADS, N_QUERIES, padded, SCALE, **blocks)
-    weights = torch.tensor([weight(part) for part in range(PARTS.value)], dtype=torch.float64, device=DEVICE)
+    weights = torch.tensor([part_weight(part) for part in range(PARTS.value)], dtype=torch.float64, device=DEVICE)
     subtracted, delta = (stats[..., first : first + PARTS.value].double() @ weights for first in (0, PARTS.value))
     assert (subtracted[..., N_QUERIES:] == LSE_OF_NOTHING.value).all()
     assert subtracted[1, 1, 3] == LSE_OF_NOTHING.value
