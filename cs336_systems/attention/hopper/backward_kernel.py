@@ -104,9 +104,8 @@ def product_minus(left, right, weights, stats, registers):
     left (ROWS, D), right (D, BLOCK_Q), weights (ROWS, STATISTICS), stats (BLOCK_Q, STATISTICS). The fp32 result takes
     the registers of ``registers`` (ROWS, BLOCK_Q), whose values are not read.
     """
-    # The statistics last: if they came first, every product after them would be rounded at their size.
-    product = warpgroup_mma(left, right, registers, use_acc=False, is_async=True)
-    return warpgroup_mma(weights, stats.permute((1, 0)), product, is_async=True)
+    negative = warpgroup_mma(weights, stats.permute((1, 0)), registers, use_acc=False, is_async=True)
+    return warpgroup_mma(left, right, negative, is_async=True)
 
 
 @gluon.jit
