@@ -63,7 +63,7 @@ def torchtitan() -> Program:
     from cs336_systems.answers.committed import Committed
 
     committed = Committed(RESULTS.parent, "h200")
-    attention = committed.rows("attention-training", d_head=128, length=16_384, batch_size=1).asked("impl")
+    attention = committed.rows("attention-training", d_head=128, heads=32, length=16_384, batch_size=1).asked("impl")
     step = committed.rows("mesh-peers", world_size=2).asked("tensor_by")
 
     def slower(metric: str) -> float:
