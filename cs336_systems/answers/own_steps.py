@@ -17,7 +17,7 @@ from cs336_systems.config import Recipe, resolve_size
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.rank_memory import rank_peak
 from cs336_systems.costs.parallelism.seconds import step_seconds
-from cs336_systems.costs.rates import ADDS_SINCE, OURS, SUMS_APART, Sustained
+from cs336_systems.costs.rates import OURS, Sustained, ours_at
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.hardware import GIB, find_hardware
 
@@ -28,7 +28,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "profiles/results"
 PARTS = ("h200/training", "h200/training-2", "h200/training-4", "h100/training-2", "h100/training")
 _SETTINGS = [
     *("gpu", "size", "context_length", "world_size", "zero", "recipe", "keep", "batch_size", "total_batch_tokens"),
-    "apart_sums",
+    "engine",
 ]
 
 
@@ -89,8 +89,10 @@ def _read(parts: tuple[str, ...]) -> Iterator[OwnStep]:
         rows = rows[rows["how"] == "ours"]
         for name, plain in (("apart", "off"), ("matmul_kernels", "library"), ("offload", "none")):
             rows = rows[rows[name] == plain] if name in rows else rows
-        rows["apart_sums"] = rows["timestamp"].astype(str) < ADDS_SINCE
-        medians = rows.pivot_table(index=_SETTINGS, columns="metric", values="median", aggfunc="median").reset_index()
+        rows["engine"] = rows["timestamp"].astype(str).map(ours_at)
+        medians = rows.pivot_table(
+            index=_SETTINGS, columns="metric", values="median", aggfunc="median", sort=False
+        ).reset_index()
         for row in medians.to_dict("records"):
             ranks, zero = int(row["world_size"]), int(row["zero"]) if int(row["world_size"]) > 1 else 0
             layout = Layout.of_data(
@@ -104,5 +106,5 @@ def _read(parts: tuple[str, ...]) -> Iterator[OwnStep]:
                 *(row["gpu"], row["size"], int(row["context_length"]), layout, RECIPES[row["recipe"]]),
                 row["step"] / 1000,
                 None if peak is None or peak != peak else float(peak),
-                SUMS_APART if row["apart_sums"] else OURS,
+                row["engine"],
             )

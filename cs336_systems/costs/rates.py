@@ -2,7 +2,8 @@
 
     products     peak of the dtype, times what its power lets large products have of it (``hardware.py``), times the
                  engine's share
-    attention    the engine's share of the same: forward and backward, with narrow heads and short sequences
+    attention    the engine's share of the same, or FlashAttention-2's: forward and backward, less for narrow heads and
+                 short sequences
     memory       the engine's share of the memory's bandwidth, in passes over norms, SwiGLU, moments
     link         the engine's share of the host link, one way and both ways at once; a desktop's memory feeds both
     messages     from one GPU to another of a host, by copy engines over NVLink or by kernels that wait
@@ -21,8 +22,8 @@ NARROW_HEAD = 64
 """The widest head, in dimensions, with which attention is slower."""
 HALF_FORWARD, HALF_BACKWARD = 500, 1000
 """Tokens of a causal sequence at which attention reaches half of its rate on long ones. ``hopper`` on an H200 reaches,
-in TFLOP/s forward and backward, at d_head 128: 568 and 469 on 4,096 tokens, 613 and 538 on 16,384; at d_head 64: 380
-and 319 on 2,048 tokens, 491 and 518 on 16,384 (rows of attention-training)."""
+in TFLOP/s forward and backward, at d_head 128: 569 and 512 on 4,096 tokens, 615 and 587 on 16,384 (64 heads over 8:
+613 and 550); at d_head 64: 375 and 415 on 2,048 tokens, 483 and 525 on 16,384 (rows of attention-training)."""
 
 
 LINK_SHARE = 0.7
@@ -54,9 +55,9 @@ class Sustained:
     in_beside_out: float = 1.0
     """Speed of copies to the device over that of copies from it, while both ways are busy."""
     narrow_forward: float = 0.80
-    """Factors of attention's rates with narrow heads (measured at 16,384 tokens on an H200: 491 of 613 TFLOP/s)."""
-    narrow_backward: float = 0.97
-    """(518 of 534 TFLOP/s.)"""
+    """Factors of attention's rates with narrow heads (measured at 16,384 tokens on an H200: 483 of 615 TFLOP/s)."""
+    narrow_backward: float = 0.90
+    """(525 of 587 TFLOP/s.)"""
     quantized: float = 0.0
     """Of the peak in fp8, as products; 0 of an engine without."""
     operands: float = 0.0
@@ -70,7 +71,7 @@ class Sustained:
 OURS = Sustained(
     products=0.9955,
     attention_forward=0.8746,
-    attention_backward=0.8174,
+    attention_backward=0.8964,
     memory=0.80,
     link_alone=55.5 / 64,
     link_out_both=51 / 64,
@@ -83,10 +84,17 @@ at 0.6 to 0.9 of the bandwidth and AdamW at 0.8 in rows of kernels; the link at 
 a step, 43.6 to the device while 50.9 leave it (LOG.md). Products, quantized and operands were fitted on 2026-11-28 to
 all steps on one H200 (rows of training, training-2 and training-4 of Qwen2.5 0.5B to 7B in bf16 and fp8)."""
 
-SUMS_APART = replace(OURS, added=3.0)
-"""The engine before ``ADDS_SINCE``: products wrote gradients apart, and another kernel added them."""
-ADDS_SINCE = "2026-11-28T09:00"
-"""UTC time of the commit (2e7c03d5) since which all products add to the gradients that are there."""
+_CHANGES = (
+    ("2026-11-28T09:00", {"added": 3.0}),  # 2e7c03d5: products add to gradients that are there
+    ("2026-11-30T07:40", {"attention_backward": 0.8174, "narrow_backward": 0.97}),  # c433d046: sums by tensor cores
+)
+"""UTC time of a commit that made the engine faster, and what its shares were before."""
+
+
+def ours_at(moment: str) -> Sustained:
+    """``OURS`` as it was at a UTC time (ISO 8601), for rows that were measured then."""
+    before = [shares for until, shares in _CHANGES if moment < until]
+    return replace(OURS, **{name: share for shares in before for name, share in shares.items()})
 
 
 @dataclass(frozen=True)
@@ -129,8 +137,8 @@ class Rates(Sustained):
         own = replace(
             sustained,
             products=sustained.products * products,
-            attention_forward=sustained.attention_forward * kind.attention_forward * products,
-            attention_backward=sustained.attention_backward * kind.attention_backward * products,
+            attention_forward=(kind.attention_forward or sustained.attention_forward) * products,
+            attention_backward=(kind.attention_backward or sustained.attention_backward) * products,
             memory=sustained.memory * memory,
             link_alone=min(sustained.link_alone * link, fed),
             link_out_both=min(sustained.link_out_both * link, fed / 2),
