@@ -55,20 +55,21 @@ class CardClass:
 
     memory_channels: int
     """Channels of the host's memory that copies of one card use."""
-    attention_forward: float | None = None
-    attention_backward: float | None = None
-    """What FlashAttention-2 reaches on long sequences, as shares of the products' rate; None: each engine its own."""
+    attention_forward: float
+    attention_backward: float
+    """Factors of attention's rates beside those of the first class."""
 
 
+WGMMA = "data centre"
 KINDS = {
-    "data centre": CardClass(8),
-    "data centre without WGMMA": CardClass(8, 0.749, 0.445),
-    "workstation": CardClass(4, 0.749, 0.445),
-    "consumer": CardClass(2, 0.749, 0.445),
+    WGMMA: CardClass(8, 1.0, 1.0),
+    "data centre without WGMMA": CardClass(8, 0.81, 0.52),
+    "workstation": CardClass(4, 0.81, 0.52),
+    "consumer": CardClass(2, 0.81, 0.52),
 }
 """Classes of cards. The first has tensor cores that run beside their warps' other work (WGMMA, from Hopper on), for
-which FlashAttention-3 and this suite's ``hopper`` are written; on the others attention is FlashAttention-2's, whose
-shares are fitted on the RTX 3090's tenth of ml_dataflow's cells (``answers/ml_dataflow.py``)."""
+which FlashAttention-3 and this suite's ``hopper`` are written; on the others attention is FlashAttention-2's. Their
+factors are fitted on the RTX 3090's tenth of ml_dataflow's cells (``answers/ml_dataflow.py``)."""
 
 _DDR4, _DDR5, _COPIED = 25.6 * GB_PER_S, 44.8 * GB_PER_S, 0.73
 """Bytes/s of a channel of the host's memory, DDR4-3200 beside PCIe 4 and DDR5-5600 beside what is faster, and the share

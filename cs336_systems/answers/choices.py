@@ -54,7 +54,7 @@ def choice_table(rows: "pd.DataFrame") -> Table:
                 measured = [{"oom": "out of memory"}.get(status, status), MISSING, MISSING]
             lines.append((*where, str(way), *measured, f"{way.tokens_per_s:,.0f}", "yes" if chosen else ""))
     columns = ("card", "size", "options", "tokens/s", "of the fastest %", "peak GiB", "predicted", "chosen")
-    return Table.of("Settings by hand, and the one that train.py chooses", columns, lines)
+    return Table.of("Settings by hand, and the one that train.py chooses; predicted by present rates", columns, lines)
 
 
 def chosen_is_fastest(rows: "pd.DataFrame") -> tuple[int, int]:

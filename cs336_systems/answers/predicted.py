@@ -100,7 +100,12 @@ class Engine:
         others = [fitted_and_rest(each)[0] for name, each in self.cards.items() if name != card]
         if not others:
             raise ValueError(f"--without {card}: {self.name} has no other card")
-        return fit(others, OURS, self.fitted)
+        return fit(others, self.unfitted, self.fitted)
+
+    @property
+    def unfitted(self) -> Sustained:
+        """The shares with which a fit begins: where it fits, this suite's."""
+        return replace(self.shares, **{name: getattr(OURS, name) for name in self.fitted})
 
 
 def _engine(name: str, shares: Sustained, fitted: tuple[str, ...], ran: Steps, failed: Steps = ()) -> Engine:

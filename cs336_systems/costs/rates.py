@@ -2,8 +2,7 @@
 
     products     peak of the dtype, times what its power lets large products have of it (``hardware.py``), times the
                  engine's share
-    attention    the engine's share of the same, or FlashAttention-2's: forward and backward, less for narrow heads and
-                 short sequences
+    attention    the engine's share of the same: forward and backward, with narrow heads and short sequences
     memory       the engine's share of the memory's bandwidth, in passes over norms, SwiGLU, moments
     link         the engine's share of the host link, one way and both ways at once; a desktop's memory feeds both
     messages     from one GPU to another of a host, by copy engines over NVLink or by kernels that wait
@@ -16,7 +15,7 @@ predictor to account, have shares of their own beside their figures (``answers/m
 
 from dataclasses import dataclass, replace
 
-from cs336_systems.hardware import KINDS, Hardware
+from cs336_systems.hardware import KINDS, WGMMA, Hardware
 
 NARROW_HEAD = 64
 """The widest head, in dimensions, with which attention is slower."""
@@ -84,11 +83,17 @@ at 0.6 to 0.9 of the bandwidth and AdamW at 0.8 in rows of kernels; the link at 
 a step, 43.6 to the device while 50.9 leave it (LOG.md). Products, quantized and operands were fitted on 2026-11-28 to
 all steps on one H200 (rows of training, training-2 and training-4 of Qwen2.5 0.5B to 7B in bf16 and fp8)."""
 
-_CHANGES = (
+_BEFORE_SUMS_BY_TENSOR_CORES = {"attention_backward": 0.8174, "narrow_backward": 0.97}
+_CHANGES: tuple[tuple[str, dict[str, float]], ...] = (
     ("2026-11-28T09:00", {"added": 3.0}),  # 2e7c03d5: products add to gradients that are there
-    ("2026-11-30T07:40", {"attention_backward": 0.8174, "narrow_backward": 0.97}),  # c433d046: sums by tensor cores
+    ("2026-11-30T07:40", _BEFORE_SUMS_BY_TENSOR_CORES),  # c433d046, of the kernel for WGMMA
 )
 """UTC time of a commit that made the engine faster, and what its shares were before."""
+
+
+def ours_on(hardware: Hardware) -> Sustained:
+    """``OURS``; on a card without WGMMA what it was before the kernel for WGMMA, which such a card cannot run, gained."""
+    return OURS if hardware.kind in (None, WGMMA) else replace(OURS, **_BEFORE_SUMS_BY_TENSOR_CORES)
 
 
 def ours_at(moment: str) -> Sustained:
@@ -114,11 +119,12 @@ class Rates(Sustained):
 
     @classmethod
     def of(
-        cls, hardware: Hardware, dtype: str = "bf16", sustained: Sustained = OURS, *, copied_messages: bool = True
+        cls, hardware: Hardware, dtype: str = "bf16", sustained: Sustained | None = None, *, copied_messages: bool = True
     ) -> "Rates":
         """The rates of an engine on a card.
 
         Args:
+            sustained: the engine's shares; None for this suite's on that card.
             copied_messages: whether copy engines carry messages between GPUs; else two thread blocks do. That kernels
                 run longer beside those is left out.
 
@@ -130,15 +136,16 @@ class Rates(Sustained):
             raise ValueError(
                 f"no {dtype} FLOP/s, memory or host link are published for {hardware.name}: give the rates"
             )
+        sustained = sustained or ours_on(hardware)
         products, fp8 = hardware.sustained_flops(dtype), hardware.sustained_flops("fp8")
         assert products is not None
         between = LINK_SHARE * (hardware.link_bytes_per_s or link) if copied_messages else MESSAGE_BYTES_PER_S
-        fed, kind = hardware.host_memory_bytes_per_s or 2 * link, KINDS[hardware.kind or "data centre"]
+        fed, kind = hardware.host_memory_bytes_per_s or 2 * link, KINDS[hardware.kind or WGMMA]
         own = replace(
             sustained,
             products=sustained.products * products,
-            attention_forward=(kind.attention_forward or sustained.attention_forward) * products,
-            attention_backward=(kind.attention_backward or sustained.attention_backward) * products,
+            attention_forward=sustained.attention_forward * kind.attention_forward * products,
+            attention_backward=sustained.attention_backward * kind.attention_backward * products,
             memory=sustained.memory * memory,
             link_alone=min(sustained.link_alone * link, fed),
             link_out_both=min(sustained.link_out_both * link, fed / 2),

@@ -241,10 +241,13 @@ def test_plans_of_better_cards_are_never_slower():
     assert any(said)
 
 
-def test_classes_of_kernels_sum_up_to_the_step():
+@pytest.mark.parametrize("card", ["h100", "a100", "rtx-pro-6000", "rtx-4090"])
+def test_classes_of_kernels_sum_up_to_the_step(card):
+    hardware = hardware_named(card)
     for layout in (Layout(), Layout(shards=4, zero=3, n_micro_batches=2)):
-        seconds = by_class(resolve_size("llama3-8b"), 8192, layout, hardware_named("h100"), recipe=RECIPES["fp8"])
-        total = step_seconds(resolve_size("llama3-8b"), 8192, layout, hardware_named("h100"), recipe=RECIPES["fp8"])
+        recipe = RECIPES["fp8" if card == "h100" else "bf16"]
+        seconds = by_class(resolve_size("llama3-8b"), 8192, layout, hardware, recipe=recipe)
+        total = step_seconds(resolve_size("llama3-8b"), 8192, layout, hardware, recipe=recipe)
         assert sum(seconds.values()) == pytest.approx(total.total)
         assert min(seconds.values()) >= 0 and seconds["products"] > seconds["attention"] > 0
 

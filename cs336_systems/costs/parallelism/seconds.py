@@ -44,7 +44,7 @@ from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.schedules import places_of
 from cs336_systems.costs.parallelism.stages import Stage, stages_of
 from cs336_systems.costs.parallelism.step import COPIED_FROM, GATHER, SCATTER, SEND, Sent, context_sent, tensor_sent
-from cs336_systems.costs.rates import LINK_SHARE, OURS, Rates, Sustained
+from cs336_systems.costs.rates import LINK_SHARE, Rates, Sustained, ours_on
 from cs336_systems.costs.streaming import LEVELS, MOMENTS, StreamedWork
 from cs336_systems.hardware import Hardware
 
@@ -111,7 +111,7 @@ def step_seconds(
     moments: Moments = BF16_MOMENTS,
     recipe: Recipe = STORED,
     offload: frozenset[str] = frozenset(),
-    sustained: Sustained = OURS,
+    sustained: Sustained | None = None,
     simulated: bool = True,
     launches: bool = True,
     copied_from: int = COPIED_FROM,
@@ -123,7 +123,7 @@ def step_seconds(
         moments: bytes a parameter that the optimizer keeps, by name.
         recipe: of blocks' matmuls.
         offload: names of what lies on the host, of ``costs/offload.py``.
-        sustained: the engine's shares of the device's rates.
+        sustained: the engine's shares of the device's rates; None for this suite's on that device.
         launches: whether kernels may wait for this suite's host, which launches them one by one.
         copied_from: the fewest elements of a tensor rank's rows that are copied, if its layout asks for copies; fewer,
             and those to another host, go by collectives.
@@ -183,7 +183,7 @@ CLASSES: dict[str, dict[str, float]] = {
 
 def by_class(config: ModelConfig, length: int, layout: Layout, hardware: Hardware, **how: Any) -> dict[str, float]:
     """Seconds of a step by class of kernel, the optimizer, and what links add; they sum up to its total."""
-    sustained = how.pop("sustained", OURS)
+    sustained = how.pop("sustained", None) or ours_on(hardware)
     step = step_seconds(config, length, layout, hardware, sustained=sustained, **how)
     found = {}
     for name, free in CLASSES.items():
