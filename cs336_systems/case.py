@@ -140,7 +140,8 @@ class TrainingCase:
         "off",
         "on captures the step (with --optimizer torch-fused all but the optimizer) as a CUDA graph and replays it, "
         "which is faster where the GPU waits for launches. It needs --device cuda, one rank or tensor ranks by "
-        "collectives, --mode step, --optimizer torch-fused or fused, and --warmup of at least 4.",
+        "collectives, a whole step (--mode, where there is that option), --optimizer torch-fused or fused, and "
+        "--warmup of at least 4.",
         values=("off", "on"),
         words="CUDA graph",
     )

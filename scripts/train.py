@@ -46,6 +46,7 @@ from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with
 
 NAME = "train"
 _PRINT, _PRINT_MEMORY = "--print-config", "--print-memory"
+_GOES_ON = "the same command goes on from the newest checkpoint, if there is one"
 _OF_PLANS = {flag(each.name) for each in fields(Asked)} - {"--host-gib"}
 
 
@@ -76,11 +77,10 @@ def main(arguments: list[str] | None = None) -> int:
         if not is_peer_lost(error):
             raise
         rank, fault = os.environ.get("RANK", "0"), str(error).partition("\n")[0]
-        lost = f"rank {rank} has lost another rank"
-        complain(NAME, f"{lost}; the same command goes on from the newest checkpoint: {fault}", every_rank=True)
+        complain(NAME, f"rank {rank} has lost another rank; {_GOES_ON}: {fault}", every_rank=True)
         return 1
     except KeyboardInterrupt:
-        complain(NAME, "interrupted; the same command goes on from the newest checkpoint")
+        complain(NAME, f"interrupted; {_GOES_ON}")
         return INTERRUPTED
 
 
@@ -132,6 +132,9 @@ def _options_in(path: Path) -> list[str]:
             raise ValueError(f"{path}: unknown option {name!r}: {nearest}see --help")
         if flag(name) in found or flag(f"no-{name}") in found:
             raise ValueError(f"{path}: option {name} is there twice, with dashes and with underscores")
+        if isinstance(value, bool) != (hints[name] is bool):
+            fault = "is not true or false" if hints[name] is bool else "cannot be true or false"
+            raise ValueError(f"{path}: {name} {fault}, got {json.dumps(value, default=str)}")
         if isinstance(value, bool):
             found.append(flag(name) if value else flag(f"no-{name}"))
         else:
@@ -209,10 +212,15 @@ def _train_replicas(options: TrainOptions) -> int:
     from cs336_systems.report.run_console import RunConsole
 
     started = time.perf_counter()
+    print(f"{options.replicas} replicas start, which takes a while; the first line is the first one's", flush=True)
     ended = train_replicas(options, partial(RunConsole, options.log_every))
+    logs = [options.out / f"replica-{name}" for name in ended.logs]
     if ended.outcome.complaint:
         complain(NAME, ended.outcome.complaint)
-    return _conclude(options, ended.outcome, [options.out / f"replica-{name}" for name in ended.logs], started)
+    elif not any(log.exists() for log in logs):
+        complain(NAME, f"{ended.outcome.reason} before a replica trained: nothing was saved")
+        return INTERRUPTED if ended.outcome.reason == "interrupted" else 1
+    return _conclude(options, ended.outcome, logs, started)
 
 
 def _train(options: TrainOptions) -> int:

@@ -92,7 +92,7 @@ _CHANGES: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def ours_on(hardware: Hardware) -> Sustained:
-    """``OURS``; on a card without WGMMA what it was before the kernel for WGMMA, which such a card cannot run, gained."""
+    """``OURS``; on cards without WGMMA, which cannot run the kernel that gained, what it was before that."""
     return OURS if hardware.kind in (None, WGMMA) else replace(OURS, **_BEFORE_SUMS_BY_TENSOR_CORES)
 
 
@@ -119,7 +119,12 @@ class Rates(Sustained):
 
     @classmethod
     def of(
-        cls, hardware: Hardware, dtype: str = "bf16", sustained: Sustained | None = None, *, copied_messages: bool = True
+        cls,
+        hardware: Hardware,
+        dtype: str = "bf16",
+        sustained: Sustained | None = None,
+        *,
+        copied_messages: bool = True,
     ) -> "Rates":
         """The rates of an engine on a card.
 

@@ -120,6 +120,7 @@ Options: Any = options_of(DataParallelCell, Asked, cpu=RankedRun.CPU_DEFAULTS | 
 
 def make_cells(options: Any) -> list[DataParallelCell]:
     """The grid."""
+    Effort.check(options, options.ddp)
     if options.device == "cpu" and (limits := [limit for limit in options.max_ctas if limit]):
         raise ValueError(f"--max-ctas {limits[0]} needs --device cuda: thread blocks are NCCL's, and a CPU has gloo")
     rungs = [

@@ -173,7 +173,7 @@ class Experiment:
                 _say_load(outcomes)
         except OSError as error:
             code = complain(self.name, f"a figure or page could not be written: {os_error(error)}")
-        return code or finish(self, outcomes, csv)
+        return code or finish(self, cells, outcomes, csv)
 
     def prepare(self, options: Any) -> tuple[Any, Sequence[Cell]]:
         """The options with the world sizes that they mean here, and the grid, once all is checked.
@@ -258,21 +258,25 @@ def _say_load(outcomes: Sequence[Outcome]) -> None:
     from cs336_systems.harness.sweep import outcome_rows
     from cs336_systems.report.compare import overload
 
-    if load := overload(outcome_rows(outcomes), per_core=1.5):
+    times = any(metric.unit in ("us", "ms", "s") for outcome in outcomes for metric in outcome.metrics)
+    if times and (load := overload(outcome_rows(outcomes), per_core=1.5)):
         print(f"{load[0].upper()}{load[1:]}: it would measure shorter times alone.\n")
 
 
-def finish(experiment: Experiment, outcomes: Sequence[Outcome], csv: Path | None) -> int:
+def finish(experiment: Experiment, cells: Sequence[Cell], outcomes: Sequence[Outcome], csv: Path | None) -> int:
     """Print the last line of stdout, one JSON object, and return the exit code.
 
     It says how many cells were measured of those that were asked for, how the first of them ended, and where rows are.
     """
     asked = [outcome for outcome in outcomes if experiment.measured(outcome.cell)]
+    n_asked = max(len(asked), sum(map(experiment.measured, cells)))
     statuses = [outcome.status for outcome in asked]
-    cells = [{"cell": str(each.cell), "status": each.status, "message": each.message} for each in outcomes]
-    line = {"benchmark": experiment.name, "ok": statuses.count("ok"), "asked": len(asked), "cells": cells[:_MOST_CELLS]}
+    said = [{"cell": str(each.cell), "status": each.status, "message": each.message} for each in outcomes[:_MOST_CELLS]]
+    line = {"benchmark": experiment.name, "ok": statuses.count("ok"), "asked": n_asked, "cells": said}
     print(json.dumps(line | {"csv": str(csv) if csv else None}))
     if outcomes and outcomes[-1].status == "interrupted":
+        if n_asked > len(asked):
+            print(f"{experiment.name}: {n_asked - len(asked)} of {n_asked} cells were not begun", file=sys.stderr)
         return INTERRUPTED
     if "ok" not in statuses:
         reasons = dict.fromkeys(f"{outcome.status}: {outcome.message}" for outcome in asked)

@@ -26,7 +26,15 @@ from cs336_systems.costs.speed_of_light import least_ms
 from cs336_systems.declared import flag, like, option, options_of
 from cs336_systems.experiments.driver import Experiment, measured_by
 from cs336_systems.experiments.options import TORCH_AT_ITS_FASTEST, RankedCase, RankedRun, in_turns, training_cells
-from cs336_systems.experiments.ranked import SCALING, SENT, recording_name, scaling, with_earlier_rows, with_effort
+from cs336_systems.experiments.ranked import (
+    SCALING,
+    SENT,
+    Effort,
+    recording_name,
+    scaling,
+    with_earlier_rows,
+    with_effort,
+)
 from cs336_systems.hardware import find_hardware
 from cs336_systems.ranks import GatherBy, Parallel
 from cs336_systems.report.results import MAIN, MISSING, Column, Line, ResultTable, Spread
@@ -133,6 +141,7 @@ _PEER: dict[str, Any] = TORCH_AT_ITS_FASTEST | _OF_OURS | {"fsdp": TORCH, "losse
 
 def make_cells(options: Any) -> list[FullyShardedCell]:
     """The grid, in turns with its peers."""
+    Effort.check(options, options.fsdp)
     asked = {name: getattr(options, name) for name in _OF_OURS}
     for name, values in asked.items():
         if OURS not in options.fsdp and values != getattr(Options, name):

@@ -23,7 +23,7 @@ from matplotlib.patches import Patch
 from cs336_systems.blocks import WrittenOutBlock, block_ops, block_products
 from cs336_systems.case import TrainingCase
 from cs336_systems.config import ModelConfig
-from cs336_systems.experiments.profile import file_stem
+from cs336_systems.experiments.profile import memory_stem
 from cs336_systems.hardware import GIB, MIB
 from cs336_systems.harness.memory import is_predictable, predicted_bytes
 from cs336_systems.harness.record import Metric
@@ -57,7 +57,7 @@ def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path) -> 
         ValueError: something in the case is unknown or unsupported on its device.
         OSError: a folder cannot be written to.
     """
-    name, device = f"memory-{file_stem(case)}-{mode}", torch.device(case.device)
+    name, device = memory_stem(case, mode), torch.device(case.device)
     out.mkdir(parents=True, exist_ok=True)
     check_supported(case, device)
     profile = profile_memory(case, mode, raw / f"{name}.pickle") if device.type == "cuda" else None

@@ -42,6 +42,11 @@ def file_stem(case: TrainingCase) -> str:
     return "-".join([case.config.name, f"b{case.batch_size}", f"c{case.context_length}", case.dtype, *extras])
 
 
+def memory_stem(case: TrainingCase, mode: str) -> str:
+    """What the names of a memory profile's files begin with."""
+    return f"memory-{file_stem(case)}-{mode}"
+
+
 @dataclass(frozen=True)
 class ProfileCell(TimedCase):
     """One mode of one workload under one profiler; the fields are columns."""
@@ -178,6 +183,7 @@ def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> int:
         if options.profiler == MEMORY:
             lines = [(each.cell.mode, m.name, digits(m.samples[0]), m.unit) for each in own for m in each.metrics]
             tables = [Table.of("", ("mode", "metric", "figure", "unit"), lines)]
+            name = ", ".join(f"{memory_stem(each.cell, each.cell.mode)}*" for each in own)
         else:
             folder = options.out or options.raw / name
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,6 +111,15 @@ class Effort:
     """Folder for recordings."""
     recorded: tuple[str, ...] = ()
     """Variants that are recorded; empty for all."""
+
+    @staticmethod
+    def check(options: Any, variants: Sequence[str]) -> None:
+        """Raise ValueError if ``--recorded`` names what will not be recorded; ``variants`` are measured."""
+        for name in options.recorded:
+            if options.trace is None:
+                raise ValueError(f"--recorded {name} needs --trace, the folder for recordings")
+            if name not in variants:
+                raise ValueError(f"--recorded {name}: only {', '.join(variants)} are measured")
 
     @classmethod
     def of(cls, options: Any) -> Effort:
@@ -252,11 +261,12 @@ def _draw_recording(title: str, path: Path) -> None:
     from cs336_systems.report.timeline import draw_timeline, draw_two_blocks
 
     stem = path.name.removesuffix(".json.gz")
+    what = "picture"
     try:
         trace = kineto.read(path)
         draw_timeline(trace, PHASES, title, path.with_name(f"{stem}.png"))
+        print(path.with_name(f"{stem}.png"), file=sys.stderr)
+        what = "close-up"
         draw_two_blocks(trace, f"{title}: backward of two blocks", path.with_name(f"{stem}-blocks.png"))
     except (TraceError, OSError) as error:
-        print(f"no picture of {title}: {error}", file=sys.stderr)
-    else:
-        print(path.with_name(f"{stem}.png"), file=sys.stderr)
+        print(f"no {what} of {title}: {error}", file=sys.stderr)

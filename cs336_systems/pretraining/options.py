@@ -213,7 +213,7 @@ class RunFields(ReplicaFields):
         sign="positive",
     )
     host_gib: float | None = option(
-        None, "Limit in GiB on the process's host memory; needs --device-gib.", sign="positive"
+        None, "Limit in GiB on the process's host memory; needs --device-gib, but for --print-plan.", sign="positive"
     )
     chunk: int | None = option(
         None,

@@ -3,6 +3,7 @@
 The same on every rank. A step under caps on memory is set up in ``capped.py``.
 """
 
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -224,7 +225,15 @@ def default_data() -> Path:
     """The folder with Python's standard library as tokens, made if it is not there; OSError if it cannot be written."""
     options = TokenizeOptions()
     folder = default_folder(options, Corpus.find(options.input))
-    return folder if folder.exists() else tokenize(options).folder
+    if folder.exists():
+        return folder
+    print(f"{folder}: Python's standard library is tokenized, once, as there is no --data", file=sys.stderr)
+    try:
+        return tokenize(options).folder
+    except (OSError, ValueError):
+        if not folder.exists():  # else another run, which began meanwhile, has made it
+            raise
+        return folder
 
 
 def config_of(options: TrainOptions, dataset: Dataset | None) -> ModelConfig:

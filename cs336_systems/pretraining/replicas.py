@@ -84,8 +84,11 @@ def train_replicas(
     """
     require_torchft()
     from cs336_systems.distributed.process_group import check_device
+    from cs336_systems.pretraining.preparation import default_data
 
     check_device(options.device, options.replicas * options.ranks_per_replica)
+    if not options.data:
+        default_data()  # else each replica would make them
     start_server(*_IMPORTED, *(_IMPORTED_FOR_GPUS if options.device == "cuda" else ()), "torch._dynamo")
     return _Watch(options, console, tell, hear).to_the_end()
 
@@ -276,6 +279,8 @@ class _Watch:
     def _lost(self, replica: _Replica, how: str) -> None:
         """A replica is no longer there: let it come back."""
         replica.end()
+        if self._stopping and not replica.trains:  # it was asked to end, with nothing to save
+            return
         replica.n_failures += not replica.trains
         self._complaint = f"replica {replica.name} {how.splitlines()[0]}"
         if self._stopping or replica.n_failures > _MOST_FAILURES:

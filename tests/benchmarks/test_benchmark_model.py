@@ -78,13 +78,16 @@ def press_ctrl_c_in_cell(number, monkeypatch):
 def test_ctrl_c_exits_130_with_every_row_on_disk(faked, command, tmp_path, monkeypatch):
     """In the second of three models."""
     press_ctrl_c_in_cell(3, monkeypatch)
-    code, out, _ = command("--size", "tiny", "--out", tmp_path, "--format", "csv")
+    code, out, err = command("--size", "tiny", "--out", tmp_path, "--format", "csv")
     assert code == 130
     assert next(csv.DictReader(io.StringIO(out)))["total ms"] == "2.00 (1.20–2.80)"
     rows = read_rows(tmp_path / "benchmark_model.csv")
     assert list(rows["status"]) == ["ok"] * 5 + ["interrupted"]
     assert rows.iloc[-1]["commit"]
-    assert json.loads(out.splitlines()[-1])["cells"][-1]["status"] == "interrupted"
+    last = json.loads(out.splitlines()[-1])
+    assert last["cells"][-1]["status"] == "interrupted"
+    assert (last["ok"], last["asked"]) == (1, 3)
+    assert "1 of 3 cells were not begun" in err
 
 
 def test_what_runs_and_each_result_is_said_at_once(faked, command):

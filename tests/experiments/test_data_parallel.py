@@ -42,6 +42,12 @@ def test_bucket_sizes_multiply_only_the_rungs_that_have_them():
     for limit in (["-1"], ["0", "8"]):
         with pytest.raises(ValueError, match=f"--max-ctas .*{limit[-1]}"):
             cells_of("data_parallel", "--max-ctas", *limit)
+    for asked, fault in (
+        ([], "naive needs --trace"),
+        (["--trace", "x", "--ddp", "torch"], "naive: only torch are measured"),
+    ):
+        with pytest.raises(ValueError, match=f"--recorded {fault}"):
+            cells_of("data_parallel", "--recorded", "naive", *asked)
 
 
 def outcome(cell, step_ms, **where):

@@ -60,6 +60,8 @@ def test_what_a_file_cannot_say(tmp_path, parse, capsys):
         ("learning-rat = 1", "'learning-rat': did you mean learning-rate?"),
         ("lr = 1", "'lr': did you mean learning-rate?"),
         ("size = tiny", "run.toml is not TOML"),
+        ("size = true", "size cannot be true or false, got true"),
+        ('deterministic = "yes"', 'deterministic is not true or false, got "yes"'),
         ("[model]\nsize = 3", "'model'"),
         ("learning-rate = 1\nlearning_rate = 2", "learning-rate is there twice"),
     ):

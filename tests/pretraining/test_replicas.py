@@ -92,7 +92,7 @@ def test_a_signal_while_processes_are_started_ends_all_of_them(folder, monkeypat
     monkeypatch.setattr(replicas, "FreshProcess", Interrupted)
     ended, told, logs = run(folder, steps=100_000, ranks_per_replica=1 + (at == 3))
     reason = "interrupted" if number == signal.SIGINT else "terminated"
-    assert (ended.reason, ended.steps, logs) == (reason, 0, []), told
+    assert (ended.reason, ended.steps, logs, ended.complaint, told) == (reason, 0, [], None, [])
     assert len(started) == at
     assert not any(each.is_alive() for each in started)
 

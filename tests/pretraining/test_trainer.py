@@ -348,3 +348,21 @@ def test_too_few_ranks_are_refused_before_data_are_made(alone, tmp_path, monkeyp
     monkeypatch.setattr(preparation, "default_data", lambda: pytest.fail("data were made"))
     with pytest.raises(ValueError, match="1 ranks cannot be divided into context 1 x tensor 2"):
         prepare(options(tmp_path, data=None, tensor=2, keep="products"), alone)
+
+
+def test_data_that_another_run_makes_meanwhile_serve(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def made_by_another(options):
+        preparation.default_folder(options, None).mkdir(parents=True)
+        raise OSError(39, "Directory not empty")
+
+    def full_disk(options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(preparation, "default_folder", lambda options, corpus: tmp_path / "data")
+    monkeypatch.setattr(preparation, "tokenize", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        preparation.default_data()
+    monkeypatch.setattr(preparation, "tokenize", made_by_another)
+    assert preparation.default_data() == tmp_path / "data"
