@@ -60,9 +60,9 @@ class CardClass:
     """Factors of attention's rates beside those of the first class."""
 
 
-WGMMA = "data centre"
+DATA_CENTRE = "data centre"
 KINDS = {
-    WGMMA: CardClass(8, 1.0, 1.0),
+    DATA_CENTRE: CardClass(8, 1.0, 1.0),
     "data centre without WGMMA": CardClass(8, 0.81, 0.52),
     "workstation": CardClass(4, 0.81, 0.52),
     "consumer": CardClass(2, 0.81, 0.52),

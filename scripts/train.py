@@ -212,14 +212,14 @@ def _train_replicas(options: TrainOptions) -> int:
     from cs336_systems.report.run_console import RunConsole
 
     started = time.perf_counter()
-    print(f"{options.replicas} replicas start, which takes a while; the first line is the first one's", flush=True)
+    print(f"{options.replicas} replicas are started, which takes a while; further lines are replica 0's", flush=True)
     ended = train_replicas(options, partial(RunConsole, options.log_every))
     logs = [options.out / f"replica-{name}" for name in ended.logs]
     if ended.outcome.complaint:
         complain(NAME, ended.outcome.complaint)
-    elif not any(log.exists() for log in logs):
+    elif not ended.trained:
         complain(NAME, f"{ended.outcome.reason} before a replica trained: nothing was saved")
-        return INTERRUPTED if ended.outcome.reason == "interrupted" else 1
+        return INTERRUPTED if ended.outcome.reason == "interrupted" else 0
     return _conclude(options, ended.outcome, logs, started)
 
 

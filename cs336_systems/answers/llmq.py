@@ -24,15 +24,13 @@ from cs336_systems.costs.kept import STORED
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.rank_memory import rank_peak
 from cs336_systems.costs.parallelism.seconds import BF16_MOMENTS, StepSeconds, step_seconds
-from cs336_systems.costs.rates import OURS, Sustained
+from cs336_systems.costs.rates import Sustained, ours_on
 from cs336_systems.hardware import Hardware, hardware_named
 
 ROWS = Path(__file__).with_name("llmq.csv")
-SHARES = replace(
-    OURS, products=1.0056, attention_backward=0.8174, memory=0.9388, quantized=0.9569, narrow_backward=0.97
-)
-"""This engine's shares of a card's rates, the same for all cards, fitted on the named tenth of each card's rows;
-attention's are what ours were when it was."""
+SHARES = replace(ours_on(hardware_named("h100"), "2026-11-29"), products=1.0056, memory=0.9388, quantized=0.9569)
+"""This engine's shares of a card's rates, the same for all cards: the three below fitted on the named tenth of each
+card's rows, the others ours on the day of the fit."""
 FITTED = ("products", "memory", "quantized")
 
 LENGTH = 1024

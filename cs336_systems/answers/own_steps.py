@@ -1,8 +1,9 @@
 """This suite's own steps and peaks, as committed, beside what the predictor says of them.
 
 Rows of ``benchmark_training.py`` on H100s and H200s (``profiles/results``). ``costs/rates.py`` is fitted on steps of
-one H200 among them; nothing is fitted on several GPUs' or an H100's, and nothing of memory. Rows of one setting count
-once, by the median of their medians; those of measured kernels of matmuls, which the rates do not know, do not.
+one H200 among them; nothing is fitted on several GPUs' or an H100's, and nothing of memory. Rows of one setting and
+one state of the engine count once, by the median of their medians; those of measured kernels of matmuls, which the
+rates do not know, do not.
 
     for step in own_steps(): step.seconds_error, step.memory_error
 """
@@ -17,7 +18,7 @@ from cs336_systems.config import Recipe, resolve_size
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.rank_memory import rank_peak
 from cs336_systems.costs.parallelism.seconds import step_seconds
-from cs336_systems.costs.rates import OURS, Sustained, ours_at
+from cs336_systems.costs.rates import OURS, Sustained, ours_on
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.hardware import GIB, find_hardware
 
@@ -83,13 +84,20 @@ def committed_rows(part: str, benchmark: str = "benchmark_training") -> "pd.Data
     return rows[rows["status"] == "ok"]
 
 
+def _engine(gpu: str, moment: Any) -> Sustained:
+    hardware = find_hardware(gpu)
+    assert hardware is not None
+    return ours_on(hardware, str(moment))
+
+
 def _read(parts: tuple[str, ...]) -> Iterator[OwnStep]:
     for part in parts:
         rows = committed_rows(part)
         rows = rows[rows["how"] == "ours"]
         for name, plain in (("apart", "off"), ("matmul_kernels", "library"), ("offload", "none")):
             rows = rows[rows[name] == plain] if name in rows else rows
-        rows["engine"] = rows["timestamp"].astype(str).map(ours_at)
+        engines: list[Any] = [_engine(*row) for row in rows[["gpu", "timestamp"]].itertuples(index=False)]
+        rows = rows.assign(engine=engines)
         medians = rows.pivot_table(
             index=_SETTINGS, columns="metric", values="median", aggfunc="median", sort=False
         ).reset_index()

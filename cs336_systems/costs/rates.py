@@ -15,7 +15,7 @@ predictor to account, have shares of their own beside their figures (``answers/m
 
 from dataclasses import dataclass, replace
 
-from cs336_systems.hardware import KINDS, WGMMA, Hardware
+from cs336_systems.hardware import DATA_CENTRE, KINDS, Hardware
 
 NARROW_HEAD = 64
 """The widest head, in dimensions, with which attention is slower."""
@@ -54,7 +54,7 @@ class Sustained:
     in_beside_out: float = 1.0
     """Speed of copies to the device over that of copies from it, while both ways are busy."""
     narrow_forward: float = 0.80
-    """Factors of attention's rates with narrow heads (measured at 16,384 tokens on an H200: 483 of 615 TFLOP/s)."""
+    """Factors of attention's rates with narrow heads (at 16,384 tokens on an H200 483 of 615 TFLOP/s, 491 of 613)."""
     narrow_backward: float = 0.90
     """(525 of 587 TFLOP/s.)"""
     quantized: float = 0.0
@@ -83,23 +83,26 @@ at 0.6 to 0.9 of the bandwidth and AdamW at 0.8 in rows of kernels; the link at 
 a step, 43.6 to the device while 50.9 leave it (LOG.md). Products, quantized and operands were fitted on 2026-11-28 to
 all steps on one H200 (rows of training, training-2 and training-4 of Qwen2.5 0.5B to 7B in bf16 and fp8)."""
 
-_BEFORE_SUMS_BY_TENSOR_CORES = {"attention_backward": 0.8174, "narrow_backward": 0.97}
+_HOPPER = "2026-11-30T07:40"
 _CHANGES: tuple[tuple[str, dict[str, float]], ...] = (
+    (_HOPPER, {"attention_backward": 0.8174, "narrow_backward": 0.97}),  # c433d046, in the kernel for Hopper
     ("2026-11-28T09:00", {"added": 3.0}),  # 2e7c03d5: products add to gradients that are there
-    ("2026-11-30T07:40", _BEFORE_SUMS_BY_TENSOR_CORES),  # c433d046, of the kernel for WGMMA
 )
-"""UTC time of a commit that made the engine faster, and what its shares were before."""
+"""UTC times of commits that made the engine faster, newest first, and what its shares were before."""
 
 
-def ours_on(hardware: Hardware) -> Sustained:
-    """``OURS``; on cards without WGMMA, which cannot run the kernel that gained, what it was before that."""
-    return OURS if hardware.kind in (None, WGMMA) else replace(OURS, **_BEFORE_SUMS_BY_TENSOR_CORES)
+def ours_on(hardware: Hardware, moment: str | None = None) -> Sustained:
+    """``OURS`` on a card, as it was when a row was measured (UTC, ISO 8601; None: now).
 
-
-def ours_at(moment: str) -> Sustained:
-    """``OURS`` as it was at a UTC time (ISO 8601), for rows that were measured then."""
-    before = [shares for until, shares in _CHANGES if moment < until]
-    return replace(OURS, **{name: share for shares in before for name, share in shares.items()})
+    What the kernel for Hopper has gained counts on data centre cards from Hopper on; newer ones, which cannot run it,
+    are taken to have one as good.
+    """
+    found = OURS
+    for until, before in _CHANGES:
+        on_all = until != _HOPPER or hardware.kind in (None, DATA_CENTRE)
+        if not on_all or (moment is not None and moment < until):
+            found = replace(found, **before)
+    return found
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class Rates(Sustained):
         products, fp8 = hardware.sustained_flops(dtype), hardware.sustained_flops("fp8")
         assert products is not None
         between = LINK_SHARE * (hardware.link_bytes_per_s or link) if copied_messages else MESSAGE_BYTES_PER_S
-        fed, kind = hardware.host_memory_bytes_per_s or 2 * link, KINDS[hardware.kind or WGMMA]
+        fed, kind = hardware.host_memory_bytes_per_s or 2 * link, KINDS[hardware.kind or DATA_CENTRE]
         own = replace(
             sustained,
             products=sustained.products * products,

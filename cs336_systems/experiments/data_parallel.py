@@ -120,7 +120,6 @@ Options: Any = options_of(DataParallelCell, Asked, cpu=RankedRun.CPU_DEFAULTS | 
 
 def make_cells(options: Any) -> list[DataParallelCell]:
     """The grid."""
-    Effort.check(options, options.ddp)
     if options.device == "cpu" and (limits := [limit for limit in options.max_ctas if limit]):
         raise ValueError(f"--max-ctas {limits[0]} needs --device cuda: thread blocks are NCCL's, and a CPU has gloo")
     rungs = [
@@ -128,7 +127,9 @@ def make_cells(options: Any) -> list[DataParallelCell]:
         for rung in options.ddp
         for size in (options.bucket_size_mb if rung in _SIZED else (None,))
     ]
-    return training_cells(DataParallelCell, options, inner=rungs)
+    cells = training_cells(DataParallelCell, options, inner=rungs)
+    Effort.check(options, cells)
+    return cells
 
 
 def phases_without_communication(prepared: PreparedStep) -> dict[str, Callable[[], None]]:

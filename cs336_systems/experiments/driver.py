@@ -26,6 +26,7 @@ import functools
 import importlib
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -254,11 +255,11 @@ def check_dtypes(options: Any) -> None:
 
 
 def _say_load(outcomes: Sequence[Outcome]) -> None:
-    """Say beside the tables that the machine was busy, with more than the cells before, which keep a core each busy."""
+    """Say beside the tables, if they have times, that the machine was busy: with more than a process for each core."""
     from cs336_systems.harness.sweep import outcome_rows
     from cs336_systems.report.compare import overload
 
-    times = any(metric.unit in ("us", "ms", "s") for outcome in outcomes for metric in outcome.metrics)
+    times = any(re.match(r"(us|ms|s)\b", metric.unit) for outcome in outcomes for metric in outcome.metrics)
     if times and (load := overload(outcome_rows(outcomes), per_core=1.5)):
         print(f"{load[0].upper()}{load[1:]}: it would measure shorter times alone.\n")
 
@@ -269,7 +270,7 @@ def finish(experiment: Experiment, cells: Sequence[Cell], outcomes: Sequence[Out
     It says how many cells were measured of those that were asked for, how the first of them ended, and where rows are.
     """
     asked = [outcome for outcome in outcomes if experiment.measured(outcome.cell)]
-    n_asked = max(len(asked), sum(map(experiment.measured, cells)))
+    n_asked = sum(map(experiment.measured, cells))
     statuses = [outcome.status for outcome in asked]
     said = [{"cell": str(each.cell), "status": each.status, "message": each.message} for each in outcomes[:_MOST_CELLS]]
     line = {"benchmark": experiment.name, "ok": statuses.count("ok"), "asked": n_asked, "cells": said}

@@ -141,7 +141,6 @@ _PEER: dict[str, Any] = TORCH_AT_ITS_FASTEST | _OF_OURS | {"fsdp": TORCH, "losse
 
 def make_cells(options: Any) -> list[FullyShardedCell]:
     """The grid, in turns with its peers."""
-    Effort.check(options, options.fsdp)
     asked = {name: getattr(options, name) for name in _OF_OURS}
     for name, values in asked.items():
         if OURS not in options.fsdp and values != getattr(Options, name):
@@ -152,7 +151,9 @@ def make_cells(options: Any) -> list[FullyShardedCell]:
     sides = [{"fsdp": name, **way} for name in options.fsdp for way in (ways if name == OURS else [_OF_OURS])]
     cells = training_cells(FullyShardedCell, options, inner=sides)
     policies = [canonical_policy(policy) for policy in options.peer_checkpoint]
-    return in_turns(cells, lambda cell: [replace(cell, **_PEER, checkpoint=policy) for policy in policies])
+    cells = in_turns(cells, lambda cell: [replace(cell, **_PEER, checkpoint=policy) for policy in policies])
+    Effort.check(options, cells)
+    return cells
 
 
 _WORK = {"gpu", "device", "size", "dtype", "batch_size", "accumulate", "context_length", "world_size"}

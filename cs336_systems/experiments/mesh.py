@@ -21,7 +21,7 @@ from cs336_systems.config import resolve_size
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.seconds import step_seconds
 from cs336_systems.costs.parallelism.step import COPIED_FROM_SINCE, copied_from
-from cs336_systems.costs.rates import ours_at
+from cs336_systems.costs.rates import ours_on
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment, measured_by
 from cs336_systems.experiments.options import TORCH_AT_ITS_FASTEST, RankedCase, RankedRun, in_turns, training_cells
@@ -219,7 +219,7 @@ def predicted_ms(line: Line) -> float | None:
     engine: dict[str, Any] = {
         "launches": how["cuda_graph"] == "off",
         "copied_from": copied_from("cuda") if moment >= COPIED_FROM_SINCE else 0,
-        "sustained": ours_at(moment),
+        "sustained": ours_on(hardware, moment),
     }
     found = step_seconds(resolve_size(str(how["size"])), int(how["context_length"]), layout, hardware, **engine)
     return 1e3 * found.total

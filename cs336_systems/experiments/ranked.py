@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,8 +113,9 @@ class Effort:
     """Variants that are recorded; empty for all."""
 
     @staticmethod
-    def check(options: Any, variants: Sequence[str]) -> None:
-        """Raise ValueError if ``--recorded`` names what will not be recorded; ``variants`` are measured."""
+    def check(options: Any, cells: Iterable[Any]) -> None:
+        """Raise ValueError if ``--recorded`` names what will not be recorded of these cells."""
+        variants = dict.fromkeys(str(cell.variant) for cell in cells)
         for name in options.recorded:
             if options.trace is None:
                 raise ValueError(f"--recorded {name} needs --trace, the folder for recordings")

@@ -231,7 +231,7 @@ def default_data() -> Path:
     try:
         return tokenize(options).folder
     except (OSError, ValueError):
-        if not folder.exists():  # else another run, which began meanwhile, has made it
+        if not folder.exists():  # else another run has made it meanwhile; whoever comes last replaces it with the same
             raise
         return folder
 

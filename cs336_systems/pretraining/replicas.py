@@ -54,11 +54,13 @@ class Ended:
     Attributes:
         outcome: that of the replica with the most steps; its complaint may be another replica's.
         logs: names of the replicas, whose logs are in folders of the run.
+        trained: whether any of them came as far as training.
         hits: the faults that came, and when each did, in seconds since 1970 as in logs.
     """
 
     outcome: Outcome
     logs: tuple[str, ...]
+    trained: bool
     hits: tuple[tuple[Fault, float], ...]
 
 
@@ -81,6 +83,7 @@ def train_replicas(
 
     Raises:
         ValueError: torchft is not installed, the machine has too few GPUs, or a replica refuses options or data.
+        OSError: default data cannot be written.
     """
     require_torchft()
     from cs336_systems.distributed.process_group import check_device
@@ -189,7 +192,7 @@ class _Watch:
         complaint = self._alone or next((outcome.complaint for outcome in ended if outcome.complaint), last.complaint)
         reason = stop.asked if stop.asked and last.reason == "terminated" else last.reason
         names = tuple(replica.name for replica in self._replicas)
-        return Ended(replace(last, reason=reason, complaint=complaint), names, tuple(self._hits))
+        return Ended(replace(last, reason=reason, complaint=complaint), names, bool(ended), tuple(self._hits))
 
     def _start_lighthouse(self) -> None:
         """Start it, at its port if it had one; without it the replicas are asked to save and end."""

@@ -8,7 +8,7 @@ from cs336_systems.config import PRECISIONS, Lora, resolve_size
 from cs336_systems.costs.flops import hardware_flops, model_flops
 from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.costs.lanes import Lanes, simulate, simulate_ranks
-from cs336_systems.costs.rates import Rates, ours_at
+from cs336_systems.costs.rates import Rates, ours_on
 from cs336_systems.costs.streaming import LEVELS, MASTER_MOMENTS, StreamedWork
 from cs336_systems.hardware import GIB, find_hardware, hardware_named
 
@@ -70,7 +70,7 @@ def test_operations_add_up_to_the_step(level: str, context_length: int, chunk: i
 
 def test_measured_layer_of_an_h200() -> None:
     """LOG.md: 13.24 ms forward, 41.2 to 41.6 both, for 2 x 8,192 tokens; the head 5.6 us a token of 151,936 words."""
-    work, rates = StreamedWork(LLAMA, 8192, 16_384), Rates.of(H200, sustained=ours_at("2026-11-24"))
+    work, rates = StreamedWork(LLAMA, 8192, 16_384), Rates.of(H200, sustained=ours_on(H200, "2026-11-24"))
     forward, backward = (1e3 * work.seconds(kind, 0, "products", rates) for kind in ("forward", "backward"))
     assert forward == pytest.approx(13.24, rel=0.02)
     assert forward + backward == pytest.approx(41.4, rel=0.02)

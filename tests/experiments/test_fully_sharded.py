@@ -41,7 +41,8 @@ def test_peers_at_their_best_take_turns_with_what_is_ours():
         ["--update", "after-backward", "under-backward"],
         ["--peer-checkpoint", "full", "every-1", "first-1"],
     )
-    cells = cells_of("fully_sharded", *TINY, *WRITTEN_OUT, *updates, "--repeat", "2", *peers)
+    recorded = ["--trace", "x", "--recorded", "torch"]
+    cells = cells_of("fully_sharded", *TINY, *WRITTEN_OUT, *updates, "--repeat", "2", *peers, *recorded)
     kinds = [("ours", "after-backward"), ("ours", "under-backward"), ("torch", "full"), ("torch", "first-1")]
     found = [(cell.fsdp, cell.checkpoint if cell.fsdp == "torch" else cell.update) for cell in cells]
     assert found == kinds + kinds[::-1]

@@ -63,7 +63,7 @@ have meanwhile; S, P, dP and dS stand for their transposes:
 With ``late_dq``, dQ(i - 1) starts beside dP(i) instead: exp2 then runs under two products, and a consumer asks for
 dS of the other a step after it was written, so that the two can drift apart. With ``left_in_registers`` a consumer
 keeps its K and V in registers for all steps, instead of reading them from shared memory in each. Both need registers
-that only head dim 64 has free.
+that only head dim 64 has free. With ``statistics_last`` lse / scale and delta are subtracted after the product.
 
 Why no wait is forever (and no slot is overwritten early):
 
@@ -96,7 +96,8 @@ to the diagonal, so ``deterministic`` counts adds as without documents. Tiles in
 masked, too. Without documents ``starts`` is None, a constant, so that none of this is compiled.
 
 Precision as in ``attention/flash``: fp32 sums and softmax, P and dS rounded to the inputs' dtype. Where scores are
-large, backward's P is less exact than forward's: at a magnitude of 1,500 by about 3e-4 (emulated). dQ is summed over
+large, backward's P is less exact than forward's: at a magnitude of 1,500 and head dim 128 by about 3e-4, at head dim 64
+by half of that or less (emulated). dQ is summed over
 key tiles in the order in which they come to it, so its last bits vary from run to run unless ``deterministic``.
 
 Limits: compute capability 9.0; bf16 and fp16; head dims 16 to 128 in steps of 8 (the copy engine pads to 64 or 128).

@@ -109,6 +109,7 @@ def _prepared(
         ORDERED=ordered,
         LATE_DQ=schedule.late_dq,
         LEFT_IN_REGISTERS=schedule.left_in_registers,
+        STATISTICS_LAST=schedule.statistics_last,
         num_warps=4,
         maxnreg=MAX_REGISTERS_WITH[2],
         launch_cooperative_grid=ordered,  # its programs wait for each other

@@ -102,9 +102,7 @@ def product_minus(left, right, weights, stats, registers, STATISTICS_LAST: gl.co
     """Start ``left @ right`` minus lse / scale or delta of each column's query: two matmuls for warpgroup_mma_wait.
 
     left (ROWS, D), right (D, BLOCK_Q), weights (ROWS, STATISTICS), stats (BLOCK_Q, STATISTICS). The fp32 result takes
-    the registers of ``registers`` (ROWS, BLOCK_Q), whose values are not read. With STATISTICS_LAST the product is not
-    rounded at the size of the statistics; at head dim 128 the kernel is then 3 % slower, at 64 2 % faster (LOG.md, 30
-    November, fourth).
+    the registers of ``registers`` (ROWS, BLOCK_Q), whose values are not read.
     """
     if STATISTICS_LAST:
         product = warpgroup_mma(left, right, registers, use_acc=False, is_async=True)
@@ -159,7 +157,7 @@ def add_dq(plan, dq, turns, key_tile, tiles, part, row, WHO: gl.constexpr):
 @gluon.jit
 def backward_consumer(
     plan, dq, dk, dv, turns, ends, tiles, scale, scale_log2,
-    WHO: gl.constexpr, LATE_DQ: gl.constexpr, LEFT_IN_REGISTERS: gl.constexpr,
+    WHO: gl.constexpr, LATE_DQ: gl.constexpr, LEFT_IN_REGISTERS: gl.constexpr, STATISTICS_LAST: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 of the program's keys, and half of each dq tile."""
     BLOCK_Q: gl.constexpr = tiles.q.tiles.shape[1]
@@ -200,7 +198,7 @@ def backward_consumer(
         gl.assume(end_step > first_step)
         first_q = tiles.q.wait(first_step).permute((1, 0))
         first_stats = tiles.stats.index(tiles.q.slot(first_step))
-        scores_t = product_minus(own_keys, first_q, tiles.minus_lse, first_stats, no_scores, LEFT_IN_REGISTERS)
+        scores_t = product_minus(own_keys, first_q, tiles.minus_lse, first_stats, no_scores, STATISTICS_LAST)
         for step in range(first_step, end_step):
             slot = tiles.q.slot(step)
             q_tile = tiles.q.tiles.index(slot)
@@ -209,7 +207,7 @@ def backward_consumer(
 
             s_t = warpgroup_mma_wait(0, (scores_t,))
             ds_over_p = product_minus(
-                own_values, do_tile.permute((1, 0)), tiles.minus_delta, stats, no_scores, LEFT_IN_REGISTERS
+                own_values, do_tile.permute((1, 0)), tiles.minus_delta, stats, no_scores, STATISTICS_LAST
             )
             if LATE_DQ:
                 dq_part = dq_product(tiles, all_keys, step - 1, step > first_step, WHO)
@@ -247,7 +245,7 @@ def backward_consumer(
             # After the last step this multiplies whatever the slot holds, and nobody looks at the product.
             next_q = tiles.q.wait(step + 1, step + 1 < end_step).permute((1, 0))
             next_stats = tiles.stats.index(tiles.q.slot(step + 1))
-            scores_t = product_minus(own_keys, next_q, tiles.minus_lse, next_stats, s_t, LEFT_IN_REGISTERS)
+            scores_t = product_minus(own_keys, next_q, tiles.minus_lse, next_stats, s_t, STATISTICS_LAST)
             if not LATE_DQ:
                 dq_part = warpgroup_mma_wait(2, (dq_part,))
             if not LATE_DQ or step > first_step:  # before the first step there was none
@@ -282,7 +280,7 @@ def backward_consumer(
 def hopper_backward_kernel(
     q, k, v, do, stats, dq, dk, dv, turns, taken, ends, group, section_heads, padded, scale, scale_log2,
     CAUSAL: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, ORDERED: gl.constexpr,
-    LATE_DQ: gl.constexpr, LEFT_IN_REGISTERS: gl.constexpr,
+    LATE_DQ: gl.constexpr, LEFT_IN_REGISTERS: gl.constexpr, STATISTICS_LAST: gl.constexpr,
 ):  # fmt: skip
     """dk, dv (B, K, N, D) and fp32 sums of unscaled dq, as ``add_dq`` has them; a program owns one key tile at a time.
 
@@ -317,16 +315,16 @@ def hopper_backward_kernel(
     fence_async_shared()  # threads stored the weights, wgmma reads them
     gl.warp_specialize(
         [
-            (
-                backward_consumer,
-                (plan, dq, dk, dv, turns, ends, tiles, scale, scale_log2, 0, LATE_DQ, LEFT_IN_REGISTERS),
-            ),
-            (
-                backward_consumer,
-                (plan, dq, dk, dv, turns, ends, tiles, scale, scale_log2, 1, LATE_DQ, LEFT_IN_REGISTERS),
-            ),
+            (backward_consumer, (
+                plan, dq, dk, dv, turns, ends, tiles, scale, scale_log2, 0,
+                LATE_DQ, LEFT_IN_REGISTERS, STATISTICS_LAST,
+            )),
+            (backward_consumer, (
+                plan, dq, dk, dv, turns, ends, tiles, scale, scale_log2, 1,
+                LATE_DQ, LEFT_IN_REGISTERS, STATISTICS_LAST,
+            )),
             (backward_producer, (plan, q, k, v, do, stats, taken, ends, tiles)),
         ],
         [4, 1],
         [240, 24],
-    )
+    )  # fmt: skip

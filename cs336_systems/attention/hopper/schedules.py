@@ -56,6 +56,9 @@ class BackwardSchedule:
     """Multiply dS and K one step late, under the next step's softmax; costs the registers of dq there."""
     left_in_registers: bool = False
     """Keep K and V, the left operands of S^T and dP^T, in registers instead of reading them from shared memory."""
+    statistics_last: bool = False
+    """Subtract lse / scale and delta after the product instead of before, which rounds S and dP at their size once, not
+    with every 16 numbers that are summed up."""
     key_stages: int = 1
     """Slots of the rings of keys and values; a second one lets the next key tile's arrive early."""
 
@@ -66,6 +69,7 @@ class BackwardSchedule:
         return (
             f"{self.block_q}x{self.block_k}, {self.stages} stages{', late dq' if self.late_dq else ''}"
             f"{', K and V in registers' if self.left_in_registers else ''}"
+            f"{', statistics last' if self.statistics_last else ''}"
             f"{f', {self.key_stages} key slots' if self.key_stages > 1 else ''}"
         )
 
@@ -77,8 +81,9 @@ FORWARD: dict[int, ForwardSchedule] = {
     128: ForwardSchedule(128, 2, 2),  # 1.13; in turns 1.07
 }
 BACKWARD: dict[int, BackwardSchedule] = {
-    64: BackwardSchedule(3, late_dq=True, left_in_registers=True, key_stages=2),  # 1.26; registers alone 1.07
-    128: BackwardSchedule(2),  # 1.01, of a form that took 1.1 times as long; others spill
+    # 1.28; statistics first 1.25; with those and without late dq, of a slower form, 1.07
+    64: BackwardSchedule(3, late_dq=True, left_in_registers=True, key_stages=2, statistics_last=True),
+    128: BackwardSchedule(2),  # 1.15; statistics last 1.11; others spill
 }
 
 

@@ -29,7 +29,7 @@ BACKWARD_SCHEDULES = [
     BackwardSchedule(2),
     BackwardSchedule(3, late_dq=True),
     BackwardSchedule(3, left_in_registers=True),
-    BackwardSchedule(3, late_dq=True, left_in_registers=True, key_stages=2),
+    BackwardSchedule(3, late_dq=True, left_in_registers=True, key_stages=2, statistics_last=True),
 ]
 
 
