@@ -6,11 +6,13 @@
     process.receive(deadline)                                  # what the body has sent; how it died, if it did
     process.end()                                              # and everything that it has started
 
-A fresh process leads a process group of its own, which is killed as a whole and does not hear the terminal's Ctrl-C; it
-dies with its parent; and it is the first that the kernel's out-of-memory killer takes. This module imports no torch, so
+A fresh process leads a process group of its own, which is killed as a whole and does not hear what is sent to its
+parent's, as the terminal's Ctrl-C; neither does the server. It dies with its parent, and it is the first that the
+kernel's out-of-memory killer takes. This module imports no torch, so
 that the server can start before anything slow is imported.
 """
 
+import atexit
 import ctypes
 import multiprocessing
 import multiprocessing.connection
@@ -30,6 +32,8 @@ import psutil
 
 _context = multiprocessing.get_context("forkserver")
 
+_OF_PARENT = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+"""Signals that a terminal or a service manager sends to a whole group: this process alone decides what they mean."""
 _PR_SET_PDEATHSIG = 1
 """Of ``linux/prctl.h``."""
 
@@ -54,9 +58,10 @@ def start_server(*modules: str) -> None:
             of every torch optimizer would import, in seconds.
     """
     ours = sorted(name for name in sys.modules if name.startswith("cs336_systems."))
-    resource_tracker.ensure_running()  # before the next line, as it unblocks SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is for this process alone
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_PARENT)  # which those that are started inherit
     try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _OF_PARENT)  # it has unblocked some
         _context.set_forkserver_preload([*(modules or (*ours, "torch._dynamo")), "cs336_systems.frozen"])
         forkserver.ensure_running()
     finally:
@@ -120,6 +125,16 @@ class FreshProcess:
         self._process.join()
 
 
+@atexit.register  # runs before multiprocessing's, which would wait for them
+def _kill_the_lost() -> None:
+    """Kill processes that nobody has ended, as an interrupt came before who started them had them."""
+    for process in multiprocessing.active_children():
+        if process.pid is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+
+
 def age_s() -> float:
     """Seconds since this process was started, to hundredths."""
     if sys.platform != "linux":
@@ -142,7 +157,7 @@ def _run(connection: Any, body: Callable[..., None], args: tuple[Any, ...]) -> N
     _let_server_end()
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_PARENT)
     with suppress(OSError):  # if memory runs out, this process goes and its parent stays
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     body(connection, *args)

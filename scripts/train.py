@@ -214,13 +214,13 @@ def _train_replicas(options: TrainOptions) -> int:
     started = time.perf_counter()
     print(f"{options.replicas} replicas are started, which takes a while; further lines are replica 0's", flush=True)
     ended = train_replicas(options, partial(RunConsole, options.log_every))
-    logs = [options.out / f"replica-{name}" for name in ended.logs]
-    if ended.outcome.complaint:
-        complain(NAME, ended.outcome.complaint)
-    elif not ended.trained:
-        complain(NAME, f"{ended.outcome.reason} before a replica trained: nothing was saved")
-        return INTERRUPTED if ended.outcome.reason == "interrupted" else 0
-    return _conclude(options, ended.outcome, logs, started)
+    reason, complaint = ended.outcome.reason, ended.outcome.complaint
+    if not ended.trained:
+        complain(NAME, f"{complaint or f'{reason} before a replica trained'}; {_GOES_ON}")
+        return INTERRUPTED if reason == "interrupted" else int(complaint is not None)
+    if complaint:
+        complain(NAME, complaint)
+    return _conclude(options, ended.outcome, [options.out / f"replica-{name}" for name in ended.logs], started)
 
 
 def _train(options: TrainOptions) -> int:

@@ -58,6 +58,43 @@ def test_a_stopped_process_and_the_server_end_with_who_started_them():
     assert not alive
 
 
+def sleep(connection):
+    connection.send("here")
+    time.sleep(600)
+
+
+SIGNALLED = """
+import os, signal
+from cs336_systems.processes import FreshProcess
+from tests.test_processes import sleep
+
+if __name__ == "__main__":
+    first = FreshProcess(sleep)
+    first.receive()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+        os.killpg(0, number)
+    second = FreshProcess(sleep)
+    second.receive()
+    print(first.is_alive(), second.is_alive())
+    second.send_signal(signal.SIGTERM)
+    try:
+        second.receive()
+    except Exception as death:
+        print(death)
+    first.end()
+    FreshProcess(sleep).receive()
+    del first, second
+"""
+
+
+def test_signals_to_the_group_reach_neither_processes_nor_server_and_exit_waits_for_none():
+    """A process hears a signal of its own; the last one has been lost, and would sleep for ten minutes."""
+    command = [sys.executable, "-c", SIGNALLED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True)
+    assert (done.stdout, done.stderr) == ("True True\ndied without a report: SIGTERM\n", ""), done.stderr
+
+
 def test_the_age_of_a_process_counts_from_its_start():
     began = time.monotonic()
     code = "import time; time.sleep(0.3); from cs336_systems.processes import age_s; print(age_s())"

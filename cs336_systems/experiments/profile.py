@@ -183,9 +183,12 @@ def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> int:
         if options.profiler == MEMORY:
             lines = [(each.cell.mode, m.name, digits(m.samples[0]), m.unit) for each in own for m in each.metrics]
             tables = [Table.of("", ("mode", "metric", "figure", "unit"), lines)]
-            name = ", ".join(f"{memory_stem(each.cell, each.cell.mode)}*" for each in own)
+            what = ", ".join(f"{memory_stem(each.cell, each.cell.mode)}*" for each in own)
         else:
-            folder = options.out or options.raw / name
+            folder, what = (
+                options.out or options.raw / name,
+                f"CSVs and pictures of {name}; recordings: {options.raw / name}",
+            )
             try:
                 profiles = [_profile_of(outcome, options.raw) for outcome in own]
                 write_digest(profiles, name, own[0].rows[0]["gpu"] or own[0].rows[0]["host"], folder)
@@ -195,7 +198,7 @@ def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> int:
             tables += [limits_table(profiles)] if profiles[0].trace.has_gpu else []
         for table in tables:
             show(table, options.format)
-        print(f"{folder}: CSVs and pictures of {name}\n")
+        print(f"{folder}: {what}\n")
     return 0
 
 

@@ -123,7 +123,8 @@ class _Log:
         self._say(", ".join([f"{self._place}: {note} ({outcome.seconds:.1f} s)", *figures]))
         self._n_done += 1
         self.progress.update(self._task, advance=1)
-        self._begin()
+        if outcome.status != "interrupted":
+            self._begin()
 
 
 def run_sweep(

@@ -54,7 +54,7 @@ class Ended:
     Attributes:
         outcome: that of the replica with the most steps; its complaint may be another replica's.
         logs: names of the replicas, whose logs are in folders of the run.
-        trained: whether any of them came as far as training.
+        trained: whether any of them trained and ended of itself.
         hits: the faults that came, and when each did, in seconds since 1970 as in logs.
     """
 
