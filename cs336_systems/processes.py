@@ -6,10 +6,10 @@
     process.receive(deadline)                                  # what the body has sent; how it died, if it did
     process.end()                                              # and everything that it has started
 
-A fresh process leads a process group of its own, which is killed as a whole and does not hear what is sent to its
-parent's, as the terminal's Ctrl-C; neither does the server. It dies with its parent, and it is the first that the
-kernel's out-of-memory killer takes. This module imports no torch, so
-that the server can start before anything slow is imported.
+A fresh process leads a process group of its own, which is killed as a whole and does not hear signals that are sent to
+its parent's, as the terminal's Ctrl-C; neither does the server. It dies with its parent, and it is the first that the
+kernel's out-of-memory killer takes. This module imports no torch, so that the server can start before anything slow is
+imported.
 """
 
 import atexit

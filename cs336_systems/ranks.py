@@ -155,8 +155,9 @@ class Parallel:
     )
     pipeline_by: PipelineBy = option(
         "messages",
-        "Who runs the stages, and how activations go: messages or copies of this suite, auto (copies where GPUs reach "
-        "each other's memory, else messages), or torch.",
+        "Who runs the stages: messages and copies, this suite, whose stages send activations beside operations, "
+        "by messages of NCCL or gloo, or by copy engines of GPUs on one host (CPUs send messages); torch, "
+        "torch.distributed.pipelining with --keep autograd.",
         shown=True,
     )
 

@@ -18,7 +18,7 @@ from cs336_systems.config import Recipe, resolve_size
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.rank_memory import rank_peak
 from cs336_systems.costs.parallelism.seconds import step_seconds
-from cs336_systems.costs.rates import OURS, Sustained, ours_on
+from cs336_systems.costs.rates import Sustained, ours_on
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.hardware import GIB, find_hardware
 
@@ -44,7 +44,8 @@ class OwnStep:
     recipe: Recipe
     step_s: float
     peak_gib: float | None
-    sustained: Sustained = OURS
+    sustained: Sustained
+    """The engine's shares of the card's rates when the step was measured."""
 
     @property
     def group(self) -> str:

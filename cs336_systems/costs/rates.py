@@ -83,12 +83,24 @@ at 0.6 to 0.9 of the bandwidth and AdamW at 0.8 in rows of kernels; the link at 
 a step, 43.6 to the device while 50.9 leave it (LOG.md). Products, quantized and operands were fitted on 2026-11-28 to
 all steps on one H200 (rows of training, training-2 and training-4 of Qwen2.5 0.5B to 7B in bf16 and fp8)."""
 
-_HOPPER = "2026-11-30T07:40"
-_CHANGES: tuple[tuple[str, dict[str, float]], ...] = (
-    (_HOPPER, {"attention_backward": 0.8174, "narrow_backward": 0.97}),  # c433d046, in the kernel for Hopper
-    ("2026-11-28T09:00", {"added": 3.0}),  # 2e7c03d5: products add to gradients that are there
+
+@dataclass(frozen=True)
+class _Gain:
+    """A commit that made the engine faster."""
+
+    since: str
+    """UTC time of the commit, ISO 8601."""
+    before: dict[str, float]
+    """Shares of the engine until then."""
+    on_hopper: bool = False
+    """Whether it is one of the kernel for Hopper."""
+
+
+_GAINS = (
+    _Gain("2026-11-30T07:40", {"attention_backward": 0.8174, "narrow_backward": 0.97}, on_hopper=True),  # c433d046
+    _Gain("2026-11-28T09:00", {"added": 3.0}),  # 2e7c03d5: products add to gradients that are there
 )
-"""UTC times of commits that made the engine faster, newest first, and what its shares were before."""
+"""Newest first."""
 
 
 def ours_on(hardware: Hardware, moment: str | None = None) -> Sustained:
@@ -98,10 +110,10 @@ def ours_on(hardware: Hardware, moment: str | None = None) -> Sustained:
     are taken to have one as good.
     """
     found = OURS
-    for until, before in _CHANGES:
-        on_all = until != _HOPPER or hardware.kind in (None, DATA_CENTRE)
-        if not on_all or (moment is not None and moment < until):
-            found = replace(found, **before)
+    for gain in _GAINS:
+        elsewhere = gain.on_hopper and (hardware.kind or DATA_CENTRE) != DATA_CENTRE
+        if elsewhere or (moment is not None and moment < gain.since):
+            found = replace(found, **gain.before)
     return found
 
 

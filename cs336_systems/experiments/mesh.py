@@ -59,13 +59,7 @@ class MeshCell(RankedCase):
     pipeline: int = like(Parallel, "pipeline")
     pipeline_schedule: str = like(Parallel, "pipeline_schedule")
     pipeline_chunks: int = like(Parallel, "pipeline_chunks")
-    pipeline_by: PipelineBy = like(
-        *(Parallel, "pipeline_by"),
-        values=("messages", "copies", "torch"),
-        help="Who runs the stages: messages and copies, this suite, whose stages send activations beside operations, "
-        "by messages of NCCL or gloo, or by copy engines of GPUs on one host (CPUs send messages); torch, "
-        "torch.distributed.pipelining with --keep autograd.",
-    )
+    pipeline_by: PipelineBy = like(Parallel, "pipeline_by", values=("messages", "copies", "torch"))
     weights: str = option(
         "ddp",
         "How ranks along data and context hold the weights they share: ddp, whole with averaged gradients; fsdp, in "

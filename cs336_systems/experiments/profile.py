@@ -43,7 +43,7 @@ def file_stem(case: TrainingCase) -> str:
 
 
 def memory_stem(case: TrainingCase, mode: str) -> str:
-    """What the names of a memory profile's files begin with."""
+    """The first words of the names of a memory profile's files."""
     return f"memory-{file_stem(case)}-{mode}"
 
 
@@ -179,16 +179,15 @@ def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> int:
 
     done = [outcome for outcome in outcomes if outcome.status == "ok"]
     for name, group in itertools.groupby(done, key=lambda outcome: outcome.cell.name):
-        own, folder = list(group), options.out or options.raw
+        own = list(group)
         if options.profiler == MEMORY:
+            folder = options.out or options.raw
             lines = [(each.cell.mode, m.name, digits(m.samples[0]), m.unit) for each in own for m in each.metrics]
             tables = [Table.of("", ("mode", "metric", "figure", "unit"), lines)]
             what = ", ".join(f"{memory_stem(each.cell, each.cell.mode)}*" for each in own)
         else:
-            folder, what = (
-                options.out or options.raw / name,
-                f"CSVs and pictures of {name}; recordings: {options.raw / name}",
-            )
+            recordings = options.raw / name
+            folder, what = options.out or recordings, f"CSVs and pictures of {name}; recordings: {recordings}"
             try:
                 profiles = [_profile_of(outcome, options.raw) for outcome in own]
                 write_digest(profiles, name, own[0].rows[0]["gpu"] or own[0].rows[0]["host"], folder)

@@ -93,6 +93,16 @@ def test_chunks_divide(context_length: int, chunk: int) -> None:
         StreamedWork(LLAMA, context_length, chunk)
 
 
+def test_what_the_engine_gained_counts_from_its_day_and_on_cards_that_have_it() -> None:
+    hopper, older = (
+        [ours_on(hardware_named(card), moment) for moment in ("2026-11-27", "2026-11-29", None)]
+        for card in ("h100", "rtx-4090")
+    )
+    assert [engine.added for engine in hopper] == [engine.added for engine in older] == [3.0, 1.0, 1.0]
+    assert hopper[1].attention_backward < hopper[2].attention_backward
+    assert older[1] == older[2] == hopper[1]
+
+
 def test_rates_need_published_peaks() -> None:
     cpu = find_hardware("cpu")
     assert cpu is not None

@@ -97,8 +97,8 @@ masked, too. Without documents ``starts`` is None, a constant, so that none of t
 
 Precision as in ``attention/flash``: fp32 sums and softmax, P and dS rounded to the inputs' dtype. Where scores are
 large, backward's P is less exact than forward's: at a magnitude of 1,500 and head dim 128 by about 3e-4, at head dim 64
-by half of that or less (emulated). dQ is summed over
-key tiles in the order in which they come to it, so its last bits vary from run to run unless ``deterministic``.
+by half of that or less (emulated). dQ is summed over key tiles in the order in which they come to it, so its last bits
+vary from run to run unless ``deterministic``.
 
 Limits: compute capability 9.0; bf16 and fp16; head dims 16 to 128 in steps of 8 (the copy engine pads to 64 or 128).
 Other GPUs, dtypes and head dims raise and name what takes them.

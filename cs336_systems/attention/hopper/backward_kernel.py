@@ -102,7 +102,8 @@ def product_minus(left, right, weights, stats, registers, STATISTICS_LAST: gl.co
     """Start ``left @ right`` minus lse / scale or delta of each column's query: two matmuls for warpgroup_mma_wait.
 
     left (ROWS, D), right (D, BLOCK_Q), weights (ROWS, STATISTICS), stats (BLOCK_Q, STATISTICS). The fp32 result takes
-    the registers of ``registers`` (ROWS, BLOCK_Q), whose values are not read.
+    the registers of ``registers`` (ROWS, BLOCK_Q), whose values are not read. ``BackwardSchedule`` says what
+    STATISTICS_LAST is for.
     """
     if STATISTICS_LAST:
         product = warpgroup_mma(left, right, registers, use_acc=False, is_async=True)
