@@ -354,6 +354,9 @@ ATTENTIONS = (
 )
 """The implementations of attention; ``attention/dispatch.py`` says what each is, and what it cannot serve."""
 
+FASTEST = "fastest"
+"""The name in a run's options that the run replaces by one of them (``pretraining/choice.py``)."""
+
 WRITTEN_OUT_ATTENTIONS = ("reference", "flash", "hopper")
 """The implementations that a block with a hand-written backward can call."""
 PACKING = ("reference", "flash", "hopper")

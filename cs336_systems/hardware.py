@@ -118,6 +118,11 @@ class Hardware:
     """Board power, as the datasheet has it: what products may draw."""
 
     @property
+    def is_hopper(self) -> bool:
+        """Whether it has compute capability 9.0, which ``--attention hopper`` is written for."""
+        return self.name.startswith(("H100", "H200"))
+
+    @property
     def host_memory_bytes_per_s(self) -> float | None:
         """Bytes/s of the host's memory for copies, in a machine that such cards are put into; None if unknown."""
         if self.kind is None or self.host_link_bytes_per_s is None:

@@ -170,7 +170,7 @@ def _print_memory(options: TrainOptions) -> None:
 
     from cs336_systems.pretraining.capped import caps_of, chooser, planned_for, planned_segments
     from cs336_systems.pretraining.checkpoint import goes_on_from
-    from cs336_systems.pretraining.choice import Choice, choose_fastest
+    from cs336_systems.pretraining.choice import Choice, attention_on, choose_fastest
     from cs336_systems.pretraining.dataset import Dataset
     from cs336_systems.pretraining.preparation import config_of, predicted_segments
     from cs336_systems.pretraining.sources import sources_of
@@ -181,6 +181,8 @@ def _print_memory(options: TrainOptions) -> None:
     sources = sources_of(options.data)
     config = config_of(options, Dataset.open(sources[0].folder) if sources else None)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.cuda.is_available() and options.device == "cuda":
+        options = replace(options, attention=attention_on(torch.device("cuda"), options, config))
     if options.choose_fastest and torch.cuda.is_available():
         origin = goes_on_from(options.out, options.resume_from)
         chosen = choose_fastest(options, config, torch.device("cuda"), world_size, origin)

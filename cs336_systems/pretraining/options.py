@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from cs336_systems.case import TrainingCase, kept_as
-from cs336_systems.config import ADAPTED, Adapted, Lora, ModelConfig, resolve_size
+from cs336_systems.config import ADAPTED, ATTENTIONS, FASTEST, Adapted, Lora, ModelConfig, resolve_size
 from cs336_systems.costs.kept import default_keep
 from cs336_systems.declared import like, option, option_name, options_of
 from cs336_systems.pretraining.replica_options import ReplicaFields
@@ -32,13 +32,25 @@ from cs336_systems.refusals import refusal
 CHOSEN = ("batch_size", "keep", "offload")
 """The options that ``--choose-fastest`` chooses."""
 
+_PORTABLE = {"cuda": "flash", "cpu": "reference"}
+"""What stands for ``FASTEST`` where the device is not known."""
+
 
 @dataclass(frozen=True)
 class TrainerCase(TrainingCase):
     """The training step of a run, and how ranks share it."""
 
     dtype: str = like(TrainingCase, "dtype", asked="bf16")
-    attention: str = like(TrainingCase, "attention", asked="flash")
+    attention: str = like(
+        TrainingCase,
+        "attention",
+        asked=FASTEST,
+        values=(FASTEST, *ATTENTIONS),
+        help="Attention: reference holds all scores in memory (reference-compiled: under torch.compile); tiled, flash "
+        "and hopper are this suite's FlashAttention-2 in PyTorch, in Triton, and for H100 and H200; sdpa-... and flex "
+        "are torch's. fastest is hopper where it runs, but flash with --deterministic, which makes hopper slower; on "
+        "other GPUs flash, on a CPU reference.",
+    )
     compile: str = like(
         TrainingCase,
         "compile",
@@ -385,6 +397,7 @@ class TrainOptions(_Options):
         """Return the step that each of ``world_size`` ranks runs."""
         own: dict[str, Any] = {
             "size": replace(config, context_length=self.context_length),
+            "attention": self.attention if self.attention != FASTEST else _PORTABLE[self.device],
             "accumulate": self.micro_batches(world_size),
             "checkpoint": "none",
             "replicas": self.copies_in_world,

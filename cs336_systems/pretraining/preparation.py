@@ -32,7 +32,7 @@ from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
 from cs336_systems.pretraining.adapters import AdaptersOfRun, shapes_of
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.checkpoint import ModelOfRun, goes_on_from, write_run_json
-from cs336_systems.pretraining.choice import Choice, choose_fastest
+from cs336_systems.pretraining.choice import Choice, attention_on, choose_fastest
 from cs336_systems.pretraining.conversations import Conversations
 from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.dataset import Dataset, TokenStream
@@ -141,6 +141,7 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
         if options.evaluate_every is not None and each.evaluation is None:
             raise ValueError(f"{each.folder} holds out nothing to evaluate on: --evaluate-every None does without")
     config, length = config_of(options, dataset), options.context_length
+    options = replace(options, attention=attention_on(rank.device, options, config))
     chosen: Choice | str | None = None
     if options.choose_fastest:
         chosen = on_rank_0(lambda: choose_fastest(options, config, rank.device, rank.world_size, origin))

@@ -5,12 +5,13 @@ options of one world beside --agree, the conditions of ``REFUSALS``, and memory 
 checks the step by ``cs336_systems/refusals.py``.
 """
 
+import shlex
 from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.case import RECIPE
-from cs336_systems.config import ADAPTED, PACKING
+from cs336_systems.config import ADAPTED, FASTEST, PACKING
 from cs336_systems.declared import flag, option_name, options_in, sign_refusal
 from cs336_systems.pretraining.replica_options import faults_of
 from cs336_systems.ranks import PIPELINE
@@ -85,7 +86,7 @@ def run_refusal(options: "TrainOptions") -> str | None:
         if refusal := sign_refusal(name, getattr(options, name), of.sign):
             return refusal
     values = ((each.name, getattr(options, each.name), each.default) for each in fields(options))
-    given = {name: _spelled(name, value) for name, value, default in values if value != default}
+    given = {name: spelled(name, value) for name, value, default in values if value != default}
     for one, other in _ALTERNATIVES:
         if one in given and other in given:
             return f"{given[one]} and {given[other]}: give one of them"
@@ -107,11 +108,11 @@ def run_refusal(options: "TrainOptions") -> str | None:
     return _over_caps(options) if options.capped else None
 
 
-def _spelled(name: str, value: Any) -> str:
-    """The option as on the command line."""
+def spelled(name: str, value: Any) -> str:
+    """Return the option as on the command line."""
     if isinstance(value, bool):
         return flag(name) if value else flag(f"no-{name}")
-    return f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+    return f"{flag(name)} {shlex.join(map(str, value if isinstance(value, tuple) else (value,)))}"
 
 
 def _over_caps(options: "TrainOptions") -> str | None:
@@ -120,7 +121,7 @@ def _over_caps(options: "TrainOptions") -> str | None:
     for name, allowed in (_UNDER_CAPS | {"optimizer": (optimizer,)}).items():
         value = getattr(options, name)
         if value not in allowed:
-            return f"{_spelled(name, value)} does not go together with --device-gib and --host-gib"
+            return f"{spelled(name, value)} does not go together with --device-gib and --host-gib"
     if options.moments == "bf16" and options.dtype != "bf16":
         return f"--moments bf16 does not go together with --dtype {options.dtype} under --device-gib"
     if options.chunk is None:
@@ -146,7 +147,7 @@ REFUSALS: tuple[tuple[Callable[["TrainOptions"], bool], str], ...] = (
     ),
     (lambda o: o.choose_fastest and o.device != "cuda", "--choose-fastest is for --device cuda, got {o.device}"),
     (
-        lambda o: o.packing and o.attention not in PACKING,
+        lambda o: o.packing and o.attention not in (FASTEST, *PACKING),
         "--packing needs --attention "
         + f"{', '.join(PACKING[:-1])} or {PACKING[-1]}"
         + ", which mask documents from each other, got {o.attention}",

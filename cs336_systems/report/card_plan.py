@@ -9,17 +9,20 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.config import ModelConfig
+from cs336_systems.case import RECIPE
+from cs336_systems.config import FASTEST, ModelConfig
+from cs336_systems.costs.parallelism.forms import GPUS_PER_HOST
 from cs336_systems.costs.parallelism.seconds import by_class
 from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.declared import flag
-from cs336_systems.hardware import GIB, find_hardware
+from cs336_systems.hardware import DATA_CENTRE, GIB, find_hardware
 from cs336_systems.pretraining.card_plan import PRINT_PLAN, TRIED, Asked, CardPlan, Way
 from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.run_refusals import spelled
 from cs336_systems.report.command_line import flags_in, n_gpus
 from cs336_systems.report.run_console import memory_table
 from cs336_systems.report.tables import Table, show
@@ -34,6 +37,10 @@ _ERRORS = {"H100 SXM": 0.05, "H200": 0.05, "RTX 3090": 0.12, "RTX PRO 6000 Black
 steps, else of published ones (profiles/your-card.md; ``scripts/parallelism.py cards``)."""
 _UNFITTED, _SEVERAL = 0.2, 0.15
 """That error for cards on whose steps nothing was fitted, and the least for more than four GPUs."""
+_MULTI_NODE = "TORCHRUN='uv run torchrun' scripts/launch/multi_node.sh"
+_PLANNED = {*TRIED, *RECIPE[:1], "init", "size", "context_length", "total_batch_tokens", "accumulate", "choose_fastest"}
+_PLANNED |= {"device", "device_gib", "host_gib", "chunk"}
+"""Options of train.py of which a plan has values of its own."""
 _FP8_GAIN = 0.03
 """The least gain for which fp8 pays, as it loses accuracy."""
 
@@ -226,21 +233,44 @@ def sentences(plan: CardPlan) -> list[str]:
     )
     fastest = "Fastest without streaming" if untried else "Fastest"
     return [
-        f"{fastest}: uv run scripts/train.py {train_arguments(plan, plan.fastest)}",
+        f"{fastest}: {launcher(plan.asked.gpus)} {train_arguments(plan, plan.fastest)}",
         *([limits] if untried else []),
         fp8_pays(plan),
+        *attention_assumed(plan),
         f"The range is {error} each way: {fitted}.",
     ]
 
 
+def launcher(gpus: int) -> str:
+    """Return how train.py is started on GPUs of hosts that have eight: one command, or one for each host."""
+    if gpus == 1:
+        return "uv run scripts/train.py"
+    if gpus <= GPUS_PER_HOST:
+        return f"uv run torchrun --nproc-per-node {gpus} scripts/train.py"
+    hosts = -(-gpus // GPUS_PER_HOST)
+    return f"on each host, with what scripts/launch/multi_node.sh says: NNODES={hosts} {_MULTI_NODE} scripts/train.py"
+
+
+def attention_assumed(plan: CardPlan) -> list[str]:
+    """Return a sentence on attention, where the run will not have the kernel that the prediction is of."""
+    if (plan.hardware.kind or DATA_CENTRE) != DATA_CENTRE:
+        return []
+    hopper, own = "The prediction is of --attention hopper", plan.own
+    if not plan.hardware.is_hopper:
+        return [f"{hopper}, which runs on H100 and H200 only, as if {plan.hardware.name} had a kernel as good."]
+    if own.attention not in (FASTEST, "hopper"):
+        return [f"{hopper}, and this run has --attention {own.attention}."]
+    return [f"{hopper} without --deterministic, which takes longer."] if own.deterministic else []
+
+
 def train_arguments(plan: CardPlan, way: Way) -> str:
-    """Return the arguments with which train.py runs a way: the plan's, and some that were given beside --print-plan."""
+    """Return the arguments with which train.py runs a way: the plan's, and all others that were given."""
     model = f"--init {shlex.quote(str(plan.own.init))}" if plan.own.init else f"--size {plan.own.size}"
     words = f"{model} --context-length {plan.length}"
-    for name in ("moments", "master_weights", "steps", "data", "out"):
-        if (value := getattr(plan.own, name)) != getattr(TrainOptions, name):
-            values = value if isinstance(value, tuple) else (value,)
-            words += f" {flag(name)} {shlex.join(map(str, values))}"
+    for each in fields(TrainOptions):
+        planned = each.name in _PLANNED or (each.name in RECIPE and not way.recipe.quantized)
+        if (value := getattr(plan.own, each.name)) != each.default and not planned:
+            words += f" {spelled(each.name, value)}"
     if way.streamed is None:
         return f"{words} --total-batch-tokens {plan.tokens_per_step} {way.arguments}"
     tokens = way.streamed.plan.tokens

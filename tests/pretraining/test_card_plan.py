@@ -3,11 +3,14 @@
 import json
 import random
 import re
+import shlex
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from cs336_systems.case import RECIPE
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.seconds import by_class, step_seconds
@@ -15,7 +18,9 @@ from cs336_systems.hardware import GIB, KINDS, hardware_described, hardware_name
 from cs336_systems.pretraining.card_plan import RECIPES, Asked, CardPlan, NothingFits
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.report.card_plan import (
+    attention_assumed,
     fp8_pays,
+    launcher,
     run_cost,
     run_tokens,
     seconds_by_class,
@@ -106,9 +111,56 @@ def test_the_commands_of_streamed_ways_are_taken(load_script, capsys):
     commands = {name: train_arguments(found, way) for name, way in found.best.items()}
     assert [name for name, command in commands.items() if "--matmul-dtype e4m3" in command] == ["streamed fp8"]
     for command in commands.values():
-        assert "--master-weights fp32 --steps 9" in command
+        assert "--steps 9 --master-weights fp32" in command
         assert main(["--device", "cuda", "--print-memory", *command.split()]) == 0
         assert "in all on the host" in capsys.readouterr().out
+
+
+def test_the_command_of_a_plan_has_all_options_that_were_given(load_script):
+    given = {"gradient_dtype": "e5m2", "fp8_skip_last": 1, "matmul_dtype": "e4m3"}
+    given |= {
+        "data": (Path("data/a b=0.3"), Path("data/b=0.7")),
+        "betas": (0.8, 0.9),
+        "seed": 7,
+        "export": False,
+        "deterministic": True,
+    }
+    given |= {"save_every": None, "evaluate_every": None, "moments": "bf16", "attention": "flash"}
+    found = plan("qwen2.5-0.5b", 2048, given, gpu="h200", gpus=4)
+    for way in found.best.values():
+        run = load_script("scripts/train.py").parse(["--device", "cuda", *shlex.split(train_arguments(found, way))])
+        layout = way.layout
+        chosen = {"batch_size": layout.micro_batch, "keep": layout.keep, "tensor": layout.tensor, "zero": layout.zero}
+        chosen |= {"tensor_by": layout.tensor_by, "total_batch_tokens": found.tokens_per_step}
+        recipe = {name: given[name] for name in ("gradient_dtype", "fp8_skip_last") if way.recipe.quantized}
+        others = {name: value for name, value in given.items() if name not in RECIPE} | recipe
+        assert run == TrainOptions(
+            size="qwen2.5-0.5b", context_length=2048, matmul_dtype=way.recipe.matmul, **others, **chosen
+        )
+
+
+def test_the_command_starts_a_rank_on_each_gpu():
+    assert launcher(1) == "uv run scripts/train.py"
+    assert launcher(8) == "uv run torchrun --nproc-per-node 8 scripts/train.py"
+    assert "NNODES=3 " in launcher(24) and "scripts/launch/multi_node.sh scripts/train.py" in launcher(24)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "given", "told"),
+    [
+        ("h200", {}, None),
+        ("h100-pcie", {"attention": "hopper"}, None),
+        ("rtx-4090", {}, None),
+        ("a100-sxm-80gb", {}, None),
+        ("h100", {"attention": "flash"}, "hopper, and this run has --attention flash."),
+        ("h200", {"deterministic": True}, "hopper without --deterministic, which takes longer."),
+        ("b200", {}, "which runs on H100 and H200 only, as if B200 had a kernel as good."),
+        ("peak=800,bandwidth=4000,memory=96,class=data centre", {}, "class=data centre had a kernel as good."),
+    ],
+)
+def test_a_plan_says_which_attention_it_assumes(gpu, given, told):
+    found = " ".join(attention_assumed(plan("qwen2.5-0.5b", 1024, given, gpu=gpu)))
+    assert told in found if told else not found
 
 
 def test_what_does_not_fit_names_all_of_the_least_way_which_needs_as_much():

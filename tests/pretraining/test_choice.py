@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.config import resolve_size
 from cs336_systems.hardware import GIB
 from cs336_systems.pretraining import choice, preparation, run_refusals
 from cs336_systems.pretraining.card_plan import CardPlan, NothingFits
-from cs336_systems.pretraining.choice import Choice, choose_fastest
+from cs336_systems.pretraining.choice import Choice, attention_on, choose_fastest
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_log import LOG, read_run
 from cs336_systems.pretraining.run_records import Message, Session
@@ -144,3 +145,32 @@ def test_a_run_that_resumes_keeps_its_choice(alone, tmp_path, monkeypatch):
     other = read_run(tmp_path / "other" / LOG)
     assert any("the run did not begin with a choice" in message.text for message in other.all(Message))
     assert other.last(Session).options["batch_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("capability", "given", "taken"),
+    [
+        ((9, 0), {}, "hopper"),
+        ((9, 0), {"dtype": "autocast-bf16", "keep": "autograd", "kernels": "reference"}, "hopper"),
+        ((9, 0), {"deterministic": True}, "flash"),
+        ((9, 0), {"dtype": "fp32", "optimizer": "torch-fused"}, "flash"),
+        ((9, 0), {"attention": "flash"}, "flash"),
+        ((8, 9), {}, "flash"),
+        ((10, 0), {}, "flash"),
+        ((8, 9), {"attention": "hopper"}, "hopper"),  # which the step refuses there
+    ],
+)
+def test_attention_is_the_fastest_of_the_gpu(monkeypatch, capability, given, taken):
+    asked = TrainOptions(**given)
+    asked.check()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        assert attention_on(torch.device("cuda"), asked, resolve_size(asked.size)) == taken
+
+
+def test_attention_on_a_cpu_and_where_the_device_is_not_known():
+    assert attention_on(torch.device("cpu"), TrainOptions(), resolve_size("tiny")) == "reference"
+    assert TrainOptions().training_case(resolve_size("tiny"), 1).attention == "flash"
+    own = TrainOptions(device="cpu", **TrainOptions.CPU_DEFAULTS | {"attention": "fastest"})
+    own.check()
+    assert own.training_case(resolve_size("tiny"), 1).attention == "reference"
