@@ -87,7 +87,12 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str]) -> TrainOptions:
     """Defaults of the device that is named, else found; over them the file's options; over these the command line's."""
     words = with_file(arguments)
-    options = command_line.parse(TrainOptions, words, __doc__).settled()
+    try:
+        options = command_line.parse(TrainOptions, words, __doc__).settled()
+    except SystemExit as ended:
+        if ended.code and "--config" in command_line.flags_in(arguments):
+            complain(NAME, "that may stand in the file of --config")
+        raise
     given = command_line.flags_in(words)
     named = [option for option in map(flag, CHOSEN) if option in given]
     if options.choose_fastest and named:

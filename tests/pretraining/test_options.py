@@ -74,7 +74,8 @@ def test_what_a_file_cannot_say(tmp_path, parse, capsys):
         with pytest.raises(SystemExit) as stop:
             parse(["--config", str(file)])
         assert stop.value.code == 2
-        assert f"--{line.split()[0]}" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"--{line.split()[0]}" in said and said.endswith("train: that may stand in the file of --config\n")
     file.write_text("seed = 1")
     for arguments in (["--config"], ["--config", str(file), "--seed", "2", "--config=other.toml"]):
         with pytest.raises(ValueError, match="--config"):
