@@ -18,7 +18,7 @@ from cs336_systems.experiments.driver import command
 from cs336_systems.experiments.training import EXPERIMENT, Options, TrainingRunCell, make_cells
 from cs336_systems.pretraining.card_plan import PRINT_PLAN
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.report.command_line import exit_with, parse
+from cs336_systems.report.command_line import exit_with, flags_in, parse
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,7 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _runs(arguments: list[str]) -> list[TrainOptions]:
-    """The runs of the trainer, once for each size."""
+    """The runs of the trainer, once for each size; ValueError for --world-size, which a plan has as --gpus."""
+    if "--world-size" in flags_in(arguments):
+        raise ValueError(f"{PRINT_PLAN} takes --gpus, not --world-size")
     cells: list[TrainingRunCell] = make_cells(
         replace(parse(Options, arguments, __doc__), how=("ours",), world_size=(1,))
     )

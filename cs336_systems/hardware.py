@@ -95,15 +95,14 @@ class Hardware:
     """Name in `MATMUL_DTYPES` -> dense FLOP/s with FP32 accumulation; absent if unpublished. See `peak`."""
 
     memory_bytes: int | None
-    """Capacity in bytes. The "80 GB" of a datasheet are 80 GiB; firmware (and ECC on GDDR6, one sixteenth)
-    keeps some of it, so this is an upper bound: ask the driver for what is left."""
+    """Capacity in bytes, without what ECC takes of GDDR6. The "80 GB" of a datasheet are 80 GiB; firmware keeps some of
+    it, so this is an upper bound: ask the driver for what is left."""
 
     memory_bytes_per_s: float | None
     """Device memory bandwidth in bytes/s, reads and writes together."""
 
     link_bytes_per_s: float | None
-    """NVLink of one GPU, all links together, in bytes/s per direction. On PCIe cards it needs a bridge and
-    reaches one neighbour only; on SXM boards it reaches every GPU behind the NVSwitch."""
+    """NVLink of one GPU, all links together, in bytes/s per direction."""
 
     host_link_bytes_per_s: float | None
     """PCIe between device and host, in bytes/s per direction."""
@@ -117,10 +116,25 @@ class Hardware:
     watts: float | None = None
     """Board power, as the datasheet has it: what products may draw."""
 
+    links_join: int = 8
+    """GPUs of a host that NVLink joins: two by the bridge that PCIe cards need, all behind an SXM board's NVSwitch."""
+
     @property
     def is_hopper(self) -> bool:
         """Whether it has compute capability 9.0, which ``--attention hopper`` is written for."""
         return self.name.startswith(("H100", "H200"))
+
+    @property
+    def may_be_hopper(self) -> bool:
+        """Whether it is, or is a card described by its figures, of which nobody says."""
+        return self.is_hopper or not self.device_names
+
+    def copies_reach(self, n_gpus: int) -> bool:
+        """Whether so many GPUs of a host can write each other's memory: GeForce cards only over NVLink.
+
+        Source: https://github.com/NVIDIA/nccl/issues/1127 (of the RTX 4090; later GeForce cards are taken to be alike).
+        """
+        return self.kind != "consumer" or (bool(self.link_bytes_per_s) and n_gpus <= self.links_join)
 
     @property
     def host_memory_bytes_per_s(self) -> float | None:
@@ -134,13 +148,13 @@ class Hardware:
         """FLOP/s that the card's power allows in large products of ``dtype``; None where no peak is published.
 
         Of the peak P it allows 1 / (1 + e P / W), W watts, e the energy of a FLOP beside what the rest of the card
-        draws: ``POWER_SLOPE``. A card without published power gets that of one that needs 1 W a TFLOP/s.
+        draws: ``POWER_SLOPE``. A card without published power is taken to have 1 W for each TFLOP/s in bf16.
         """
         peak = self.peak(dtype)
         if peak is None:
             return None
-        tflops_per_watt = peak / TERA / self.watts if self.watts else 1.0
-        return peak / (1 + POWER_SLOPE * ENERGY.get(dtype, 1.0) * tflops_per_watt)
+        watts = self.watts or (self.peak("bf16") or peak) / TERA
+        return peak / (1 + POWER_SLOPE * ENERGY.get(dtype, 1.0) * peak / TERA / watts)
 
     def peak(self, dtype: str) -> float | None:
         """Dense matmul FLOP/s of `dtype`, None where none is published; ValueError for any other name."""
@@ -160,13 +174,14 @@ def _gpu(
     name: str,
     device_names: tuple[str, ...],
     tflops: tuple[float, ...],
-    gib: int,
+    gib: float,
     gb_per_s: float,
     link_gb_per_s: float | None,
     pcie_gen: int,
     watts: float,
     kind: str,
     datasheet: str,
+    links_join: int = 8,
 ) -> Hardware:
     """A GPU in its datasheet's units; TFLOP/s are those of fp32, tf32, fp16 and bf16 alike, and fp8 if it has that."""
     fp32, tf32, half, *fp8 = (value * TERA for value in tflops)
@@ -174,13 +189,14 @@ def _gpu(
         name,
         tuple(f"NVIDIA {device_name}" for device_name in device_names),
         {"fp32": fp32, "tf32": tf32, "fp16": half, "bf16": half} | ({"fp8": fp8[0]} if fp8 else {}),
-        gib * GIB,
+        int(gib * GIB),
         gb_per_s * GB_PER_S,
         None if link_gb_per_s is None else link_gb_per_s * GB_PER_S,
         {4: PCIE_GEN4_X16, 5: PCIE_GEN5_X16}[pcie_gen],
         datasheet,
         kind,
         watts,
+        links_join,
     )
 
 
@@ -212,10 +228,10 @@ HARDWARE: tuple[Hardware, ...] = (
     # A100 of 40 GB: SXM and PCIe have the same figures throughout.
     _gpu("A100 40GB", ("A100-SXM4-40GB", "A100-PCIE-40GB"), _A100, 40, 1555, 300, 4, 400, _OLD_DC, _A100_40GB_PDF),
     _gpu("A100 SXM 80GB", ("A100-SXM4-80GB",), _A100, 80, 2039, 300, 4, 400, _OLD_DC, _A100_80GB_PDF),
-    _gpu("A100 PCIe 80GB", ("A100 80GB PCIe",), _A100, 80, 1935, 300, 4, 300, _OLD_DC, _A100_80GB_PDF),
+    _gpu("A100 PCIe 80GB", ("A100 80GB PCIe",), _A100, 80, 1935, 300, 4, 300, _OLD_DC, _A100_80GB_PDF, 2),
     # Whitepaper: the SXM datasheet has its figures sparse and rounded, the PCIe card's its memory as 2 TB/s.
     _gpu("H100 SXM", ("H100 80GB HBM3",), _GH100_SXM, 80, 3350, 450, 5, 700, _DC, _HOPPER),
-    _gpu("H100 PCIe", ("H100 PCIe",), (51.2, 378, 756, 1513), 80, 2039, 300, 5, 350, _DC, _HOPPER),
+    _gpu("H100 PCIe", ("H100 PCIe",), (51.2, 378, 756, 1513), 80, 2039, 300, 5, 350, _DC, _HOPPER, 2),
     # The SXM board; "NVIDIA H200 NVL" is a slower PCIe card. The datasheet prints peaks sparse and rounded (bf16
     # 1,979); chip and clocks are the H100 SXM's, so the whitepaper's unrounded figures hold.
     _gpu("H200", ("H200",), _GH100_SXM, 141, 4800, 450, 5, 700, _DC, _H200),
@@ -225,12 +241,13 @@ HARDWARE: tuple[Hardware, ...] = (
     # TB/s, and drivers report a 7680-bit bus at 3996 MHz, which is 7.67. PCIe: the datasheet's; the brief announced
     # Gen6.
     _gpu("B200", ("B200",), (75, 1125, 2250, 4500), 180, 7700, 900, 5, 1000, _DC, _B200),
-    # Tensor peaks are printed sparse: 120, 242, 485.
-    _gpu("L4", ("L4",), (30.3, 60, 121, 242.5), 24, 300, None, 4, 72, _OLD_DC, _L4),
+    # Tensor peaks are printed sparse: 120, 242, 485. Memory is 24 GB less a sixteenth for ECC, which is on by default
+    # (drivers report 23,034 MiB); so for the L40S, 48 GB less a sixteenth (46,068 MiB).
+    _gpu("L4", ("L4",), (30.3, 60, 121, 242.5), 22.5, 300, None, 4, 72, _OLD_DC, _L4),
     # As printed. Its bf16 pair is 362.05 dense | 733 sparse: the dense one is 2 x the L40's 181.05, while clocks (142
     # SMs x 1024 FLOP x 2.52 GHz) and half of 733 both give 366.4: shares read 1.2 % high.
-    _gpu("L40S", ("L40S",), (91.6, 183, 362.05, 733), 48, 864, None, 4, 350, _OLD_DC, _L40S),
-    _gpu("RTX 3090", ("GeForce RTX 3090",), (35.6, 35.6, 71), 24, 936, 56.25, 4, 350, _PC, _RTX_3090),
+    _gpu("L40S", ("L40S",), (91.6, 183, 362.05, 733), 45, 864, None, 4, 350, _OLD_DC, _L40S),
+    _gpu("RTX 3090", ("GeForce RTX 3090",), (35.6, 35.6, 71), 24, 936, 56.25, 4, 350, _PC, _RTX_3090, 2),
     _gpu("RTX 4090", ("GeForce RTX 4090",), (82.6, 82.6, 165.2, 330.3), 24, 1008, None, 4, 450, _PC, _RTX_4090),
     _gpu("RTX 5090", ("GeForce RTX 5090",), (104.8, 104.8, 209.5, 419), 32, 1792, None, 5, 575, _PC, _RTX_5090),
     # The 600 W Workstation Edition only: the Server and Max-Q Editions run at other clocks, and no dense figure per
@@ -258,7 +275,7 @@ _NEEDED = ("peak", "bandwidth", "memory")
 def hardware_described(text: str) -> Hardware:
     """A card by its figures: ``peak=165,bandwidth=1008,memory=24``, and fp8, host, nvlink, watts and class if known.
 
-    Without them it has no fp8, 32 GB/s each way to the host, no NVLink, and 1 W a TFLOP/s.
+    Without them it has no fp8, 32 GB/s each way to the host, no NVLink, and 1 W for each TFLOP/s in bf16.
 
     Raises:
         ValueError: a figure is no number above 0, unknown, missing or given twice, or the class is unknown.
@@ -289,17 +306,20 @@ def hardware_described(text: str) -> Hardware:
 
 def hardware_named(name: str) -> Hardware:
     """The first GPU whose name here begins with these words, whatever their case, with spaces or hyphens between them;
-    or the one that figures describe.
+    the one that its driver calls so; or the one that figures describe.
 
     Raises:
         ValueError: no such GPU; the message has the nearest names, and all that are known.
     """
     if "=" in name:
         return hardware_described(name)
+    if (exact := find_hardware(name)) is not None and exact.peak_flops:
+        return exact
     words = name.lower().replace("-", " ").split()
     gpus = {hardware.name.lower().replace(" ", "-"): hardware for hardware in HARDWARE if hardware.peak_flops}
     for known, hardware in gpus.items():
         if words and known.split("-")[: len(words)] == words:
             return hardware
     near = " or ".join(difflib.get_close_matches(name.lower(), gpus, n=3))
-    raise ValueError(f"--gpu {name}: {f'did you mean {near}? ' if near else ''}known are {', '.join(gpus)}")
+    known = f"{f'did you mean {near}? ' if near else ''}known are {', '.join(gpus)}"
+    raise ValueError(f"--gpu {name}: {known}; or figures, as in peak=165,bandwidth=1008,memory=24")

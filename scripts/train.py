@@ -17,8 +17,8 @@ command finishes the step, saves and exits, with code 130 or 0; a second Ctrl-C 
 FILE.toml sets options, which those on the command line override; the command prints such a file with --print-config.
 With --print-memory it prints the predicted memory on device and host. With --print-plan it says what the run should
 cost on the card of --gpu, which need not be here: what fits, the fastest choices, tokens/s, days, energy; --gpus,
---device-gib, --host-gib, --run-tokens 100B, --price-per-gpu-hour and --picture FILE say more. In all three cases it
-trains nothing.
+--device-gib, --host-gib (of all ranks), --run-tokens 100B, --price-per-gpu-hour and --picture FILE say more. In all
+three cases it trains nothing.
 
     uv run scripts/train.py --print-plan --gpu rtx-4090 --host-gib 60 --size llama3-8b --context-length 8192
 """
@@ -159,6 +159,9 @@ def to_toml(options: TrainOptions) -> str:
 
 def _print_plan(given: list[str]) -> int:
     from cs336_systems.report.card_plan import plan_asked
+
+    if not {"-h", "--help"}.isdisjoint(given):
+        parse(["--help"])
 
     def run(arguments: list[str]) -> list[TrainOptions]:
         options = parse(arguments)

@@ -103,6 +103,11 @@ def test_a_card_is_described_by_its_figures():
     assert gpu.host_memory_bytes_per_s == listed.host_memory_bytes_per_s
     assert gpu.sustained_flops("bf16") == pytest.approx(listed.sustained_flops("bf16"), rel=0.01)
     assert hardware_named("peak=165,bandwidth=1008,memory=24").peak("fp8") is None
+    without, one = (hardware_named(f"peak=165,bandwidth=1008,memory=24,fp8=330{w}") for w in ("", ",watts=165"))
+    assert [without.sustained_flops(dtype) for dtype in ("bf16", "fp8")] == [
+        one.sustained_flops(dtype) for dtype in ("bf16", "fp8")
+    ]
+    assert hardware_named("NVIDIA H200").name == "H200"
     for text, message in (
         ("peak=165", "say bandwidth and memory, too"),
         ("peak=x,bandwidth=1,memory=1", "peak must be a number above 0, got 'x'"),

@@ -162,6 +162,8 @@ class Search:
             "batch": Layouts.of(replace(job, batch_tokens=2 * job.batch_tokens)),
         }
         found |= {f"twice the {name}": (each.job, each.best()) for name, each in doubled.items()}
+        if job.n_gpus == 1:
+            del found["FSDP alone"]
         hidden = layouts.hiding_tensor_ranks()
         found["tensor ranks by copies"] = hidden.job, hidden.best()
         gains, lines = dict[str, float](), list[Sequence[object]]()

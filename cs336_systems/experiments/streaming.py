@@ -9,6 +9,7 @@ some of the layers and limits of its own, and activations go from rank to rank. 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, Stage, measured_by, presented
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.experiments.options import RunOptions, every
-from cs336_systems.hardware import hardware_named
+from cs336_systems.hardware import GIB, Hardware, hardware_named
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 if TYPE_CHECKING:
@@ -151,7 +152,8 @@ def make_cells(options: Any) -> list[StreamingCell]:
     given = {name: value for name in (*_SETS, *of_step) if (value := getattr(options, name)) is not None}
     if options.timeline and options.out is None:
         raise ValueError("--timeline draws in the folder of --out, which is not given")
-    simulated = hardware_named(options.gpu).name if options.gpu else ""
+    gpu = hardware_named(options.gpu) if options.gpu else None
+    simulated = gpu.name if gpu else ""
     if options.peers and simulated:
         raise ValueError(f"--peers {options.peers[0]} is measured: --gpu goes without")
     cells: list[StreamingCell] = []
@@ -163,6 +165,10 @@ def make_cells(options: Any) -> list[StreamingCell]:
             _TINY | {"chunk": 32, "tokens_per_step": 512} if name == "tiny" else _DEFAULTS | dict.fromkeys(of_step, 0)
         )
         asked = usual | given
+        if gpu:
+            if name == "tiny" and "device_gib" not in given:
+                raise ValueError("--gpu simulates models for GPUs: give --size, as llama3-8b, or --device-gib for tiny")
+            _check_gpu(gpu, asked["device_gib"], options.recipe)
         for length in asked["context_length"]:
             _check_tokens(length, asked["chunk"], asked["tokens_per_step"], quantized=set(options.recipe) != {"stored"})
         if (n_layers := resolve_size(name).n_layers) < max(worlds):
@@ -175,6 +181,15 @@ def make_cells(options: Any) -> list[StreamingCell]:
             in_ring = cell.ranks > 1 and not simulated  # one process simulates all ranks
             cells.append(RingCell(**vars(cell)) if in_ring else cell)
     return cells
+
+
+def _check_gpu(gpu: Hardware, device_gib: Sequence[float], recipes: Sequence[str]) -> None:
+    """Raises ValueError for what a device that is simulated cannot run."""
+    memory = (gpu.memory_bytes or math.inf) / GIB
+    if max(device_gib) > memory:
+        raise ValueError(f"--device-gib {max(device_gib):g} is more than {gpu.name} has, {memory:.1f} GiB")
+    if not gpu.peak("fp8") and (fp8 := [recipe for recipe in recipes if recipe != "stored"]):
+        raise ValueError(f"--recipe {fp8[0]}: {gpu.name} has no products in fp8")
 
 
 def _check_tokens(context_length: int, chunk: int, tokens_per_step: int, *, quantized: bool) -> None:

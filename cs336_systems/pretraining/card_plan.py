@@ -19,7 +19,8 @@ from itertools import product
 from operator import attrgetter
 from typing import Any, NoReturn
 
-from cs336_systems.config import ModelConfig, Recipe, resolve_size
+from cs336_systems.case import RECIPE
+from cs336_systems.config import FP8_QUANTUM, ModelConfig, Recipe, resolve_size
 from cs336_systems.costs.kept import STORED
 from cs336_systems.costs.offload import state_keys
 from cs336_systems.costs.parallelism.layout import Layout
@@ -34,7 +35,8 @@ from cs336_systems.streaming.choose import HOST_OVERHEAD, Caps, CapsTooSmallErro
 
 PRINT_PLAN = "--print-plan"
 TOKENS_PER_STEP = 524_288
-"""Tokens of a step if --total-batch-tokens is not given."""
+"""Tokens of a step if --total-batch-tokens is not given, or up to ``LESS`` of them less."""
+LESS = 1 / 8
 KEEPS = ("all", "all-norm", "all-norm-swiglu", "products-ffn", "attention", "input")
 OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("m", "v"), ("residual",), ("m", "v", "residual"))
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -105,6 +107,19 @@ def _tokens(text: str) -> float:
         return float(text[:-1]) * scale if scale else float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"say a number of tokens, such as 100B or 15T, got {text!r}") from None
+
+
+def _tokens_per_step(least: int) -> int:
+    """Return about ``TOKENS_PER_STEP``, in as many whole micro-batches as possible of every size that is tried.
+
+    Args:
+        least: tokens of a step in which each GPU has one micro-batch of the least size.
+    """
+    for micro_batch in reversed(MICRO_BATCHES):
+        tokens = TOKENS_PER_STEP // (micro_batch * least) * micro_batch * least
+        if tokens >= (1 - LESS) * TOKENS_PER_STEP:
+            return tokens
+    return max(least, TOKENS_PER_STEP // least * least)
 
 
 @dataclass(frozen=True)
@@ -188,7 +203,7 @@ class CardPlan:
             if (limit := options.device_gib or 0.0) > memory:
                 raise ValueError(f"--device-gib {limit:g} is more than {hardware.name} has, {memory:.1f} GiB")
         least = length * asked.gpus * (options.batch_size if "batch_size" in given else 1)
-        tokens = options.total_batch_tokens or max(least, TOKENS_PER_STEP // least * least)
+        tokens = options.total_batch_tokens or _tokens_per_step(least)
         if tokens % length:
             raise ValueError(f"--total-batch-tokens {tokens:,} is no whole number of sequences of {length:,}")
         case = replace(options, total_batch_tokens=None).training_case(config, 1)
@@ -196,10 +211,19 @@ class CardPlan:
             raise ValueError(f"--gpus {asked.gpus} cannot be divided into groups of --tensor {options.tensor}")
         if case.dtype != "bf16":
             raise ValueError(f"{PRINT_PLAN} plans steps in bf16 and fp8, and --dtype is {case.dtype}")
-        if options.context * options.pipeline * options.worlds > 1:
-            raise ValueError(f"{PRINT_PLAN} plans data and tensor ranks, not --context, --pipeline or --agree")
+        if options.context * options.pipeline * options.replicas > 1:
+            others = "--context, --pipeline, --replicas or --agree"
+            raise ValueError(f"{PRINT_PLAN} plans data and tensor ranks, not {others}")
+        if case.recipe.quantized and not hardware.peak("fp8"):
+            raise ValueError(f"--matmul-dtype {case.matmul_dtype}: {hardware.name} has no products in fp8")
+        if case.attention == "hopper" and not hardware.may_be_hopper:
+            raise ValueError(f"--attention hopper runs on H100 and H200 only, not on {hardware.name}")
+        if options.epochs is not None:
+            raise ValueError(f"{PRINT_PLAN} reads no data: say --run-tokens or --steps instead of --epochs")
         if "keep" in given and not case.written_out:
             raise ValueError(f"{PRINT_PLAN} plans blocks with a hand-written backward, not --keep {options.keep}")
+        if case.kernels != "fused":
+            raise ValueError(f"{PRINT_PLAN} plans steps of --kernels fused, and --kernels is {case.kernels}")
         if case.lora is not None:
             fault = f"{PRINT_PLAN} plans steps that train all weights, not --lora-rank {case.lora.rank}"
             raise ValueError(f"{fault}: --print-memory predicts what one with adapters needs")
@@ -208,6 +232,17 @@ class CardPlan:
         masters = (("master", 4),) if case.master == "fp32" else ()
         moments = (*((name, case.moment_bytes) for name, _ in BF16_MOMENTS), *masters)
         return cls(config, length, hardware, asked, tokens, moments, options, given)
+
+    @cached_property
+    def recipes(self) -> dict[str, Recipe]:
+        """The recipes that are tried, by name: that of the options, if they quantize, in place of the usual one.
+
+        fp8 is not, if the card has no products in it or they do not take sequences of this length.
+        """
+        own: Recipe = replace(self.own, total_batch_tokens=None).training_case(self.config, 1).recipe
+        fp8 = own if own.quantized else RECIPES["fp8"]
+        tried = self.hardware.peak("fp8") and self.length % FP8_QUANTUM == 0
+        return {"bf16": STORED} | ({"fp8": fp8} if tried else {})
 
     @property
     def device_bytes(self) -> float:
@@ -219,7 +254,7 @@ class CardPlan:
     def host_bytes(self) -> float:
         """Bytes of host memory for one rank's states; none if the host's memory is not given."""
         given = self.asked.host_gib
-        return 0.0 if given is None else max(0.0, given * GIB - HOST_OVERHEAD) / self.asked.gpus
+        return 0.0 if given is None else max(0.0, given * GIB / self.asked.gpus - HOST_OVERHEAD)
 
     @property
     def may_stream(self) -> bool:
@@ -235,7 +270,8 @@ class CardPlan:
             micro_batches = self._tried("batch_size", MICRO_BATCHES)
             for micro_batch in (each for each in micro_batches if sequences // data % each == 0):
                 levels = self._tried("zero", (0, 1, 3)) if data > 1 else (0,)
-                by = self._tried("tensor_by", ("collectives", "copies")) if tensor > 1 else ("collectives",)
+                forms = ("collectives", "copies") if self.hardware.copies_reach(tensor) else ("collectives",)
+                by = self._tried("tensor_by", forms) if tensor > 1 else ("collectives",)
                 for zero, keep, tensor_by in product(levels, self._tried("keep", KEEPS), by):
                     yield self._layout(data, zero, tensor, tensor_by, keep, micro_batch)
 
@@ -276,12 +312,10 @@ class CardPlan:
         Raises:
             NothingFits: no way does; the message says what is short, and by how much.
         """
-        recipes = {name: each for name, each in RECIPES.items() if name != "fp8" or self.hardware.peak("fp8")}
-        capped = self.own.capped
-        found, least = ({}, None) if capped else self._fastest(recipes, self._layouts())
+        found, least = ({}, None) if self.own.capped else self._fastest(self.recipes, self._layouts())
         short: CapsTooSmallError | None = None
         if self.may_stream:
-            for name, recipe in recipes.items():
+            for name, recipe in self.recipes.items():
                 try:
                     if name not in found:
                         found["streamed" if name == "bf16" else f"streamed {name}"] = self._streamed(recipe)
@@ -323,7 +357,7 @@ class CardPlan:
         if least is None:
             raise NothingFits(f"steps of {self.tokens_per_step:,} tokens of {what} do not divide among {cards}")
         if least.host_bytes > self.host_bytes:
-            needs = (least.host_bytes * self.asked.gpus + HOST_OVERHEAD) / GIB
+            needs = (least.host_bytes + HOST_OVERHEAD) * self.asked.gpus / GIB
             raise NothingFits(f"{what} on {cards} with {least.arguments} needs --host-gib {needs:.1f} or more")
         short = (least.device_bytes - self.device_bytes) / GIB
         if short <= 0:
@@ -353,10 +387,12 @@ class CardPlan:
 
     def fault(self, way: Way) -> str | None:
         """Return why the options of a way exclude each other, or None if they do not."""
-        layout = way.layout
+        layout, own = way.layout, self.own
+        if not way.recipe.quantized:  # options of quantized matmuls are left out of such a way's command
+            own = replace(own, **{name: getattr(TrainOptions, name) for name in RECIPE})
         try:
             replace(
-                self.own,
+                own,
                 batch_size=layout.micro_batch,
                 total_batch_tokens=None,
                 keep=layout.keep,
@@ -382,6 +418,7 @@ class CardPlan:
             *(self.config, self.length, caps, Rates.of(self.hardware)),
             moments=dict(self.moments),
             tokens_per_step=self.own.total_batch_tokens,
+            chunk=self.own.chunk,
             recipe=recipe,
             effort=EFFORT,
         )

@@ -105,9 +105,12 @@ def choose_fastest(
 
 
 def _host_gib(world_size: int) -> float:
-    """Free memory of all hosts, as that of one: what libraries take on each of the others is taken off."""
+    """Memory of all hosts for these ranks: what is free, of which a plan takes off what a process takes for each rank.
+
+    Ranks that are here have taken most of that before; one process's share stays free on each host.
+    """
     n_hosts = world_size / int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return (n_hosts * free_bytes(torch.device("cpu")) - (n_hosts - 1) * HOST_OVERHEAD) / GIB
+    return (n_hosts * free_bytes(torch.device("cpu")) + (world_size - n_hosts) * HOST_OVERHEAD) / GIB
 
 
 def _too_large(before: Choice, plan: CardPlan, free: int) -> str:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.case import RECIPE
-from cs336_systems.config import FASTEST, ModelConfig
-from cs336_systems.costs.parallelism.forms import GPUS_PER_HOST
+from cs336_systems.config import FASTEST, FP8_QUANTUM, ModelConfig
+from cs336_systems.costs.parallelism.forms import GPUS_PER_HOST, NETWORK_BYTES_PER_S
 from cs336_systems.costs.parallelism.seconds import by_class
 from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.declared import flag
-from cs336_systems.hardware import DATA_CENTRE, GIB, find_hardware
+from cs336_systems.hardware import DATA_CENTRE, GIB, find_hardware, hardware_named
 from cs336_systems.pretraining.card_plan import PRINT_PLAN, TRIED, Asked, CardPlan, Way
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_refusals import spelled
@@ -35,8 +35,9 @@ _BAR = 30
 _ERRORS = {"H100 SXM": 0.05, "H200": 0.05, "RTX 3090": 0.12, "RTX PRO 6000 Blackwell": 0.12}
 """By card, the relative error that nine of ten predictions stayed below: for an H100 and an H200 of this suite's own
 steps, else of published ones (profiles/your-card.md; ``scripts/parallelism.py cards``)."""
-_UNFITTED, _SEVERAL = 0.2, 0.15
-"""That error for cards on whose steps nothing was fitted, and the least for more than four GPUs."""
+_UNFITTED, _SEVERAL_GPUS = 0.2, 4
+"""That error for cards on whose steps nothing was fitted, and for more GPUs than so many."""
+_HOSTS = f"Hosts are taken to have {GPUS_PER_HOST} GPUs, each with {8 * NETWORK_BYTES_PER_S / 1e9:g} Gbit/s to others."
 _MULTI_NODE = "TORCHRUN='uv run torchrun' scripts/launch/multi_node.sh"
 _PLANNED = {*TRIED, *RECIPE[:1], "init", "size", "context_length", "total_batch_tokens", "accumulate", "choose_fastest"}
 _PLANNED |= {"device", "device_gib", "host_gib", "chunk"}
@@ -83,7 +84,7 @@ def _card_here() -> str:
 
 def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str, given: Sequence[str] = ()) -> int:
     """Print the plans of some runs, draw the picture of the last if asked, and end with one JSON object."""
-    summary: dict[str, Any] = {"command": command, "gpu": asked.gpu, "gpus": asked.gpus}
+    summary: dict[str, Any] = {"command": command, "gpu": hardware_named(asked.gpu).name, "gpus": asked.gpus}
     for options in runs:
         plan = CardPlan.of(options, asked, given, _config_of_weights(options.init))
         if plan.may_stream:
@@ -140,7 +141,7 @@ def run_cost(plan: CardPlan, way: Way) -> dict[str, float | None]:
 
 def relative_error(plan: CardPlan) -> float:
     """Return the relative error that nine of ten predictions for this card stay below."""
-    return max(_ERRORS.get(plan.hardware.name, _UNFITTED), _SEVERAL if plan.asked.gpus > 4 else 0.0)
+    return _UNFITTED if plan.asked.gpus > _SEVERAL_GPUS else _ERRORS.get(plan.hardware.name, _UNFITTED)
 
 
 def _step_seconds(plan: CardPlan, way: Way) -> float:
@@ -225,8 +226,11 @@ def classes_table(plan: CardPlan) -> Table:
 def sentences(plan: CardPlan) -> list[str]:
     """Return the fastest way as a command, whether fp8 pays, and how far predictions may be off."""
     error = f"{100 * relative_error(plan):.0f} %"
-    known = plan.hardware.name in _ERRORS
-    fitted = "nine of ten known steps of this card were that near" if known else "nothing was fitted on this card"
+    fitted = "nothing was fitted on this card"
+    if plan.hardware.name in _ERRORS:
+        fitted = "nine of ten known steps of this card were that near"
+    if plan.asked.gpus > _SEVERAL_GPUS:
+        fitted = "so near were published steps of others on 8 to 16,384 H100s"
     untried = plan.may_stream and not any(way.streamed for way in plan.best.values())
     limits = (
         f"--device-gib {plan.device_bytes / GIB:.5g} with --host-gib plans layers that stream, which may be faster."
@@ -238,6 +242,7 @@ def sentences(plan: CardPlan) -> list[str]:
         fp8_pays(plan),
         *attention_assumed(plan),
         f"The range is {error} each way: {fitted}.",
+        *([_HOSTS] if plan.asked.gpus > GPUS_PER_HOST else []),
     ]
 
 
@@ -276,12 +281,15 @@ def train_arguments(plan: CardPlan, way: Way) -> str:
     tokens = way.streamed.plan.tokens
     caps = f"--device-gib {plan.device_bytes / GIB:.5g} --host-gib {plan.asked.host_gib:g}"
     dtype = " --matmul-dtype e4m3" if way.recipe.quantized else ""
-    return f"{words} --total-batch-tokens {tokens} --batch-size 1 {caps}{dtype}"  # chunks are the plan's
+    chunk = "" if plan.own.chunk is None else f" --chunk {plan.own.chunk}"  # else the run's plan chooses them
+    return f"{words} --total-batch-tokens {tokens} --batch-size 1 {caps}{chunk}{dtype}"
 
 
 def fp8_pays(plan: CardPlan) -> str:
     if not plan.hardware.peak("fp8"):
         return f"fp8: {plan.hardware.name} has no products in fp8."
+    if "fp8" not in plan.recipes:
+        return f"fp8: its matmuls take sizes that {FP8_QUANTUM} divides, not {plan.length:,} tokens."
     best = plan.best
     fp8, bf16 = best.get("fp8") or best.get("streamed fp8"), best.get("bf16") or best.get("streamed")
     if fp8 is None or bf16 is None:

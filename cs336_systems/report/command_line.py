@@ -28,6 +28,11 @@ import tyro
 Format = Literal["auto", "markdown", "latex", "csv"]
 """The form of tables: auto draws them on a terminal and writes Markdown elsewhere."""
 
+# Threads that wait for others look for them for some ten microseconds, not for milliseconds as by default: on two cores
+# beside two busy programs a first training step took 2 s instead of 25, and alone as long. OpenMP reads it with torch.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 BAD_INPUT = 2
 INTERRUPTED = 130
 

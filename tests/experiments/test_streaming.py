@@ -63,6 +63,9 @@ def test_a_peer_is_measured(peer):
         (("--world-size", "2", "--peers", "compiled"), "--peers compiled .* --world-size 2"),
         (("--peers", "compiled", "--gpu", "h200"), "--peers compiled"),
         (("--gpu", "l40"), "--gpu l40: did you mean l4"),
+        (("--gpu", "a100", "--size", "llama3-8b", "--recipe", "e4m3"), "--recipe e4m3: A100 40GB has no products"),
+        (("--gpu", "l4", "--size", "llama3-8b"), "--device-gib 24 is more than L4 has, 22.5 GiB"),
+        (("--gpu", "h200"), "--gpu simulates models for GPUs: give --size"),
         (("--size", "huge"), "'huge'"),
     ],
 )

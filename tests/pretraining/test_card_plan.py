@@ -91,6 +91,33 @@ def test_small_steps_are_planned_without_a_batch_size(load_script, capsys):
     assert "3,072 tokens a step" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("length", "gpus", "sequences"), [(1536, 1, 320), (3072, 1, 160), (1024, 6, 80), (1024, 7, 64), (5120, 2, 48)]
+)
+def test_a_step_has_whole_micro_batches_of_many_sizes_by_default(length, gpus, sequences):
+    """Steps of 523,776 tokens had 341 sequences of 1,536, which only micro-batches of one divide: a quarter as fast."""
+    tokens = plan("qwen2.5-0.5b", length, gpus=gpus).tokens_per_step
+    assert tokens == sequences * length * gpus and 7 / 8 * 524_288 <= tokens <= 524_288
+
+
+def test_fp8_is_left_out_where_it_does_not_take_the_length():
+    found = plan("small", 1000)
+    assert list(found.best) == ["bf16"] and "not 1,000 tokens" in fp8_pays(found)
+
+
+def test_a_recipe_that_is_given_is_the_one_that_is_planned():
+    asked = {"matmul_dtype": "e4m3", "fp8_skip_first": 20}
+    found, usual = plan("qwen2.5-0.5b", options=asked), plan("qwen2.5-0.5b")
+    assert found.best["fp8"].recipe.n_skipped == 20
+    assert usual.best["bf16"].tokens_per_s < found.best["fp8"].tokens_per_s < 0.9 * usual.best["fp8"].tokens_per_s
+    assert found.best["bf16"].tokens_per_s == usual.best["bf16"].tokens_per_s
+
+
+def test_each_rank_takes_its_libraries_from_the_host():
+    one, eight = plan(host_gib=80), plan(host_gib=80, gpus=8)
+    assert one.host_bytes == 77 * GIB and eight.host_bytes == 7 * GIB
+
+
 def test_layers_stream_in_both_dtypes_within_limits():
     limits = {"device_gib": 24, "host_gib": 75, "total_batch_tokens": 262_144}
     found = plan("llama3-8b", 8192, limits, gpu="h200")
@@ -335,6 +362,14 @@ def test_classes_of_kernels_sum_up_to_the_step(card):
         ("--gpu h100 --steps 5 --run-tokens 1B", "--steps and --run-tokens both say how long the run is: give one"),
         ("--gpu h100 --dtype fp32 --optimizer torch-fused", "plans steps in bf16 and fp8, and --dtype is fp32"),
         ("--gpu h100 --optimizer muon", "knows the time and the moments of AdamW, and --optimizer is muon"),
+        ("--gpu h100 --epochs 2", "reads no data: say --run-tokens or --steps instead of --epochs"),
+        ("--gpu h100 --kernels reference", "plans steps of --kernels fused, and --kernels is reference"),
+        (
+            "--gpu h100 --gpus 4 --zero 3 --replicas 2",
+            "plans data and tensor ranks, not --context, --pipeline, --replicas",
+        ),
+        ("--gpu l40s --attention hopper", "--attention hopper runs on H100 and H200 only, not on L40S"),
+        ("--gpu a100 --matmul-dtype e4m3", "--matmul-dtype e4m3: A100 40GB has no products in fp8"),
         ("", "--print-plan needs --gpu"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_choice_that_does_not_fit_any_more_is_made_anew_and_said(card, monkeyp
         ({"dtype": "fp32", "optimizer": "torch-fused"}, "plans steps in bf16"),
         ({"lora_rank": 8, "save_every": None, "export": False}, "not --lora-rank 8"),
         ({"context": 2}, "data and tensor ranks"),
-        ({"kernels": "reference"}, "hand-written backward"),
+        ({"kernels": "reference"}, "plans steps of --kernels fused"),
     ],
 )
 def test_what_is_not_planned_keeps_its_defaults_and_says_why(card, given, why):

@@ -219,10 +219,11 @@ class Search:
         return replace(self, job=job)
 
     def hiding_tensor_ranks(self) -> "Search":
-        """The same layouts with rows of tensor ranks, inside a host, copied while products run."""
+        """The same layouts with rows of tensor ranks copied beside products, where GPUs reach each other's memory."""
 
         def copying(layout: Layout) -> Layout:
-            return replace(layout, tensor_by="copies") if layout.tensor <= GPUS_PER_HOST else layout
+            near = layout.tensor <= GPUS_PER_HOST and self.job.hardware.copies_reach(layout.tensor)
+            return replace(layout, tensor_by="copies") if near else layout
 
         return replace(self, peaks=tuple((peak, copying(layout)) for peak, layout in self.peaks))
 

@@ -145,11 +145,13 @@ def step_seconds(
     c = layout.context
     uneven = (2 * c - 1) / c - 1 if layout.context_order == "ring" else 0.0
     compute = own * (work.compute + uneven * work.attention)
-    network = _Network(hardware.link_bytes_per_s or rates.link_out_both, network_bytes_per_s)
+    joined = hardware.links_join if hardware.link_bytes_per_s else 1
+    network = _Network(hardware.link_bytes_per_s or inf, joined, rates.link_out_both, network_bytes_per_s)
     rows = layout.micro_batch * length // c
     many = rows // layout.tensor * config.d_model >= copied_from
     by = layout.tensor_by if many and layout.tensor <= GPUS_PER_HOST else "collectives"
-    waits = _tensor_waits(part, slowest.n_layers, rows, layout.keep, layout.tensor, by, network)
+    products = own * (work.compute - work.attention)
+    waits = _tensor_waits(part, slowest.n_layers, rows, layout.keep, layout.tensor, by, recipe, network, products)
     waits += _context_waits(part, slowest, rows, layout, network, own * work.attention)
     slowed = _slowed(part, fullest, layout, network, compute)
     updates = work.updates * fullest.n_parameters(config) / config.n_parameters
@@ -233,24 +235,33 @@ def _offloaded(
 
 @dataclass(frozen=True)
 class _Network:
-    """The rates of messages between GPUs, in bytes/s each way: of NVLink, and of a GPU's network card."""
+    """The rates of messages between GPUs, in bytes/s each way."""
 
-    link_bytes_per_s: float
+    nvlink_bytes_per_s: float
+    joined: int
+    """GPUs of a host that NVLink joins."""
+    pcie_bytes_per_s: float
+    """Through the host, to its other GPUs."""
     card_bytes_per_s: float
+    """Of a GPU's network card."""
+
+    def inside(self, n_gpus: int) -> float:
+        """The rate between neighbours among so many GPUs of a host."""
+        return self.nvlink_bytes_per_s if n_gpus <= self.joined else self.pcie_bytes_per_s
 
     def ring(self, n_ranks: int, stride: int) -> tuple[Link, int]:
         """The link of collectives of ranks that are so far apart, and the hosts that their rings pass."""
         if n_ranks * stride <= GPUS_PER_HOST:
-            return Link(ALPHA_S, 1 / (LINK_SHARE * self.link_bytes_per_s)), 1
+            return Link(ALPHA_S, 1 / (LINK_SHARE * self.inside(n_ranks * stride))), 1
         here = min(n_ranks, max(1, GPUS_PER_HOST // stride))
-        rate = min(self.link_bytes_per_s, here * self.card_bytes_per_s)
+        rate = min(self.inside(GPUS_PER_HOST), here * self.card_bytes_per_s)
         return Link(ALPHA_S, 1 / (LINK_SHARE * rate)), -(-n_ranks // here)
 
     def neighbours(self, n_ranks: int, stride: int) -> Link:
         """The slowest link of messages from one of these ranks to the next, which one card carries between hosts."""
         if n_ranks * stride <= GPUS_PER_HOST:
             return self.ring(n_ranks, stride)[0]
-        return Link(HOST_ALPHA_S, 1 / (LINK_SHARE * min(self.link_bytes_per_s, self.card_bytes_per_s)))
+        return Link(HOST_ALPHA_S, 1 / (LINK_SHARE * min(self.inside(GPUS_PER_HOST), self.card_bytes_per_s)))
 
 
 class _Work(NamedTuple):
@@ -306,18 +317,35 @@ def _work(
     return _Work(compute, attention, forward, weights, block, embedding, head, updates, adds)
 
 
-@cache
 def _tensor_waits(
-    part: ModelConfig, n_layers: int, rows: int, keep: str, n_ranks: int, by: str, network: _Network
+    part: ModelConfig,
+    n_layers: int,
+    rows: int,
+    keep: str,
+    n_ranks: int,
+    by: str,
+    recipe: Recipe,
+    network: _Network,
+    products: float,
 ) -> float:
-    """Seconds of what tensor ranks send by collectives in a micro-batch of ``rows`` tokens."""
+    """Seconds in which tensor ranks wait for each other's rows in a micro-batch of ``rows`` tokens.
+
+    Nothing runs beside collectives. Copies run beside products, and are waited for as far as they take longer.
+    """
     if n_ranks == 1:
         return 0.0
     link, _ = network.ring(n_ranks, 1)
-    sent = tensor_sent(replace(part, n_layers=max(1, n_layers)), rows, keep, n_ranks, _ITEMSIZE, by=by)
+    sent = _tensor_sent(part, n_layers, rows, keep, n_ranks, by, recipe)
     whole = rows * part.d_model * _ITEMSIZE
     count = sent[GATHER] // whole + sent[SCATTER] * n_ranks // whole
-    return link.alpha_s * (n_ranks - 1) * count + _ring_bytes(sent, n_ranks) / link.bytes_per_s
+    collectives = link.alpha_s * (n_ranks - 1) * count + _ring_bytes(sent, n_ranks) / link.bytes_per_s
+    return collectives + max(0.0, sent[SEND] / link.bytes_per_s - products)
+
+
+@cache
+def _tensor_sent(part: ModelConfig, n_layers: int, rows: int, keep: str, n_ranks: int, by: str, recipe: Recipe) -> Sent:
+    layers = replace(part, n_layers=max(1, n_layers))
+    return tensor_sent(layers, rows, keep, n_ranks, _ITEMSIZE, by=by, recipe=recipe)
 
 
 def _context_waits(
