@@ -18,7 +18,7 @@ from cs336_systems.experiments.driver import command
 from cs336_systems.experiments.training import EXPERIMENT, Options, TrainingRunCell, make_cells
 from cs336_systems.pretraining.card_plan import PRINT_PLAN
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.report.command_line import exit_with, flags_in, parse
+from cs336_systems.report.command_line import complain, exit_with, flags_in, parse
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,7 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
         return command(EXPERIMENT, __doc__)(arguments)
     from cs336_systems.report.card_plan import plan_asked
 
-    return plan_asked(given, _runs, EXPERIMENT.name)
+    try:
+        return plan_asked(given, _runs, EXPERIMENT.name)
+    except (ValueError, OSError) as error:
+        return complain(EXPERIMENT.name, error)
 
 
 def _runs(arguments: list[str]) -> list[TrainOptions]:

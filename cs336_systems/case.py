@@ -25,6 +25,7 @@ from cs336_systems.config import (
     ModelConfig,
     Precision,
     Recipe,
+    check_known,
     did_you_mean,
     resolve_size,
 )
@@ -210,7 +211,8 @@ class TrainingCase:
 
     @property
     def precision(self) -> Precision:
-        """How the step stores and multiplies numbers."""
+        """How the step stores and multiplies numbers; ValueError for an unknown dtype."""
+        check_known("dtype", self.dtype, PRECISIONS)
         return PRECISIONS[self.dtype]
 
     @property

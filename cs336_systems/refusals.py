@@ -14,7 +14,7 @@ from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import LEVELS, keep_of_blocks
 from cs336_systems.costs.offload import offloaded
 from cs336_systems.costs.parallelism.stages import divide, plan_of
-from cs336_systems.declared import options_in
+from cs336_systems.declared import options_in, sign_refusal
 from cs336_systems.ranks import PIPELINE, SPLIT_BY_TORCH, TORCH_CONTEXT_ATTENTIONS, Parallel, context_parts
 
 
@@ -25,6 +25,10 @@ def refusal(case: TrainingCase) -> str | None:
         ValueError: a value is unknown; the message has the nearest.
     """
     _check_names(case)
+    for owner in (case, case.parallel):
+        for each, of in options_in(owner):
+            if wrong := sign_refusal(each.name, getattr(owner, each.name), of.sign):
+                return wrong
     for refused, sentence in REFUSALS:
         if refused(case):
             return sentence.format(case=case, parallel=case.parallel, attentions=", ".join(_attentions(case)))
@@ -39,12 +43,10 @@ def command_refusal(case: TrainingCase) -> str | None:
 
 
 def _check_names(case: TrainingCase) -> None:
-    for each, of in options_in(case):
-        if of.values:
-            check_known(each.name, getattr(case, each.name), of.values)
-    for each, of in options_in(case.parallel):
-        if of.values:
-            check_known(each.name, getattr(case.parallel, each.name), of.values)
+    for owner in (case, case.parallel):
+        for each, of in options_in(owner):
+            if of.values:
+                check_known(each.name, getattr(owner, each.name), of.values)
     canonical_policy(case.checkpoint)
     offloaded(case)
     if case.written_out:
@@ -104,11 +106,6 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         lambda case: _quantized(case) and not case.written_out,
         "matmul_dtype {case.matmul_dtype} with keep autograd: quantized matmuls are in blocks with a hand-written "
         "backward",
-    ),
-    (
-        lambda case: _quantized(case) and min(case.fp8_skip_first, case.fp8_skip_last) < 0,
-        "matmul_dtype {case.matmul_dtype} cannot skip fewer than no blocks, got {case.fp8_skip_first} and "
-        "{case.fp8_skip_last}",
     ),
     (
         lambda case: _quantized(case) and case.fp8_skip_first + case.fp8_skip_last >= case.config.n_layers,

@@ -102,7 +102,7 @@ def _generated(
             print(stream.push(token_id), end="", flush=True)
     print(stream.rest())
     if ids[-1] not in stops and len(ids) < drawn["max_tokens"]:
-        note = f"tokens is full after {len(prompt):,} of the prompt and {len(ids):,} new ones"
+        note = f"tokens is full after {len(prompt):,} of the prompt and {len(ids):,} new ones (the last takes none)"
         print(f"{NAME}: the context of {trained.model.config.context_length:,} {note}", file=sys.stderr)
     return ids, time.perf_counter() - started
 

@@ -52,7 +52,7 @@ BY_ROW = {"dtype": "bf16", "matmul_dtype": "e4m3", "scaling": "row"}
 
 REFUSED = [
     (replace(FP8, kernels="reference", keep="autograd"), "e4m3 with keep autograd"),
-    (replace(FP8, fp8_skip_first=-1), "got -1 and 0"),
+    (replace(FP8, fp8_skip_first=-1), "--fp8-skip-first must not be negative, got -1"),
     (replace(FP8, fp8_skip_first=2), "quantizes none of 2 blocks: the first 2 and the last 0"),
     (replace(FUSED, keep="autograd"), "kernels fused with keep autograd"),
     (replace(FUSED, device="cpu"), "need device cuda, got cpu"),

@@ -15,7 +15,8 @@ The autograd Functions of the Triton and the Hopper kernels share one route to a
 ``forward_through`` and ``backward_through``. A Function calls two operators registered with torch.library, whose fake
 implementations say shapes, dtypes and strides. ``torch.compile(fullgraph=True)`` traces through the Function, keeps the
 operators as they are, and sees no kernel; eager code runs the same lines. The operators are 4-D and have no formula for
-autograd: the Function is that formula, and a second derivative raises. Saved for backward are q, k, v, o, and one
+autograd: the Function is that formula, differentiable once. (As torch has it, a second derivative raises where the
+gradient of o has a gradient; else gradients count as constants.) Saved for backward are q, k, v, o, and one
 tensor of shape (batch[, heads], n_queries): the natural log-sum-exp, in fp32.
 """
 
@@ -109,7 +110,11 @@ def validate(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> 
 
 
 def check_starts(shape: AttentionShape, causal: bool, starts: Tensor) -> None:
-    """Raise ValueError unless ``starts`` can be the first keys of the documents of all queries."""
+    """Raise ValueError unless ``starts`` has the shape and dtype of the first keys of all queries' documents.
+
+    Its values, which may be on a GPU, are not looked at: each must be from 0 to its query's own position, and none less
+    than that of the query before.
+    """
     wanted = (shape.batch, shape.n_queries)
     if starts.dtype != torch.int32 or tuple(starts.shape) != wanted or not starts.is_contiguous():
         got = f"{starts.dtype} {tuple(starts.shape)}"

@@ -81,16 +81,16 @@ def cheapest_policy(
     if found is None:
         found = min(first_that_fits(first) + first_that_fits(kept), key=flops, default=None)
     if found is None:
-        raise ValueError(_nothing_fits(case, mode, budget_bytes, peaks))
+        raise ValueError(_nothing_fits(case, mode, budget_bytes, peaks, "--checkpoint"))
     return LeastRecomputation(found, peaks[found], flops(found) - flops("none"), flops("none"))
 
 
-def _nothing_fits(case: TrainingCase, mode: str, budget_bytes: int, peaks: dict[str, int]) -> str:
-    smallest = min(peaks, key=peaks.__getitem__)
+def _nothing_fits(case: TrainingCase, mode: str, budget_bytes: int, peaks: dict[str, int], option: str) -> str:
+    smallest = min(reversed(peaks), key=peaks.__getitem__)  # of equal ones what keeps least, which is tried last
     return (
         f"nothing that may be kept for backward fits {budget_bytes / GIB:.4g} GiB for {case.config.name}, "
         f"batch {case.batch_size}, context {case.context_length}, {case.dtype}, {mode}: the smallest predicted peak is "
-        f"{peaks[smallest] / GIB:.4g} GiB, with {smallest}"
+        f"{peaks[smallest] / GIB:.4g} GiB, with {option} {smallest}"
     )
 
 
@@ -130,7 +130,7 @@ def cheapest_keep(case: TrainingCase, mode: str, budget_bytes: int, predict: Pre
 
     place = bisect_left(most_first, True, key=fits)
     if place == len(most_first):
-        raise ValueError(_nothing_fits(case, mode, budget_bytes, peaks))
+        raise ValueError(_nothing_fits(case, mode, budget_bytes, peaks, "--keep"))
     keep, n_layers = most_first[place], case.config.n_layers if mode != "forward" else 0
     step_flops = hardware_flops(*case.work, mode, attention="flash")
     return LeastRecomputation(keep, peaks[keep], n_layers * again[keep].flops, step_flops)

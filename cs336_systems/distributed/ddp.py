@@ -34,8 +34,9 @@ per parameter each step; the host waits for the answer only if a parameter was u
 **Limits.** Ranks must run equally many backwards outside ``no_sync``. After a backward that failed, every rank must
 call ``finish_gradient_synchronization``, or the next forward raises. An error is also raised if parameters are
 unfrozen, added or replaced after wrapping, if a gradient is not dense, and on double backward. Reentrant checkpointing
-runs a backward of its own for each segment: gradients are right, but all of them may be sent once per segment. After
-wrapping, each rank has buffers of its own. A wrapped module cannot be copied or pickled.
+runs a backward of its own for each segment: gradients are right, but all of them may be sent once per segment.
+Gradients that ``torch.autograd.grad`` returns are not averaged. After wrapping, each rank has buffers of its own. A
+wrapped module cannot be copied or pickled.
 
 Method: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """

@@ -285,7 +285,7 @@ class GatherOrder:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{run.unit.name} is under FSDP, which frees weights after backward and so knows no gradients of "
-                "gradients: call backward or autograd.grad without create_graph=True"
+                "gradients: call backward without create_graph=True"
             )
         with torch.no_grad():
             backward, forward = self._current_backward(), run.forward

@@ -106,6 +106,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if reduce_gradients not in (None, REDUCE_SCATTER, SHARD):
             known = f"None, {REDUCE_SCATTER!r} or {SHARD!r}"
             raise ValueError(f"reduce_gradients must be {known}, got {reduce_gradients!r}")
+        if issubclass(optimizer_cls, torch.optim.LBFGS):
+            raise ValueError("LBFGS updates all parameters together: ranks cannot divide them")
+        if reduce_gradients is not None and issubclass(optimizer_cls, torch.optim.Adafactor):
+            raise ValueError(
+                f"Adafactor updates whole matrices, and reduce_gradients={reduce_gradients!r} divides them"
+            )
         if not 0 < bucket_size_mb < math.inf:
             raise ValueError(f"bucket_size_mb must be positive and finite, got {bucket_size_mb}")
         self.optimizer_cls = optimizer_cls

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cs336_systems.config import ATTENTIONS
 from cs336_systems.costs.attention import AttentionWork
-from cs336_systems.declared import option, options_of
+from cs336_systems.declared import flag, option, options_of
 from cs336_systems.experiments.driver import Experiment, measured_by, one_stage, presented
 from cs336_systems.experiments.peers import Peer, PeerRun, interleaved
 from cs336_systems.report.results import MAIN, MISSING, Column, ResultTable
@@ -162,13 +162,21 @@ def make_cells(options: Any) -> list[AttentionCell]:
             if length in (options.length or (length,)) and d_head in (options.d_head or (d_head,)):
                 shape = (d_head, length, batch, heads, kv_heads, grid.causal, mask, clock)
                 cells.append(AttentionCell(options.device, name, impl, dtype, *shape, seed=options.seed))
-    if not cells:
-        lengths = f", with lengths {', '.join(map(str, options.length))}" if options.length else ""
-        raise ValueError(
-            f"no cell of --grid {' '.join(options.grid)} has the values asked for{lengths} (a CPU takes "
-            f"{' and '.join(map(str, CPU_LENGTHS))} unless --length says more; training and variants have longer ones)"
-        )
+    _check_values(options, cells)
     return sorted(interleaved(cells, options.repeat), key=lambda cell: (options.grid.index(cell.grid), cell.dtype))
+
+
+def _check_values(options: Any, cells: list[AttentionCell]) -> None:
+    """Raise ValueError for a length or head dimension that no grid has; the message says which they have."""
+    shapes = [shape for name in options.grid for shape in GRIDS[name].shapes]
+    for name, index in (("length", 3), ("d_head", 4)):
+        there = sorted({shape[index] for shape in shapes})
+        if missing := [value for value in getattr(options, name) if value not in there]:
+            grids, values = " ".join(options.grid), ", ".join(map(str, there))
+            usual = " (a CPU takes 256 and 1024 if not told)" if getattr(options, name) == CPU_LENGTHS else ""
+            raise ValueError(f"{flag(name)} {missing[0]}: --grid {grids} has {values}{usual}")
+    if not cells:
+        raise ValueError(f"no cell of --grid {' '.join(options.grid)} has the values asked for, together")
 
 
 PASSES = ("forward", "backward", "both")

@@ -222,7 +222,7 @@ DATA_PARALLEL = ResultTable(
     always=("size", "ddp", "bucket_size_mb", "world_size"),
     labels={
         "batch_size": "batch per rank",
-        "communication_dtype": "sent as",
+        "communication_dtype": "dtype of messages",
         "max_ctas": "thread blocks (0: any)",
         "world_size": "ranks",
         "bucket_size_mb": "bucket MiB",
@@ -237,7 +237,7 @@ DATA_PARALLEL = ResultTable(
             spread=True,
             note="mean of the step before and after steps without communication, less theirs",
         ),
-        Column("exposed %", "exposed_share", ".1f", rank=2),
+        Column("exposed %", "exposed_share", ".1f", rank=2, note="median of shares of a step, pair by pair"),
         Column("hidden %", "hidden_share", ".1f", rank=2, optional=True, note="communication beside other kernels"),
         Column("waited ms", "waited", ".2f", rank=2, optional=True, note="only communication runs"),
         Column(

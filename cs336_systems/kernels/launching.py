@@ -84,7 +84,7 @@ def _n_multiprocessors(device: torch.device) -> int:
 
 
 def needs_other_device(kernel: Any, device: torch.device) -> bool:
-    """Whether ``kernel`` cannot run there: off CUDA devices Triton can only interpret, with TRITON_INTERPRET=1."""
+    """Whether ``kernel`` cannot run there: off CUDA devices Triton can only interpret, as tests do."""
     return computes() and device.type != "cuda" and isinstance(kernel, triton.JITFunction)
 
 
@@ -252,9 +252,7 @@ def check_runnable(kernel: Any, x: Tensor) -> None:
 def check_device(kernel: Any, x: Tensor) -> None:
     """Raises ValueError unless ``x`` is a CUDA tensor, where kernels are compiled."""
     if needs_other_device(kernel, x.device):
-        raise ValueError(
-            f"the kernel needs a CUDA device (or TRITON_INTERPRET=1 before it is imported), got a tensor on {x.device}"
-        )
+        raise ValueError(f"the kernel needs a CUDA device, got a tensor on {x.device}")
 
 
 def check_alike(**tensors: Tensor) -> None:

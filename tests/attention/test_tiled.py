@@ -104,6 +104,13 @@ def test_queries_that_see_no_key():
     assert_all_equal_in_fp64([o[:, :, 280:], lse[:, :, 280:], dq[:, :, 280:], dk, dv], rest)
 
 
+def test_a_second_derivative_raises():
+    q, k, v, do = (each.requires_grad_() for each in inputs(20, 20))
+    (dq,) = torch.autograd.grad(TiledFlashAttention.apply(q, k, v, True), q, do, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
 class Watch(Largest):
     """Counts operators besides."""
 

@@ -63,7 +63,7 @@ def test_every_budget_gets_the_least_operations_that_fit(selective, attention):
         assert all(peak > budget for peak in cheaper)
         assert predict.times <= 16
     assert found.choice == "full"
-    with pytest.raises(ValueError, match="38 GiB for xl.* smallest predicted peak is 40 GiB, with full"):
+    with pytest.raises(ValueError, match="38 GiB for xl.* smallest predicted peak is 40 GiB, with --checkpoint full"):
         cheapest_policy(case, "step", 38 * GIB, checkpointed, selective=selective)
 
 
@@ -100,6 +100,6 @@ def test_every_budget_gets_what_takes_least_time_and_fits_in_few_predictions():
         assert all(peak > budget for seconds, peak in EVERY.values() if seconds < EVERY[found.choice][0] * 0.999)
         assert asked.times <= 8
     assert (found.choice, found.extra_flops) == ("all", 0)
-    with pytest.raises(ValueError, match=f"40 GiB for llama3-8b.* {SMALLEST / GIB:.4g} GiB, with input"):
+    with pytest.raises(ValueError, match=f"40 GiB for llama3-8b.* {SMALLEST / GIB:.4g} GiB, with --keep input"):
         cheapest_keep(LLAMA, "step", 40 * GIB, predict)
     assert cheapest_keep(LLAMA, "forward", 200 * GIB, predict).extra_flops == 0

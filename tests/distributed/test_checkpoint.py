@@ -189,6 +189,24 @@ def test_the_same_ranks_resume_with_the_same_bits_and_each_writes_its_share(save
 
 
 @pytest.mark.slow
+def check_buffers_are_those_of_rank_0(rank, folder):
+    """Also where another rank has fewer bytes to write, and so would have the buffer's turn."""
+    model = nn.Module()
+    for number in range(4):
+        model.register_buffer(f"count_{number}", torch.full((3,), 10.0 * number + rank.rank))
+    model.weight = nn.Parameter(torch.ones(1000))
+    save_checkpoint(folder, model, None, 1)
+    for buffer in model.buffers():
+        buffer.fill_(-1)
+    load_checkpoint(folder / "step-00000001", model, None)
+    return [buffer.tolist() for buffer in model.buffers()]
+
+
+def test_buffers_that_differ_between_ranks_are_saved_as_rank_0_has_them(tmp_path):
+    expected = [[10.0 * number] * 3 for number in range(4)]
+    assert on_ranks(check_buffers_are_those_of_rank_0, 2, tmp_path) == [expected, expected]
+
+
 def test_other_ranks_and_wrappers_read_the_same_values(saved):
     folder, of_ranks = saved
     with joined("cpu") as rank:

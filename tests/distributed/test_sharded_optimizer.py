@@ -288,6 +288,8 @@ def check_constructor_errors(rank: Rank) -> None:
         (weights, "SGD", {"lr": 0.1}, "'SGD'"),
         (weights, torch.optim.SGD, {"reduce_gradients": "scatter"}, "'scatter'"),
         (weights, torch.optim.SGD, {"bucket_size_mb": 0}, "0"),
+        (weights, torch.optim.LBFGS, {}, "LBFGS updates all parameters together"),
+        (weights, torch.optim.Adafactor, {"reduce_gradients": "shard"}, "Adafactor .* reduce_gradients='shard'"),
         ([sparse], torch.optim.SGD, {}, "torch.sparse_coo"),
         (shapes, torch.optim.SGD, {}, r"\(4,\)"),
         (nn.LazyLinear(2).parameters(), torch.optim.SGD, {}, "a parameter has no shape"),

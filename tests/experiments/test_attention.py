@@ -34,9 +34,13 @@ def test_bad_values_are_named():
     for arguments, message in {
         "--clock harness do-bench": "--clock do-bench times CUDA devices, got --device cpu",
         "--clock device harness": "--clock device times CUDA devices, got --device cpu",
-        "--grid variants --impl flash-attn-4": "no cell of --grid variants",
-        "--length 77": "no cell of --grid pytorch flash .* lengths 77",
-        "--grid variants --impl flash": "no cell of --grid variants",
+        "--grid variants --impl flash-attn-4": "--length 256: --grid variants has 4096 .a CPU takes 256 and 1024",
+        "--length 77": "--length 77: --grid pytorch flash has 128, 256, 512, 1024, ",
+        "--grid flash --impl tiled --length 128 17 --d-head 16": "--length 17: --grid flash has 128, 256",
+        "--length 256 --d-head 24": "--d-head 24: --grid pytorch flash has 16, 32, 64, 128",
+        "--grid training": "--length 256: --grid training has 1024, 2048",
+        "--grid training --length 1024 --d-head 128": "no cell of --grid training has the values asked for, together",
+        "--grid variants --impl flash": "--length 256: --grid variants has 4096 .a CPU takes 256 and 1024",
     }.items():
         with pytest.raises(ValueError, match=message):
             cells_of("attention", *arguments.split())

@@ -123,7 +123,5 @@ class FlashAttention(FlashKernels):
         if reason := kernel_limits(q):
             raise ValueError(reason)
         if needs_other_device(flash_forward_kernel, q.device):
-            raise ValueError(
-                f"the Triton kernels need CUDA tensors (or TRITON_INTERPRET=1 before they are imported), got {q.device}"
-            )
+            raise ValueError(f"the Triton kernels need CUDA tensors, got {q.device}: TiledFlashAttention takes any")
         return FlashKernels.forward(ctx, q, k, v, is_causal, scale, starts)
