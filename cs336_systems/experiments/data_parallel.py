@@ -237,7 +237,7 @@ DATA_PARALLEL = ResultTable(
             spread=True,
             note="mean of the step before and after steps without communication, less theirs",
         ),
-        Column("exposed %", "exposed_share", ".1f", rank=2, note="median of shares of a step, pair by pair"),
+        Column("exposed %", "exposed_share", ".1f", rank=2, note="of each pair's step"),
         Column("hidden %", "hidden_share", ".1f", rank=2, optional=True, note="communication beside other kernels"),
         Column("waited ms", "waited", ".2f", rank=2, optional=True, note="only communication runs"),
         Column(

@@ -96,7 +96,8 @@ class Search:
         shares = ", ".join(f"{100 * share:.0f} % {part}" for part, share in of_step.items())
         binds = " and ".join(binding) or "compute"
         fitting = f"{layouts.n_fitting:,} of {len(layouts.peaks):,} layouts fit {job.device_bytes / GIB:.4g} GiB"
-        caption = f"{self._words(job)}: {fitting}; exposed is communication that nothing hides"
+        order = "of those equal to three digits the simplest is first"
+        caption = f"{self._words(job)}: {fitting}; {order}; exposed is communication that nothing hides"
         lines = [(place, *_line(each, job, steps)) for place, each in enumerate(best, start=1)]
         what = f"What binds: {binds} (of the best step {shares}). What would change the answer"
         columns = ("change", "tokens/s a GPU", "gain %", "layout")
