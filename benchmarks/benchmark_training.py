@@ -13,7 +13,7 @@ run has a process of its own; on an H200 it takes a minute and a half, at 7B fou
 import sys
 from dataclasses import replace
 
-from cs336_systems.config import FASTEST
+from cs336_systems.declared import flag
 from cs336_systems.experiments.driver import command
 from cs336_systems.experiments.training import EXPERIMENT, Options, TrainingRunCell, make_cells
 from cs336_systems.pretraining.card_plan import PRINT_PLAN
@@ -41,11 +41,9 @@ def _runs(arguments: list[str]) -> list[TrainOptions]:
     cells: list[TrainingRunCell] = make_cells(
         replace(parse(Options, arguments, __doc__), how=("ours",), world_size=(1,))
     )
-    around = {name: getattr(TrainOptions, name) for name in ("steps", "evaluate_every", "save_every", "export")}
-    runs = {cell.size: replace(cell.train_options, **around) for cell in reversed(cells)}
-    # The benchmark's own default is one card's kernel; a run takes what its card has.
-    taken = (replace(each, attention=FASTEST) if each.attention == "hopper" else each for each in runs.values())
-    return list(taken)[::-1]
+    names = ("steps", "evaluate_every", "save_every", "export", "attention", "cuda_graph")
+    usual = {name: getattr(TrainOptions, name) for name in names if flag(name) not in flags_in(arguments)}
+    return list({cell.size: replace(cell.train_options, **usual) for cell in reversed(cells)}.values())[::-1]
 
 
 if __name__ == "__main__":

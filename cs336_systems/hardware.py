@@ -126,8 +126,8 @@ class Hardware:
 
     @property
     def may_be_hopper(self) -> bool:
-        """Whether it is, or is a card described by its figures, of which nobody says."""
-        return self.is_hopper or not self.device_names
+        """Whether it is, or is a card of its class described by its figures, of which nobody says."""
+        return self.is_hopper or (self.kind == DATA_CENTRE and not self.device_names)
 
     def copies_reach(self, n_gpus: int) -> bool:
         """Whether so many GPUs of a host can write each other's memory: GeForce cards only over NVLink.

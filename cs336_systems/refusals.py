@@ -68,7 +68,7 @@ def _shared(case: TrainingCase) -> bool:
 
 def _tensor_ranks_alone(parallel: Parallel) -> bool:
     """Whether ranks share matrices by collectives and nothing else, so that each sends the same in every step."""
-    return parallel == Parallel("none", tensor=parallel.tensor)
+    return parallel == Parallel("none", tensor=parallel.tensor, pipeline_by=parallel.pipeline_by)
 
 
 def _quantized(case: TrainingCase) -> bool:
@@ -84,12 +84,6 @@ def _beside_stages(parallel: Parallel) -> bool:
     """Whether FSDP is asked for what it does not do under a pipeline."""
     asked = parallel.gather_by, parallel.compute_dtype, parallel.update
     return asked != ("collectives", "same", "after-backward")
-
-
-def _whole_matrices(parallel: Parallel) -> bool:
-    """Whether each matrix has a rank that orthogonalises the whole of it."""
-    ours = parallel.optimizer_state != "torch-zero" and parallel.wrapper != "fsdp2"
-    return ours and parallel.update == "after-backward" and parallel.tensor == 1
 
 
 def _updates_early(case: TrainingCase) -> bool:
@@ -219,9 +213,20 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
         "optimizer muon with LoRA of rank {case.lora.rank}: it is for the matrices of blocks, which are frozen",
     ),
     (
-        lambda case: case.optimizer == "muon" and not _whole_matrices(case.parallel),
-        "optimizer muon needs whole matrices, which wrapper {parallel.wrapper}, optimizer's state "
-        "{parallel.optimizer_state}, update {parallel.update} or tensor {parallel.tensor} cuts",
+        lambda case: case.optimizer == "muon" and case.parallel.tensor > 1,
+        "optimizer muon needs whole matrices, which tensor {parallel.tensor} cuts",
+    ),
+    (
+        lambda case: (
+            case.optimizer == "muon"
+            and (case.parallel.wrapper == "fsdp2" or case.parallel.optimizer_state == "torch-zero")
+        ),
+        "optimizer muon needs whole matrices, which wrapper {parallel.wrapper} with optimizer's state "
+        "{parallel.optimizer_state} cuts",
+    ),
+    (
+        lambda case: case.optimizer == "muon" and _updates_early(case),
+        "optimizer muon needs whole matrices, which update {parallel.update} cuts",
     ),
     (
         lambda case: case.compile == "whole-model" and (case.checkpoint != "none" or case.parallel.wrapper != "none"),

@@ -41,6 +41,7 @@ from cs336_systems.pretraining.card_plan import PRINT_PLAN, Asked
 from cs336_systems.pretraining.options import CHOSEN, TrainOptions
 from cs336_systems.pretraining.replica_options import check_lighthouse, require_torchft
 from cs336_systems.pretraining.stop_requests import Outcome
+from cs336_systems.refusals import refusal
 from cs336_systems.report import command_line
 from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with
 
@@ -169,7 +170,7 @@ def _print_plan(given: list[str]) -> int:
         (options if flag("batch_size") in command_line.flags_in(arguments) else replace(options, batch_size=1)).check()
         return [options]
 
-    return plan_asked(with_file(given), run, NAME)
+    return plan_asked(with_file(given), run, NAME, command_line.flags_in(given))
 
 
 def _print_memory(options: TrainOptions) -> None:
@@ -199,6 +200,8 @@ def _print_memory(options: TrainOptions) -> None:
     elif options.choose_fastest:
         print("On a GPU the run chooses --batch-size, --keep and --offload; this is for their defaults.")
     case = options.training_case(config, 1 if options.capped else world_size)
+    if reason := refusal(case):
+        raise ValueError(reason)
     print(planned_for(options))
     if options.capped:
         device = torch.device(options.device)

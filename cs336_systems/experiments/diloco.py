@@ -98,7 +98,8 @@ class DilocoCell:
         own = self.total_batch_tokens // self.world_size // self.context_length
         asked = {name: TrainOptions.CPU_DEFAULTS[name] for name in ("optimizer", "kernels", "attention")}
         if self.device != "cpu":  # autocast needs blocks whose backward autograd derives
-            asked = {"keep": "autograd", "kernels": "reference"} if self.dtype.startswith("autocast") else {}
+            asked = {"attention": "flash"}  # which all rows have
+            asked |= {"keep": "autograd", "kernels": "reference"} if self.dtype.startswith("autocast") else {}
         asked |= {name: getattr(self, name) for name in _SHARED}
         asked |= {"agree": self.agree, "replicas": self.world_size, "total_batch_tokens": self.total_batch_tokens}
         if self.agree == "diloco":

@@ -113,6 +113,7 @@ class FailureCell:
         names = ("size", "context_length", "batch_size", "steps", "save_every", "seed", "zero")
         asked |= {name: getattr(self, name) for name in names} | {"data": Path(self.data) if self.data else None}
         asked["save_every"] = self.save_every or None
+        asked |= {"attention": "flash"} if self.device == "cuda" else {}  # which all rows have
         return replace(
             TrainOptions.default(self.device), cuda_graph="off", evaluate_every=self.steps, export=False, **asked
         )

@@ -167,7 +167,7 @@ def make_cells(options: Any) -> list[StreamingCell]:
         asked = usual | given
         if gpu:
             if name == "tiny" and "device_gib" not in given:
-                raise ValueError("--gpu simulates models for GPUs: give --size, as llama3-8b, or --device-gib for tiny")
+                raise ValueError("--gpu simulates models for GPUs: give --size, as llama3-8b")
             _check_gpu(gpu, asked["device_gib"], options.recipe)
         for length in asked["context_length"]:
             _check_tokens(length, asked["chunk"], asked["tokens_per_step"], quantized=set(options.recipe) != {"stored"})

@@ -31,11 +31,12 @@ from cs336_systems.costs.rates import Rates
 from cs336_systems.declared import flag, sign_refusal
 from cs336_systems.hardware import GIB, Hardware, hardware_named
 from cs336_systems.pretraining.options import CHOSEN, TrainerCase, TrainOptions
+from cs336_systems.refusals import refusal
 from cs336_systems.streaming.choose import HOST_OVERHEAD, Caps, CapsTooSmallError, ChosenPlan, choose, staging_bytes
 
 PRINT_PLAN = "--print-plan"
 TOKENS_PER_STEP = 524_288
-"""Tokens of a step if --total-batch-tokens is not given, or up to ``LESS`` of them less."""
+"""About the tokens of a step if --total-batch-tokens is not given: up to ``LESS`` of them less, if that can be."""
 LESS = 1 / 8
 KEEPS = ("all", "all-norm", "all-norm-swiglu", "products-ffn", "attention", "input")
 OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("m", "v"), ("residual",), ("m", "v", "residual"))
@@ -82,12 +83,16 @@ class Asked:
         for each in fields(cls):
             kind = kinds.get(each.name, _number)
             parser.add_argument(flag(each.name), type=kind)
+        of_run = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        of_run.add_argument("--device")
+        of_run.add_argument("--device-gib", "--device_gib", type=_number)
         try:
             known, rest = parser.parse_known_args([each for each in arguments if each != PRINT_PLAN])
+            run, _ = of_run.parse_known_args(rest)
         except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
             raise ValueError(str(error).replace("argument ", "", 1)) from None
-        rest = rest if "--device" in rest else [*rest, "--device", "cuda"]
-        if "--device-gib" in rest and known.host_gib is not None:  # the run has both limits or none
+        rest = rest if run.device else [*rest, "--device", "cuda"]
+        if run.device_gib is not None and known.host_gib is not None:  # the run has both limits or none
             rest = [*rest, "--host-gib", str(known.host_gib)]
         return cls(**{name: value for name, value in vars(known).items() if value is not None}), rest
 
@@ -214,6 +219,11 @@ class CardPlan:
         if options.context * options.pipeline * options.replicas > 1:
             others = "--context, --pipeline, --replicas or --agree"
             raise ValueError(f"{PRINT_PLAN} plans data and tensor ranks, not {others}")
+        if options.accumulate > 1:
+            raise ValueError(f"{PRINT_PLAN} tries micro-batches: say --total-batch-tokens instead of --accumulate")
+        for name, n_ranks in (("tensor_by", options.tensor), ("gather_by", asked.gpus)):
+            if getattr(options, name) == "copies" and not hardware.copies_reach(n_ranks):
+                raise ValueError(f"{flag(name)} copies: {n_ranks} x {hardware.name} cannot write each other's memory")
         if case.recipe.quantized and not hardware.peak("fp8"):
             raise ValueError(f"--matmul-dtype {case.matmul_dtype}: {hardware.name} has no products in fp8")
         if case.attention == "hopper" and not hardware.may_be_hopper:
@@ -270,8 +280,8 @@ class CardPlan:
             micro_batches = self._tried("batch_size", MICRO_BATCHES)
             for micro_batch in (each for each in micro_batches if sequences // data % each == 0):
                 levels = self._tried("zero", (0, 1, 3)) if data > 1 else (0,)
-                forms = ("collectives", "copies") if self.hardware.copies_reach(tensor) else ("collectives",)
-                by = self._tried("tensor_by", forms) if tensor > 1 else ("collectives",)
+                by = self._tried("tensor_by", ("collectives", "copies")) if tensor > 1 else ("collectives",)
+                by = [each for each in by if each != "copies" or self.hardware.copies_reach(tensor)]
                 for zero, keep, tensor_by in product(levels, self._tried("keep", KEEPS), by):
                     yield self._layout(data, zero, tensor, tensor_by, keep, micro_batch)
 
@@ -288,11 +298,15 @@ class CardPlan:
 
     def way(self, layout: Layout, offload: frozenset[str], recipe: Recipe) -> Way:
         """Predict one way to run the step, whether it fits or not."""
-        how: dict[str, Any] = {"moments": self.moments, "recipe": recipe, "offload": offload}
-        seconds = step_seconds(self.config, self.length, layout, self.hardware, **how)
+        seconds = step_seconds(self.config, self.length, layout, self.hardware, **self.how(recipe, offload))
         parts = self._peak(layout, offload, recipe)
         rate = self.tokens_per_step / seconds.total
         return Way(layout, offload, recipe, seconds, parts, self._on_host(layout, offload), rate)
+
+    def how(self, recipe: Recipe, offload: frozenset[str]) -> dict[str, Any]:
+        """Return the keywords of ``step_seconds`` for a way."""
+        launches = self.own.cuda_graph == "off"
+        return {"moments": self.moments, "recipe": recipe, "offload": offload, "launches": launches}
 
     def _peak(self, layout: Layout, offload: frozenset[str], recipe: Recipe) -> dict[str, int]:
         how: dict[str, Any] = {"moments": self.moments, "recipe": recipe, "offload": offload, "whole_gradients": True}
@@ -313,13 +327,13 @@ class CardPlan:
             NothingFits: no way does; the message says what is short, and by how much.
         """
         found, least = ({}, None) if self.own.capped else self._fastest(self.recipes, self._layouts())
-        short: CapsTooSmallError | None = None
+        short: ValueError | None = None
         if self.may_stream:
             for name, recipe in self.recipes.items():
                 try:
                     if name not in found:
                         found["streamed" if name == "bf16" else f"streamed {name}"] = self._streamed(recipe)
-                except CapsTooSmallError as error:
+                except (CapsTooSmallError, NothingFits) as error:
                     short = short or error
         if not found and short is not None:
             raise NothingFits(str(short)) from None
@@ -358,7 +372,9 @@ class CardPlan:
             raise NothingFits(f"steps of {self.tokens_per_step:,} tokens of {what} do not divide among {cards}")
         if least.host_bytes > self.host_bytes:
             needs = (least.host_bytes + HOST_OVERHEAD) * self.asked.gpus / GIB
-            raise NothingFits(f"{what} on {cards} with {least.arguments} needs --host-gib {needs:.1f} or more")
+            raise NothingFits(
+                f"{what} on {cards} with {least.arguments} needs --host-gib {math.ceil(10 * needs) / 10} or more"
+            )
         short = (least.device_bytes - self.device_bytes) / GIB
         if short <= 0:
             raise NothingFits(f"{what} fits {cards}, but not with these options: {self.fault(least)}")
@@ -387,35 +403,36 @@ class CardPlan:
 
     def fault(self, way: Way) -> str | None:
         """Return why the options of a way exclude each other, or None if they do not."""
-        layout, own = way.layout, self.own
-        if not way.recipe.quantized:  # options of quantized matmuls are left out of such a way's command
-            own = replace(own, **{name: getattr(TrainOptions, name) for name in RECIPE})
+        layout = way.layout
+        how: dict[str, Any] = {"batch_size": layout.micro_batch, "keep": layout.keep, "zero": layout.zero}
+        how |= {"tensor": layout.tensor, "tensor_by": layout.tensor_by, "offload": tuple(sorted(way.offload))}
+        return self._refusal(way.recipe, total_batch_tokens=None, **how)
+
+    def _refusal(self, recipe: Recipe, **how: Any) -> str | None:
+        """Return why no run can have these options beside the plan's, or None if one can."""
+        # Options of quantized matmuls are left out of the command of a way without.
+        plain = {} if recipe.quantized else {name: getattr(TrainOptions, name) for name in RECIPE}
+        options = replace(self.own, **plain | how | {"matmul_dtype": recipe.matmul})
         try:
-            replace(
-                own,
-                batch_size=layout.micro_batch,
-                total_batch_tokens=None,
-                keep=layout.keep,
-                offload=tuple(sorted(way.offload)),  # type: ignore[arg-type]
-                zero=layout.zero,
-                tensor=layout.tensor,
-                tensor_by=layout.tensor_by,  # type: ignore[arg-type]
-                matmul_dtype=way.recipe.matmul,
-            ).check()
+            options.check()
+            n_ranks = 1 if options.capped else self.asked.gpus
+            return refusal(replace(options, total_batch_tokens=None).training_case(self.config, n_ranks))
         except ValueError as error:
             return str(error)
-        return None
 
     def _streamed(self, recipe: Recipe) -> Way:
         assert self.asked.host_gib is not None
+        caps = {"device_gib": self.device_bytes / GIB, "host_gib": self.asked.host_gib, "batch_size": 1}
+        if fault := self._refusal(recipe, total_batch_tokens=self.own.total_batch_tokens or self.length, **caps):
+            raise NothingFits(fault)
         width = max(n_bytes for _, n_bytes in (("weights", 2), *self.moments))
-        caps = Caps(
+        limits = Caps(
             int(self.device_bytes),
             int(self.asked.host_gib * GIB),
             host_overhead=HOST_OVERHEAD + staging_bytes(self.config, width),
         )
         found = choose(
-            *(self.config, self.length, caps, Rates.of(self.hardware)),
+            *(self.config, self.length, limits, Rates.of(self.hardware)),
             moments=dict(self.moments),
             tokens_per_step=self.own.total_batch_tokens,
             chunk=self.own.chunk,

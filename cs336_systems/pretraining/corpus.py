@@ -224,13 +224,12 @@ def _decoded(data: bytes, place: str, start: int) -> str:
     """The text of bytes that begin ``start`` bytes into the place; ValueError if they are no UTF-8 or hold a zero."""
     try:
         text = data.decode()
-        if "\0" not in text:
-            return text
-        first = data.index(0)
     except UnicodeDecodeError as error:
-        first = error.start
-    fault = f"{place} is no UTF-8 text from byte {start + first:,} on"
-    raise ValueError(f"{fault}: if it is text, --encoding says in which encoding, such as latin-1")
+        fault = f"{place} is no UTF-8 text from byte {start + error.start:,} on"
+        raise ValueError(f"{fault}: if it is text, --encoding says in which encoding, such as latin-1") from None
+    if "\0" in text:
+        raise ValueError(f"{place} has a zero byte, at {start + data.index(0):,}: it is no text, or in UTF-16")
+    return text
 
 
 def _conversations(path: Path, file: Utf8File, chat: ChatReader) -> Iterator[Document]:

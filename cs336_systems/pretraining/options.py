@@ -88,8 +88,8 @@ class TrainerCase(TrainingCase):
     )
     deterministic: bool = option(
         False,
-        "Make runs have the same bits, also under all memory limits that put the same chunks into a round. Only the "
-        "backward of --attention hopper changes, and it takes longer.",
+        "Make runs have the same bits, also under all memory limits that put the same chunks into a round. Only "
+        "attention on an H100 or H200 changes, and takes longer: it is flash, or hopper with another backward.",
     )
     zero: int = option(
         0,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_systems.config import ModelConfig, resolve_size
+from cs336_systems.config import FASTEST, ModelConfig, resolve_size
 from cs336_systems.costs.offload import host_bytes, offloaded, state_bytes_per_parameter
 from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.declared import flag
@@ -141,7 +141,7 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
         if options.evaluate_every is not None and each.evaluation is None:
             raise ValueError(f"{each.folder} holds out nothing to evaluate on: --evaluate-every None does without")
     config, length = config_of(options, dataset), options.context_length
-    options = replace(options, attention=attention_on(rank.device, options, config))
+    attention = attention_on(rank.device, options, config)
     chosen: Choice | str | None = None
     if options.choose_fastest:
         chosen = on_rank_0(lambda: choose_fastest(options, config, rank.device, rank.world_size, origin))
@@ -156,7 +156,7 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     evaluation = _sequences(options, datasets, held_out, shares, config, rank)
     n_steps, tokens_per_step = options.n_steps(len(train), rank.world_size), options.tokens_per_step(rank.world_size)
     rate = options.rate_of(n_steps)
-    case = options.training_case(config, 1 if options.capped else rank.world_size)
+    case = replace(options, attention=attention).training_case(config, 1 if options.capped else rank.world_size)
     if reason := refusal(case):
         raise ValueError(reason)
     mesh, n_data = mesh_of(case, rank), options.data_ranks(rank.world_size)
@@ -194,6 +194,8 @@ def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
         yield Message(f"chosen: {chosen}, {chosen.said}; each of these options can be given")
     elif chosen is not None:
         yield Message(f"nothing was chosen for this GPU, --batch-size is {options.batch_size}: {chosen}")
+    if options.attention == FASTEST:
+        yield Message(f"--attention {FASTEST} is {prepared.case.attention} here")
     if (lora := options.lora) is not None:
         yield Message(f"adapters of {lora}: {lora.n_parameters(config):,} parameters are trained, the rest is frozen")
     datasets = prepared.datasets

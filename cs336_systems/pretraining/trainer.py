@@ -149,6 +149,7 @@ class _Run:
         sharded = rank.world_size > 1 and isinstance(prepared.step.optimizer, ShardedOptimizer)
         self._asks_before_step = sharded or agreement.on
         self._reason: str | None = None  # to end, the same on all ranks
+        self._loss_before = math.inf  # held-out, of step 0
 
     def to_the_end(self, stop: StopRequests) -> Outcome:
         """Make the remaining steps until there is a reason to stop; raises as ``train``."""
@@ -196,6 +197,9 @@ class _Run:
         reason = self._reason if self._made < self._prepared.n_steps and self._reason else "done"
         self._log.write(End(self._made, reason))
         best = self._best.step if self._options.keep_best else None
+        if best is not None and self._loss_before < self._best.loss:
+            lowest = f"the lowest held-out loss of a checkpoint, {self._best.loss:.4f} of step {best:,}"
+            self._log.say(f"{lowest}, is above that before training, {self._loss_before:.4f}", "warning")
         return Outcome(self._options.out, self._first_step, self._made, reason, self._complaint, best)
 
     def _fail(self, error: Exception) -> None:
@@ -331,6 +335,7 @@ class _Run:
             by_source = {name: {"loss": one, "epochs": epochs[name]} for name, (one, _) in found.items()}
         self._log.write(Evaluation(self._made, loss, tokens, time.perf_counter() - began, by_source))
         if self._made == 0:
+            self._loss_before = loss
             return  # there is no checkpoint of step 0
         self._best.look(self._made, loss)
         limit = self._options.stop_after_no_gain

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,22 +46,37 @@ _FP8_GAIN = 0.03
 """The least gain for which fp8 pays, as it loses accuracy."""
 
 
-def plan_asked(arguments: Sequence[str], runs: Callable[[list[str]], Sequence[TrainOptions]], command: str) -> int:
+def plan_asked(
+    arguments: Sequence[str],
+    runs: Callable[[list[str]], Sequence[TrainOptions]],
+    command: str,
+    typed: Collection[str] | None = None,
+) -> int:
     """Plan the runs that the arguments describe, beside the options of the plan itself; returns the exit code.
 
     Ways have the values of ``TRIED`` that the arguments give.
+
+    Args:
+        typed: the options that a person gave; None for all. Others, of a file, count where they are not the default.
 
     Raises:
         ValueError: an option that makes no sense, or nothing fits.
     """
     asked, rest = Asked.taken_from(arguments)
+    typed = flags_in(rest) if typed is None else typed
     if not asked.gpu:
         asked = replace(asked, gpu=_card_here())
     if asked.run_tokens is not None and "--steps" in flags_in(rest):
         raise ValueError(
             f"--steps and --run-tokens both say how long the run is: give one, got {asked.run_tokens:.3g} tokens"
         )
-    return print_plans(runs(rest), asked, command, [name for name in TRIED if flag(name) in flags_in(rest)])
+    planned, said = runs(rest), flags_in(rest)
+    given = [name for name in TRIED if flag(name) in said and (flag(name) in typed or _differs(planned, name))]
+    return print_plans(planned, asked, command, given)
+
+
+def _differs(runs: Sequence[TrainOptions], name: str) -> bool:
+    return any(getattr(run, name) != getattr(TrainOptions, name) for run in runs)
 
 
 def _card_here() -> str:
@@ -84,6 +99,8 @@ def _card_here() -> str:
 
 def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str, given: Sequence[str] = ()) -> int:
     """Print the plans of some runs, draw the picture of the last if asked, and end with one JSON object."""
+    if asked.gpus > GPUS_PER_HOST and asked.gpus % GPUS_PER_HOST:
+        raise ValueError(f"--gpus {asked.gpus} is no multiple of {GPUS_PER_HOST}, the GPUs of a host")
     summary: dict[str, Any] = {"command": command, "gpu": hardware_named(asked.gpu).name, "gpus": asked.gpus}
     for options in runs:
         plan = CardPlan.of(options, asked, given, _config_of_weights(options.init))
@@ -208,7 +225,7 @@ def segments(plan: CardPlan) -> dict[str, int]:
 def seconds_by_class(plan: CardPlan, way: Way) -> dict[str, float]:
     if way.streamed is not None:
         return {"kernels": way.seconds.compute, "waiting for copies": way.seconds.waiting}
-    how: dict[str, Any] = {"moments": plan.moments, "recipe": way.recipe, "offload": way.offload}
+    how = plan.how(way.recipe, way.offload)
     return by_class(plan.config, plan.length, way.layout, plan.hardware, **how)
 
 
@@ -252,8 +269,8 @@ def launcher(gpus: int) -> str:
         return "uv run scripts/train.py"
     if gpus <= GPUS_PER_HOST:
         return f"uv run torchrun --nproc-per-node {gpus} scripts/train.py"
-    hosts = -(-gpus // GPUS_PER_HOST)
-    return f"on each host, with what scripts/launch/multi_node.sh says: NNODES={hosts} {_MULTI_NODE} scripts/train.py"
+    nodes = f"NNODES={gpus // GPUS_PER_HOST} {_MULTI_NODE}"
+    return f"on each host, with what scripts/launch/multi_node.sh says: {nodes} scripts/train.py"
 
 
 def attention_assumed(plan: CardPlan) -> list[str]:
@@ -263,8 +280,9 @@ def attention_assumed(plan: CardPlan) -> list[str]:
     hopper, own = "The prediction is of --attention hopper", plan.own
     if not plan.hardware.is_hopper:
         return [f"{hopper}, which runs on H100 and H200 only, as if {plan.hardware.name} had a kernel as good."]
-    if own.attention not in (FASTEST, "hopper"):
-        return [f"{hopper}, and this run has --attention {own.attention}."]
+    taken = own.attention if own.attention != FASTEST else "flash" if own.deterministic else "hopper"
+    if taken != "hopper":
+        return [f"{hopper}, and this run has --attention {taken}."]
     return [f"{hopper} without --deterministic, which takes longer."] if own.deterministic else []
 
 

@@ -28,8 +28,8 @@ import tyro
 Format = Literal["auto", "markdown", "latex", "csv"]
 """The form of tables: auto draws them on a terminal and writes Markdown elsewhere."""
 
-# Threads that wait for others look for them for some ten microseconds, not for milliseconds as by default: on two cores
-# beside two busy programs a first training step took 2 s instead of 25, and alone as long. OpenMP reads it with torch.
+# Threads that wait for others look for them for about a hundred microseconds, not for milliseconds as by default: on
+# two cores beside two busy programs a first training step took 2 s instead of 25. OpenMP reads it as torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

@@ -1,7 +1,7 @@
 """The seconds that are predicted of a step over a mesh, beside the committed rows and by reasoning."""
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -127,6 +127,19 @@ def test_copies_of_tensor_ranks_take_as_long_as_their_link():
         step = step_seconds(config, 8192, layout, hardware)
         sent = tensor_sent(config, 4 * 8192, layout.keep, n_ranks, 2, by="copies")[SEND]
         assert step.total > 16 * sent / rate
+
+
+def test_messages_on_one_link_hide_under_the_same_kernels_once():
+    """Copies of tensor ranks and ZeRO 3's gathers, and a card with twice the FLOP/s, which cannot be slower."""
+    config, slow = resolve_size("llama3-8b"), "bandwidth=1008,memory=24,host=8,watts=450"
+    layout = Layout.of_data(2, 3, tensor=2, tensor_by="copies", keep="input", micro_batch=2, n_micro_batches=16)
+    totals = [
+        step_seconds(config, 8192, layout, hardware_named(f"peak={peak},{slow}")).total for peak in (125, 250, 500)
+    ]
+    assert all(after < before * (1 + 1e-9) for before, after in pairwise(totals))
+    copies = 16 * tensor_sent(config, 2 * 8192, "input", 2, 2, by="copies")[SEND]
+    gathers = 16 * 3 * 0.5 * 2 * config.n_parameters / 2
+    assert totals[-1] > (copies + gathers) / 8e9
 
 
 def test_nvlink_of_pcie_cards_joins_two():

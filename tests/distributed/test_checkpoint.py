@@ -188,7 +188,6 @@ def test_the_same_ranks_resume_with_the_same_bits_and_each_writes_its_share(save
         assert (marker["step"], marker["extra"], marker["optimizer"][0]["lr"]) == (3, {"place": 7}, 0.05)
 
 
-@pytest.mark.slow
 def check_buffers_are_those_of_rank_0(rank, folder):
     """Also where another rank has fewer bytes to write, and so would have the buffer's turn."""
     model = nn.Module()
@@ -207,6 +206,7 @@ def test_buffers_that_differ_between_ranks_are_saved_as_rank_0_has_them(tmp_path
     assert on_ranks(check_buffers_are_those_of_rank_0, 2, tmp_path) == [expected, expected]
 
 
+@pytest.mark.slow
 def test_other_ranks_and_wrappers_read_the_same_values(saved):
     folder, of_ranks = saved
     with joined("cpu") as rank:

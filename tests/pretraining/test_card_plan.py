@@ -79,6 +79,11 @@ def test_what_does_not_fit_says_by_how_much():
         _ = plan("llama3-70b", 8192, gpu="rtx-4090", host_gib=64).best
 
 
+def test_layers_do_not_stream_with_options_that_exclude_it():
+    with pytest.raises(NothingFits, match=r"--z-loss 0\.0001 does not go together with --device-gib"):
+        _ = plan("llama3-8b", 8192, {"z_loss": 1e-4}, gpu="rtx-4090", host_gib=75).best
+
+
 def test_a_plan_says_that_layers_that_stream_were_not_tried():
     told = sentences(plan(gpu="rtx-4090", host_gib=60))
     assert told[0].startswith("Fastest without streaming: ") and told[1].startswith("--device-gib 22.8 with --host-gib")
@@ -166,6 +171,30 @@ def test_the_command_of_a_plan_has_all_options_that_were_given(load_script):
         )
 
 
+def test_a_command_of_several_gpus_is_of_what_they_can_run():
+    """A CUDA graph is for one rank, or tensor ranks by collectives alone."""
+    for way in plan("small", options={"cuda_graph": "on"}, gpus=4).best.values():
+        assert way.layout.tensor == 4 and way.layout.tensor_by == "collectives"
+
+
+def test_a_graph_waits_for_no_launches():
+    launched, graphed = (plan("qwen2.5-0.5b", options={"cuda_graph": how}) for how in ("off", "on"))
+    one = (replace(Layout(), n_micro_batches=512), frozenset(), RECIPES["fp8"])
+    assert launched.way(*one).seconds.late > 0 == graphed.way(*one).seconds.late
+
+
+def test_a_file_of_all_options_holds_a_plan_to_none_of_the_defaults(load_script, tmp_path, capsys):
+    main = load_script("scripts/train.py").main
+    assert main(["--print-config", "--device", "cuda", "--size", "qwen2.5-1.5b"]) == 0
+    (tmp_path / "run.toml").write_text(capsys.readouterr().out)
+    words = ["--print-plan", "--gpu", "h100", "--gpus", "4", "--host-gib", "200"]
+    found = []
+    for given in (["--size", "qwen2.5-1.5b"], ["--config", str(tmp_path / "run.toml")]):
+        assert main([*words, *given]) == 0
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["qwen2.5-1.5b"])
+    assert found[0] == found[1]
+
+
 def test_the_command_starts_a_rank_on_each_gpu():
     assert launcher(1) == "uv run scripts/train.py"
     assert launcher(8) == "uv run torchrun --nproc-per-node 8 scripts/train.py"
@@ -180,7 +209,8 @@ def test_the_command_starts_a_rank_on_each_gpu():
         ("rtx-4090", {}, None),
         ("a100-sxm-80gb", {}, None),
         ("h100", {"attention": "flash"}, "hopper, and this run has --attention flash."),
-        ("h200", {"deterministic": True}, "hopper without --deterministic, which takes longer."),
+        ("h200", {"deterministic": True}, "hopper, and this run has --attention flash."),
+        ("h200", {"deterministic": True, "attention": "hopper"}, "without --deterministic, which takes longer."),
         ("b200", {}, "which runs on H100 and H200 only, as if B200 had a kernel as good."),
         ("peak=800,bandwidth=4000,memory=96,class=data centre", {}, "class=data centre had a kernel as good."),
     ],
@@ -344,7 +374,7 @@ def test_classes_of_kernels_sum_up_to_the_step(card):
         ("--gpu h100 --gpus 2 --pipeline 2 --accumulate 2", "plans data and tensor ranks, not --context, --pipeline"),
         ("--gpu h100 --init nowhere", "nowhere"),
         ("--gpu h100 --keep autograd --kernels reference", "a hand-written backward, not --keep autograd"),
-        ("--gpu h100 --offload m v", "with --keep input --batch-size 1 --offload m v needs --host-gib 4.8 or more"),
+        ("--gpu h100 --offload m v", "with --keep input --batch-size 1 --offload m v needs --host-gib 4.9 or more"),
         (
             "--gpu h100 --device-gib 24",
             "--device-gib and --host-gib go together: give both or none, got 24.0 and None",
@@ -368,6 +398,13 @@ def test_classes_of_kernels_sum_up_to_the_step(card):
             "--gpu h100 --gpus 4 --zero 3 --replicas 2",
             "plans data and tensor ranks, not --context, --pipeline, --replicas",
         ),
+        ("--gpu h100 --gpus 12", "--gpus 12 is no multiple of 8, the GPUs of a host"),
+        ("--gpu h100 --accumulate 4", "tries micro-batches: say --total-batch-tokens instead of --accumulate"),
+        (
+            "--gpu rtx-4090 --gpus 2 --tensor 2 --tensor-by copies",
+            "--tensor-by copies: 2 x RTX 4090 cannot write each other's memory",
+        ),
+        ("--gpu h100 --gpus 8 --size small --cuda-graph on --zero 1", "cuda_graph on is for one rank"),
         ("--gpu l40s --attention hopper", "--attention hopper runs on H100 and H200 only, not on L40S"),
         ("--gpu a100 --matmul-dtype e4m3", "--matmul-dtype e4m3: A100 40GB has no products in fp8"),
         ("", "--print-plan needs --gpu"),

@@ -174,3 +174,13 @@ def test_attention_on_a_cpu_and_where_the_device_is_not_known():
     own = TrainOptions(device="cpu", **TrainOptions.CPU_DEFAULTS | {"attention": "fastest"})
     own.check()
     assert own.training_case(resolve_size("tiny"), 1).attention == "reference"
+
+
+def test_a_run_has_the_attention_of_its_device_and_says_so(alone, tmp_path, monkeypatch):
+    write_dataset(tmp_path / "data")
+    monkeypatch.setattr(preparation, "attention_on", lambda device, options, config: "tiled")
+    asked = options(tmp_path, attention="fastest", keep="autograd", save_every=None, export=False)
+    prepared = preparation.prepare(asked, alone)
+    assert prepared.case.attention == "tiled" and prepared.options == asked
+    said = [record.text for record in preparation.introduction(prepared, alone) if isinstance(record, Message)]
+    assert "--attention fastest is tiled here" in said

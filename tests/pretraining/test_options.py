@@ -8,6 +8,7 @@ import pytest
 from cs336_systems.config import resolve_size
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.ranks import Parallel
+from cs336_systems.refusals import refusal as step_refusal
 
 PLAIN = TrainOptions.default("cpu")
 
@@ -189,3 +190,9 @@ def test_the_defaults_are_sound_and_a_tenth_of_the_steps_warms_up(device):
     for n_steps, warmup_steps in ((5, 0), (20, 2), (800, 80), (5000, 100)):
         assert options.rate_of(n_steps).warmup_steps == warmup_steps
         assert replace(options, warmup_steps=3).rate_of(n_steps).warmup_steps == 3
+
+
+def test_tensor_ranks_alone_may_have_a_cuda_graph():
+    alone = replace(TrainOptions.default("cuda"), tensor=2, cuda_graph="on", keep="all")
+    assert step_refusal(alone.training_case(resolve_size("tiny"), 2)) is None
+    assert "one rank, or tensor ranks" in step_refusal(alone.training_case(resolve_size("tiny"), 4))

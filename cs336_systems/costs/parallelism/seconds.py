@@ -150,10 +150,11 @@ def step_seconds(
     rows = layout.micro_batch * length // c
     many = rows // layout.tensor * config.d_model >= copied_from
     by = layout.tensor_by if many and layout.tensor <= GPUS_PER_HOST else "collectives"
-    products = own * (work.compute - work.attention)
-    waits = _tensor_waits(part, slowest.n_layers, rows, layout.keep, layout.tensor, by, recipe, network, products)
+    sent = _tensor_seconds(part, slowest.n_layers, rows, layout.keep, layout.tensor, by, recipe, network)
+    beside = min(sent.copies, own * (work.compute - work.attention))
+    waits = sent.collectives + sent.copies - beside
     waits += _context_waits(part, slowest, rows, layout, network, own * work.attention)
-    slowed = _slowed(part, fullest, layout, network, compute)
+    slowed = _slowed(part, fullest, layout, network, compute - beside)
     updates = work.updates * fullest.n_parameters(config) / config.n_parameters
     host = _host_seconds(layout, by, recipe)
     adds = work.adds * fullest.n_parameters(config) / config.n_parameters / layout.tensor
@@ -317,35 +318,28 @@ def _work(
     return _Work(compute, attention, forward, weights, block, embedding, head, updates, adds)
 
 
-def _tensor_waits(
-    part: ModelConfig,
-    n_layers: int,
-    rows: int,
-    keep: str,
-    n_ranks: int,
-    by: str,
-    recipe: Recipe,
-    network: _Network,
-    products: float,
-) -> float:
-    """Seconds in which tensor ranks wait for each other's rows in a micro-batch of ``rows`` tokens.
+class _Rows(NamedTuple):
+    """Seconds in which the rows of tensor ranks travel in a micro-batch."""
 
-    Nothing runs beside collectives. Copies run beside products, and are waited for as far as they take longer.
-    """
-    if n_ranks == 1:
-        return 0.0
-    link, _ = network.ring(n_ranks, 1)
-    sent = _tensor_sent(part, n_layers, rows, keep, n_ranks, by, recipe)
-    whole = rows * part.d_model * _ITEMSIZE
-    count = sent[GATHER] // whole + sent[SCATTER] * n_ranks // whole
-    collectives = link.alpha_s * (n_ranks - 1) * count + _ring_bytes(sent, n_ranks) / link.bytes_per_s
-    return collectives + max(0.0, sent[SEND] / link.bytes_per_s - products)
+    collectives: float = 0.0
+    """Beside which nothing runs."""
+    copies: float = 0.0
+    """Which run beside all kernels but attention, and are waited for as far as they take longer."""
 
 
 @cache
-def _tensor_sent(part: ModelConfig, n_layers: int, rows: int, keep: str, n_ranks: int, by: str, recipe: Recipe) -> Sent:
+def _tensor_seconds(
+    part: ModelConfig, n_layers: int, rows: int, keep: str, n_ranks: int, by: str, recipe: Recipe, network: _Network
+) -> _Rows:
+    if n_ranks == 1:
+        return _Rows()
+    link, _ = network.ring(n_ranks, 1)
     layers = replace(part, n_layers=max(1, n_layers))
-    return tensor_sent(layers, rows, keep, n_ranks, _ITEMSIZE, by=by, recipe=recipe)
+    sent = tensor_sent(layers, rows, keep, n_ranks, _ITEMSIZE, by=by, recipe=recipe)
+    whole = rows * part.d_model * _ITEMSIZE
+    count = sent[GATHER] // whole + sent[SCATTER] * n_ranks // whole
+    collectives = link.alpha_s * (n_ranks - 1) * count + _ring_bytes(sent, n_ranks) / link.bytes_per_s
+    return _Rows(collectives, sent[SEND] / link.bytes_per_s)
 
 
 def _context_waits(
@@ -396,7 +390,7 @@ def _slowed(part: ModelConfig, stage: Stage, layout: Layout, network: _Network, 
     """Seconds that collectives of weights and gradients add to a step.
 
     Args:
-        beside: seconds of kernels in a micro-batch, under which they can hide.
+        beside: seconds of kernels in a micro-batch, under which they can hide as no other messages do.
     """
     n_shards, n_copies = layout.n_state_shards, layout.n_copies
     gradients, n_units = stage.n_parameters(part) * _ITEMSIZE, stage.n_layers + stage.embedding + stage.head
