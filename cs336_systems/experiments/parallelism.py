@@ -139,7 +139,7 @@ class Mesh(OneLayer):
             lines.append((how, *splits, *times, f"{x:.1f} x {y:.1f} = {x * y:,.0f}"))
             summary |= {f"{axes} best fsdp": best.fsdp, f"{axes} whole fsdp": whole.fsdp, f"{axes} largest N": x * y}
         columns = ("how", "best X x Y", "of whole numbers", "compute ms", "FSDP ms", "TP ms", "communication ms")
-        caption = f"Forward. {self.caption(egress)}, taken to be the same along both axes"
+        caption = f"Forward. {self.caption(egress)}, along both axes"
         return [Table.of(caption, (*columns, "largest mesh"), lines)], summary
 
 
