@@ -228,8 +228,6 @@ class CardPlan:
             raise ValueError(f"--matmul-dtype {case.matmul_dtype}: {hardware.name} has no products in fp8")
         if case.attention == "hopper" and not hardware.may_be_hopper:
             raise ValueError(f"--attention hopper runs on H100 and H200 only, not on {hardware.name}")
-        if options.epochs is not None:
-            raise ValueError(f"{PRINT_PLAN} reads no data: say --run-tokens or --steps instead of --epochs")
         if "keep" in given and not case.written_out:
             raise ValueError(f"{PRINT_PLAN} plans blocks with a hand-written backward, not --keep {options.keep}")
         if case.kernels != "fused":

@@ -103,6 +103,8 @@ def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str, given:
         raise ValueError(f"--gpus {asked.gpus} is no multiple of {GPUS_PER_HOST}, the GPUs of a host")
     summary: dict[str, Any] = {"command": command, "gpu": hardware_named(asked.gpu).name, "gpus": asked.gpus}
     for options in runs:
+        if options.epochs is not None:
+            raise ValueError(f"{PRINT_PLAN} reads no data: say --run-tokens or --steps instead of --epochs")
         plan = CardPlan.of(options, asked, given, _config_of_weights(options.init))
         if plan.may_stream:
             print("planning layers that stream, if need be: up to two minutes", file=sys.stderr, flush=True)

@@ -44,6 +44,7 @@ def test_the_choice_follows_the_card_and_leaves_the_tokens_of_a_step(card):
     assert found.tokens_per_step(1) == 524_288 and found.matmul_dtype == "e4m3"
     card["cpu"] = 16 * GIB
     assert chosen(**fp8).offload == () and chosen(**fp8).batch_size == 4
+    assert chosen(**fp8, epochs=2.0).batch_size == 4
     by_default = chosen("qwen2.5-0.5b")
     assert by_default.tokens_per_step(1) == TrainOptions(size="qwen2.5-0.5b").tokens_per_step(1) == 16_384
     eight = chosen("llama3-8b", 8, zero=3, accumulate=4)
