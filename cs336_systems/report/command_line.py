@@ -28,11 +28,6 @@ import tyro
 Format = Literal["auto", "markdown", "latex", "csv"]
 """The form of tables: auto draws them on a terminal and writes Markdown elsewhere."""
 
-# Threads that wait for others look for them for about a hundred microseconds, not for milliseconds as by default: on
-# two cores beside two busy programs a first training step took 2 s instead of 25. OpenMP reads it as torch is imported.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
 BAD_INPUT = 2
 INTERRUPTED = 130
 
@@ -165,9 +160,14 @@ def exit_with(command: str, main: Callable[[], int], left: str = "every finished
     Ctrl-C outside a cell is one sentence, not a traceback. A reader that has had enough (``| head -1``), a closed
     stdout and a terminal that knows ASCII alone cost output, never rows, figures or the exit code.
 
+    Threads of OpenMP, which torch brings later, look for each other for about a hundred microseconds, not for
+    milliseconds as by default: on two cores beside two busy programs a first training step took 2 s instead of 25.
+
     Args:
         left: what Ctrl-C leaves, in words.
     """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     sys.stdout, sys.stderr = (_Lenient(stream) for stream in (sys.stdout, sys.stderr))
     try:
         code = main()
