@@ -25,10 +25,9 @@ def refusal(case: TrainingCase) -> str | None:
         ValueError: a value is unknown; the message has the nearest.
     """
     _check_names(case)
-    for owner in (case, case.parallel):
-        for each, of in options_in(owner):
-            if wrong := sign_refusal(each.name, getattr(owner, each.name), of.sign):
-                return wrong
+    for each, of in options_in(TrainingCase):  # cells of benchmarks have others, 0 where they do not apply
+        if wrong := sign_refusal(each.name, getattr(case, each.name), of.sign):
+            return wrong
     for refused, sentence in REFUSALS:
         if refused(case):
             return sentence.format(case=case, parallel=case.parallel, attentions=", ".join(_attentions(case)))
