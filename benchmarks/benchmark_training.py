@@ -16,8 +16,8 @@ from dataclasses import replace
 from cs336_systems.declared import flag
 from cs336_systems.experiments.driver import command
 from cs336_systems.experiments.training import EXPERIMENT, Options, TrainingRunCell, make_cells
-from cs336_systems.pretraining.card_plan import PRINT_PLAN
 from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.plan_options import PRINT_PLAN
 from cs336_systems.report.command_line import complain, exit_with, flags_in, parse
 
 

@@ -116,7 +116,7 @@ class Hardware:
     watts: float | None = None
     """Board power, as the datasheet has it: what products may draw."""
 
-    links_join: int = 8
+    nvlink_joins: int = 8
     """GPUs of a host that NVLink joins: two by the bridge that PCIe cards need, all behind an SXM board's NVSwitch."""
 
     @property
@@ -126,7 +126,7 @@ class Hardware:
 
     @property
     def may_be_hopper(self) -> bool:
-        """Whether it is, or is a card of its class described by its figures, of which nobody says."""
+        """Whether it ``is_hopper``, or is described by its figures as a card of that class, so that nobody knows."""
         return self.is_hopper or (self.kind == DATA_CENTRE and not self.device_names)
 
     def copies_reach(self, n_gpus: int) -> bool:
@@ -134,7 +134,7 @@ class Hardware:
 
         Source: https://github.com/NVIDIA/nccl/issues/1127 (of the RTX 4090; later GeForce cards are taken to be alike).
         """
-        return self.kind != "consumer" or (bool(self.link_bytes_per_s) and n_gpus <= self.links_join)
+        return self.kind != "consumer" or (bool(self.link_bytes_per_s) and n_gpus <= self.nvlink_joins)
 
     @property
     def host_memory_bytes_per_s(self) -> float | None:
@@ -181,7 +181,7 @@ def _gpu(
     watts: float,
     kind: str,
     datasheet: str,
-    links_join: int = 8,
+    nvlink_joins: int = 8,
 ) -> Hardware:
     """A GPU in its datasheet's units; TFLOP/s are those of fp32, tf32, fp16 and bf16 alike, and fp8 if it has that."""
     fp32, tf32, half, *fp8 = (value * TERA for value in tflops)
@@ -196,7 +196,7 @@ def _gpu(
         datasheet,
         kind,
         watts,
-        links_join,
+        nvlink_joins,
     )
 
 

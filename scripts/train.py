@@ -37,8 +37,8 @@ from typing import Any, get_args, get_type_hints
 
 from cs336_systems.config import did_you_mean
 from cs336_systems.declared import flag
-from cs336_systems.pretraining.card_plan import PRINT_PLAN, Asked
 from cs336_systems.pretraining.options import CHOSEN, TrainOptions
+from cs336_systems.pretraining.plan_options import PRINT_PLAN, Asked
 from cs336_systems.pretraining.replica_options import check_lighthouse, require_torchft
 from cs336_systems.pretraining.stop_requests import Outcome
 from cs336_systems.refusals import refusal
@@ -162,7 +162,7 @@ def _print_plan(given: list[str]) -> int:
     from cs336_systems.report.card_plan import plan_asked
 
     if not {"-h", "--help"}.isdisjoint(given):
-        parse(["--help"])
+        parse(["--help"])  # prints and exits; the text above says what a plan's own options are
 
     def run(arguments: list[str]) -> list[TrainOptions]:
         options = parse(arguments)

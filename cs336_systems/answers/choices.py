@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems.experiments.training import TRAINING_TABLE
 from cs336_systems.hardware import find_hardware
-from cs336_systems.pretraining.card_plan import Asked, CardPlan, Way
+from cs336_systems.pretraining.card_plan import CardPlan, Way
 from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.plan_options import Asked
 from cs336_systems.report.results import MISSING, Line
 from cs336_systems.report.tables import Table
 

@@ -10,10 +10,9 @@ in bf16 and with blocks' matmuls in fp8. Memory peaks come from ``costs/parallel
 streamed in any case. ``report/card_plan.py`` prints a plan. Imports no torch.
 """
 
-import argparse
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from operator import attrgetter
@@ -28,16 +27,17 @@ from cs336_systems.costs.parallelism.rank_memory import rank_peak
 from cs336_systems.costs.parallelism.search import USABLE, divides, divisors
 from cs336_systems.costs.parallelism.seconds import BF16_MOMENTS, Moments, StepSeconds, step_seconds
 from cs336_systems.costs.rates import Rates
-from cs336_systems.declared import flag, sign_refusal
+from cs336_systems.declared import flag
 from cs336_systems.hardware import GIB, Hardware, hardware_named
 from cs336_systems.pretraining.options import CHOSEN, TrainerCase, TrainOptions
+from cs336_systems.pretraining.plan_options import PRINT_PLAN, Asked
 from cs336_systems.refusals import refusal
 from cs336_systems.streaming.choose import HOST_OVERHEAD, Caps, CapsTooSmallError, ChosenPlan, choose, staging_bytes
 
-PRINT_PLAN = "--print-plan"
 TOKENS_PER_STEP = 524_288
-"""About the tokens of a step if --total-batch-tokens is not given: up to ``LESS`` of them less, if that can be."""
-LESS = 1 / 8
+"""Tokens of a step if --total-batch-tokens is not given: about so many."""
+_LEAST_SHARE = 7 / 8
+"""Share of ``TOKENS_PER_STEP`` that a step has at least, if whole micro-batches of more than one size make it up."""
 KEEPS = ("all", "all-norm", "all-norm-swiglu", "products-ffn", "attention", "input")
 OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("m", "v"), ("residual",), ("m", "v", "residual"))
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -50,70 +50,6 @@ TRIED = (*CHOSEN, "zero", "tensor", "tensor_by")
 RECIPES = {"bf16": STORED, "fp8": Recipe("e4m3")}
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The options of a plan, besides those of the run.
-
-    Raises:
-        ValueError: a number is not positive, or the price is below zero.
-    """
-
-    gpu: str = ""
-    gpus: int = 1
-    host_gib: float | None = None
-    price_per_gpu_hour: float | None = None
-    run_tokens: float | None = None
-    picture: str | None = None
-
-    def __post_init__(self) -> None:
-        signs = dict.fromkeys(("gpus", "host_gib", "run_tokens"), "positive") | {"price_per_gpu_hour": "not negative"}
-        for name, sign in signs.items():
-            if refusal := sign_refusal(name, getattr(self, name), sign):
-                raise ValueError(refusal)
-
-    @classmethod
-    def taken_from(cls, arguments: Sequence[str]) -> "tuple[Asked, list[str]]":
-        """Return the options of a plan, and the other arguments, for a run on a GPU.
-
-        Raises:
-            ValueError: a value is no number, or is missing.
-        """
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        kinds: dict[str, Callable[[str], Any]] = {"gpu": str, "picture": str, "gpus": int, "run_tokens": _tokens}
-        for each in fields(cls):
-            kind = kinds.get(each.name, _number)
-            parser.add_argument(flag(each.name), type=kind)
-        of_run = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        of_run.add_argument("--device")
-        of_run.add_argument("--device-gib", "--device_gib", type=_number)
-        try:
-            known, rest = parser.parse_known_args([each for each in arguments if each != PRINT_PLAN])
-            run, _ = of_run.parse_known_args(rest)
-        except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
-            raise ValueError(str(error).replace("argument ", "", 1)) from None
-        rest = rest if run.device else [*rest, "--device", "cuda"]
-        if run.device_gib is not None and known.host_gib is not None:  # the run has both limits or none
-            rest = [*rest, "--host-gib", str(known.host_gib)]
-        return cls(**{name: value for name, value in vars(known).items() if value is not None}), rest
-
-
-def _number(text: str) -> float | None:
-    """Read a number, or None, as a file of --print-config says."""
-    try:
-        return None if text == "None" else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"say a number, got {text!r}") from None
-
-
-def _tokens(text: str) -> float:
-    """Read 100B, 15T or a number."""
-    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:])
-    try:
-        return float(text[:-1]) * scale if scale else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"say a number of tokens, such as 100B or 15T, got {text!r}") from None
-
-
 def _tokens_per_step(least: int) -> int:
     """Return about ``TOKENS_PER_STEP``, in as many whole micro-batches as possible of every size that is tried.
 
@@ -122,7 +58,7 @@ def _tokens_per_step(least: int) -> int:
     """
     for micro_batch in reversed(MICRO_BATCHES):
         tokens = TOKENS_PER_STEP // (micro_batch * least) * micro_batch * least
-        if tokens >= (1 - LESS) * TOKENS_PER_STEP:
+        if tokens >= _LEAST_SHARE * TOKENS_PER_STEP:
             return tokens
     return max(least, TOKENS_PER_STEP // least * least)
 
@@ -296,12 +232,12 @@ class CardPlan:
 
     def way(self, layout: Layout, offload: frozenset[str], recipe: Recipe) -> Way:
         """Predict one way to run the step, whether it fits or not."""
-        seconds = step_seconds(self.config, self.length, layout, self.hardware, **self.how(recipe, offload))
+        seconds = step_seconds(self.config, self.length, layout, self.hardware, **self.step_settings(recipe, offload))
         parts = self._peak(layout, offload, recipe)
         rate = self.tokens_per_step / seconds.total
         return Way(layout, offload, recipe, seconds, parts, self._on_host(layout, offload), rate)
 
-    def how(self, recipe: Recipe, offload: frozenset[str]) -> dict[str, Any]:
+    def step_settings(self, recipe: Recipe, offload: frozenset[str]) -> dict[str, Any]:
         """Return the keywords of ``step_seconds`` for a way."""
         launches = self.own.cuda_graph == "off"
         return {"moments": self.moments, "recipe": recipe, "offload": offload, "launches": launches}

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from cs336_systems.attention.shapes import hopper_limits
-from cs336_systems.config import FASTEST, PRECISIONS, ModelConfig
+from cs336_systems.config import PRECISIONS, ModelConfig
 from cs336_systems.distributed.checkpoint_folder import survey
 from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.harness.memory import free_bytes
-from cs336_systems.pretraining.card_plan import USABLE, Asked, CardPlan
+from cs336_systems.pretraining.card_plan import USABLE, CardPlan
 from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.plan_options import Asked
 from cs336_systems.streaming.choose import HOST_OVERHEAD
 from cs336_systems.training.precision import matmul_dtype
 
@@ -51,17 +52,9 @@ class Choice:
 
 
 def attention_on(device: torch.device, options: TrainOptions, config: ModelConfig) -> str:
-    """The attention of a run on a device: as its options say, or what ``--attention fastest`` stands for there.
-
-    That is ``hopper`` for heads and a dtype that it takes, but not under ``--deterministic``, as its backward in one
-    order of sums is slower than that of ``flash`` (1.6 to 2.1 times itself without, and ``flash`` at most 1.5 times).
-    """
-    if options.attention != FASTEST:
-        return options.attention
-    if device.type == "cpu":
-        return "reference"
+    """Return the name of the attention that a run of this model has on a device that is here."""
     head = torch.empty(1, 1, 1, config.d_head, dtype=matmul_dtype(PRECISIONS[options.dtype]), device=device)
-    return "flash" if options.deterministic or hopper_limits(head) else "hopper"
+    return options.attention_on(device.type, hopper=hopper_limits(head) is None)
 
 
 def choose_fastest(
@@ -105,9 +98,9 @@ def choose_fastest(
 
 
 def _host_gib(world_size: int) -> float:
-    """Memory of all hosts for these ranks: what is free, of which a plan takes off what a process takes for each rank.
+    """Return GiB of all hosts for these ranks, from which a plan takes what a process takes, once for each rank.
 
-    Ranks that are here have taken most of that before; one process's share stays free on each host.
+    The ranks that are here have taken most of that already, so it is added to what is free, but for one on each host.
     """
     n_hosts = world_size / int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return (n_hosts * free_bytes(torch.device("cpu")) + (world_size - n_hosts) * HOST_OVERHEAD) / GIB

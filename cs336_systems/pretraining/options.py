@@ -32,9 +32,6 @@ from cs336_systems.refusals import refusal
 CHOSEN = ("batch_size", "keep", "offload")
 """The options that ``--choose-fastest`` chooses."""
 
-_PORTABLE = {"cuda": "flash", "cpu": "reference"}
-"""What stands for ``FASTEST`` where the device is not known."""
-
 
 @dataclass(frozen=True)
 class TrainerCase(TrainingCase):
@@ -393,11 +390,27 @@ class TrainOptions(_Options):
         """AdamW's hyperparameters, by torch's names."""
         return {"lr": self.learning_rate, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
+    def attention_on(self, device: str, *, hopper: bool) -> str:
+        """Return the name of the attention that a run has on ``cuda`` or ``cpu``.
+
+        What ``--attention fastest`` stands for is ``hopper`` where that runs, but ``flash`` under ``--deterministic``:
+        in one order of sums ``hopper``'s backward takes 1.6 to 2.1 times as long, and ``flash``'s at most 1.5 times
+        (profiles/log/2026-11-22.md, profiles/attention.md).
+
+        Args:
+            hopper: whether the Hopper kernels run on the GPU, for these heads and this dtype.
+        """
+        if self.attention != FASTEST:
+            return self.attention
+        if device == "cpu":
+            return "reference"
+        return "hopper" if hopper and not self.deterministic else "flash"
+
     def training_case(self, config: ModelConfig, world_size: int) -> TrainerCase:
         """Return the step that each of ``world_size`` ranks runs."""
         own: dict[str, Any] = {
             "size": replace(config, context_length=self.context_length),
-            "attention": self.attention if self.attention != FASTEST else _PORTABLE[self.device],
+            "attention": self.attention_on(self.device, hopper=False),
             "accumulate": self.micro_batches(world_size),
             "checkpoint": "none",
             "replicas": self.copies_in_world,

@@ -141,7 +141,6 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
         if options.evaluate_every is not None and each.evaluation is None:
             raise ValueError(f"{each.folder} holds out nothing to evaluate on: --evaluate-every None does without")
     config, length = config_of(options, dataset), options.context_length
-    attention = attention_on(rank.device, options, config)
     chosen: Choice | str | None = None
     if options.choose_fastest:
         chosen = on_rank_0(lambda: choose_fastest(options, config, rank.device, rank.world_size, origin))
@@ -156,7 +155,8 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     evaluation = _sequences(options, datasets, held_out, shares, config, rank)
     n_steps, tokens_per_step = options.n_steps(len(train), rank.world_size), options.tokens_per_step(rank.world_size)
     rate = options.rate_of(n_steps)
-    case = replace(options, attention=attention).training_case(config, 1 if options.capped else rank.world_size)
+    resolved = replace(options, attention=attention_on(rank.device, options, config))
+    case = resolved.training_case(config, 1 if options.capped else rank.world_size)
     if reason := refusal(case):
         raise ValueError(reason)
     mesh, n_data = mesh_of(case, rank), options.data_ranks(rank.world_size)

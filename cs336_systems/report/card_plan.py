@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.case import RECIPE
-from cs336_systems.config import FASTEST, FP8_QUANTUM, ModelConfig
+from cs336_systems.config import FP8_QUANTUM, ModelConfig
 from cs336_systems.costs.parallelism.forms import GPUS_PER_HOST, NETWORK_BYTES_PER_S
 from cs336_systems.costs.parallelism.seconds import by_class
 from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.declared import flag
 from cs336_systems.hardware import DATA_CENTRE, GIB, find_hardware, hardware_named
-from cs336_systems.pretraining.card_plan import PRINT_PLAN, TRIED, Asked, CardPlan, Way
+from cs336_systems.pretraining.card_plan import TRIED, CardPlan, Way
 from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.plan_options import PRINT_PLAN, Asked
 from cs336_systems.pretraining.run_refusals import spelled
 from cs336_systems.report.command_line import flags_in, n_gpus
 from cs336_systems.report.run_console import memory_table
@@ -76,6 +77,7 @@ def plan_asked(
 
 
 def _differs(runs: Sequence[TrainOptions], name: str) -> bool:
+    """Return whether one of the runs has another value than the default."""
     return any(getattr(run, name) != getattr(TrainOptions, name) for run in runs)
 
 
@@ -98,7 +100,11 @@ def _card_here() -> str:
 
 
 def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str, given: Sequence[str] = ()) -> int:
-    """Print the plans of some runs, draw the picture of the last if asked, and end with one JSON object."""
+    """Print the plans of some runs, draw the picture of the last if asked, and end with one JSON object.
+
+    Raises:
+        ValueError: as for ``CardPlan``; the GPUs do not fill their hosts; or the length of a run is one of its data.
+    """
     if asked.gpus > GPUS_PER_HOST and asked.gpus % GPUS_PER_HOST:
         raise ValueError(f"--gpus {asked.gpus} is no multiple of {GPUS_PER_HOST}, the GPUs of a host")
     summary: dict[str, Any] = {"command": command, "gpu": hardware_named(asked.gpu).name, "gpus": asked.gpus}
@@ -227,7 +233,7 @@ def segments(plan: CardPlan) -> dict[str, int]:
 def seconds_by_class(plan: CardPlan, way: Way) -> dict[str, float]:
     if way.streamed is not None:
         return {"kernels": way.seconds.compute, "waiting for copies": way.seconds.waiting}
-    how = plan.how(way.recipe, way.offload)
+    how = plan.step_settings(way.recipe, way.offload)
     return by_class(plan.config, plan.length, way.layout, plan.hardware, **how)
 
 
@@ -243,7 +249,7 @@ def classes_table(plan: CardPlan) -> Table:
 
 
 def sentences(plan: CardPlan) -> list[str]:
-    """Return the fastest way as a command, whether fp8 pays, and how far predictions may be off."""
+    """Return the fastest way as a command, whether fp8 pays, what is assumed, and how far predictions may be off."""
     error = f"{100 * relative_error(plan):.0f} %"
     fitted = "nothing was fitted on this card"
     if plan.hardware.name in _ERRORS:
@@ -282,7 +288,7 @@ def attention_assumed(plan: CardPlan) -> list[str]:
     hopper, own = "The prediction is of --attention hopper", plan.own
     if not plan.hardware.is_hopper:
         return [f"{hopper}, which runs on H100 and H200 only, as if {plan.hardware.name} had a kernel as good."]
-    taken = own.attention if own.attention != FASTEST else "flash" if own.deterministic else "hopper"
+    taken = own.attention_on("cuda", hopper=True)
     if taken != "hopper":
         return [f"{hopper}, and this run has --attention {taken}."]
     return [f"{hopper} without --deterministic, which takes longer."] if own.deterministic else []
@@ -300,7 +306,7 @@ def train_arguments(plan: CardPlan, way: Way) -> str:
         return f"{words} --total-batch-tokens {plan.tokens_per_step} {way.arguments}"
     tokens = way.streamed.plan.tokens
     caps = f"--device-gib {plan.device_bytes / GIB:.5g} --host-gib {plan.asked.host_gib:g}"
-    dtype = " --matmul-dtype e4m3" if way.recipe.quantized else ""
+    dtype = f" --matmul-dtype {way.recipe.matmul}" if way.recipe.quantized else ""
     chunk = "" if plan.own.chunk is None else f" --chunk {plan.own.chunk}"  # else the run's plan chooses them
     return f"{words} --total-batch-tokens {tokens} --batch-size 1 {caps}{chunk}{dtype}"
 

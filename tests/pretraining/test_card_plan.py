@@ -15,8 +15,9 @@ from cs336_systems.config import resolve_size
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.seconds import by_class, step_seconds
 from cs336_systems.hardware import GIB, KINDS, hardware_described, hardware_named
-from cs336_systems.pretraining.card_plan import RECIPES, Asked, CardPlan, NothingFits
+from cs336_systems.pretraining.card_plan import RECIPES, CardPlan, NothingFits
 from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.plan_options import Asked
 from cs336_systems.report.card_plan import (
     attention_assumed,
     fp8_pays,

@@ -13,10 +13,11 @@ from cs336_systems.config import ADAPTED
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.model.hf_weights import to_hf_name
 from cs336_systems.pretraining.adapters import export_adapter
-from cs336_systems.pretraining.card_plan import Asked, CardPlan
+from cs336_systems.pretraining.card_plan import CardPlan
 from cs336_systems.pretraining.checkpoint import load_trained, load_weights
 from cs336_systems.pretraining.export import export_saved
 from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.plan_options import Asked
 from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.trainer import run_prepared, train
 from tests.distributed.checks import spawn

@@ -145,14 +145,14 @@ def step_seconds(
     c = layout.context
     uneven = (2 * c - 1) / c - 1 if layout.context_order == "ring" else 0.0
     compute = own * (work.compute + uneven * work.attention)
-    joined = hardware.links_join if hardware.link_bytes_per_s else 1
-    network = _Network(hardware.link_bytes_per_s or inf, joined, rates.link_out_both, network_bytes_per_s)
+    pcie = rates.link_out_both
+    network = _Network(hardware.link_bytes_per_s or pcie, hardware.nvlink_joins, pcie, network_bytes_per_s)
     rows = layout.micro_batch * length // c
     many = rows // layout.tensor * config.d_model >= copied_from
     by = layout.tensor_by if many and layout.tensor <= GPUS_PER_HOST else "collectives"
-    sent = _tensor_seconds(part, slowest.n_layers, rows, layout.keep, layout.tensor, by, recipe, network)
-    beside = min(sent.copies, own * (work.compute - work.attention))
-    waits = sent.collectives + sent.copies - beside
+    rows_sent = _tensor_seconds(part, slowest.n_layers, rows, layout.keep, layout.tensor, by, recipe, network)
+    beside = min(rows_sent.copies, own * (work.compute - work.attention))
+    waits = rows_sent.collectives + rows_sent.copies - beside
     waits += _context_waits(part, slowest, rows, layout, network, own * work.attention)
     slowed = _slowed(part, fullest, layout, network, compute - beside)
     updates = work.updates * fullest.n_parameters(config) / config.n_parameters
@@ -239,12 +239,13 @@ class _Network:
     """The rates of messages between GPUs, in bytes/s each way."""
 
     nvlink_bytes_per_s: float
+    """That of PCIe, if there is none."""
     joined: int
     """GPUs of a host that NVLink joins."""
     pcie_bytes_per_s: float
     """Through the host, to its other GPUs."""
     card_bytes_per_s: float
-    """Of a GPU's network card."""
+    """Through a GPU's network card, to other hosts."""
 
     def inside(self, n_gpus: int) -> float:
         """The rate between neighbours among so many GPUs of a host."""
@@ -318,7 +319,7 @@ def _work(
     return _Work(compute, attention, forward, weights, block, embedding, head, updates, adds)
 
 
-class _Rows(NamedTuple):
+class _RowSeconds(NamedTuple):
     """Seconds in which the rows of tensor ranks travel in a micro-batch."""
 
     collectives: float = 0.0
@@ -330,16 +331,16 @@ class _Rows(NamedTuple):
 @cache
 def _tensor_seconds(
     part: ModelConfig, n_layers: int, rows: int, keep: str, n_ranks: int, by: str, recipe: Recipe, network: _Network
-) -> _Rows:
+) -> _RowSeconds:
     if n_ranks == 1:
-        return _Rows()
+        return _RowSeconds()
     link, _ = network.ring(n_ranks, 1)
     layers = replace(part, n_layers=max(1, n_layers))
     sent = tensor_sent(layers, rows, keep, n_ranks, _ITEMSIZE, by=by, recipe=recipe)
     whole = rows * part.d_model * _ITEMSIZE
     count = sent[GATHER] // whole + sent[SCATTER] * n_ranks // whole
     collectives = link.alpha_s * (n_ranks - 1) * count + _ring_bytes(sent, n_ranks) / link.bytes_per_s
-    return _Rows(collectives, sent[SEND] / link.bytes_per_s)
+    return _RowSeconds(collectives, sent[SEND] / link.bytes_per_s)
 
 
 def _context_waits(
