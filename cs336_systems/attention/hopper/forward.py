@@ -35,6 +35,10 @@ from cs336_systems.kernels.copy_engine import Ring, aggregate, can_be_copied, de
 from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, n_multiprocessors
 
 
+SLACK = gl.constexpr(8.0)
+"""How far scores times log2(e) may exceed the maximum that they are relative to: P stays below 256, even in fp16."""
+
+
 @aggregate
 class Tiles:
     """The shared memory of a program."""
@@ -77,14 +81,62 @@ def forward_producer(plan, q, k, v, taken, starts, tiles):
 
 
 @gluon.jit
-def online_softmax(scores, row_max, row_sum, scale_log2):
-    """Take one tile of scores into the running maximum and sum: (P, row_max, row_sum, factor for what came before)."""
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+def by_thread(scores):
+    """Scores (ROWS, BLOCK_K) as (ROWS, BLOCK_K / 8, 4, 2): a row lies in four threads, of 8 columns each has 2."""
+    return gl.reshape(scores, [scores.shape[0], scores.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def thread_sums(p):
+    """(ROWS, 4): the sum of what each thread has of a row; no thread needs another's numbers."""
+    return gl.sum(gl.sum(by_thread(p), 3), 1)
+
+
+@gluon.jit
+def online_softmax(scores, row_max, row_sums, scale_log2):
+    """Take one tile of scores into the running maximum and sums: (P, row_max, row_sums, factor for what came before).
+
+    The maximum moves only when a score is more than ``SLACK`` above it, as nearly all factors are 1 then
+    (``rescaled``). ``row_sums`` (ROWS, 4) are of each thread alone until the item ends.
+    """
+    rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    # Neighbours first: half as many maxima in a row as one after another.
+    tile_max = gl.max(gl.max(gl.max(by_thread(scores), 3), 1), 1) * scale_log2
+    tile_max = gl.convert_layout(tile_max, rows, assert_trivial=True)
+    new_max = gl.where(tile_max > row_max + SLACK, tile_max, row_max)
     # -inf - -inf is NaN: a row that has seen nothing yet subtracts 0.
     subtracted = gl.where(new_max == NEVER, 0.0, new_max)
     p = gl.exp2(scores * scale_log2 - subtracted[:, None])
     rescale = gl.exp2(row_max - subtracted)
-    return p, new_max, row_sum * rescale + gl.sum(p, 1), rescale
+    of_sums = gl.convert_layout(rescale, gl.SliceLayout(1, row_sums.type.layout), assert_trivial=True)
+    return p, new_max, row_sums * of_sums[:, None] + thread_sums(p), rescale
+
+
+@gluon.constexpr_function
+def rescale_operands(n):
+    """Outputs, which are also the first inputs, and the factor of each."""
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@gluon.constexpr_function
+def rescale_instructions(n):
+    """Multiply a thread's n numbers of two rows, two of either in turns, unless all factors in the warp are 1."""
+    first, second = f"${2 * n}", f"${2 * n + 2}"
+    multiply = " ".join(f"mul.f32 ${i}, ${i}, {second if i & 2 else first};" for i in range(n))
+    return (
+        f"{{ .reg .pred changed, any; setp.neu.f32 changed, {first}, 0f3F800000; "
+        f"setp.neu.or.f32 changed, {second}, 0f3F800000, changed; vote.sync.any.pred any, changed, 0xffffffff; "
+        f"@!any bra SKIP; {multiply} SKIP: }}"
+    )
+
+
+@gluon.jit
+def rescaled(acc, rescale):
+    """``acc`` (ROWS, BLOCK_D) in the layout of a matmul's result, times ``rescale`` (ROWS,); mostly a branch alone."""
+    n: gl.constexpr = acc.shape[1] // 2  # numbers in each of the warpgroup's 128 threads
+    return gl.inline_asm_elementwise(
+        rescale_instructions(n), rescale_operands(n), [acc, rescale[:, None]], dtype=gl.float32, is_pure=False, pack=n
+    )
 
 
 @gluon.jit
@@ -167,8 +219,8 @@ def forward_consumer(plan, o, lse, starts, tiles, scale_log2, WHO: gl.constexpr,
         tiles.k.release(step)
         scores = masked(plan, starts, batch, scores, queries, (n_key_tiles - 1) * BLOCK_K + columns)
         row_max = gl.full([ROWS], NEVER, gl.float32, rows)
-        row_sum = gl.zeros([ROWS], gl.float32, rows)
-        p, row_max, row_sum, _ = online_softmax(scores, row_max, row_sum, scale_log2)
+        row_sums = thread_sums(no_scores)
+        p, row_max, row_sums, _ = online_softmax(scores, row_max, row_sums, scale_log2)
         p = gl.convert_layout(p.to(dtype), p_layout)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, o_layout)
 
@@ -189,14 +241,14 @@ def forward_consumer(plan, o, lse, starts, tiles, scale_log2, WHO: gl.constexpr,
                 needs_mask = needs_mask | (key_tile <= last_document)
             if needs_mask:
                 scores = masked(plan, starts, batch, scores, queries, key_tile * BLOCK_K + columns)
-            next_p, row_max, row_sum, rescale = online_softmax(scores, row_max, row_sum, scale_log2)
+            next_p, row_max, row_sums, rescale = online_softmax(scores, row_max, row_sums, scale_log2)
             next_p = gl.convert_layout(next_p.to(dtype), p_layout)
             # Asked for early, because ptxas moves the wait for O up to the last branch: before the softmax, otherwise.
             k_tile = tiles.k.wait(step + 2, i + 1 < n_own)
             # p is listed so that its registers stay untouched while the matmul that reads them is in flight.
             acc, p = warpgroup_mma_wait(0, (weighted, p))
             tiles.v.release(step)
-            acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+            acc = rescaled(acc, gl.convert_layout(rescale, o_rows))
             p = next_p
             step += 1
 
@@ -215,6 +267,7 @@ def forward_consumer(plan, o, lse, starts, tiles, scale_log2, WHO: gl.constexpr,
                     pass_turn(tiles, WHO)
                     blocks += 1
 
+        row_sum = gl.convert_layout(gl.sum(row_sums, 1), rows)
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)  # saw no key: acc is 0 and row_max -inf, which is the answer
         lse_row = lse + (batch * plan.n_heads + head).to(gl.int64) * plan.n_queries
         gl.store(lse_row + queries, (row_max + gl.log2(row_sum)) * LN_2, mask=queries < plan.n_queries)

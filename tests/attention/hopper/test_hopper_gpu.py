@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.gpu, ON_HOPPER, pytest.mark.usefixtures("poisoned")]
 DTYPES = [torch.bfloat16, torch.float16]
 FORWARD_SCHEDULES = [
     ForwardSchedule(128, 2, 2),
+    ForwardSchedule(128, 2, 4),
+    ForwardSchedule(64, 3, 2),
     ForwardSchedule(128, 3, 3),
     ForwardSchedule(64, 2, 3, take_turns=True),
     ForwardSchedule(128, 3, 2, take_turns=True),
@@ -68,6 +70,17 @@ def test_backward_schedules(schedule: BackwardSchedule, causal: bool) -> None:
     gradients = [torch.empty_like(x) for x in (q, k, v)]
     launch_backward(q, k, v, o, lse, do, *gradients, causal, 0.125, schedule=schedule)
     compare(Results(o, lse, *gradients), q, k, v, do, causal, 0.125)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rise", [3.0, 20.0])
+@pytest.mark.parametrize("d_head", [64, 128])
+def test_scores_that_rise_from_one_key_tile_to_the_next(d_head: int, rise: float, causal: bool) -> None:
+    """Forward takes tiles from the last to the first, and moves its maximum only if scores are far above it."""
+    q, k, v, do = make("cuda", torch.bfloat16, heads=4, n_queries=1000, d_head=d_head)
+    q[..., 0] = d_head**0.5
+    k[..., 0] = rise * torch.arange(8, 0, -1, device="cuda").repeat_interleave(128)[:1000]
+    check(q, k, v, do, causal)
 
 
 @pytest.mark.parametrize("d_head", [64, 128])
