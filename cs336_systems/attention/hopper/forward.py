@@ -34,7 +34,6 @@ from cs336_systems.attention.hopper.schedules import FORWARD, MAX_REGISTERS_WITH
 from cs336_systems.kernels.copy_engine import Ring, aggregate, can_be_copied, descriptor, example, make_ring
 from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, n_multiprocessors
 
-
 SLACK = gl.constexpr(8.0)
 """How far scores times log2(e) may exceed the maximum that they are relative to: P stays below 256, even in fp16."""
 
