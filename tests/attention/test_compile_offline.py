@@ -24,9 +24,10 @@ forward.n_multiprocessors = backward.n_multiprocessors = lambda device: 132
 found, forms = {}, {}
 for name, d_head in json.loads(sys.argv[1]):
     compiled.clear()
-    q = torch.zeros(1, 2, 256, d_head, dtype=torch.bfloat16)
-    tensors = q, q, q, q, torch.zeros(1, 2, 256), q, q, q, q
-    starts = torch.zeros(1, 256, dtype=torch.int32) if "packed" in name else None
+    length = 256 if "short" in name else 2048
+    q = torch.zeros(1, 2, length, d_head, dtype=torch.bfloat16)
+    tensors = q, q, q, q, torch.zeros(1, 2, length), q, q, q, q
+    starts = torch.zeros(1, length, dtype=torch.int32) if "packed" in name else None
     if name.startswith("hopper_forward"):
         forward.launch_forward(q, q, q, True, 0.1, starts_BQ=starts)
     elif name.startswith("flash"):
@@ -59,6 +60,8 @@ SPILLED = {
     ("flash_forward packed", 128): 0,
     ("hopper_forward", 64): 0,
     ("hopper_forward", 128): 0,
+    ("hopper_forward short", 64): 0,
+    ("hopper_forward short packed", 64): 0,
     ("hopper_forward packed", 64): 64,  # of a tile of queries, none in the loop over keys
     ("hopper_forward packed", 128): 0,
     ("hopper_backward", 128): 256,

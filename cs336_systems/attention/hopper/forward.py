@@ -30,7 +30,12 @@ from cs336_systems.attention.hopper.primitives import (
     take_item,
     visible,
 )
-from cs336_systems.attention.hopper.schedules import FORWARD, MAX_REGISTERS_WITH, ForwardSchedule, padded_head_dim
+from cs336_systems.attention.hopper.schedules import (
+    MAX_REGISTERS_WITH,
+    ForwardSchedule,
+    forward_schedule,
+    padded_head_dim,
+)
 from cs336_systems.kernels.copy_engine import Ring, aggregate, can_be_copied, descriptor, example, make_ring
 from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, n_multiprocessors
 
@@ -358,7 +363,7 @@ def _prepared(
     batch, n_heads, n_queries, d_head = shape_BHQD
     n_kv_heads, n_keys = shape_BKND[1:3]
     block_d = padded_head_dim(d_head)
-    schedule = schedule or FORWARD[block_d]
+    schedule = schedule or forward_schedule(block_d, n_queries)
     group = n_heads // n_kv_heads
     keys_and_values = 2 * n_keys * d_head * dtype.itemsize
     rows, keys = (1, 1, ROWS.value, block_d), (1, 1, schedule.block_k, block_d)

@@ -77,14 +77,24 @@ class BackwardSchedule:
 # The fastest of those timed on an H200 (bf16, causal, length 16,384), each beside the next best, as ratios to cuDNN in
 # the same rounds; LOG.md has all of them.
 FORWARD: dict[int, ForwardSchedule] = {
-    64: ForwardSchedule(128, 3, 3, take_turns=True),  # 1.16; out of turn 1.14, with two consumers 1.03
-    128: ForwardSchedule(128, 2, 2),  # 1.13; in turns 1.07
+    64: ForwardSchedule(128, 3, 3, take_turns=True),  # 1.18; two consumers of an earlier form 1.03
+    128: ForwardSchedule(128, 2, 2),  # 1.10, at 8,192 1.26; three consumers of 64 keys 1.12 and 1.20
+}
+SHORT = 1024
+"""Queries up to which these come first: tiles of 128 rows cover them with fewer rows that are no queries."""
+SHORT_FORWARD: dict[int, ForwardSchedule] = {
+    64: ForwardSchedule(128, 2, 4),  # 1.07 times as fast as three consumers at 1,024, 0.96 at 2,048
 }
 BACKWARD: dict[int, BackwardSchedule] = {
     # 1.28; statistics first 1.25; with those and without late dq, of a slower form, 1.07
     64: BackwardSchedule(3, late_dq=True, left_in_registers=True, key_stages=2, statistics_last=True),
     128: BackwardSchedule(2),  # 1.15; statistics last 1.11; others spill
 }
+
+
+def forward_schedule(block_d: int, n_queries: int) -> ForwardSchedule:
+    """The one that is used for heads of ``padded_head_dim`` ``block_d``."""
+    return FORWARD[block_d] if n_queries > SHORT else SHORT_FORWARD.get(block_d, FORWARD[block_d])
 
 
 def padded_head_dim(d_head: int) -> int:
