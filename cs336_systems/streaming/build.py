@@ -13,14 +13,14 @@ follow from others are left out.
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 from cs336_systems.costs.lanes import LANES, Lane, Lanes, LaneTimes, simulate, simulate_ranks
 from cs336_systems.costs.rates import Rates
 from cs336_systems.streaming.order import Task, compute_order, forward_order
 from cs336_systems.streaming.plan import STATE_RINGS, Plan
-from cs336_systems.streaming.schedule import Held, Item, Kind, Operation, Place, Room, Schedule, Slot
+from cs336_systems.streaming.schedule import Held, Item, Kind, Operation, Place, Room, Schedule, Slot, lane_of
 from cs336_systems.streaming.slots import (
     EVICTION_LAG,
     GROUPED,
@@ -121,15 +121,16 @@ class _Waits:
 
     def add(self, lane: Lane, reads: Sequence[Slot | Place], writes: Sequence[Slot | Place]) -> tuple[int, ...]:
         """Adds the next operation of a lane; returns the operations that it has to wait for."""
-        needed = {self._writer[where] for where in (*reads, *writes) if where in self._writer}
+        needed = {self._writer.get(where, -1) for where in (*reads, *writes)}
         needed.update(*(self._readers[where] for where in writes))
+        needed.discard(-1)
         own, index = LANES.index(lane), len(self._known)
         known = list(self._known[self._last[own]]) if self._last[own] >= 0 else [-1] * len(LANES)
         waits = []
         for j in sorted(needed, reverse=True):  # the latest first: it may imply the others
             if known[self._lanes[j]] < j:
                 waits.append(j)
-                known = [max(pair) for pair in zip(known, self._known[j], strict=True)]
+                known = list(map(max, known, self._known[j]))
         known[own] = self._last[own] = index
         self._known.append(tuple(known))
         self._lanes.append(own)
@@ -242,7 +243,7 @@ class _Builder:
                 where[t][use.item] = self._slot(stay, use.item)
         for t in range(-1, len(self.tasks)):
             if t >= 0:
-                self._run(self.tasks[t], self.held_at | where[t])
+                self._run(self.tasks[t], where[t])
                 for copy in evictions.get(t, ()):
                     self._copy(copy, Kind.EVICT)
             for copy in sorted(fetches.get(t, ()), key=lambda copy: copy.need):
@@ -250,18 +251,19 @@ class _Builder:
 
     def _run(self, task: Task, slots: Mapping[Item, Slot]) -> None:
         """Places kernels, or a message."""
-        reads = tuple(Held(use.item, slots[use.item]) for use in task.uses if use.reads)
-        writes = tuple(Held(use.item, slots[use.item]) for use in task.uses if use.writes)
+        held = [(use, Held(use.item, slots.get(use.item) or self.held_at[use.item])) for use in task.uses]
+        reads = tuple(of_item for use, of_item in held if use.reads)
+        writes = tuple(of_item for use, of_item in held if use.writes)
+        waits = self.waits.add(lane_of(task.kind), [x.slot for x in reads], [x.slot for x in writes])
         n_bytes = self.plan.work.item_bytes("dy") if task.peer >= 0 else 0  # as many as x has
         operation = Operation(
-            *(task.kind, task.layer, task.round, task.chunk, reads, writes, ()),
+            *(task.kind, task.layer, task.round, task.chunk, reads, writes, waits),
             n_bytes=n_bytes,
             level=task.level,
             accumulate=task.accumulate,
             peer=task.peer,
         )
-        waits = self.waits.add(operation.lane, [held.slot for held in reads], [held.slot for held in writes])
-        self.operations.append(replace(operation, waits=waits))
+        self.operations.append(operation)
 
     def _copy(self, copy: _Copy, kind: Kind) -> None:
         """Places a copy, a fetch or an evict."""

@@ -181,7 +181,7 @@ class Memory:
         n_bytes = self.map.n_bytes(what)
         if n_bytes > size:
             raise ValueError(f"{what} has {n_bytes} bytes, {where} {size}")
-        return memory[where.index * size : where.index * size + n_bytes]
+        return memory[where.number * size : where.number * size + n_bytes]
 
 
 class Fixed:

@@ -11,14 +11,13 @@ between two layers lies with the receiver.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.schedule import Item, Kind
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """How an operation uses an item; one that does not read it needs nothing of what it held before."""
 
     item: Item
@@ -26,8 +25,7 @@ class Use:
     writes: bool
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One operation on the compute lane, before its items have slots."""
 
     kind: Kind

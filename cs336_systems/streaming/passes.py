@@ -295,7 +295,7 @@ class Passes:
     def _until(self, operation: Operation, what: str) -> Tensor:
         """An item of the operation's sequence up to its chunk, as one tensor (S, 2, K, E)."""
         slot, earlier = operation.slot(what, operation.chunk), self._earlier_chunks(operation)
-        return self.memory.run_of(slot.ring, what, slot.index - earlier, earlier + 1)
+        return self.memory.run_of(slot.ring, what, slot.number - earlier, earlier + 1)
 
     def _normed(self, operation: Operation) -> tuple[Tensor, Tensor, Tensor]:
         """The head's input (n, D), the rows before their norm, and rstd."""

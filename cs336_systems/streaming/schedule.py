@@ -89,6 +89,11 @@ _LANES = {Kind.FETCH: Lane.IN, Kind.EVICT: Lane.OUT, Kind.SEND: Lane.SEND, Kind.
 """The lane of each kind that does not compute."""
 
 
+def lane_of(kind: Kind) -> Lane:
+    """The lane on which operations of a kind run."""
+    return _LANES.get(kind, Lane.COMPUTE)
+
+
 class Item(NamedTuple):
     """The contents of a slot or a place: for a layer's state only the layer counts, for dy only round and chunk."""
 
@@ -98,24 +103,23 @@ class Item(NamedTuple):
     chunk: int = 0
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """Memory of one item on the device."""
 
     ring: str
-    index: int
+    number: int
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Memory of one item on the host."""
 
     region: str
-    index: int
+    number: int
+    where: str = "host"
+    """Tells it from the slot of the same name and number."""
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """An item in its slot, as an operation finds or leaves it."""
 
     item: Item
@@ -149,7 +153,7 @@ class Operation:
 
     @property
     def lane(self) -> Lane:
-        return _LANES.get(self.kind, Lane.COMPUTE)
+        return lane_of(self.kind)
 
     @property
     def meets(self) -> bool:

@@ -8,6 +8,7 @@ longest time: into it since it was left, out of it until it is taken.
 Time is counted in kernels' operations and messages.
 """
 
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -197,16 +198,15 @@ class _Sweep:
         return self.waits_for_forward and self.kinds[self.uses[unit][i][0]] in _TAKE_X
 
 
-@dataclass(frozen=True, order=True)
-class _Slot:
-    """A slot that a stay may take."""
+class _Slot(NamedTuple):
+    """A slot that a stay may take. The order of slots never depends on ``stay``, as no two have one number."""
 
     ready: int
     """The time from which it can be taken, after a copy out of it."""
     left: int
     """The time of its last use."""
-    index: int
-    stay: Stay | None = field(default=None, compare=False)
+    number: int
+    stay: Stay | None = None
 
 
 def _assign(ring: str, stays: list[Stay], slots: int | None) -> tuple[list[Stay], int]:
@@ -215,24 +215,27 @@ def _assign(ring: str, stays: list[Stay], slots: int | None) -> tuple[list[Stay]
     """
     found: list[Stay] = []
     free: list[_Slot] = []
+    """In their order, so that the first one that can be taken has been free the longest."""
+    returning: dict[Unit, _Slot] = {}
     for stay in sorted(stays, key=lambda stay: stay.first):
-        still = [slot for slot in free if slot.stay and slot.stay.returns and slot.stay.unit == stay.unit]
-        if still:
-            chosen = still[0]
-            assert chosen.stay is not None
-            chosen.stay.uses += stay.uses
-            chosen.stay.returns, chosen.stay.home = stay.returns, stay.home
-            stay = chosen.stay
+        still = returning.pop(stay.unit, None)
+        if still is not None and still.stay is not None:
+            chosen = free.pop(bisect_left(free, still))
+            still.stay.uses += stay.uses
+            still.stay.returns, still.stay.home = stay.returns, stay.home
+            stay = still.stay
         else:
-            usable = [slot for slot in free if slot.left < stay.first]
-            if len(free) < slots if slots is not None else not usable:
-                usable = [_Slot(-1, -1, len(free))]
-                free += usable
-            if not usable:
+            usable = (i for i, slot in enumerate(free) if slot.left < stay.first)
+            taken = None if slots is not None and len(free) < slots else next(usable, None)
+            if taken is None and len(free) == slots:
                 raise TooFewSlotsError(f"{ring} needs more than {slots} slots")
-            chosen = min(usable)
-            stay.slot = chosen.index
+            chosen = _Slot(-1, -1, len(free)) if taken is None else free.pop(taken)
+            stay.slot = chosen.number
             found.append(stay)
-        free.remove(chosen)
-        free.append(_Slot(stay.last + (EVICTION_LAG if stay.leaves else 0), stay.last, chosen.index, stay))
+            if chosen.stay is not None and returning.get(chosen.stay.unit) is chosen:
+                del returning[chosen.stay.unit]
+        after = _Slot(stay.last + (EVICTION_LAG if stay.leaves else 0), stay.last, chosen.number, stay)
+        insort(free, after)
+        if stay.returns:
+            returning[stay.unit] = after
     return found, len(free) if slots is None else slots

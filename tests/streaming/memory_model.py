@@ -79,7 +79,7 @@ class _Model:
             room = of.regions[where.region] if isinstance(where, Place) else of.rings[where.ring]
             items = [held.item for held in (*operation.reads, *operation.writes) if held.slot == where]
             too_large = any(self.plan.work.item_bytes(item.what) > room.item_bytes for item in items)
-            if not 0 <= where.index < room.n_items or too_large:
+            if not 0 <= where.number < room.n_items or too_large:
                 raise ScheduleError(f"{where} of {room.n_items} cannot hold {items}")
             for j, wrote in self.since_write[where]:
                 other = self.schedule.operations[j]

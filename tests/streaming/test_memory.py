@@ -44,9 +44,9 @@ def test_neighbouring_slots_are_one_tensor():
 
 def test_what_does_not_fit_is_refused():
     small = memory(LONG.item_bytes("context") - 8, LONG.item_bytes("input") - 8)
-    with pytest.raises(ValueError, match=r"context has \d+ bytes, Slot\(ring='context', index=2\) \d+"):
+    with pytest.raises(ValueError, match=r"context has \d+ bytes, Slot\(ring='context', number=2\) \d+"):
         small.tensors(Slot("context", 2), "context")
-    with pytest.raises(ValueError, match=r"input has \d+ bytes, Place\(region='input', index=0\) \d+"):
+    with pytest.raises(ValueError, match=r"input has \d+ bytes, Place\(region='input', number=0, where='host'\) \d+"):
         small.place_tensors(Place("input", 0), "input")
     with pytest.raises(ValueError, match="not one tensor"):
         small.run_of("context", "context", 0, 2)

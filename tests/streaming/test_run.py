@@ -265,7 +265,7 @@ def test_an_evaluation_has_the_losses_of_a_step_and_leaves_no_trace(seed):
     forward = build_forward(plan)
     assert (forward.slots, forward.places) == (schedule.slots, schedule.places)
     held = [held for operation in forward.operations for held in (*operation.reads, *operation.writes)]
-    assert all(one.slot.index < schedule.rings[one.slot.ring].n_items for one in held)
+    assert all(one.slot.number < schedule.rings[one.slot.ring].n_items for one in held)
     evaluated, plain = (step_of(plan, schedule, PretendedLink(seed + i)) for i in range(2))
     for i, (batch, (ids, targets)) in enumerate(
         zip(batches(plan, 2), batches(replace(plan, rounds=1), 2), strict=True)
