@@ -205,7 +205,11 @@ class Loader:
 
     def epochs_after(self, n_batches: int) -> float:
         """Epochs, of which a part may be one, that so many more batches of all worlds reach."""
-        return (self.taken + n_batches * self.batch_size * self._n_worlds) / len(self._sequences)
+        return self.taken / len(self._sequences) + self.epochs_in(n_batches)
+
+    def epochs_in(self, n_batches: int) -> float:
+        """Epochs, of which a part may be one, that so many batches of all worlds are."""
+        return n_batches * self.batch_size * self._n_worlds / len(self._sequences)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins, ``position`` being in sequences; and the data and order that this is in."""

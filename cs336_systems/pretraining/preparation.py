@@ -205,7 +205,8 @@ def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
     )
     folders, corpora = [str(each.folder) for each in datasets], [each.manifest["corpus"] for each in datasets]
     described = (", ".join(folders), ", ".join(corpora), dataset.manifest["tokenizer"]["name"], dataset.vocab_size)
-    yield Data(*described, n_learned, n_held_out, prepared.tokens_per_step)
+    steps_per_epoch = 1 / prepared.loader.epochs_in(1)
+    yield Data(*described, n_learned, n_held_out, prepared.tokens_per_step, steps_per_epoch)
     for name, rows in (("to learn", prepared.train), ("held out", prepared.evaluation)):
         for source, part in rows.parts.items() if rows is not None else ():
             if isinstance(part, Conversations):

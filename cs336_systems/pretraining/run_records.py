@@ -79,6 +79,8 @@ class Data(Record):
     train_tokens: int
     evaluation_tokens: int
     tokens_per_step: int
+    steps_per_epoch: float | None = None
+    """An epoch is of whole sequences; None in runs before 1 December 2026."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import shutil
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,7 @@ import tyro
 Format = Literal["auto", "markdown", "latex", "csv"]
 """The form of tables: auto draws them on a terminal and writes Markdown elsewhere."""
 
+PACKAGE = Path(__file__).parents[1]
 BAD_INPUT = 2
 INTERRUPTED = 130
 
@@ -168,6 +170,7 @@ def exit_with(command: str, main: Callable[[], int], left: str = "every finished
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    warnings.formatwarning = partial(warning_as_sentence, warnings.formatwarning)
     sys.stdout, sys.stderr = (_Lenient(stream) for stream in (sys.stdout, sys.stderr))
     try:
         code = main()
@@ -178,6 +181,15 @@ def exit_with(command: str, main: Callable[[], int], left: str = "every finished
     if sys.stdout.broken:  # the interpreter would fail to flush it, and say so
         os._exit(code)
     sys.exit(code)
+
+
+def warning_as_sentence(
+    others: Callable[..., str], message: Warning | str, category: type, filename: str, *place: Any
+) -> str:
+    """What a warning looks like: one of this package has no line of code, and ``others`` formats those of others."""
+    if Path(filename).is_relative_to(PACKAGE):
+        return f"warning: {message}\n"
+    return others(message, category, filename, *place)
 
 
 class _Lenient:

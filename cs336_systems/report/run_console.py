@@ -182,9 +182,9 @@ def _beginning(record: Record) -> Iterator[str]:
             yield f"Model: {record.name}, {record.n_parameters:,} parameters, context {record.context_length:,}"
         case Data():
             learned = f"{record.train_tokens:,} tokens to learn, {record.evaluation_tokens:,} held out"
-            steps = (
-                f"{record.tokens_per_step:,} a step, {record.train_tokens / record.tokens_per_step:,.1f} steps an epoch"
-            )
+            steps = f"{record.tokens_per_step:,} a step"
+            if record.steps_per_epoch is not None:
+                steps += f", {record.steps_per_epoch:,.1f} steps an epoch"
             by = f"{record.tokenizer}, vocabulary {record.vocab_size:,}"
             yield f"Data: {record.folder} ({record.corpus}; {by}): {learned}; {steps}"
         case Memory():

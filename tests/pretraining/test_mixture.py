@@ -100,6 +100,7 @@ def test_a_run_on_a_mixture_resumes_to_the_bit_and_evaluates_each_source(alone, 
     assert last.loss == pytest.approx(0.75 * web["loss"] + 0.25 * code["loss"])
     assert (web["epochs"], code["epochs"]) == (pytest.approx(60 / 249), pytest.approx(20 / 156))
     assert log.last(Data).train_tokens == 6500
+    assert log.last(Data).steps_per_epoch == pytest.approx((249 + 156) / 8)
 
 
 def test_a_run_on_packed_conversations_of_two_sources_resumes_to_the_bit_in_its_middle(alone, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from cs336_systems.experiments import driver
 from cs336_systems.experiments.model import EXPERIMENT
+from cs336_systems.report import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = sorted(
@@ -62,6 +63,14 @@ def test_help_imports_nothing_heavy():
     assert found.stdout.count("--help") >= len(COMMANDS)
     assert "``" not in found.stdout and "{None}" not in found.stdout
     assert all(len(line) <= 80 or line.startswith(("    ", "usage")) for line in found.stdout.splitlines())
+
+
+@pytest.mark.parametrize(("file", "said"), [(command_line.__file__, "warning: slow\n"), ("/a.py", "/a.py:3: slow")])
+def test_a_warning_of_this_package_is_a_sentence_without_code(file, said):
+    def others(message, category, filename, number, line=None):
+        return f"{filename}:{number}: {message}"
+
+    assert command_line.warning_as_sentence(others, UserWarning("slow"), UserWarning, file, 3) == said
 
 
 def test_the_process_server_imports_while_a_command_does(monkeypatch):
