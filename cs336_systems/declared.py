@@ -90,6 +90,13 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def as_typed(name: str, value: object) -> str:
+    """An option with its value, as it is typed: ``--steps 3``, ``--no-export``."""
+    if isinstance(value, bool):
+        return flag(name if value else f"no_{name}")
+    return f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+
+
 def sign_refusal(name: str, value: float | None, sign: str) -> str | None:
     """Why the option may not be this number, if it may not; ``sign`` as of ``option``."""
     if not sign or value is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from cs336_systems.declared import flag
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.report.command_line import cli, complain, exit_with, n_gpus
+from cs336_systems.report.command_line import cli, complain, exit_with, flags_in, n_gpus
 
 if TYPE_CHECKING:
     from cs336_systems.distributed.process_group import Rank
@@ -39,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     if device == "cuda":
         defaults = replace(defaults, size="qwen-100m")
     try:
-        options = cli(TrainOptions, arguments, __doc__, default=defaults).settled()
+        words = sys.argv[1:] if arguments is None else arguments
+        options = cli(TrainOptions, words, __doc__, default=defaults).settled(flags_in(words))
         options.check()
         return _compare(options)
     except (ValueError, OSError) as error:

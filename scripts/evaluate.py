@@ -83,8 +83,9 @@ def _evaluate(options: EvaluateOptions) -> int:
         for row in rows
     ]
     if shown:
-        show(Table(f"{options.model} on held-out data", pd.DataFrame(shown)), "auto")
-    line: dict[str, Any] = {"command": NAME, "model": str(options.model), "scores": rows}
+        what = "held-out" if options.split == "evaluation" else "training"
+        show(Table(f"{options.model} on {what} data", pd.DataFrame(shown)), "auto")
+    line: dict[str, Any] = {"command": NAME, "model": str(options.model), "split": options.split, "scores": rows}
     if options.tasks:
         line["tasks"] = {str(path): _of_tasks(options, path) for path in paths}
     print(json.dumps(line | {"s": round(time.perf_counter() - started, 2)}))

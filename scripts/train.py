@@ -30,6 +30,7 @@ import os
 import sys
 import time
 import tomllib
+from collections.abc import Collection
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from cs336_systems.declared import flag
 from cs336_systems.pretraining.options import CHOSEN, TrainOptions
 from cs336_systems.pretraining.plan_options import PRINT_PLAN, Asked
 from cs336_systems.pretraining.replica_options import check_lighthouse, require_torchft
+from cs336_systems.pretraining.run_refusals import ALTERNATIVES
 from cs336_systems.pretraining.stop_requests import Outcome
 from cs336_systems.refusals import refusal
 from cs336_systems.report import command_line
@@ -89,7 +91,7 @@ def parse(arguments: list[str]) -> TrainOptions:
     """Defaults of the device that is named, else found; over them the file's options; over these the command line's."""
     words = with_file(arguments)
     try:
-        options = command_line.parse(TrainOptions, words, __doc__).settled()
+        options = command_line.parse(TrainOptions, words, __doc__).settled(command_line.flags_in(words))
     except SystemExit as ended:
         if ended.code and "--config" in command_line.flags_in(arguments):
             complain(NAME, "that may stand in the file of --config")
@@ -121,10 +123,13 @@ def with_file(arguments: list[str]) -> list[str]:
         raise ValueError("--config needs a file") from None
     if len(given.config) > 1:
         raise ValueError("--config is given twice: one file has all options")
-    return [*(argument for path in given.config for argument in _options_in(path)), *rest]
+    typed = command_line.flags_in(rest)
+    overridden = {other for pair in ALTERNATIVES for one, other in (pair, pair[::-1]) if flag(one) in typed}
+    return [*(argument for path in given.config for argument in _options_in(path, overridden)), *rest]
 
 
-def _options_in(path: Path) -> list[str]:
+def _options_in(path: Path, overridden: Collection[str] = ()) -> list[str]:
+    """The options of a file as arguments, but for those that are ``overridden``."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
@@ -141,6 +146,8 @@ def _options_in(path: Path) -> list[str]:
         if isinstance(value, bool) != (hints[name] is bool):
             fault = "is not true or false" if hints[name] is bool else "cannot be true or false"
             raise ValueError(f"{path}: {name} {fault}, got {json.dumps(value, default=str)}")
+        if name.replace("-", "_") in overridden:
+            continue
         if isinstance(value, bool):
             found.append(flag(name) if value else flag(f"no-{name}"))
         else:
@@ -299,8 +306,12 @@ def _conclude(options: TrainOptions, outcome: Outcome, logs: list[Path], started
             print(f"{line[name]}: {what}")
     if outcome.reason != "done":
         limits = {"walltime": f"--walltime {options.walltime} s has passed; ", "no gain": "the loss falls no more; "}
-        limit = limits.get(outcome.reason, "")
-        print(f"{options.out}: {limit}the same command goes on from step {outcome.steps:,}")
+        then = f"the same command goes on from step {outcome.steps:,}"
+        if options.save_every is None:
+            then = "the same command begins anew, as it keeps no checkpoint"
+        elif outcome.complaint:
+            then = _GOES_ON
+        print(f"{options.out}: {limits.get(outcome.reason, '')}{then}")
     summaries = map(summary, read_runs(logs).values())
     line |= max(summaries, key=lambda figures: figures["steps"])
     line |= {"reason": outcome.reason, "resumed_at": outcome.first_step}

@@ -225,11 +225,14 @@ class Loader:
         """
         for name, own in self._identity.items():
             if (then := state.get(name, 0)) != own:
-                fault = f"{name}: {then:,} in the data of the saved run, {own:,} in this one's"
+                was, now = f"{then:,}", f"{own:,}"
+                if name.startswith("millionths"):
+                    name, was, now = name.replace("millionths", "the share"), f"{then / 1e6:g}", f"{own / 1e6:g}"
+                fault = f"{name}: {was} in the data of the saved run, {now} in this one's"
                 raise ValueError(f"{fault}; a run goes on with its own data, and --init begins one on others")
         saved = state.get("fingerprint", ())  # none in states before 2026-11-27
         places = zip(self._sequences.fingerprint, saved, strict=False)
-        if sum(now != then for now, then in places) > 1:  # a broken token may have been mended in one of them
+        if sum(a != b for a, b in places) > 1:  # a broken token may have been mended in one of them
             fault = "has as many tokens as the data of the saved run, but other ones: name another --out"
             first = next(iter(self._sequences.parts.values()))
             raise ValueError(f"{first.stream.files[0].path} {fault}")

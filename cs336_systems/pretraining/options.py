@@ -6,6 +6,7 @@ what a run cannot be.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
@@ -297,16 +298,17 @@ class TrainOptions(_Options):
     def default(cls, device: str) -> Self:
         return cls() if device == "cuda" else cls(device="cpu", **cls.CPU_DEFAULTS)
 
-    def settled(self) -> Self:
-        """Return the options without --steps if --epochs is given and --steps is the default."""
-        by_default = self.epochs is not None and self.steps == self.default(self.device).steps
-        return replace(self, steps=None) if by_default else self
+    def settled(self, given: Collection[str]) -> Self:
+        """Return the options without --steps if --epochs and not --steps is among the flags that were given."""
+        return replace(self, steps=None) if self.epochs is not None and "--steps" not in given else self
 
     def check(self) -> None:
         """Raise ValueError for faults that show without data, device or ranks."""
         sources_of(self.data)
         if reason := run_refusal(self):
             raise ValueError(reason)
+        if self.steps is not None:
+            self.rate_of(self.steps)
         sharing = self.pipeline, self.context, self.tensor
         config = ModelConfig("any", 64, 192, 10_000, 4) if self.init else resolve_size(self.size)
         if reason := refusal(self.training_case(config, math.prod((self.copies_in_world, *sharing)))):
@@ -383,7 +385,10 @@ class TrainOptions(_Options):
         """Return the learning rate as a function of the step; raises ValueError as ``LearningRate`` does."""
         warmup = min(100, n_steps // 10) if self.warmup_steps is None else self.warmup_steps
         ends = self.final_fraction, self.cooldown_steps
-        return LearningRate(self.learning_rate, n_steps, self.schedule, warmup, *ends)
+        try:
+            return LearningRate(self.learning_rate, n_steps, self.schedule, warmup, *ends)
+        except ValueError as error:
+            raise ValueError(f"--warmup-steps, --cooldown-steps, --final-fraction: {error}") from None
 
     @property
     def adamw(self) -> dict[str, Any]:

@@ -309,6 +309,8 @@ def _check_chat(options: TrainOptions, dataset: Dataset) -> None:
     """Raise ValueError for options that do not fit the targets of the data: all tokens, or answers alone."""
     if options.packing and not dataset.chat:
         raise ValueError(f"--packing is for conversations, and {dataset.folder} was made without --chat")
+    if options.long_conversations == "drop" and not dataset.chat:
+        raise ValueError(f"--long-conversations is for conversations, and {dataset.folder} was made without --chat")
     if dataset.chat and options.agree is not None:
         raise ValueError(f"conversations, as in {dataset.folder}, do not go together with --agree {options.agree}")
 

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from cs336_systems.declared import as_typed
+
 SCHEMA = 1
 
 Level = Literal["info", "warning", "error"]
@@ -337,7 +339,12 @@ def changed_options(before: Session, now: Session) -> str:
     assert isinstance(read, Session)
     changed = [name for name, value in read.options.items() if before.options.get(name, value) != value]
     shown = [name for name in changed if name not in ("out", "resume_from", "walltime")]
-    return ", ".join(f"--{name.replace('_', '-')} {read.options[name]} ({before.options[name]})" for name in shown)
+    return ", ".join(f"{as_typed(name, read.options[name])} ({_before(name, before)})" for name in shown)
+
+
+def _before(name: str, session: Session) -> object:
+    value = session.options[name]
+    return as_typed(name, value) if isinstance(value, bool) else value
 
 
 def _spelled(value: Any) -> Any:

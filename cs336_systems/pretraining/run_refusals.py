@@ -19,7 +19,7 @@ from cs336_systems.ranks import PIPELINE
 if TYPE_CHECKING:
     from cs336_systems.pretraining.options import TrainOptions
 
-_ALTERNATIVES = (("steps", "epochs"), ("init", "resume_from"), ("total_batch_tokens", "accumulate"))
+ALTERNATIVES = (("steps", "epochs"), ("init", "resume_from"), ("total_batch_tokens", "accumulate"))
 """Pairs of options of which only one may be given."""
 _UNDER_CAPS: dict[str, tuple[Any, ...]] = {
     "zero": (0,),
@@ -87,7 +87,7 @@ def run_refusal(options: "TrainOptions") -> str | None:
             return refusal
     values = ((each.name, getattr(options, each.name), each.default) for each in fields(options))
     given = {name: spelled(name, value) for name, value, default in values if value != default}
-    for one, other in _ALTERNATIVES:
+    for one, other in ALTERNATIVES:
         if one in given and other in given:
             return f"{given[one]} and {given[other]}: give one of them"
     for names, served, what in _ONLY_FOR:

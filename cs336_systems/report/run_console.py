@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from cs336_systems.declared import flag
+from cs336_systems.declared import as_typed
 from cs336_systems.hardware import GIB
 from cs336_systems.pretraining.run_records import (
     Data,
@@ -170,7 +170,7 @@ def _beginning(record: Record) -> Iterator[str]:
         case Session():
             changed = {name: value for name, value in record.options.items() if value != record.defaults.get(name)}
             defaults = "the defaults of a CPU" if record.options.get("device") == "cpu" else "the defaults"
-            shown = ", ".join(f"{flag(name)} {_option(value)}" for name, value in changed.items())
+            shown = ", ".join(as_typed(name, value) for name, value in changed.items())
             yield f"Options: {shown}; else {defaults}" if changed else f"All options are {defaults}"
             if record.first_step:
                 yield f"Resumed after {record.first_step:,} of {record.n_steps:,} steps"
@@ -191,10 +191,6 @@ def _beginning(record: Record) -> Iterator[str]:
             yield from _memory(record)
         case Light():
             yield _light(record)
-
-
-def _option(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _memory(record: Memory) -> Iterator[str]:

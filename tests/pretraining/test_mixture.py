@@ -65,7 +65,7 @@ def test_ranks_share_a_batch_and_a_state_goes_on_anywhere():
     other = Mixture(mixture().parts, [Fraction("0.4"), Fraction("0.4"), Fraction("0.2")])
     with (
         Loader(other, 6, seed=3) as loader,
-        pytest.raises(ValueError, match="millionths of source 1: 500,000 in the data of the saved run, 400,000"),
+        pytest.raises(ValueError, match="the share of source 1: 0.5 in the data of the saved run, 0.4"),
     ):
         loader.load_state_dict(state)
 

@@ -43,6 +43,11 @@ def test_the_command_line_is_over_the_file_and_the_file_over_the_defaults(parse,
     assert (parse([]).steps, parse(["--epochs", "2"]).steps, parse(["--epochs", "2"]).epochs) == (800, None, 2.0)
     with pytest.raises(ValueError, match="--steps 9 and --epochs 2.0: give one of them"):
         parse(["--epochs", "2", "--steps", "9"]).check()
+    with pytest.raises(ValueError, match="--steps 800 and --epochs 2.0: give one of them"):
+        parse(["--epochs", "2", "--steps", "800"]).check()  # the default, given
+    file.write_text("steps = 200")
+    overridden = parse(["--config", str(file), "--epochs", "2"])
+    assert (overridden.steps, overridden.epochs) == (None, 2.0)
     file.write_text('device = "cuda"')
     assert parse(["--config", str(file)]) == replace(TrainOptions.default("cuda"), choose_fastest=True)
 

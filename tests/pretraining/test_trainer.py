@@ -86,7 +86,7 @@ def test_a_run_goes_on_from_a_step_of_another_which_stays_as_it_is(whole, alone,
     asked = options(whole, out=tmp_path / "run", resume_from=source, save_every=3, keep_last=20)
     for changes, said in (
         ({"resume_from": whole / "run" / "step-00000011"}, f"step-00000011 does not exist: {whole / 'run'} has step-0"),
-        ({"resume_from": tmp_path / "400"}, f"400 does not exist: {tmp_path} has no complete checkpoint"),
+        ({"resume_from": tmp_path / "400"}, "400 does not exist$"),
         ({"resume_from": whole / "data"}, "data is no complete checkpoint, nor a run that has one"),
         ({"resume_from": whole / "data", "out": whole / "data"}, "a run that goes on from an earlier step has a new"),
         ({"steps": 3}, "step-00000004 has made more than the 3 steps"),
@@ -98,6 +98,12 @@ def test_a_run_goes_on_from_a_step_of_another_which_stays_as_it_is(whole, alone,
     outcome = train(replace(asked, walltime=1e-9), alone)
     assert (outcome.first_step, outcome.reason) == (4, "walltime")
     assert there() == before
+    for changes, said in (
+        ({"out": whole / "run"}, "a run that goes on from an earlier step has a new folder"),
+        ({"resume_from": whole / "run" / "step-00000006"}, "has checkpoints of a run that began elsewhere"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train(replace(asked, **changes), alone)
     said = [f"goes on from {source}", "unlike the session before: --save-every 3 (1)"]
     assert said_by(tmp_path / "run") == said
     outcome = train(asked, alone)  # the same command goes on from its own checkpoint
