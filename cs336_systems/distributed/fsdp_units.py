@@ -232,6 +232,7 @@ def _find_slots(
     unit = outer
     if unit is None and (
         module._compiled_call_impl is not None
+        or "_orig_mod" in module._modules  # what torch.compile returns
         or (predicate is not None and predicate(module))
         or any(parameter.dim() > 1 for parameter in own.values())
     ):

@@ -22,8 +22,8 @@ collective.
 With several backwards per step, ``"reduce-scatter"`` (ZeRO stage 1) adds up whole gradients under ``no_sync()`` and
 sends them once, with the last backward. ``"shard"`` (stage 2) never holds more than two buckets of whole gradients:
 each backward sends, and the means add up in the shard. With one backward per step both give the same bits. In both,
-``.grad`` is None after a backward that has sent, and ``step`` consumes the gradients; to drop them without a step, call
-the optimizer's ``zero_grad``.
+``.grad`` is None after a backward that has sent: clip by the optimizer's own ``clip_grad_norm_``, as torch's would find
+nothing to clip. ``step`` consumes the gradients; to drop them without a step, call the optimizer's ``zero_grad``.
 
 The optimizer class must update each parameter by itself (LBFGS does not). In the two ZeRO forms it must also update
 each element by itself, as SGD, Adam and AdamW do, and Adafactor and LAMB do not. A class that must see some parameters
@@ -311,6 +311,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._scatter.give(bucket)
         own = [piece.tensor for bucket in self._buckets for piece in bucket.own.values()]
         return [tensor.grad for tensor in own if tensor.grad is not None]
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the averaged gradients so that their joint L2 norm is at most ``max_norm``; a collective call.
+
+        Called after backward, it scales as ``torch.nn.utils.clip_grad_norm_`` does, which sees no gradients that have
+        been sent. Returns the norm before clipping, a scalar on the device.
+
+        Raises:
+            ValueError: ``max_norm`` is not positive.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be positive, got {max_norm}")
+        if self._scatter is None:
+            return nn.utils.clip_grad_norm_(self._names, max_norm)
+        shares = self.reduced_gradients()
+        own = torch.as_tensor(
+            nn.utils.get_total_norm(shares), dtype=torch.float32, device=next(iter(self._names)).device
+        )
+        squares = own.square()
+        dist.all_reduce(squares, group=self.member.group)
+        norm = squares.sqrt()
+        if shares:
+            torch._foreach_mul_(shares, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def _take_gradients(self) -> list[dist.Work]:
         """Look at what backward has left, and start to reduce it where that is for this class to do."""

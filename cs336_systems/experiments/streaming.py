@@ -126,7 +126,7 @@ class RingCell(StreamingCell):
 class Asked(RunOptions):
     """What does a training step cost under limits on device and host memory?"""
 
-    CPU_DEFAULTS: ClassVar = {"size": ("tiny",), "steps": 2}
+    CPU_DEFAULTS: ClassVar = {"size": ("tiny",)}
     peers: tuple[Literal["compiled", "fsdp2-offload"], ...] = ()
     """Also measure the same model without limits, in the same run: compiled, plain PyTorch under torch.compile, all on
     the device; fsdp2-offload, torch's FSDP2 with state and optimizer on the host, blocks compiled and checkpointed."""

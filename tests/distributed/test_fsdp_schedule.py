@@ -162,22 +162,27 @@ def check_recomputed_blocks_give_the_same_gradients(rank):
 
 
 def check_compiled_blocks_are_compiled_once(rank):
-    torch._dynamo.reset()
-    reference, graphs = Blocks(tied=False).double(), []
-    module = copy.deepcopy(reference)
+    for in_place in (True, False):
+        torch._dynamo.reset()
+        reference, graphs = Blocks(tied=False).double(), []
+        module = copy.deepcopy(reference)
 
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
+        def backend(graph, inputs, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
 
-    for block in module.blocks:
-        block.compile(backend=backend, fullgraph=True)
-    fsdp = FSDP(module)
-    for ids in batches(3):
-        zero_grad(reference, fsdp)
-        both(reference, fsdp, rank, ids)
-        check_gradients(fsdp, reference)
-    assert (len(graphs), len(fsdp.units)) == (1, 6)
+        for i, block in enumerate(module.blocks):
+            if in_place:
+                block.compile(backend=backend, fullgraph=True)
+            else:
+                module.blocks[i] = torch.compile(block, backend=backend, fullgraph=True)
+        fsdp = FSDP(module)
+        for ids in batches(3):
+            zero_grad(reference, fsdp)
+            both(reference, fsdp, rank, ids)
+            if in_place:  # otherwise parameters have other names
+                check_gradients(fsdp, reference)
+        assert (len(graphs), len(fsdp.units)) == (1, 6)
 
 
 test_on_two_ranks = pytest.mark.slow(on_each(2, checks_of(globals())))

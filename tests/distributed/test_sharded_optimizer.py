@@ -311,6 +311,25 @@ def check_constructor_errors(rank: Rank) -> None:
             attempt(optimizer)
 
 
+def check_clipping_is_that_of_the_whole_gradient(rank: Rank) -> None:
+    inputs = torch.randn(rank.world_size, 4, 32, generator=torch.Generator().manual_seed(0))
+    for form in FORMS:
+        for max_norm in (1e-3, 1e3):
+            model, expected = matrices(3), matrices(3)
+            optimizer = sharded(model, form, "sgd")
+            optimizer_cls, kwargs = OPTIMIZERS["sgd"]
+            alone = optimizer_cls(expected.parameters(), **kwargs)
+            expected(inputs.flatten(0, 1)).square().mean().backward()
+            model(inputs[rank.rank] if form is not OWNED else inputs.flatten(0, 1)).square().mean().backward()
+            norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), max_norm)
+            torch.testing.assert_close(optimizer.clip_grad_norm_(max_norm), norm)
+            for each in (optimizer, alone):
+                each.step()
+            torch.testing.assert_close(flat(model), flat(expected), rtol=1e-6, atol=1e-9)
+    with pytest.raises(ValueError, match="max_norm must be positive, got 0"):
+        optimizer.clip_grad_norm_(0)
+
+
 def check_sparse_gradients_are_named(rank: Rank) -> None:
     for form in TWO_FORMS:
         model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
