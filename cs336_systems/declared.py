@@ -12,6 +12,7 @@ another class again. Imports no torch.
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
@@ -94,7 +95,7 @@ def as_typed(name: str, value: object) -> str:
     """An option with its value, as it is typed: ``--steps 3``, ``--no-export``."""
     if isinstance(value, bool):
         return flag(name if value else f"no_{name}")
-    return f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+    return f"{flag(name)} {shlex.join(map(str, value if isinstance(value, list | tuple) else (value,)))}"
 
 
 def sign_refusal(name: str, value: float | None, sign: str) -> str | None:

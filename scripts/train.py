@@ -33,6 +33,7 @@ import tomllib
 from collections.abc import Collection
 from dataclasses import fields, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -123,7 +124,8 @@ def with_file(arguments: list[str]) -> list[str]:
         raise ValueError("--config needs a file") from None
     if len(given.config) > 1:
         raise ValueError("--config is given twice: one file has all options")
-    typed = command_line.flags_in(rest)
+    set_here = [word for word, then in pairwise([*rest, ""]) if "None" not in (then, word.partition("=")[2])]
+    typed = command_line.flags_in(set_here)
     overridden = {other for pair in ALTERNATIVES for one, other in (pair, pair[::-1]) if flag(one) in typed}
     return [*(argument for path in given.config for argument in _options_in(path, overridden)), *rest]
 
@@ -308,7 +310,7 @@ def _conclude(options: TrainOptions, outcome: Outcome, logs: list[Path], started
         limits = {"walltime": f"--walltime {options.walltime} s has passed; ", "no gain": "the loss falls no more; "}
         then = f"the same command goes on from step {outcome.steps:,}"
         if options.save_every is None:
-            then = "the same command begins anew, as it keeps no checkpoint"
+            then = f"the same command begins at step {outcome.first_step:,} again, as it keeps no checkpoint"
         elif outcome.complaint:
             then = _GOES_ON
         print(f"{options.out}: {limits.get(outcome.reason, '')}{then}")

@@ -316,8 +316,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the averaged gradients so that their joint L2 norm is at most ``max_norm``; a collective call.
 
-        Called after backward, it scales as ``torch.nn.utils.clip_grad_norm_`` does, which sees no gradients that have
-        been sent. Returns the norm before clipping, a scalar on the device.
+        Called between backward and ``step``. The factor is that of ``torch.nn.utils.clip_grad_norm_``, which itself
+        would find no gradients in the two ZeRO forms. Returns the norm before clipping, there in fp32, a scalar on the
+        device.
 
         Raises:
             ValueError: ``max_norm`` is not positive.
@@ -327,10 +328,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._scatter is None:
             return nn.utils.clip_grad_norm_(self._names, max_norm)
         shares = self.reduced_gradients()
-        own = torch.as_tensor(
-            nn.utils.get_total_norm(shares), dtype=torch.float32, device=next(iter(self._names)).device
-        )
-        squares = own.square()
+        squares = torch.zeros((), device=next(iter(self._names)).device)
+        if shares:
+            squares += torch.stack(torch._foreach_norm(shares, 2, dtype=torch.float32)).square().sum()
         dist.all_reduce(squares, group=self.member.group)
         norm = squares.sqrt()
         if shares:

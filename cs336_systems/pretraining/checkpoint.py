@@ -30,8 +30,6 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights, read_json
 from cs336_systems.pretraining.adapters import AdaptersOfRun, shapes_of
 from cs336_systems.pretraining.dataset import flush
-from cs336_systems.pretraining.run_log import LOG, read_run
-from cs336_systems.pretraining.run_records import Session
 from cs336_systems.pretraining.tokenizer import TOKENIZER, JsonTokenizer, copy_tokenizer, load_tokenizer
 
 RUN = "run.json"
@@ -142,8 +140,7 @@ def goes_on_from(out: Path, resume_from: Path | None) -> Path:
     """Where a run takes up a checkpoint: in its own folder, or, as long as that has none, where it is to resume from.
 
     Raises:
-        ValueError: there is no complete checkpoint, it is in the run's own folder, or that folder has checkpoints of a
-            run that began elsewhere.
+        ValueError: there is no complete checkpoint, or it is in the run's own folder.
         OSError: something cannot be read.
     """
     if resume_from is None:
@@ -152,10 +149,6 @@ def goes_on_from(out: Path, resume_from: Path | None) -> Path:
     if out.resolve() in (resume_from.resolve(), folder.resolve()):
         raise ValueError(f"{asked} is in --out {out}: a run that goes on from an earlier step has a new folder")
     if any(survey(out)):
-        sessions = read_run(out / LOG).all(Session) if (out / LOG).exists() else ()
-        origins = [Path(session.options.get("resume_from") or "").resolve() for session in sessions]
-        if origins and resume_from.resolve() not in origins:
-            raise ValueError(f"{asked}: --out {out} has checkpoints of a run that began elsewhere; name a new folder")
         return out
     if not resume_from.exists():
         there = ", ".join(stored.path.name for stored in survey(folder)[0])

@@ -205,7 +205,7 @@ class Loader:
 
     def epochs_after(self, n_batches: int) -> float:
         """Epochs, of which a part may be one, that so many more batches of all worlds reach."""
-        return self.taken / len(self._sequences) + self.epochs_in(n_batches)
+        return (self.taken + n_batches * self.batch_size * self._n_worlds) / len(self._sequences)
 
     def epochs_in(self, n_batches: int) -> float:
         """Epochs, of which a part may be one, that so many batches of all worlds are."""

@@ -6,6 +6,7 @@ what a run cannot be.
 """
 
 import math
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -307,8 +308,7 @@ class TrainOptions(_Options):
         sources_of(self.data)
         if reason := run_refusal(self):
             raise ValueError(reason)
-        if self.steps is not None:
-            self.rate_of(self.steps)
+        self.rate_of(sys.maxsize if self.steps is None else self.steps)
         sharing = self.pipeline, self.context, self.tensor
         config = ModelConfig("any", 64, 192, 10_000, 4) if self.init else resolve_size(self.size)
         if reason := refusal(self.training_case(config, math.prod((self.copies_in_world, *sharing)))):
@@ -388,7 +388,7 @@ class TrainOptions(_Options):
         try:
             return LearningRate(self.learning_rate, n_steps, self.schedule, warmup, *ends)
         except ValueError as error:
-            raise ValueError(f"--warmup-steps, --cooldown-steps, --final-fraction: {error}") from None
+            raise ValueError(f"{error}; see --warmup-steps, --cooldown-steps and --final-fraction") from None
 
     @property
     def adamw(self) -> dict[str, Any]:

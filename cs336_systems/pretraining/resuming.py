@@ -81,6 +81,10 @@ def open_log(prepared: PreparedRun, first_step: int, folder: Path, sinks: Sequen
             log.write(asked)
             if foreign:
                 log.say(f"goes on from {found}")
+            asked_before = before.options.get("resume_from") if before is not None else None
+            if options.resume_from is not None and not foreign and str(options.resume_from) != asked_before:
+                passed = f"--resume-from {options.resume_from} is passed over"
+                log.say(f"{passed}: --out {options.out} has checkpoints of its own, and {found} is taken up", "warning")
             if before is not None and (changes := changed_options(before, asked)):
                 log.say(f"unlike the session before: {changes}")
             if data is not None and data.tokens_per_step != prepared.tokens_per_step:

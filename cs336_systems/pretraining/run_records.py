@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from cs336_systems.declared import as_typed
+from cs336_systems.declared import as_typed, flag
 
 SCHEMA = 1
 
@@ -82,7 +82,7 @@ class Data(Record):
     evaluation_tokens: int
     tokens_per_step: int
     steps_per_epoch: float | None = None
-    """An epoch is of whole sequences; None in runs before 1 December 2026."""
+    """An epoch is of whole sequences; None in logs that do not have it yet."""
 
 
 @dataclass(frozen=True)
@@ -339,12 +339,8 @@ def changed_options(before: Session, now: Session) -> str:
     assert isinstance(read, Session)
     changed = [name for name, value in read.options.items() if before.options.get(name, value) != value]
     shown = [name for name in changed if name not in ("out", "resume_from", "walltime")]
-    return ", ".join(f"{as_typed(name, read.options[name])} ({_before(name, before)})" for name in shown)
-
-
-def _before(name: str, session: Session) -> object:
-    value = session.options[name]
-    return as_typed(name, value) if isinstance(value, bool) else value
+    then = {name: as_typed(name, before.options[name]).removeprefix(f"{flag(name)} ") for name in shown}
+    return ", ".join(f"{as_typed(name, read.options[name])} ({then[name]})" for name in shown)
 
 
 def _spelled(value: Any) -> Any:

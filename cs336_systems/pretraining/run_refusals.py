@@ -5,14 +5,13 @@ options of one world beside --agree, the conditions of ``REFUSALS``, and memory 
 checks the step by ``cs336_systems/refusals.py``.
 """
 
-import shlex
 from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.case import RECIPE
 from cs336_systems.config import ADAPTED, FASTEST, PACKING
-from cs336_systems.declared import flag, option_name, options_in, sign_refusal
+from cs336_systems.declared import as_typed, flag, option_name, options_in, sign_refusal
 from cs336_systems.pretraining.replica_options import faults_of
 from cs336_systems.ranks import PIPELINE
 
@@ -86,7 +85,7 @@ def run_refusal(options: "TrainOptions") -> str | None:
         if refusal := sign_refusal(name, getattr(options, name), of.sign):
             return refusal
     values = ((each.name, getattr(options, each.name), each.default) for each in fields(options))
-    given = {name: spelled(name, value) for name, value, default in values if value != default}
+    given = {name: as_typed(name, value) for name, value, default in values if value != default}
     for one, other in ALTERNATIVES:
         if one in given and other in given:
             return f"{given[one]} and {given[other]}: give one of them"
@@ -108,20 +107,13 @@ def run_refusal(options: "TrainOptions") -> str | None:
     return _over_caps(options) if options.capped else None
 
 
-def spelled(name: str, value: Any) -> str:
-    """Return the option as on the command line."""
-    if isinstance(value, bool):
-        return flag(name) if value else flag(f"no-{name}")
-    return f"{flag(name)} {shlex.join(map(str, value if isinstance(value, tuple) else (value,)))}"
-
-
 def _over_caps(options: "TrainOptions") -> str | None:
     """Return why the options do not go together with memory limits, or None if they do."""
     optimizer = "fused" if options.device == "cuda" else "torch-fused"
     for name, allowed in (_UNDER_CAPS | {"optimizer": (optimizer,)}).items():
         value = getattr(options, name)
         if value not in allowed:
-            return f"{spelled(name, value)} does not go together with --device-gib and --host-gib"
+            return f"{as_typed(name, value)} does not go together with --device-gib and --host-gib"
     if options.moments == "bf16" and options.dtype != "bf16":
         return f"--moments bf16 does not go together with --dtype {options.dtype} under --device-gib"
     if options.chunk is None:

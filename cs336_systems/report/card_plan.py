@@ -18,12 +18,11 @@ from cs336_systems.config import FP8_QUANTUM, ModelConfig
 from cs336_systems.costs.parallelism.forms import GPUS_PER_HOST, NETWORK_BYTES_PER_S
 from cs336_systems.costs.parallelism.seconds import by_class
 from cs336_systems.costs.speed_of_light import speed_of_light
-from cs336_systems.declared import flag
+from cs336_systems.declared import as_typed, flag
 from cs336_systems.hardware import DATA_CENTRE, GIB, find_hardware, hardware_named
 from cs336_systems.pretraining.card_plan import TRIED, CardPlan, Way
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.plan_options import PRINT_PLAN, Asked
-from cs336_systems.pretraining.run_refusals import spelled
 from cs336_systems.report.command_line import flags_in, n_gpus
 from cs336_systems.report.run_console import memory_table
 from cs336_systems.report.tables import Table, show
@@ -301,7 +300,7 @@ def train_arguments(plan: CardPlan, way: Way) -> str:
     for each in fields(TrainOptions):
         planned = each.name in _PLANNED or (each.name in RECIPE and not way.recipe.quantized)
         if (value := getattr(plan.own, each.name)) != each.default and not planned:
-            words += f" {spelled(each.name, value)}"
+            words += f" {as_typed(each.name, value)}"
     if way.streamed is None:
         return f"{words} --total-batch-tokens {plan.tokens_per_step} {way.arguments}"
     tokens = way.streamed.plan.tokens

@@ -260,3 +260,5 @@ def test_plain_data_cannot_be_packed(alone, tmp_path):
     write_dataset(tmp_path / "data")
     with pytest.raises(ValueError, match="--packing is for conversations, and .*data was made without --chat"):
         prepare(options(tmp_path, packing=True), alone)
+    with pytest.raises(ValueError, match="--long-conversations is for conversations"):
+        prepare(options(tmp_path, long_conversations="drop"), alone)

@@ -48,6 +48,7 @@ def test_the_command_line_is_over_the_file_and_the_file_over_the_defaults(parse,
     file.write_text("steps = 200")
     overridden = parse(["--config", str(file), "--epochs", "2"])
     assert (overridden.steps, overridden.epochs) == (None, 2.0)
+    assert parse(["--config", str(file), "--epochs", "None"]).steps == 200
     file.write_text('device = "cuda"')
     assert parse(["--config", str(file)]) == replace(TrainOptions.default("cuda"), choose_fastest=True)
 

@@ -125,7 +125,7 @@ def test_bad_input_is_one_sentence_and_code_2(main, tmp_path, monkeypatch):
         (["--size", "tinny"], "'tinny'"),
         (["--config", "nowhere.toml"], "nowhere.toml: No such file or directory"),
         (["--gpu", "h100"], "--gpu is for --print-plan"),
-        (["--final-fraction", "2", "--data", "nowhere"], "--final-fraction: the final fraction"),
+        (["--final-fraction", "2", "--data", "nowhere"], "see --warmup-steps"),
         (["--data", "nowhere"], "nowhere"),
         (["--data", "torn"], "torn/train-00000.bin"),
         (["--data", "data", "--zero", "1", "--cuda-graph", "on"], "got cpu"),

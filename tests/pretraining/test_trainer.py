@@ -98,12 +98,8 @@ def test_a_run_goes_on_from_a_step_of_another_which_stays_as_it_is(whole, alone,
     outcome = train(replace(asked, walltime=1e-9), alone)
     assert (outcome.first_step, outcome.reason) == (4, "walltime")
     assert there() == before
-    for changes, said in (
-        ({"out": whole / "run"}, "a run that goes on from an earlier step has a new folder"),
-        ({"resume_from": whole / "run" / "step-00000006"}, "has checkpoints of a run that began elsewhere"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            train(replace(asked, **changes), alone)
+    with pytest.raises(ValueError, match="a run that goes on from an earlier step has a new folder"):
+        train(replace(asked, out=whole / "run"), alone)  # which has checkpoints
     said = [f"goes on from {source}", "unlike the session before: --save-every 3 (1)"]
     assert said_by(tmp_path / "run") == said
     outcome = train(asked, alone)  # the same command goes on from its own checkpoint
@@ -112,6 +108,9 @@ def test_a_run_goes_on_from_a_step_of_another_which_stays_as_it_is(whole, alone,
     steps = read_run(tmp_path / "run" / LOG).all(LoggedStep)
     assert [(one.loss, one.norm) for one in steps] == losses_and_norms(whole / "run")[4:]
     assert_equal_weights(tmp_path / "run", whole / "run")
+    elsewhere = whole / "run" / "step-00000006"
+    train(replace(asked, resume_from=elsewhere), alone)
+    assert f"--resume-from {elsewhere} is passed over: " in said_by(tmp_path / "run")[2]
     newest = options(whole, out=tmp_path / "more", resume_from=whole / "run", steps=12, keep_best=True)
     outcome = train(newest, alone)  # where the loss of the other run's best does not count
     assert (outcome.first_step, outcome.steps, outcome.best_step) == (10, 12, 12)

@@ -30,7 +30,7 @@ Time runs downwards; "full" and "empty" are the barriers of a ring slot (``kerne
                                     let Q_c go;  last P V;  store lse;  o -> shared memory -> copied out
 
 The threads' own work must fit under the products: exp2 of a tile takes as long as both at head dim 64 and half as long
-at 128, and the rest comes on top. So a row's maximum moves only when a score is more than 2^8 above it, as in
+at 128, and the rest comes on top. So a row's maximum moves only when P would exceed 2^8, as in
 FlashAttention-4 (Zadouri et al. 2026), and a warp whose rows keep theirs does not rescale O; sums of rows stay in each
 thread until the end. P never leaves the registers: the layout in which S arrives is the one in which the next product
 takes it. Scores are masked in the first tile that a consumer sees, and in others only where the diagonal crosses them.

@@ -40,7 +40,7 @@ from cs336_systems.kernels.copy_engine import Ring, aggregate, can_be_copied, de
 from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, n_multiprocessors
 
 SLACK = gl.constexpr(8.0)
-"""How far scores times log2(e) may exceed the maximum that they are relative to: P stays below 256, even in fp16."""
+"""How far scores times log2(e) may exceed the maximum that they are relative to: P is at most 256, even in fp16."""
 
 
 @aggregate
@@ -104,7 +104,7 @@ def online_softmax(scores, row_max, row_sums, scale_log2):
     (``rescaled``). ``row_sums`` (ROWS, 4) are of each thread alone until the item ends.
     """
     rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-    # Neighbours first: half as many maxima in a row as one after another.
+    # Neighbours first: fewer maxima wait for one another.
     tile_max = gl.max(gl.max(gl.max(by_thread(scores), 3), 1), 1) * scale_log2
     tile_max = gl.convert_layout(tile_max, rows, assert_trivial=True)
     new_max = gl.where(tile_max > row_max + SLACK, tile_max, row_max)

@@ -75,13 +75,14 @@ class BackwardSchedule:
 
 
 # The fastest of those timed on an H200 (bf16, causal, length 16,384), each beside the next best, as ratios to cuDNN in
-# the same rounds; LOG.md has all of them.
+# the same rounds; LOG.md has what else was tried.
 FORWARD: dict[int, ForwardSchedule] = {
     64: ForwardSchedule(128, 3, 3, take_turns=True),  # 1.18; two consumers of an earlier form 1.03
-    128: ForwardSchedule(128, 2, 2),  # 1.10, at 8,192 1.26; three consumers of 64 keys 1.12 and 1.20
+    128: ForwardSchedule(128, 2, 2),  # 1.10, at 8,192 and 32 heads over 8 1.26; three consumers of 64 keys 1.12, 1.20
 }
 SHORT = 1024
-"""Queries up to which these come first: tiles of 128 rows cover them with fewer rows that are no queries."""
+"""Up to so many queries ``SHORT_FORWARD`` is used: fewer rows of its tiles, of 128, lie beyond the last query than of
+tiles of 192. Measured with as many keys as queries."""
 SHORT_FORWARD: dict[int, ForwardSchedule] = {
     64: ForwardSchedule(128, 2, 4),  # 1.07 times as fast as three consumers at 1,024, 0.96 at 2,048
 }
