@@ -124,13 +124,14 @@ def with_file(arguments: list[str]) -> list[str]:
         raise ValueError("--config needs a file") from None
     if len(given.config) > 1:
         raise ValueError("--config is given twice: one file has all options")
+    # An option that is set to None overrides nothing.
     set_here = [word for word, then in pairwise([*rest, ""]) if "None" not in (then, word.partition("=")[2])]
     typed = command_line.flags_in(set_here)
     overridden = {other for pair in ALTERNATIVES for one, other in (pair, pair[::-1]) if flag(one) in typed}
     return [*(argument for path in given.config for argument in _options_in(path, overridden)), *rest]
 
 
-def _options_in(path: Path, overridden: Collection[str] = ()) -> list[str]:
+def _options_in(path: Path, overridden: Collection[str]) -> list[str]:
     """The options of a file as arguments, but for those that are ``overridden``."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8-sig"))

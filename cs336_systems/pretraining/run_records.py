@@ -82,7 +82,7 @@ class Data(Record):
     evaluation_tokens: int
     tokens_per_step: int
     steps_per_epoch: float | None = None
-    """An epoch is of whole sequences; None in logs that do not have it yet."""
+    """An epoch is of whole sequences; None in older logs."""
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ def exit_with(command: str, main: Callable[[], int], left: str = "every finished
 def warning_as_sentence(
     others: Callable[..., str], message: Warning | str, category: type, filename: str, *place: Any
 ) -> str:
-    """What a warning looks like: one of this package has no line of code, and ``others`` formats those of others."""
+    """Format a warning: one of this package without its line of code, any other one by ``others``."""
     if Path(filename).is_relative_to(PACKAGE):
         return f"warning: {message}\n"
     return others(message, category, filename, *place)

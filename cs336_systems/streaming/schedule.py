@@ -116,7 +116,7 @@ class Place(NamedTuple):
     region: str
     number: int
     where: str = "host"
-    """Tells it from the slot of the same name and number."""
+    """Tells it from the slot of the same name and number, as tuples are equal whose fields are."""
 
 
 class Held(NamedTuple):

@@ -8,7 +8,7 @@ longest time: into it since it was left, out of it until it is taken.
 Time is counted in kernels' operations and messages.
 """
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -199,14 +199,13 @@ class _Sweep:
 
 
 class _Slot(NamedTuple):
-    """A slot that a stay may take. The order of slots never depends on ``stay``, as no two have one number."""
+    """A slot that a stay may take; the first in order has been free the longest."""
 
     ready: int
     """The time from which it can be taken, after a copy out of it."""
     left: int
     """The time of its last use."""
     number: int
-    stay: Stay | None = None
 
 
 def _assign(ring: str, stays: list[Stay], slots: int | None) -> tuple[list[Stay], int]:
@@ -214,28 +213,27 @@ def _assign(ring: str, stays: list[Stay], slots: int | None) -> tuple[list[Stay]
     two; returns the stays, and how many slots there are.
     """
     found: list[Stay] = []
-    free: list[_Slot] = []
-    """In their order, so that the first one that can be taken has been free the longest."""
-    returning: dict[Unit, _Slot] = {}
+    free: list[_Slot] = []  # in order
+    lying: dict[Unit, tuple[_Slot, Stay]] = {}  # what a later stay reads, if its slot is not taken before
     for stay in sorted(stays, key=lambda stay: stay.first):
-        still = returning.pop(stay.unit, None)
-        if still is not None and still.stay is not None:
-            chosen = free.pop(bisect_left(free, still))
-            still.stay.uses += stay.uses
-            still.stay.returns, still.stay.home = stay.returns, stay.home
-            stay = still.stay
+        left = lying.pop(stay.unit, None)
+        if left is not None and left[0] in free:
+            slot, earlier = left
+            free.remove(slot)
+            earlier.uses += stay.uses
+            earlier.returns, earlier.home = stay.returns, stay.home
+            stay = earlier
         else:
-            usable = (i for i, slot in enumerate(free) if slot.left < stay.first)
+            usable = (slot for slot in free if slot.left < stay.first)
             taken = None if slots is not None and len(free) < slots else next(usable, None)
             if taken is None and len(free) == slots:
                 raise TooFewSlotsError(f"{ring} needs more than {slots} slots")
-            chosen = _Slot(-1, -1, len(free)) if taken is None else free.pop(taken)
-            stay.slot = chosen.number
+            stay.slot = len(free) if taken is None else taken.number
+            if taken is not None:
+                free.remove(taken)
             found.append(stay)
-            if chosen.stay is not None and returning.get(chosen.stay.unit) is chosen:
-                del returning[chosen.stay.unit]
-        after = _Slot(stay.last + (EVICTION_LAG if stay.leaves else 0), stay.last, chosen.number, stay)
+        after = _Slot(stay.last + (EVICTION_LAG if stay.leaves else 0), stay.last, stay.slot)
         insort(free, after)
         if stay.returns:
-            returning[stay.unit] = after
+            lying[stay.unit] = after, stay
     return found, len(free) if slots is None else slots

@@ -30,14 +30,14 @@ Time runs downwards; "full" and "empty" are the barriers of a ring slot (``kerne
                                     let Q_c go;  last P V;  store lse;  o -> shared memory -> copied out
 
 The threads' own work must fit under the products: exp2 of a tile takes as long as both at head dim 64 and half as long
-at 128, and the rest comes on top. So a row's maximum moves only when P would exceed 2^8, as in
-FlashAttention-4 (Zadouri et al. 2026), and a warp whose rows keep theirs does not rescale O; sums of rows stay in each
-thread until the end. P never leaves the registers: the layout in which S arrives is the one in which the next product
-takes it. Scores are masked in the first tile that a consumer sees, and in others only where the diagonal crosses them.
-The order of the query tiles (``plans.QueryPlan``): heads in sections that fit the L2 cache; inside a section longest
-tiles first. A program takes one after another: when the producer has fetched all of a tile, it draws the next from a
-counter in memory and announces it to the consumers through a ring of numbers. Q has two slots per consumer, so that the
-next tile's queries, keys and values arrive while this one is being finished.
+at 128, and the rest comes on top. So a row's maximum moves only when P would exceed 2^8, as in FlashAttention-4
+(Zadouri et al. 2026), and a warp whose rows keep theirs does not rescale O; sums of rows stay in each thread until the
+end. P never leaves the registers: the layout in which S arrives is the one in which the next product takes it. Scores
+are masked in the first tile that a consumer sees, and in others only where the diagonal crosses them. The order of the
+query tiles (``plans.QueryPlan``): heads in sections that fit the L2 cache; inside a section longest tiles first. A
+program takes one after another: when the producer has fetched all of a tile, it draws the next from a counter in memory
+and announces it to the consumers through a ring of numbers. Q has two slots per consumer, so that the next tile's
+queries, keys and values arrive while this one is being finished.
 
 BACKWARD. A program owns 128 keys at a time, 64 per consumer, drawn from a counter as above, and walks over the query
 tiles that see them. Five products:

@@ -36,11 +36,9 @@ from cs336_systems.attention.hopper.schedules import (
     forward_schedule,
     padded_head_dim,
 )
+from cs336_systems.attention.hopper.softmax import online_softmax, rescaled, thread_sums
 from cs336_systems.kernels.copy_engine import Ring, aggregate, can_be_copied, descriptor, example, make_ring
 from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, n_multiprocessors
-
-SLACK = gl.constexpr(8.0)
-"""How far scores times log2(e) may exceed the maximum that they are relative to: P is at most 256, even in fp16."""
 
 
 @aggregate
@@ -82,65 +80,6 @@ def forward_producer(plan, q, k, v, taken, starts, tiles):
         position = take_item(taken, plan.n_items())
         announce(tiles.items, turn, position)
         turn += 1
-
-
-@gluon.jit
-def by_thread(scores):
-    """Scores (ROWS, BLOCK_K) as (ROWS, BLOCK_K / 8, 4, 2): a row lies in four threads, of 8 columns each has 2."""
-    return gl.reshape(scores, [scores.shape[0], scores.shape[1] // 8, 4, 2])
-
-
-@gluon.jit
-def thread_sums(p):
-    """(ROWS, 4): the sum of what each thread has of a row; no thread needs another's numbers."""
-    return gl.sum(gl.sum(by_thread(p), 3), 1)
-
-
-@gluon.jit
-def online_softmax(scores, row_max, row_sums, scale_log2):
-    """Take one tile of scores into the running maximum and sums: (P, row_max, row_sums, factor for what came before).
-
-    The maximum moves only when a score is more than ``SLACK`` above it, as nearly all factors are 1 then
-    (``rescaled``). ``row_sums`` (ROWS, 4) are of each thread alone until the item ends.
-    """
-    rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-    # Neighbours first: fewer maxima wait for one another.
-    tile_max = gl.max(gl.max(gl.max(by_thread(scores), 3), 1), 1) * scale_log2
-    tile_max = gl.convert_layout(tile_max, rows, assert_trivial=True)
-    new_max = gl.where(tile_max > row_max + SLACK, tile_max, row_max)
-    # -inf - -inf is NaN: a row that has seen nothing yet subtracts 0.
-    subtracted = gl.where(new_max == NEVER, 0.0, new_max)
-    p = gl.exp2(scores * scale_log2 - subtracted[:, None])
-    rescale = gl.exp2(row_max - subtracted)
-    of_sums = gl.convert_layout(rescale, gl.SliceLayout(1, row_sums.type.layout), assert_trivial=True)
-    return p, new_max, row_sums * of_sums[:, None] + thread_sums(p), rescale
-
-
-@gluon.constexpr_function
-def rescale_operands(n):
-    """Outputs, which are also the first inputs, and the factor of each."""
-    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
-
-
-@gluon.constexpr_function
-def rescale_instructions(n):
-    """Multiply a thread's n numbers of two rows, two of either in turns, unless all factors in the warp are 1."""
-    first, second = f"${2 * n}", f"${2 * n + 2}"
-    multiply = " ".join(f"mul.f32 ${i}, ${i}, {second if i & 2 else first};" for i in range(n))
-    return (
-        f"{{ .reg .pred changed, any; setp.neu.f32 changed, {first}, 0f3F800000; "
-        f"setp.neu.or.f32 changed, {second}, 0f3F800000, changed; vote.sync.any.pred any, changed, 0xffffffff; "
-        f"@!any bra SKIP; {multiply} SKIP: }}"
-    )
-
-
-@gluon.jit
-def rescaled(acc, rescale):
-    """``acc`` (ROWS, BLOCK_D) in the layout of a matmul's result, times ``rescale`` (ROWS,); mostly a branch alone."""
-    n: gl.constexpr = acc.shape[1] // 2  # numbers in each of the warpgroup's 128 threads
-    return gl.inline_asm_elementwise(
-        rescale_instructions(n), rescale_operands(n), [acc, rescale[:, None]], dtype=gl.float32, is_pure=False, pack=n
-    )
 
 
 @gluon.jit

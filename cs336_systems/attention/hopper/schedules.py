@@ -80,7 +80,7 @@ FORWARD: dict[int, ForwardSchedule] = {
     64: ForwardSchedule(128, 3, 3, take_turns=True),  # 1.18; two consumers of an earlier form 1.03
     128: ForwardSchedule(128, 2, 2),  # 1.10, at 8,192 and 32 heads over 8 1.26; three consumers of 64 keys 1.12, 1.20
 }
-SHORT = 1024
+SHORT_QUERIES = 1024
 """Up to so many queries ``SHORT_FORWARD`` is used: fewer rows of its tiles, of 128, lie beyond the last query than of
 tiles of 192. Measured with as many keys as queries."""
 SHORT_FORWARD: dict[int, ForwardSchedule] = {
@@ -94,8 +94,8 @@ BACKWARD: dict[int, BackwardSchedule] = {
 
 
 def forward_schedule(block_d: int, n_queries: int) -> ForwardSchedule:
-    """The one that is used for heads of ``padded_head_dim`` ``block_d``."""
-    return FORWARD[block_d] if n_queries > SHORT else SHORT_FORWARD.get(block_d, FORWARD[block_d])
+    """The schedule of ``n_queries`` queries with tiles of ``block_d`` columns (``padded_head_dim``)."""
+    return FORWARD[block_d] if n_queries > SHORT_QUERIES else SHORT_FORWARD.get(block_d, FORWARD[block_d])
 
 
 def padded_head_dim(d_head: int) -> int:
