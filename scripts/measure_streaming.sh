@@ -10,7 +10,7 @@
 #   8k         5  115  Llama 3 8B at 8,192: 24 and 75 GiB with its timeline, without caps beside the compiled model, 24 and 115
 #   32k        5  120  at 32,768: 24 and 80 GiB, 24 and 120
 #   128k       2  115  at 131,072: 78 and 115 GiB
-#   512k      11  120  at 524,288: 130 and 120 GiB, one step
+#   512k       9  120  at 524,288: 130 and 120 GiB, one step (streaming-long)
 #   32b        5  240  Qwen2.5-32B's shape at 8,192: 80 and 240 GiB, on a host with 256
 #   offload    5  100  8B at 8,192 without caps: ours, and FSDP2 with state and optimizer on the host, both with one, two and four
 #                      sequences at a time (streaming-chunks)
@@ -22,8 +22,8 @@
 #   simulated  -    1  both models at 1,024, 8,192, 32,768 and 131,072, 8B at 524,288: 40 minutes of one core
 #
 # A recorded step begins after each of its kernels has run once, and mostly lasts a minute. Rows are appended to
-# streaming, streaming-chunks, streaming-fp8, streaming-ring and streaming-simulated in FOLDER; uv run scripts/report.py
-# --adopt FOLDER moves them to profiles/results/<gpu>/; with --machine cpu, from a folder of its own, the simulated. PYTHON
+# streaming, streaming-long, streaming-chunks, streaming-fp8, streaming-ring and streaming-simulated in FOLDER; uv run
+# scripts/report.py --adopt FOLDER moves them to profiles/results/<gpu>/; with --machine cpu, from a folder of its own, the simulated. PYTHON
 # picks the interpreter (default: uv run). Run nothing else on the host.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_streaming.sh FOLDER PART...}
@@ -49,7 +49,8 @@ for part in "$@"; do
     128k)
       streaming --context-length 131072 --device-gib 78 --host-gib 115 --tokens-per-step 131072 --steps 1 ;;
     512k)
-      streaming --context-length 524288 --device-gib 130 --host-gib 120 --tokens-per-step 524288 --steps 1 --timeout 1800 ;;
+      into streaming-long --context-length 524288 --device-gib 130 --host-gib 120 --tokens-per-step 524288 --steps 1 \
+        --timeout 1800 ;;
     32b)
       streaming --size qwen2.5-32b --device-gib 80 --host-gib 240 --tokens-per-step 393216 --steps 1 ;;
     offload)

@@ -21,8 +21,8 @@ NARROW_HEAD = 64
 """The widest head, in dimensions, with which attention is slower."""
 HALF_FORWARD, HALF_BACKWARD = 500, 1000
 """Tokens of a causal sequence at which attention reaches half of its rate on long ones. ``hopper`` on an H200 reaches,
-in TFLOP/s forward and backward, at d_head 128: 569 and 512 on 4,096 tokens, 615 and 587 on 16,384 (64 heads over 8:
-613 and 550); at d_head 64: 375 and 415 on 2,048 tokens, 483 and 525 on 16,384 (rows of attention-training)."""
+in TFLOP/s forward and backward, at d_head 128: 597 and 513 on 4,096 tokens, 657 and 592 on 16,384 (64 heads over 8:
+650 and 550); at d_head 64: 388 and 414 on 2,048 tokens, 502 and 527 on 16,384 (rows of attention-training)."""
 
 
 LINK_SHARE = 0.7
@@ -53,10 +53,10 @@ class Sustained:
     """That share for copies from the device while both ways are busy."""
     in_beside_out: float = 1.0
     """Speed of copies to the device over that of copies from it, while both ways are busy."""
-    narrow_forward: float = 0.80
-    """Factors of attention's rates with narrow heads (at 16,384 tokens on an H200 483 of 615 TFLOP/s, 491 of 613)."""
+    narrow_forward: float = 0.765
+    """Factors of attention's rates with narrow heads (at 16,384 tokens on an H200 502 of 657 TFLOP/s)."""
     narrow_backward: float = 0.90
-    """(525 of 587 TFLOP/s.)"""
+    """(527 of 592 TFLOP/s.)"""
     quantized: float = 0.0
     """Of the peak in fp8, as products; 0 of an engine without."""
     operands: float = 0.0
@@ -69,7 +69,7 @@ class Sustained:
 
 OURS = Sustained(
     products=0.9955,
-    attention_forward=0.8746,
+    attention_forward=0.9745,
     attention_backward=0.8964,
     memory=0.80,
     link_alone=55.5 / 64,
@@ -97,6 +97,7 @@ class _Gain:
 
 
 _GAINS = (
+    _Gain("2026-11-30T16:55", {"attention_forward": 0.8746, "narrow_forward": 0.80}, on_hopper=True),  # 3c8d8d13
     _Gain("2026-11-30T07:40", {"attention_backward": 0.8174, "narrow_backward": 0.97}, on_hopper=True),  # c433d046
     _Gain("2026-11-28T09:00", {"added": 3.0}),  # 2e7c03d5: products add to gradients that are there
 )
