@@ -11,6 +11,7 @@ Sources: CS336 assignment 2 handout, table 1; the ``config.json`` files that Met
 """
 
 import difflib
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -80,6 +81,9 @@ class ModelConfig:
             )
         if self.d_head % 2:
             raise ValueError(f"the dimension of a head must be even for rotary embeddings, got {self.d_head}")
+        if not 0 < self.rope_theta < math.inf or not 0 <= self.rms_norm_eps < math.inf:
+            got = f"{self.rope_theta} and {self.rms_norm_eps}"
+            raise ValueError(f"rope_theta must be positive and rms_norm_eps not negative, both finite, got {got}")
         if self.max_context_length is not None and self.context_length > self.max_context_length:
             raise ValueError(
                 f"context length {self.context_length} is beyond the {self.max_context_length} tokens of {self.name}"

@@ -57,6 +57,8 @@ def test_every_size_has_its_literal_count_and_a_model_has_as_many():
         ({"n_kv_heads": 3}, "n_kv_heads=3 and n_heads=4"),
         ({"n_kv_heads": 8}, "n_kv_heads=8 and n_heads=4"),
         ({"n_heads": 16}, "even .* 3"),
+        ({"rope_theta": 0.0}, r"0\.0 and 1e-05"),
+        ({"rms_norm_eps": float("nan")}, "and nan"),
         ({"context_length": 9, "max_context_length": 8}, "9 .* 8 tokens of valid"),
     ],
 )

@@ -213,8 +213,10 @@ def _sdpa(backend: SDPBackend, accepts: Callable[..., bool]) -> Implementation:
                 f"{shape.n_queries} queries and {shape.n_keys} keys"
             )
         if q.device.type != "cuda":
-            on_any_device = backend == SDPBackend.FLASH_ATTENTION
-            return None if on_any_device else f"it needs a CUDA device, the inputs are on {q.device.type}"
+            if backend != SDPBackend.FLASH_ATTENTION:
+                return f"it needs a CUDA device, the inputs are on {q.device.type}"
+            strides = [x.stride(-1) for x in (q, k, v)]
+            return None if strides == [1, 1, 1] else f"torch's CPU kernel needs heads of stride 1, got {strides}"
         grouped = shape.heads != shape.kv_heads
         params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, grouped)
         with warnings.catch_warnings(record=True) as said:

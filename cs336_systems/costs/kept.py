@@ -97,6 +97,10 @@ def kept_names(keep: str, *, quantized: bool = False) -> tuple[str, ...]:
         ValueError: no such level or switch; the message has the nearest names.
     """
     level, *switches = keep.split("-")
+    if level == "autograd" and switches:
+        raise ValueError(
+            f"keep {keep!r} is a value of --keep alone; a case has keep 'autograd' and checkpoint 'full', ..."
+        )
     check_known("level", level, LEVELS, f" in what to keep, {keep!r}")
     for switch in switches:
         check_known("switch", switch, SWITCHES, f" in what to keep, {keep!r}")

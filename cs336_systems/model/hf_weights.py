@@ -250,7 +250,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     hf: dict[str, Any] = {"model_type": kind, "architectures": [f"{kind.capitalize()}ForCausalLM"]}
     hf |= {"mlp_bias": False} if kind == "llama" else {"use_sliding_window": False}
     if not config.qkv_bias:
-        hf |= {"attention_bias": False, "head_dim": config.d_head}
+        hf["attention_bias"] = False
+    if not config.qkv_bias or config.d_query != config.d_model:
+        hf["head_dim"] = config.d_head
     rope_scaling = None
     if (scaling := config.rope_scaling) is not None:
         values = {theirs: getattr(scaling, ours) for ours, theirs in _SCALING_FIELDS.items()}

@@ -202,7 +202,9 @@ class RunFields(ReplicaFields):
     warmup_steps: int | None = option(
         None, "Steps over which the learning rate rises; by default a tenth of all, at most 100.", sign="not negative"
     )
-    final_fraction: float = option(0.1, "Final learning rate, as a fraction of the highest.", sign="not negative")
+    final_fraction: float = option(
+        0.1, "Learning rate after the last step, as a fraction of the highest.", sign="not negative"
+    )
     cooldown_steps: int | None = None
     """Steps of the decay of wsd; by default the last fifth."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -253,7 +255,10 @@ class RunFields(ReplicaFields):
     keep_best: bool = False
     """Save whenever the held-out loss is the lowest so far, keep that checkpoint besides, and export it."""
     stop_after_no_gain: int | None = option(
-        None, "End the run after so many evaluations without a lower held-out loss; None never does.", sign="positive"
+        None,
+        "End the run after so many evaluations in a row without a new lowest held-out loss (the one before training "
+        "does not count); None never does.",
+        sign="positive",
     )
     log_every: int = option(1, "The console shows every Nth step (N is this number); the log has all.", sign="positive")
     tensorboard: bool = False

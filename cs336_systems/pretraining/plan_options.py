@@ -20,7 +20,7 @@ class Asked:
     """The options of a plan, besides those of the run.
 
     Raises:
-        ValueError: a number is not positive, or the price is below zero.
+        ValueError: a number is not positive, the price is below zero, or the picture's name does not end in ``.png``.
     """
 
     gpu: str = ""
@@ -32,9 +32,11 @@ class Asked:
     run_tokens: float | None = None
     """Tokens of the whole run."""
     picture: str | None = None
-    """The file to draw into."""
+    """The PNG to draw."""
 
     def __post_init__(self) -> None:
+        if self.picture is not None and not self.picture.lower().endswith(".png"):
+            raise ValueError(f"--picture must end in .png, got {self.picture}")
         signs = dict.fromkeys(("gpus", "host_gib", "run_tokens"), "positive") | {"price_per_gpu_hour": "not negative"}
         for name, sign in signs.items():
             if refusal := sign_refusal(name, getattr(self, name), sign):

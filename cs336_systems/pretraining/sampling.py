@@ -120,7 +120,7 @@ def generate(
     if max_tokens < 1:
         raise ValueError(f"the number of tokens must be positive, got {max_tokens}")
     if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must not be negative, got {temperature:g}")
+        raise ValueError(f"temperature must be finite and not negative, got {temperature:g}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top p must lie in (0, 1], got {top_p:g}")
     device, capacity = model.token_embeddings.weight.device, min(context, len(prompt) + max_tokens - 1)

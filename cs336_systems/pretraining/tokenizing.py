@@ -265,7 +265,8 @@ def _write(
             fault = f"none of {n_documents} {what} is for {name} at --evaluation-fraction {fraction:g}"
             larger = "a larger one holds some out, and 0 needs none"
             advice = larger if name == "evaluation" else "a smaller one or more text leaves some"
-            separator = "" if options.chat else "; --separator says where documents end"
+            asked = options.chat or options.separator is not None
+            separator = "" if asked else "; --separator says where documents end"
             raise ValueError(f"{fault}: {advice}{separator}")
     return {
         name: {"files": writer.files, **said[name], "tokens": writer.n_tokens}

@@ -148,7 +148,7 @@ class _Run:
         # these gathers on NCCL's stream, and so would the host; other worlds need them in the step.
         sharded = rank.world_size > 1 and isinstance(prepared.step.optimizer, ShardedOptimizer)
         self._asks_before_step = sharded or agreement.on
-        self._reason: str | None = None  # to end, the same on all ranks
+        self._reason = self._no_gain()  # to end, the same on all ranks; a run that ended for it does so again
         self._loss_before = math.inf  # held-out, of step 0
 
     def to_the_end(self, stop: StopRequests) -> Outcome:
@@ -195,11 +195,11 @@ class _Run:
         if isinstance(self._step, CappedStep) and (passed := self._step.passed()):
             self._log.say(passed, "warning")
         reason = self._reason if self._made < self._prepared.n_steps and self._reason else "done"
-        self._log.write(End(self._made, reason))
         best = self._best.step if self._options.keep_best else None
         if best is not None and self._loss_before < self._best.loss:
             lowest = f"the lowest held-out loss of a checkpoint, {self._best.loss:.4f} of step {best:,}"
             self._log.say(f"{lowest}, is above that before training, {self._loss_before:.4f}", "warning")
+        self._log.write(End(self._made, reason))
         return Outcome(self._options.out, self._first_step, self._made, reason, self._complaint, best)
 
     def _fail(self, error: Exception) -> None:
@@ -338,9 +338,11 @@ class _Run:
             self._loss_before = loss
             return  # there is no checkpoint of step 0
         self._best.look(self._made, loss)
+        self._reason = self._reason or self._no_gain()
+
+    def _no_gain(self) -> str | None:
         limit = self._options.stop_after_no_gain
-        if limit is not None and self._best.n_since >= limit and self._reason is None:
-            self._reason = NO_GAIN
+        return NO_GAIN if limit is not None and self._best.n_since >= limit else None
 
     def _save(self) -> None:
         """Start writing a checkpoint; if that fails, training goes on and older checkpoints stay."""

@@ -55,18 +55,19 @@ def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
         medians = (f"{pooled_median(side):.3f}" for side in (before, now))
         word = verdict(low, high) if min(len(now), len(before)) >= ENOUGH_PROCESSES else "unclear"
         lines.append((*key, *medians, f"{len(before)}, {len(now)}", f"{ratio:.3f}", f"{low:.3f}–{high:.3f}", word))
-    notes = [
+    notes = [] if shared else ["no timing of both"]
+    notes += [
         f"timings in the {name} rows only: {len(side.keys() - set(shared))}"
         for side, name in zip(sides, ("new", "old"), strict=True)
     ]
     notes += [
         f"{column}: {', '.join(map(str, olds))} -> {', '.join(map(str, news))}"
         for column in _IDENTITY
-        if (olds := sorted(set(old[column]))) != (news := sorted(set(new[column])))
+        if shared and (olds := sorted(set(old[column]))) != (news := sorted(set(new[column])))
     ]
     notes += [f"{name} rows: {load}" for name, frame in (("old", old), ("new", new)) if (load := overload(frame))]
     frame = pd.DataFrame(lines, columns=[*keys, *_FIGURES])
-    caption, varying = settings_split(frame, keys[:-1])
+    caption, varying = settings_split(frame, keys[:-1]) if shared else ("", [])
     few = any(min(len(side[key]) for side in sides) < ENOUGH_PROCESSES for key in shared)
     return Table(
         "; ".join([caption, *notes] if caption else notes),

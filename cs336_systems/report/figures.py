@@ -154,9 +154,12 @@ def save(figure: Figure | None, path: Path, **said: str) -> bool:
         said: text that the file says about itself, by keyword (PNG's text chunks).
 
     Raises:
+        ValueError: the path does not end in ``.png``.
         OSError: the file cannot be written.
     """
     if figure is not None:
+        if path.suffix.lower() != ".png":
+            raise ValueError(f"{path} must end in .png: pictures are written as PNG")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:

@@ -200,7 +200,7 @@ def _memory(record: Memory) -> Iterator[str]:
             parts = ", ".join(f"{name} {n_bytes / of_unit:,.2f}" for name, n_bytes in segments.items())
             yield f"Memory of one device, {kind}, {unit}: {parts}"
     if record.predicted_bytes.get("gradients") == 0 and not record.actual_bytes:
-        yield "At the peak there are no gradients yet: activations make room for them"
+        yield "At the predicted peak there are no gradients yet"
 
 
 def _unit(segments: Mapping[str, int]) -> tuple[str, int]:

@@ -85,8 +85,8 @@ def check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, wei
     """Raise ValueError for one that is out of range; the message holds the value."""
     if not lr >= 0:
         raise ValueError(f"lr must not be negative, got {lr}")
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas must lie in [0, 1), got {betas}")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
     if not eps >= 0:
         raise ValueError(f"eps must not be negative, got {eps}")
     if not weight_decay >= 0:

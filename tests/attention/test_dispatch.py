@@ -57,6 +57,12 @@ def test_other_alignments_of_the_mask_are_refused():
     assert unsupported_reason("tiled", *fewer_keys, causal=True) is None
 
 
+def test_heads_that_are_not_contiguous_are_refused_where_torch_takes_none():
+    q, k, v = inputs()
+    there = q.detach().mT.contiguous().mT
+    assert "stride 1, got [33, 1, 1]" in (unsupported_reason("sdpa-flash", there, k, v, causal=True) or "")
+
+
 def test_unknown_names_list_the_known_ones():
     for call in (lambda: attention(*inputs(), causal=True, impl="falsh"), lambda: attention_op("falsh")):
         with pytest.raises(ValueError, match=r"'falsh': did you mean 'flash'\? known are reference, .*flex"):

@@ -140,7 +140,8 @@ def test_shards_hold_the_same_model_as_one_file(tmp_path):
 
 
 def test_a_config_comes_back(tmp_path):
-    for config in MODEL_SIZES.values():
+    wider = replace(MODEL_SIZES["qwen2.5-0.5b"], head_dim=128)
+    for config in (*MODEL_SIZES.values(), wider):
         write_config(tmp_path, config_to_hf(config))
         context = config.max_context_length or config.context_length
         published = {"context_length": context, "max_context_length": context}

@@ -257,11 +257,15 @@ def test_the_best_is_kept_and_a_run_without_gain_ends(whole, alone, tmp_path, mo
     asked = options(tmp_path, data=whole / "data", evaluate_every=1, save_every=5, keep_last=1, keep_best=True)
     first = train(replace(asked, walltime=1e-9), alone)
     assert first.steps == 1
-    (said,) = (each.text for each in read_run(asked.out / LOG).all(Message) if "before training" in each.text)
+    run = read_run(asked.out / LOG)
+    (said,) = (each.text for each in run.all(Message) if "before training" in each.text)
+    assert isinstance(run.records[-1], End)
     assert said.startswith("the lowest held-out loss of a checkpoint, 9.0000 of step 1, is above")
     evaluated = iter(losses[2:])
     outcome = train(replace(asked, stop_after_no_gain=3), alone)
     assert (outcome.reason, outcome.steps, outcome.best_step) == ("no gain", 6, 3)
+    again = train(replace(asked, stop_after_no_gain=3), alone)
+    assert (again.reason, again.first_step, again.steps) == ("no gain", 6, 6)
     assert read_run(asked.out / LOG).last(End).reason == "no gain"
     assert [one.name for one in complete_checkpoints(asked.out)] == ["step-00000003", "step-00000006"]
     evaluated = iter(losses[7:] + [8.0] * 9)
