@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_map
 from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup
 from cs336_systems.distributed.fsdp_schedule import GatherOrder, inside_backward
 from cs336_systems.distributed.fsdp_units import Predicate, ShardedUnits, Travels, is_unit
+from cs336_systems.distributed.norms import check_max_norm, joint_norm, scale_to_norm
 from cs336_systems.distributed.peer_memory import Turns, why_not_mapped
 from cs336_systems.distributed.process_group import check_same_across_ranks
 from cs336_systems.distributed.tensor import tensor_dim
@@ -242,8 +243,7 @@ def clip_grad_norm_(fsdp: FSDP, max_norm: float) -> Tensor:
     Raises:
         ValueError: ``max_norm`` is not positive, or the module is only a stage of a pipeline.
     """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm must be positive, got {max_norm}")
+    check_max_norm(max_norm)
     if hasattr(fsdp.module, "on_two_stages"):
         raise ValueError("stages of a pipeline share the model: clip by training.clipping.GradientGuard")
     ranks: TensorRanks = getattr(fsdp.module, "tensor_ranks", ALONE)
@@ -253,8 +253,7 @@ def clip_grad_norm_(fsdp: FSDP, max_norm: float) -> Tensor:
     divided, whole = ours + everyones
     norm = (ranks.total([divided[None]])[0][0] + whole).sqrt()
     found = [p.sharded_param.grad.detach() for p in fsdp.managed_parameters() if p.sharded_param.grad is not None]
-    if found:
-        torch._foreach_mul_(found, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    scale_to_norm(found, norm, max_norm)
     return norm
 
 
@@ -264,8 +263,7 @@ def _squares(parameters: Iterable[ManagedParameter], ranks: TensorRanks, device:
     for parameter in parameters:
         if (gradient := parameter.sharded_param.grad) is not None:
             found[ranks.n_ranks == 1 or tensor_dim(parameter.names[0]) is None].append(gradient.detach())
-    norms = [torch.as_tensor(nn.utils.get_total_norm(each), device=device, dtype=torch.float32) for each in found]
-    return torch.stack(norms).square()
+    return torch.stack([joint_norm(each, device).float() for each in found]).square()
 
 
 def _refuse_state_dict(module: nn.Module, *_: Any) -> NoReturn:

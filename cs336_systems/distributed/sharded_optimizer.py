@@ -51,6 +51,7 @@ from torch import Tensor, nn
 
 from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
 from cs336_systems.distributed.fsdp_parameters import GradientHooks
+from cs336_systems.distributed.norms import check_max_norm, joint_norm, scale_to_norm
 from cs336_systems.distributed.process_group import check_same_across_ranks
 from cs336_systems.distributed.scattered import GradientScatter
 from cs336_systems.distributed.shards import (
@@ -323,18 +324,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: ``max_norm`` is not positive.
         """
-        if not max_norm > 0:
-            raise ValueError(f"max_norm must be positive, got {max_norm}")
-        if self._scatter is None:
-            return nn.utils.clip_grad_norm_(self._names, max_norm)
-        shares = self.reduced_gradients()
-        squares = torch.zeros((), device=next(iter(self._names)).device)
-        if shares:
-            squares += torch.stack(torch._foreach_norm(shares, 2, dtype=torch.float32)).square().sum()
-        dist.all_reduce(squares, group=self.member.group)
-        norm = squares.sqrt()
-        if shares:
-            torch._foreach_mul_(shares, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        check_max_norm(max_norm)
+        whole = [p.grad for p in self._names if p.grad is not None]
+        gradients = whole if self._scatter is None else self.reduced_gradients()
+        norm = joint_norm(gradients, next(iter(self._names)).device)
+        if self._scatter is not None:
+            squares = norm.float().square()
+            dist.all_reduce(squares, group=self.member.group)
+            norm = squares.sqrt()
+        scale_to_norm(gradients, norm, max_norm)
         return norm
 
     def _take_gradients(self) -> list[dist.Work]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.mesh import Mesh
+from cs336_systems.distributed.norms import joint_norm
 from cs336_systems.distributed.pipeline import on_two_stages
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.tensor import tensor_dim
@@ -135,11 +136,8 @@ class GradientGuard:
 
     def norm_of(self, name: str, gradients: list[Tensor], device: torch.device) -> Tensor:
         """L2, of all gradients together, at least fp32, shape (); ``name`` says which of several sets they are."""
-        if not gradients:
-            return torch.zeros((), device=device)
-        if device.type != "cuda":
-            wide = torch.promote_types(gradients[0].dtype, torch.float32)
-            return torch.stack([torch.linalg.vector_norm(one, dtype=wide) for one in gradients]).norm()
+        if device.type != "cuda" or not gradients:
+            return joint_norm(gradients, device)
         from cs336_systems.kernels.grad_norm import grad_norm, norm_table  # brings Triton along
 
         return grad_norm(gradients, self._tables.setdefault(name, norm_table()))
