@@ -14,11 +14,12 @@ def mesh_shape(
     Raises:
         ValueError: a size is not positive, or the others do not divide ``world_size``.
     """
-    others = pipeline * replicas * context * tensor
-    if min(pipeline, replicas, context, tensor) < 1 or world_size % others:
-        rare = {"pipeline": pipeline, "replicas": replicas}
-        asked = "".join(f"{name} {n} x " for name, n in rare.items() if n != 1) + f"context {context} x tensor {tensor}"
-        raise ValueError(f"{world_size} ranks cannot be divided into {asked}")
+    sizes = {"pipeline": pipeline, "replicas": replicas, "context": context, "tensor": tensor}
+    asked = " x ".join(f"{name} {n}" for name, n in sizes.items() if n != 1)
+    if min(sizes.values()) < 1:
+        raise ValueError(f"sizes along a mesh must be positive, got {asked}")
+    if world_size % (others := pipeline * replicas * context * tensor):
+        raise ValueError(f"{asked} needs a multiple of {others} ranks, got {world_size}")
     return pipeline, replicas, world_size // others, context, tensor
 
 

@@ -297,8 +297,8 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
     ),
     (
         lambda case: case.parallel.ranks_per_batch > 1 and not (case.written_out or case.parallel.by_torch),
-        "tensor {parallel.tensor}, context {parallel.context}, pipeline {parallel.pipeline} with keep autograd: ranks "
-        "that share a batch need keep " + " or ".join(LEVELS),
+        "ranks that share a batch (tensor {parallel.tensor}, context {parallel.context}, pipeline {parallel.pipeline}) "
+        "need keep " + ", ".join(LEVELS[:-1]) + f" or {LEVELS[-1]}, got autograd",
     ),
     (
         lambda case: case.parallel.pipeline > 1 and case.parallel.optimizer_state == "scattered-gradients",

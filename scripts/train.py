@@ -235,7 +235,7 @@ def _train_replicas(options: TrainOptions) -> int:
     from cs336_systems.report.run_console import RunConsole
 
     started = time.perf_counter()
-    print(f"{options.replicas} replicas are started, which takes a while; further lines are replica 0's", flush=True)
+    print(f"{options.replicas} replicas start, which takes a while; further lines are of the first there", flush=True)
     ended = train_replicas(options, partial(RunConsole, options.log_every))
     reason, complaint = ended.outcome.reason, ended.outcome.complaint
     if not ended.trained:

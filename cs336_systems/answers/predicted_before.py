@@ -97,7 +97,7 @@ class Before(NamedTuple):
 @cache
 def predicted_before() -> tuple[Before, ...]:
     """All predictions of steps and peaks that were made before the committed rows of H100s and H200s."""
-    own = []
+    own: list[Before] = []
     for part in sorted(path.name for path in (RESULTS / "h200").glob("streaming*")):
         own += _in_rows(f"h200/{part}", "benchmark_streaming", "simulated_tokens_per_s", "tokens_per_s")
     for part in PARTS:

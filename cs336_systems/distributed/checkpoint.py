@@ -280,8 +280,10 @@ def load_whole_model(stored: StoredCheckpoint, parameters: Mapping[str, Tensor])
 
 def check_kept(step: int, keep_last: int, keep_every: int | None) -> None:
     """Raise ValueError for what no checkpoint can be saved with."""
-    if step < 0 or keep_last < 1:
-        raise ValueError(f"step must not be negative and keep_last be positive, got {step} and {keep_last}")
+    if step < 0:
+        raise ValueError(f"step must not be negative, got {step}")
+    if keep_last < 1:
+        raise ValueError(f"keep_last must be positive, got {keep_last}")
     if keep_every is not None and keep_every < 1:
         raise ValueError(f"keep_every must be positive, got {keep_every}")
 

@@ -1,7 +1,7 @@
 """The L2 norm of many gradients together, and gradients scaled to one.
 
-bf16 is widened first. On a CPU torch's fp32 norm of 4 million numbers is 8e-5 too small, of 33 million 2e-3: there it is
-made of norms of pieces (7e-7 at most). ``kernels/grad_norm.py`` has a faster kernel for GPUs.
+bf16 is widened first. On a CPU torch's fp32 norm of 4 million numbers is 8e-5 too small, of 33 million 2e-3: there it
+is made of norms of pieces (7e-7 at most). ``kernels/grad_norm.py`` has a faster kernel for GPUs.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ PIECE = 8192
 
 def joint_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """L2 norm of all numbers of dense tensors on ``device``, shape (): the widest of their dtypes, fp32 at least."""
-    widest, norms = torch.float32, []
+    widest = torch.float32
+    norms: list[Tensor] = []
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         pieces = [tensor for tensor in tensors if tensor.dtype == dtype]
         if device.type == "cpu":

@@ -353,7 +353,11 @@ class TrainOptions(_Options):
         if self.capped:
             return 1  # all ranks are a ring that shares a batch
         copies = {"replicas": self.copies_in_world, "pipeline": self.pipeline}
-        _, replicas, shards, *_ = mesh_shape(world_size, self.context, self.tensor, **copies)
+        try:
+            _, replicas, shards, *_ = mesh_shape(world_size, self.context, self.tensor, **copies)
+        except ValueError as error:
+            starts = "--ranks-per-replica" if self.agree else "torchrun --nproc-per-node"
+            raise ValueError(f"{error}; {starts} N starts N") from None
         return replicas * shards
 
     def micro_batches(self, world_size: int) -> int:

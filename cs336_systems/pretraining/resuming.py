@@ -100,7 +100,8 @@ def open_log(prepared: PreparedRun, first_step: int, folder: Path, sinks: Sequen
 
 def _other_batch(before: int, prepared: PreparedRun, first_step: int) -> str:
     """Return a warning that steps had ``before`` tokens until now, and the options that keep them."""
-    options, n_data = prepared.options, prepared.options.data_ranks(prepared.case.world_size)
+    options = prepared.options
+    n_data = options.data_ranks(prepared.case.world_size) * options.worlds
     epochs = prepared.loader.epochs_after(prepared.n_steps - first_step)
     was = f"a step has {prepared.tokens_per_step:,} tokens now and had {before:,} before step {first_step:,}"
     now = f"the {prepared.n_steps:,} steps of the run are {epochs:.2f} epochs"

@@ -114,9 +114,10 @@ class RunConsole:
                 size = f"{of_gib:.2f} GiB" if of_gib >= 1 else f"{1024 * of_gib:.1f} MiB"
                 return f"[C] {self._place(record.step, record.step)} | {waited} | {size}", "cyan"
             case Membership():
-                there = f"replicas {', '.join(record.there)} there"
+                there = f"there: {', '.join(record.there)}"
                 healed = f", state taken over in {record.healed_seconds:.2f} s" if record.healed_seconds else ""
-                gone = f", died: {', '.join(record.gone)}" if record.gone else ""
+                died = [f"{name} (is back)" if name in record.there else name for name in record.gone]
+                gone = f"; died: {', '.join(died)}" if died else ""
                 first, end = record.lost
                 lost = (
                     f", its part of sequences {first:,} to {end - 1:,} is lost" if record.gone and first < end else ""

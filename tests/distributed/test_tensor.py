@@ -151,7 +151,7 @@ def check_what_is_refused(rank: Rank):
     ):
         with pytest.raises(ValueError, match=value):
             replace(LLAMA, **sizes).part(2)
-    with pytest.raises(ValueError, match="2 ranks cannot be divided into context 1 x tensor 3"):
+    with pytest.raises(ValueError, match="tensor 3 needs a multiple of 3 ranks, got 2"):
         Mesh.over(rank, tensor=3)
 
 

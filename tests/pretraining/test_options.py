@@ -137,7 +137,10 @@ AGREE = {"agree": "every-step", "replicas": 2}
         ({"fail": "kill 2 at 1"} | AGREE, "names a replica that is not there"),
         ({"fail": "burn 1 at 1"} | AGREE, "got 'burn 1 at 1'"),
         ({"fail": "kill 1 at 9", "steps": 9} | AGREE, "names a step that is not there: --steps 9 are counted from 0"),
-        ({"ranks_per_replica": 3, "tensor": 2, "keep": "products"} | AGREE, "3 ranks cannot be divided into"),
+        (
+            {"ranks_per_replica": 3, "tensor": 2, "keep": "products"} | AGREE,
+            "2 ranks, got 3; --ranks-per-replica N",
+        ),
         ({"keep_best": True} | AGREE, "not with --keep-best"),
         ({"agree_every": 5}, "--agree-every 5 is for replicas that agree"),
         (AGREE | {"agree": "diloco", "agree_every": 0}, "--agree-every must be positive, got 0"),

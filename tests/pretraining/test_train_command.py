@@ -132,7 +132,10 @@ def test_bad_input_is_one_sentence_and_code_2(main, tmp_path, monkeypatch):
         (["--data", "data", "--init", "."], "config.json"),
         (["--data", "data", "--init", "Qwen/Qwen2.5-0.5B"], "hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B"),
         (["--data", "data", "--out", "run.toml"], "run.toml"),
-        (["--data", "data", *sharing, "--tensor", "2"], "1 ranks cannot be divided into context 1 x tensor 2"),
+        (
+            ["--data", "data", *sharing, "--tensor", "2"],
+            "multiple of 2 ranks, got 1; torchrun --nproc-per-node N",
+        ),
         (["--data", "data", *sharing, "--tensor", "3"], "tensor 3 does not divide n_heads 4, n_kv_heads 4, vocab_size"),
         (["--data", "data", *sharing, "--context", "2", "--context-length", "18"], "4 equal parts, got 18 tokens"),
         (["--data", "data", *sharing, "--context", "2", "--attention", "sdpa-flash"], "reference, flash, hopper have"),

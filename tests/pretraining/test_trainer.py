@@ -357,7 +357,7 @@ def test_a_run_in_fp8_resumes_to_the_bit(whole, alone, tmp_path):
 
 def test_too_few_ranks_are_refused_before_data_are_made(alone, tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "default_data", lambda: pytest.fail("data were made"))
-    with pytest.raises(ValueError, match="1 ranks cannot be divided into context 1 x tensor 2"):
+    with pytest.raises(ValueError, match="tensor 2 needs a multiple of 2 ranks, got 1"):
         prepare(options(tmp_path, data=None, tensor=2, keep="products"), alone)
 
 
