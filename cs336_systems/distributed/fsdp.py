@@ -90,8 +90,10 @@ class FSDP(NotCopied, nn.Module):
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if prefetch < 0:
-            raise ValueError(f"prefetch must not be negative, got {prefetch}")
+        if type(prefetch) is not int or prefetch < 0:
+            raise ValueError(f"prefetch must be a whole number and not negative, got {prefetch!r}")
+        if units is not None and not callable(units):
+            raise ValueError(f"units must be a function that says whether a module is one, got {units!r}")
         if compute_dtype is not None and not compute_dtype.is_floating_point:
             raise ValueError(f"compute_dtype must be a floating-point dtype, got {compute_dtype}")
         check_shapes_are_known((*module.named_parameters(), *module.named_buffers()))
@@ -241,9 +243,11 @@ def clip_grad_norm_(fsdp: FSDP, max_norm: float) -> Tensor:
     the device.
 
     Raises:
-        ValueError: ``max_norm`` is not positive, or the module is only a stage of a pipeline.
+        ValueError: ``max_norm`` is not positive, or the module is no FSDP or only a stage of a pipeline.
     """
     check_max_norm(max_norm)
+    if not isinstance(fsdp, FSDP):
+        raise ValueError(f"this clips the gradients of an FSDP, got {type(fsdp).__name__}")
     if hasattr(fsdp.module, "on_two_stages"):
         raise ValueError("stages of a pipeline share the model: clip by training.clipping.GradientGuard")
     ranks: TensorRanks = getattr(fsdp.module, "tensor_ranks", ALONE)

@@ -89,7 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: there are no parameters, a parameter is sparse, lazy or sharded by FSDP, an argument is not as
-            above, or ranks were given different parameters (on every rank).
+            above, or ranks were given different parameters or options (on every rank).
     """
 
     def __init__(
@@ -141,7 +141,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Add a group of parameters, such as layers that are no longer frozen; every rank adds the same ones.
 
         Raises:
-            ValueError: a parameter is sparse, sharded by FSDP, or in a group already; ranks were given different ones.
+            ValueError: a parameter is sparse, sharded by FSDP, or in a group already; ranks were given different ones,
+                or different options for them.
         """
         super().add_param_group(param_group)
         added = self.param_groups[-1:]
@@ -170,8 +171,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             numbered = {parameter: i for i, parameter in enumerate(parameters)}
             run_of = {parameter: [numbered[each] for each in run] for run in runs for parameter in run}
             how = f"{self.optimizer_cls.__name__} {self.reduce_gradients} {self.bucket_size_mb}"
+            options = [
+                ", ".join(f"{name} {value}" for name, value in group.items() if isinstance(value, int | float | tuple))
+                for group in groups
+            ]
             described = [
-                f"{how}, group {i}: {tuple(p.shape)} {p.dtype}{' frozen' * (not p.requires_grad)}, "
+                f"{how}, group {i} ({options[i]}): {tuple(p.shape)} {p.dtype}{' frozen' * (not p.requires_grad)}, "
                 f"in one memory with parameters {run_of[p]}"
                 for i, group in enumerate(groups)
                 for p in group["params"]

@@ -49,7 +49,7 @@ class MeshCell(RankedCase):
         values=("step", "attention"),
         shown=True,
     )
-    dtype: str = like(TrainingCase, "dtype", values=("fp32", "tf32", "bf16"))
+    dtype: str = like(TrainingCase, "dtype", values=("fp32", "tf32", "bf16"), help="Precision.")
     keep: str = like(TrainingCase, "keep", asked=("products",))
     tensor: int = like(Parallel, "tensor", asked=(1, 2))
     tensor_by: TensorBy = like(Parallel, "tensor_by")

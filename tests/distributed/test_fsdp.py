@@ -137,6 +137,19 @@ def check_clipping_sends_two_numbers(rank):
     assert [(event.kind, event.n_bytes) for event in log.sent] == [("allreduce", 8)]
     with pytest.raises(ValueError, match=r"0\.0"):
         clip_grad_norm_(fsdp, 0.0)
+    with pytest.raises(ValueError, match="got Menagerie"):
+        clip_grad_norm_(Menagerie(), 1.0)
+
+
+def check_norms_of_bf16_gradients_are_wide(rank):
+    torch.manual_seed(0)
+    fsdp = FSDP(nn.Linear(300, 300).bfloat16())
+    fsdp(torch.randn(4, 300).bfloat16()).float().square().mean().backward()
+    squares = sum(p.sharded_param.grad.detach().double().square().sum() for p in fsdp.managed_parameters())
+    torch.distributed.all_reduce(squares)
+    bias = fsdp.module.bias.grad.detach().double().square().sum() if fsdp.replicated else 0.0
+    exact = (squares - bias * (rank.world_size - 1)).sqrt()  # a vector is whole on both ranks
+    torch.testing.assert_close(clip_grad_norm_(fsdp, 1.0).double(), exact, rtol=1e-6, atol=0.0)
 
 
 def check_ranks_start_from_rank_0(rank):
@@ -175,6 +188,8 @@ def check_a_model_from_meta_is_never_whole(rank):
 def check_bad_arguments_are_refused(rank):
     for arguments, options, message in (
         ((nn.Linear(2, 2),), {"prefetch": -1}, "-1"),
+        ((nn.Linear(2, 2),), {"prefetch": 1.5}, r"1\.5"),
+        ((nn.Linear(2, 2),), {"units": "Linear"}, "'Linear'"),
         ((nn.Linear(2, 2), torch.int8), {}, "torch.int8"),
         ((nn.ReLU(),), {}, "ReLU"),
         ((nn.LazyLinear(2),), {}, "weight has no shape"),

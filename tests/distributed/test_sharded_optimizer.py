@@ -292,6 +292,7 @@ def check_constructor_errors(rank: Rank) -> None:
         (weights, torch.optim.Adafactor, {"reduce_gradients": "shard"}, "Adafactor .* reduce_gradients='shard'"),
         ([sparse], torch.optim.SGD, {}, "torch.sparse_coo"),
         (shapes, torch.optim.SGD, {}, r"\(4,\)"),
+        (weights, torch.optim.SGD, {"lr": 0.1 * (1 + rank.rank)}, r"rank 1 has .* \(lr 0.2, "),
         (nn.LazyLinear(2).parameters(), torch.optim.SGD, {}, "a parameter has no shape"),
     ):
         with pytest.raises(ValueError, match=value):

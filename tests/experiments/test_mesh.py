@@ -46,7 +46,7 @@ def test_every_division_of_the_ranks_is_a_cell():
     ]
     for arguments, value in (
         (["--tensor", "3", "--context", "2", "--world-size", "4"], "--world-size 4 cannot be divided into tensor 3"),
-        (["--tensor", "2", "--keep", "autograd"], "keep autograd"),
+        (["--tensor", "2", "--keep", "autograd"], "got autograd"),
         (["--pipeline-chunks", "2"], "--pipeline-chunks 2 is for --pipeline-schedule interleaved, got 1f1b"),
         (["--pipeline-schedule", "zb-h1", "zbv", "--pipeline-chunks", "2", "4"], "2 4 is for .*, got zb-h1 zbv"),
     ):
