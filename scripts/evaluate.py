@@ -69,9 +69,7 @@ def _evaluate(options: EvaluateOptions) -> int:
 
     paths = complete_checkpoints(options.model) if options.all else [options.model]
     if not paths:
-        raise ValueError(
-            f"{options.model} is no folder of a run with complete checkpoints, of which --all evaluates each"
-        )
+        raise ValueError(f"--all needs the folder of a run with complete checkpoints, {options.model} has none")
     datasets = [Dataset.open(folder) for folder in options.data]
     started = time.perf_counter()
     rows = [row for path in paths for row in _rows(options, path, datasets)]

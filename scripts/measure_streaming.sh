@@ -23,8 +23,8 @@
 #
 # A recorded step begins after each of its kernels has run once, and mostly lasts a minute. Rows are appended to
 # streaming, streaming-long, streaming-chunks, streaming-fp8, streaming-ring and streaming-simulated in FOLDER; uv run
-# scripts/report.py --adopt FOLDER moves them to profiles/results/<gpu>/; with --machine cpu, from a folder of its own, the simulated. PYTHON
-# picks the interpreter (default: uv run). Run nothing else on the host.
+# scripts/report.py --adopt FOLDER moves them to profiles/results/<gpu>/; with --machine cpu, from a folder of its own,
+# the simulated. PYTHON picks the interpreter (default: uv run). Run nothing else on the host.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_streaming.sh FOLDER PART...}
 shift

@@ -235,7 +235,9 @@ def _train_replicas(options: TrainOptions) -> int:
     from cs336_systems.report.run_console import RunConsole
 
     started = time.perf_counter()
-    print(f"{options.replicas} replicas start, which takes a while; further lines are of the first there", flush=True)
+    print(
+        f"{options.replicas} replicas start, which takes a while; other lines are of the first that lives", flush=True
+    )
     ended = train_replicas(options, partial(RunConsole, options.log_every))
     reason, complaint = ended.outcome.reason, ended.outcome.complaint
     if not ended.trained:
@@ -309,7 +311,8 @@ def _conclude(options: TrainOptions, outcome: Outcome, logs: list[Path], started
             print(f"{line[name]}: {what}")
     if outcome.reason != "done":
         limits = {"walltime": f"--walltime {options.walltime} s has passed; ", "no gain": "the loss falls no more; "}
-        then = f"the same command goes on from step {outcome.steps:,}"
+        more = "a larger --stop-after-no-gain" if outcome.reason == "no gain" else "the same command"
+        then = f"{more} goes on from step {outcome.steps:,}"
         if options.save_every is None:
             then = f"the same command begins at step {outcome.first_step:,} again, as it keeps no checkpoint"
         elif outcome.complaint:

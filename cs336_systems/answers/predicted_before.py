@@ -97,14 +97,17 @@ class Before(NamedTuple):
 @cache
 def predicted_before() -> tuple[Before, ...]:
     """All predictions of steps and peaks that were made before the committed rows of H100s and H200s."""
-    own: list[Before] = []
-    for part in sorted(path.name for path in (RESULTS / "h200").glob("streaming*")):
-        own += _in_rows(f"h200/{part}", "benchmark_streaming", "simulated_tokens_per_s", "tokens_per_s")
-    for part in PARTS:
-        own += _in_rows(part, "benchmark_training", "predicted_peak_memory", "peak_memory")
-    for part in sorted(path.name for path in (RESULTS / "h200").glob("mesh-*")):
-        own += _in_rows(f"h200/{part}", "benchmark_parallelism", "predicted_peak", "peak_memory")
+    asked = (
+        (_parts("streaming*"), "benchmark_streaming", "simulated_tokens_per_s", "tokens_per_s"),
+        (PARTS, "benchmark_training", "predicted_peak_memory", "peak_memory"),
+        (_parts("mesh-*"), "benchmark_parallelism", "predicted_peak", "peak_memory"),
+    )
+    own = [row for parts, *what in asked for part in parts for row in _in_rows(part, *what)]
     return (*_in_the_log(), *own)
+
+
+def _parts(pattern: str) -> list[str]:
+    return sorted(f"h200/{path.name}" for path in (RESULTS / "h200").glob(pattern))
 
 
 def _in_the_log() -> Iterator[Before]:

@@ -98,9 +98,7 @@ def kept_names(keep: str, *, quantized: bool = False) -> tuple[str, ...]:
     """
     level, *switches = keep.split("-")
     if level == "autograd" and switches:
-        raise ValueError(
-            f"keep {keep!r} is a value of --keep alone; a case has keep 'autograd' and checkpoint 'full', ..."
-        )
+        raise ValueError(f"keep {keep!r}: a case names what autograd recomputes as checkpoint, keep is autograd alone")
     check_known("level", level, LEVELS, f" in what to keep, {keep!r}")
     for switch in switches:
         check_known("switch", switch, SWITCHES, f" in what to keep, {keep!r}")

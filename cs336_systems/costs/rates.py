@@ -21,8 +21,8 @@ NARROW_HEAD = 64
 """The widest head, in dimensions, with which attention is slower."""
 HALF_FORWARD, HALF_BACKWARD = 500, 1000
 """Tokens of a causal sequence at which attention reaches half of its rate on long ones. ``hopper`` on an H200 reaches,
-in TFLOP/s forward and backward, at d_head 128: 597 and 513 on 4,096 tokens, 657 and 592 on 16,384 (64 heads over 8:
-650 and 550); at d_head 64: 388 and 414 on 2,048 tokens, 502 and 527 on 16,384 (rows of attention-training)."""
+in TFLOP/s forward and backward, at d_head 128: 598 and 513 on 4,096 tokens, 657 and 592 on 16,384 (64 heads over 8:
+650 and 550); at d_head 64: 387 and 414 on 2,048 tokens, 502 and 527 on 16,384 (rows of attention-training)."""
 
 
 LINK_SHARE = 0.7

@@ -172,7 +172,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             run_of = {parameter: [numbered[each] for each in run] for run in runs for parameter in run}
             how = f"{self.optimizer_cls.__name__} {self.reduce_gradients} {self.bucket_size_mb}"
             options = [
-                ", ".join(f"{name} {value}" for name, value in group.items() if isinstance(value, int | float | tuple))
+                ", ".join(
+                    f"{name} {value}" for name, value in group.items() if isinstance(value, int | float | str | tuple)
+                )
                 for group in groups
             ]
             described = [
@@ -323,13 +325,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Scale the averaged gradients so that their joint L2 norm is at most ``max_norm``; a collective call.
 
         Called between backward and ``step``. The factor is that of ``torch.nn.utils.clip_grad_norm_``, which itself
-        would find no gradients in the two ZeRO forms. Returns the norm before clipping, there in fp32, a scalar on the
-        device.
+        would find no gradients in the two ZeRO forms. Returns the norm before clipping, a scalar on the device in fp32
+        or wider.
 
         Raises:
-            ValueError: ``max_norm`` is not positive.
+            ValueError: ``max_norm`` is not positive, or a gradient is sparse.
         """
         check_max_norm(max_norm)
+        self._check_dense()
         whole = [p.grad for p in self._names if p.grad is not None]
         gradients = whole if self._scatter is None else self.reduced_gradients()
         norm = joint_norm(gradients, next(iter(self._names)).device)
@@ -347,10 +350,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._scatter is not None:
             return self._scatter.reduce_the_rest()
         if self.world_size > 1:
-            for parameter, name in self._names.items():
-                if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                    raise ValueError(f"the gradient of {name} must be dense, got layout {parameter.grad.layout}")
+            self._check_dense()
         return []
+
+    def _check_dense(self) -> None:
+        for parameter, name in self._names.items():
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise ValueError(f"the gradient of {name} must be dense, got layout {parameter.grad.layout}")
 
     def _update(self, tensors: list[Tensor], options: list[dict[str, Any]], kwargs: dict[str, Any]) -> None:
         """Step this rank's optimizer over some of its tensors only, its groups with these options."""

@@ -356,7 +356,7 @@ class TrainOptions(_Options):
         try:
             _, replicas, shards, *_ = mesh_shape(world_size, self.context, self.tensor, **copies)
         except ValueError as error:
-            starts = "--ranks-per-replica" if self.agree else "torchrun --nproc-per-node"
+            starts = "--ranks-per-replica" if self.agree and self.lighthouse is None else "torchrun --nproc-per-node"
             raise ValueError(f"{error}; {starts} N starts N") from None
         return replicas * shards
 

@@ -20,7 +20,7 @@ class Asked:
     """The options of a plan, besides those of the run.
 
     Raises:
-        ValueError: a number is not positive, the price is below zero, or the picture's name does not end in ``.png``.
+        ValueError: a number is not positive, or the price is below zero.
     """
 
     gpu: str = ""
@@ -35,8 +35,6 @@ class Asked:
     """The PNG to draw."""
 
     def __post_init__(self) -> None:
-        if self.picture is not None and not self.picture.lower().endswith(".png"):
-            raise ValueError(f"--picture must end in .png, got {self.picture}")
         signs = dict.fromkeys(("gpus", "host_gib", "run_tokens"), "positive") | {"price_per_gpu_hour": "not negative"}
         for name, sign in signs.items():
             if refusal := sign_refusal(name, getattr(self, name), sign):

@@ -102,8 +102,13 @@ def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str, given:
     """Print the plans of some runs, draw the picture of the last if asked, and end with one JSON object.
 
     Raises:
-        ValueError: as for ``CardPlan``; the GPUs do not fill their hosts; or the length of a run is one of its data.
+        ValueError: as for ``CardPlan``; the GPUs do not fill their hosts; the length of a run is one of its data; or
+            the picture is to be no PNG.
     """
+    if asked.picture is not None:
+        from cs336_systems.report.figures import check_png, save
+
+        check_png(Path(asked.picture))
     if asked.gpus > GPUS_PER_HOST and asked.gpus % GPUS_PER_HOST:
         raise ValueError(f"--gpus {asked.gpus} is no multiple of {GPUS_PER_HOST}, the GPUs of a host")
     summary: dict[str, Any] = {"command": command, "gpu": hardware_named(asked.gpu).name, "gpus": asked.gpus}
@@ -119,8 +124,6 @@ def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str, given:
         print(*sentences(plan), sep="\n")
         summary[plan.config.name] = {name: _figures(plan, way) for name, way in plan.best.items()}
         if asked.picture is not None:
-            from cs336_systems.report.figures import save
-
             save(classes_figure(plan), Path(asked.picture))
             print(f"{asked.picture}: the time of a step by class of kernel")
     print(json.dumps(summary))

@@ -55,7 +55,7 @@ def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
         medians = (f"{pooled_median(side):.3f}" for side in (before, now))
         word = verdict(low, high) if min(len(now), len(before)) >= ENOUGH_PROCESSES else "unclear"
         lines.append((*key, *medians, f"{len(before)}, {len(now)}", f"{ratio:.3f}", f"{low:.3f}–{high:.3f}", word))
-    notes = [] if shared else ["no timing of both"]
+    notes = [] if shared else ["no timing is in both"]
     notes += [
         f"timings in the {name} rows only: {len(side.keys() - set(shared))}"
         for side, name in zip(sides, ("new", "old"), strict=True)

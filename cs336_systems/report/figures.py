@@ -145,6 +145,12 @@ def dress(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def check_png(path: Path) -> None:
+    """Raise ValueError unless the path ends in ``.png``."""
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"a picture must end in .png, got {path}")
+
+
 def save(figure: Figure | None, path: Path, **said: str) -> bool:
     """Write a figure as PNG, in a folder that need not be there yet; returns whether there was one.
 
@@ -157,9 +163,8 @@ def save(figure: Figure | None, path: Path, **said: str) -> bool:
         ValueError: the path does not end in ``.png``.
         OSError: the file cannot be written.
     """
+    check_png(path)
     if figure is not None:
-        if path.suffix.lower() != ".png":
-            raise ValueError(f"{path} must end in .png: pictures are written as PNG")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:

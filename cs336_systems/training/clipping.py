@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.mesh import Mesh
-from cs336_systems.distributed.norms import joint_norm
+from cs336_systems.distributed.norms import check_max_norm, clip_factor, joint_norm
 from cs336_systems.distributed.pipeline import on_two_stages
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.tensor import tensor_dim
@@ -43,8 +43,7 @@ class GradientGuard:
     """
 
     def __init__(self, max_norm: float = math.inf, mesh: Mesh | None = None) -> None:
-        if not max_norm > 0:
-            raise ValueError(f"max_norm must be positive, got {max_norm}")
+        check_max_norm(max_norm)
         self.max_norm, self.mesh = max_norm, mesh
         self.norm: Tensor | None = None
         """The norm of the last step, at one place of memory, so that a CUDA graph can write it."""
@@ -79,8 +78,7 @@ class GradientGuard:
         self.loss.copy_(loss)
         broken = (norm.isfinite() & loss.isfinite()).logical_not()
         skipped = self._halted.copy_(torch.maximum(self._halted, broken.float()))
-        scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return torch.where(skipped > 0, math.nan, scale), skipped
+        return torch.where(skipped > 0, math.nan, clip_factor(norm, self.max_norm)), skipped
 
     def _norm_and_loss(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor | None

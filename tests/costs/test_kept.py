@@ -42,7 +42,7 @@ def test_blocks_may_keep_different_things():
     ("keep", "named"),
     [
         ("product", "'product'.* 'products'"),
-        ("autograd-input", "'autograd-input' is a value of --keep alone"),
+        ("autograd-input", "'autograd-input': a case names"),
         ("all-norms", "'norms'.* 'norm'"),
         ("", "''"),
         ("all-", "''"),

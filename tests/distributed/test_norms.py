@@ -30,6 +30,11 @@ def test_a_norm_is_that_of_fp64(dtypes, expected):
     assert float(joint_norm(tensors, CPU)) == pytest.approx(1.0, rel=4e-3 if torch.bfloat16 in dtypes else 2e-6)
 
 
+def test_equal_numbers_add_up():
+    tensor = torch.full((4_000_000,), 0.3)
+    assert float(joint_norm([tensor], CPU)) == pytest.approx(0.3 * 2000, rel=1e-5)
+
+
 def test_no_tensors_have_norm_zero_and_larger_limits_change_nothing():
     assert joint_norm([], CPU) == 0
     tensor = torch.ones(4)

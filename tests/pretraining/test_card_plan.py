@@ -408,6 +408,7 @@ def test_classes_of_kernels_sum_up_to_the_step(card):
         ("--gpu h100 --gpus 8 --size small --cuda-graph on --zero 1", "cuda_graph on is for one rank"),
         ("--gpu l40s --attention hopper", "--attention hopper runs on H100 and H200 only, not on L40S"),
         ("--gpu a100 --matmul-dtype e4m3", "--matmul-dtype e4m3: A100 40GB has no products in fp8"),
+        ("--gpu h100 --picture plan.jpg", "a picture must end in .png, got plan.jpg"),
         ("", "--print-plan needs --gpu"),
     ],
 )

@@ -27,7 +27,7 @@ def test_other_numbers_of_steps_are_compared_but_neither_other_warm_ups_nor_fail
     table = compare(make_frame(make_cell(status="oom", message="no room")), make_frame(step))
     assert table.frame.empty
     assert "timings in the old rows only: 1" in table.caption
-    assert table.caption.startswith("no timing of both; ") and next(iter(table.frame)) == "metric"
+    assert table.caption.startswith("no timing is in both; ") and next(iter(table.frame)) == "metric"
     assert all((table.markdown(), table.latex(), table.csv(), table.rich(80)))
 
 

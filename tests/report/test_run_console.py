@@ -16,6 +16,7 @@ from cs336_systems.pretraining.run_records import (
     Light,
     LoggedCheckpoint,
     LoggedStep,
+    Membership,
     Memory,
     Message,
     Session,
@@ -53,6 +54,15 @@ def test_a_line_for_each_step(shown):
         "[C] step    8 [  0.8%] | stall   210 ms | written  4102 ms | 2.76 GiB",
         "[C] step    9 [  0.9%] | stall  9000 ms | for the one before  8790 ms | written 15000 ms | 2.76 GiB",
         "[C] step   10 [  1.0%] | stall   2.0 ms | written   100 ms | 2.4 MiB",
+    ]
+
+
+def test_replicas_that_are_there_and_that_died(shown):
+    alone = Membership(40, ["0", "2"], 0, 640, 1.5, 0.0, ["1"], [0, 0])
+    back = Membership(50, ["0", "1"], 0, 800, 0.1, 0.12, ["1"], [640, 720])
+    assert [line.partition(" | ")[2] for line in shown(BEGIN, alone, back).splitlines()[-2:]] == [
+        "there: 0, 2; died: 1",
+        "there: 0, 1, state taken over in 0.12 s; died: 1 (is back), its part of sequences 640 to 719 is lost",
     ]
 
 

@@ -32,7 +32,7 @@ LIMIT_S = 180
 
 
 def checked(check: Callable[..., None], *arguments: object) -> None:
-    """Check, and end at once: one of 580 processes aborted in a C++ thread after its last check, as Python ended."""
+    """Check, and end at once: one process aborted in a C++ thread after its last check, as Python ended."""
     check(*arguments)
     sys.stdout.flush()
     sys.stderr.flush()
