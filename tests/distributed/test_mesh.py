@@ -338,7 +338,7 @@ def compare_on_gpus(world_size, device, cases):
 def test_what_ranks_cannot_share_is_refused():
     case = run_of(2, 2, "ddp")
     for fields, how, value in (
-        ({"keep": "autograd"}, {}, "keep autograd"),
+        ({"keep": "autograd"}, {}, "got autograd"),
         ({"context_length": 18}, {"context": 4}, "8 equal parts, got 18 tokens"),
         ({}, {"tensor": 8}, "n_kv_heads 4"),
         ({"batch_size": 1, "context_length": 4}, {"context": 2, "tensor": 4}, "tensor 4 does not divide the 2 tokens"),

@@ -66,8 +66,8 @@ def test_steps_are_to_the_bit_those_that_stream_nothing(folder, alone, tmp_path,
 
 @pytest.mark.slow
 def test_quantized_steps_are_those_without_caps(folder, alone, tmp_path):
-    """But for the order of sums."""
-    changes = {"context_length": 16, "batch_size": 2, "accumulate": 1, "matmul_dtype": "e4m3", "steps": 3}
+    """But for the order of sums; a norm's last bit, by which gradients are clipped, could change what rounds to fp8."""
+    changes = {"context_length": 16, "batch_size": 2, "accumulate": 1, "matmul_dtype": "e4m3", "steps": 3, "clip": None}
     free = asked(folder, tmp_path / "free", kernels="reference", keep="products", optimizer="torch-fused", **changes)
     capped = replace(free, out=tmp_path / "capped", keep=None, chunk=32, **ROOMY)
     stored = replace(capped, out=tmp_path / "stored", matmul_dtype="same")

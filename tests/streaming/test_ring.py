@@ -13,7 +13,7 @@ import torch
 
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.memory import TABLE_SHARE
-from cs336_systems.costs.rates import Rates
+from cs336_systems.costs.rates import Rates, ours_on
 from cs336_systems.costs.streaming import Share, StreamedWork
 from cs336_systems.distributed.messages import GroupMessages
 from cs336_systems.hardware import GIB, hardware_named
@@ -77,7 +77,9 @@ def test_two_gpus_read_host_memory_as_slowly_as_measured():
         work = StreamedWork(config, 8192, 8192, share=Share(rank, (*(layer % 2 for layer in range(32)), 1)))
         how = {"weights": 16, "gradients": gradients, "ring_bytes": ring_bytes, "table_share": TABLE_SHARE}
         plans.append(Plan(work, 2, 16, "interleaved", Keep(32, products), **how))
-    times = ring_times(plans, [build(plan) for plan in plans], Rates.of(hardware_named("h200")))
+    h200 = hardware_named("h200")
+    rates = Rates.of(h200, sustained=ours_on(h200, "2026-11-28T18:47"))
+    times = ring_times(plans, [build(plan) for plan in plans], rates)
     span = max(each.span for each in times)
     assert span == pytest.approx(ran["step"] / 1e3, rel=0.01)
     for lane, metric, within in (("in", "link_in", 2), ("out", "link_out", 1)):
