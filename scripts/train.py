@@ -235,9 +235,7 @@ def _train_replicas(options: TrainOptions) -> int:
     from cs336_systems.report.run_console import RunConsole
 
     started = time.perf_counter()
-    print(
-        f"{options.replicas} replicas start, which takes a while; other lines are of the first that lives", flush=True
-    )
+    print(f"{options.replicas} replicas start, which takes a while; lines come from the first one alive", flush=True)
     ended = train_replicas(options, partial(RunConsole, options.log_every))
     reason, complaint = ended.outcome.reason, ended.outcome.complaint
     if not ended.trained:

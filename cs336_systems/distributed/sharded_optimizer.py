@@ -171,10 +171,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             numbered = {parameter: i for i, parameter in enumerate(parameters)}
             run_of = {parameter: [numbered[each] for each in run] for run in runs for parameter in run}
             how = f"{self.optimizer_cls.__name__} {self.reduce_gradients} {self.bucket_size_mb}"
+            plain = int | float | str | tuple
             options = [
-                ", ".join(
-                    f"{name} {value}" for name, value in group.items() if isinstance(value, int | float | str | tuple)
-                )
+                ", ".join(f"{name} {value}" for name, value in group.items() if isinstance(value, plain))
                 for group in groups
             ]
             described = [
@@ -324,21 +323,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the averaged gradients so that their joint L2 norm is at most ``max_norm``; a collective call.
 
-        Called between backward and ``step``. The factor is that of ``torch.nn.utils.clip_grad_norm_``, which itself
-        would find no gradients in the two ZeRO forms. Returns the norm before clipping, a scalar on the device in fp32
-        or wider.
+        Called between backward and ``step``; torch's would find no gradients in the two ZeRO forms. Returns the norm
+        before clipping, a scalar on the device in fp32 or wider.
 
         Raises:
             ValueError: ``max_norm`` is not positive, or a gradient is sparse.
         """
         check_max_norm(max_norm)
         self._check_dense()
-        whole = [p.grad for p in self._names if p.grad is not None]
-        gradients = whole if self._scatter is None else self.reduced_gradients()
+        shared = self._scatter is not None
+        gradients = self.reduced_gradients() if shared else [p.grad for p in self._names if p.grad is not None]
         norm = joint_norm(gradients, next(iter(self._names)).device)
-        if self._scatter is not None:
-            squares = norm.float().square()
-            dist.all_reduce(squares, group=self.member.group)
+        if shared:
+            dist.all_reduce(squares := norm.float().square(), group=self.member.group)
             norm = squares.sqrt()
         scale_to_norm(gradients, norm, max_norm)
         return norm

@@ -33,7 +33,8 @@ from cs336_systems.hardware import GIB, Hardware, find_hardware
 from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.model.hf_weights import load_hf_weights
 from cs336_systems.pretraining.checkpoint import goes_on_from
-from cs336_systems.pretraining.options import TrainerCase, TrainOptions
+from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.step_options import TrainerCase
 from cs336_systems.streaming.build import build
 from cs336_systems.streaming.choose import (
     EFFORT,

@@ -29,8 +29,9 @@ from cs336_systems.costs.parallelism.seconds import BF16_MOMENTS, Moments, StepS
 from cs336_systems.costs.rates import Rates
 from cs336_systems.declared import flag
 from cs336_systems.hardware import GIB, Hardware, hardware_named
-from cs336_systems.pretraining.options import CHOSEN, TrainerCase, TrainOptions
+from cs336_systems.pretraining.options import CHOSEN, TrainOptions
 from cs336_systems.pretraining.plan_options import PRINT_PLAN, Asked
+from cs336_systems.pretraining.step_options import TrainerCase
 from cs336_systems.refusals import refusal
 from cs336_systems.streaming.choose import HOST_OVERHEAD, Caps, CapsTooSmallError, ChosenPlan, choose, staging_bytes
 

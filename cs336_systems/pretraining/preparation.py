@@ -38,10 +38,11 @@ from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.dataset import Dataset, TokenStream
 from cs336_systems.pretraining.loader import Loader, Sequences, fingerprint
 from cs336_systems.pretraining.mixture import Mixture
-from cs336_systems.pretraining.options import TrainerCase, TrainOptions
+from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_records import Data, Device, GpuState, Light, Memory, Message, Model, Record
 from cs336_systems.pretraining.schedules import LearningRate
 from cs336_systems.pretraining.sources import Source, sources_of
+from cs336_systems.pretraining.step_options import TrainerCase
 from cs336_systems.pretraining.tokenizer import TOKENIZER, load_tokenizer
 from cs336_systems.pretraining.tokenizing import TokenizeOptions, default_folder, tokenize
 from cs336_systems.refusals import refusal
