@@ -16,7 +16,7 @@
 #   7b-peers          450  the same: transformers compiled, and with Liger
 #   ways-0.5b         360  0.5B, 20 s each: ours, and transformers in each way that is not torchao's
 #   ways-1.5b         600  1.5B, as measured: a model that is compiled whole takes a minute to begin
-#   8b-e4m3           180  Llama 3 8B at 8,192 tokens in fp8, two sequences at a time
+#   8b-e4m3           240  Llama 3 8B at 8,192 tokens in fp8, two sequences at a time, by measured kernels of matmuls
 #   keep               80  0.5B keeping products
 #   graph              90  0.5B as a CUDA graph
 #   fp8-0.5b          165  products of blocks in fp8, and in bf16 in the same command: 0.5B at 32
@@ -114,7 +114,7 @@ for part in "$@"; do
     ways-1.5b)
       DURATION=${DURATION:-20} training --size qwen2.5-1.5b --batch-size 16 --how "${ways[@]}" ;;
     8b-e4m3)
-      training --size llama3-8b --context-length 8192 --batch-size 2 --recipe e4m3 --how ours ;;
+      training --size llama3-8b --context-length 8192 --batch-size 2 --recipe e4m3 --how ours --matmul-kernels measured ;;
     keep)
       training --size qwen2.5-0.5b --batch-size 32 --how ours --keep products ;;
     graph)
