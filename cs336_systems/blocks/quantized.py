@@ -198,7 +198,10 @@ class QuantizedProducts(Products):
         return self.ranks.sums(compute, x.rows.empty(0), len(weight.values))
 
     def add_forward_(self, ops: BlockOps, out: Tensor, base: Tensor, x: Operand, weight: Quantized) -> None:
-        torch.add(base, self.sum_forward(ops, x, weight), out=out)
+        if self.ranks.n_ranks == 1:
+            multiply(x.rows, weight, addend=base, out=out, by=self.recipe.scaling, fast=self.recipe.fast_accumulation)
+        else:
+            torch.add(base, self.sum_forward(ops, x, weight), out=out)
 
     def swiglu_forward_(
         self, ops: BlockOps, gate_up: Tensor, x: Operand, weight: Quantized, maxima: Maxima, low: LowRank | None = None
@@ -245,7 +248,7 @@ class QuantizedProducts(Products):
         return self._sum(dy, weight)
 
     def backward_weight_(self, ops: BlockOps, gradient: Tensor, dy: Quantized, x: Quantized, accumulate: bool) -> None:
-        multiply(dy, x, out=gradient, adds=accumulate, by=self.recipe.scaling)
+        multiply(dy, x, addend=gradient if accumulate else None, out=gradient, by=self.recipe.scaling)
 
     def by_rows(self, x: Operand) -> Scaled:
         x.wait()

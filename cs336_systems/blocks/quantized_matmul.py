@@ -6,8 +6,8 @@ leaves out how Hopper accumulates (measured by DeepSeek-V3, arXiv 2412.19437, an
 rest is cut off, and so is the rest of the new sum. With fast accumulation this goes on for the whole product; without
 it, for 128 products at a time, whose sums are added in fp32.
 
-A bias is added before the product is rounded, with scales by block afterwards. A product that adds to its output is
-rounded once; on CUDA devices with scales by row or block it is also rounded before, as ``_scaled_mm`` adds to nothing.
+A bias is added before the product is rounded, with scales by block afterwards. A product with an addend is rounded
+once; on CUDA devices with scales by row or block it is also rounded before, as ``_scaled_mm`` adds to nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -46,27 +46,29 @@ def multiply(
     out: Tensor,
     by: str,
     fast: bool = False,
-    adds: bool = False,
+    addend: Tensor | None = None,
 ) -> None:
-    """out = a b^T + bias, for a (M, K), b (N, K) and bias (N,).
+    """out = a b^T + bias + addend, for a (M, K), b (N, K), bias (N,) and addend (M, N).
 
     Args:
         by: the recipe's scaling: tensor, row or block.
         fast: whether tensor cores may accumulate the whole product in their registers.
-        adds: whether to add to what ``out`` holds.
+        addend: may be ``out``.
     """
-    (emulated if a.values.is_cpu else scaled_mm)(a, b, bias, fast, out, adds, by=by)
+    (emulated if a.values.is_cpu else scaled_mm)(a, b, bias, fast, out, addend, by=by)
 
 
-def scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor, adds: bool, *, by: str) -> None:
+def scaled_mm(
+    a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor, addend: Tensor | None, *, by: str
+) -> None:
     """``multiply`` by torch's product, which with scales by block accumulates in fp32 and takes no bias."""
     if by == "tensor" and bias is None:
-        multiply_scaled_(out, a.values, b.values.T, (a.scale, b.scale), adds=adds, fast=fast)
+        multiply_scaled_(out, a.values, b.values.T, (a.scale, b.scale), addend, fast=fast)
         return
-    if adds:
+    if addend is not None:
         product = torch.empty_like(out)
-        scaled_mm(a, b, bias, fast, product, False, by=by)
-        out.add_(product)
+        scaled_mm(a, b, bias, fast, product, None, by=by)
+        torch.add(addend, product, out=out)
         return
     scale_a, scale_b = a.scale, b.scale
     if by == "row":
@@ -81,7 +83,9 @@ def scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: 
         out.add_(bias)
 
 
-def emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor, adds: bool, *, by: str) -> None:
+def emulated(
+    a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor, addend: Tensor | None, *, by: str
+) -> None:
     """``multiply`` in at least fp32; ``fast`` changes nothing."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if by == "block":
@@ -90,8 +94,8 @@ def emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: T
         product = a.values.to(wide) @ b.values.to(wide).T * (a.scale.view(-1, 1) * b.scale.view(1, -1))
     if bias is not None:
         product += bias
-    if adds:
-        product += out
+    if addend is not None:
+        product += addend
     out.copy_(product)
 
 

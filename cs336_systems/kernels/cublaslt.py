@@ -80,12 +80,14 @@ class Spec:
     fast: bool
 
 
-def spec(out: Tensor, a: Tensor, b: Tensor, *, adds: bool = False, fast: bool = False) -> Spec:
+def spec(out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None = None, *, fast: bool = False) -> Spec:
     """Return what these tensors ask for."""
     (m, k), n = a.shape, b.shape[1]
     strides, dtypes = (out.stride(), a.stride(), b.stride()), (out.dtype, a.dtype, b.dtype)
-    aligned = not (out.data_ptr() | a.data_ptr() | b.data_ptr()) % ALIGNMENT_BYTES
-    return Spec((m, n, k), strides, dtypes, out.device, aligned, adds, fast)  # type: ignore[arg-type]
+    added = out if addend is None else addend
+    assert (added.stride(), added.dtype) == (out.stride(), out.dtype), (added.stride(), added.dtype)
+    aligned = not (out.data_ptr() | a.data_ptr() | b.data_ptr() | added.data_ptr()) % ALIGNMENT_BYTES
+    return Spec((m, n, k), strides, dtypes, out.device, aligned, addend is not None, fast)  # type: ignore[arg-type]
 
 
 def serves(asked: Spec) -> bool:

@@ -58,28 +58,34 @@ class Asked:
 
 def multiply_(out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None = None) -> None:
     """out = a b, or addend + a b, rounded once; the addend may be out."""
-    chosen = _chosen.get(spec(out, a, b, adds=addend is not None)) if _chosen else None
+    chosen = _chosen.get(spec(out, a, b, addend)) if _chosen else None
     (chosen or _unmeasured)(out, a, b, addend)
 
 
 def multiply_scaled_(
-    out: Tensor, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], *, adds: bool = False, fast: bool = False
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[Tensor, Tensor],
+    addend: Tensor | None = None,
+    *,
+    fast: bool = False,
 ) -> None:
-    """out = scales a b of fp8 matrices, or that and what out was, summed in fp32 and rounded once.
+    """out = scales a b of fp8 matrices, or addend + scales a b, summed in fp32 and rounded once.
 
     Args:
         scales: fp32, of a and of b, one element each.
-        adds: whether to add to out, for which torch has no operation. A product that ``cublaslt.py`` does not serve is
+        addend: as out, which it may be. Torch has no such operation; a product that ``cublaslt.py`` does not serve is
             rounded before it is added.
         fast: as ``use_fast_accum`` of ``torch._scaled_mm``.
     """
-    asked = spec(out, a, b, adds=adds, fast=fast)
-    if not adds or serves(asked):
-        (_chosen.get(asked) or _first(asked))(out, a, b, out if adds else None, scales)
+    asked = spec(out, a, b, addend, fast=fast)
+    if addend is None or serves(asked):
+        (_chosen.get(asked) or _first(asked))(out, a, b, addend, scales)
     elif not out.is_meta:
         product = torch.empty_like(out)
         _scaled_by_torch(product, a, b, None, scales, fast=fast)
-        out.add_(product)
+        torch.add(addend, product, out=out)
 
 
 def choose(asked_for: Iterable[Asked]) -> None:
@@ -89,7 +95,7 @@ def choose(asked_for: Iterable[Asked]) -> None:
     """
     warm = False
     for asked in asked_for:
-        wanted = spec(asked.out, asked.a, asked.b, adds=asked.adds, fast=asked.fast)
+        wanted = spec(asked.out, asked.a, asked.b, asked.out if asked.adds else None, fast=asked.fast)
         if not serves(wanted):
             continue
         for operand in (asked.a, asked.b):

@@ -33,7 +33,8 @@ def products_of(case: TrainingCase, device: torch.device) -> Iterator[Asked]:
     for name, (k, n) in config.block_shapes.items():
         with_swiglu = name == "gate_up" and not recipe.quantized and (n, k, True) in FASTER
         if not with_swiglu and not (name == "qkv" and config.qkv_bias):
-            adds, fast = name in ("output", "down") and not recipe.quantized, recipe.fast_accumulation
+            adds = name == "down"  # to the residual stream
+            fast = recipe.quantized and recipe.fast_accumulation
             yield Asked(empty(rows, n), operand(rows, k), operand(n, k).T, adds, scales, fast)
         if recipe.quantized:
             yield Asked(empty(rows, k), operand(rows, n), operand(k, n).T, False, scales)
@@ -47,5 +48,5 @@ def products_of(case: TrainingCase, device: torch.device) -> Iterator[Asked]:
     logits = empty(chunk, row_width(config.vocab_size))[:, : config.vocab_size]
     yield Asked(logits, empty(chunk, d), empty(config.vocab_size, d).T)
     yield Asked(empty(chunk, d), logits, empty(config.vocab_size, d))
-    for adds in (False, True):
+    for adds in (False, True) if rows > chunk else (False,):
         yield Asked(empty(config.vocab_size, d), logits.T, empty(chunk, d), adds)

@@ -37,7 +37,7 @@ def test_candidates_have_torchs_bits(dtype: torch.dtype, transposed: tuple[bool,
         for adds in (False, True):
             expected = torch.addmm(addend, a, b) if adds else a @ b
             found = []
-            for kernel in candidates(spec(out, a, b, adds=adds)):
+            for kernel in candidates(spec(out, a, b, out if adds else None)):
                 out.copy_(addend)
                 kernel(out, a, b, out if adds else None)
                 assert (out - expected).abs().max() <= 0.01 * expected.abs().max()
@@ -50,14 +50,14 @@ def test_fp8_products_are_added_and_rounded_once() -> None:
     a, b = (random((rows, K), "cuda", torch.bfloat16, seed).to(torch.float8_e4m3fn) for seed, rows in enumerate((M, N)))
     scales = torch.tensor(0.5, device="cuda"), torch.tensor(0.25, device="cuda")
     before = random((M, N), "cuda", torch.bfloat16, 3)
-    out = before.clone()
-    multiply_scaled_(out, a, b.T, scales, adds=True)
+    out = torch.empty_like(before)
+    multiply_scaled_(out, a, b.T, scales, before)
     product = (a.double() @ b.double().T) / 8
     exact = before.double() + product
     lost = 2**-10 * (a.double().abs() @ b.double().abs().T) / 8  # 13 bits of each of K / 32 sums
     assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + lost).all()
     apart = torch.empty(M * N + 1, device="cuda", dtype=torch.bfloat16)[1:].view(M, N).copy_(before)  # not aligned
-    multiply_scaled_(apart, a, b.T, scales, adds=True)
+    multiply_scaled_(apart, a, b.T, scales, apart)
     assert ((apart.double() - exact).abs() <= 2**-7 * (exact.abs() + product.abs()) + lost).all()
 
 
