@@ -157,8 +157,10 @@ def forward(
     saved.keep(**products.kept("product", product), **stages.maxima.kept())
     if out is not None:
         y = out.view_as(residual)
+    elif "residual" in saved.names or products.quantized:  # in place cuBLASLt rounds a sum of fp8 products otherwise
+        y = torch.empty_like(residual)
     else:
-        y = residual if "residual" not in saved.names else torch.empty_like(residual)
+        y = residual
     products.add_forward_(ops, y, residual, product, stages.rows_of("down"))
     stages.adapt_("down", y, product)
     saved.keep(**stages.low_rank)

@@ -31,8 +31,8 @@ ROUNDS, SECONDS = 2, 0.05
 """How often each candidate is measured, and for how long; candidates take turns."""
 LEAST_GAIN = 0.02
 """Share of time below which a product keeps the kernel that it has: what is faster alone may not be among others."""
-WARM_SECONDS = 0.3
-"""Time of products before the first measurement, after which the clock is that under the power limit."""
+WARM_SECONDS = 0.5
+"""Time of each product before its measurements, after which the clock is that under the power limit."""
 
 Multiply = Callable[..., None]
 _chosen: dict[Spec, Multiply] = {}
@@ -91,18 +91,15 @@ def multiply_scaled_(
 def choose(asked_for: Iterable[Asked]) -> None:
     """Measure each product's candidates on the device of its tensors, and remember the fastest.
 
-    It takes about a second for each product, and memory for its tensors and once more for its result.
+    It takes one or two seconds for each product, and memory for its tensors and once more for its result.
     """
-    warm = False
     for asked in asked_for:
         wanted = spec(asked.out, asked.a, asked.b, asked.out if asked.adds else None, fast=asked.fast)
         if not serves(wanted):
             continue
         for operand in (asked.a, asked.b):
             _fill(operand)
-        if not warm:
-            _seconds(partial(_call, asked, _first(wanted)), WARM_SECONDS)
-        warm, _chosen[wanted] = True, _fastest(asked, wanted)
+        _chosen[wanted] = _fastest(asked, wanted)
 
 
 def product_(out: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -182,6 +179,7 @@ def _fastest(asked: Asked, wanted: Spec) -> Multiply:
     expected = _result(asked, first)
     seconds = {kernel: math.inf for kernel in (first, *others) if _gives(expected, asked, kernel)}
     del expected
+    _seconds(partial(_call, asked, first), WARM_SECONDS)
     for _ in range(ROUNDS):
         for kernel in seconds:
             seconds[kernel] = min(seconds[kernel], _seconds(partial(_call, asked, kernel), SECONDS))

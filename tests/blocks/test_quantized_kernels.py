@@ -192,7 +192,7 @@ def multiplied(
 ) -> torch.Tensor:
     """a b^T + bias, added to a number if one is given."""
     out = a.empty(len(b.values)).fill_(math.nan if adds_to is None else adds_to)
-    multiply(a, b, bias, fast, out, adds_to is not None, by=by)
+    multiply(a, b, bias, fast, out, None if adds_to is None else out, by=by)
     return out
 
 
