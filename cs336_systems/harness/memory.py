@@ -10,8 +10,6 @@ process's resident set, which includes what libraries take, and is that of a cel
 no other. What is free is asked of the driver, or of the kernel and the control group.
 """
 
-import resource
-import sys
 from contextlib import suppress
 from functools import lru_cache
 from math import prod
@@ -30,7 +28,7 @@ from cs336_systems.distributed.peer_memory import mapped_bytes
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.isolation import PredictedOutOfMemory
-from cs336_systems.kernels.host_memory import free_host_bytes
+from cs336_systems.kernels.host_memory import free_host_bytes, highest_resident_bytes
 from cs336_systems.training.dry_run import dry_run
 
 _OLDER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
@@ -105,8 +103,7 @@ class PeakMeter:
             return torch.cuda.max_memory_allocated(self.device) + mapped_bytes(self.device)
         if _used:
             return None
-        unit = 1 if sys.platform == "darwin" else 1024
-        return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - self.baseline)
+        return max(0, highest_resident_bytes() - self.baseline)
 
 
 def is_predictable(case: TrainingCase) -> bool:

@@ -29,6 +29,8 @@ be pinned, or the host waits after all. On a CPU everything is copied at once.
 """
 
 import mmap
+import resource
+import sys
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -61,6 +63,11 @@ def allowed_host_bytes() -> int:
     """Bytes that the control group still allows; without a limit there, the kernel's figure."""
     limit = control_group_headroom()
     return psutil.virtual_memory().available if limit is None else limit
+
+
+def highest_resident_bytes() -> int:
+    """The most bytes that this process has had resident at any time."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def control_group_headroom(

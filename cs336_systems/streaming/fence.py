@@ -12,8 +12,6 @@ are no longer there.
 """
 
 import gc
-import resource
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ import psutil
 import torch
 
 from cs336_systems.hardware import GIB
-from cs336_systems.kernels.host_memory import allowed_host_bytes
+from cs336_systems.kernels.host_memory import allowed_host_bytes, highest_resident_bytes
 
 LATER = 256 * 2**20
 """Bytes by which the context may grow after the fence is up, as kernels are loaded."""
@@ -61,7 +59,7 @@ class Fence:
         self.overhead = 0
         """Bytes of the device that are not torch's, or that torch does not give back."""
         gc.collect()  # steps, which refer to themselves
-        self._highest_before = _highest_resident()
+        self._highest_before = highest_resident_bytes()
         if device.type != "cuda":
             return
         torch.cuda.init()
@@ -88,7 +86,7 @@ class Fence:
 
     def in_use(self) -> InUse:
         """The memory that was in use since the fence is up."""
-        highest, host = _highest_resident(), psutil.Process().memory_info().rss  # which some sandboxes know alone
+        highest, host = highest_resident_bytes(), psutil.Process().memory_info().rss  # which some sandboxes know alone
         if highest > self._highest_before:
             host = max(highest, host)
         if self.device.type != "cuda":
@@ -109,11 +107,6 @@ class Fence:
                 in_use = f"{n_bytes / GIB:.2f} GiB of the {what} were in use{others}"
                 raise RuntimeError(f"{in_use}, the cap is {cap / GIB:.2f} GiB")
         return used
-
-
-def _highest_resident() -> int:
-    """The most bytes that this process has had resident at any time."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @contextmanager
