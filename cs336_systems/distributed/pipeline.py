@@ -11,7 +11,7 @@ they reach this stage's mailbox meanwhile, and are taken out right before the ne
 between two stages is the sender's, which the receiver knows from the same schedule.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import permutations
@@ -63,13 +63,18 @@ def keep_stage(model: TransformerLM, plan: Schedule, blocks: Sequence[slice], st
     """
     parts = [blocks[part] for part, (of, _) in enumerate(plan.places) if of == stage]
     own = {number for part in parts for number in range(part.start, part.stop)}
-    for number in range(len(model.layers)):
-        if number not in own:
-            model.layers[number] = Elsewhere(model.layers[number])
     first, last = (plan.places[part][0] == stage for part in (0, -1))
     tied = model.config.tie_embeddings and first != last
     model.on_two_stages = ("token_embeddings.weight",) if tied else ()  # type: ignore[assignment]
-    for name, here in (("token_embeddings", first or tied), ("ln_final", last), ("lm_head", last or tied)):
+    keep_modules(model, own, token_embeddings=first or tied, ln_final=last, lm_head=last or tied)
+
+
+def keep_modules(model: TransformerLM, layers: Container[int], **ends: bool) -> None:
+    """Put ``Elsewhere`` in the place of all blocks but these ``layers``, and of those ``ends`` that are not here."""
+    for number in range(len(model.layers)):
+        if number not in layers:
+            model.layers[number] = Elsewhere(model.layers[number])
+    for name, here in ends.items():
         if not here:
             setattr(model, name, Elsewhere(getattr(model, name)))
 

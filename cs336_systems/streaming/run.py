@@ -23,7 +23,7 @@ from cs336_systems.blocks import BlockOps
 from cs336_systems.blocks.products import STORED, Products
 from cs336_systems.costs.lanes import Lane
 from cs336_systems.distributed.messages import GroupMessages
-from cs336_systems.distributed.pipeline import Elsewhere
+from cs336_systems.distributed.pipeline import keep_modules
 from cs336_systems.model import TransformerLM
 from cs336_systems.streaming.build import build_forward
 from cs336_systems.streaming.lanes import Lanes, PretendedLink, Streams
@@ -239,13 +239,8 @@ class StreamedStep:
         work = self.plan.work
         model = TransformerLM(self.config, device="meta", dtype=self.memory.map.dtype)
         with_adapters(model, work, self.passes.ops)
-        for layer in set(range(self.config.n_layers)) - set(work.layers):
-            model.layers[layer] = Elsewhere(model.layers[layer])
-        for name, here in (("token_embeddings", work.has_embedding), ("ln_final", work.has_head)):
-            if not here:
-                setattr(model, name, Elsewhere(getattr(model, name)))
-        if not work.has_head:
-            model.lm_head = Elsewhere(model.lm_head)  # type: ignore[assignment]
+        here = {"token_embeddings": work.has_embedding, "ln_final": work.has_head, "lm_head": work.has_head}
+        keep_modules(model, work.layers, **here)
         model.load_state_dict(self._named("weights"), strict=False, assign=True)
         if self.fixed.tied and work.has_head:
             model.lm_head.weight = model.token_embeddings.weight
