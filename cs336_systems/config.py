@@ -245,10 +245,6 @@ class Precision:
         """Whether matmul operands are cast from wider parameters on the fly."""
         return self.matmul_bytes < self.parameter_bytes
 
-    def on(self, device_type: str) -> "Precision":
-        """Return this precision on ``cuda`` or ``cpu``: the CPU's autocast leaves softmax in the narrow dtype."""
-        return replace(self, softmax_bytes=self.matmul_bytes) if device_type == "cpu" else self
-
 
 PRECISIONS: dict[str, Precision] = {
     precision.name: precision

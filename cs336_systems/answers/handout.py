@@ -31,7 +31,7 @@ def handout_attention(length: int, d_head: int) -> AttentionWork:
 def kept_by_block(context: int) -> list[SavedTensor]:
     """The tensors that one block of the large model keeps for backward at batch 4 in fp32, the largest first."""
     config = MODEL_SIZES[LARGE].at_context(context)
-    tensors = block_saved_tensors(config, 4, context, PRECISIONS["fp32"].on("cuda"))
+    tensors = block_saved_tensors(config, 4, context, PRECISIONS["fp32"])
     return sorted(tensors, key=lambda tensor: -tensor.n_bytes)
 
 
@@ -74,7 +74,7 @@ def largest_table(allocations: pd.DataFrame, most: int = 3) -> Table:
 def attention_work(what: str, size: str, context: int) -> float:
     """The two matmuls of attention's forward in fp32 over its softmax: in FLOPs, or in least bytes (``n_bytes``)."""
     config = MODEL_SIZES[size].at_context(context)
-    matmul, softmax = attention_stages(config, 4, context, PRECISIONS["fp32"].on("cuda"), "forward")
+    matmul, softmax = attention_stages(config, 4, context, PRECISIONS["fp32"], "forward")
     return float(2 * getattr(matmul, what) / getattr(softmax, what))
 
 
