@@ -50,9 +50,8 @@ EARLIER: dict[str, dict[str, Any]] = {
     "context_length": DEFAULTS,
     "d_head": {"clock": "harness", "repeat": 0, "kv_heads": 0},
     "ddp": {"max_ctas": Parallel.max_ctas},
-    "host_gib": {"peer": "", "ranks": 1, "recipe": "stored"},
+    "host_gib": {"ranks": 1, "recipe": "stored"},
     "tensor_by": {name: getattr(Parallel, name) for name in ("replicas", *PIPELINE)},
-    "n_samples": {"vocabulary": 151_936},
     "profiler": {"repeat": 0},
     "kills": {"ranks_per_replica": 1, "zero": 0},
     "total_batch_tokens": {"recipe": "stored", "library": "", "gather_by": Parallel.gather_by, "apart": "off"}
