@@ -41,6 +41,11 @@ EXIT_GRACE_S = 10.0
 """A process without further work may take this long to clean up before it is killed."""
 
 
+def n_cores() -> int:
+    """Cores on which this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Died(Exception):
     """A process has ended, or hung up, without a report; the message says how."""
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from cs336_systems.case import Unsupported
 from cs336_systems.distributed.presence import leave
+from cs336_systems.processes import n_cores
 
 T = TypeVar("T")
 
@@ -285,10 +286,9 @@ def rank_variables(number: int, world_size: int, port: int) -> dict[str, str]:
 
     The cores of this process are divided among the ranks.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     own = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    threads = {"OMP_NUM_THREADS": max(1, cores // world_size)}
+    threads = {"OMP_NUM_THREADS": max(1, n_cores() // world_size)}
     return {name: str(value) for name, value in (own | store | threads).items()}
 
 

@@ -33,6 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from cs336_systems.processes import n_cores
+
 if TYPE_CHECKING:
     import torch
 
@@ -77,10 +79,9 @@ def host_name() -> str:
     lines = cpuinfo.read_text(errors="replace", encoding="utf-8").splitlines() if cpuinfo.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     model = models[0] if models else platform.processor() or platform.machine()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     boot = Path("/proc/sys/kernel/random/boot_id")
     number = boot.read_text(encoding="utf-8") if boot.exists() else platform.node()
-    return f"{model}, {hashlib.sha256(number.encode()).hexdigest()[:6]}, {cores} cores"
+    return f"{model}, {hashlib.sha256(number.encode()).hexdigest()[:6]}, {n_cores()} cores"
 
 
 def _nvml_handle(device_index: int) -> Any:

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_map_only
 from torchft.checkpointing import HTTPTransport
 
 from cs336_systems.distributed.copy_stream import unshared_stream
+from cs336_systems.processes import n_cores
 
 _PIECE_BYTES = 16 * 2**20
 """The most bytes of one answer: small, as the update waits for the pieces under way."""
@@ -78,7 +79,7 @@ def _n_at_once() -> int:
 
     On two cores for two replicas of 1.4 GB each, the others' longest step was 5.9 s with four and 3.8 s with one.
     """
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = n_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return max(1, min(_AT_ONCE, cores - 1))
 
 

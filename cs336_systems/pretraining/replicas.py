@@ -28,7 +28,7 @@ from cs336_systems.pretraining.replica_options import LIGHTHOUSE, Fault, faults_
 from cs336_systems.pretraining.run_log import Sink
 from cs336_systems.pretraining.run_records import Dropped, Healing, Joined, LoggedStep, Membership, Record, Session
 from cs336_systems.pretraining.stop_requests import Outcome, StopRequests
-from cs336_systems.processes import Died, FreshProcess, start_server
+from cs336_systems.processes import Died, FreshProcess, n_cores, start_server
 
 HEARTBEAT_TIMEOUT_S = 1.5
 """Seconds without a heartbeat, of which a replica sends ten a second, after which it counts as gone."""
@@ -133,8 +133,7 @@ def _variables(rank: int, replica: int, n: int, n_all: int, port: int) -> dict[s
 
     from cs336_systems.distributed.process_group import rank_variables
 
-    cores = len(os.sched_getaffinity(0))
-    shared = {"OMP_NUM_THREADS": max(1, cores // n_all), "LOCAL_WORLD_SIZE": n_all}
+    shared = {"OMP_NUM_THREADS": max(1, n_cores() // n_all), "LOCAL_WORLD_SIZE": n_all}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count() or n_all)]
     own = dict.fromkeys(gpus[number % len(gpus)] for number in range(replica * n, (replica + 1) * n))
