@@ -1,5 +1,4 @@
 """Understanding and speeding up Transformer training: what it should cost, what it does cost, and why the two differ.
 
-The folders follow that sentence; a file imports only from the stages before its own:
-``config, hardware -> costs -> model -> attention | kernels -> training -> measurement -> report -> benchmarks``.
+``docs/architecture.md`` lists the folders, in the order in which they import each other.
 """

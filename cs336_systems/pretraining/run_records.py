@@ -89,7 +89,7 @@ class Data(Record):
 class Memory(Record):
     """One device's bytes by segment, such as weights, gradients, m, v, activations, head and loss, in all, free.
 
-    It is written once, predicted; runs before 27 November 2026 wrote it a second time with what they had measured.
+    It is written once, predicted, and on a GPU or under memory limits a second time, with what two steps have taken.
     """
 
     kind = "memory"

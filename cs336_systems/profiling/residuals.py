@@ -6,7 +6,7 @@
 One line stands for one storage, however many views of it the nodes of autograd's graph save. Its ``kind`` says whose it
 is:
 
-    activation       made by forward (or its input), kept for backward: what ``costs/activations.py`` predicts
+    activation       made by forward (or its input), kept for backward: what ``costs/memory.py`` predicts
     parameter copy   a parameter in another dtype, made by autocast; recognised by its values
     parameter        alive anyway
     table            alive anyway: rotary tables, buffers
