@@ -137,10 +137,9 @@ def _four_d(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (q, k, v) if q.ndim == 4 else (q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1))
 
 
-def _off_cuda(impl: str, q: Tensor) -> str | None:
-    if q.device.type == "cuda":
-        return None
-    return f"{impl} is compiled for CUDA devices, the inputs are on {q.device.type}"
+def off_cuda(impl: str, device: torch.device) -> str | None:
+    """Why an implementation whose kernels are compiled cannot serve inputs on the device, or None if it can."""
+    return None if device.type == "cuda" else f"{impl} is compiled for CUDA devices, the inputs are on {device.type}"
 
 
 def _empty_batch(shape: AttentionShape) -> str | None:
@@ -233,10 +232,10 @@ _IMPLEMENTATIONS = {
     "reference": Implementation(_reference, _refuse_reference),
     "reference-compiled": Implementation(_reference_compiled, _refuse_reference),
     "tiled": Implementation(TiledFlashAttention.apply, lambda *_: None),
-    "flash": Implementation(_flash, lambda q, *_: _off_cuda("flash", q) or kernel_limits(q)),
-    "hopper": Implementation(_hopper, lambda q, *_: _off_cuda("hopper", q) or hopper_limits(q)),
+    "flash": Implementation(_flash, lambda q, *_: off_cuda("flash", q.device) or kernel_limits(q)),
+    "hopper": Implementation(_hopper, lambda q, *_: off_cuda("hopper", q.device) or hopper_limits(q)),
     "sdpa-flash": _sdpa(SDPBackend.FLASH_ATTENTION, torch.backends.cuda.can_use_flash_attention),
     "sdpa-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.can_use_cudnn_attention),
     "sdpa-efficient": _sdpa(SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.can_use_efficient_attention),
-    "flex": Implementation(_flex, lambda q, k, v, causal, shape: _off_cuda("flex", q) or _empty_batch(shape)),
+    "flex": Implementation(_flex, lambda q, k, v, causal, shape: off_cuda("flex", q.device) or _empty_batch(shape)),
 }

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336_systems.attention import variants
-from cs336_systems.attention.dispatch import attention, unsupported_reason
+from cs336_systems.attention.dispatch import attention, off_cuda, unsupported_reason
 from cs336_systems.attention.oracle import oracle_attention
 from cs336_systems.attention.shapes import HOPPER_DTYPES, AttentionShape, validate
 from cs336_systems.case import Unsupported
@@ -188,8 +188,8 @@ def _flash_4(device: torch.device, dtype: torch.dtype, *, causal: bool) -> Atten
     Raises:
         Unsupported: it is not installed, or takes no such device or dtype.
     """
-    if device.type != "cuda":
-        raise Unsupported(f"{FLASH_4} is compiled for CUDA devices, the inputs are on {device.type}")
+    if reason := off_cuda(FLASH_4, device):
+        raise Unsupported(reason)
     if dtype not in HOPPER_DTYPES:
         raise Unsupported(f"{FLASH_4} multiplies in {' and '.join(map(str, HOPPER_DTYPES))}, the inputs are {dtype}")
     function = installed("flash_attn.cute", FLASH_4).flash_attn_func
@@ -208,8 +208,8 @@ def _serve_variant(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor) -> _Ser
     variant, alone = (make_variant(cell.mask, each, q.device, of_heads=cell.heads) for each in (shape, first))
     attend: Attend
     if cell.impl == "flex":
-        if q.device.type != "cuda":
-            raise Unsupported(f"flex is compiled for CUDA devices, the inputs are on {q.device.type}")
+        if reason := off_cuda("flex", q.device):
+            raise Unsupported(reason)
         blocks = variants.make_block_mask(variant, shape, q.device)
         attend = functools.partial(variants.variant_attention, variant=variant, block_mask=blocks)
         n_bytes = sum(x.nbytes for x in blocks.as_tuple() if isinstance(x, Tensor)) if blocks else 0
