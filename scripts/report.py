@@ -11,11 +11,10 @@ history, and measured files must be as listed in profiles/SHA256SUMS (evidence.p
 rows they draw (figures.py).
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from cs336_systems.report.command_line import cli, exit_with
+from cs336_systems.report.command_line import cli, complain, exit_with
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,8 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Adopt if asked to; then render, or compare."""
     options = cli(Options, arguments, __doc__)
     if (options.adopt or options.seal) and options.check:
-        print("report: --check writes nothing, so it cannot go with --adopt or --seal", file=sys.stderr)
-        return 2
+        return complain("report", "--check writes nothing, so it cannot go with --adopt or --seal")
     from cs336_systems.answers.evidence import BY_HAND, seal
     from cs336_systems.answers.report import adopt, render  # --help and bad input answer without torch and pandas
 
