@@ -43,7 +43,7 @@ def oracle_attention(
     return attend(scores, visible, v, shape)
 
 
-def causal_mask(shape: AttentionShape, device: torch.device | None = None) -> Tensor:
+def causal_mask(shape: AttentionShape, device: torch.device) -> Tensor:
     """(n_queries, n_keys), True where a query sees a key."""
     return torch.ones(shape.n_queries, shape.n_keys, dtype=torch.bool, device=device).tril(shape.offset)
 

@@ -179,7 +179,7 @@ def softcap(cap: float) -> Variant:
     return Variant(f"softcap {cap:g}", score_mod=lambda score, b, h, q, k: cap * torch.tanh(score / cap))
 
 
-def make_block_mask(variant: Variant, shape: AttentionShape, device: torch.device | str = "cpu") -> BlockMask | None:
+def make_block_mask(variant: Variant, shape: AttentionShape, device: torch.device | str) -> BlockMask | None:
     """The variant's mask as the blocks that FlexAttention visits; None where every key is seen.
 
     Evaluates the mask on all n_queries n_keys scores, once for all heads: time and memory that belong outside a loop.

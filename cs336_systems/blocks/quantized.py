@@ -61,9 +61,7 @@ class QuantizedProducts(Products):
 
     quantized = True
 
-    def __init__(
-        self, recipe: Recipe, quantizers: Quantizers, remember: bool = False, ranks: TensorRanks = ALONE
-    ) -> None:
+    def __init__(self, recipe: Recipe, quantizers: Quantizers, remember: bool, ranks: TensorRanks = ALONE) -> None:
         assert ranks.n_ranks == 1 or recipe.scaling == "tensor", recipe
         super().__init__(ranks)
         self.recipe, self.quantizers, self.remember = recipe, quantizers, remember

@@ -54,7 +54,7 @@ class AttentionWork:
         keys = self.batch_size * self.kv_heads * self.n_keys * self.d_head
         return 2 * bytes_per_element * (2 * queries + 2 * keys)
 
-    def materialised_bytes(self, bytes_per_element: int, *, compiled: bool = False) -> int:
+    def materialised_bytes(self, bytes_per_element: int, *, compiled: bool) -> int:
         """Peak of forward and backward with every score in memory, the scaled queries and the mask included."""
         queries = self.batch_size * self.heads * self.n_queries * self.d_head
         mask = self.n_queries * self.n_keys if self.causal else 0

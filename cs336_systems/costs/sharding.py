@@ -69,7 +69,7 @@ class BucketPlan:
         return found
 
 
-def plan_buckets(sizes: Sequence[int], bucket_bytes: int, shards: int = 1) -> list[BucketPlan]:
+def plan_buckets(sizes: Sequence[int], bucket_bytes: int, shards: int) -> list[BucketPlan]:
     """Tensors in order, in buffers of at most ``bucket_bytes`` (a larger tensor has one to itself) and the padding.
 
     Args:

@@ -61,7 +61,7 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor], group: dist.ProcessGroup | 
 
 
 def used_on_any_rank(
-    used: list[bool], device: torch.device, group: dist.ProcessGroup | None = None
+    used: list[bool], device: torch.device, group: dist.ProcessGroup | None
 ) -> tuple[list[bool], dist.Work]:
     """Which parameters have a gradient on any rank, and the collective that tells: a byte per parameter.
 

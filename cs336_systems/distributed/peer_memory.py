@@ -101,7 +101,7 @@ class Turns:
     """
 
     def __init__(
-        self, device: torch.device, group: dist.ProcessGroup, taken: bool, replicas: dist.ProcessGroup | None = None
+        self, device: torch.device, group: dist.ProcessGroup, taken: bool, replicas: dist.ProcessGroup | None
     ) -> None:
         self.device, self.group, self.taken, self.replicas = device, group, taken, replicas
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -306,7 +306,7 @@ _stores: dict[str, dist.Store] = {}
 """The launcher's store by its address; kept, for the process that hosts it must not close it between groups."""
 
 
-def launcher_store(timeout: timedelta = timedelta(minutes=10)) -> dist.Store:
+def launcher_store(timeout: timedelta) -> dist.Store:
     """The key-value store of the launcher, which outlives groups; rank 0 hosts it where the launcher does not.
 
     A port that is in use, or where nobody listens in time, is a RuntimeError.

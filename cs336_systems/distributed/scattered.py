@@ -78,7 +78,7 @@ class GradientScatter:
     Its hooks do not keep it alive: when the optimizer goes, they do nothing.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self.enabled = True  # whether backward reduces gradients, or leaves them whole
         self._in_order: list[_BucketGradients] = []

@@ -131,7 +131,7 @@ def unit_of(peak: Moment) -> tuple[str, int]:
     return next((found for found in _UNITS.items() if peak.n_bytes >= found[1] / 10), ("KiB", 1024))
 
 
-def timeline_figure(history: MemoryHistory, title: str = "") -> Figure:
+def timeline_figure(history: MemoryHistory, title: str) -> Figure:
     """Bytes alive after every event, stacked by category; the legend tells them at the peak.
 
     The x axis counts allocations and frees, as PyTorch's viewer does: the host makes them ahead of the device, so that

@@ -97,10 +97,10 @@ def grad_norm(tensors: Sequence[Tensor], table: TensorTable | None = None) -> Te
         ValueError: there are no tensors, or one is of another dtype, on another device, not dense, or where Triton
             does not run.
     """
-    return norm_of_sums([sums_of_squares(tensors, table)])
+    return norm_of_sums([sums_of_squares(tensors, table or norm_table())])
 
 
-def sums_of_squares(tensors: Sequence[Tensor], table: TensorTable | None = None) -> Tensor:
+def sums_of_squares(tensors: Sequence[Tensor], table: TensorTable) -> Tensor:
     """The sum of squares of each chunk of each tensor, (n,) in fp32; arguments and errors as in ``grad_norm``."""
     if not tensors:
         raise ValueError("grad_norm needs at least one tensor, got none")
@@ -111,7 +111,6 @@ def sums_of_squares(tensors: Sequence[Tensor], table: TensorTable | None = None)
         if x.dtype not in (torch.bfloat16, torch.float32) or x.device != device or not is_dense(x):
             got = f"{x.dtype} on {x.device} with strides {x.stride()}" if x.layout == torch.strided else str(x.layout)
             raise ValueError(f"grad_norm takes dense bf16 or fp32 tensors on one device, {device}; tensor {i} is {got}")
-    table = table or norm_table()
     rows = [(x.numel(), x.data_ptr(), int(x.dtype == torch.bfloat16), int(is_aligned(x))) for x in tensors]
     with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, which may be another
         table.describe(rows, device)

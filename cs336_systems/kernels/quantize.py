@@ -147,7 +147,7 @@ def quantize_kernel(
         store_transposed(q_t, word, words, columns, inside, n_rows)
 
 
-def empty_pair(like: Tensor, dtype: torch.dtype, rows: bool = True, transposed: bool = True) -> tuple[Tensor, Tensor]:
+def empty_pair(like: Tensor, dtype: torch.dtype, rows: bool, transposed: bool) -> tuple[Tensor, Tensor]:
     """Memory for q and q_t of a matrix like this; one of no elements stands for what is not wanted."""
     n_rows, width = like.shape
     return (

@@ -331,7 +331,7 @@ def flush(path: Path) -> None:
 
 
 def write_random_tokens(
-    folder: Path, n_tokens: int, vocab_size: int, seed: int = 0, lengths: tuple[int, int] | None = None
+    folder: Path, n_tokens: int, vocab_size: int, seed: int, lengths: tuple[int, int] | None
 ) -> Path:
     """Write a dataset of uniformly random ids, for runs that only measure speed; return its folder.
 

@@ -268,7 +268,7 @@ def epoch_order(n_sequences: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def evaluation_batches(
-    sequences: Sequences, batch_size: int, *, rank: int = 0, world_size: int = 1, limit: int | None = None
+    sequences: Sequences, batch_size: int, *, rank: int = 0, world_size: int = 1, limit: int | None
 ) -> Iterator[tuple[Tensor, Tensor, float]]:
     """Every sequence once: inputs, targets, and for how many sequences this batch counts.
 

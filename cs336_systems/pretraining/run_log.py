@@ -160,7 +160,7 @@ class TensorBoard:
         ValueError: TensorBoard is not installed.
     """
 
-    def __init__(self, folder: Path, first_step: int = 0) -> None:
+    def __init__(self, folder: Path, first_step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:

@@ -149,7 +149,7 @@ class MemoryProfile:
         return self.peak_allocated_bytes - self.history.peak().n_bytes
 
 
-def reconstruct(snapshot: dict[str, Any], labels: Sequence[Label] = (), device_index: int = 0) -> MemoryHistory:
+def reconstruct(snapshot: dict[str, Any], labels: Sequence[Label], device_index: int = 0) -> MemoryHistory:
     """Replay the events that a snapshot of torch's allocator holds for one device."""
     done: list[Allocation] = []
     alive: dict[int, Allocation] = {}

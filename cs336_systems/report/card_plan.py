@@ -1,6 +1,6 @@
 """A plan of ``pretraining/card_plan.py`` on the console and as a picture: ``--print-plan`` of commands that train.
 
-code = print_plans([options], asked)       # tables, a sentence on fp8, and one JSON object
+code = print_plans([options], asked, "train.py", ["zero"])  # tables, a sentence on fp8, and one JSON object
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _card_here() -> str:
     return hardware.name
 
 
-def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str, given: Sequence[str] = ()) -> int:
+def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str, given: Sequence[str]) -> int:
     """Print the plans of some runs, draw the picture of the last if asked, and end with one JSON object.
 
     Raises:

@@ -100,7 +100,7 @@ def build_model(case: TrainingCase, rank: Rank | None = None) -> TransformerLM:
 
 
 def build_unchecked(
-    case: TrainingCase, device: torch.device, mesh: Mesh | None = None, ops: ModelOps = REFERENCE_OPS
+    case: TrainingCase, device: torch.device, mesh: Mesh | None, ops: ModelOps = REFERENCE_OPS
 ) -> TransformerLM:
     """``build_model`` for a device that is known to serve the case, or where nothing will be computed."""
     ops, config = case_ops(case, ops), case.config

@@ -51,7 +51,7 @@ def staged_adamw_(
     updates: Sequence[Update],
     staged: Collection[str],
     link: HostLink,
-    scale: Tensor | None = None,
+    scale: Tensor | None,
 ) -> None:
     """``adamw_``, with stochastic rounding, where the fields named in ``staged`` are in host memory: the same bits.
 

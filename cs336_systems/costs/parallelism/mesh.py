@@ -244,7 +244,7 @@ class FeedForwardStack:
         half = self._half_of_activations(tokens)
         return (self.state_bytes + half) / n_devices + half
 
-    def least_devices(self, memory_bytes: float, tokens: float = 0.0) -> int:
+    def least_devices(self, memory_bytes: float, tokens: float) -> int:
         """Fewest devices of which each holds its part.
 
         Raises:
