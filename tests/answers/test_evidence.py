@@ -134,14 +134,14 @@ def profiles(tmp_path):
     return tmp_path / "profiles"
 
 
-def adopted(run, profiles, machine="h200"):
-    moves = plan(run, profiles, machine)
+def adopted(run, profiles):
+    moves = plan(run, profiles, "h200")
     carry_out(moves, profiles)
     return moves
 
 
-def medians(profiles, name=GRID):
-    return list(read_rows(profiles / name)["median"])
+def medians(profiles):
+    return list(read_rows(profiles / GRID)["median"])
 
 
 def files(profiles):

@@ -3,7 +3,6 @@
 import os
 import socket
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from cs336_systems.distributed.process_group import (
 from tests.distributed.checks import RankFailed, free_port, on_gpus, spawn
 from tests.distributed.worlds import add_up, add_up_alone, fail_alone, hang, work_together
 
-ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 

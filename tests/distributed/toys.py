@@ -22,16 +22,16 @@ RUNGS = (LADDER["naive"], LADDER["bucketed"])
 class Toy(nn.Module):
     """(batch, 6) -> (batch, 3), with a tied weight, a frozen one, a scalar, biases and buffers of three dtypes."""
 
-    def __init__(self, dtype=torch.float32):
+    def __init__(self):
         super().__init__()
-        self.enter = nn.Linear(6, 8, dtype=dtype)
-        self.first = nn.Linear(8, 8, bias=False, dtype=dtype)
-        self.second = nn.Linear(8, 8, bias=False, dtype=dtype)
+        self.enter = nn.Linear(6, 8)
+        self.first = nn.Linear(8, 8, bias=False)
+        self.second = nn.Linear(8, 8, bias=False)
         self.second.weight = self.first.weight
-        self.frozen = nn.Linear(8, 8, dtype=dtype).requires_grad_(False)
-        self.scale = nn.Parameter(torch.rand((), dtype=dtype))
-        self.leave = nn.Linear(8, 3, dtype=dtype)
-        self.register_buffer("offset", torch.rand(8, dtype=dtype))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.scale = nn.Parameter(torch.rand(()))
+        self.leave = nn.Linear(8, 3)
+        self.register_buffer("offset", torch.rand(8))
         self.register_buffer("count", torch.randint(10, ()))
         self.register_buffer("mask", torch.rand(3) > 0.5)
 

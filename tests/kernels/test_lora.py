@@ -24,7 +24,7 @@ def make(rows: int, width: int, widths: tuple[int, ...], rank: int, device: str,
     return found
 
 
-def all_of(kernels, widths: tuple[int, ...], tensors: list[Tensor], accumulate: bool) -> dict[str, Tensor]:
+def all_of(kernels, widths: tuple[int, ...], tensors: list[Tensor]) -> dict[str, Tensor]:
     """Everything that an adapter computes, in the order of a step; the tensors stay as they are."""
     x, dy, a, b, da, db = (tensor.clone() for tensor in tensors)
     h = kernels.shrink(Scaled(x), a.T, (a.shape[1],), 1.5)
@@ -32,7 +32,7 @@ def all_of(kernels, widths: tuple[int, ...], tensors: list[Tensor], accumulate: 
     kernels.expand_(y, LowRank(h, b, widths))
     dh = kernels.shrink(Scaled(dy), b, widths, 1.5)
     kernels.expand_(dx, LowRank(dh, a.T, (a.shape[1],)))
-    kernels.factor_gradients_(da, db, Scaled(x), Scaled(dy), h, dh, widths, accumulate)
+    kernels.factor_gradients_(da, db, Scaled(x), Scaled(dy), h, dh, widths, True)
     return {"h": h, "y": y, "dh": dh, "dx": dx, "da": da, "db": db}
 
 
@@ -41,11 +41,11 @@ def all_of(kernels, widths: tuple[int, ...], tensors: list[Tensor], accumulate: 
 @pytest.mark.usefixtures("poisoned")
 def test_values(rows: int, width: int, widths: tuple[int, ...], rank: int, device: str, dtype: torch.dtype) -> None:
     tensors = make(rows, width, widths, rank, device, dtype)
-    found, eager = (all_of(kernels, widths, tensors, accumulate=True) for kernels in (lora, lora_reference))
-    exact = all_of(lora_reference, widths, [tensor.double() for tensor in tensors], accumulate=True)
+    found, eager = (all_of(kernels, widths, tensors) for kernels in (lora, lora_reference))
+    exact = all_of(lora_reference, widths, [tensor.double() for tensor in tensors])
     for name, value in found.items():
         check(name, value, eager[name], exact[name])
-    again = all_of(lora, widths, tensors, accumulate=True)
+    again = all_of(lora, widths, tensors)
     assert all(torch.equal(again[name], value) for name, value in found.items())
 
 

@@ -16,7 +16,6 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned", "ieee_products"),
 ]
 flash = partial(results_of, FlashAttention)
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def test_tf32_only_where_torch_allows_it() -> None:
