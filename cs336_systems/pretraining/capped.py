@@ -12,7 +12,6 @@ CPU's "device" is its own memory; there the caps hold for the step's slabs alone
 for trying out, and for tests.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -225,7 +224,7 @@ class CappedStep:
         torch.manual_seed(options.seed)
         self._refusals = partial(refusals, device, caps.device)
         ops = block_ops(case.kernels, case.attention, deterministic=case.deterministic)
-        how: dict[str, Any] = {"max_norm": options.clip or math.inf, "optimizer": self._layers, "messages": messages}
+        how: dict[str, Any] = {"max_norm": options.max_norm, "optimizer": self._layers, "messages": messages}
         how["products"] = block_products(case.kernels, case.recipe)
         try:
             with self._refusals():

@@ -282,6 +282,11 @@ class TrainOptions(_Options):
             raise ValueError(f"{error}; see --warmup-steps, --cooldown-steps and --final-fraction") from None
 
     @property
+    def max_norm(self) -> float:
+        """The global norm to which gradients are clipped; infinity clips nothing."""
+        return self.clip or math.inf
+
+    @property
     def adamw(self) -> dict[str, Any]:
         """AdamW's hyperparameters, by torch's names."""
         return {"lr": self.learning_rate, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}

@@ -111,7 +111,7 @@ def peer_step(
         with matmul_precision(precision):
             part.backward()
         loss += part.detach()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip or float("inf"))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), options.max_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss, norm

@@ -371,7 +371,7 @@ def _step(options: TrainOptions, case: TrainerCase, rank: Rank, *, masked: bool)
         fused = {"state_dtype": moments, "seed": options.seed}
     elif options.optimizer == "muon" and rank.device.type == "cuda":
         fused = {"seed": options.seed}
-    guard = GradientGuard(options.clip or float("inf"))
+    guard = GradientGuard(options.max_norm)
     step = finish(model, case, rank, guard=guard, masked=masked, decay="matrices", **options.adamw, **fused)
     if isinstance(step.optimizer, ShardedOptimizer) and not case.compiled:
         called = [model.token_embeddings, *model.layers, model.ln_final, model.lm_head]
