@@ -28,7 +28,7 @@ Work = Callable[[Operation, Tensor | None], Tensor | None]
 """Does an operation of this stage, given the result of the part before (of F) or after (of B); returns its own."""
 
 
-class Elsewhere(nn.Module):
+class ModuleElsewhere(nn.Module):
     """Stands for a module that another stage has, and draws what that would, so that every stage's numbers are those
     of a model in one process."""
 
@@ -70,13 +70,13 @@ def keep_stage(model: TransformerLM, plan: Schedule, blocks: Sequence[slice], st
 
 
 def keep_modules(model: TransformerLM, layers: Container[int], **ends: bool) -> None:
-    """Put ``Elsewhere`` in the place of all blocks but these ``layers``, and of those ``ends`` that are not here."""
+    """Put ``ModuleElsewhere`` in the place of all blocks but these ``layers``, and of those ``ends`` not here."""
     for number in range(len(model.layers)):
         if number not in layers:
-            model.layers[number] = Elsewhere(model.layers[number])
+            model.layers[number] = ModuleElsewhere(model.layers[number])
     for name, here in ends.items():
         if not here:
-            setattr(model, name, Elsewhere(getattr(model, name)))
+            setattr(model, name, ModuleElsewhere(getattr(model, name)))
 
 
 def on_two_stages(model: nn.Module) -> tuple[str, ...]:

@@ -234,7 +234,7 @@ class StreamedStep:
     def model(self) -> TransformerLM:
         """A model whose parameters are the weights where they lie between steps: to be read when the device is done.
 
-        In a ring it has this rank's weights only; modules of other ranks are replaced by ``Elsewhere``.
+        In a ring it has this rank's weights only; modules of other ranks are replaced by ``ModuleElsewhere``.
         """
         work = self.plan.work
         model = TransformerLM(self.config, device="meta", dtype=self.memory.map.dtype)
