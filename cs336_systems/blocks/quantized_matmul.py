@@ -6,8 +6,9 @@ leaves out how Hopper accumulates (measured by DeepSeek-V3, arXiv 2412.19437, an
 rest is cut off, and so is the rest of the new sum. With fast accumulation this goes on for the whole product; without
 it, for 128 products at a time, whose sums are added in fp32.
 
-A bias is added before the product is rounded, with scales by block afterwards. A product with an addend is rounded
-once; on CUDA devices with scales by row or block it is also rounded before, as ``_scaled_mm`` adds to nothing.
+A bias is added before the product is rounded, with scales by block afterwards. A sum with an addend is rounded once. On
+CUDA devices the product is rounded before, too, if the addend is the output (``kernels/cublaslt.py``), or with scales
+by row or block, as ``_scaled_mm`` adds to nothing.
 """
 
 from dataclasses import dataclass, replace

@@ -122,6 +122,9 @@ def make_cells(options: Any) -> list[DataParallelCell]:
     """The grid."""
     if options.device == "cpu" and (limits := [limit for limit in options.max_ctas if limit]):
         raise ValueError(f"--max-ctas {limits[0]} needs --device cuda: thread blocks are NCCL's, and a CPU has gloo")
+    if not {*options.ddp} & {*_SIZED} and options.bucket_size_mb != Options().bucket_size_mb:
+        sizes = " ".join(f"{size:g}" for size in options.bucket_size_mb)
+        raise ValueError(f"--bucket-size-mb {sizes} is for --ddp {' and '.join(_SIZED)}: other forms have no buckets")
     rungs = [
         {"ddp": rung, "bucket_size_mb": size}
         for rung in options.ddp

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from cs336_systems.harness.isolation import Cell, Measure, Report, isolated, reports
 from cs336_systems.harness.provenance import timestamp
 from cs336_systems.harness.record import SCHEMA_VERSION, Metric, Row, RowFile, parse_samples, schema_columns
+from cs336_systems.harness.runs import pooled
 
 
 @dataclass
@@ -118,8 +119,9 @@ class _Log:
         if self._row_file is not None:
             self._row_file.append(outcome.rows)
         note = f"{outcome.status}: {outcome.message}" if outcome.message else outcome.status
-        rows = [row for row in outcome.rows if row.get("metric") in self._headlines]
-        figures = [f"{row['metric']} {row['median']:.4g} {row['unit']}".rstrip() for row in rows]
+        rows = pooled(outcome_rows([outcome]))  # as tables show them
+        shown = rows[rows["metric"].isin(self._headlines)]
+        figures = [f"{row['metric']} {row['median']:.4g} {row['unit']}".rstrip() for _, row in shown.iterrows()]
         self._say(", ".join([f"{self._place}: {note} ({outcome.seconds:.1f} s)", *figures]))
         self._n_done += 1
         self.progress.update(self._task, advance=1)

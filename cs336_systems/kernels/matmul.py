@@ -3,7 +3,7 @@
     choose([Asked(out, a, b), ...])              # once, before training
     multiply_(out, a, b)                         # out = a b
     multiply_(out, a, b, addend)                 # out = addend + a b, rounded once
-    multiply_scaled_(out, a, b, scales)          # of fp8 matrices
+    multiply_scaled_(out, a, b, scales)          # of fp8 matrices; with an addend, too
     swiglu_product_(gate_up, x, weight, z)       # gate | up = x W^T, and its product z, in one launch
 
 Method. Torch takes cuBLASLt's first candidate. Under the power limit, where large products run, others can be faster
@@ -71,12 +71,12 @@ def multiply_scaled_(
     *,
     fast: bool = False,
 ) -> None:
-    """out = scales a b of fp8 matrices, or addend + scales a b, summed in fp32 and rounded once.
+    """out = scales a b of fp8 matrices, or addend + scales a b.
 
     Args:
         scales: fp32, of a and of b, one element each.
-        addend: as out, which it may be. Torch has no such operation; a product that ``cublaslt.py`` does not serve is
-            rounded before it is added.
+        addend: as out, for which torch has no operation. The sum is rounded once; the product is rounded before, too,
+            if the addend is out, or if ``cublaslt.py`` does not serve it.
         fast: as ``use_fast_accum`` of ``torch._scaled_mm``.
     """
     asked = spec(out, a, b, addend, fast=fast)

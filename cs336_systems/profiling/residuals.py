@@ -71,7 +71,8 @@ def block_residuals(
 ) -> pd.DataFrame:
     """Lists the tensors that a block keeps for backward on random input, and its gradients after backward.
 
-    One row per storage with the columns ``kind, name, kept_by, shape, dtype, mib``, the largest first within a kind.
+    One row per storage, and per gradient, with the columns ``kind, name, kept_by, shape, dtype, mib``, the largest
+    first within a kind.
 
     Args:
         make: makes the block, given (config, ops, device=, dtype=).
@@ -96,7 +97,10 @@ def block_residuals(
             groups.setdefault(storage_address(tensor), []).append((tensor, kept_by))
         owners = {storage_address(tensor): (TABLE, name) for name, tensor in [*block.named_buffers()]}
         owners |= {storage_address(cos): (TABLE, "cos"), storage_address(sin): (TABLE, "sin")}
-        owners |= {storage_address(tensor): (PARAMETER, name) for name, tensor in block.named_parameters()}
+        sharing: dict[int, list[str]] = {}  # hand-written blocks keep q | k | v, and gate | up, in one storage each
+        for name, parameter in block.named_parameters():
+            sharing.setdefault(storage_address(parameter), []).append(name)
+        owners |= {address: (PARAMETER, " | ".join(names)) for address, names in sharing.items()}
         lines = []
         for address, group in groups.items():
             whole = max((tensor for tensor, _ in group), key=lambda tensor: (tensor.nbytes, tensor.ndim))
@@ -105,7 +109,7 @@ def block_residuals(
         output.backward(torch.randn_like(output))
     for name, parameter in block.named_parameters():
         if parameter.grad is not None:
-            lines.append((GRADIENT, name, "", *_form(parameter.grad)))
+            lines.append((GRADIENT, name, "", *_form(parameter.grad)[:2], parameter.grad.nbytes / MIB))
     lines.sort(key=lambda line: (KINDS.index(line[0]), -line[-1]))
     return pd.DataFrame(lines, columns=["kind", "name", "kept_by", "shape", "dtype", "mib"])
 

@@ -201,7 +201,10 @@ def _memory(record: Memory) -> Iterator[str]:
             parts = ", ".join(f"{name} {n_bytes / of_unit:,.2f}" for name, n_bytes in segments.items())
             yield f"Memory of one device, {kind}, {unit}: {parts}"
     if record.predicted_bytes.get("gradients") == 0 and not record.actual_bytes:
-        yield "At the predicted peak there are no gradients yet"
+        yield f"At the predicted peak {_NO_GRADIENTS}"
+
+
+_NO_GRADIENTS = "there are no gradients yet"
 
 
 def _unit(segments: Mapping[str, int]) -> tuple[str, int]:
@@ -224,4 +227,6 @@ def memory_table(predicted: Mapping[str, int]) -> Table:
     """Predicted memory by segment, for ``train.py --print-memory``."""
     unit, of_unit = _unit(predicted)
     lines = [(segment, f"{n_bytes / of_unit:,.2f}") for segment, n_bytes in predicted.items()]
-    return Table.of("Memory of one device, predicted", ("segment", f"predicted {unit}"), lines)
+    header = f"predicted {unit}"
+    notes = {header: f"at its peak, when {_NO_GRADIENTS}"} if predicted.get("gradients") == 0 else {}
+    return Table.of("Memory of one device, predicted", ("segment", header), lines, notes=notes)

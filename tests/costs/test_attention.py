@@ -1,5 +1,7 @@
 """Counts of attention by itself and of its stages, from first principles at small sizes."""
 
+from dataclasses import replace
+
 import pytest
 
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
@@ -25,6 +27,8 @@ def test_bytes_grow_with_the_square_or_with_the_length():
     for compiled, matrices in ((False, 4), (True, 2)):
         scores = work.materialised_bytes(4, compiled=compiled) - work.tensor_bytes(4) - 4 * 1024 * 64
         assert scores == matrices * 4 * 1024**2
+        masked = replace(work, causal=True).materialised_bytes(4, compiled=compiled)
+        assert masked - work.materialised_bytes(4, compiled=compiled) == 1024**2
 
 
 @pytest.mark.parametrize(

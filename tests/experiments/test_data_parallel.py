@@ -42,6 +42,8 @@ def test_bucket_sizes_multiply_only_the_rungs_that_have_them():
     for limit in (["-1"], ["0", "8"]):
         with pytest.raises(ValueError, match=f"--max-ctas .*{limit[-1]}"):
             cells_of("data_parallel", "--max-ctas", *limit)
+    with pytest.raises(ValueError, match="--bucket-size-mb 1 10 is for --ddp bucketed and torch"):
+        cells_of("data_parallel", "--ddp", "naive", "flat", "--bucket-size-mb", "1", "10")
     for asked, fault in (
         ([], "naive needs --trace"),
         (["--trace", "x", "--ddp", "torch"], "naive: only torch are measured"),

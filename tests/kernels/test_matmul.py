@@ -46,7 +46,7 @@ def test_candidates_have_torchs_bits(dtype: torch.dtype, transposed: tuple[bool,
 
 
 @pytest.mark.gpu
-def test_fp8_products_are_added_and_rounded_once() -> None:
+def test_fp8_products_are_added_and_rounded_once_unless_in_place() -> None:
     a, b = (random((rows, K), "cuda", torch.bfloat16, seed).to(torch.float8_e4m3fn) for seed, rows in enumerate((M, N)))
     scales = torch.tensor(0.5, device="cuda"), torch.tensor(0.25, device="cuda")
     before = random((M, N), "cuda", torch.bfloat16, 3)
@@ -56,6 +56,10 @@ def test_fp8_products_are_added_and_rounded_once() -> None:
     exact = before.double() + product
     lost = 2**-10 * (a.double().abs() @ b.double().abs().T) / 8  # 13 bits of each of K / 32 sums
     assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + lost).all()
+    product_alone, in_place = torch.empty_like(before), before.clone()
+    multiply_scaled_(product_alone, a, b.T, scales)
+    multiply_scaled_(in_place, a, b.T, scales, in_place)
+    assert torch.equal(in_place, before + product_alone)
     apart = torch.empty(M * N + 1, device="cuda", dtype=torch.bfloat16)[1:].view(M, N).copy_(before)  # not aligned
     multiply_scaled_(apart, a, b.T, scales, apart)
     assert ((apart.double() - exact).abs() <= 2**-7 * (exact.abs() + product.abs()) + lost).all()

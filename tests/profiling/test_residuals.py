@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cs336_systems.case import TrainingCase
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.costs.memory import block_saved_tensors, total_bytes
+from cs336_systems.experiments.memory_digest import account_block
 from cs336_systems.model import REFERENCE_OPS
 from cs336_systems.profiling.residuals import (
     ACTIVATION,
@@ -68,6 +70,17 @@ def test_every_tensor_is_named_by_its_node_or_parameter():
     assert tensors[tensors["kept_by"] == "Silu.self"].iloc[0]["shape"] == (2, 32, 192)
     alive_anyway = kept[kept["kind"].isin([PARAMETER, TABLE])]
     assert set(alive_anyway["name"]) == {*kept.loc[kept["kind"] == GRADIENT, "name"], "cos", "sin"}
+
+
+@pytest.mark.parametrize("keep", ["autograd", "input", "products", "all"])
+def test_each_parameter_has_one_gradient_of_its_size(keep):
+    """Hand-written blocks have q | k | v, and gate | up, in one storage each."""
+    account = account_block(TrainingCase(size="tiny", batch_size=1, context_length=32, keep=keep))
+    gradients = account[account["kind"] == GRADIENT]
+    assert n_bytes(account, GRADIENT) == 4 * TINY.n_block_parameters
+    assert not gradients["name"].duplicated().any()
+    for name in account.loc[account["kind"] == PARAMETER, "name"]:
+        assert {*name.split(" | ")} <= {*gradients["name"]}
 
 
 def test_a_fused_attention_keeps_no_scores():

@@ -26,8 +26,7 @@ is busy. XXL has the shape of Llama-3 405B: d_model 16384, d_ff 53248, 126 block
 nonlinearity worth storing. Master weights, accumulated gradients and AdamW's two moments are FP32: 16 bytes per
 parameter. Saved activations are BF16: per token the input of each matrix, 2 (d_model + d_ff) bytes a block. Where the P
 parameters' states and half of the activations A (every second layer's) are cut over N devices and the rest is not, a
-device holds (16 P + A / 2) / N + A / 2. Gathered weights, workspaces and fragmentation come on top. "GB" is 1e9 bytes;
-the H100's 80 GB are 80 GiB, so both counts are given.
+device holds (16 P + A / 2) / N + A / 2. Gathered weights, workspaces and fragmentation come on top. "GB" is 1e9 bytes.
 
 Sources: CS336 2026 handout, section 8.5; scaling book, chapter 5, "Mixed FSDP and tensor parallelism".
 """
