@@ -157,7 +157,7 @@ class TrainingCase:
     matmul_kernels: str = option(
         "library",
         "Kernels of matmuls with --kernels fused: the library's own choice; or measured, which tries cuBLASLt's "
-        "candidates for each shape before the first step, for 15 to 30 s, and takes the fastest with the same bits.",
+        "candidates for each shape before the first step, for 30 to 50 s, and takes the fastest with the same bits.",
         values=("library", "measured"),
         words="matmul kernels {}",
     )
