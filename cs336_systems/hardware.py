@@ -225,8 +225,8 @@ _RTX_PRO = (
 
 HARDWARE: tuple[Hardware, ...] = (
     # name, names after "NVIDIA", TFLOP/s, GiB, GB/s, link GB/s, PCIe generation, W, class, datasheet
-    # A100 of 40 GB: SXM and PCIe have the same figures throughout.
-    _gpu("A100 40GB", ("A100-SXM4-40GB", "A100-PCIE-40GB"), _A100, 40, 1555, 300, 4, 400, _OLD_DC, _A100_40GB_PDF),
+    _gpu("A100 40GB", ("A100-SXM4-40GB",), _A100, 40, 1555, 300, 4, 400, _OLD_DC, _A100_40GB_PDF),
+    _gpu("A100 PCIe 40GB", ("A100-PCIE-40GB",), _A100, 40, 1555, 300, 4, 250, _OLD_DC, _A100_40GB_PDF, 2),
     _gpu("A100 SXM 80GB", ("A100-SXM4-80GB",), _A100, 80, 2039, 300, 4, 400, _OLD_DC, _A100_80GB_PDF),
     _gpu("A100 PCIe 80GB", ("A100 80GB PCIe",), _A100, 80, 1935, 300, 4, 300, _OLD_DC, _A100_80GB_PDF, 2),
     # Whitepaper: the SXM datasheet has its figures sparse and rounded, the PCIe card's its memory as 2 TB/s.

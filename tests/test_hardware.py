@@ -13,7 +13,7 @@ NAMED = {hardware.name: hardware for hardware in HARDWARE}
 
 def test_exact_device_names_find_their_entry_and_any_other_device_is_none() -> None:
     found = {
-        **{"NVIDIA A100-PCIE-40GB": "A100 40GB", "NVIDIA A100 80GB PCIe": "A100 PCIe 80GB"},
+        **{"NVIDIA A100-PCIE-40GB": "A100 PCIe 40GB", "NVIDIA A100 80GB PCIe": "A100 PCIe 80GB"},
         **{"NVIDIA H100 80GB HBM3": "H100 SXM", "NVIDIA H200": "H200", "NVIDIA L4": "L4", "NVIDIA L40S": "L40S"},
         **{"NVIDIA GeForce RTX 4090": "RTX 4090", "cpu": "CPU"},
     }

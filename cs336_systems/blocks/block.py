@@ -157,7 +157,7 @@ def forward(
     saved.keep(**products.kept("product", product), **stages.maxima.kept())
     if out is not None:
         y = out.view_as(residual)
-    elif "residual" in saved.names or products.quantized:  # in place cuBLASLt rounds a sum of fp8 products otherwise
+    elif "residual" in saved.names or products.adds_apart:
         y = torch.empty_like(residual)
     else:
         y = residual

@@ -85,6 +85,9 @@ class Products:
     quantized = False
     """Whether operands are kept as ``costs/kept.py`` says of quantized blocks."""
 
+    adds_apart = False
+    """Whether ``add_forward_`` must not be given ``base`` as ``out``, as bits would differ from those of another."""
+
     ranks: TensorRanks = ALONE
 
     def __init__(self, ranks: TensorRanks = ALONE) -> None:

@@ -72,6 +72,11 @@ class QuantizedProducts(Products):
         self.arrived: Arrived | None = None
         """Gives weights that FSDP has quantized and moved; None if weights are quantized here."""
 
+    @property
+    def adds_apart(self) -> bool:  # type: ignore[override]
+        """True where cuBLASLt adds, which rounds a product first if it adds in place (``kernels/cublaslt.py``)."""
+        return self.ranks.n_ranks == 1 and self.recipe.scaling == "tensor"
+
     def for_another_block(self) -> "QuantizedProducts":
         """Make equal products that remember weights of their own."""
         return QuantizedProducts(self.recipe, self.quantizers, self.remember, self.ranks)

@@ -55,15 +55,3 @@ def state_bytes_per_parameter(case: TrainingCase) -> dict[str, Fraction]:
         has_second -= Fraction(config.n_layers * config.n_block_matrices, config.n_parameters)
     moments = {"m": Fraction(case.moment_bytes), "v": case.moment_bytes * has_second}
     return moments if case.master == "none" else moments | {"master": Fraction(WIDE)}
-
-
-def host_bytes(case: TrainingCase, world_size: int = 1) -> dict[str, int]:
-    """Bytes of host memory on each of ``world_size`` ranks by name; a shard counts with the mean of all."""
-    names, (config, batch_size, seq_len) = offloaded(case), case.work
-    width = case.precision.parameter_bytes
-    sharded = case.parallel.wrapper == "fsdp" or case.parallel.optimizer_state != "replicated"
-    n_states = case.n_trained // (world_size // case.parallel.replicas if sharded else 1)
-    found = {name: int(n_states * n_bytes) for name, n_bytes in state_bytes_per_parameter(case).items()}
-    found["gradients"] = case.n_trained * width
-    found["residual"] = config.n_layers * batch_size * seq_len * config.d_model * width
-    return {name: found[name] for name in OFFLOADS if name in names}

@@ -30,6 +30,7 @@ tensors.
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any, NoReturn
 
 import torch
@@ -255,19 +256,20 @@ def clip_grad_norm_(fsdp: FSDP, max_norm: float) -> Tensor:
     ours, everyones = (_squares(each, ranks, fsdp.device) for each in (sharded, fsdp.replicated))
     dist.all_reduce(ours, group=fsdp.process_group)
     divided, whole = ours + everyones
-    norm = (ranks.total([divided[None]])[0][0] + whole).sqrt()
     found = [p.sharded_param.grad.detach() for p in fsdp.managed_parameters() if p.sharded_param.grad is not None]
+    widest = reduce(torch.promote_types, (gradient.dtype for gradient in found), torch.float32)
+    norm = (ranks.total([divided[None]])[0][0] + whole).sqrt().to(widest)
     scale_to_norm(found, norm, max_norm)
     return norm
 
 
 def _squares(parameters: Iterable[ManagedParameter], ranks: TensorRanks, device: torch.device) -> Tensor:
-    """fp32 (2,): the sums of squares of the gradients that tensor ranks divide, and of all others."""
+    """fp64 (2,): the sums of squares of the gradients that tensor ranks divide, and of all others."""
     found: tuple[list[Tensor], list[Tensor]] = [], []
     for parameter in parameters:
         if (gradient := parameter.sharded_param.grad) is not None:
             found[ranks.n_ranks == 1 or tensor_dim(parameter.names[0]) is None].append(gradient.detach())
-    return torch.stack([joint_norm(each, device).float() for each in found]).square()
+    return torch.stack([joint_norm(each, device).double() for each in found]).square()
 
 
 def _refuse_state_dict(module: nn.Module, *_: Any) -> NoReturn:

@@ -335,8 +335,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         gradients = self.reduced_gradients() if shared else [p.grad for p in self._names if p.grad is not None]
         norm = joint_norm(gradients, next(iter(self._names)).device)
         if shared:
-            dist.all_reduce(squares := norm.float().square(), group=self.member.group)
-            norm = squares.sqrt()
+            dist.all_reduce(squares := norm.double().square(), group=self.member.group)
+            norm = squares.sqrt().to(norm.dtype)
         scale_to_norm(gradients, norm, max_norm)
         return norm
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.fsdp import held_elements, is_sharded
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PeakMemory
-from cs336_systems.costs.offload import offloaded, state_bytes_per_parameter
+from cs336_systems.costs.offload import OFFLOADS, offloaded, state_bytes_per_parameter
 from cs336_systems.costs.parallelism.stages import stages_of_case
 from cs336_systems.distributed.peer_memory import mapped_bytes
 from cs336_systems.distributed.process_group import Rank
@@ -137,7 +137,24 @@ def predicted_states(case: TrainingCase, world_size: int) -> dict[str, int]:
 
     Gradients are those that a step ends with: an optimizer that steps under backward leaves what is replicated.
     """
-    how, width, away = case.parallel, case.precision.parameter_bytes, offloaded(case)
+    away = offloaded(case)
+    found = {name: n_bytes for name, n_bytes in _states(case, world_size).items() if name not in away}
+    return {"weights": found.pop("weights"), "gradients": found.pop("gradients", 0), **found}
+
+
+def states_on_host(case: TrainingCase, world_size: int) -> dict[str, int]:
+    """Bytes that the fullest rank has in host memory, by the names of ``costs.offload.OFFLOADS``."""
+    how, config = case.parallel, case.config
+    rows = case.batch_size * case.context_length // (how.tensor * how.context)
+    n_layers = max(stage.n_layers for stage in stages_of_case(case))
+    found = _states(case, world_size)
+    found["residual"] = n_layers * rows * config.d_model * case.precision.parameter_bytes
+    return {name: found[name] for name in OFFLOADS if name in offloaded(case)}
+
+
+def _states(case: TrainingCase, world_size: int) -> dict[str, int]:
+    """Bytes of ``predicted_states``, wherever they lie."""
+    how, width = case.parallel, case.precision.parameter_bytes
     world_size //= how.tensor * how.pipeline
     part = case.config.part(how.tensor)
     fullest = max(stages_of_case(case), key=lambda stage: stage.n_parameters(part))
@@ -153,9 +170,8 @@ def predicted_states(case: TrainingCase, world_size: int) -> dict[str, int]:
         n_gradients //= world_size
     if how.update != "after-backward":
         n_gradients = sum(prod(shape) for unit in fullest.units(part) for shape in unit if not is_sharded(shape))
-    found = {"weights": width * n_weights, "gradients": 0 if "gradients" in away else width * n_gradients}
-    per_parameter = state_bytes_per_parameter(case)
-    return found | {name: int(n_states * n_bytes) for name, n_bytes in per_parameter.items() if name not in away}
+    found = {"weights": width * n_weights, "gradients": width * n_gradients}
+    return found | {name: int(n_states * n_bytes) for name, n_bytes in state_bytes_per_parameter(case).items()}
 
 
 def check_fit(case: TrainingCase, mode: str = "step", rank: Rank | None = None, *, force: bool = False) -> int:

@@ -40,10 +40,10 @@ _chosen: dict[Spec, Multiply] = {}
 
 @dataclass(frozen=True)
 class Asked:
-    """A product to be measured; the numbers in its three tensors are overwritten.
+    """A product to be measured; the numbers in its tensors are overwritten.
 
     Attributes:
-        adds: whether it will be given an addend.
+        addend: of the form of the one that it will be given: out, or another tensor; None without.
         scales: of fp8 operands, as ``multiply_scaled_`` takes them.
         fast: as ``multiply_scaled_`` takes it.
     """
@@ -51,7 +51,7 @@ class Asked:
     out: Tensor
     a: Tensor
     b: Tensor
-    adds: bool = False
+    addend: Tensor | None = None
     scales: tuple[Tensor, Tensor] | None = None
     fast: bool = False
 
@@ -94,7 +94,7 @@ def choose(asked_for: Iterable[Asked]) -> None:
     It takes one or two seconds for each product, and memory for its tensors and once more for its result.
     """
     for asked in asked_for:
-        wanted = spec(asked.out, asked.a, asked.b, asked.out if asked.adds else None, fast=asked.fast)
+        wanted = spec(asked.out, asked.a, asked.b, asked.addend, fast=asked.fast)
         if not serves(wanted):
             continue
         for operand in (asked.a, asked.b):
@@ -174,8 +174,10 @@ def _first(asked: Spec) -> Multiply:
 
 def _fastest(asked: Asked, wanted: Spec) -> Multiply:
     first, others = _first(wanted), list[Multiply](candidates(wanted))
-    if not asked.adds and asked.scales is None and asked.b.stride(0) == 1:
+    if asked.addend is None and asked.scales is None and asked.b.stride(0) == 1:
         others.append(_ours)
+    if asked.addend is not None:
+        asked.addend.fill_(1)
     expected = _result(asked, first)
     seconds = {kernel: math.inf for kernel in (first, *others) if _gives(expected, asked, kernel)}
     del expected
@@ -189,7 +191,7 @@ def _fastest(asked: Asked, wanted: Spec) -> Multiply:
 
 def _call(asked: Asked, kernel: Multiply) -> None:
     scales = () if asked.scales is None else (asked.scales,)
-    kernel(asked.out, asked.a, asked.b, asked.out if asked.adds else None, *scales)
+    kernel(asked.out, asked.a, asked.b, asked.addend, *scales)
 
 
 def _result(asked: Asked, kernel: Multiply) -> Tensor:

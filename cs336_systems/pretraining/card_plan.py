@@ -151,6 +151,8 @@ class CardPlan:
         case = replace(options, total_batch_tokens=None).training_case(config, 1)
         if asked.gpus % options.tensor:
             raise ValueError(f"--gpus {asked.gpus} cannot be divided into groups of --tensor {options.tensor}")
+        if options.device != "cuda":
+            raise ValueError(f"{PRINT_PLAN} plans steps on GPUs, not --device {options.device}")
         if case.dtype != "bf16":
             raise ValueError(f"{PRINT_PLAN} plans steps in bf16 and fp8, and --dtype is {case.dtype}")
         if options.context * options.pipeline * options.replicas > 1:
@@ -215,6 +217,8 @@ class CardPlan:
             micro_batches = self._tried("batch_size", MICRO_BATCHES)
             for micro_batch in (each for each in micro_batches if sequences // data % each == 0):
                 levels = self._tried("zero", (0, 1, 3)) if data > 1 else (0,)
+                if data == 1 < n and any(self._tried("zero", (0,))) and "tensor" not in self.given:
+                    continue  # what was asked to be sharded would not be
                 by = self._tried("tensor_by", ("collectives", "copies")) if tensor > 1 else ("collectives",)
                 by = [each for each in by if each != "copies" or self.hardware.copies_reach(tensor)]
                 for zero, keep, tensor_by in product(levels, self._tried("keep", KEEPS), by):
@@ -251,7 +255,8 @@ class CardPlan:
         """Return the bytes that one rank has on the host."""
         parameters = self.config.part(layout.tensor).n_parameters
         states = sum(n_bytes for name, n_bytes in self.moments if name in state_keys(offload))
-        inputs = layout.micro_batch * self.length * self.config.d_model * 2 * self.config.n_layers
+        rows = layout.micro_batch * self.length // layout.tensor
+        inputs = rows * self.config.d_model * 2 * self.config.n_layers
         return states * parameters // layout.n_state_shards + inputs * ("residual" in offload)
 
     @cached_property
@@ -292,14 +297,17 @@ class CardPlan:
         return found, least
 
     def _taken(self, ways: Iterable[Way]) -> Way | None:
-        """Return the accepted way with the least on the host, of those within ``AS_FAST`` of the fastest."""
+        """Return the accepted way with the least on the host, of those within ``AS_FAST`` of the fastest.
+
+        Of several the one with the fewest tensor ranks, then with the least that is sharded.
+        """
         fastest: list[Way] = []
         for way in sorted(ways, key=lambda way: -way.tokens_per_s):
             if fastest and way.tokens_per_s < (1 - AS_FAST) * fastest[0].tokens_per_s:
                 break
             if self.fault(way) is None:
                 fastest.append(way)
-        return min(fastest, key=lambda way: way.host_bytes, default=None)
+        return min(fastest, key=lambda way: (way.host_bytes, way.layout.tensor, way.layout.zero), default=None)
 
     def _refuse(self, least: Way | None) -> NoReturn:
         cards, what = f"{self.asked.gpus} x {self.hardware.name}", f"{self.config.name} at {self.length:,} tokens"
@@ -358,6 +366,7 @@ class CardPlan:
     def _streamed(self, recipe: Recipe) -> Way:
         assert self.asked.host_gib is not None
         caps = {"device_gib": self.device_bytes / GIB, "host_gib": self.asked.host_gib, "batch_size": 1}
+        caps |= {name: getattr(TrainOptions, name) for name in ("keep", "offload") if name not in self.given}
         if fault := self._refusal(recipe, total_batch_tokens=self.own.total_batch_tokens or self.length, **caps):
             raise NothingFits(fault)
         width = max(n_bytes for _, n_bytes in (("weights", 2), *self.moments))

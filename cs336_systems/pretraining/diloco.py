@@ -29,8 +29,9 @@ class OuterSteps(ReplicaAgreement):
     Unlike in the papers, the last average of a run is the mean of the replicas' weights: a step with momentum goes
     beyond it, which pays in the steps that follow.
 
-    A replica begins with a round of steps without gradients, which change nothing: at its end it takes over the state
-    of the others, or those that begin together meet. In this one average it stands for the peer whose state it has.
+    A replica begins with a round of steps without gradients: at its end it takes over the state of the others, with
+    their outer optimizer, or those that begin together meet. In this one average it stands for the peer whose state it
+    has. Until then its outer optimizer changes neither weights nor momenta, which a checkpoint may have brought.
     """
 
     _others_train = False
@@ -41,7 +42,8 @@ class OuterSteps(ReplicaAgreement):
         fragments = _fragments(parameters, options.agree_fragments)
         how: dict[str, Any] = {"lr": options.outer_learning_rate, "momentum": options.outer_momentum}
         how |= {"nesterov": options.outer_momentum > 0}
-        self._outer = [torch.optim.SGD(fragment.parameters(), **how) for fragment in fragments]
+        still = float(options.outer_momentum > 0)  # without a change of weights m <- 1 m + 0, w <- w - 0 m
+        self._outer = [torch.optim.SGD(fragment.parameters(), lr=0.0, momentum=still) for fragment in fragments]
         for outer in self._outer:
             for parameter in outer.param_groups[0]["params"]:
                 if (momentum := optimizer.state.get(parameter, {}).pop(OUTER_MOMENTUM, None)) is not None:
@@ -79,14 +81,18 @@ class OuterSteps(ReplicaAgreement):
                 raise RuntimeError(f"{n_failed} averages in a row have failed before the first step, the last: {why}")
             time.sleep(0.05)
         self._coming = False
+        self._step_outer_by(how)
 
     def begin(self, made: int) -> int:
         self._made, self.at_average = made, False
         if made >= self._prepared.n_steps - self._options.agree_every:  # from here on each fragment is averaged once
-            for outer in self._outer:
-                for group in outer.param_groups:
-                    group |= _MEAN
+            self._step_outer_by(_MEAN)
         return made
+
+    def _step_outer_by(self, how: dict[str, Any]) -> None:
+        for outer in self._outer:
+            for group in outer.param_groups:
+                group |= how
 
     def before_update(self, step: TrainStep) -> bool:
         self._gradients(step)

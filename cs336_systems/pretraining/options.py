@@ -68,7 +68,7 @@ class RunFields(ReplicaFields):
     """Folder of the run, for log, checkpoints and export. A run with checkpoints resumes from the newest."""
     resume_from: Path | None = None
     """Checkpoint of another run, such as runs/first/step-00000400, or that run for its newest: go on from there into a
-    new --out, with this command's options. The other run stays as it is."""
+    new --out, with this command's options. The other run stays as it is. Not with --agree."""
     device: Literal["cpu", "cuda"] = "cuda"
     """Device on which to run; under torchrun each rank has its own GPU."""
     total_batch_tokens: int | None = option(

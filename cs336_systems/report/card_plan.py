@@ -255,12 +255,15 @@ def sentences(plan: CardPlan) -> list[str]:
     error = f"{100 * relative_error(plan):.0f} %"
     fitted = "nothing was fitted on this card"
     if plan.hardware.name in _ERRORS:
-        fitted = "nine of ten known steps of this card were that near"
+        steps = "this suite's own steps on it" if plan.hardware.may_be_hopper else "published steps of this card"
+        fitted = f"nine of ten of {steps} were that near"
     if plan.asked.gpus > _SEVERAL_GPUS:
         fitted = "so near were published steps of others on 8 to 16,384 H100s"
+        fitted += "" if plan.hardware.name == "H100 SXM" else "; nothing was fitted on so many of this card"
     untried = plan.may_stream and not any(way.streamed for way in plan.best.values())
     limits = (
-        f"--device-gib {plan.device_bytes / GIB:.5g} with --host-gib plans layers that stream, which may be faster."
+        f"train.py --device-gib {plan.device_bytes / GIB:.5g} with --host-gib plans layers that stream, which may be "
+        "faster."
     )
     fastest = "Fastest without streaming" if untried else "Fastest"
     return [

@@ -228,5 +228,9 @@ def memory_table(predicted: Mapping[str, int]) -> Table:
     unit, of_unit = _unit(predicted)
     lines = [(segment, f"{n_bytes / of_unit:,.2f}") for segment, n_bytes in predicted.items()]
     header = f"predicted {unit}"
-    notes = {header: f"at its peak, when {_NO_GRADIENTS}"} if predicted.get("gradients") == 0 else {}
+    notes = {}
+    if not any(name.startswith("in all") for name in predicted):
+        notes[header] = "states alone, as the peak of these options is not predicted"
+    elif predicted.get("gradients") == 0:
+        notes[header] = f"at its peak, when {_NO_GRADIENTS}"
     return Table.of("Memory of one device, predicted", ("segment", header), lines, notes=notes)

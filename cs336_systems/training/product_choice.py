@@ -33,20 +33,24 @@ def products_of(case: TrainingCase, device: torch.device) -> Iterator[Asked]:
     for name, (k, n) in config.block_shapes.items():
         with_swiglu = name == "gate_up" and not recipe.quantized and (n, k, True) in FASTER
         if not with_swiglu and not (name == "qkv" and config.qkv_bias):
-            adds = name == "down"  # to the residual stream
-            fast = recipe.quantized and recipe.fast_accumulation
-            yield Asked(empty(rows, n), operand(rows, k), operand(n, k).T, adds, scales, fast)
+            out, addend, fast = empty(rows, n), None, recipe.quantized and recipe.fast_accumulation
+            if name == "down":  # adds to the residual stream, in fp8 into other memory
+                addend = empty(rows, n) if recipe.quantized else out
+            yield Asked(out, operand(rows, k), operand(n, k).T, addend, scales, fast)
         if recipe.quantized:
-            yield Asked(empty(rows, k), operand(rows, n), operand(k, n).T, False, scales)
+            yield Asked(empty(rows, k), operand(rows, n), operand(k, n).T, None, scales)
             for adds in adding:
-                yield Asked(empty(n, k), operand(n, rows), operand(k, rows).T, adds, scales)
+                out = empty(n, k)
+                yield Asked(out, operand(n, rows), operand(k, rows).T, out if adds else None, scales)
         else:
             yield Asked(empty(rows, k), operand(rows, n), operand(n, k))
             for adds in adding:
-                yield Asked(empty(n, k), operand(rows, n).T, operand(rows, k), adds)
+                out = empty(n, k)
+                yield Asked(out, operand(rows, n).T, operand(rows, k), out if adds else None)
     chunk = min(rows, default_chunk(rows, config.vocab_size, dtype.itemsize))
     logits = empty(chunk, row_width(config.vocab_size))[:, : config.vocab_size]
     yield Asked(logits, empty(chunk, d), empty(config.vocab_size, d).T)
     yield Asked(empty(chunk, d), logits, empty(config.vocab_size, d))
     for adds in (False, True) if rows > chunk else (False,):
-        yield Asked(empty(config.vocab_size, d), logits.T, empty(chunk, d), adds)
+        out = empty(config.vocab_size, d)
+        yield Asked(out, logits.T, empty(chunk, d), out if adds else None)

@@ -15,7 +15,7 @@ from cs336_systems.config import resolve_size
 from cs336_systems.costs.parallelism.layout import Layout
 from cs336_systems.costs.parallelism.seconds import by_class, step_seconds
 from cs336_systems.hardware import GIB, KINDS, hardware_described, hardware_named
-from cs336_systems.pretraining.card_plan import RECIPES, CardPlan, NothingFits
+from cs336_systems.pretraining.card_plan import AS_FAST, RECIPES, CardPlan, NothingFits
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.plan_options import Asked
 from cs336_systems.report.card_plan import (
@@ -87,7 +87,9 @@ def test_layers_do_not_stream_with_options_that_exclude_it():
 
 def test_a_plan_says_that_layers_that_stream_were_not_tried():
     told = sentences(plan(gpu="rtx-4090", host_gib=60))
-    assert told[0].startswith("Fastest without streaming: ") and told[1].startswith("--device-gib 22.8 with --host-gib")
+    assert told[0].startswith("Fastest without streaming: ") and told[1].startswith(
+        "train.py --device-gib 22.8 with --host-gib"
+    )
     assert sentences(plan(gpu="rtx-4090"))[0].startswith("Fastest: ")
 
 
@@ -273,6 +275,7 @@ def test_time_energy_and_price_follow_from_tokens():
         ("--config {plan}", "--keep input --batch-size 4"),
         ("--offload m --host-gib 64", "--offload m"),
         ("--gpus 2 --tensor 1 --zero=2", "--zero 2"),
+        ("--gpus 8 --zero 3", "--zero 3"),
     ],
 )
 def test_what_was_given_stays_in_every_way(load_script, tmp_path, capsys, words, kept):
@@ -338,7 +341,7 @@ def test_better_cards_are_never_slower():
 
 
 def test_plans_of_better_cards_are_never_slower():
-    """With more memory, too, which nothing but the choice among what fits depends on."""
+    """With more memory, too, which nothing but the choice among what fits depends on; as fast counts as equal."""
     rng, said = random.Random(1), []
     for _ in range(20):
         card = _random_card(rng)
@@ -346,7 +349,7 @@ def test_plans_of_better_cards_are_never_slower():
         found = [replace(plan(gpus=2, host_gib=256), hardware=each) for each in (card, better)]
         for dtype in found[0].best:
             rates = [each.best[dtype].tokens_per_s for each in found]
-            assert rates[1] >= rates[0] * (1 - 1e-12), (card.name, dtype)
+            assert rates[1] >= rates[0] * (1 - AS_FAST), (card.name, dtype)
             said.append(rates[1] > rates[0])
     assert any(said)
 
@@ -392,6 +395,7 @@ def test_classes_of_kernels_sum_up_to_the_step(card):
         ("--gpu h100 --run-tokens 1KB", "got '1KB'"),
         ("--gpu h100 --steps 5 --run-tokens 1B", "--steps and --run-tokens both say how long the run is: give one"),
         ("--gpu h100 --dtype fp32 --optimizer torch-fused", "plans steps in bf16 and fp8, and --dtype is fp32"),
+        ("--gpu h100 --device cpu", "plans steps on GPUs, not --device cpu"),
         ("--gpu h100 --optimizer muon", "knows the time and the moments of AdamW, and --optimizer is muon"),
         ("--gpu h100 --epochs 2", "reads no data: say --run-tokens or --steps instead of --epochs"),
         ("--gpu h100 --kernels reference", "plans steps of --kernels fused, and --kernels is reference"),

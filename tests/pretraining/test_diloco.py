@@ -65,7 +65,10 @@ def train_apart(rank, runs):
 
 
 def resume_apart(rank, asked):
-    """Two replicas begin, of which the second has made four steps by itself: their steps, and weights at averages."""
+    """Two replicas begin, of which the second has made four steps by itself.
+
+    Returns their steps, weights at averages, and weights before they meet and before the first step.
+    """
     asked = replace(asked, out=asked.out / str(rank.rank))
     with lighthouse(rank) as address, alone(rank) as own:
         if rank.rank:
@@ -74,12 +77,22 @@ def resume_apart(rank, asked):
             run_prepared(prepare(earlier, own), own)
         agreement = agreement_of(asked, own, address, str(rank.rank))
         prepared = prepare(asked, own)
-        for state in prepared.step.optimizer.state.values() if rank.rank else ():
-            state[OUTER_MOMENTUM] = torch.full_like(state["exp_avg"], 1e-3)  # without which the averages would differ
-        watch = Averages(agreement, prepared)
+        watch, join = Averages(agreement, prepared), agreement.join
+        parameters, weights = list(prepared.step.model.parameters()), []
+
+        def noted(*how):
+            if rank.rank:
+                for state in prepared.step.optimizer.state.values():
+                    state[OUTER_MOMENTUM] = torch.full_like(state["exp_avg"], 1e-3)  # else averages would not differ
+            weights.append(checksum(parameters))
+            made = join(*how)
+            weights.append(checksum(parameters))
+            return made
+
+        agreement.join = noted
         run_prepared(prepared, own, watch, agreement=agreement)
         steps = [record.step for record in watch.all(LoggedStep)]
-    return steps, watch.common
+    return steps, watch.common, weights
 
 
 WAYS = [{"agree_fragments": 1}, {"agree_fragments": 2}, {"agree_fragments": 2, "agree_delay": 1}]
@@ -137,9 +150,10 @@ def test_the_last_average_is_the_mean_whatever_the_outer_optimizer(trained):
 
 @pytest.mark.slow
 def test_all_begin_with_the_state_and_outer_momentum_of_the_one_that_has_made_the_most_steps(trained):
-    (steps, common), (peers_steps, peers_common) = trained[-1]
+    (steps, common, (_, met)), (peers_steps, peers_common, (kept, peers_met)) = trained[-1]
     assert steps == peers_steps == [4, 5, 6, 7]
     assert common == peers_common and common
+    assert (met, peers_met) == (kept, kept), "momentum alone must not move weights"
 
 
 def test_averages_that_all_fail_end_the_wait_for_the_first_one(tmp_path, monkeypatch):

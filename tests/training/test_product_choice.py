@@ -51,8 +51,5 @@ def test_what_is_measured_is_what_a_step_multiplies(
     monkeypatch.setattr(matmul, "_chosen", chosen)
     monkeypatch.setattr(matmul, "serves", lambda asked: True)  # as on a GPU
     dry_run(case, "step")
-    measured = {
-        spec(asked.out, asked.a, asked.b, asked.out if asked.adds else None, fast=asked.fast)
-        for asked in products_of(case, META)
-    }
+    measured = {spec(asked.out, asked.a, asked.b, asked.addend, fast=asked.fast) for asked in products_of(case, META)}
     assert chosen.asked == measured

@@ -118,6 +118,9 @@ def _sizes(
     every = kept_sizes(config, micro_batch, length, _BF16, "all")
     kept = kept_sizes(config, micro_batch, length, _BF16, keep, recipe)
     stream, whole = every["x"] / parts, every["x"] / context
+    # Tensor ranks gather the rows of both norms, and keep what they gathered.
+    gathered_norms = sum(n_bytes for name, n_bytes in kept.items() if name.startswith("normed"))
+    kept_here = sum(kept.values()) / parts + gathered_norms * (1 / context - 1 / parts)
     again = [name for name in every if name not in kept]
     if "attended" in kept and "gate_up" not in kept:  # the feed-forward's backward comes before that of attention
         again = ["residual", "normed2", "gate_up", "product"]
@@ -132,7 +135,7 @@ def _sizes(
     tables = rotary_bytes(config.at_context(length)) + 2 * CUBLAS_WORKSPACE_BYTES + 2 * rows * 8
     wide = 3 * config.d_ff + config.d_query + config.d_qkv  # these are columns of tensor ranks
     put_off = rows * (4 * config.d_model + wide / tensor) * (1 if recipe.quantized else _WIDTH)
-    return _Sizes(stream, sum(kept.values()) / parts, put_off, work, loss, sums + stream, tables)
+    return _Sizes(stream, kept_here, put_off, work, loss, sums + stream, tables)
 
 
 def _sizes_of(config: ModelConfig, length: int, layout: Layout, recipe: Recipe) -> _Sizes:

@@ -224,11 +224,15 @@ def _offloaded(
     offload: frozenset[str],
     rates: Rates,
 ) -> tuple[float, float]:
-    """Seconds of copies of what lies on the host: at the end of a step, and beside each micro-batch's kernels."""
+    """Seconds of copies of what lies on the host: at the end of a step, and beside each micro-batch's kernels.
+
+    GPUs of one host do not slow each other's copies here, which they do where its memory is busy.
+    """
     parameters = fullest.n_parameters(part)
     keys = state_keys(offload)
     states = sum(n_bytes for name, n_bytes in moments if name in keys) * parameters / layout.n_state_shards
     gradients = _ITEMSIZE * parameters if "gradients" in offload else 0
+    rows //= layout.tensor
     inputs = slowest.n_layers * rows * part.d_model * _ITEMSIZE if "residual" in offload else 0
     beside = rates.link_seconds(0, inputs) + rates.link_seconds(inputs + gradients, gradients)
     return rates.link_seconds(states + gradients, states), beside

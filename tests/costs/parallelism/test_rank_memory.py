@@ -64,6 +64,8 @@ def dry_bytes(size, length, layout, master):
     [
         ("llama3-8b", 8192, {"keep": "input"}),
         ("llama3-8b", 8192, {"keep": "products", "n_micro_batches": 2, "tensor": 4, "replicas": 2}),
+        ("llama3-8b", 8192, {"keep": "all", "n_micro_batches": 2, "tensor": 4}),
+        ("llama3-8b", 8192, {"keep": "all", "context": 2, "tensor": 2, "micro_batch": 2}),
         *(("llama3-8b", 8192, {"keep": keep, "zero": 3, "shards": 8, "micro_batch": 2}) for keep in LEVELS),
         ("llama3-8b", 8192, {"keep": "attention", "zero": 3, "shards": 2, "replicas": 2, "context": 2, "tensor": 2}),
         ("llama3-70b", 8192, {"keep": "input", "zero": 3, "shards": 8, "tensor": 8, "master": "fp32"}),
