@@ -3,6 +3,7 @@
 Each check runs on two ranks, which are started once, and is a test.
 """
 
+import copy
 import weakref
 
 import pytest
@@ -134,7 +135,14 @@ def check_clipping_sends_two_numbers(rank):
     square_loss(fsdp(ids), ids).backward()
     with Traffic() as log:
         clip_grad_norm_(fsdp, 1.0)
-    assert [(event.kind, event.n_bytes) for event in log.sent] == [("allreduce", 8)]
+    assert [(event.kind, event.n_bytes) for event in log.sent] == [("allreduce", 16)]
+    torch.manual_seed(0)
+    alone, x = nn.Linear(4, 6).double(), torch.randn(3, 4, dtype=torch.float64)
+    wide = FSDP(copy.deepcopy(alone))
+    for module in (alone, wide):
+        module(x).square().sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+    torch.testing.assert_close(clip_grad_norm_(wide, 1.0), norm, rtol=1e-14, atol=0)
     with pytest.raises(ValueError, match=r"0\.0"):
         clip_grad_norm_(fsdp, 0.0)
     with pytest.raises(ValueError, match="got Menagerie"):

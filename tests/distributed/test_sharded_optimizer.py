@@ -313,16 +313,16 @@ def check_constructor_errors(rank: Rank) -> None:
 
 
 def check_clipping_is_that_of_the_whole_gradient(rank: Rank) -> None:
-    inputs = torch.randn(rank.world_size, 4, 32, generator=torch.Generator().manual_seed(0))
+    whole = torch.randn(rank.world_size, 4, 32, generator=torch.Generator().manual_seed(0))
     for form in FORMS:
-        for max_norm in (1e-3, 1e3):
-            model, expected = matrices(3), matrices(3)
+        for max_norm, dtype in ((1e-3, torch.float32), (1e3, torch.float32), (1e-3, torch.float64)):
+            model, expected, inputs = matrices(3).to(dtype), matrices(3).to(dtype), whole.to(dtype)
             optimizer = sharded(model, form, "sgd", lr=1.0)
             alone = torch.optim.SGD(expected.parameters(), lr=1.0)
             expected(inputs.flatten(0, 1)).square().mean().backward()
             model(inputs[rank.rank] if form is not OWNED else inputs.flatten(0, 1)).square().mean().backward()
             norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), max_norm)
-            torch.testing.assert_close(optimizer.clip_grad_norm_(max_norm), norm)
+            torch.testing.assert_close(optimizer.clip_grad_norm_(max_norm), norm)  # 1e-7 in fp64
             for each in (optimizer, alone):
                 each.step()
             torch.testing.assert_close(flat(model), flat(expected), rtol=1e-6, atol=1e-9)

@@ -142,7 +142,7 @@ AGREE = {"agree": "every-step", "replicas": 2}
             "2 ranks, got 3; --ranks-per-replica N",
         ),
         ({"keep_best": True} | AGREE, "not with --keep-best"),
-        ({"agree_every": 5}, "--agree-every 5 is for replicas that agree"),
+        ({"agree_every": 5}, "--agree-every 5 is for --agree diloco, got --agree None"),
         (AGREE | {"agree": "diloco", "agree_every": 0}, "--agree-every must be positive, got 0"),
         (AGREE | {"agree": "diloco", "agree_every": 3, "agree_fragments": 2}, "no multiple of --agree-fragments 2"),
         ({"keep": "autograd-inpu"}, "did you mean autograd-input"),
