@@ -59,6 +59,9 @@ class Asked:
 def multiply_(out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None = None) -> None:
     """out = a b, or addend + a b, rounded once; the addend may be out."""
     chosen = _chosen.get(spec(out, a, b, addend)) if _chosen else None
+    if chosen is not None and addend is not None and addend.data_ptr() != out.data_ptr():
+        out.copy_(addend)  # as torch does, and as was measured: a sum elsewhere may be rounded otherwise
+        addend = out
     (chosen or _unmeasured)(out, a, b, addend)
 
 
