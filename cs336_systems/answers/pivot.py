@@ -46,7 +46,7 @@ def pivot(rows: Rows, lines: Sequence[str], columns: Mapping[str, Any], caption:
     for _, line in frame[[*lines]].drop_duplicates().iterrows():
         own = frame[(frame[[*lines]] == line).all(axis=1)]
         values: dict[str, float] = {}
-        shown = {_LABELS.get(name, name): str(line[name]) for name in lines}
+        shown = {_HEADERS.get(name, name): str(line[name]) for name in lines}
         for header, said in columns.items():
             asked = {"metric": said} if isinstance(said, str) else dict(said)
             shown[header] = _cell(own, header, asked, values)
@@ -54,7 +54,7 @@ def pivot(rows: Rows, lines: Sequence[str], columns: Mapping[str, Any], caption:
     return Table(caption, pd.DataFrame(found))
 
 
-_LABELS = LABELS | {"world_size": "ranks", "d_head": "d"}
+_HEADERS = LABELS | {"world_size": "ranks", "d_head": "d"}
 """Headers of settings that are called otherwise in rows."""
 
 

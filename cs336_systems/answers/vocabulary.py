@@ -16,7 +16,7 @@ from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import cost
 from cs336_systems.costs.flops import hardware_flops
 from cs336_systems.costs.fsdp import held_elements, model_units
-from cs336_systems.costs.parallelism.mesh import XXL
+from cs336_systems.costs.parallelism.mesh import H100_BYTES, XXL
 from cs336_systems.costs.parallelism.scaling import communication_limit
 from cs336_systems.costs.sharding import link_bytes_per_step
 from cs336_systems.experiments import attention as attention_tables
@@ -76,6 +76,7 @@ TABLES = {
 
 CONSTANTS = {
     "XXL": XXL,
+    "H100_BYTES": H100_BYTES,
     "WORKLOAD": calculations.WORKLOAD,
     "H100": calculations.H100,
     "TPU": calculations.TPU,

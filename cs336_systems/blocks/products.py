@@ -86,7 +86,7 @@ class Products:
     """Whether operands are kept as ``costs/kept.py`` says of quantized blocks."""
 
     adds_apart = False
-    """Whether ``add_forward_`` must not be given ``base`` as ``out``, as bits would differ from those of another."""
+    """Whether sums of ``add_forward_`` have other bits where ``out`` is ``base``, which must then not be given."""
 
     ranks: TensorRanks = ALONE
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from cs336_systems.costs.communication import RingCost, cost
 from cs336_systems.costs.parallelism import failures, forms, mesh, pipeline, scaling
-from cs336_systems.hardware import MIB
 from cs336_systems.ranks import SCHEDULES
 from cs336_systems.report.command_line import complain
 from cs336_systems.report.tables import Table, digits, show
@@ -160,13 +159,13 @@ class Accounting:
     def answer(self) -> Answer:
         tpu, xxl, n = forms.find_device("tpu-v5p"), mesh.XXL, self.fsdp * self.tp
         states, degree = xxl.state_bytes, xxl.least_devices(tpu.memory_bytes, self.tokens)
-        h100, h100_free = math.ceil(states / 80e9), math.ceil(states / (81_559 * MIB))
+        h100, as_shown = math.ceil(states / 80e9), math.ceil(states / mesh.H100_BYTES)
         fitting = f"{degree} ({xxl.device_bytes(degree, self.tokens) / 1e9:.1f} GB each)"
         memory = {
             "parameters": f"{xxl.n_parameters / 1e9:.1f} billion",
             "FP32 weights, gradients, two moments": f"{states / 1e9:,.0f} GB ({states / 2**30:,.0f} GiB)",
             "BF16 activations": f"{xxl.activation_bytes_per_token / 1e6:.2f} MB per token",
-            "H100 of 80 GB (of 79.6 GiB, as nvidia-smi shows one)": f"{h100} ({h100_free})",
+            "H100 of 80 GB (of 79.6 GiB, as nvidia-smi shows one)": f"{h100} ({as_shown})",
             f"FSDP degree that fits 95 GB, {self.tokens} tokens per device": fitting,
         }
         lines, summary = [], {"states GB": states / 1e9, "h100": h100, "fsdp": degree}

@@ -142,14 +142,14 @@ def predicted_states(case: TrainingCase, world_size: int) -> dict[str, int]:
     return {"weights": found.pop("weights"), "gradients": found.pop("gradients", 0), **found}
 
 
-def states_on_host(case: TrainingCase, world_size: int) -> dict[str, int]:
+def offloaded_bytes(case: TrainingCase, world_size: int) -> dict[str, int]:
     """Bytes that the fullest rank has in host memory, by the names of ``costs.offload.OFFLOADS``."""
-    how, config = case.parallel, case.config
+    how, config, names = case.parallel, case.config, offloaded(case)
     rows = case.batch_size * case.context_length // (how.tensor * how.context)
     n_layers = max(stage.n_layers for stage in stages_of_case(case))
     found = _states(case, world_size)
     found["residual"] = n_layers * rows * config.d_model * case.precision.parameter_bytes
-    return {name: found[name] for name in OFFLOADS if name in offloaded(case)}
+    return {name: found[name] for name in OFFLOADS if name in names}
 
 
 def _states(case: TrainingCase, world_size: int) -> dict[str, int]:

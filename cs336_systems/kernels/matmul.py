@@ -2,7 +2,7 @@
 
     choose([Asked(out, a, b), ...])              # once, before training
     multiply_(out, a, b)                         # out = a b
-    multiply_(out, a, b, addend)                 # out = addend + a b, rounded once
+    multiply_(out, a, b, addend)                 # out = addend + a b
     multiply_scaled_(out, a, b, scales)          # of fp8 matrices; with an addend, too
     swiglu_product_(gate_up, x, weight, z)       # gate | up = x W^T, and its product z, in one launch
 
@@ -57,7 +57,7 @@ class Asked:
 
 
 def multiply_(out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None = None) -> None:
-    """out = a b, or addend + a b, rounded once; the addend may be out."""
+    """out = a b, or addend + a b; the addend may be out."""
     chosen = _chosen.get(spec(out, a, b, addend)) if _chosen else None
     if chosen is not None and addend is not None and addend.data_ptr() != out.data_ptr():
         out.copy_(addend)  # as torch does, and as was measured: a sum elsewhere may be rounded otherwise
@@ -111,7 +111,7 @@ def product_(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def add_product_(out: Tensor, addend: Tensor, x: Tensor, weight: Tensor) -> None:
-    """out (R, N) = addend + x (R, K) times weight (N, K) transposed, rounded once; out may be addend."""
+    """out (R, N) = addend + x (R, K) times weight (N, K) transposed; out may be addend."""
     multiply_(out, x, weight.T, addend)
 
 
@@ -177,10 +177,10 @@ def _first(asked: Spec) -> Multiply:
 
 def _fastest(asked: Asked, wanted: Spec) -> Multiply:
     first, others = _first(wanted), list[Multiply](candidates(wanted))
-    if asked.addend is None and asked.scales is None and asked.b.stride(0) == 1:
-        others.append(_ours)
     if asked.addend is not None:
         asked.addend.fill_(1)
+    elif asked.scales is None and asked.b.stride(0) == 1:
+        others.append(_ours)
     expected = _result(asked, first)
     seconds = {kernel: math.inf for kernel in (first, *others) if _gives(expected, asked, kernel)}
     del expected

@@ -210,15 +210,16 @@ class CardPlan:
 
     def _layouts(self) -> Iterator[Layout]:
         n, sequences = self.asked.gpus, self.tokens_per_step // self.length
+        shards = "zero" in self.given and self.own.zero > 0 and "tensor" not in self.given
         for tensor in self._tried("tensor", divisors(n)):
             data = n // tensor
+            if shards and data == 1 < n:
+                continue
             if sequences % data or self.length % tensor or not divides(self.config, tensor):
                 continue
             micro_batches = self._tried("batch_size", MICRO_BATCHES)
             for micro_batch in (each for each in micro_batches if sequences // data % each == 0):
                 levels = self._tried("zero", (0, 1, 3)) if data > 1 else (0,)
-                if data == 1 < n and any(self._tried("zero", (0,))) and "tensor" not in self.given:
-                    continue  # what was asked to be sharded would not be
                 by = self._tried("tensor_by", ("collectives", "copies")) if tensor > 1 else ("collectives",)
                 by = [each for each in by if each != "copies" or self.hardware.copies_reach(tensor)]
                 for zero, keep, tensor_by in product(levels, self._tried("keep", KEEPS), by):

@@ -25,7 +25,7 @@ from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.tensor import take_parts
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.isolation import PredictedOutOfMemory
-from cs336_systems.harness.memory import check_fit, is_predictable, predicted_peak, predicted_states, states_on_host
+from cs336_systems.harness.memory import check_fit, is_predictable, offloaded_bytes, predicted_peak, predicted_states
 from cs336_systems.harness.provenance import device_state, host_name, memory_used_bytes, versions
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
@@ -389,7 +389,7 @@ def predicted_segments(case: TrainerCase, total: int | None) -> dict[str, int]:
     Args:
         total: memory of the device; None if it has none of its own, and no segment is free.
     """
-    on_host = {f"{name} on the host": n_bytes for name, n_bytes in states_on_host(case, case.world_size).items()}
+    on_host = {f"{name} on the host": n_bytes for name, n_bytes in offloaded_bytes(case, case.world_size).items()}
     if not is_predictable(case):
         return predicted_states(case, case.world_size) | on_host
     states, away = state_bytes_per_parameter(case), offloaded(case)

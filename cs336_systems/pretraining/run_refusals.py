@@ -41,7 +41,7 @@ _UNDER_CAPS: dict[str, tuple[Any, ...]] = {
 
 DILOCO = ("agree_every", "agree_fragments", "agree_delay", "agree_dtype", "outer_learning_rate", "outer_momentum")
 """Options of --agree diloco alone."""
-_AGREEING = (*DILOCO, "agree_timeout", "ranks_per_replica", "lighthouse", "replica", "fail")
+_AGREEING = ("agree_timeout", "ranks_per_replica", "lighthouse", "replica", "fail")
 _ONLY_FOR: tuple[tuple[tuple[str, ...], Callable[["TrainOptions"], object], str], ...] = (
     (RECIPE[1:], lambda o: o.matmul_dtype != "same", "quantized matmuls, and --matmul-dtype is same"),
     (("gather_by",), lambda o: o.zero == 3, "--zero 3, got --zero {o.zero}"),

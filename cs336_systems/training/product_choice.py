@@ -1,6 +1,7 @@
 """The products of a training step, for ``kernels.matmul.choose`` to measure before it."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ def products_of(case: TrainingCase, device: torch.device) -> Iterator[Asked]:
     def operand(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float8_e4m3fn if recipe.quantized else dtype, device=device)
 
+    def weight_gradient(adds: bool, out: Tensor, dy: Tensor, x: Tensor, scales: Any = None) -> Asked:
+        return Asked(out, dy, x, out if adds else None, scales)
+
     scales = (torch.ones((), device=device), torch.ones((), device=device)) if recipe.quantized else None
     adding = (False, True) if case.accumulate > 1 else (False,)
     for name, (k, n) in config.block_shapes.items():
@@ -40,17 +44,14 @@ def products_of(case: TrainingCase, device: torch.device) -> Iterator[Asked]:
         if recipe.quantized:
             yield Asked(empty(rows, k), operand(rows, n), operand(k, n).T, None, scales)
             for adds in adding:
-                out = empty(n, k)
-                yield Asked(out, operand(n, rows), operand(k, rows).T, out if adds else None, scales)
+                yield weight_gradient(adds, empty(n, k), operand(n, rows), operand(k, rows).T, scales)
         else:
             yield Asked(empty(rows, k), operand(rows, n), operand(n, k))
             for adds in adding:
-                out = empty(n, k)
-                yield Asked(out, operand(rows, n).T, operand(rows, k), out if adds else None)
+                yield weight_gradient(adds, empty(n, k), operand(rows, n).T, operand(rows, k))
     chunk = min(rows, default_chunk(rows, config.vocab_size, dtype.itemsize))
     logits = empty(chunk, row_width(config.vocab_size))[:, : config.vocab_size]
     yield Asked(logits, empty(chunk, d), empty(config.vocab_size, d).T)
     yield Asked(empty(chunk, d), logits, empty(config.vocab_size, d))
     for adds in (False, True) if rows > chunk else (False,):
-        out = empty(config.vocab_size, d)
-        yield Asked(out, logits.T, empty(chunk, d), out if adds else None)
+        yield weight_gradient(adds, empty(config.vocab_size, d), logits.T, empty(chunk, d))

@@ -35,6 +35,7 @@ import math
 from dataclasses import dataclass, replace
 
 from cs336_systems.costs.parallelism.forms import BYTES_PER_ELEMENT, FeedForward, check_positive
+from cs336_systems.hardware import MIB
 
 
 @dataclass(frozen=True)
@@ -260,5 +261,8 @@ class FeedForwardStack:
             raise ValueError(f"tokens must not be negative, got {tokens}")
         return tokens * self.activation_bytes_per_token / 2
 
+
+H100_BYTES = 81_559 * MIB
+"""Memory of an H100 of 80 GB, as nvidia-smi shows it: 79.6 GiB."""
 
 XXL = FeedForwardStack(FeedForward(16_384, 53_248, n_matrices=2), n_blocks=126)
