@@ -267,6 +267,8 @@ def backward(
     del dy_read
     projected = recalled.projected()
     dqkv = dattended.new_empty(dattended.shape[0], config.d_qkv)
+    raised = {} if config.qk_norm else maxima.raised("dqkv")
+    rotation = {"cos": cos, "sin": sin, **raised} if ops.rotates_back and not config.qk_norm else {}
     ops.attention_backward(
         stages.heads(dattended),
         *stages.attended_heads(projected),
@@ -274,6 +276,7 @@ def backward(
         recalled["lse"],
         stages.qkv_heads(dqkv),
         **stages.documents,
+        **rotation,
     )
     del dattended
     recalled.forget("attended", "lse")
@@ -281,8 +284,8 @@ def backward(
         dgains["q_norm"], dgains["k_norm"] = stages.norm_rotate_backward_(dqkv, projected)
     del projected
     recalled.forget("qkv", *APART)
-    if not config.qk_norm:
-        stages.rotate_(dqkv, config.n_heads, config.kv_heads, inverse=True, **maxima.raised("dqkv"))
+    if not (config.qk_norm or rotation):
+        stages.rotate_(dqkv, config.n_heads, config.kv_heads, inverse=True, **raised)
     if grads.qkv_bias is not None:
         write.vector(grads.qkv_bias, ops.column_sums(dqkv))
     dy_read = products.read_gradient("dqkv", dqkv, maxima, columns=grads.qkv is not None)

@@ -12,6 +12,7 @@ bit.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ QUANTIZERS = Quantizers(
 
 def attention_ops(
     forward_op: Callable[..., Any], backward_op: Callable[..., Any], *options: Callable[[], bool]
-) -> dict[str, Callable[..., Any]]:
+) -> dict[str, Any]:
     """The fields of ``BlockOps`` for attention, from a forward operator and a backward one that writes its outputs in
     place.
 
@@ -95,14 +96,15 @@ def attention_ops(
         into: tuple[Tensor, Tensor, Tensor],
         *,
         causal: bool = True,
-        **documents: Tensor,
+        **further: Tensor,
     ) -> None:
         how = causal, q.shape[-1] ** -0.5, *(option() for option in options)
-        backward_op(q, k, v, o, lse, do, *into, *how, **documents)
+        backward_op(q, k, v, o, lse, do, *into, *how, **further)
 
     return {"attention_forward": forward, "attention_backward": backward, "attention_merge_": merge_attention_}
 
 
 FLASH_ATTENTION = attention_ops(flash.forward_op, flash.backward_into_op)
-HOPPER_ATTENTION = attention_ops(hopper.forward_op, hopper.backward_into_op, torch.are_deterministic_algorithms_enabled)
-HOPPER_ATTENTION_IN_ORDER = attention_ops(hopper.forward_op, hopper.backward_into_op, lambda: True)
+_HOPPER = partial(attention_ops, hopper.forward_op, hopper.backward_into_op)
+HOPPER_ATTENTION = _HOPPER(torch.are_deterministic_algorithms_enabled) | {"rotates_back": True}
+HOPPER_ATTENTION_IN_ORDER = _HOPPER(lambda: True) | {"rotates_back": True}

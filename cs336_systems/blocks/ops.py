@@ -17,7 +17,7 @@ P = (H + 2 K) E; N and K also a weight's rows and columns. Statistics (``rstd``,
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -259,12 +259,15 @@ class BlockOps:
     norm_rotate_backward_: Callable[..., tuple[Tensor, Tensor]] = norm_rotate_backward_
     attention_forward: Callable[..., tuple[Tensor, Tensor]] = attention_forward
     attention_backward: Callable[..., object] = attention_backward
+    rotates_back: bool = False
+    """Whether ``attention_backward`` takes cos and sin, and then does what ``rotate_`` would do to its gradients."""
     attention_merge_: Callable[..., object] = attention_merge_
     lora_shrink: Callable[..., Tensor] = shrink
     lora_expand_: Callable[..., object] = expand_
     lora_gradients_: Callable[..., object] = factor_gradients_
 
 
+OPERATIONS = frozenset(field.name for field in fields(BlockOps)) - {"rotates_back"}
 REFERENCE = BlockOps()
 
 

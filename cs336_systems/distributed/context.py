@@ -85,7 +85,7 @@ def rotate_local(model: TransformerLM, group: dist.ProcessGroup, order: str) -> 
 def context_ops(ops: BlockOps, group: dist.ProcessGroup, order: str) -> BlockOps:
     """Operations of blocks whose attention is over the tokens of all ranks of a group."""
     attention = (Gathered if order == "gathered" else Exchanged)(ops, group, order)
-    return replace(ops, attention_forward=attention.forward, attention_backward=attention.backward)
+    return replace(ops, attention_forward=attention.forward, attention_backward=attention.backward, rotates_back=False)
 
 
 class Meeting(NamedTuple):

@@ -34,7 +34,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import nvtx
@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.blocks import BlockOps, WrittenOutBlock
-from cs336_systems.blocks.ops import PRODUCTS
+from cs336_systems.blocks.ops import OPERATIONS, PRODUCTS
 from cs336_systems.config import phase_of
 from cs336_systems.model import ModelOps
 
@@ -255,8 +255,8 @@ def ranged_block_ops(ops: BlockOps, block: str) -> BlockOps:
 
         return run
 
-    names = {field.name for field in fields(BlockOps)}
-    return replace(ops, **{name: wrap(name) for name in names - PRODUCTS})
+    ranged_operations: dict[str, Any] = {name: wrap(name) for name in OPERATIONS - PRODUCTS}
+    return replace(ops, **ranged_operations)
 
 
 def ranged_phases(phases: Mapping[str, Callable[[], None]], *, warmup: int) -> dict[str, Callable[[], None]]:

@@ -65,7 +65,7 @@ def attending(
         for gradient, complete in zip(own, _heads(sums.total[-q.shape[2] :]), strict=True):
             gradient.copy_(complete)
 
-    return replace(ops, attention_forward=forward, attention_backward=backward)
+    return replace(ops, attention_forward=forward, attention_backward=backward, rotates_back=False)
 
 
 def _heads(keys_values_S2KE: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,14 @@
 """What a block holds while it runs: what is not kept lives from where it is made to where it is last read."""
 
 import functools
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.blocks import REFERENCE, BlockGradients, BlockOps, BlockWeights, Saved, backward, forward
-from cs336_systems.blocks.ops import PRODUCTS
+from cs336_systems.blocks import REFERENCE, BlockGradients, BlockWeights, Saved, backward, forward
+from cs336_systems.blocks.ops import OPERATIONS, PRODUCTS
 from cs336_systems.costs.kept import kept_names
 from tests.modes import Mode
 
@@ -28,11 +28,7 @@ class Watched(Mode):
         super().__init__()
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
         self.alive: list[tuple[str, int]] = []
-        calls = {
-            field.name: functools.partial(self.call, field.name, getattr(REFERENCE, field.name))
-            for field in fields(BlockOps)
-            if field.name not in PRODUCTS
-        }
+        calls = {name: functools.partial(self.call, name, getattr(REFERENCE, name)) for name in OPERATIONS - PRODUCTS}
         self.ops = replace(REFERENCE, **calls)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

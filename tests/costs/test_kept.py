@@ -1,7 +1,7 @@
 """What a hand-written block is told to keep, what that comes to, and what it then recomputes as it runs."""
 
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.blocks import REFERENCE, BlockGradients, BlockWeights, Saved, backward, forward
+from cs336_systems.blocks.ops import OPERATIONS
 from cs336_systems.config import PRECISIONS, resolve_size
 from cs336_systems.costs.kept import KEPT, LEVELS, SWITCHES, bytes_kept, keep_of_blocks, kept_names, recomputed
 from cs336_systems.hardware import find_hardware
@@ -91,7 +92,7 @@ def run_in_backward(keep: str) -> tuple[Counter, int]:
         calls["recomputed product"] += bool(options.get("with_product"))
         return operation(*arguments, **options)
 
-    ops = {field.name: partial(counted, field.name, getattr(REFERENCE, field.name)) for field in fields(REFERENCE)}
+    ops = {name: partial(counted, name, getattr(REFERENCE, name)) for name in OPERATIONS}
     parameters = {name: value.detach() for name, value in block_of(LLAMA, torch.float32).named_parameters()}
     weights, saved = BlockWeights.of(parameters), Saved(kept_names(keep))
     x, dy = inputs(LLAMA, 17, torch.float32)

@@ -33,7 +33,7 @@ class Launches:
     main: Prepared
     """Takes the addresses of q, k, v, do, stats, sums of dq, dk, dv, turns, a counter and, if packed, ends."""
     postprocess: Prepared
-    """Takes the addresses of the sums and of dq."""
+    """Takes addresses as ``prepare_postprocess`` says."""
     n_stats: int
     n_sums: int
     n_turns: int
@@ -51,6 +51,8 @@ def _prepared(
     scale: float,
     ordered: bool,
     packed: bool,
+    rotated: bool,
+    noted: bool,
     schedule: BackwardSchedule | None,
 ) -> Launches | None:
     """The three launches, or None if the copy engine cannot read or write a tensor with these strides.
@@ -63,7 +65,7 @@ def _prepared(
     tensors = [(shape, of, dtype) for shape, of in zip(shapes, strides, strict=True)]
     if not all(can_be_copied(*tensor) for tensor in tensors):
         return None
-    q, k, v, _, do, dq, dk, dv = tensors
+    q, k, v, _, do, _, dk, dv = tensors
     batch, n_heads, n_queries, d_head = shape_BHQD
     n_kv_heads, n_keys = shape_BKND[1:3]
     block_d = padded_head_dim(d_head)
@@ -117,7 +119,7 @@ def _prepared(
     return Launches(
         prepare_preprocess(shape_BHQD, strides[3], strides[4], dtype, padded, block_d, scale),
         main,
-        prepare_postprocess(*dq, padded, block_d, scale),
+        prepare_postprocess(shape_BHQD, n_kv_heads, strides[5:], dtype, padded, block_d, scale, rotated, noted),
         math.prod(stats_shape) * dtype.itemsize // torch.float32.itemsize,
         math.prod(sums_shape),
         2 * rows // schedule.block_q,
@@ -139,8 +141,13 @@ def launch_backward(
     ordered: bool = False,
     schedule: BackwardSchedule | None = None,
     starts_BQ: Tensor | None = None,
+    rotation: tuple[Tensor, Tensor] | None = None,
+    absmax: Tensor | None = None,
 ) -> None:
     """Write dq, dk and dv; ``ordered`` sums dq from the last key tile to the first, ``starts_BQ`` masks documents.
+
+    With ``rotation``, cos and sin (Q, D / 2) in fp32, dq and dk are those of q and k before ``rotary.rotate_``, and
+    ``absmax`` is raised to the largest magnitude of the three.
 
     What the copy engine cannot read where it lies is copied first. What it cannot write where it lies (strides of
     batch, head and sequence that are no positive multiples of 16 bytes, a last stride other than 1, a first element off
@@ -155,7 +162,7 @@ def launch_backward(
         q_BHQD.stride(), k_BKND.stride(), v_BKND.stride(), o_BHQD.stride(), do_BHQD.stride(),
         dq_BHQD.stride(), dk_BKND.stride(), dv_BKND.stride(),
     )  # fmt: skip
-    how = causal, scale, ordered, starts_BQ is not None, schedule
+    how = causal, scale, ordered, starts_BQ is not None, rotation is not None, absmax is not None, schedule
     launches = _prepared(shape, k_BKND.shape, strides, q_BHQD.dtype, device, *how)
     q, k, v = q_BHQD.data_ptr(), k_BKND.data_ptr(), v_BKND.data_ptr()
     o, do = o_BHQD.data_ptr(), do_BHQD.data_ptr()
@@ -166,14 +173,13 @@ def launch_backward(
         written = dq_BHQD, dk_BKND, dv_BKND = [host.writable(x) for x in gradients]
         launch_backward(
             q_BHQD, k_BKND, v_BKND, o_BHQD, lse_BHQ, do_BHQD, dq_BHQD, dk_BKND, dv_BKND,
-            causal, scale, ordered, schedule, starts_BQ,
+            causal, scale, ordered, schedule, starts_BQ, rotation, absmax,
         )  # fmt: skip
         for gradient, elsewhere in zip(gradients, written, strict=True):
             if elsewhere is not gradient:
                 gradient.copy_(elsewhere)
         return
-    if lse_BHQ.data_ptr() % host.ALIGNMENT_BYTES or not lse_BHQ.is_contiguous():
-        lse_BHQ = lse_BHQ.clone(memory_format=torch.contiguous_format)
+    lse_BHQ = host.aligned(lse_BHQ)
     between = torch.empty(launches.n_stats + launches.n_sums, dtype=torch.float32, device=device)
     stats = between.data_ptr()
     sums = stats + launches.n_stats * between.element_size()
@@ -185,4 +191,9 @@ def launch_backward(
     ends_BN = None if starts_BQ is None else ends_of(starts_BQ, k_BKND.shape[2])
     documents = () if ends_BN is None else (ends_BN.data_ptr(),)
     launches.main(stream, q, k, v, do, stats, sums, dk, dv, turns.data_ptr(), counter.data_ptr(), *documents)
-    launches.postprocess(stream, sums, dq)
+    if rotation is None:
+        launches.postprocess(stream, sums, dq)
+        return
+    cos, sin = map(host.aligned, rotation)
+    noted = () if absmax is None else (absmax.data_ptr(),)
+    launches.postprocess(stream, sums, dq, dk, dv, cos.data_ptr(), sin.data_ptr(), *noted)

@@ -133,7 +133,7 @@ def add_dq(plan, dq, turns, key_tile, tiles, part, row, WHO: gl.constexpr):
     """Add this consumer's part of a dq tile, whose first query is this row of the sums, to global memory.
 
     The numbers go in the order in which threads hold them, four of a thread side by side: in rows of a tile two rows of
-    threads would meet in a bank of shared memory. ``element_of_sums`` is where ``postprocess`` finds them.
+    threads would meet in a bank of shared memory. ``halves_of_sums`` finds them there.
     """
     BLOCK_Q: gl.constexpr = tiles.ds.shape[2]
     BLOCK_D: gl.constexpr = tiles.q.tiles.shape[2]

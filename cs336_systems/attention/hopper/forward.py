@@ -348,7 +348,7 @@ def launch_forward(
         return host.empty_result(q_BHQD), torch.empty(shape[:3], dtype=torch.float32, device=device)
     strides = q_BHQD.stride(), k_BKND.stride(), v_BKND.stride()
     packed = starts_BQ is not None
-    starts_BQ = host.aligned(starts_BQ)
+    starts_BQ = None if starts_BQ is None else host.aligned(starts_BQ)
     run = _prepared(shape, k_BKND.shape, strides, q_BHQD.dtype, device, causal, scale, packed, schedule)
     q, k, v = q_BHQD.data_ptr(), k_BKND.data_ptr(), v_BKND.data_ptr()
     if run is None or (q | k | v) % host.ALIGNMENT_BYTES:

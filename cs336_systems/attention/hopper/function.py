@@ -51,7 +51,7 @@ def backward_op(
     return dq, dk, dv
 
 
-@operator("hopper_attention_backward_into", lambda *_: None, mutates=("dq", "dk", "dv"))
+@operator("hopper_attention_backward_into", lambda *_: None, mutates=("dq", "dk", "dv", "absmax"))
 def backward_into_op(
     q: Tensor,
     k: Tensor,
@@ -66,10 +66,17 @@ def backward_into_op(
     scale: float,
     ordered: bool,
     starts: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    absmax: Tensor | None = None,
 ) -> None:
-    """``backward_op``, written into dq, dk and dv, whose strides are free as those of inputs are."""
+    """``backward_op``, written into dq, dk and dv, whose strides are free as those of inputs are.
+
+    cos and sin, if they are there, are ``rotation`` of ``launch_backward``.
+    """
+    rotation = None if cos is None or sin is None else (cos, sin)
     with host.on_device_of(q):
-        launch_backward(q, k, v, o, lse, do, dq, dk, dv, causal, scale, ordered, starts_BQ=starts)
+        launch_backward(q, k, v, o, lse, do, dq, dk, dv, causal, scale, ordered, None, starts, rotation, absmax)
 
 
 class HopperKernels(torch.autograd.Function):

@@ -28,9 +28,9 @@ def copyable(x: Tensor) -> Tensor:
     return x if x.data_ptr() % ALIGNMENT_BYTES == 0 else x.clone()
 
 
-def aligned(numbers: Tensor | None) -> Tensor | None:
-    """The same numbers, contiguous at an address that is a multiple of 16 bytes, as kernels expect; None for None."""
-    if numbers is None or (numbers.is_contiguous() and numbers.data_ptr() % ALIGNMENT_BYTES == 0):
+def aligned(numbers: Tensor) -> Tensor:
+    """The same numbers, contiguous at an address that is a multiple of 16 bytes, as kernels expect."""
+    if numbers.is_contiguous() and numbers.data_ptr() % ALIGNMENT_BYTES == 0:
         return numbers
     return numbers.clone(memory_format=torch.contiguous_format)
 

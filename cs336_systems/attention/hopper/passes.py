@@ -1,7 +1,7 @@
 """The Hopper backward's passes over memory before and after its main kernel, in plain Triton.
 
     preprocess    reads o, do, lse; writes lse / scale and delta in parts that a matmul can subtract, and zeros for dq
-    postprocess   reads the fp32 sums of dq; writes dq
+    postprocess   reads the fp32 sums of dq; writes dq. For blocks, which rotate q and k, it also rotates dq and dk back
 
 Queries are padded to a multiple of 128 in what is written in between, so that no step reads past a head's end.
 
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from cs336_systems.attention.hopper.primitives import PARTS, STATISTICS, part_weight
+from cs336_systems.kernels.absmax import magnitude_bits, raise_absmax
 from cs336_systems.kernels.copy_engine import example
 from cs336_systems.kernels.launching import Prepared, ceil_div
 
@@ -72,35 +73,88 @@ def hopper_preprocess_kernel(
 
 
 @triton.jit
-def element_of_sums(row, column, PART_COLUMNS: tl.constexpr):
-    """The index of dq[row, column], of 64 queries, among their fp32 sums.
+def halves_of_sums(summed, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The first and the second D / 2 columns of the fp32 sums of 64 queries, (64, BLOCK_D / 2) each.
 
-    First one consumer's half, of PART_COLUMNS columns, then the other's; in one, eight columns after the other: four
-    numbers of each of 128 threads, which are two of its row and two of the row eight further, as wgmma's result has
-    them.
+    In memory: first one consumer's half, BLOCK_D / 2 columns, then the other's; in one, eight columns after the other:
+    four numbers of each of 128 threads, which are two of its row and two of the row eight further, as wgmma's result
+    has them.
     """
-    part, column = column // PART_COLUMNS, column % PART_COLUMNS
-    thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
-    return part * (64 * PART_COLUMNS) + column // 8 * 512 + thread * 4 + row // 8 % 2 * 2 + column % 2
+    PART_COLUMNS: tl.constexpr = BLOCK_D // 2
+    sums = tl.load(summed + tl.arange(0, 64 * BLOCK_D))
+    # Part, eight columns, warp, group of four threads, thread of four, one of two rows, one of two columns.
+    sums = tl.reshape(sums, (2, PART_COLUMNS // 8, 4, 8, 4, 2, 2))
+    sums = tl.reshape(tl.permute(sums, (2, 5, 3, 1, 4, 6, 0)), (64, PART_COLUMNS, 2))
+    if D == BLOCK_D:
+        return tl.split(sums)
+    rows = tl.reshape(tl.permute(sums, (0, 2, 1)), (64, BLOCK_D))
+    first = tl.broadcast_to(tl.arange(0, PART_COLUMNS)[None, :], (64, PART_COLUMNS))
+    return tl.gather(rows, first, 1), tl.gather(rows, first + D // 2, 1)
+
+
+@triton.jit
+def _heads(gradient, stride_b, stride_h, stride, batch, head, rows, pairs):
+    """Addresses of the first halves of a head's rows."""
+    return gradient + batch * stride_b + head * stride_h + rows[:, None].to(tl.int64) * stride + pairs
+
+
+@triton.jit
+def _store_turned_back(
+    x, y, at, exists, cos, sin, absmax, rows, pairs, DTYPE: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """Store both halves of rows, in fp32, turned back by their positions' angles if there are any."""
+    if cos is not None:
+        angles = rows[:, None] * (D // 2) + pairs
+        cosine, sine = tl.load(cos + angles, mask=exists, other=0.0), tl.load(sin + angles, mask=exists, other=0.0)
+        x, y = x * cosine + y * sine, y * cosine - x * sine
+    _raise(absmax, x, y, exists, DTYPE)
+    tl.store(at, x.to(DTYPE), mask=exists)
+    tl.store(at + D // 2, y.to(DTYPE), mask=exists)
+
+
+@triton.jit
+def _raise(absmax, x, y, exists, DTYPE: tl.constexpr):
+    if absmax is not None:
+        bits = tl.maximum(magnitude_bits(x), magnitude_bits(y))
+        raise_absmax(absmax, tl.where(exists, bits, 0), DTYPE)
 
 
 @triton.jit
 def hopper_postprocess_kernel(
-    summed, dq, stride_dqb, stride_dqh, stride_dq, n_heads, n_queries, padded, scale,
+    summed, dq, dk, dv, cos, sin, absmax, stride_dqb, stride_dqh, stride_dq, stride_dkb, stride_dkh, stride_dk,
+    stride_dvb, stride_dvh, stride_dv, n_heads, n_kv_heads, n_heads_in_all, n_queries, padded, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dq (B, H, Q, D) in its dtype from the fp32 sums, each 64 rows of BLOCK_D in the order of ``element_of_sums``."""
+    """dq (B, H, Q, D) in its dtype from the fp32 sums, each 64 rows of BLOCK_D in the order of ``halves_of_sums``.
+
+    With cos and sin (Q, D / 2) dq, rounded, is then turned back by them, and dk in place, as ``rotary.py`` would. With
+    absmax the largest magnitude of dq, dk and dv is noted. Heads are those of q, then those of k, then those of v.
+    """
     n_tiles = tl.cdiv(n_queries, ROWS)
     first = tl.program_id(0) % n_tiles * ROWS
-    rows = first + tl.arange(0, ROWS)
+    rows, pairs = first + tl.arange(0, ROWS), tl.arange(0, BLOCK_D // 2)[None, :]
     batch_head = (tl.program_id(0) // n_tiles).to(tl.int64)
-    batch, head = batch_head // n_heads, batch_head % n_heads
-    columns = tl.arange(0, BLOCK_D)
-    elements = element_of_sums(tl.arange(0, ROWS)[:, None], columns[None, :], BLOCK_D // 2)
-    sums = tl.load(summed + (batch_head * padded + first) * BLOCK_D + elements)
-    dq += batch * stride_dqb + head * stride_dqh + rows[:, None].to(tl.int64) * stride_dq + columns
-    exists = (rows < n_queries)[:, None] & (columns < D)[None, :]
-    tl.store(dq, (sums * scale).to(dq.dtype.element_ty), mask=exists)
+    batch, head = batch_head // n_heads_in_all, batch_head % n_heads_in_all
+    exists = (rows < n_queries)[:, None] & (pairs < D // 2)
+    DTYPE: tl.constexpr = dq.dtype.element_ty
+    if head < n_heads:
+        sums = summed + ((batch * n_heads + head) * padded + first) * BLOCK_D
+        x, y = halves_of_sums(sums, D, BLOCK_D)
+        x, y = (x * scale).to(DTYPE).to(tl.float32), (y * scale).to(DTYPE).to(tl.float32)
+        at = _heads(dq, stride_dqb, stride_dqh, stride_dq, batch, head, rows, pairs)
+        _store_turned_back(x, y, at, exists, cos, sin, absmax, rows, pairs, DTYPE, D)
+    elif cos is not None:
+        head -= n_heads
+        if head < n_kv_heads:
+            at = _heads(dk, stride_dkb, stride_dkh, stride_dk, batch, head, rows, pairs)
+            x = tl.load(at, mask=exists, other=0.0).to(tl.float32)
+            y = tl.load(at + D // 2, mask=exists, other=0.0).to(tl.float32)
+            _store_turned_back(x, y, at, exists, cos, sin, absmax, rows, pairs, DTYPE, D)
+        else:
+            at = _heads(dv, stride_dvb, stride_dvh, stride_dv, batch, head - n_kv_heads, rows, pairs)
+            x = tl.load(at, mask=exists, other=0.0).to(tl.float32)
+            y = tl.load(at + D // 2, mask=exists, other=0.0).to(tl.float32)
+            _raise(absmax, x, y, exists, DTYPE)
 
 
 def prepare_preprocess(
@@ -132,25 +186,39 @@ def prepare_preprocess(
 
 def prepare_postprocess(
     shape_BHQD: tuple[int, ...],
-    dq_strides: tuple[int, ...],
+    n_kv_heads: int,
+    strides: tuple[tuple[int, ...], ...],
     dtype: torch.dtype,
     padded: int,
     block_d: int,
     scale: float,
+    rotated: bool,
+    noted: bool,
 ) -> Prepared:
-    """A launch that takes the addresses of the sums and of dq."""
+    """A launch that takes the addresses of the sums and of dq; if ``rotated``, those of dk, dv, cos and sin, too; if
+    ``noted``, that of absmax after these.
+
+    ``strides`` are those of dq, dk and dv.
+    """
     batch, n_heads, n_queries, d_head = shape_BHQD
+    n_heads_in_all = n_heads + (rotated + noted) * n_kv_heads
+    f32 = torch.float32
     return Prepared(
         hopper_postprocess_kernel,
-        ceil_div(n_queries, PASS_ROWS) * batch * n_heads,
-        example(torch.float32),
+        ceil_div(n_queries, PASS_ROWS) * batch * n_heads_in_all,
+        example(f32),
         example(dtype),
-        *dq_strides[:3],
+        *((example(dtype), example(dtype), example(f32), example(f32)) if rotated else (None,) * 4),
+        torch.empty(2)[1:] if noted else None,  # one of several numbers, at any address
+        *(step for each in strides for step in each[:3]),
         n_heads,
+        n_kv_heads,
+        n_heads_in_all,
         n_queries,
         padded,
         scale,
         D=d_head,
         BLOCK_D=block_d,
         ROWS=PASS_ROWS,
+        enable_fp_fusion=False,  # ``rotary.py`` rounds each product
     )

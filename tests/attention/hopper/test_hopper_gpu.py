@@ -10,11 +10,15 @@ from cs336_systems.attention.hopper.backward import launch_backward
 from cs336_systems.attention.hopper.forward import launch_forward
 from cs336_systems.attention.hopper.function import (
     HopperFlashAttention,
+    backward_into_op,
     backward_op,
+    forward_op,
 )
 from cs336_systems.attention.hopper.schedules import FORWARD, SHORT_FORWARD, BackwardSchedule, ForwardSchedule
+from cs336_systems.kernels.rotary import rotate_
 from tests.attention import error_budget
 from tests.attention.error_budget import Results, compare, make, results_of
+from tests.attention.slices import heads_of
 from tests.attention.test_kernels_gpu import ON_HOPPER
 
 pytestmark = [pytest.mark.gpu, ON_HOPPER, pytest.mark.usefixtures("poisoned")]
@@ -144,3 +148,23 @@ def test_a_captured_graph_beside_other_launches() -> None:
         for a, b, c in zip(expected, captured, eager, strict=True):
             assert torch.equal(a, b)
             assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("d_head", [80, 128])
+def test_gradients_before_rotation_have_the_bits_of_two_kernels(d_head: int, kv_heads: int) -> None:
+    heads, n = 4, 333
+    qkv, into, expected = (
+        torch.randn(2, n, (heads + 2 * kv_heads) * d_head, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    )
+    tensors = heads_of(qkv, heads, kv_heads)
+    o, lse = forward_op(*tensors, True, 0.125)
+    do = torch.randn_like(o)
+    cos, sin = torch.rand(2, n, d_head // 2, device="cuda")
+    maxima = torch.zeros(3, device="cuda")
+    how = True, 0.125, True
+    backward_into_op(*tensors, o, lse, do, *heads_of(expected, heads, kv_heads), *how)
+    rotate_(expected, cos, sin, heads, kv_heads, inverse=True, absmax=maxima[0])
+    backward_into_op(*tensors, o, lse, do, *heads_of(into, heads, kv_heads), *how, None, cos, sin, maxima[1])
+    assert torch.equal(into, expected)
+    assert maxima[0] == maxima[1] > 0

@@ -66,7 +66,7 @@ def test_tensors_are_read_and_written_where_they_lie(
     assert arguments[5] == (sums, (12 * 256 * 64 // 32, 32), (32, 1))
     dq, dk, dv = gradients
     assert arguments[6:8] == (where(dk), where(dv))
-    assert after[:5] == (sums, dq.data_ptr(), *dq.stride()[:3])
+    assert after[:16] == (sums, dq.data_ptr(), *[None] * 5, *(step for x in gradients for step in x.stride()[:3]))
     turns, counter = arguments[8:10]
     assert constants["ORDERED"] == constants["launch_cooperative_grid"] == ordered
     assert [x.numel() for x in zeros] == [2 * 12 * 256 // 64] * ordered
@@ -129,7 +129,21 @@ def test_gradients_are_written_into_slices_where_they_lie() -> None:
     after, _ = Kernel.launched["hopper_postprocess_kernel"]
     dq, dk, dv = slices
     assert arguments[6:8] == (where(dk), where(dv))
-    assert after[1:5] == (dq.data_ptr(), 200 * 768, 64, 768)
+    assert after[1:16] == (dq.data_ptr(), *[None] * 5, *(200 * 768, 64, 768) * 3)
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_gradients_are_rotated_back_where_they_lie(noted: bool) -> None:
+    q, k, v = heads_of(torch.zeros(2, 200, 12 * 64, dtype=torch.bfloat16), 6, 3)
+    dq, dk, dv = heads_of(torch.zeros(2, 200, 12 * 64, dtype=torch.bfloat16), 6, 3)
+    o, lse = forward.launch_forward(q, k, v, True, 0.125)
+    cos, sin, maxima = torch.zeros(200, 32), torch.zeros(200, 32), torch.zeros(3)
+    raised = {"absmax": maxima[1]} if noted else {}
+    backward.launch_backward(q, k, v, o, lse, o, dq, dk, dv, True, 0.125, rotation=(cos, sin), **raised)
+    after, _ = Kernel.launched["hopper_postprocess_kernel"]
+    absmax = raised["absmax"].data_ptr() if noted else None
+    assert after[1:7] == (*(x.data_ptr() for x in (dq, dk, dv, cos, sin)), absmax)
+    assert after[16:19] == (6, 3, 12 if noted else 9)
 
 
 @pytest.mark.parametrize("place", range(3))
