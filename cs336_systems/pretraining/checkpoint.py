@@ -16,7 +16,7 @@ Reading takes one process and no GPU, whatever the number of ranks that wrote, a
 import json
 import os
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,26 @@ def _identity(model: ModelOfRun) -> dict[str, Any]:
     found, adapters = {"eos_id": model.eos_id} | asdict(model.config), model.adapters
     lora = None if adapters is None else str(adapters.lora)
     return found | {"LoRA": lora, "the checksum of its base": adapters and adapters.checksum}
+
+
+def check_same_model(origin: Path, model: ModelOfRun) -> None:
+    """Raise ValueError if the run whose checkpoint is taken up trains another model; what it is called does not count.
+
+    Shapes alone do not tell: two models may differ in their rotary angles, two sets of adapters in their base.
+    """
+    folder = origin.resolve().parent if is_checkpoint(origin) else origin
+    if not (folder / RUN).exists():  # the checkpoint was moved away from its run
+        return
+    was, now = (_identity(_written_out(one)) for one in (read_run_json(folder), model))
+    if others := [f"{name} is {was[name]} there and {now[name]} here" for name in now if was[name] != now[name]]:
+        raise ValueError(f"--resume-from {origin} is of another model: {', '.join(others[:3])}; repeat its options")
+
+
+def _written_out(model: ModelOfRun) -> ModelOfRun:
+    """The model without a name, and with what follows from its other sizes."""
+    config = model.config
+    heads: dict[str, Any] = {"n_kv_heads": config.kv_heads, "head_dim": config.d_head}
+    return replace(model, config=replace(config, name="", max_context_length=None, **heads))
 
 
 def read_run_json(folder: Path) -> ModelOfRun:

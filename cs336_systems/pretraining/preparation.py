@@ -31,7 +31,7 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
 from cs336_systems.pretraining.adapters import AdaptersOfRun, shapes_of
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
-from cs336_systems.pretraining.checkpoint import ModelOfRun, goes_on_from, write_run_json
+from cs336_systems.pretraining.checkpoint import ModelOfRun, check_same_model, goes_on_from, write_run_json
 from cs336_systems.pretraining.choice import Choice, attention_on, choose_fastest
 from cs336_systems.pretraining.conversations import Conversations
 from cs336_systems.pretraining.corpus import Corpus
@@ -177,6 +177,8 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     if lora is not None and init is not None:
         adapters = on_rank_0(lambda: AdaptersOfRun.of(lora, init))
     model = ModelOfRun(config, dataset.tokenizer, dataset.eos_id, adapters)
+    if origin != options.out:
+        on_rank_0(lambda: check_same_model(origin, model))
     on_rank_0(lambda: write_run_json(options.out, model))
     learned = options, datasets, train, evaluation, batch
     return PreparedRun(*learned, loader, n_steps, rate, case, step, tokens_per_step, mesh, place, origin, chosen)

@@ -84,11 +84,14 @@ def test_a_run_goes_on_from_a_step_of_another_which_stays_as_it_is(whole, alone,
 
     before, source = there(), whole / "run" / "step-00000004"
     asked = options(whole, out=tmp_path / "run", resume_from=source, save_every=3, keep_last=20)
+    described = (shutil.copytree(whole / "run", tmp_path / "turned") / "run.json").read_text()
+    (tmp_path / "turned" / "run.json").write_text(described.replace('"rope_theta": 10000.0', '"rope_theta": 500.0'))
     for changes, said in (
         ({"resume_from": whole / "run" / "step-00000011"}, f"step-00000011 does not exist: {whole / 'run'} has step-0"),
         ({"resume_from": tmp_path / "400"}, "400 does not exist$"),
         ({"resume_from": whole / "data"}, "data is no complete checkpoint, nor a run that has one"),
         ({"resume_from": whole / "data", "out": whole / "data"}, "a run that goes on from an earlier step has a new"),
+        ({"resume_from": tmp_path / "turned"}, "another model: rope_theta is 500.0 there and 10000.0 here; repeat its"),
         ({"steps": 3}, "step-00000004 has made more than the 3 steps"),
         ({"init": whole}, "--resume-from .*: give one of them"),
     ):
