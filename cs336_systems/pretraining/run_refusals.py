@@ -18,7 +18,7 @@ from cs336_systems.ranks import PIPELINE
 if TYPE_CHECKING:
     from cs336_systems.pretraining.options import TrainOptions
 
-ALTERNATIVES = (("steps", "epochs"), ("init", "resume_from"), ("total_batch_tokens", "accumulate"))
+ALTERNATIVES = (("steps", "epochs"), ("total_batch_tokens", "accumulate"))
 """Pairs of options of which only one may be given."""
 _UNDER_CAPS: dict[str, tuple[Any, ...]] = {
     "zero": (0,),

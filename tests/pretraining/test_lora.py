@@ -144,6 +144,16 @@ def test_a_run_resumes_to_the_bit_from_checkpoints_that_hold_adapters_alone(fold
     assert {name.split("/")[1] for name in stored} == one.adapters.keys()
 
 
+def test_a_run_goes_on_from_adapters_of_another_beside_the_same_base_alone(folder, alone, trained):
+    branch = lora_options(folder, "branch", resume_from=folder / "run" / "step-00000005")
+    assert train(branch, alone).first_step == 5
+    one, other = (load_weights(folder / name, merge=False) for name in ("branch", "run"))
+    assert all(torch.equal(tensor, other.adapters[name]) for name, tensor in one.adapters.items())
+    export_model(folder / "other", BASE, seed=2)
+    with pytest.raises(ValueError, match="is of another model: the checksum of its base is "):
+        train(replace(branch, init=folder / "other", out=folder / "elsewhere"), alone)
+
+
 def test_merged_weights_compute_what_adapters_do(folder, trained):
     ids = torch.arange(2 * 16).view(2, 16) * 5 % 256
     with torch.no_grad():
