@@ -77,9 +77,10 @@ class TokenFile:
             raise ValueError(f"{path} is torn: its header counts {counted}, and it has {n_bytes:,}")
         marks = None
         if marked:
-            marks = np.memmap(path.with_suffix(MARKS), np.uint8, "r")
-            if len(marks) != n_tokens:
-                raise ValueError(f"{path.with_suffix(MARKS)} is torn: {len(marks):,} bytes for {n_tokens:,} tokens")
+            beside = path.with_suffix(MARKS)
+            if (n_marks := beside.stat().st_size) != n_tokens:
+                raise ValueError(f"{beside} is torn: {n_marks:,} bytes for {n_tokens:,} tokens")
+            marks = np.memmap(beside, np.uint8, "r")
         return cls(path, vocab_size, np.memmap(path, _DTYPES[width], "r", HEADER_BYTES, (n_tokens,)), marks)
 
 

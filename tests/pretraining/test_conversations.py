@@ -65,6 +65,15 @@ def conversations(folder):
             yield own[:-1], targets
 
 
+def test_marks_that_are_torn_are_refused(tmp_path):
+    write_chat(tmp_path / "data")
+    marks = tmp_path / "data" / "train-00000.marks"
+    for n_bytes in (sum(LENGTHS) - 1, 0):
+        marks.write_bytes(bytes(n_bytes))
+        with pytest.raises(ValueError, match=rf"train-00000.marks is torn: {n_bytes} bytes for {sum(LENGTHS)} tokens"):
+            Dataset.open(tmp_path / "data")
+
+
 def test_packed_rows_hold_each_conversation_once_and_whole(folder):
     rows = rows_of(folder, packing=True)
     inputs, targets = rows.send(rows.read(range(len(rows))))
