@@ -5,7 +5,7 @@
 
 Names are those of the files in benchmarks/; ``+`` stands between commands. Each runs and writes as it does alone. They
 share loaded modules and nothing else: every cell builds its own model, every benchmark its own process group. A command
-that fails does not keep the next one from running; the exit code is the first that is not 0.
+that fails does not keep the next one from running; the exit code is the first that is not 0. Ctrl-C ends them all.
 
 ``--help`` shows this text; after a benchmark's name, that benchmark's options.
 """
@@ -14,7 +14,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from cs336_systems.report.command_line import complain, exit_with, for_terminal
+from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with, for_terminal
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SEPARATOR = "+"
@@ -51,10 +51,14 @@ def main(arguments: list[str] | None = None) -> int:
         found = commands(given)
     except ValueError as error:
         return complain("run_benchmarks", error)
-    codes = []
+    codes: list[int] = []
     for path, *own in found:
         sys.argv = [path, *own]  # what rows say they were measured by
         codes.append(_run(path, own))
+        if codes[-1] == INTERRUPTED:
+            if left := len(found) - len(codes):
+                print(f"run_benchmarks: {left} of {len(found)} commands were not begun", file=sys.stderr)
+            return INTERRUPTED
     return next((code for code in codes if code), 0)
 
 

@@ -30,3 +30,14 @@ def test_what_is_no_benchmark_is_named(capsys):
     assert "benchmark_dpd is no benchmark: known are benchmark_attention," in capsys.readouterr().err
     assert run_benchmarks.main(["benchmark_ddp", "+"]) == 2
     assert "a benchmark's name stands at the beginning" in capsys.readouterr().err
+
+
+def test_ctrl_c_in_one_benchmark_ends_them_all(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["run_benchmarks.py"])
+    monkeypatch.setattr(run_benchmarks, "BENCHMARKS", tmp_path)
+    for name, code in (("failed", 1), ("interrupted", 130), ("next", 0)):
+        (tmp_path / f"{name}.py").write_text(f"def main(arguments):\n    print('{name}')\n    return {code}\n")
+    assert run_benchmarks.main(["failed", "+", "interrupted", "+", "next"]) == 130
+    told = capsys.readouterr()
+    assert told.out == "failed\ninterrupted\n"
+    assert "1 of 3 commands were not begun" in told.err
