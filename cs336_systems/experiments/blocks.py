@@ -114,9 +114,13 @@ BLOCK_TABLE = ResultTable(
             note="of several turns median and range",
         ),
         Column("TFLOP/s", "model_tflops", rank=2, note="model FLOPs, causal"),
-        Column("kept GiB", "kept", ".2f", note="for backward, per block, its input included", optional=True),
+        Column(
+            "kept GiB", "kept", ".2f", note="for backward, per block, its input included", optional=True, little=True
+        ),
         Column("predicted GiB", "kept_predicted", ".2f", rank=2, little=True),
-        Column("peak GiB", "peak", ".1f", rank=2, note="weights and their gradients included", optional=True),
+        Column(
+            "peak GiB", "peak", ".1f", rank=2, note="weights and their gradients included", optional=True, little=True
+        ),
         Column("error", "error_out", ".1e", rank=3, note="relative Frobenius norm against fp64, on a short sequence"),
         Column("dx's error", "error_dx", ".1e", rank=3),
         Column("weights' error", "error_dweight", ".1e", rank=3, note="of the worst weight's gradient"),

@@ -130,8 +130,8 @@ BLOCK_TABLE = ResultTable(
         Column("TFLOP/s", "tflops", ".0f", little=True),
         Column("least cosine", "least_cosine", ".4f", note="of a gradient with that of fp32, on a short sequence"),
         Column("mean cosine", "mean_cosine", ".4f"),
-        Column("kept GiB", "kept", ".2f", rank=2, optional=True, note="for backward"),
-        Column("peak GiB", "peak", ".1f", rank=3, optional=True),
+        Column("kept GiB", "kept", ".2f", rank=2, optional=True, note="for backward", little=True),
+        Column("peak GiB", "peak", ".1f", rank=3, optional=True, little=True),
     ),
 )
 

@@ -132,6 +132,13 @@ def test_useful_tokens_are_those_of_conversations_and_nothing_is_trained_for_the
     assert frame["x input gradients"][:3].tolist() == ["–"] * 3 and frame["x input gradients"][3] != "–"
 
 
+def test_memory_of_a_tiny_model_is_not_shown_as_none():
+    [cell] = make_cells(CPU)
+    measured = {"step": 98.7, "tokens_per_s": 10_380.0, "peak_memory": 0.04249, "predicted_peak_memory": 12.34}
+    frame = TRAINING_TABLE.of(rows_of([cell], [measured])).frame
+    assert (frame["peak GiB"][0], frame["predicted GiB"][0]) == ("0.0425", "12.3")
+
+
 def test_a_line_is_compared_with_the_fastest_of_its_own_command():
     """Of the committed rows, where two commands measured the same at other batch sizes."""
     rows = read_rows(Path(__file__).parents[2] / "profiles/results/h200/finetuning/benchmark_training.csv")
