@@ -88,7 +88,8 @@ class TransformerLM(nn.Module):
     holding all logits.
 
     Raises:
-        ValueError: ``forward`` was given a sequence that is longer than ``config.context_length``.
+        ValueError: ``forward`` was given token ids of another shape, or a sequence that is longer than
+            ``config.context_length``.
     """
 
     def __init__(self, config: ModelConfig, ops: ModelOps = REFERENCE_OPS, **placement: Unpack[Placement]) -> None:
@@ -138,6 +139,8 @@ class TransformerLM(nn.Module):
             x: the output of the blocks before ``blocks``, (batch, seq, d_model); None before the first.
             blocks: those that run, by their numbers; if others come after them, their output is returned.
         """
+        if token_ids.dim() != 2 and (token_ids.dim() != 3 or token_ids.shape[2] != 2):
+            raise ValueError(f"token ids are (batch, seq) or (batch, seq, 2), got {tuple(token_ids.shape)}")
         where = self.rotary(token_ids.shape[1])
         if token_ids.dim() == 3:
             where, token_ids = (*where, token_ids[..., 1].int().contiguous()), token_ids[..., 0]

@@ -56,6 +56,9 @@ def test_a_later_token_leaves_earlier_logits_bitwise_unchanged():
         assert not torch.equal(logits_before[:, position], logits_after[:, position]), position
     with pytest.raises(ValueError, match="17 tokens .* 16"):
         model(token_ids(n_tokens=17))
+    for shape in ((16,), (2, 16, 3), (2, 16, 2, 1)):
+        with pytest.raises(ValueError, match=rf"\(batch, seq\).*got \({', '.join(map(str, shape))},?\)"):
+            model(torch.zeros(shape, dtype=torch.long))
 
 
 def test_every_operation_goes_through_model_ops():
