@@ -62,7 +62,7 @@ def product_(out_RN: Tensor, x_RK: Tensor, weight_NK: Tensor) -> None:
 
 
 def add_product_(out_RN: Tensor, addend_RN: Tensor, x_RK: Tensor, weight_NK: Tensor) -> None:
-    """out = addend + x weight^T, rounded once; out may be addend."""
+    """out = addend + x weight^T; out may be addend. CUDA rounds a bf16 product before it adds (LOG.md, 1 December)."""
     torch.addmm(addend_RN, x_RK, weight_NK.T, out=out_RN)
 
 

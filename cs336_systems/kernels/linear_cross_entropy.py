@@ -11,8 +11,8 @@ Formula, for x (T, D), weight (V, D), targets (T), with the sums over the target
 A loss is a scalar, so its gradients are known before backward begins, but for one factor. They are computed in forward,
 one chunk of tokens at a time: a product gives the chunk's logits, each row is turned into its gradient where it lies,
 and two more products read that. What exists beyond the results is one chunk of logits. dweight sums over the chunks in
-its own dtype: each product is added in fp32 and rounded once per chunk. A sum kept in fp32 would be twice as large as a
-chunk of logits, and those, rounded to bf16, cost more precision than sixteen roundings of the sum.
+its own dtype, in which a CUDA device rounds each product and each sum (LOG.md, 1 December). A sum kept in fp32 would be
+twice as large as a chunk of logits, and those, rounded to bf16, cost more precision than sixteen roundings of the sum.
 
 In plain PyTorch it runs on any device and in any float dtype; ``fused``, rows are turned by ``cross_entropy_rows.py``
 and products are those of ``matmul.py``, in fp32 and bf16 (in fp16, 1/n would underflow in dlogits).
