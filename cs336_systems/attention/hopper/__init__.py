@@ -50,8 +50,8 @@ by the copy engine. The tensor cores also subtract lse / scale from S^T and delt
 columns: when threads read them from shared memory, which the products keep busy, they waited for a tenth of the time at
 head dim 128 (LOG.md, 30 November, third). Three kernels: ``preprocess`` (each query's lse / scale and delta =
 rowsum(o dO), each split into three bf16 or fp16 parts whose weighted sum has fp32's precision; zeroed sums), the one in
-``backward_kernel.py``, and ``postprocess`` (scale and round dQ). One step i of consumer c, with what the tensor cores
-have meanwhile; S, P, dP and dS stand for their transposes:
+``backward_kernel.py``, and ``postprocess`` (scale and round dQ; for blocks, rotate dQ and dK back, too). One step i of
+consumer c, with what the tensor cores have meanwhile; S, P, dP and dS stand for their transposes:
 
     wait for S(i) - lse / scale              start dP(i) - delta
     mask, P = exp(scale (S - lse / scale))   under dP(i)
