@@ -48,7 +48,7 @@ The transposes are computed directly, so that P^T and dS^T are left operands whe
 over keys, across both consumers, so dS^T also goes to shared memory, and dQ to fp32 sums in global memory, added there
 by the copy engine. The tensor cores also subtract lse / scale from S^T and delta from dP^T, by a product over 16 more
 columns: when threads read them from shared memory, which the products keep busy, they waited for a tenth of the time at
-head dim 128 (LOG.md, 30 November, third). Three kernels: ``preprocess`` (each query's lse / scale and delta =
+head dim 128 (profiles/log/2026-11-30.md, third). Three kernels: ``preprocess`` (each query's lse / scale and delta =
 rowsum(o dO), each split into three bf16 or fp16 parts whose weighted sum has fp32's precision; zeroed sums), the one in
 ``backward_kernel.py``, and ``postprocess`` (scale and round dQ; for blocks, rotate dQ and dK back, too). One step i of
 consumer c, with what the tensor cores have meanwhile; S, P, dP and dS stand for their transposes:
