@@ -1,4 +1,4 @@
-"""A Transformer block with its backward written out: what it keeps for backward is a choice."""
+"""A Transformer block with a hand-written backward; the caller chooses which activations it keeps for that."""
 
 from cs336_systems.blocks.adapters import adapt
 from cs336_systems.blocks.autograd import WrittenOutBlock, head_ops, write_out

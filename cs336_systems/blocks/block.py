@@ -14,9 +14,9 @@ not kept is recomputed by the functions of forward (``stages.py``), so gradients
     y = forward(x, weights, saved, REFERENCE, config, cos, sin)
     dx = backward(dy, weights, saved, grads, REFERENCE, config, cos, sin)
 
-Given a list (``later``), backward leaves the gradients of matrices to it: four products that can wait until a pipeline
-stage is idle (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2). ``recall`` recomputes ahead of backward,
-into the caller's memory.
+Given a list (``later``), backward appends to it the four products that give matrices' gradients, which can wait until a
+pipeline stage is idle (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2). ``recall`` recomputes ahead of
+backward, into the caller's memory.
 
 All tensors share one dtype, except statistics, rotary tables and the operands of quantized products. Shape legend:
 ``ops.py``.

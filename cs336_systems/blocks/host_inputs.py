@@ -2,9 +2,9 @@
 
     inputs = HostInputs(n_blocks)
     away = inputs.send(x)                # in forward: the copy runs beside the block
-    x = away.fetch()                     # in backward: as it came; the one that was sent before it is on its way too
+    x = away.fetch()                     # in backward: unchanged; starts to fetch the one sent before it, too
 
-With ``keep="input"``, and the statistics of norms aside, memory for activations so is independent of depth. It costs no
+With ``keep="input"``, activation memory is then independent of depth, apart from the statistics of norms. It costs no
 time where a block's forward takes as long as its input takes over the link: 2 P operations a token against 2 d_model
 bytes, at 700 TFLOP/s and 55 GB/s a block of P > 12,700 d_model parameters (Qwen2.5-1.5B has 30,000 d_model, 7B 65,000).
 The host memory is pinned in one slab for all blocks when the first input comes, and used again; passes that are open at

@@ -1,9 +1,9 @@
-"""The largest magnitudes of what quantized products read, and the functions that find them and quantize.
+"""The largest magnitude of each operand of a quantized product, and the functions that find it and quantize.
 
-Kernels note the largest magnitude of what they write; what nobody noted is read for it. The gradient that a block hands
-to the one below carries its own as an attribute, which autograd keeps with the tensor: a hook that puts another tensor
-in its place, or writes to it, is noticed. Of what tensor ranks gather, they agree on the largest magnitude of all rows
-before it is read, so that one scale serves the rows of all.
+Kernels record the largest magnitude of what they write; a tensor without a record is read once more to find it. The
+gradient that a block passes to the one below carries its magnitude as an attribute, which autograd keeps with the
+tensor: a hook that replaces the tensor, or writes to it, is noticed. Tensor ranks agree on the largest magnitude of all
+gathered rows before it is read, so that one scale serves all rows.
 """
 
 from collections.abc import Callable, Sequence

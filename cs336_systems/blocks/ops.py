@@ -2,12 +2,12 @@
 
 The functions here define the operations, on plain tensors and without autograd, for any device and float dtype. Sums
 are taken in at least fp32; attention holds every score, forward and backward. ``block_ops`` gives the set that commands
-and cases name: these, or fused kernels in their places (``fused.py``). Every set must be deterministic, and agree with
-itself to the bit where one value can be had in two ways, since a block may keep the one or compute the other:
+and cases name: these, or fused kernels in their places (``fused.py``). Every set must be deterministic, and give the
+same bits where two of its operations compute one value, since a block may keep the one or recompute the other:
 
 * ``add_rms_norm_forward`` norms the residual that it returns, rounded, as ``rms_norm_forward`` of it would;
-* ``swiglu_backward_`` finds the product that ``swiglu_product_`` wrote;
-* ``swiglu_product_`` without an adapter's part finds the gate | up that ``product_`` would.
+* ``swiglu_backward_`` recomputes the product that ``swiglu_product_`` wrote;
+* ``swiglu_product_`` without an adapter's part computes the gate | up that ``product_`` would.
 
 Where products are quantized by kernels, operations that write what products read, the norm's backward among them, take
 ``absmax=``: one fp32 element, which they raise to the largest magnitude of what they write.

@@ -7,7 +7,7 @@ Each product is y = x W^T. Forward and the two products of its backward sum over
     dW = dy^T x       over rows of dy and of x         columns of dy   times columns of x
 
 So a matrix is read by its rows or by its columns, and an ``Operand`` holds it in the one or two ways in which it will
-be read. As it is stored it serves both, to the products among a block's operations (``ops.py``).
+be read. An unquantized matrix serves both as it is stored, for the products of ``ops.py``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

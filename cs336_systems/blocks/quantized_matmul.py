@@ -7,8 +7,8 @@ rest is cut off, and so is the rest of the new sum. With fast accumulation this 
 it, for 128 products at a time, whose sums are added in fp32.
 
 A bias is added before the product is rounded, with scales by block afterwards. A sum with an addend is rounded once. On
-CUDA devices the product is rounded before, too, if the addend is the output (``kernels/cublaslt.py``), or with scales
-by row or block, as ``_scaled_mm`` adds to nothing.
+CUDA devices the product is also rounded before the sum if the addend is the output (``kernels/cublaslt.py``), or with
+scales by row or block, because ``_scaled_mm`` takes no addend.
 """
 
 from dataclasses import dataclass, replace

@@ -3,8 +3,8 @@
 The reference block's parameters stay what they are, by name and shape, in state dicts, optimizers and checkpoints.
 ``merge_`` lays those that are multiplied together one after the other in one memory; ``BlockWeights.of`` then sees the
 whole matrix there without a copy. FSDP and sharded optimizers, which move parameters, keep such neighbours together
-(``distributed/buckets.py``). Parameters that have come apart are joined by a copy for as long as a block runs:
-correct, at the price of reading and writing them once.
+(``distributed/buckets.py``). Parameters that are no longer adjacent are copied together while a block runs: correct, at
+the cost of reading and writing them once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
