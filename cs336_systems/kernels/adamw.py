@@ -10,28 +10,28 @@ Formula (Loshchilov & Hutter 2019, algorithm 2, as in ``training/optimizer.py``)
 in fp32, whatever the tensors hold; p is updated by m and v as they are before they are rounded. Where a bf16 parameter
 has a master in fp32, it is the master that is read and updated, and the parameter is what the master rounds to.
 
-Rounding to bf16. Neighbours among its numbers differ by 1/256 to 1/128 of themselves. An update of a weight below
-half of that is lost to rounding to nearest, every time, and v can never fall: 1 - beta2 = 0.001 is less than half of
-1/256. So whatever is bf16, weights without masters and both moments, is rounded stochastically: up with the
-probability of its place between its neighbours, which is right on average (Gupta et al. 2015; for Adam's weights Ozkara
-et al. 2025, arXiv 2502.20566; that averages over many steps stop moving when rounded to nearest: Topollai & Choromanska
-2026, arXiv 2603.16731). Adding 16 random bits below the bits of a bf16 within an fp32 and cutting off does that
-exactly, and leaves what is a bf16 already where it is. fp32 tensors are never rounded so.
+Rounding to bf16. Neighbouring numbers differ by 1/256 to 1/128 of themselves. An update of a weight below half of that
+is always lost if rounded to nearest, and v can never fall: 1 - beta2 = 0.001 is less than half of 1/256. So whatever is
+bf16, weights without masters and both moments, is rounded stochastically: up with the probability of its place between
+its neighbours, which is right on average (Gupta et al. 2015; for Adam's weights Ozkara et al. 2025, arXiv 2502.20566;
+that averages over many steps stop moving when rounded to nearest: Topollai & Choromanska 2026, arXiv 2603.16731).
+Adding 16 random bits below the bits of a bf16 within an fp32 and cutting off does that exactly, and leaves what is a
+bf16 already where it is. fp32 tensors are never rounded so.
 
 Random bits. Philox-4x32 (Salmon et al. 2011) with 7 rounds, the fewest that pass BigCrush there; key: the seed;
 counter: (element's pair, 64 bits; step; tensor's number). Its 128 bits serve the three roundings of two elements. The
 element is counted in the whole tensor, of which what is here may be a shard that begins at ``offset``: so neither
 shards, alignment, chunks nor the order of programs change a bit.
 
-How. Two launches, for any number of tensors of one combination of dtypes (``tensor_table.py``). The first, one lane
-per tensor, counts the step and computes its coefficients in fp64: steps are counted on the device, as only there it is
+How. Two launches, for any number of tensors of one combination of dtypes (``tensor_table.py``). The first, one lane per
+tensor, counts the step and computes its coefficients in fp64: steps are counted on the device, as only there it is
 known whether one is skipped. Hyperparameters lie on the device too, and later ones are copied to the same place. So a
-CUDA graph may hold both launches, and a schedule change the learning rate. In the second each program updates a chunk
+CUDA graph may hold both launches while a schedule changes the learning rate. In the second each program updates a chunk
 of one tensor; it begins while the first still runs, and waits for its end (``gdc_wait``) before it reads what that one
 writes. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go element
 by element, with as many bits of Philox for one element as for two otherwise.
 
-A scale that is not finite skips the step: p, m, v and t stay. Nobody waits.
+A scale that is not finite skips the step: p, m, v and t stay. The host never waits.
 
 Traffic per element: reads p, m, v, g and writes p, m, v: 14 bytes where all are bf16, 28 where all are fp32. A master
 adds 6: it is read and written in p's place, and p written. A whole block of bf16 takes 66 instructions per element

@@ -6,7 +6,7 @@ Formula, for x (T, D):
 
 How. A program adds up, in fp32, the rows of one chunk in one block of columns, several at a time, and writes its sums
 to a row of a buffer. ``sum_rows``, which also ends RMSNorm's backward, adds up these rows in one order; it is launched
-meanwhile and waits for the last of them (``gdc_wait``). No atomics: the same bits every time.
+while the first kernel runs, and waits for its end (``gdc_wait``). No atomics: the same bits every time.
 
 Traffic: reads x once, and writes and reads the buffer, of 4 bytes for 256 elements of x.
 

@@ -22,12 +22,13 @@ fused, 660 to 670 TFLOP/s (LOG.md).
 
     loss = linear_cross_entropy(x, weight, targets, fused=True)        # x (..., D), weight (V, D), targets (...) -> ()
 
-A target of ``IGNORED`` does not count. Nothing waits for a GPU, so where the targets lie decides about their rows:
+A target of ``IGNORED`` does not count. The host never waits for a GPU, so the targets' device decides which rows have
+logits:
 
 * on the CPU: the host knows which count, and only these rows have logits. Each chunk takes its rows of x together, and
   puts their gradients back among zeros. Targets out of range are refused.
-* on a GPU: every row has logits, as how many count is known there alone. Out of range, fused, they make loss and
-  gradients NaN. CUDA graphs and ``linear_cross_entropy_forward_backward`` have this form alone.
+* on a GPU: every row has logits, because only the GPU knows how many count. Out of range, if ``fused``, they make loss
+  and gradients NaN. CUDA graphs and ``linear_cross_entropy_forward_backward`` have this form alone.
 
 If no target counts, the mean is NaN and gradients are zero, as of ``torch.nn.functional.cross_entropy``.
 """

@@ -4,11 +4,11 @@
     expand_(y, LowRank(h, b, widths))                             # y += h B^T
     factor_gradients_(da, db, Scaled(x), Scaled(dy), h, dh, widths, accumulate)   # both in one launch
 
-Why. A library's kernels have tiles of 64 and more columns, of which 16 are in use, and without a second use of rows
-have a program for each 64 of them: 2,048 rows leave 100 of 132 multiprocessors idle. Here every one has work:
+Why. Library kernels have tiles of at least 64 columns, of which 16 are used, and one program for each 64 rows: 2,048
+rows leave 100 of 132 multiprocessors idle. Here every multiprocessor has work:
 
-* ``shrink``: programs of 16 to 64 rows and all columns. Each warp sums a slice of the columns of its own, of which one
-  program's come to ten thousands: a chain of additions as long as the columns are wide would take longer than reading.
+* ``shrink``: programs of 16 to 64 rows and all columns. Rows have up to ten thousands of columns, so each warp sums a
+  slice of them: one chain of additions over all columns would take longer than reading them.
 * ``expand_``: programs of 64 x 128 numbers. Where SwiGLU or a product reads or writes what is added to, these add
   (``swiglu.swiglu_backward_``, ``products.launch_product``).
 * ``factor_gradients_``: programs of 64 columns and all rows, of x for A and of dy for B. No atomics: the same bits

@@ -1,6 +1,6 @@
 """The formulas of low-rank adapters (LoRA) in plain PyTorch; the kernels are in ``lora.py``.
 
-Of y = x W^T + h B^T with h = s x A^T, where A and B are trained:
+For y = x W^T + h B^T with h = s x A^T, where A and B are trained:
 
     shrink              h = s x A^T         dh = s dy B
     expand_             y += h B^T          dx += dh A

@@ -8,9 +8,9 @@
 
 Method. Torch takes cuBLASLt's first candidate. Under the power limit, where large products run, others can be faster
 (LOG.md): each candidate, and our own kernel (``products.py``), multiplies normally distributed numbers for a while, and
-the one with the least time is remembered. Only kernels with the bits of the one taken by
-default take part: a choice, which may differ from run to run, changes no number. By default torch multiplies, our
-kernel at shapes in ``products.FASTER``, and cuBLASLt's first candidate where fp8 products add.
+the fastest is remembered. Only kernels with the bits of the one taken by default take part: a choice, which may differ
+from run to run, changes no number. By default torch multiplies, our kernel at shapes in ``products.FASTER``, and
+cuBLASLt's first candidate where fp8 products add.
 
 Shape legend: a (M, K), b (K, N), out (M, N).
 """

@@ -4,8 +4,8 @@
     q             = fp8(x M / max(absmax, 1e-10))      inverse_scale = max(absmax, 1e-10) / M
 
 A rank under FSDP holds rows of every matrix of every block, each in memory of its own; those of q, k and v are parts of
-one matrix. Ranks agree on the largest magnitudes between the two launches. With launches for each part that
-took 45 operations of each block, and in a recording the host was late with them (profiles/distributed.md).
+one matrix. Ranks agree on the largest magnitudes between the two launches. Launches for each part took 45 operations
+per block, and in a recording the host launched them too late (profiles/log/2026-11-25.md).
 
 Method: a program takes a chunk of one part (``tensor_table.py``), 16 bytes of a thread at a time.
 
