@@ -18,10 +18,10 @@ A rank's output is that of the whole sequence at its tokens, but for rounding: p
 inputs and are merged in fp32. Gradients are added in fp32, too, except those of different ranks in ``gathered``, which
 are reduced in the dtype of the inputs.
 
-Packed documents are masked from each other under every order. At most one document of a sequence goes on from the keys
-that a rank has sent to the queries after them: its queries see the same keys, the last of those sent, and the others
-see none. So two ranks meet in plain attention of that document, if there is one. ``ring`` and ``zigzag`` read on the
-host where documents begin, once for each batch.
+Packed documents are masked from each other under every order. At most one document continues from the keys that a rank
+has sent into later queries: its queries see the last of these keys, and all other queries see none. So between two
+ranks there is plain attention over that document, if there is one. ``ring`` and ``zigzag`` read on the host where
+documents begin, once for each batch.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Gradients under FSDP: reduced to shards of the average over the ranks; a shard refuses what needs the whole.
+"""Gradients under FSDP: reduced to shards of the average over the ranks. What needs a whole gradient is refused.
 
 Each group is reduced as soon as backward needs it no more, beside what is left of backward (``Reduction``). Parameters
 of fewer than two dimensions are whole on every rank, and ``unsharded_param`` is a copy in ``compute_dtype``, or

@@ -1,7 +1,8 @@
 """The L2 norm of many gradients together, and gradients scaled to one.
 
-bf16 is widened first. On a CPU torch's fp32 norm of 33 million normal numbers is 1.8e-3 too small, of as many equal
-ones 1.7e-2 too large; the norm of norms of pieces is within 7e-7 and 6e-6. ``kernels/grad_norm.py`` is faster on GPUs.
+bf16 is converted to fp32 first. On a CPU torch's fp32 norm of 33 million normal numbers is 1.8e-3 too small, of as many
+equal ones 1.7e-2 too large; a norm of the norms of pieces is within 7e-7 and 6e-6. ``kernels/grad_norm.py`` is faster
+on GPUs.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,9 @@
 """Which ranks are alive, and whether all are about to run the same units.
 
-Each says every second that it is there, and why it leaves, so that who waits for it need not time out.
+Each rank sends a heartbeat every second, and its reason when it leaves, so that ranks that wait for it need not time
+out.
 
-    presence = presence_of_this_rank()          # begins to say it
+    presence = presence_of_this_rank()          # begins the heartbeats
     with presence.waiting(store, {1: "a key"}): # what rank 1 is to set; if it has left, this sets it to "has left: ..."
         store.get("a key")
     leave("ValueError: ...")

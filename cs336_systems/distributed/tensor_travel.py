@@ -11,8 +11,8 @@ On GPUs ranks map each other's memory. A rank writes what others need into a slo
 the memory of each reader, whose copy engine then fetches it, on a stream of its own (``copy_stream.py``). On CPUs gloo
 sends rows as messages.
 
-Few rows go by collectives, which were faster there (``costs.parallelism.step.COPIED_FROM``), most likely because the
-host takes longer to start copies than products take.
+Small numbers of rows go by collectives, which were faster there (``costs.parallelism.step.COPIED_FROM``), most likely
+because the host takes longer to start copies than products take.
 """
 
 from collections.abc import Callable, Hashable, Sequence

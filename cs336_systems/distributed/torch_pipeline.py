@@ -5,7 +5,7 @@
     losses = pipeline.run(token_ids, targets)                  # the same batch on all stages
 
 Parts of the model lie on stages as in the plan, and stages do the same operations in the same order, but under zbv,
-where torch follows the paper and the plan does what can begin. Torch queues all messages of a stage in one order.
+where torch follows the paper and the plan runs whatever can begin. Torch queues all messages of a stage in one order.
 
 Torch divides a backward of ``SPLIT_BY_TORCH`` in two: autograd runs from the outputs to the inputs, and later from
 nodes in between to the weights. A compiled block is one node, from which torch 2.11 cannot run: with these schedules

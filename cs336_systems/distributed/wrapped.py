@@ -1,7 +1,7 @@
-"""Checks that wrappers make of a module's parameters: shapes are known, none is added later. Wrappers refuse copying.
+"""Checks of a wrapped module's parameters: shapes are known, and none is added later. Wrappers refuse to be copied.
 
-A parameter that is added would be trained by each rank alone. Torch tells of every registration in any module, which
-are counted from the first wrapper on: a step without changes pays for the comparison of two numbers.
+Each rank would train a parameter added later by itself. Torch's hooks report every registration in any module, and
+these are counted from the first wrapper on, so a step without changes only compares two numbers.
 """
 
 import functools
