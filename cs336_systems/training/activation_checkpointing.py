@@ -2,8 +2,8 @@
 
 What is dropped and run again is a plan (``costs/checkpointing.py`` defines the policies and cites them). Here a plan is
 executed: an ``int`` runs a block, a tuple goes through ``torch.utils.checkpoint``, which keeps the segment's input and
-calls it again in backward, segments inside segments likewise. The gradients have the same bits as without it, as long
-as the operations are deterministic and draw no random numbers: those would be drawn anew. Segments of which some or all
+runs it again in backward, nested segments too. The gradients have the same bits as without it, as long as the
+operations are deterministic and draw no random numbers: those would be drawn anew. Segments of which some or all
 parameters are frozen, and inputs without gradients, are fine.
 
 Selective policies also keep the results of some operations (``create_selective_checkpoint_contexts``): every matrix

@@ -1,4 +1,4 @@
-"""Make a runnable training step of a description, for one rank and for many: the one place that puts a step together.
+"""Make a runnable training step from a ``TrainingCase``, for one rank and for many: the one place that does so.
 
 Optimisations are applied from outside, in one order:
 

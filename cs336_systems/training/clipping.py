@@ -1,4 +1,4 @@
-"""The norm of a step's whole gradient, clipping by it, and steps that are not finite: on the device, nobody waits.
+"""The norm of a step's whole gradient, clipping by it, and skipping steps that are not finite; the host never waits.
 
     guard = GradientGuard(1.0)
     guard(model, optimizer, loss)        # in place of optimizer.step()

@@ -12,19 +12,19 @@ one step of training on its batch, which is copied to where the graph reads it.
 
 Two graphs, because of the gradients. Forward and backward of all micro-batches are the first; in it the first backward
 makes the gradients, which stay where they are from then on, hidden from the parameters between steps. The optimizer is
-the second, captured after it has run once on these gradients: what it says about them on the device (where they lie,
-``kernels/tensor_table.py``) is there by then, and is not copied again. Only ``FusedAdamW`` is captured: it reads what a
-schedule changes from device memory, to which that is copied before a replay. Of torch's optimizers these are numbers in
-the launches, so they run uncaptured.
+the second, captured after it has run once on these gradients: the table of their addresses
+(``kernels/tensor_table.py``) is on the device by then, and is not copied again. Only ``FusedAdamW`` is captured: it
+reads what a schedule changes from device memory, to which that is copied before a replay. Torch's optimizers pass these
+as launch arguments, so they run uncaptured.
 
 Capturing allocates what a step does, in the same order, from a pool of its own; what the uncaptured steps had cached
 for that is given back before.
 
-Every row has logits, also those whose targets are ignored, as their number would decide about shapes: of targets on the
-CPU, of which ``TrainStep`` leaves such rows out, the bits differ.
+Every row has logits, also rows with ignored targets, because their number would change shapes. ``TrainStep`` leaves
+such rows out if targets are on the CPU, and then the bits differ.
 
 Limits: one rank, or tensor ranks by collectives, which the graphs hold; whole steps; batches of one shape; parameters
-must stay where they are. What asks the device, waits for it or copies from pageable memory cannot be captured.
+must stay where they are. What synchronizes with the device or copies from pageable memory cannot be captured.
 """
 
 from collections.abc import Callable, Sequence

@@ -11,9 +11,9 @@ Training", arXiv 2502.16982):
 O has singular values near 1, so the root mean square of its elements is about 1 / sqrt(max(r, c)), and that of the
 update 0.2 lr: about that of AdamW's, so that a learning rate and weight decay that serve AdamW serve Muon as well.
 
-q, k and v are orthogonalised apart, and so are gate and up, although blocks multiply each group as one matrix: they are
-maps of their own, and in the polar factor of all rows together the update of one would depend on the others' gradients.
-The parameters are apart already (``blocks/weights.py``), so nothing has to be cut.
+q, k and v are orthogonalised separately, and so are gate and up, although blocks multiply each group as one matrix:
+they are separate maps, and in the polar factor of all rows together the update of one would depend on the others'
+gradients. They are separate parameters already (``blocks/weights.py``), so nothing has to be split.
 
 The AdamW of all else is torch's fused one on a CPU and this suite's on a GPU (``fused_muon.py``). The products of the
 iteration are in bf16, and all else is computed in fp32.
@@ -24,9 +24,9 @@ best in a run of 600 steps (4.72). So the best learning rate is not quite the sa
 A model of 100M parameters on an H100: profiles/h200.md.
 
 Several ranks do not repeat each other's work. Under ZeRO 1 and 2 each matrix has a rank that updates it. Under FSDP
-each rank has some rows of every matrix and of its moment: G + 0.95 M of as many matrices as there are ranks travel,
-in fp32, so that each rank has one of them whole, and O travels back in bf16 (``RowsOfRanks``; as "Distributed Muon" of
-Liu et al., section 2.3, but for that every rank there gathers all matrices).
+each rank has some rows of every matrix and of its moment: G + 0.95 M of as many matrices as there are ranks travel, in
+fp32, so that each rank has one of them whole, and O travels back in bf16 (``RowsOfRanks``; as "Distributed Muon" of Liu
+et al., section 2.3, except that there every rank gathers all matrices).
 
 Limits: no tensor parallelism, no adapters, no states in host memory, no FP32 master weights, no CUDA graph
 (``refusals.py``).

@@ -5,8 +5,8 @@
 
 Each stage runs its list of a schedule (``costs/parallelism/schedules.py``): forward and backward of its blocks through
 autograd, and gradients of weights where the schedule has put them, by ``blocks.put_off``. Losses and gradients are the
-same bits under every schedule as in one process with as many micro-batches, as each part adds them up in their order;
-but that of a tied embedding, whose two parts are added up in another order.
+same bits under every schedule as in one process with as many micro-batches, as each part adds them up in their order,
+except the gradient of a tied embedding, whose two parts are added up in another order.
 
 Gradients of ranks with the same weights are averaged when all micro-batches are done; until then, under FSDP too, each
 rank keeps whole gradients. Under FSDP each pass of a part gathers that part's blocks, the first of them during the

@@ -1,4 +1,4 @@
-"""The meaning of a ``--dtype`` to torch: parameter dtype, autocast, TF32; and whether a device has it.
+"""The torch settings of each ``--dtype``: parameter dtype, autocast, TF32; and whether a device supports it.
 
 fp32           IEEE fp32 everywhere (matmuls off the tensor cores)
 tf32           fp32 storage, matmul operands rounded to TF32's ten mantissa bits on the tensor cores

@@ -1,4 +1,4 @@
-"""The products of a training step, for ``kernels.matmul.choose`` to measure before it."""
+"""The matmuls of a training step, which ``kernels.matmul.choose`` measures before the first one."""
 
 from collections.abc import Iterator
 from typing import Any

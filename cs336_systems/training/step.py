@@ -3,9 +3,9 @@
 ``TrainStep`` fixes the order of work: forward and loss under autocast, backward, synchronising gradients with other
 ranks, optimizer, clearing of gradients. It knows nothing of how it is measured.
 
-With N micro-batches the loss is the mean over all of their targets, of which those of ``IGNORED`` do not count: each
-backward adds the gradient of its own loss times its share of the targets, 1/N where all count. With several ranks the
-gradients stay on their rank until the last backward, which averages their sum over the ranks.
+With N micro-batches the loss is the mean over all of their targets except ``IGNORED`` ones: each backward adds the
+gradient of its own loss times its share of the targets, 1/N where all count. With several ranks the gradients stay on
+their rank until the last backward, which averages their sum over the ranks.
 
     step = assemble(TrainingCase(size="small"))
     loss = step(token_ids, targets)                                  # one whole step
