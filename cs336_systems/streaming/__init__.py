@@ -1,1 +1,1 @@
-"""Training steps under device and host capacities: layers and activations stream over the link while others compute."""
+"""Training steps within device and host memory limits: layers and activations are copied while others compute."""

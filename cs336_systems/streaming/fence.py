@@ -1,14 +1,13 @@
-"""Caps that hold: torch may not reserve more of the device, and what was in use is measured and compared.
+"""Enforces memory caps: torch may not reserve more of the device, and measured use is compared with the caps.
 
     fence = Fence(device, device_bytes=24 * GIB, host_bytes=75 * GIB)    # before anything is allocated
     with refusals(device, 24 * GIB):                                     # ValueError where torch is refused memory
         ...
     fence.check()                                                        # RuntimeError if a cap was passed
 
-On the device all counts that torch has reserved, the slab among it, and what the driver says is in use besides: the
-context of CUDA, kernels and libraries. Another process on the same GPU would be taken for part of the context. On the
-host the largest resident set of this process counts since the fence is up, the slab among it; the slabs of a run before
-are no longer there.
+Device use is what torch has reserved, the slab included, and what else the driver reports: CUDA's context, kernels and
+libraries. Another process on the same GPU would be taken for part of the context. Host use is this process's largest
+resident set since the fence was made, the slab included; slabs of an earlier run are gone by then.
 """
 
 import gc

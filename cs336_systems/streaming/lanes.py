@@ -1,10 +1,10 @@
-"""Runners of the operations of a schedule: streams of a GPU, or a CPU that pretends to have a link.
+"""Runners of the operations of a schedule: a GPU's streams, or a CPU with a simulated host link.
 
 Both take the list in its order and never look ahead. On a GPU each lane is a stream; a thread enqueues everything and
-waits for nothing, and what an operation waits for is an event. The pretended link is as unkind as a schedule allows: a
-copy begins as soon as its lane and what it waits for let it, which ruins what it will overwrite, and ends when nothing
-else can go on, which is when it reads. So a dependency that a schedule lacks shows as other bits. Of messages between
-ranks it waits only for those to be received, and only when it can do nothing else.
+waits for nothing, and what an operation waits for is an event. The simulated link uses the worst order that a schedule
+allows: a copy begins as soon as its lane and dependencies permit, which destroys what it will overwrite, and ends,
+which is when it reads, only if nothing else can run. So a missing dependency changes bits. It waits only for messages
+to be received, and only if it can do nothing else.
 
     lanes = Streams(device) if device.type == "cuda" else PretendedLink()
     lanes.run(schedule, compute, copy)

@@ -3,11 +3,11 @@
     plan = choose(config, context_length, Caps(24 * GIB, 75 * GIB), rates).plan    # choose.py
     schedule = build(plan)                                                         # build.py
 
-A step is ``rounds`` times forward and backward over ``chunks`` chunks of tokens, and then the optimizer. The state of
-a layer (weights, gradients, moments) is resident, in slots of its own, or streams through a ring of slots. Resident
+A step is ``rounds`` times forward and backward over ``chunks`` chunks of tokens, and then the optimizer. The state of a
+layer (weights, gradients, moments) is resident, in slots of its own, or streams through a ring of slots. Resident
 layers are spread over the model, so that the link's work is even. What forward keeps for backward goes through rings,
-too. A ring has at least the slots with which copies and kernels overlap; the rest of ``ring_bytes`` is given to what is
-kept, in equal shares of each of its parts, and what has no slot lies on the host until backward needs it.
+too. A ring has at least the slots with which copies and kernels overlap; the rest of ``ring_bytes`` goes to kept
+activations, an equal share of each kind, and those without a slot stay on the host until backward needs them.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Chooses the plans of a ring: ranks to which layers are dealt in turn, each under memory caps of its own.
+"""Chooses the plans of a ring: ranks that hold layers round-robin, each under memory caps of its own.
 
 choices = choose_ring(config, 8192, [Caps(24 * GIB, 75 * GIB)] * 2, Rates.of(hardware))    # a plan for each rank
 min(choice.tokens_per_s for choice in choices)
