@@ -6,10 +6,10 @@
 
 A step's tokens are those of the options, its chunks the plan's (``streaming/choose.py``). A checkpoint is like that of
 any other run, written from where its tensors lie and loaded into place; a run with caps and one without can resume each
-other. Several ranks form a ring: layers are dealt to them in turn, each rank has the caps for itself, all take the same
-tokens, and each saves its own layers. On a GPU the caps hold for all memory that the process has there, by a fence. A
-CPU's "device" is its own memory; there the caps hold for the step's slabs alone, and the plan is the one for an H200:
-for trying out, and for tests.
+other. Several ranks form a ring: layers are assigned to them round-robin, each rank has its own caps, all process the
+same tokens, and each saves its own layers. On a GPU the caps hold for all memory that the process has there, by a
+fence. A CPU's "device" is its own memory; there the caps hold for the step's slabs alone, and the plan is the one for
+an H200: for trying out, and for tests.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -6,8 +6,8 @@
     done = deferred.flush()                          # the last step
 
 ``push`` starts a copy of the step's scalars to pinned memory, behind the step on its stream, and then waits for the
-copy of the step before. So the host is at most one step ahead of the device, and a loss is reported one step late. On
-a CPU the values are there at once, and are reported as late.
+copy of the step before. So the host is at most one step ahead of the device, and a loss is reported one step late, on a
+CPU too, where the values are there at once.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Replicas that may die agree through torchft on who is there, and each takes over the state of the others.
+"""Fault-tolerant replicas: torchft tells which are alive, and one that comes back takes over another's state.
 
 ``every-step`` (``every_step.py``) averages gradients in each step over the replicas that are there; if one dies in it,
 the step is dropped, and its sequences are dealt again among the others: nothing is lost or trained twice. ``diloco``
@@ -6,10 +6,10 @@ the step is dropped, and its sequences are dealt again among the others: nothing
 train by itself for H steps and averages the changes of weights as gradients of an outer optimizer: what a replica that
 dies has learned since the last average is lost, and a failed average takes all replicas back to the one before.
 
-Both ask for the quorum and wait for it: who is there decides which sequences a replica takes. A replica that comes, or
-has missed steps, takes over the state of another (``healing.py``): weights, moments, outer state, place in the data.
-All wait for every replica that sends heartbeats, so a replica sends none until it is ready to train. Peers find each
-other by host name, on ports of all interfaces and without passwords: keep replicas on a trusted network.
+Both wait for the quorum, because the live replicas decide which sequences each takes. A replica that joins, or has
+missed steps, takes over the state of another (``healing.py``): weights, moments, outer state, place in the data. All
+wait for every replica that sends heartbeats, so a replica sends none until it is ready to train. Peers find each other
+by host name, on ports of all interfaces and without passwords: keep replicas on a trusted network.
 
 torchft counts steps of its own, from 0 in each session of the replicas; the trainer's number of steps is in the state.
 All begin with the state of the one that has made the most steps; one with more that comes later says which it drops.

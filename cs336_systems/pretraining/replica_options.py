@@ -1,4 +1,4 @@
-"""Options of training replicas that may die: how they agree, who they are, and which faults they are tried with.
+"""Options of fault-tolerant replicas: how they agree, their names, and the faults to inject.
 
     --replicas 4 --agree every-step --fail "kill 1 at 40; stall 0 at 60 for 20s; nan 2 at 80"
 

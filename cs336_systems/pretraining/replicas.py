@@ -1,4 +1,4 @@
-"""Replicas of a run on this machine: a lighthouse and N worlds of ranks are started, watched, and started again.
+"""Replicas of a run on this machine: a lighthouse and N worlds of ranks are started, watched, and restarted.
 
     ended = train_replicas(options, functools.partial(RunConsole, options.log_every))
 

@@ -1,4 +1,4 @@
-"""The faults of a training run's options that show without data, device or ranks. Imports no torch.
+"""Invalid options of a training run, as far as they show without data, device or ranks. Imports no torch.
 
 Checks come in this order: signs of numbers, two options for one thing, options without what they are for, half a pair,
 options of one world beside --agree, the conditions of ``REFUSALS``, and memory limits. ``TrainOptions.check`` then

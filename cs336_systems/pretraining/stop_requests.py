@@ -1,4 +1,4 @@
-"""How a run ends, and who asks it to end early: a time limit, a signal or Ctrl-C. Imports no torch."""
+"""Requests that end a run early: a time limit, a signal or Ctrl-C. Imports no torch."""
 
 import signal
 import threading
