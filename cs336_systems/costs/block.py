@@ -1,4 +1,4 @@
-"""The work of a block's kernels beside FLOPs: tiles that are not whole, operands, quantizing, passes over memory.
+"""The work of a block's kernels besides FLOPs: partial tiles, operands, quantizing, passes over memory.
 
 Kinds are those of operations (``costs/streaming.py``): ``head`` is the output head with its gradients, ``forward`` and
 ``backward`` are a block's. Sizes are in bytes or in numbers of each token.

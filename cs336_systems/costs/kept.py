@@ -8,10 +8,10 @@ recomputing it. Each of the four levels holds all of the one before it:
     products   and the results of matmuls: none is computed twice; norms and SwiGLU, which are cheap, are
     all        and the outputs of norms and of SwiGLU: nothing is computed twice
 
-q, k and v come with the third level: keeping them costs up to three times the bytes of attention's output, and saves
-one matmul where the second level saves all of attention. A switch drops what its part of the block would keep:
-``all-norm-swiglu`` is ``products``, and ``products-residual`` recomputes the output projection. The gradients are the
-same bits at each level and switch.
+The third level adds q, k and v: they cost up to three times the bytes of attention's output, and save one matmul, where
+the second level saves all of attention. A switch drops what one part of the block would keep: ``all-norm-swiglu`` is
+``products``, and ``products-residual`` recomputes the output projection. The gradients are the same bits at each level
+and switch.
 
 Blocks may differ: ``8xall+products`` keeps all of the first eight and products of the rest (``keep_of_blocks``).
 

@@ -1,4 +1,4 @@
-"""Which activation checkpointing, or which level of what hand-written blocks keep, fits a budget at the least cost?
+"""Chooses the activation checkpointing, or level of ``--keep``, that fits a memory budget at the least recomputation.
 
     found = cheapest_policy(case, "step", budget_bytes=80 * 1024**3, predict=predict)
     found = cheapest_keep(fused_case, "step", budget_bytes=80 * 1024**3, predict=predict)

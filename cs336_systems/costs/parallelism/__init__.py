@@ -1,1 +1,1 @@
-"""Parallelism on many devices, by arithmetic: forms, meshes, pipelines, scaling, failures."""
+"""The cost of training on many devices, without running it: forms, meshes, pipelines, scaling, failures."""

@@ -1,8 +1,8 @@
 """When does communication outlast computation? Data parallel, FSDP and tensor parallel, for one feed-forward layer.
 
-Each form cuts the same work in another way and pays in another currency: data parallelism and FSDP move weights (or
-their gradients), tensor parallelism moves activations. With B tokens in the global batch, an SwiGLU layer of m = 3
-matrices between widths D and F, e bytes per element, and N devices, a device does and sends (ring collectives of
+Each form divides the same work and sends other tensors: data parallelism and FSDP send weights (or their gradients),
+tensor parallelism sends activations. With B tokens in the global batch, an SwiGLU layer of m = 3 matrices between
+widths D and F, e bytes per element, and N devices, a device does and sends (ring collectives of
 ``costs/communication.py``):
 
     form             pass      FLOPs       collectives                              bytes sent per device

@@ -1,4 +1,4 @@
-"""More GPUs for the same batch: when FSDP stops scaling, which of two limits it reached, and the remedy.
+"""More GPUs for the same batch: when FSDP stops scaling, which of two limits it has reached, and the remedy.
 
 A step of FSDP on N devices over a global batch of B tokens computes 6 P B / N operations per device and sends three
 times the weights, whatever N: gathered for forward, gathered for backward, gradients scattered. Compute time falls as
