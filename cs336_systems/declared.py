@@ -1,4 +1,4 @@
-"""The fields of a step or a question, declared once: type, plain value, help and allowed values.
+"""The fields of a step or a benchmark, declared once: type, plain value, help and allowed values.
 
     @dataclass(frozen=True)
     class Cell:
@@ -6,8 +6,8 @@
 
     Options = options_of(Cell, RunOptions)      # a command line: --kernels reference fused makes a grid of two cells
 
-The field is a column of rows as well; one not made by ``option`` is nothing else. ``like`` declares the field of
-another class again. Imports no torch.
+The field is also a column of rows; a field not made by ``option`` is only a column. ``like`` copies a field of another
+class. Imports no torch.
 """
 
 import dataclasses

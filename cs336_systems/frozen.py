@@ -1,7 +1,7 @@
-"""Imported last by the fork server: Python's collector passes over what it has imported, in all processes forked then.
+"""Freezes what the fork server has imported, so that the garbage collector of forked processes skips it; imported last.
 
-A full collection writes to every object that it looks at, and so copies all pages that the process shares with the
-server: in the middle of some step, 18,250 of them in 0.27 s (profiles/distributed.md).
+A full collection writes to every object that it visits, and so copies all pages shared with the server: in the middle
+of some step, 18,250 of them in 0.27 s (profiles/log/2026-11-25.md).
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""The devices that it runs on: the published peaks of each device, cited, and the lookup that finds them by name.
+"""Published peaks of each known device, with their sources, and the lookup that finds a device by name.
 
 A measured time means little until it stands beside the least time the device could have needed. That bound
 comes from here: matmul FLOP/s per dtype, memory bytes/s, link bytes/s. `costs/` divides by these numbers and

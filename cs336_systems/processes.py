@@ -6,9 +6,9 @@
     process.receive(deadline)                                  # what the body has sent; how it died, if it did
     process.end()                                              # and everything that it has started
 
-A fresh process leads a process group of its own, which is killed as a whole and does not hear signals that are sent to
-its parent's, as the terminal's Ctrl-C; neither does the server. It dies with its parent, and it is the first that the
-kernel's out-of-memory killer takes. This module imports no torch, so that the server can start before anything slow is
+A fresh process leads its own process group, which is killed as a whole and does not receive signals to its parent's
+group, such as the terminal's Ctrl-C; neither does the server. It dies with its parent, and is the first that the
+kernel's out-of-memory killer ends. This module imports no torch, so that the server can start before anything slow is
 imported.
 """
 

@@ -1,9 +1,9 @@
-"""No training step can be like this, whatever the device: a table of conditions, each with the sentence that refuses.
+"""Training steps that are invalid on every device: a table of conditions, each with its error message.
 
     if reason := refusal(case): ...
 
-Every grid of a benchmark, every run of ``train.py`` and ``training.assemble`` ask here. What depends on the device, on
-a library or on the version of torch is asked in ``assemble.check_supported``. Imports no torch.
+Every grid of a benchmark, every run of ``train.py`` and ``training.assemble`` call it. ``assemble.check_supported``
+checks what depends on the device, a library or torch's version. Imports no torch.
 """
 
 from collections.abc import Callable

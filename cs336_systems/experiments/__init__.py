@@ -1,1 +1,1 @@
-"""One folder per question: what is asked, how it is measured, the table and the figure that show it."""
+"""One file per benchmark: its options, table and figure; a second file (``*_measure.py``) may hold the measuring."""
