@@ -1,6 +1,6 @@
-"""The course of every benchmark: check, measure cell by cell, show, end with one line of JSON and a code.
+"""Runs a benchmark: checks options, measures each cell, shows results, ends with a line of JSON and an exit code.
 
-A question is one file, ``experiments/NAME.py``, in this order:
+A benchmark is one file, ``experiments/NAME.py``, in this order:
 
 1. Its docstring: what is asked, how it is measured, and the limits of the answer.
 2. Its ``Cell``: a frozen dataclass whose fields are columns. A training step's cell inherits ``TimedCase`` or
@@ -8,16 +8,16 @@ A question is one file, ``experiments/NAME.py``, in this order:
 3. ``Options = options_of(Cell, RunOptions, cpu={...})`` (or ``PeerRun``, ``TrainingRun``, ``RankedRun``, or a subclass
    with options that are no columns), with the smaller defaults of a CPU.
 4. ``make_cells(options)``: the grid, by ``every`` or ``training_cells``; ValueError, one sentence with the option and
-   its value, for what no cell of this question can have.
+   its value, for an invalid cell.
 5. ``measure(cell)``, or ``measure(cell, rank)`` for cells with a ``world_size``: a list of ``Metric``; or the name of
    a module beside it that has one, ``measured_by("kernel_measure")``.
 6. Its table (``report.results.ResultTable``) and figures, functions of rows.
 7. ``EXPERIMENT = Experiment(...)``; the command is ``main = command(EXPERIMENT, __doc__)``.
 
-Importing a question imports no torch, pandas or matplotlib, so that ``--help`` is answered at once. The same course
-runs on one process, on ranks that it starts and under torchrun, where rank 0 alone presents. Requested and nothing
-measured is exit code 1, with the reason; one failed cell among others is, too. Memory that does not suffice and
-requests that are unsupported are answers as long as something was measured.
+Importing a benchmark imports no torch, pandas or matplotlib, so that ``--help`` is answered at once. The same course
+runs on one process, on ranks that it starts and under torchrun, where rank 0 alone presents. The exit code is 1, with
+the reason, if nothing was measured or a cell failed. Cells that are out of memory or unsupported are no failures as
+long as something was measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Questions about several ranks share this: a value from all ranks, bytes on a ring, checks, tables and pictures.
+"""Shared by benchmarks on several ranks: a value from all ranks, bytes on a ring, checks, tables and pictures.
 
 Importing this module imports no torch, pandas or matplotlib.
 """
