@@ -1,4 +1,4 @@
-"""Cells are measured in fresh processes, and whatever ends one there is its status.
+"""Measures each cell in a fresh process; how that ends is the cell's status.
 
 A fresh process inherits no other cell's memory, caches, compiled code or broken CUDA context, and a cell that is
 killed, hangs or runs out of memory costs only itself. A *measure* is a module-level function from a cell to its

@@ -3,7 +3,7 @@
 Under tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022) each of t ranks holds a part of the
 heads, of the feed-forward width and of the vocabulary, and rank i rows [i R/t, (i + 1) R/t) of the residual stream's R
 rows (tokens). A product that needs all rows gathers them. A product that is divided along the dimension over which it
-sums gives addends, which are added up over the ranks so that each gets the sums of its own rows. Rows may travel while
+sums gives partial sums, which are reduce-scattered: each rank gets the sums of its own rows. Rows may travel while
 products run (Wang et al. 2023, "Overlap communication with dependent computation via decomposition"): ``arriving``
 gives first the rows that are there, and ``sums`` computes first those that others need.
 

@@ -1,4 +1,4 @@
-"""Every command begins and ends in this way: it parses, says one sentence on bad input, and ends with a code.
+"""The beginning and end of every command: it parses, prints one sentence on bad input, and returns an exit code.
 
 Imports no torch, pandas or matplotlib, so that ``--help`` and a typing error are answered at once. A benchmark reads
 

@@ -2,9 +2,9 @@
 
 The ratio of medians gets a 95 % interval from the bootstrap (Efron 1979: resample both sides, take the ratio, repeat).
 Samples of one process do not show how much processes differ from each other, so whole processes are resampled, too. The
-verdict asks the interval against a margin of two percent:
+verdict compares the interval with a margin of two percent:
 
-    same     the interval lies inside the margin: no difference worth the name
+    same     the interval lies inside the margin
     faster   the interval lies wholly below 1 - margin
     slower   the interval lies wholly above 1 + margin
     unclear  anything else, and everything where a side has fewer than three processes (``--repeat 3``)

@@ -1,4 +1,4 @@
-"""All figures share this: lines over a swept column, how axes look, and how files are written.
+"""Shared by all figures: lines over a swept column, the look of axes, and writing files.
 
     figure, axes = lines(rows, x="length", colour="impl", panel="metric", log="xy")
     axes["both"].set_ylabel("ms")

@@ -1,4 +1,4 @@
-"""A training run on the console: some lines before the first step, then one for each, and how far it is on a terminal.
+"""A training run on the console: some lines before the first step, one line a step, and on a terminal its progress.
 
     [T] step  0 [  1.0%] | time 1869 ms | norm 4.3155 | loss 3.2826 | lr 3.0e-06 | tps 35,065 | sol 42.9% | left 0:03:05
     [V] step 50 [ 50.0%] | time  1103 ms | loss 3.1190

@@ -1,4 +1,4 @@
-"""Training runs as one picture: loss, gradient norm, learning rate, tokens per second, share of the light, the GPU.
+"""Training runs as one picture: loss, gradient norm, learning rate, tokens/s, share of the speed of light, GPU.
 
 A colour for each run. What each step says is pale, its running median lies on top, and evaluations are dots; a cross
 at the foot is a step that was not finite, a dotted line where a run was resumed. A quantity that no log has is said to
