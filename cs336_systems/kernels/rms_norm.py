@@ -30,7 +30,7 @@ written and read once: 8 D bytes per program. Some ten FLOPs per element: the bo
 Limits: fp32, bf16, fp16, one dtype for all but rstd. Each D is compiled for itself.
 
     y = rms_norm(x, weight, eps)    # ModelOps' signature, for autograd
-    y_RD, rstd_R = rms_norm_forward(x_RD, gain_D, eps)    # for who writes backward out
+    y_RD, rstd_R = rms_norm_forward(x_RD, gain_D, eps)    # for a hand-written backward
 """
 
 import math

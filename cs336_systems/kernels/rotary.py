@@ -9,8 +9,8 @@ Backward is the rotation back: the same kernel with -sin. It needs no activation
 
 Method: the heads of all tokens are one list, token by token; a program turns a block of it, wherever the strides say
 that a head lies. So it rotates q and k in place in a merged (q | k | v) matrix without touching v. The heads of a token
-in one program fetch its angles once. The largest magnitude of q, k and v comes along where it is asked for
-(``absmax.py``); then v is read too.
+in one program fetch its angles once. The same pass finds the largest magnitude of q, k and v if asked (``absmax.py``);
+then v is read too.
 
 Rounding: as in the reference, to the bit: in fp32, products and sum rounded each (no fused multiply-add), then once to
 the dtype. In backward the reference in bf16 also rounds each of the two products that autograd adds; here it is once.

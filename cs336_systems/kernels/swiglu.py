@@ -8,11 +8,11 @@ Formula (Shazeer 2020, eq. 6), with s = 1 / (1 + exp(-gate)) and the gradient dz
 
 Method: elementwise, one program per block of rows and columns. Only gate_up is kept for backward. The gradient of the
 next weights needs z, and backward, which reads gate and up anyway, can recompute and write it on the way
-(``with_product``). ``swiglu_backward_`` writes over what it read: dgate_up over gate_up and z over dz, so
-that a whole backward takes no further memory. The largest magnitude of z, or of dgate_up, comes along where it is asked
-for (``absmax.py``). Forward can note the steepest slope of z within each of its blocks, which tells backward into fp8
-which of them cannot hold the largest gradient (``swiglu_quantize.py``). Backward can add to dz, as it loads it, what an
-adapter's gradient adds to the gradient of a product (``lora.py``): a pass over memory less.
+(``with_product``). ``swiglu_backward_`` writes over what it read: dgate_up over gate_up and z over dz, so that a whole
+backward takes no further memory. The same pass finds the largest magnitude of z, or of dgate_up, if asked
+(``absmax.py``). Forward can record the steepest slope of z within each block, from which backward into fp8 knows the
+blocks that cannot hold the largest gradient (``swiglu_quantize.py``). Backward can add an adapter's part to dz as it
+loads it (``lora.py``), which saves a pass over memory.
 
 Rounding: all in fp32 and rounded once, where bf16 eager code rounds silu(gate) before it multiplies, and in backward
 its gradient too; so results differ from eager ones by a rounding or two, and are closer to the exact ones.
