@@ -5,9 +5,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.nn.functional import pad
@@ -27,6 +29,9 @@ _LOOK_S = 0.2
 _GRACE_S = 5.0
 """Seconds for which a replica that is asked to end still waits for a quorum. Mostly the others come, and all end after
 the same step."""
+_VOTE_TIMES = 4
+"""For how many times --agree-timeout a rank waits for the votes of its replica's others. One of them may wait in vain
+for another replica meanwhile: once in an all-reduce, up to three times for the store of one that has died."""
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -76,7 +81,7 @@ class ReportingManager(Manager):
             if self.errored() is None:
                 break
             self._hang_up()
-            super().should_commit()  # returns False, and the lighthouse forms another group
+            self._vote()  # returns False, and the lighthouse forms another group
         self.replica.after_quorum(time.perf_counter() - began)
 
     def wait_quorum(self) -> None:
@@ -84,15 +89,16 @@ class ReportingManager(Manager):
 
         Raises:
             StoppedWaiting: the replica is to end, and no quorum comes.
+            torch.distributed.DistError: others did not answer in time.
         """
         assert self._quorum_future is not None
         gives_up_at = math.inf
         while time.monotonic() < gives_up_at:
             try:
                 return self._quorum_future.result(_LOOK_S)
-            except TimeoutError:
+            except TimeoutError as error:
                 if self._quorum_future.done():  # the quorum itself timed out
-                    raise
+                    raise dist.DistError("the other replicas did not answer in time") from error
             if gives_up_at == math.inf and self.replica.is_to_end():
                 gives_up_at = time.monotonic() + _GRACE_S
         raise StoppedWaiting(f"asked to end, and no quorum came within {_GRACE_S:g} s")
@@ -108,10 +114,23 @@ class ReportingManager(Manager):
         else:
             super()._apply_pending_state_dict()
 
-    def should_commit(self, *args: Any, **kwargs: Any) -> bool:
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
         self._hang_up()
-        self.verdict = super().should_commit(*args, **kwargs)
+        self.verdict = self._vote(timeout)
         return self.verdict
+
+    def _vote(self, timeout: timedelta | None = None) -> bool:
+        """torchft's ``should_commit``, on which the ranks of this replica agree.
+
+        Raises:
+            torch.distributed.DistError: one of them did not answer in time.
+        """
+        within = timeout or _VOTE_TIMES * self._timeout
+        try:
+            return super().should_commit(within)
+        except TimeoutError as error:  # an OSError, for which others would take it
+            waited = f"{within.total_seconds():g} s"
+            raise dist.DistError(f"another rank of this replica did not answer within {waited}") from error
 
     def _hang_up(self) -> None:
         """After an error that other replicas may not have met, close the connections, so that all meet one.

@@ -218,6 +218,22 @@ def test_a_stalled_replica_and_a_killed_lighthouse_cost_no_step(folder):
 
 
 @pytest.mark.slow
+def test_a_replica_one_of_whose_ranks_stalls_beyond_the_time_out_is_started_again(folder):
+    """Its other rank waits in vain, which is no bad input."""
+    heard = []
+
+    def interrupt(sentence):
+        heard.append(sentence)
+        if len(heard) == 2:  # the first is of the fault
+            signal.raise_signal(signal.SIGINT)
+
+    how = {"steps": 100_000, "ranks_per_replica": 2, "agree_timeout": 2.0, "save_every": None, "export": False}
+    _, told, _ = run(folder, tell=interrupt, fail="stall 1 at 2 for 60s", **how)
+    failed = "replica 1 has failed: DistError: another rank of this replica did not answer within 8 s"
+    assert told[1] == f"{failed}; it is started again"
+
+
+@pytest.mark.slow
 def test_a_lighthouse_whose_port_is_taken_while_it_is_dead_is_a_sentence_and_costs_no_step(folder, monkeypatch):
     """Its replicas save what they have made, and end."""
 
