@@ -80,6 +80,12 @@ class OuterSteps(ReplicaAgreement):
                 why = said_of(error.original_exception if error else None)
                 raise RuntimeError(f"{n_failed} averages in a row have failed before the first step, the last: {why}")
             time.sleep(0.05)
+        n_steps = self._prepared.n_steps
+        if not self._others_train and (n_steps - self._made) % apart:
+            steps = f"the {n_steps - self._made:,} steps from step {self._made:,} to {n_steps:,}"
+            raise ValueError(
+                f"{steps} are no multiple of the {apart:,} between two averages: replicas end on an average"
+            )
         self._coming = False
         self._step_outer_by(how)
 

@@ -173,3 +173,20 @@ def test_averages_that_all_fail_end_the_wait_for_the_first_one(tmp_path, monkeyp
         agreement = agreement_of(asked, rank, address, "a")
         with pytest.raises(RuntimeError, match="3 averages in a row have failed .* the last: the network is down"):
             run_prepared(prepare(asked, rank), rank, agreement=agreement)
+
+
+def test_a_run_whose_steps_do_not_end_on_an_average_is_refused(tmp_path):
+    """Its last steps would be neither averaged nor saved. Their number follows from the data, or from where an earlier
+    run has ended."""
+    write_dataset(tmp_path / "data")
+    plain = options(tmp_path, evaluate_every=None, export=False)
+    with joined() as rank:
+        run_prepared(prepare(replace(plain, steps=5), rank), rank)
+        for changes, said in (
+            ({"steps": 12}, "the 7 steps from step 5 to 12 are no multiple of the 4 between two averages"),
+            ({"steps": None, "epochs": 0.9, "out": tmp_path / "other"}, "the 29 steps from step 0 to 29 are"),
+        ):
+            asked = replace(plain, agree="diloco", agree_every=4, **changes)
+            with lighthouse(rank) as address, pytest.raises(ValueError, match=said):
+                agreement = agreement_of(asked, rank, address, "a")
+                run_prepared(prepare(asked, rank), rank, agreement=agreement)
