@@ -1,14 +1,14 @@
-"""Checkpoints written while training continues, which waits for a copy to host memory, not for the disk.
+"""Checkpoints written in the background: training waits only for a copy to host memory, not for the disk.
 
     with BackgroundSaver(folder, model, optimizer, keep_last=2) as saver:
-        saver.reserve(budget_bytes)              # after the first step: allocates host memory for the copies meanwhile
-        saver.save(step, extra={"loader": ...})  # waits for the save before, and copies
+        saver.reserve(budget_bytes)              # after the first step: allocates host memory for copies in a thread
+            saver.save(step, extra={"loader": ...})  # waits for the previous save, then copies
         for saved in saver.finished(): ...       # how saves ended since the last call
         for saved in saver.wait(): ...
 
-Files, and why a kill at any moment loses nothing, are those of ``checkpoint.py``. A thread of each rank writes; the
-threads talk over a gloo group of their own. A save that fails is reported and leaves the older checkpoints as they are.
-A save waits for the one before. Where host memory is too short for the copies, saves wait for the disk.
+``checkpoint.py`` describes the files and why a kill at any moment loses nothing. A thread on each rank writes; the
+threads communicate over a gloo group of their own. A save that fails is reported, and older checkpoints stay as they
+are. Each save waits for the previous one. Where host memory is too small for the copies, ``save`` waits for the disk.
 """
 
 import os
@@ -35,7 +35,7 @@ class Saved:
     Attributes:
         n_bytes: bytes of this rank's part.
         stall_seconds: time that the caller of ``save`` waited.
-        waited_seconds: part of that until the save before was written.
+        waited_seconds: the part of ``stall_seconds`` spent waiting until the previous save was written.
         seconds: time until all ranks were done.
     """
 
@@ -49,10 +49,10 @@ class Saved:
 
 
 class BackgroundSaver:
-    """Saves a model and its optimizer into a folder; constructed by all ranks, arguments as of ``save_checkpoint``.
+    """Saves a model and its optimizer into a folder; all ranks construct it; arguments as for ``save_checkpoint``.
 
-    Leaving its context waits for the save that is under way, unless a ``KeyboardInterrupt`` does; what is then left
-    half-written is not mistaken for a checkpoint.
+    Leaving its context waits for the save in progress, except after a ``KeyboardInterrupt``; files left half-written
+    are never mistaken for a checkpoint.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class BackgroundSaver:
         self._finished: list[Saved] = []
 
     def reserve(self, budget_bytes: int) -> str | None:
-        """Begin to allocate host memory for copies of what there is now; a collective.
+        """Begin to allocate host memory for copies of the current tensors; a collective.
 
-        Returns why saves will wait for the disk, if this rank's copies take more than the budget.
+        If this rank's copies exceed the budget, returns the reason why saves will wait for the disk.
         """
         n_bytes = _n_bytes(collect(self._model, self._optimizer, 0, None))
         if n_bytes > budget_bytes:
@@ -88,10 +88,10 @@ class BackgroundSaver:
         return None
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None, keep_step: int | None = None) -> None:
-        """Copy everything and begin to write it, after the save before; a collective, which raises ValueError.
+        """Wait for the previous save, copy everything and begin to write it; a collective, which raises ValueError.
 
         Args:
-            keep_step: a checkpoint that is not removed then, and not counted among the last.
+            keep_step: the step of a checkpoint that is neither removed nor counted in ``keep_last``.
         """
         check_kept(step, *self._kept)
         began, saves = time.perf_counter(), self._saves
@@ -105,7 +105,7 @@ class BackgroundSaver:
             path, error = None, None
             try:
                 path = write(self._folder, copied or collected, self._own_group, *self._kept, keep_step)
-            except Exception as raised:  # no failed save ends the training
+            except Exception as raised:  # a failed save does not end training
                 error = str(raised)
             seconds = time.perf_counter() - began
             stalled = stall if copied else seconds
@@ -117,18 +117,18 @@ class BackgroundSaver:
             self._start(finish)
 
     def finished(self) -> list[Saved]:
-        """The saves that have ended and were not returned yet, oldest first; waits for nothing."""
+        """Return the saves that have ended since the last call, oldest first, without waiting."""
         done = len(self._finished)
         told, self._finished[:done] = self._finished[:done], []
         return told
 
     def wait(self) -> list[Saved]:
-        """As ``finished``, after the save that is under way."""
+        """Wait for the save in progress, then return what ``finished`` does."""
         self._join()
         return self.finished()
 
     def _copied(self, collected: Collected) -> Collected | None:
-        """Copies in host memory, complete when this returns; None where that is too short."""
+        """Copy to host memory, complete when this returns; None if there is too little of it."""
         if self._short is None and (self._slab is None or self._slab.n_bytes < _n_bytes(collected)):
             self._get_slab(_n_bytes(collected))
         if self._short is not None or self._slab is None:
@@ -143,7 +143,7 @@ class BackgroundSaver:
 
     def _get_slab(self, n_bytes: int) -> None:
         """Allocate pinned memory, into which a GPU copies 50 GB/s."""
-        self._slab = None  # the one before, whose tensors are written by now
+        self._slab = None  # the previous slab, whose tensors have been written by now
         try:
             self._slab = host_slab(n_bytes, self._device)
         except RuntimeError as error:
@@ -154,7 +154,7 @@ class BackgroundSaver:
             if self._device.type != "cuda":
                 return work()
             with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
-                work()  # whatever waits for the current stream is not to wait for training
+                work()  # work that waits for the current stream must not wait for training
 
         self._join()
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
@@ -176,5 +176,5 @@ class BackgroundSaver:
 
 
 def _n_bytes(collected: Collected) -> int:
-    """Bytes of a slab for copies of these."""
+    """Bytes of a slab that holds copies of these tensors."""
     return sum(aligned(stretch.values.nbytes) for stretch in collected.stretches.values())

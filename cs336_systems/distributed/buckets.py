@@ -1,14 +1,14 @@
-"""Buckets: tensors that travel together, and gradients that lie side by side so that one collective carries them.
+"""Buckets: tensors sent together, and gradients made contiguous so that one collective sends them.
 
-*Neighbours* are parameters that fill one storage between them, as the rows of one matrix, one after the other: merged
-q | k | v, say, which a module multiplies as one matrix without a copy. Nothing else declares it: whoever moves
-parameters looks at where they lie and keeps neighbours together. A tensor on ``meta`` has a storage too.
+*Neighbours* are parameters that together fill one storage, as consecutive rows of one matrix: merged q | k | v, for
+example, which a module multiplies as one matrix without a copy. No flag marks them: code that moves parameters compares
+their addresses and keeps neighbours together. A tensor on ``meta`` has a storage too.
 
-A collective has a latency besides its bytes, so small tensors are sent in groups. ``partition`` makes the groups;
-``Bucket.gather`` brings the gradients of one group into one piece of memory, by one multi-tensor copy, and leaves every
-``.grad`` a view of it: the average need not be copied back, and clearing the gradients frees it. One gradient stays
-where it is unless its memory is shared: autograd may hand a parameter a view of a gradient that the rest of backward
-still reads (of ``x + p.view_as(x)``, say; it is not marked as a view), and what travels is overwritten.
+Each collective has a fixed latency, so small tensors are sent in groups. ``partition`` makes the groups;
+``Bucket.gather`` copies the gradients of one group into one buffer, by one multi-tensor copy, and makes every ``.grad``
+a view of it: the average need not be copied back, and clearing the gradients frees the buffer. A single gradient is
+sent in place unless its memory is shared. The collective overwrites what it sends, and autograd may give a parameter a
+view of a gradient that the rest of backward still reads (for ``x + p.view_as(x)``, which is not marked as a view).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,11 +23,11 @@ from cs336_systems.hardware import MIB
 
 T = TypeVar("T", bound=Tensor)
 
-_BROADCAST_BYTES = 250 * MIB  # most that one broadcast packs into a temporary copy, unless a single tensor is larger
+_BROADCAST_BYTES = 250 * MIB  # packed into a temporary copy by one broadcast, unless one tensor is larger
 
 
 def partition(tensors: Iterable[T], capacity_bytes: float) -> list[list[T]]:
-    """Groups of one dtype and device, at most ``capacity_bytes`` each; a tensor beyond that is a group of its own.
+    """Group tensors by dtype and device, at most ``capacity_bytes`` each; a larger tensor is a group of its own.
 
     Tensors keep their order inside a group, and groups are ordered by their last tensor: if the tensors become ready
     in the order given, so do the groups.
@@ -50,7 +50,7 @@ def partition(tensors: Iterable[T], capacity_bytes: float) -> list[list[T]]:
 def broadcast_from_rank_0(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Overwrite the tensors with those of the group's rank 0; ranks pass the same shapes and dtypes in the same order.
 
-    They travel packed, and as bytes, because not every backend sends every dtype. The default group if None.
+    They are packed and sent as bytes, because not every backend sends every dtype. None means the default group.
     """
     for part in partition(tensors, _BROADCAST_BYTES):
         packed = torch.cat([tensor.detach().reshape(-1) for tensor in part])
@@ -63,13 +63,13 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor], group: dist.ProcessGroup | 
 def used_on_any_rank(
     used: list[bool], device: torch.device, group: dist.ProcessGroup | None
 ) -> tuple[list[bool], dist.Work]:
-    """Which parameters have a gradient on any rank, and the collective that tells: a byte per parameter.
+    """Find which parameters have a gradient on any rank, by a collective of a byte per parameter.
 
-    The host waits for the answer only where something is unused on this rank.
+    The host waits for the result only if this rank did not use some parameter.
     """
     complete = all(used)
     flags = torch.ones(len(used), dtype=torch.uint8, device=device)
-    if not complete:  # else filled on the device: a copy to it would wait for backward
+    if not complete:  # else filled on the device: a copy from the host would wait for backward
         flags.copy_(torch.tensor(used))
     work = dist.all_reduce(flags, dist.ReduceOp.MAX, group, async_op=True)
     assert work is not None
@@ -80,21 +80,21 @@ def used_on_any_rank(
 
 
 def _current_stream(tensor: Tensor) -> tuple[int, int, int]:
-    """The current stream of its device: ``stream_id``, ``device_index`` and ``device_type`` of ``torch.cuda.Stream``.
+    """The device's current stream: ``stream_id``, ``device_index`` and ``device_type`` of ``torch.cuda.Stream``.
 
-    A hook asks at every gradient, and ``torch.cuda.current_stream``, which makes an object each time, is slow for that.
+    A hook calls this for every gradient; ``torch.cuda.current_stream`` makes an object each time, which is too slow.
     """
     return torch._C._cuda_getCurrentStream(tensor.get_device())
 
 
 class Bucket:
-    """Parameters of one dtype and device whose gradients travel together, each in its parameter's memory format.
+    """Parameters of one dtype and device whose gradients are sent together, each in its parameter's memory format.
 
-    ``waiting_for`` is how many of them have no gradient yet in the current backward.
+    ``waiting_for`` is the number of them without a gradient so far in the current backward.
 
     Args:
-        offsets: where each gradient begins in what travels, in elements; without gaps if None.
-        numel: elements that travel; those of all gradients if None.
+        offsets: where each gradient begins in the buffer that is sent, in elements; None means without gaps.
+        numel: elements of that buffer; None means those of all gradients.
     """
 
     def __init__(
@@ -112,24 +112,24 @@ class Bucket:
         self.reset()
 
     def reset(self) -> None:
-        """Wait for all gradients of parameters that are trained now."""
+        """Expect a gradient of every parameter that currently requires one."""
         self.waiting_for = sum(parameter.requires_grad for parameter in self.parameters)
         self._streams: set[tuple[int, int, int]] = set()
-        """The streams that compute gradients, as ``_current_stream`` numbers them."""
+        """The streams that compute gradients, as ``_current_stream`` returns them."""
 
     def gradient_is_ready(self) -> None:
-        """Count one gradient, and remember the stream that computes it."""
+        """Count one gradient and record the stream that computes it."""
         self.waiting_for -= 1
         if self.parameters[0].is_cuda:
             self._streams.add(_current_stream(self.parameters[0]))
 
     def gather(self) -> Tensor:
-        """All gradients as one flat tensor of which every ``.grad`` is now a view; a missing gradient becomes zeros.
+        """Return all gradients as one flat tensor and make every ``.grad`` a view of it; a missing gradient is zeros.
 
-        The tensor is ready for what the current stream does next.
+        Work that the current stream is given next may use the tensor.
 
         Raises:
-            ValueError: a gradient is not dense, or has a graph of its own; some of the parameters have been cast.
+            ValueError: a gradient is not dense or has a graph of its own, or some of the parameters have been cast.
         """
         gradients = [parameter.grad for parameter in self.parameters]
         self._wait_for_streams(gradients)
@@ -153,19 +153,19 @@ class Bucket:
         return flat
 
     def _in_place(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """The only gradient, flat, if it lies in the order of sending and has its memory for itself; else None."""
+        """The only gradient, flat, if it is laid out as it is sent and shares its memory with nothing; else None."""
         gradient = gradients[0]
         if gradient is None or self.numel != gradient.numel() or gradient.stride() != self._strides[0]:
             return None
         storage = gradient.untyped_storage()
-        holders = torch._C._storage_Use_Count(storage._cdata) - 1  # this function's reference is one
-        # The last part of a merged gradient has no other holder, but would keep the memory of all parts.
+        holders = torch._C._storage_Use_Count(storage._cdata) - 1  # this function holds one reference
+        # The last part of a merged gradient has no other reference, but would keep the memory of all parts alive.
         alone = holders == 1 and storage.nbytes() == gradient.nbytes
         return gradient.as_strided((self.numel,), (1,)) if alone else None
 
     @torch.no_grad()
     def _moved(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """The gradients, copied side by side into new memory."""
+        """Copy the gradients into new memory, one after the other."""
         first = self.parameters[0]
         flat = torch.empty(self.numel, dtype=first.dtype, device=first.device)
         sources, targets, missing = [], [], []
@@ -185,7 +185,7 @@ class Bucket:
         return flat
 
     def _wait_for_streams(self, gradients: Sequence[Tensor | None]) -> None:
-        """Let the current stream see gradients that other streams compute, and keep their memory until it has."""
+        """Make the current stream wait for gradients of other streams, and keep their memory until it has read them."""
         others = self._streams and self._streams - {_current_stream(self.parameters[0])}
         for stream_id, device_index, device_type in others:
             stream = torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
@@ -199,7 +199,7 @@ class Bucket:
 def neighbours(tensors: Iterable[T], alike: Callable[[T], object] = lambda tensor: None) -> list[list[T]]:
     """Sort the tensors into runs: neighbours in the order of their memory, and every other tensor by itself.
 
-    Runs are ordered by whichever of their tensors was given first; within one, tensors are ``alike``.
+    Runs are ordered by the first given of their tensors; the tensors of a run are ``alike``.
     """
     tensors = list(tensors)
     sharing: dict[int, list[T]] = {}
@@ -225,14 +225,14 @@ def _fill_one_storage(tensors: Sequence[Tensor]) -> bool:
 
 
 def starts_in(run: Sequence[Tensor]) -> list[int]:
-    """The place at which each tensor of a run begins, in elements from the first."""
+    """The offset of each tensor of a run, in elements from the first."""
     return list(accumulate((tensor.numel() for tensor in run[:-1]), initial=0))
 
 
 def empty_like_run(
     run: Sequence[Tensor], *, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> list[Tensor]:
-    """New memory for a run, in which its tensors are neighbours again."""
+    """Allocate new memory for a run, in which its tensors are neighbours again."""
     if len(run) == 1:
         return [torch.empty_like(run[0], dtype=dtype, device=device)]
     numel = sum(tensor.numel() for tensor in run)
@@ -241,9 +241,9 @@ def empty_like_run(
 
 
 def alias(buffer: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
-    """A contiguous tensor in ``buffer``'s storage, with a version counter of its own, as a view would not have.
+    """A contiguous tensor in ``buffer``'s storage with its own version counter, which a view would share.
 
-    Autograd refuses a saved tensor whose version has changed; what others do to the buffer must not count as a change.
+    Autograd refuses a saved tensor whose version has changed; other writes to the buffer must not count as a change.
     """
     stride = torch.empty(shape, device="meta").stride()
     return torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(

@@ -5,16 +5,18 @@
     stored, skipped = find_checkpoint(folder)                 # in one process, without a process group
     weights = load_whole_model(stored, dict(model.named_parameters()))
 
-Each rank writes the stretches of tensors that it holds (``stretches.py``). What is replicated, as without FSDP, is
-written once, by the ranks in equal parts; of a ``ShardedOptimizer``'s state every rank writes and reads its share, and
-so does a stage of a pipeline. A run may resume under another wrapper, mesh or number of ranks. On the disk:
+Each rank writes the stretches of tensors that it holds (``stretches.py``). Replicated tensors, such as all without
+FSDP, are written once, an equal part by each rank; each rank writes and reads its own shard of a ``ShardedOptimizer``'s
+state, and each pipeline stage its own tensors. A run may resume under another wrapper, mesh or number of ranks. On
+disk:
 
     step-00000200/  rank-0.safetensors, rank-1.safetensors  each rank's stretches
                     tensors.json                            where each tensor's stretches are
                     complete.json                           step, optimizer settings, size and CRC-32 of every file
 
-``checkpoint_folder.py`` keeps a folder of them safe, and ``stretches.py`` reads those of earlier versions, too. Sizes
-are checked whenever a folder is looked at, and digests, of which every rank reads some, before a checkpoint is loaded.
+``checkpoint_folder.py`` keeps a folder of checkpoints safe; ``stretches.py`` also reads those of earlier versions.
+File sizes are checked whenever a folder is read. CRC-32s are checked before a checkpoint is loaded, each rank checking
+some of the files.
 """
 
 import os
@@ -57,26 +59,26 @@ def save_checkpoint(
 ) -> Path:
     """Write ``folder/step-<step>``, then remove all but the ``keep_last`` that were written last; a collective.
 
-    A complete checkpoint of the same step is replaced. What is damaged or of another program is neither removed nor
-    counted, and warned of.
+    A complete checkpoint of the same step is replaced. Checkpoints that are damaged or another program's are neither
+    removed nor counted; a warning names them.
 
     Args:
         model: under FSDP, under this suite's DDP, or whole and equal on every rank of the default group.
         keep_every: steps that are multiples of it are neither removed nor counted.
-        extra: what else is to be read back, as JSON can hold it; the first rank's counts.
+        extra: further values to read back, as JSON can hold them; those of the first rank are saved.
 
     Raises:
         ValueError: a number is out of range; the optimizer holds other parameters, or a state of a sharded parameter
             that is neither shaped like its shard nor a single number; a module has extra state; JSON cannot hold a
-            setting; or a tensor's dtype is none of safetensors'.
-        OSError: a rank cannot write; the checkpoints that were there are untouched.
+            setting; or safetensors does not support a tensor's dtype.
+        OSError: a rank cannot write; existing checkpoints are untouched.
     """
     check_kept(step, keep_last, keep_every)
     return write(Path(folder), collect(model, optimizer, step, extra), None, keep_last, keep_every)
 
 
 class Collected(NamedTuple):
-    """A rank writes these stretches, by name; ``marker`` becomes ``complete.json``, which all ranks share."""
+    """The stretches that a rank writes, by name; ``marker`` becomes ``complete.json``, which all ranks share."""
 
     stretches: dict[str, Stretch]
     marker: dict[str, Any]
@@ -88,7 +90,7 @@ def collect(
     step: int,
     extra: Mapping[str, Any] | None,
 ) -> Collected:
-    """Collect what this rank is to write, with its part of what all have; a collective, which raises ValueError."""
+    """Collect what this rank writes, with its part of replicated tensors; a collective, which raises ValueError."""
     wait_for_parameters(model)
     view, rank = NamedState(model), dist.get_rank()
     marker: dict[str, Any] = {"step": step, "saved_at": 0, "optimizer": None, "scalars": {}, "extra": dict(extra or {})}
@@ -98,7 +100,7 @@ def collect(
     def collect_own() -> tuple[dict[Place, int], dict[str, Any], list[list[str]]]:
         own = view.model() | ({} if optimizer is None else view.optimizer(optimizer, marker))
         for name, stretch in own.items():
-            mine = rank == 0 or not name.startswith(BUFFER)  # rank 0's values of buffers count
+            mine = rank == 0 or not name.startswith(BUFFER)  # buffers are saved with rank 0's values
             if mine and (stretch.values.numel() or stretch.is_whole):
                 stretches[name] = stretch
         for settings in (marker["extra"], marker["scalars"], *(marker["optimizer"] or [])):
@@ -116,7 +118,7 @@ def collect(
 
 
 Place = tuple[str, int, int]
-"""The elements of a stretch: the tensor's name, the first element, their number."""
+"""The elements of a stretch: the tensor's name, the first element, the number of elements."""
 
 
 def _place(name: str, stretch: Stretch) -> Place:
@@ -124,9 +126,9 @@ def _place(name: str, stretch: Stretch) -> Place:
 
 
 def _writers(held_by: Sequence[Mapping[Place, int]]) -> dict[Place, int]:
-    """The rank that writes each place, so that every element is written once, and all ranks about as many bytes.
+    """Assign a rank to each place, so that each element is written once and ranks write about equally many bytes.
 
-    Two stages of a pipeline that hold a tensor may cut it in different places: one stage's pieces are taken.
+    Two pipeline stages that hold the same tensor may cut it at different places: one stage's pieces are used.
 
     Args:
         held_by: the places that each rank holds, and their bytes.
@@ -150,7 +152,7 @@ def write(
     keep_every: int | None,
     keep_step: int | None = None,
 ) -> Path:
-    """Write files, marker and name, or remove what was written, which may be what fills the disk; a collective."""
+    """Write the files, marker and name; after an error remove them, as they may be filling the disk; a collective."""
     marker = dict(collected.marker)
     temporary, marker["saved_at"] = on_rank_0(lambda: checkpoint_folder.begin(root, marker["step"]), group)
     path = temporary / f"rank-{dist.get_rank(group)}.safetensors"
@@ -164,7 +166,7 @@ def write(
 
         final = on_rank_0(publish, group)
     except Exception:
-        if dist.get_rank(group) == 0 and temporary.exists():  # all ranks know by now that they have failed
+        if dist.get_rank(group) == 0 and temporary.exists():  # by now all ranks know of the failure
             checkpoint_folder.discard(temporary)
         raise
     on_rank_0(lambda: checkpoint_folder.retire(root, final, keep_last, keep_every, keep_step), group)
@@ -174,7 +176,7 @@ def write(
 def load_checkpoint(
     folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> int | None:
-    """As ``resume_checkpoint``, but returns the step alone, or None if there is no checkpoint."""
+    """Like ``resume_checkpoint``, but return only the step, or None if there is no checkpoint."""
     found = resume_checkpoint(folder, model, optimizer)
     return found.step if found else None
 
@@ -186,20 +188,20 @@ def resume_checkpoint(
     *,
     tell: Tell = warnings.warn,
 ) -> StoredCheckpoint | None:
-    """Read the checkpoint of ``folder`` that was written last into the model and the optimizer; a collective.
+    """Read the newest checkpoint of ``folder`` into the model and the optimizer; a collective.
 
     ``folder`` may also be one checkpoint.
 
-    One that is damaged is told of, by ``tell`` on the first rank, and the one before it read in its place. Returns the
-    one that was read, or None if the folder holds no checkpoint.
+    If the newest is damaged, the first rank reports it through ``tell``, and the one before it is read instead. Returns
+    the checkpoint that was read, or None if the folder holds none.
 
     Raises:
-        ValueError: it is of another model or optimizer, or its files are malformed, or the folder holds checkpoints of
-            which none is whole; nothing was changed.
+        ValueError: it belongs to another model or optimizer, its files are malformed, or the folder holds checkpoints
+            but no complete one; nothing was changed.
     """
 
     def damage(one: StoredCheckpoint) -> str | None:
-        own = sorted(one.files)[dist.get_rank() :: dist.get_world_size()]  # every rank reads some
+        own = sorted(one.files)[dist.get_rank() :: dist.get_world_size()]  # every rank checks some of the files
         return next(filter(None, on_every_rank(lambda: checkpoint_folder.find_damage(one, own))), None)
 
     complete, unreadable = on_rank_0(lambda: checkpoint_folder.survey(Path(folder)))
@@ -239,14 +241,14 @@ def _tensors_of(found: StoredCheckpoint) -> dict[str, StoredTensor]:
 
 
 def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints of ``folder`` that are whole, in the order in which they were written; digests unchecked."""
+    """The complete checkpoints of ``folder``, in the order in which they were written; CRC-32s are not checked."""
     return [stored.path for stored in checkpoint_folder.survey(Path(folder))[0]]
 
 
 def find_checkpoint(path: Path) -> tuple[StoredCheckpoint, dict[Path, str]]:
-    """The checkpoint ``path``, or the newest sound one of that folder, and why each of the others was passed over.
+    """The checkpoint ``path``, or the newest undamaged one in that folder, and why each of the others was skipped.
 
-    One process reads all files for their digests. It is a ValueError if there is none, or none that is whole.
+    One process reads all files to check their CRC-32s. Raises ValueError if there is no complete checkpoint.
     """
     unreadable: dict[Path, str] = {}
     if checkpoint_folder.is_checkpoint(path):
@@ -265,9 +267,10 @@ def find_checkpoint(path: Path) -> tuple[StoredCheckpoint, dict[Path, str]]:
 
 
 def load_whole_model(stored: StoredCheckpoint, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The whole parameters of a checkpoint, on the CPU in the dtypes in which they were saved; in one process.
+    """Load a checkpoint's whole parameters in one process, on the CPU, in the dtypes in which they were saved.
 
-    Of the model's ``parameters`` only names and shapes count. Those of another model are a ValueError.
+    Only the names and shapes of the model's ``parameters`` are used. Raises ValueError if they differ from the
+    checkpoint's.
     """
     there = {name: tensor for name, tensor in _tensors_of(stored).items() if name.startswith(MODEL)}
     expected = {
@@ -279,7 +282,7 @@ def load_whole_model(stored: StoredCheckpoint, parameters: Mapping[str, Tensor])
 
 
 def check_kept(step: int, keep_last: int, keep_every: int | None) -> None:
-    """Raise ValueError for what no checkpoint can be saved with."""
+    """Raise ValueError unless ``save_checkpoint`` accepts these numbers."""
     if step < 0:
         raise ValueError(f"step must not be negative, got {step}")
     if keep_last < 1:
@@ -289,12 +292,12 @@ def check_kept(step: int, keep_last: int, keep_every: int | None) -> None:
 
 
 def _described(tensors: Mapping[str, Stretch]) -> dict[str, str]:
-    """Shape and dtype of whole tensors, by name, as errors say them."""
+    """Shape and dtype of whole tensors, by name, as error messages print them."""
     return {name: f"{stretch.shape} {stretch.values.dtype}" for name, stretch in tensors.items()}
 
 
 def _check_tensors(path: Path, expected: Sequence[Mapping[str, str]], stored: Mapping[str, StoredTensor]) -> None:
-    """Raise ValueError unless the checkpoint holds exactly the tensors that ranks expect, each some, as described."""
+    """Raise ValueError unless the checkpoint holds exactly the tensors that the ranks together expect."""
     theirs = {name: f"{tensor.shape} {tensor.dtype}" for name, tensor in stored.items()}
     ours = {item for of_rank in expected for item in of_rank.items()}
     ours |= {(name, "absent") for name in theirs.keys() - {name for name, _ in ours}}

@@ -1,20 +1,20 @@
-"""Checkpoints in a folder: a save that is killed at any moment loses none, and damage is noticed instead of loaded.
+"""Checkpoints in a folder: killing a save at any moment loses no checkpoint, and damage is detected, not loaded.
 
-    temporary, saved_at = begin(folder, step)            # then write files into it, each flushed to the disk
+    temporary, saved_at = begin(folder, step)            # then write files into it, each flushed to disk
     path = publish(temporary, {"step": step, "saved_at": saved_at, "files": ...})
     retire(folder, path, keep_last=2)
     complete, unreadable = survey(folder)
 
-On the disk:
+On disk:
 
     step-00000200/         a checkpoint; its complete.json lists the sizes and CRC-32s of the other files, and its own
     .step-00000200.tmp/    a checkpoint that is being written or removed, or was when its process was killed
-    .step-00000200.old-N/  what a later save of the same step has found under its name, N ns after 1970 began
+    .step-00000200.old-N/  the folder that a later save of the same step replaced, at N ns since 1970
 
-A checkpoint is written under its temporary name, ``complete.json`` last, and renamed: under its own name it is whole
-from the first moment. A folder with such a name that is not whole is damaged or somebody else's, and is left alone, as
-is any other name: rename a checkpoint to have it kept. The newest is the one written last, whatever its step. One run
-at a time saves into a folder, and all ranks must see the same one.
+A checkpoint is written under its temporary name, ``complete.json`` last, and then renamed, so it is complete as soon as
+it has its final name. An incomplete folder with a final name is damaged or another program's, and is left alone. So is
+a folder with any other name: rename a checkpoint to keep it. The newest checkpoint is the one written last, whatever
+its step. Only one run at a time may save into a folder, and all ranks must see the same folder.
 """
 
 import fcntl
@@ -32,23 +32,23 @@ from pathlib import Path
 from typing import Any
 
 MARKER = "complete.json"
-LAYOUT = 3  # the version of the marker and of the files beside it
+LAYOUT = 3  # the version of the format of the marker and the files beside it
 _READ = (2, LAYOUT)
-"""Layout 2 has files of ``torch.distributed.checkpoint``; layout 1 had no digests and no ``saved_at``."""
+"""Layout 2 has files of ``torch.distributed.checkpoint``; layout 1 had no CRC-32s and no ``saved_at``."""
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.old(-\d+)?")
 _TEMPORARY = re.compile(r"\.step-\d{8,}(\.old(-\d+)?)?\.tmp")
-_CHUNK_BYTES = 1 << 20  # bytes that are read at a time for a digest: few calls, and little memory
+_CHUNK_BYTES = 1 << 20  # bytes read at a time to compute a CRC-32: few calls, little memory
 
 Tell = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint whose marker is sound and whose files have the sizes that it lists.
+    """A checkpoint whose marker is valid and whose files have the sizes that it lists.
 
     Attributes:
-        saved_at: in ns since 1970; a later save into the same folder has a greater one in any case.
+        saved_at: in ns since 1970; always greater for a later save into the same folder.
         files: by name, the ``bytes`` and ``crc32`` of each file but the marker.
         extra: the ``extra`` of ``save_checkpoint``.
         marker: all of ``complete.json``.
@@ -68,7 +68,7 @@ def name_of(step: int) -> str:
 
 
 def read(path: Path, step: int | None = None) -> StoredCheckpoint:
-    """One checkpoint, or of this step alone, digests unchecked; ValueError if it is not complete, or OSError."""
+    """Read a marker and check file sizes, not CRC-32s; ValueError if incomplete or not of ``step``, or OSError."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -88,9 +88,9 @@ def read(path: Path, step: int | None = None) -> StoredCheckpoint:
 
 
 def survey(folder: Path) -> tuple[list[StoredCheckpoint], dict[Path, str]]:
-    """The complete checkpoints of a folder, oldest first, digests unchecked, and why each of the others is not.
+    """The complete checkpoints of a folder, oldest first, and why each of the others is not; CRC-32s are not checked.
 
-    ``folder`` may also be one checkpoint, which is then the only one.
+    ``folder`` may also be a single checkpoint.
     """
     complete, unreadable = [], {}
     steps: dict[Path, int | None] = {}
@@ -109,7 +109,7 @@ def survey(folder: Path) -> tuple[list[StoredCheckpoint], dict[Path, str]]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this is one checkpoint, complete or not, rather than a folder of them."""
+    """Whether the path is one checkpoint, complete or not, rather than a folder of checkpoints."""
     return _CHECKPOINT.fullmatch(path.resolve().name) is not None or (path / MARKER).exists()
 
 
@@ -119,9 +119,9 @@ def newest_sound(
     unreadable: dict[Path, str],
     damage_of: Callable[[StoredCheckpoint], str | None],
 ) -> StoredCheckpoint | None:
-    """The checkpoint to load of those that ``survey`` has found, or None if there is none; may change its arguments.
+    """Choose the checkpoint to load from the results of ``survey``, which it may change; None if there are none.
 
-    ``damage_of`` says what is wrong with the contents of a checkpoint's files. If none is whole, it is a ValueError.
+    ``damage_of`` says what is wrong with the contents of a checkpoint's files. Raises ValueError if none is complete.
     """
     while complete:
         newest = complete.pop()
@@ -135,7 +135,7 @@ def newest_sound(
 
 
 def find_damage(stored: StoredCheckpoint, names: Iterable[str]) -> str | None:
-    """Say what the digests of these of a checkpoint's files show to be wrong, in 0.2 s of a core per GiB, or None."""
+    """Check the CRC-32s of these files of a checkpoint, in 0.2 s of a core per GiB; say what is wrong, or None."""
     for name in names:
         checksum = 0
         try:
@@ -150,7 +150,7 @@ def find_damage(stored: StoredCheckpoint, names: Iterable[str]) -> str | None:
 
 
 def tell_of(unreadable: dict[Path, str], tell: Tell = warnings.warn) -> None:
-    """Name the checkpoints that cannot be read, and why, in one sentence."""
+    """Name the unreadable checkpoints and the reasons in one sentence."""
     if unreadable:
         tell(f"checkpoints that are neither loaded nor removed: {_describe(unreadable)}")
 
@@ -160,7 +160,7 @@ def _describe(unreadable: dict[Path, str]) -> str:
 
 
 def begin(folder: Path, step: int) -> tuple[Path, int]:
-    """Remove what earlier saves left unfinished, and make a directory to fill; returns it and the ``saved_at``."""
+    """Remove what earlier saves left unfinished and make a directory to fill; returns it and its ``saved_at``."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in list(folder.iterdir()):
         if _TEMPORARY.fullmatch(path.name):
@@ -175,7 +175,7 @@ def begin(folder: Path, step: int) -> tuple[Path, int]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[Path]:
-    """Keep other processes that lock it out of a folder, where its file system has locks; yields the folder."""
+    """Hold an exclusive lock on a folder, if its file system supports locks; yields the folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -186,10 +186,10 @@ def locked(folder: Path) -> Iterator[Path]:
 
 
 def publish(temporary: Path, marker: dict[str, Any]) -> Path:
-    """Write the marker of a directory that is filled and give it its name; each is on the disk before the next.
+    """Write the marker of a filled directory, then rename it; each step is on disk before the next begins.
 
     Raises:
-        OSError: a file that the marker lists cannot be seen here in its size, or something cannot be written.
+        OSError: a file that the marker lists is missing here or has another size, or a write fails.
     """
     try:
         _check_sizes(temporary, marker["files"])
@@ -214,9 +214,9 @@ def publish(temporary: Path, marker: dict[str, Any]) -> Path:
 def retire(
     folder: Path, newest: Path, keep_last: int, keep_every: int | None = None, keep_step: int | None = None
 ) -> None:
-    """Remove all complete checkpoints but the last ``keep_last`` steps, if ``newest`` is read back as the newest.
+    """Remove complete checkpoints except of the last ``keep_last`` steps, if ``newest`` reads back as the newest.
 
-    Multiples of ``keep_every`` and ``keep_step`` stay, and do not count.
+    Multiples of ``keep_every`` and ``keep_step`` are neither removed nor counted.
     """
     complete, unreadable = survey(folder)
     if not complete or complete[-1].path != newest:
@@ -233,7 +233,7 @@ def retire(
 
 
 def discard(path: Path) -> None:
-    """Remove a directory, under a temporary name: what a kill leaves of it must not look like a damaged checkpoint."""
+    """Rename a directory to a temporary name and remove it, so a kill leaves nothing like a damaged checkpoint."""
     if path.is_symlink():  # what it points to stays
         return path.unlink()
     temporary = path if _TEMPORARY.fullmatch(path.name) else path.with_name(f".{path.name.removeprefix('.')}.tmp")
@@ -244,7 +244,7 @@ def discard(path: Path) -> None:
 
 
 def write_through(path: Path, parts: Iterable[Any]) -> tuple[int, int]:
-    """Write a file that is on the disk when this returns; its size in bytes and its CRC-32."""
+    """Write a file and flush it to disk; returns its size in bytes and its CRC-32."""
     n_bytes = checksum = 0
     with path.open("wb") as file:
         for part in parts:
@@ -256,14 +256,14 @@ def write_through(path: Path, parts: Iterable[Any]) -> tuple[int, int]:
 
 
 def _flush(folder: Path) -> None:
-    """Wait until the entries of a directory are on the disk."""
+    """Flush the entries of a directory to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def _check_sizes(path: Path, files: dict[str, dict[str, int]]) -> None:
-    """Raise ValueError, or OSError, unless these files are there in these sizes."""
+    """Raise ValueError or OSError unless these files exist with these sizes."""
     for name, listed in files.items():
         try:
             n_bytes = (path / name).stat().st_size

@@ -1,11 +1,11 @@
-"""A model and its optimizer as named stretches that share their memory: what a checkpoint holds, whoever wraps it.
+"""A model and its optimizer as named stretches that share their memory: the contents of a checkpoint, for any wrapper.
 
     state = NamedState(model)
     state.model()                         # model/NAME and buffer/NAME -> Stretch: this rank's shard, or the whole
     state.optimizer(optimizer, settings)  # optimizer/NAME/KEY -> Stretch
 
-Names, and shapes of whole tensors, are the same however ranks divide them; a stage of a pipeline has some of them.
-There is no communication.
+Names, and the shapes of whole tensors, do not depend on how ranks divide them; a pipeline stage has some of them.
+Nothing here communicates.
 """
 
 import json
@@ -36,13 +36,13 @@ _ONLY_HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of torch's optimizers that do not change what a step computes."""
 
 _DECOUPLED = "decoupled_weight_decay"
-"""By this option torch tells AdamW from Adam; other implementations of AdamW do without."""
+"""The option by which torch distinguishes AdamW from Adam; other implementations of AdamW lack it."""
 
 
 class NamedState:
-    """The model is under FSDP, under this suite's DDP, or whole and equal on every rank; without extra state.
+    """Named stretches of a model under FSDP, under this suite's DDP, or whole and equal on every rank; no extra state.
 
-    Parameters that it names in ``not_saved`` are left out, as weights that are frozen and stored elsewhere.
+    Parameters that the model lists in ``not_saved``, such as frozen weights stored elsewhere, are left out.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -64,7 +64,7 @@ class NamedState:
         self._name_of = {share.values: name for name, share in self._shares.items()}
 
     def model(self) -> dict[str, Stretch]:
-        """Parameters, and the buffers that the module's own state dict would hold, by kind and name."""
+        """Parameters, and the buffers that the module's ``state_dict`` would hold, by kind and name."""
         parameters = {MODEL + name: share.like(share.values.detach()) for name, share in self._shares.items()}
         buffers = {
             f"{BUFFER}{prefix}{'.' * bool(prefix)}{name}": Stretch.whole(buffer)
@@ -75,17 +75,17 @@ class NamedState:
         return parameters | buffers
 
     def _of_whole(self, name: str, stretch: Stretch) -> Stretch:
-        """A stretch of what this tensor rank holds of a parameter, as a stretch of the whole parameter."""
+        """Convert a stretch of this tensor rank's part of a parameter to a stretch of the whole parameter."""
         dim = None if self._ranks.n_ranks == 1 else tensor_dim(name)
         if dim is None:
             return stretch
         n_ranks, size = self._ranks.n_ranks, prod(stretch.shape)
         shape = tuple(n * (n_ranks if d == dim else 1) for d, n in enumerate(stretch.shape))
-        parts = (dim, n_ranks) if dim or stretch.order else ()  # rows of the parts follow each other anyway
+        parts = (dim, n_ranks) if dim or stretch.order else ()  # rows of the parts are consecutive already
         return replace(stretch, shape=shape, start=stretch.start + self._ranks.rank * size, parts=parts)
 
     def groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """The names of the parameters of each of the optimizer's groups; those of the model that this rank has."""
+        """For each group of the optimizer, the names of its parameters that this rank has."""
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if parameter not in self._name_of:
                 raise ValueError(
@@ -106,12 +106,12 @@ class NamedState:
         return updated
 
     def optimizer(self, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> dict[str, Stretch]:
-        """The optimizer's tensors; its numbers and its groups go into ``settings``.
+        """The optimizer's state tensors; its scalars and its groups are written into ``settings``.
 
-        Raises ValueError where a parameter is not the model's, or a state cannot be resharded.
+        Raises ValueError if a parameter is not the model's or a state cannot be resharded.
         """
         if (device := next(iter(self._name_of)).device).type == "cuda":
-            torch.cuda.synchronize(device)  # states in host memory may still be written
+            torch.cuda.synchronize(device)  # copies to states in host memory may not have ended
         settings["optimizer_class"] = _class_of(optimizer)
         settings["optimizer"] = [
             {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
@@ -127,7 +127,7 @@ class NamedState:
                 entry = f"{OPTIMIZER}{name}/{key}"
                 if not isinstance(value, Tensor):
                     settings["scalars"][entry] = value
-                elif key != "step" and value.shape == own.shape:  # torch, too, knows a counter by its name
+                elif key != "step" and value.shape == own.shape:  # torch recognises a counter by its name, too
                     stretches[entry] = share.like(value)
                 elif value.dim() == 0 or share.shape == own.shape:
                     stretches[entry] = Stretch.whole(value)
@@ -146,12 +146,12 @@ class NamedState:
         stored: Mapping[str, StoredTensor],
         groups: list[list[str]],
     ) -> dict[str, Stretch]:
-        """The state that the checkpoint holds, or this rank's share of it, in memory that is to be filled.
+        """Memory for this rank's part of the optimizer state in the checkpoint, still to be filled.
 
-        It is the optimizer's own memory if that has its state ``in_place``, and host memory otherwise.
+        It is the optimizer's own memory if the optimizer keeps its state ``in_place``, else new host memory.
 
         Args:
-            groups: the names of the parameters of each group on all ranks, of which stages of a pipeline have some.
+            groups: for each group, the names of its parameters on all ranks; a pipeline stage has some of them.
 
         Raises:
             ValueError: the checkpoint has no optimizer, one over other parameters, or one of another kind.
@@ -182,7 +182,7 @@ class NamedState:
     def restore_optimizer(
         self, optimizer: torch.optim.Optimizer, settings: dict[str, Any], stretches: Mapping[str, Stretch]
     ) -> None:
-        """Hand the optimizer the filled tensors, the numbers and the settings of its groups."""
+        """Load the filled tensors, the scalars and the settings of the groups into the optimizer."""
         own = self.groups(optimizer)
         number_of = {name: number for number, name in enumerate(name for names in own for name in names)}
         tensors = {entry: stretch.values for entry, stretch in stretches.items() if entry.startswith(OPTIMIZER)}
@@ -205,7 +205,7 @@ class NamedState:
 
 
 def united(groups_of_ranks: Sequence[list[list[str]]]) -> list[list[str]]:
-    """The names of the parameters of each group on any rank; ValueError if ranks have other numbers of groups."""
+    """For each group, the union over ranks of its names; ValueError if ranks differ in their number of groups."""
     if len(lengths := {len(groups) for groups in groups_of_ranks}) > 1:
         raise ValueError(f"optimizers of the ranks have {sorted(lengths)} groups, and need as many each")
     return [list(dict.fromkeys(chain(*of_ranks))) for of_ranks in zip(*groups_of_ranks, strict=True)]
@@ -221,7 +221,7 @@ def check_json(settings: Mapping[str, Any]) -> None:
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
-    """The class of torch that it is or inherits from, else the first that made an optimizer of it."""
+    """The torch class that the optimizer is or inherits from, else its most basic class below ``Optimizer``."""
     lineage = (optimizer.optimizer_cls if isinstance(optimizer, ShardedOptimizer) else type(optimizer)).__mro__
     lineage = lineage[: lineage.index(torch.optim.Optimizer)]
     kind = next((each for each in lineage if each.__module__.startswith(_TORCH)), lineage[-1])
@@ -229,13 +229,13 @@ def _class_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _another_kind(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> str | None:
-    """Why a step of this optimizer cannot follow those of the one that was saved, or None if it can.
+    """Say why this optimizer cannot continue from the saved one, or None if it can.
 
-    Classes of torch must be the same, and another resumes from one whose name ends its own, as FusedAdamW from AdamW,
-    or the reverse. What a step computes must not be switched.
+    Torch's classes must be the same. Any other class continues from one if either's name ends with the other's, as
+    FusedAdamW and AdamW do. Boolean options that change what a step computes must be equal.
     """
     ours = _class_of(optimizer)
-    theirs = settings.get("optimizer_class", ours)  # versions before this one did not write it
+    theirs = settings.get("optimizer_class", ours)  # earlier versions did not write it
     n_of_torch = sum(name.startswith(_TORCH) for name in (ours, theirs))
     short, long = sorted((name.rpartition(".")[2] for name in (ours, theirs)), key=len)
     if (n_of_torch == 2 and theirs != ours) or not long.endswith(short):
@@ -250,13 +250,13 @@ def _another_kind(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any])
 
 
 def _memory_order(parameter: Tensor) -> tuple[int, ...]:
-    """The dimensions, outermost in memory first; empty where that is their own order."""
+    """The dimensions, outermost in memory first; empty if that is their own order."""
     strides = torch.empty_like(parameter.detach(), device="meta").stride()
     order = tuple(sorted(range(parameter.dim()), key=lambda d: -strides[d]))
     return order if order != tuple(range(parameter.dim())) else ()
 
 
 def _split(entry: str) -> tuple[str, str]:
-    """The parameter and the key of an entry of optimizer state; the names of modules may hold slashes."""
+    """Split the name of a state entry into parameter and key; the names of modules may contain slashes."""
     name, _, key = entry.removeprefix(OPTIMIZER).rpartition("/")
     return name, key

@@ -7,12 +7,12 @@
     broadcast         x_0 on rank 0, N bytes   x_0, in place                           of the tensor
     all_to_all        x_r, N bytes             part r of x_0 ... x_{n-1}               of the input
 
-Total bytes are those of nccl-tests; what the links carry is ``busbw_factor`` times as much (costs/communication.py).
+Total bytes are counted as in nccl-tests; the links carry ``busbw_factor`` times as much (costs/communication.py).
 
-``Exchange`` is one collective with its tensors. They hold small integers in a pattern of a period that no power of two
-divides and that is another one on every rank, so that a chunk which is missing, doubled, shifted or from the wrong rank
-shows; sums stay exact in bf16 up to 21 ranks. In torch 2.11 gloo's ``reduce_scatter`` takes as long as an
-``all_reduce`` or longer (two ranks, 10 MB: 14.1 against 9.5 ms), where a ring would take half.
+``Exchange`` is one collective with its tensors. They hold small integers in a periodic pattern that differs on each
+rank and whose period no power of two divides, so that a missing, repeated, shifted or misrouted chunk is detected. Sums
+are exact in bf16 up to 21 ranks. In torch 2.11 gloo's ``reduce_scatter`` takes as long as an ``all_reduce`` or longer
+(two ranks, 10 MB: 14.1 against 9.5 ms), where a ring would take half.
 
     exchange = Exchange("all_gather", 1_000_000, torch.float32, rank)
     exchange.reset()
@@ -32,11 +32,11 @@ from cs336_systems.distributed.process_group import Rank, per_rank
 
 _PERIOD = 13
 _EXACT_INTEGERS = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
-"""The integer up to which a dtype holds every one."""
+"""The integer up to which a dtype represents every integer."""
 
 
 class Exchange:
-    """One collective of ``n_elements`` of total bytes, see the top of this file, on this rank's device.
+    """One collective on this rank's device, whose total bytes (see the module) are ``n_elements`` elements.
 
     Raises:
         ValueError: no such collective, an ``n_elements`` that the world size does not divide, or a world whose sums are
@@ -60,7 +60,7 @@ class Exchange:
         self.received = self.sent if in_place else torch.empty(n_received, dtype=dtype, device=rank.device)
 
     def reset(self) -> None:
-        """Put the tensors back to what they hold before the collective."""
+        """Restore the tensors to their values before the collective."""
         if self.received is not self.sent:
             self.received.fill_(-1.0)
         self.sent.copy_(self._pattern)
@@ -79,7 +79,7 @@ class Exchange:
                 dist.all_to_all_single(self.received, self.sent)
 
     def wrong_elements(self) -> int:
-        """Elements of this rank's result that are not what one ``run`` after ``reset`` must give; NaN is wrong."""
+        """The number of elements of this rank's result that one ``run`` after ``reset`` got wrong; NaN is wrong."""
         n, part, own, device = self.rank.world_size, self.part, self.rank.rank, self.rank.device
         match self.collective:
             case "all_reduce":

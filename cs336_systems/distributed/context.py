@@ -1,27 +1,27 @@
-"""Context parallelism: attention over sequences that ranks share, each holding some of their tokens.
+"""Context parallelism: attention over sequences whose tokens are divided among ranks.
 
     ring       rank r of n has the r-th of n parts; later ranks see more keys, so they work longer
-    zigzag     rank r has the parts r and 2n - 1 - r of 2n: every rank computes as much
-    gathered   parts as in zigzag; keys and values of all ranks are gathered first, their gradients are scattered
+    zigzag     rank r has the parts r and 2n - 1 - r of 2n, so all ranks do equal work
+    gathered   parts as in zigzag; keys and values are all-gathered first, their gradients are reduce-scattered
 
 In ``ring`` and ``zigzag`` (Liu et al. 2023, "Ring Attention with Blockwise Transformers"; the order after Zhu's
-ring-flash-attention) a rank attends to its own keys while those of another arrive, and merges what it finds by
-log-sum-exp. Keys do not go round a ring: each rank sends its own directly to those whose queries see them. Backward
-sends keys and values once more, and their gradients back. Key/value heads travel as they are, however many query heads
-share them.
+ring-flash-attention) a rank attends to its own keys while those of another rank arrive, and merges the partial outputs
+by log-sum-exp. Keys do not go round a ring: each rank sends its own directly to the ranks whose queries see them.
+Backward sends keys and values again, and returns their gradients. Key/value heads are sent once, however many query
+heads share them.
 
     write_out(model, context_ops(ops, mesh.group("context"), "zigzag"), "products")
     ids, targets = local_tokens(torch.stack((ids, targets)), mesh, "zigzag")
     rotate_local(model, mesh.group("context"), "zigzag")          # angles of these tokens' positions
 
-A rank's output is that of the whole sequence at its tokens, but for rounding: partial outputs have the dtype of the
-inputs and are merged in fp32. Gradients are added in fp32, too, except those of different ranks in ``gathered``, which
-are reduced in the dtype of the inputs.
+Up to rounding, a rank's output equals the whole sequence's output at its tokens: partial outputs have the inputs' dtype
+and are merged in fp32. Gradients are also added in fp32, except that ``gathered`` reduces those of different ranks in
+the inputs' dtype.
 
-Packed documents are masked from each other under every order. At most one document continues from the keys that a rank
-has sent into later queries: its queries see the last of these keys, and all other queries see none. So between two
-ranks there is plain attention over that document, if there is one. ``ring`` and ``zigzag`` read on the host where
-documents begin, once for each batch.
+In every order packed documents are masked from each other. At most one document spans both the keys that a rank has
+sent and later queries: its queries see the last of these keys, all other queries see none. So attention between two
+ranks is plain attention over that document, if it exists. ``ring`` and ``zigzag`` read on the host where documents
+begin, once per batch.
 """
 
 from collections.abc import Callable
@@ -43,18 +43,18 @@ def positions(length: int, rank: int, n_ranks: int, order: str) -> Tensor:
     """The positions in a sequence of the tokens that a rank holds, ascending: int64 (length / n_ranks,), on the CPU.
 
     Raises:
-        ValueError: the length cannot be divided.
+        ValueError: the ranks cannot divide the length evenly.
     """
     return _local(torch.arange(length, device="cpu"), 0, rank, n_ranks, order)
 
 
 def local_tokens(tokens: Tensor, mesh: Mesh | None, order: str, dim: int = -1) -> Tensor:
-    """The tokens of this rank along context, S / n of those of whole sequences, S, along a dimension."""
+    """This context rank's S / n tokens of whole sequences of S tokens along a dimension."""
     return tokens if mesh is None else _local(tokens, dim, mesh.place("context"), mesh.size("context"), order)
 
 
 def _local(whole: Tensor, dim: int, rank: int, n_ranks: int, order: str) -> Tensor:
-    """A rank's part of a tensor with all positions along a dimension; raises as ``positions``."""
+    """A rank's part of a tensor that has all positions along a dimension; raises as ``positions``."""
     if n_ranks == 1:
         return whole
     parts = whole.chunk(context_parts(whole.shape[dim], n_ranks, order), dim)
@@ -62,7 +62,7 @@ def _local(whole: Tensor, dim: int, rank: int, n_ranks: int, order: str) -> Tens
 
 
 class LocalRotary(nn.Module):
-    """The angles of this rank's tokens: a ``RotaryEmbedding`` asked for fewer positions, which are not the first."""
+    """A ``RotaryEmbedding`` that returns the angles of this rank's positions instead of the first ones."""
 
     def __init__(self, whole: nn.Module, group: dist.ProcessGroup, order: str) -> None:
         super().__init__()
@@ -72,18 +72,18 @@ class LocalRotary(nn.Module):
         self.whole.reset_parameters()  # type: ignore[operator]
 
     def forward(self, n_positions: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of this rank's positions in a sequence of n times ``n_positions``; raises as ``positions``."""
+        """(cos, sin) of this rank's positions in a sequence of n ``n_positions`` tokens; raises as ``positions``."""
         cos, sin = (_local(each, 0, *self.place) for each in self.whole(n_positions * self.place[1]))
         return cos, sin
 
 
 def rotate_local(model: TransformerLM, group: dist.ProcessGroup, order: str) -> None:
-    """Let a model rotate queries and keys by the positions of this rank's tokens."""
+    """Make a model rotate queries and keys by the positions of this rank's tokens."""
     model.rotary = LocalRotary(model.rotary, group, order)  # type: ignore[assignment]
 
 
 def context_ops(ops: BlockOps, group: dist.ProcessGroup, order: str) -> BlockOps:
-    """Operations of blocks whose attention is over the tokens of all ranks of a group."""
+    """Block operations whose attention is over the tokens of all ranks of a group."""
     attention = (Gathered if order == "gathered" else Exchanged)(ops, group, order)
     return replace(ops, attention_forward=attention.forward, attention_backward=attention.backward, rotates_back=False)
 
@@ -96,17 +96,17 @@ class Meeting(NamedTuple):
 
 
 def meeting(rank: int, other: int, length: int, order: str) -> Meeting | None:
-    """How queries of ``rank`` meet keys of another, each of ``length`` tokens; None if all keys come later."""
+    """Which queries of ``rank`` see which keys of another, each of ``length`` tokens; None if all keys come later."""
     everything, half = slice(0, length), length // 2
     if order == "ring":
         return Meeting(everything, everything) if other < rank else None
-    if other < rank:  # its first part lies before both of ours, its second after both
+    if other < rank:  # its first part lies before both of ours, its second part after both
         return Meeting(everything, slice(0, half))
     return Meeting(slice(half, length), everything)  # both of its parts lie between ours
 
 
 class Seen(NamedTuple):
-    """Rows of a batch, and the queries in them that see these of the keys that another rank has sent."""
+    """Rows of a batch, their queries that see keys from another rank, and those keys."""
 
     rows: slice
     queries: slice
@@ -114,7 +114,7 @@ class Seen(NamedTuple):
 
 
 def seen_in_documents(starts_BS: Tensor, met: Meeting, keys: Tensor) -> list[Seen]:
-    """What queries see of their own documents, row by row.
+    """Find, row by row, which sent keys lie in the documents of which queries.
 
     Args:
         starts_BS: the first position of the document of each of a rank's tokens.
@@ -135,7 +135,7 @@ Received = Callable[[], Tensor | None]
 
 
 class Exchanged:
-    """Causal attention of one rank's tokens over whole sequences, whose keys and values ranks send each other."""
+    """Causal attention of one rank's tokens over whole sequences; ranks send each other keys and values."""
 
     def __init__(self, ops: BlockOps, group: dist.ProcessGroup, order: str) -> None:
         self._ops, self._group, self._order = ops, group, order
@@ -198,7 +198,7 @@ class Exchanged:
                 gradient.copy_(total)
 
     def _seen(self, length: int, starts: Tensor | None) -> tuple[dict[str, Tensor], list[list[Seen]]]:
-        """An argument for attention to this rank's own keys, and what is seen of those that come in each step."""
+        """The ``starts`` of attention to this rank's own keys, and which of each other rank's keys are seen."""
         if starts is not None:
             if starts not in self._packed:
                 self._packed[starts] = self._in_documents(starts)
@@ -224,7 +224,7 @@ class Exchanged:
         return [(self._rank - step) % self._n_ranks for step in range(1, self._n_ranks)]
 
     def _added_up(self, x: Tensor, wide: torch.dtype) -> Tensor:
-        """The total to which other ranks' parts are added: x in fp32; with one other rank x itself, rounded once."""
+        """The tensor to which other ranks' parts are added: x in fp32, or x itself if only one part is added."""
         return x if self._n_ranks == 2 else x.to(wide)
 
     @staticmethod
@@ -236,7 +236,7 @@ class Exchanged:
                 total[:, :, keys] += part
 
     def _send_keys(self, own: Tensor, step: int) -> Received:
-        """Send needed keys and values to the rank ``step`` after this one, and receive from that ``step`` before."""
+        """Send needed keys and values to the rank ``step`` after this one; receive from the rank ``step`` before."""
         if step >= self._n_ranks:
             return lambda: None
         to, source, length = (self._rank + step) % self._n_ranks, (self._rank - step) % self._n_ranks, own.shape[3]
@@ -246,7 +246,7 @@ class Exchanged:
         return self._swap(sent, to, received, source)
 
     def _return_gradients(self, found: Tensor | None, own: Tensor, step: int) -> tuple[slice | None, Received]:
-        """Send gradients back to the rank ``step`` before this one: (keys of those that come back to us, the wait)."""
+        """Send gradients to the rank ``step`` before this one; returns (keys whose gradients arrive, the wait)."""
         to, source = (self._rank - step) % self._n_ranks, (self._rank + step) % self._n_ranks
         coming = meeting(source, self._rank, own.shape[3], self._order)
         received = own.new_empty(own[:, :, :, coming.keys].shape) if coming else None
@@ -265,14 +265,14 @@ class Exchanged:
             nonlocal sent
             for work in works:
                 work.wait()
-            sent = None  # held until it has left
+            sent = None  # kept alive until it is sent
             return received
 
         return wait
 
 
 class Gathered:
-    """Causal attention of one rank's tokens over whole sequences, whose keys and values are gathered first."""
+    """Causal attention of one rank's tokens over whole sequences; keys and values are gathered first."""
 
     def __init__(self, ops: BlockOps, group: dist.ProcessGroup, order: str) -> None:
         self._ops, self._group = ops, group

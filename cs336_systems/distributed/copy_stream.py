@@ -1,11 +1,11 @@
-"""A stream of copies and flags that runs beside matrix products, by few calls of the CUDA driver and without kernels.
+"""A stream of copies and flags that overlaps with matmuls, by few calls of the CUDA driver and without kernels.
 
-Ranks have mapped each other's memory. A flag is a number there: one rank's stream writes it when its work so far is
-done, and another rank's stream waits for it (``cuStreamBatchMemOp``; a kernel could not start until a product frees a
-multiprocessor). Flags that are written and awaited in a row take one call.
+Ranks have mapped each other's memory. A flag is a number in it: one rank's stream writes the number when its work so
+far is done, and another rank's stream waits for it (``cuStreamBatchMemOp``; a kernel could not start until a matmul
+frees a multiprocessor). Consecutive writes and waits take one call.
 
-Torch's own calls do the same with more calls of the host: they change the current stream and make new events. See
-"Stream Memory Operations" and "Event Management" in the CUDA Driver API.
+Torch's calls do the same with more work on the host: they change the current stream and make new events. See "Stream
+Memory Operations" and "Event Management" in the CUDA Driver API.
 """
 
 import ctypes
@@ -19,11 +19,11 @@ Wait = Callable[[], None]
 
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 _AT_LEAST, _AFTER_ALL_BEFORE = 0, 0
-"""The driver's flags of a wait, which ends at the number or a higher one, and of a write, after a memory barrier."""
+"""The driver's flags for a wait, until at least the number, and for a write, which follows a memory barrier."""
 _NON_BLOCKING = 1
-"""The driver's flag of a stream that does not wait for the default stream."""
+"""The driver's flag for a stream that does not wait for the default stream."""
 _NO_TIMING = 2
-"""The driver's flag of an event that records no time."""
+"""The driver's flag for an event that records no time."""
 _SUCCESS = 0
 
 MAX_BATCH = 16
@@ -62,10 +62,10 @@ def _check(name: str, result: int) -> None:
 
 
 def unshared_stream() -> torch.cuda.ExternalStream:
-    """A stream of the current CUDA device that nobody else uses, and that waits for no other.
+    """Make a stream of the current CUDA device that nobody else uses and that waits for no other stream.
 
-    ``torch.cuda.Stream`` hands out 32 in turn, which callbacks of collectives use as well: one that waits for a
-    collective holds up whoever was given the same stream.
+    ``torch.cuda.Stream`` takes its streams round-robin from a pool of 32, which collectives' callbacks use, too: a
+    callback that waits for a collective delays all other work on the same stream.
 
     Raises:
         RuntimeError: a call of the driver fails.
@@ -77,7 +77,7 @@ def unshared_stream() -> torch.cuda.ExternalStream:
 
 
 class CopyStream:
-    """A stream of a CUDA device that runs copies and flags in order; memory is given by its address, as an int.
+    """A stream of a CUDA device that runs copies and flags in order; memory is given by integer addresses.
 
     Raises:
         RuntimeError: from every method, if a call of the driver fails.
@@ -86,13 +86,13 @@ class CopyStream:
     def __init__(self, device: torch.device, library: Any = None, current: Callable[[], int] | None = None) -> None:
         """
         Args:
-            library: stands for this machine's driver, in tests.
+            library: replaces this machine's driver in tests.
             current: returns the handle of the stream that computes; torch's current one if None.
         """
         self._library = library or _library()
         if current is None:
             index = device.index if device.index is not None else torch.cuda.current_device()
-            self._stream = torch.cuda.Stream(index, priority=-1)  # kept, as its handle is used
+            self._stream = torch.cuda.Stream(index, priority=-1)  # kept alive, as its handle is used
             self._handle = self._stream.cuda_stream
             current = lambda: int(torch._C._cuda_getCurrentRawStream(index))  # noqa: E731
         else:
@@ -101,10 +101,10 @@ class CopyStream:
         self._batch = (_MemoryOperation * MAX_BATCH)()
         self._place, self._n_batched = ctypes.addressof(self._batch), 0
         self._idle_events: list[int] = []
-        """Events whose waits have been enqueued: they may be recorded again."""
+        """Events whose waits have been enqueued, so they may be reused."""
 
     def synchronize(self) -> None:
-        """Let the host wait for all work of the device, on every stream."""
+        """Make the host wait for all streams of the device."""
         self.flush()
         _check("cuCtxSynchronize", self._library.cuCtxSynchronize())
 
@@ -118,7 +118,7 @@ class CopyStream:
         self._add(_WRITE_VALUE_32, address, number, _AFTER_ALL_BEFORE)
 
     def await_flag(self, address: int, number: int) -> None:
-        """Wait until the number, or a higher one, is there; enqueued as ``raise_flag`` is."""
+        """Make this stream wait until the flag is at least this number; enqueued as ``raise_flag`` is."""
         self._add(_WAIT_VALUE_32, address, number, _AT_LEAST)
 
     def _add(self, operation: int, address: int, number: int, flags: int) -> None:
@@ -129,23 +129,23 @@ class CopyStream:
         self._n_batched += 1
 
     def flush(self) -> None:
-        """Enqueue the flags that are batched so far."""
+        """Enqueue the flag operations that are batched so far."""
         if self._n_batched:
             n, self._n_batched = self._n_batched, 0
             result = self._library.cuStreamBatchMemOp_v2(self._handle, n, self._place, 0)
             _check("cuStreamBatchMemOp", result)
 
     def follow(self) -> None:
-        """Let this stream wait for the current stream's work so far."""
+        """Make this stream wait for the current stream's work so far."""
         self.flush()
         event = self._record(self._current())
         _check("cuStreamWaitEvent", self._library.cuStreamWaitEvent(self._handle, event, 0))
         self._idle_events.append(event)
 
     def reached(self) -> Wait:
-        """A function that lets the current stream wait for this stream's work so far.
+        """Return a function that makes the current stream wait for this stream's work so far.
 
-        Only its first call does so: call it on one stream.
+        Only its first call has an effect, so call it on one stream.
         """
         self.flush()
         events = [self._record(self._handle)]

@@ -1,12 +1,12 @@
-"""Distributed data parallelism in four forms: replicas with different data step with the same averaged gradients.
+"""Distributed data parallelism in four forms: replicas compute gradients of different data and average them.
 
-                      one gradient each      many gradients each
-    after backward    NaiveDDP               FlatDDP
+                      collectives       of one gradient each   of many gradients each
+                          after backward    NaiveDDP               FlatDDP
     during backward   OverlappedDDP          BucketedDDP(module, bucket_size_mb)
 
-Each collective has a latency, so fewer cost less; one that starts during backward runs beside it. All four average, as
-torch's DDP does: if ranks have equal shares of a batch and the loss is a mean, the result is the gradient of the whole
-batch.
+Each collective has a latency, so fewer of them cost less; one that starts during backward overlaps with it. All four
+average, as torch's DDP does: if ranks have equal parts of a batch and the loss is a mean, the result is the gradient of
+the whole batch.
 
     model = BucketedDDP(model, bucket_size_mb=25)      # weights and buffers become rank 0's
     loss_function(model(x), y).backward()              # afterwards .grad is the average: clip now
@@ -16,16 +16,16 @@ batch.
     with model.no_sync():                              # accumulate: gradients stay local, nothing is sent
         loss_function(model(x), y).backward()
 
-**Synchronisation ends with backward**: when it has returned, everything that the current stream does next sees averaged
-gradients. Backwards may follow one another, because averaging is linear. ``finish_gradient_synchronization`` is needed
-where no backward synchronises: after gradients were accumulated in ``no_sync``, on a rank that had no backward while
-others had one, and after a backward that failed. After any other backward it returns at once, so it may be called at
-every step.
+**Synchronisation ends with backward**: once ``backward`` has returned, later work on the current stream sees averaged
+gradients. Several backwards may run in a row, because averaging is linear. ``finish_gradient_synchronization`` is
+needed where no backward synchronises: after accumulating gradients in ``no_sync``, on a rank that ran no backward while
+others did, and after a backward that failed. After any other backward it returns at once, so it may be called in every
+step.
 
 **Every rank issues the same collectives in the same order**, whichever parameters its data uses: one per trainable
 parameter (naive, overlapped), one per dtype and device (flat) or one per bucket (bucketed). Buckets hold parameters in
-the reverse order of their construction. A bucket starts when its last gradient is ready and all buckets before it have
-started; those that are left start when backward has ended.
+the reverse order of their construction. A bucket is sent when its last gradient is ready and all buckets before it have
+been sent; the remaining buckets are sent when backward has ended.
 
 **Parameters without a gradient.** A rank that does not use a parameter contributes zeros. A parameter that no rank uses
 keeps ``grad`` None, and the optimizer skips it as in one process. To tell the two cases apart, ranks exchange a byte
@@ -34,7 +34,7 @@ per parameter each step; the host waits for the answer only if a parameter was u
 **Limits.** Ranks must run equally many backwards outside ``no_sync``. After a backward that failed, every rank must
 call ``finish_gradient_synchronization``, or the next forward raises. An error is also raised if parameters are
 unfrozen, added or replaced after wrapping, if a gradient is not dense, and on double backward. Reentrant checkpointing
-runs a backward of its own for each segment: gradients are right, but all of them may be sent once per segment.
+runs a separate backward for each segment: gradients are correct, but all of them may be sent once per segment.
 Gradients that ``torch.autograd.grad`` returns are not averaged. After wrapping, each rank has buffers of its own. A
 wrapped module cannot be copied or pickled.
 
@@ -63,20 +63,20 @@ from cs336_systems.hardware import MIB
 
 
 class _Average:
-    """The average over ranks of a contiguous tensor, in place, added up in ``dtype``; under way until ``wait``."""
+    """Averages a contiguous tensor over ranks, in place, adding in ``dtype``; asynchronous until ``wait``."""
 
     def __init__(
         self, tensor: Tensor, dtype: torch.dtype | None, backend: str, group: dist.ProcessGroup | None
     ) -> None:
         self.tensor = tensor
         self.sent = tensor if dtype is None else tensor.to(dtype)
-        self.divided = tensor.is_cuda and backend == "nccl"  # gloo knows no AVG
+        self.divided = tensor.is_cuda and backend == "nccl"  # gloo has no AVG
         operation = dist.ReduceOp.AVG if self.divided else dist.ReduceOp.SUM
         self.group = group
         self.work = dist.all_reduce(self.sent, op=operation, group=group, async_op=True)
 
     def wait(self) -> None:
-        """Make the tensor the average for whatever the current stream does next."""
+        """Make later work on the current stream see the average."""
         assert self.work is not None
         self.work.wait()
         if not self.divided:
@@ -87,16 +87,16 @@ class _Average:
 
 @dataclass
 class _Progress:
-    """How far a backward and its collectives have come; a module's own attributes would be slow to set."""
+    """The progress of a backward and its collectives; setting attributes of a module would be slow."""
 
-    ready: set[int] = field(default_factory=set)  # the positions of parameters whose gradients it has made
+    ready: set[int] = field(default_factory=set)  # the positions of parameters whose gradients are ready
     under_way: list[_Average] = field(default_factory=list)
-    n_started: int = 0  # how many buckets are under way or averaged
+    n_started: int = 0  # the number of buckets whose collectives have started
 
 
 @dataclass
 class _ReadyHook:
-    """Tells the wrapper of a gradient without keeping it alive: Python cannot collect cycles through tensors' hooks."""
+    """Reports a gradient to a wrapper by a weak reference: Python cannot collect cycles through tensors' hooks."""
 
     wrapper: "weakref.ref[DDP]"
     position: int
@@ -113,12 +113,12 @@ class DDP(NotCopied, nn.Module):
         module: any module, whole on every rank and on its device, of the same structure everywhere; it stays reachable
             as ``.module``, and names in ``state_dict`` begin with ``module.``.
         capacity_bytes: the most bytes of gradients that a bucket holds, unless one gradient is larger; with 0 each
-            gradient has a bucket of its own.
-        during_backward: whether a bucket starts as soon as its last gradient is ready; if not, after backward.
+            gradient has its own bucket.
+        during_backward: whether a bucket is sent as soon as its last gradient is ready; if not, after backward.
         communication_dtype: the dtype in which gradients are sent and added up; None means their own.
             ``torch.bfloat16`` halves the bytes of fp32 gradients, but rounds them.
-        process_group: the group whose ranks hold the replicas; its rank 0 is the one named here. None means the default
-            group. ``process_group.limited_group`` leaves more multiprocessors to backward.
+        process_group: the group whose ranks hold the replicas; its rank 0 gives weights and buffers. None means the
+            default group. ``process_group.limited_group`` leaves more multiprocessors to backward.
 
     Raises:
         RuntimeError: there is no process group.
@@ -170,7 +170,7 @@ class DDP(NotCopied, nn.Module):
         self._frozen = [parameter for parameter in self._names if not parameter.requires_grad]
         self._synchronizing = True
         self._averaged: int | None = None
-        """The first gradient's version after a backward has averaged; None once something else is due or was done."""
+        """The first gradient's version after a backward has averaged; None otherwise."""
         self._progress = _Progress()
         self._process_group = process_group
         self._backend = dist.get_backend(process_group)
@@ -219,7 +219,7 @@ class DDP(NotCopied, nn.Module):
         if self._averaged is None or first is None:
             self._synchronize()
         elif first._version != self._averaged and not any(bool(gradient.any()) for gradient in (first, *gradients)):
-            self._synchronize()  # written to since, not by clipping but by zero_grad(set_to_none=False)
+            self._synchronize()  # written since, by zero_grad(set_to_none=False), not by clipping
         self._averaged = None
 
     def _backward_has_ended(self) -> None:
@@ -228,7 +228,7 @@ class DDP(NotCopied, nn.Module):
 
     @torch.no_grad()
     def _synchronize(self) -> None:
-        """Start what has not started, and wait: on a GPU the current stream, and the host if something was unused."""
+        """Send the remaining buckets and make the current stream wait, and the host if a parameter was unused."""
         if not self._trainable:
             return
         if unfrozen := [self._names[parameter] for parameter in self._frozen if parameter.requires_grad]:
@@ -250,7 +250,7 @@ class DDP(NotCopied, nn.Module):
             bucket.reset()
 
     def _gradient_is_ready(self, position: int) -> None:
-        """Backward has accumulated into the ``grad`` of the trainable parameter at the position."""
+        """Handle that backward has accumulated into the ``grad`` of the trainable parameter at the position."""
         if not self._synchronizing:
             return
         progress = self._progress
@@ -265,7 +265,7 @@ class DDP(NotCopied, nn.Module):
             Variable._execution_engine.queue_callback(self._backward_has_ended)
         progress.ready.add(position)
         self._bucket_of[position].gradient_is_ready()
-        if self._during_backward:  # never before those ahead of it: the order must be the same on every rank
+        if self._during_backward:  # never before earlier buckets: the order must be the same on every rank
             while progress.n_started < len(self._buckets) and not self._buckets[progress.n_started].waiting_for:
                 self._start(self._buckets[progress.n_started])
 
@@ -285,7 +285,7 @@ def _check_not_watched(module: nn.Module) -> None:
 
 
 def _description(module: nn.Module) -> list[str]:
-    """A line per parameter and buffer, equal on ranks that can work together."""
+    """A line per parameter and buffer; ranks must have equal ones."""
     return [
         f"{name} {tuple(tensor.shape)} {tensor.dtype} strides {tensor.stride()} on {tensor.device.type}"
         f"{', trained' if tensor.requires_grad else ''}"
@@ -319,7 +319,7 @@ class BucketedDDP(DDP):
 
     Args:
         bucket_size_mb: the most MiB of gradients that a bucket holds, as torch's ``bucket_cap_mb``; None sets no limit.
-            Small buckets start early and leave little to wait for at the end; large ones use the links better.
+            Small buckets are sent early and leave little to wait for at the end; large ones use the links better.
 
     Raises:
         ValueError: the size is not positive.

@@ -7,24 +7,23 @@
     optimizer.step()
 
 Every parameter of two or more dimensions is sharded along its first (``fsdp_parameters.py``); others are replicated.
-Units of the module, such as blocks, gather their parameters just before use, in forward and once more in backward
-(``fsdp_units.py``, ``fsdp_schedule.py``). A step has two all-gathers and a reduce-scatter, so it sends one and a half
-times as much as an all-reduce of the gradients. Sources: Rajbhandari et al. 2020 (ZeRO), section 5; Zhao et al. 2023
-(PyTorch FSDP). As in ``torch.distributed.fsdp.fully_shard``, each parameter is sharded by itself and few units are
-gathered ahead.
+Units of the module, such as blocks, gather their parameters just before use, in forward and again in backward
+(``fsdp_units.py``, ``fsdp_schedule.py``). A step has two all-gathers and a reduce-scatter, so it sends 1.5 times as
+much as an all-reduce of the gradients. Sources: Rajbhandari et al. 2020 (ZeRO), section 5; Zhao et al. 2023 (PyTorch
+FSDP). As in ``torch.distributed.fsdp.fully_shard``, each parameter is sharded by itself and few units are prefetched.
 
 Precision: shards, their gradients and the optimizer keep the dtype that the module was built in, fp32 as a rule. With
 ``compute_dtype`` the module's weights and inputs, but not its buffers, are cast to that dtype; weights are cast before
 they are sent. Gradients are cast back to the shards' dtype before they are sent, because a sum of bf16 gradients over
 the ranks would round at every addition.
 
-Gradients are averages over the ranks, as if each rank's loss were the mean over an equal part of the global batch; they
-are averaged when backward returns. After a backward that failed on all ranks, call ``zero_grad``, and the next step is
-right. Norms of a shard's gradient and ``torch.amp.GradScaler`` are refused, because a shard's gradient is only a part
+Gradients are averages over the ranks, which are complete when backward returns and correct if each rank's loss is the
+mean over an equal part of the global batch. If a backward fails on all ranks, call ``zero_grad`` before the next step.
+Norms of a shard's gradient and ``torch.amp.GradScaler`` are refused, because they need whole gradients
 (``fsdp_gradients.py``).
 
 ``save_checkpoint`` and ``load_checkpoint`` save and load shards; ``gather_full_params`` returns whole tensors. State
-dicts are refused, because ``torch.distributed.checkpoint`` would take this rank's rows, and their moments, for whole
+dicts are refused, because ``torch.distributed.checkpoint`` would mistake this rank's rows, and their moments, for whole
 tensors.
 """
 
@@ -58,23 +57,23 @@ class FSDP(NotCopied, nn.Module):
         prefetch: the number of units whose weights are gathered ahead of the one that runs; with 0 a unit's weights are
             gathered when it is called.
         peer_copies: whether each rank copies the other ranks' rows from their memory (``peer_memory.py``) instead of
-            gathering them in collectives; all ranks must be on one host. The values are the same. Collectives still
-            gather weights that are cast, and units that are called outside a forward of this module.
+            using all-gathers; all ranks must be on one host. The values are the same. All-gathers are still used for
+            weights that are cast, and for units that are called outside a forward of this module.
         units: a function that says whether a submodule is a unit, whose parameters are gathered together; None divides
             the module as ``fsdp_units.py`` says.
         quantized: a function that says how a unit's matrices are sent in eight bits (``fsdp_quantized.py``), or None if
             they are sent as stored.
-        device: the device to which a module on ``meta`` moves; by default this rank's GPU under NCCL, else the CPU. The
-            ``reset_parameters`` of its parts give it values; with the same seed they are those of a model built in one
+        device: the device to which a module on ``meta`` moves; by default this rank's GPU under NCCL, else the CPU. Its
+            submodules' ``reset_parameters`` initialise it; with the same seed, to the values of a model built in one
             process.
         process_group: the ranks that share the module; None for the default group.
-        replicas: the ranks of other such groups that hold the same shards, this one among them (hybrid sharding: Zhao
-            et al. 2023, section 3.2.2); gradients are averaged over them, too, shard by shard.
+        replicas: this rank and the ranks of other such groups that hold the same shard (hybrid sharding: Zhao et al.
+            2023, section 3.2.2); gradients are averaged over them, too, shard by shard.
 
     Raises:
-        ValueError: the module has no parameters, is lazy, lies on several devices, is under FSDP already in part, or
-            differs between ranks; an argument is out of range; ranks cannot read each other's memory, as
-            ``peer_copies`` asks.
+        ValueError: the module has no parameters, is lazy, is on several devices, is partly under FSDP already, or
+            differs between ranks; an argument is out of range; ``peer_copies`` is set, but ranks cannot read each
+            other's memory.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class FSDP(NotCopied, nn.Module):
         sharded = ShardedUnits(module, turns, predicate=units, quantized=quantized, compute_dtype=compute_dtype)
         self.module = module
         self.part: Hashable = None
-        """The part of the module that the next forward runs; units are expected to be those of that part's last one."""
+        """The part of the module that the next forward runs; it should call the same units as its last forward."""
         self.units = sharded.units
         self.groups: list[ShardedGroup] = sharded.groups
         self.replicated: list[ManagedParameter] = sharded.replicated.parameters
@@ -151,7 +150,7 @@ class FSDP(NotCopied, nn.Module):
 
     @contextmanager
     def task(self, following: tuple[Hashable, bool] | None, *, runs_units: bool) -> Iterator[None]:
-        """Run the body as a task of a pipeline's stage, and gather meanwhile the first weights of the next task.
+        """Run the body as a task of a pipeline stage, and prefetch the first weights of the next task meanwhile.
 
         Args:
             following: (part, whether backward) of the next task; None if it is neither forward nor backward.
@@ -167,10 +166,10 @@ class FSDP(NotCopied, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward accumulate whole gradients on this rank and send none.
+        """Make backward accumulate whole gradients on this rank and send none.
 
-        The next backward outside, or ``finish_gradient_synchronization``, averages the sum. To drop the sum instead, as
-        after an error, call ``zero_grad`` of this module; that of an optimizer does not reach it.
+        The next backward outside, or ``finish_gradient_synchronization``, averages the sum. To drop the sum, as after
+        an error, call this module's ``zero_grad``; an optimizer's ``zero_grad`` does not clear it.
         """
         before = self._order.gradients.synchronize
         self._order.gradients.synchronize = False
@@ -187,9 +186,9 @@ class FSDP(NotCopied, nn.Module):
         super().zero_grad(set_to_none)
 
     def finish_gradient_synchronization(self) -> None:
-        """Average what backward passes inside ``no_sync`` have accumulated, if none outside has done so.
+        """Average gradients accumulated inside ``no_sync``, unless a later backward outside has averaged them.
 
-        After any other backward every ``grad`` is the average over the ranks already, and this changes nothing.
+        After any other backward every ``grad`` already is the average over the ranks, and this changes nothing.
         """
         self._order.finish()
 
@@ -212,14 +211,14 @@ class FSDP(NotCopied, nn.Module):
         return [*(parameter for group in self.groups for parameter in group.parameters), *self.replicated]
 
     def _apply(self, fn: Any, recurse: bool = True) -> "FSDP":
-        """Refuse ``to`` and ``half`` by a ValueError, unless they change nothing: shards lie in buffers of groups."""
+        """Raise ValueError if ``to`` or ``half`` would change anything: shards are views of their groups' buffers."""
         with torch.no_grad():
             if any(fn(tensor) is not tensor for tensor in (*self.parameters(), *self.buffers())):
                 raise ValueError(f"FSDP({type(self.module).__name__}) cannot be moved or cast: do so before wrapping")
         return self
 
     def _fqn_modifiers(self) -> NoReturn:
-        """Refuse ``torch.distributed.checkpoint``, which asks every module for this, also for an optimizer's state."""
+        """Refuse ``torch.distributed.checkpoint``, which reads this from every module, also for optimizer state."""
         _refuse_state_dict(self)
 
 
@@ -239,12 +238,12 @@ def clip_grad_norm_(fsdp: FSDP, max_norm: float) -> Tensor:
     """Scale all gradients so that their joint L2 norm is at most ``max_norm``, with one all-reduce of two numbers.
 
     Every rank calls this after backward and scales by the same factor, max_norm / (norm + 1e-6) if that is below one,
-    as ``torch.nn.utils.clip_grad_norm_`` does. Under tensor parallelism one more all-reduce adds up the gradients that
-    tensor ranks divide; those that each of them holds whole count once. Returns the norm before clipping, a scalar on
+    as ``torch.nn.utils.clip_grad_norm_`` does. Under tensor parallelism a second all-reduce adds the sums of squares of
+    gradients that tensor ranks divide; replicated gradients count once. Returns the norm before clipping, a scalar on
     the device.
 
     Raises:
-        ValueError: ``max_norm`` is not positive, or the module is no FSDP or only a stage of a pipeline.
+        ValueError: ``max_norm`` is not positive, or the module is not under FSDP or is only a stage of a pipeline.
     """
     check_max_norm(max_norm)
     if not isinstance(fsdp, FSDP):
@@ -273,7 +272,7 @@ def _squares(parameters: Iterable[ManagedParameter], ranks: TensorRanks, device:
 
 
 def _refuse_state_dict(module: nn.Module, *_: Any) -> NoReturn:
-    """Stand for ``state_dict`` and ``load_state_dict``, and raise RuntimeError."""
+    """Replace ``state_dict`` and ``load_state_dict``: raise RuntimeError."""
     raise RuntimeError(
         f"{type(module).__name__} holds this rank's rows under FSDP, so it saves and loads no state dict: use "
         "save_checkpoint and load_checkpoint for shards, and gather_full_params() for whole tensors"

@@ -1,13 +1,13 @@
-"""Gradients under FSDP: reduced to shards of the average over the ranks. What needs a whole gradient is refused.
+"""Gradients under FSDP: reduce-scattered to shards of the average over ranks. Uses of a whole gradient are refused.
 
-Each group is reduced as soon as backward needs it no more, beside what is left of backward (``Reduction``). Parameters
-of fewer than two dimensions are whole on every rank, and ``unsharded_param`` is a copy in ``compute_dtype``, or
-``sharded_param`` itself. Their gradients travel in the last message of a step, which also counts the ranks that have a
-gradient of each parameter. Without synchronization whole gradients are kept instead, in the shards' dtype.
+Each group is reduced as soon as backward no longer needs it, overlapped with the rest of backward (``Reduction``).
+Parameters of fewer than two dimensions are replicated; their ``unsharded_param`` is a copy in ``compute_dtype``, or
+``sharded_param`` itself. Their gradients are sent in the last message of a step, which also counts the ranks that have
+a gradient of each parameter. Under ``no_sync`` whole gradients are kept instead, in the shards' dtype.
 
-Code outside reads ``.grad`` as if it were whole, which is right for an optimizer's arithmetic, elementwise clipping and
-clearing. Norms and the search for infinities of ``torch.amp.GradScaler`` are not: ``ShardGradient`` refuses them below
-autograd. Every other operation runs on the rows and returns plain tensors, ``detach()`` among them.
+Other code reads ``.grad`` as if it were whole. That is correct for an optimizer's arithmetic, elementwise clipping and
+clearing, but not for norms and ``torch.amp.GradScaler``'s search for infinities: ``ShardGradient`` refuses those below
+autograd. Every other operation, ``detach()`` included, runs on the rows and returns plain tensors.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ class ShardGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run an operation on the rows; RuntimeError for one number of all elements, another on each rank."""
+        """Run an operation on the rows; RuntimeError for reductions to one number, which would differ on each rank."""
         if func in _OF_THE_WHOLE:
             raise RuntimeError(
                 f"a gradient under FSDP holds this rank's rows alone, of which {func} would tell: clip with "
@@ -66,8 +66,8 @@ class ReplicatedParameters:
     """Parameters that every rank holds whole; their gradients are averaged in one all-reduce.
 
     Args:
-        names: all names of each parameter; these are equal on every rank and stay in use.
-        compute_dtype: the module sees floating-point parameters in it; None for their own.
+        names: all names of each parameter, which is equal on every rank and keeps its memory.
+        compute_dtype: the dtype in which the module sees floating-point parameters; None means their own.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ReplicatedParameters:
         }
 
     def refresh(self, parameters: Iterable[ManagedParameter]) -> None:
-        """Cast the latest values of these parameters into the copies that the module sees, as far as there are some."""
+        """Cast the current values of these parameters into the copies that the module sees, if there are copies."""
         if cast := [parameter for parameter in parameters if parameter in self._cast]:
             torch._foreach_copy_([self._cast[p] for p in cast], [p.sharded_param.detach() for p in cast])
 
@@ -111,15 +111,15 @@ class ReplicatedParameters:
                 parameter.sharded_param.grad.add_(gradient)
 
     def drop_gradients(self) -> None:
-        """Give up the gradients of the cast copies."""
+        """Drop the gradients of the cast copies."""
         for parameter in self._cast:
             parameter.unsharded_param.grad = None
 
     def all_reduce(self, sharded: Sequence[ManagedParameter]) -> Tensor:
-        """Average the gradients, and count the ranks that have one of each parameter, in the same collective.
+        """Average the gradients, and count the ranks that have a gradient of each parameter, in one collective.
 
-        A rank without a gradient of a parameter contributes zeros; if no rank has one, none is made. Returns the counts
-        of ``sharded``, on the device.
+        A rank without a gradient of a parameter contributes zeros; a parameter without one on any rank gets none.
+        Returns the counts of ``sharded``, on the device.
         """
         trainable = [parameter for parameter in self.parameters if parameter.sharded_param.requires_grad]
         dtype = torch.float32
@@ -138,7 +138,7 @@ class ReplicatedParameters:
         counts.fill_(1)
         for i, parameter in enumerate(counted):
             if not parameter.has_gradient:
-                counts[i] = 0  # a fill, which unlike a copy from the host waits for nothing
+                counts[i] = 0  # a fill, which waits for nothing, unlike a copy from the host
         dist.all_reduce(flat, group=self._turns.group)
         if self._turns.replicas is not None:
             dist.all_reduce(flat, group=self._turns.replicas)
@@ -154,9 +154,9 @@ class ReplicatedParameters:
 
 
 def take_gradients(parameters: Sequence[ShardedParameter]) -> list[Tensor | None]:
-    """Take from each parameter the sum of what has been accumulated and the last backward's gradient.
+    """Take from each parameter the sum of its accumulated gradient and the last backward's.
 
-    Sums are in the dtype of what has been accumulated. A sparse gradient is a RuntimeError.
+    Sums have the accumulated gradient's dtype. Raises RuntimeError for a sparse gradient.
     """
     taken: list[Tensor | None] = []
     sums: list[Tensor] = []
@@ -185,13 +185,13 @@ class Reduction:
         self.parameters, dtype = group.trainable, group.dtype
         self._turns = group.turns
         self.missing: list[ShardedParameter] = []
-        """This rank has contributed nothing to these parameters, and they had no gradient before."""
+        """Parameters to which this rank has contributed nothing and which had no gradient before."""
         sizes = [parameter.padded_numel for parameter in self.parameters]
         gradients = take_gradients(self.parameters)
         staged, sources, self._inputs = [], [], []
         for parameter, size, gradient in zip(self.parameters, sizes, gradients, strict=True):
             parameter.has_gradient |= gradient is not None
-            if gradient is None:  # takes part all the same: ranks may differ in what they used
+            if gradient is None:  # takes part regardless: ranks may differ in what they used
                 padded = torch.zeros(size * group.world_size, dtype=dtype, device=group.device)
             elif gradient.dtype == dtype and gradient.numel() == size * group.world_size and gradient.is_contiguous():
                 padded = gradient.view(-1)
@@ -209,20 +209,20 @@ class Reduction:
         self._work: dist.Work | None = None
 
     def start(self) -> None:
-        """Send, unless it has been done."""
+        """Start the collectives, unless they have started."""
         if self._work is None:
             options = ReduceScatterOptions()
             options.reduceOp = ReduceOp(ReduceOp.AVG if self._averages else ReduceOp.SUM)
             self._work = self._turns.group.reduce_scatter_tensor_coalesced(self._outputs, self._inputs, options)
             if self._turns.replicas is None:
                 return
-            with self._turns.on_stream():  # which waits for the shards, as gathers behind them do anyway
+            with self._turns.on_stream():  # which waits for the shards, as later gathers do anyway
                 self._work.wait()
                 op = ReduceOp.AVG if self._averages else ReduceOp.SUM
                 self._work = dist.all_reduce(self._flat, op, self._turns.replicas, async_op=True)
 
     def wait(self) -> None:
-        """Make the current stream (on a CPU: the caller) wait, if it has been sent."""
+        """Make the current stream (on a CPU: the caller) wait, if the collectives have started."""
         if self._work is not None:
             self._work.wait()
 
@@ -238,7 +238,7 @@ class Reduction:
             if shard.grad is not None:
                 shard.grad.add_(average)
             else:
-                # Also where no rank has a gradient: whether one has, ReplicatedParameters.all_reduce tells.
+                # Also if no rank has a gradient, which only ReplicatedParameters.all_reduce finds out.
                 shard.grad = ShardGradient(average)
                 if not parameter.has_gradient:
                     self.missing.append(parameter)
@@ -253,29 +253,29 @@ class Gradients:
         self.groups = groups
         self.replicated = replicated
         self.synchronize = True  # whether backward reduces gradients or accumulates them
-        self.unfinished = False  # whether a backward has left some that are not averaged; the same on every rank
+        self.unfinished = False  # whether a backward has left gradients that are not averaged; the same on every rank
         self._accumulated: dict[ShardedGroup, None] = {}
         """Groups with gradients of backward passes that were not synchronized."""
-        self._reduction: Reduction | None = None  # the reduction that is under way
-        self._missing: list[ShardedParameter] = []  # parameters whose gradient is zeros unless another rank has one
+        self._reduction: Reduction | None = None  # the reduction in progress
+        self._missing: list[ShardedParameter] = []  # parameters whose gradient is zero unless another rank has one
 
     def take(self, group: ShardedGroup) -> None:
-        """Take the group's gradients for a reduction, or keep them, whole, if this pass is not to be synchronized."""
+        """Take the group's gradients for a reduction, or under ``no_sync`` keep them whole."""
         if not group.trainable:
             return
         if not self.synchronize:
-            if group.is_cast:  # others stay where they are, so that the next backward may add to them in place
+            if group.is_cast:  # others stay in place, so that the next backward can add to them
                 for parameter, gradient in zip(group.trainable, take_gradients(group.trainable), strict=True):
                     parameter.accumulated = None if gradient is None else gradient.to(group.dtype)
             self._accumulated[group] = None
             return
-        # Only one is under way: with the group that backward fills, no more than two have whole gradients in memory.
+        # One reduction at a time: with the group that backward fills, at most two have whole gradients in memory.
         self._finish_reduction()
         self._accumulated.pop(group, None)
         self._reduction = Reduction(group)
 
     def send(self) -> None:
-        """Start the reduction of what was taken last."""
+        """Start the reduction of the gradients that were taken last."""
         if self._reduction is not None:
             self._reduction.start()
 
@@ -287,9 +287,9 @@ class Gradients:
             self._reduction = None
 
     def end_backward(self) -> None:
-        """Take gradients that came after their group was reduced, as backward ends, and average if that is due."""
+        """At the end of backward take gradients that came after their group's reduction; average unless ``no_sync``."""
         for group in self.groups:
-            # They came after their group was reduced, unless earlier passes have accumulated them.
+            # These came after their group was reduced, unless earlier passes have accumulated them.
             if group.has_gradients and (group.is_cast or group not in self._accumulated):
                 self.take(group)
         self.send()
@@ -308,9 +308,9 @@ class Gradients:
             self.take(group)
         self._finish_reduction()
         sharded = [parameter for group in self.groups for parameter in group.trainable]
-        # The last message of a step, and sent even where nothing is replicated: it also counts who has a gradient.
+        # The last message of a step. It is sent even if nothing is replicated, as it counts ranks with a gradient.
         counts = self.replicated.all_reduce(sharded)
-        if self._missing:  # only then does the host look at the counts, and so wait for the device
+        if self._missing:  # only then does the host read the counts, and so wait for the device
             used = {parameter for parameter, count in zip(sharded, counts.tolist(), strict=True) if count}
             for parameter in self._missing:
                 if parameter in used:
@@ -323,7 +323,7 @@ class Gradients:
         self.unfinished = False
 
     def drop(self) -> None:
-        """Give up all gradients that are not in a parameter's ``grad`` yet, accumulated ones too."""
+        """Drop all gradients that are not in a parameter's ``grad`` yet, accumulated ones too."""
         if self._reduction is not None:
             self._reduction.wait()
             self._reduction = None

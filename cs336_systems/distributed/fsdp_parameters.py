@@ -1,13 +1,14 @@
 """FSDP's parameters: permanent shards, temporary whole copies, and the collectives between the two.
 
 A parameter of two or more dimensions is split along the first one as ``torch.chunk`` would: rank r holds rows
-[r c, (r + 1) c) with c = ceil(rows / world_size), so the last ranks may hold fewer rows, or none. Two objects stand for
+[r c, (r + 1) c) with c = ceil(rows / world_size), so the last ranks may hold fewer rows, or none. Two objects represent
 it: ``sharded_param``, the rows in the module's own dtype, which the optimizer sees, and ``unsharded_param``, the whole
 in ``compute_dtype``, which the module sees while it runs. Parameters of fewer dimensions are replicated.
 
-Parameters that are used together form a ``ShardedGroup`` and travel in one collective. Only dtype changes copy: shards
-into ``compute_dtype`` before they are gathered, gradients into the shards' dtype before they are reduced. What a module
-has laid out as one matrix is one again when it is gathered (``buckets.py``), if the ranks divide all rows evenly.
+Parameters that are used together form a ``ShardedGroup`` and are sent in one collective. Nothing is copied except by
+casts: of shards to ``compute_dtype`` before the gather, of gradients to the shards' dtype before the reduction.
+Parameters that a module has laid out as one matrix form one matrix again when gathered (``buckets.py``), if the ranks
+divide all rows evenly.
 """
 
 from collections import OrderedDict
@@ -24,13 +25,13 @@ from torch.utils.hooks import RemovableHandle
 from cs336_systems.distributed.buckets import alias, neighbours
 from cs336_systems.distributed.peer_memory import Copies, PackedGather, PeerMemory, Turns, all_gather
 
-_ALIGNMENT = 64  # elements to which slots are rounded: 128 bytes of bf16, more than vectorised loads and NCCL ask for
+_ALIGNMENT = 64  # elements; slot sizes are multiples of it: 128 bytes of bf16, enough for vector loads and NCCL
 
 Hook = Callable[[Any], None]
 
 
 class GradientHooks(OrderedDict[int, Hook]):
-    """A parameter's ``register_post_accumulate_grad_hook``, whose hooks run on the average, not on a rank's part."""
+    """Replaces a parameter's ``register_post_accumulate_grad_hook``: hooks run on the average, not on a rank's part."""
 
     def __call__(self, hook: Hook) -> RemovableHandle:
         handle = RemovableHandle(self)
@@ -39,7 +40,7 @@ class GradientHooks(OrderedDict[int, Hook]):
 
 
 def _refuse_hook(hook: Hook) -> None:
-    """Stand for ``register_hook`` of a shard, and raise RuntimeError."""
+    """Replace ``register_hook`` of a shard: raise RuntimeError."""
     raise RuntimeError("a shard of FSDP is in no graph, so hooks must be register_post_accumulate_grad_hook's")
 
 
@@ -49,8 +50,8 @@ class ManagedParameter:
 
     names: tuple[str, ...]
     sharded_param: nn.Parameter
-    """The optimizer sees this: the rank's rows, or all of them if the parameter is replicated."""
-    unsharded_param: nn.Parameter  # the module sees this while it runs
+    """What the optimizer sees: the rank's rows, or all rows if the parameter is replicated."""
+    unsharded_param: nn.Parameter  # what the module sees while it runs
     shape: torch.Size  # the shape of the whole parameter
     first_element: int = field(default=0, kw_only=True)
     """The position in the whole parameter of the first element of ``sharded_param``."""
@@ -59,7 +60,7 @@ class ManagedParameter:
     _hooks: GradientHooks = field(default_factory=GradientHooks, kw_only=True)
 
     def take_hooks(self) -> None:
-        """Run hooks that are registered from now on once the gradient is the average over the ranks."""
+        """Make hooks that are registered from now on run once the gradient is the average over the ranks."""
         self.sharded_param.register_post_accumulate_grad_hook = self._hooks  # type: ignore[method-assign]
         if self.unsharded_param is not self.sharded_param:
             self.sharded_param.register_hook = _refuse_hook  # type: ignore[method-assign]
@@ -74,13 +75,13 @@ class ManagedParameter:
 class ShardedParameter(ManagedParameter):
     """A parameter that is split over the ranks."""
 
-    padded_numel: int  # the number of elements of a shard, padded so that all ranks' are equal, as collectives need it
+    padded_numel: int  # the number of elements of a shard, padded to be equal on all ranks, as collectives need
     memory: Tensor  # collectives read the shard here
     accumulated: Tensor | None = None  # the whole gradient of backward passes under ``no_sync``, in the shard's dtype
 
 
 class GroupState(Enum):
-    """Whether a group's unsharded parameters have no memory, are on their way, or there for the current stream."""
+    """Whether a group's unsharded parameters have no memory, are being gathered, or are ready on the current stream."""
 
     SHARDED = auto()
     GATHERING = auto()
@@ -92,12 +93,12 @@ class ShardedGroup:
 
     Args:
         names: all names of each parameter.
-        parameters: whole, and equal on every rank; the group copies this rank's rows and holds on to no more.
-        compute_dtype: of the unsharded parameters; None keeps the parameters' own.
-        turns: if they are taken, ranks copy each other's rows, but for those that are cast.
+        parameters: whole, and equal on every rank; the group copies this rank's rows and keeps no other reference.
+        compute_dtype: the dtype of the unsharded parameters; None means the parameters' own.
+        turns: if ``turns.taken``, ranks copy each other's rows, except rows that are cast.
     """
 
-    _travels_as_stored = True  # whether rows travel as the shards hold them, unless they are cast
+    _travels_as_stored = True  # whether rows are sent as the shards hold them, unless they are cast
 
     def __init__(
         self,
@@ -116,15 +117,15 @@ class ShardedGroup:
         self.state = GroupState.SHARDED
         self._work: dist.Work | PackedGather | Copies | None = None
 
-        # Every parameter has a padded slot of this rank's rows and one of the whole: the coalesced collective moves it
-        # from slot to slot in one kernel, and NCCL has nothing to pack or unpack around it.
+        # Every parameter has a padded slot for this rank's rows and one for the whole: the coalesced collective moves
+        # rows from slot to slot in one kernel, without packing or unpacking by NCCL.
         n_rows = [-(-parameter.shape[0] // world_size) for parameter in parameters]
         sizes = [n * parameter[:1].numel() for n, parameter in zip(n_rows, parameters, strict=True)]
         n_sharded, starts = _offsets(sizes)
         n_unsharded, unsharded_starts = _unsharded_offsets(parameters, [size * world_size for size in sizes])
         self._slots = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
         self._memory: PeerMemory | None = None
-        self._copies: Copies | None = None  # they bring the rows of all ranks, if rows are copied
+        self._copies: Copies | None = None  # copies of the rows of all ranks, if rows are copied
         if self._travels_as_stored and self.compute_dtype == dtype:
             self._sharded = self._read_by_all(n_sharded, dtype)
         else:
@@ -139,7 +140,7 @@ class ShardedGroup:
             rows = whole.detach()[first : first + n_rows[i]]
             memory = alias(self._sharded, starts[i], rows.shape).copy_(rows)
             sharded = nn.Parameter(memory, whole.requires_grad)
-            # An optimizer that draws random numbers per element asks for its place in the whole parameter.
+            # An optimizer that draws random numbers per element needs the shard's place in the whole parameter.
             sharded.first_element = place = first * whole[:1].numel()  # type: ignore[attr-defined]
             unsharded = nn.Parameter(alias(self._unsharded, unsharded_starts[i], whole.shape), whole.requires_grad)
             parts = names[i], sharded, unsharded, whole.shape, sizes[i], memory
@@ -152,14 +153,14 @@ class ShardedGroup:
         self._unsharded.untyped_storage().resize_(0)
 
     def _read_by_all(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Make zeros, (numel,), which the other ranks read if rows are copied; a collective then."""
+        """Make zeros, (numel,), which other ranks read if rows are copied, in which case this is a collective."""
         if not self.turns.taken:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         self._memory = PeerMemory(numel, dtype, self.device, self.process_group)
         return self._memory.of_rank[self.process_group.rank()]
 
     def _plan_copies(self, outputs: Sequence[Tensor]) -> None:
-        """If rows are copied, note how: ``outputs`` is where the whole of each parameter arrives, (world_size * n,)."""
+        """If rows are copied, prepare the copies into ``outputs``, one whole parameter each, (world_size * n,)."""
         if self._memory is not None:
             rows = [[memory[slot] for memory in self._memory.of_rank] for slot in self._slots]
             self._copies = Copies(outputs, rows)
@@ -176,22 +177,22 @@ class ShardedGroup:
 
     @property
     def unsharded_bytes(self) -> int:
-        """The bytes that the unsharded parameters hold at this moment."""
+        """The bytes that the unsharded parameters hold now."""
         return self._unsharded.untyped_storage().nbytes()
 
     def check_data(self) -> None:
-        """Raise RuntimeError if the user has given a shard other memory, which collectives would not read."""
+        """Raise RuntimeError if the user has replaced a shard's memory, as collectives would read the old one."""
         for parameter in self.parameters:
             if parameter.sharded_param.data_ptr() != parameter.memory.data_ptr():
                 raise RuntimeError(f"{parameter.names[0]}.data was set under FSDP: copy values into it instead")
 
     def gather(self) -> None:
-        """Start to make the unsharded parameters, unless they are there or on their way."""
+        """Start to gather the unsharded parameters, unless that has been done or begun."""
         if self.state is not GroupState.SHARDED:
             return
         self.check_data()
         self.state = GroupState.GATHERING
-        # Allocated for the current stream, which waits for the collective before it uses them and frees them after.
+        # Allocated on the current stream, which waits for the collective before it uses them and frees them after.
         self._unsharded.untyped_storage().resize_(self._unsharded_bytes)
         with self.turns.on_stream(), torch.no_grad():
             outputs, self._sent = self._exchanged()
@@ -201,15 +202,15 @@ class ShardedGroup:
                 self._work = all_gather(self.process_group, outputs, self._sent)
 
     def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Flat tensors in which the whole of each parameter arrives, and this rank's rows as the others get them."""
+        """Flat tensors that receive each whole parameter, and this rank's rows as they are sent."""
         if self.compute_dtype == self._sharded.dtype:
             return self._gather_outputs, self._gather_inputs
-        # Cast to where they would arrive: memory of their own would last until the gather is waited for.
+        # Cast into this rank's part of the output: separate memory would be held until the gather is waited for.
         torch._foreach_copy_(self._own_outputs, self._gather_inputs)
         return self._gather_outputs, self._own_outputs
 
     def wait(self) -> None:
-        """Make the current stream (on a CPU: the caller) wait until the unsharded parameters are there."""
+        """Make the current stream (on a CPU: the caller) wait until the unsharded parameters are gathered."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -217,20 +218,20 @@ class ShardedGroup:
             self.state = GroupState.UNSHARDED
 
     def check_in_place(self) -> None:
-        """Raise RuntimeError if a module has given a parameter other memory, in which no later gather would arrive."""
+        """Raise RuntimeError if a module has replaced a parameter's memory, as later gathers would fill the old one."""
         for parameter, output in zip(self.parameters, self._gather_outputs, strict=True):
             if parameter.shape.numel() and parameter.unsharded_param.data_ptr() != output.data_ptr():
                 raise RuntimeError(f"{parameter.names[0]} was moved to other memory while its module ran")
 
     def free(self) -> None:
-        """Give the memory of the unsharded parameters back."""
+        """Free the memory of the unsharded parameters."""
         self.wait()
-        # The bytes alone: what autograd saved in forward is this storage, and the weights again once they are gathered.
+        # Only the bytes: autograd has saved this storage in forward, and the next gather refills it with the weights.
         self._unsharded.untyped_storage().resize_(0)
         self.state = GroupState.SHARDED
 
     def full(self) -> list[Tensor]:
-        """The whole parameters in their own dtype, gathered into tensors of their own."""
+        """Gather the whole parameters, in their own dtype, into new tensors."""
         self.check_data()
         outputs = [shard.new_empty(shard.numel() * self.world_size) for shard in self._gather_inputs]
         all_gather(self.process_group, outputs, self._gather_inputs).wait()
@@ -240,7 +241,7 @@ class ShardedGroup:
         ]
 
     def drop_gradients(self) -> None:
-        """Give up the gradients that have not been reduced, accumulated ones too."""
+        """Drop the gradients that have not been reduced, accumulated ones too."""
         for parameter in self.parameters:
             parameter.unsharded_param.grad = parameter.accumulated = None
             parameter.has_gradient = False
@@ -252,7 +253,7 @@ class ShardedGroup:
 
 
 def _unsharded_offsets(parameters: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, list[int]]:
-    """Like ``_offsets``, but neighbours stay neighbours where their rows divide evenly, so without padding."""
+    """Like ``_offsets``, but neighbours whose rows divide evenly, and so need no padding, stay neighbours."""
     number_of = {parameter: i for i, parameter in enumerate(parameters)}
     runs: list[list[int]] = []
     for run in neighbours(parameters):
@@ -269,7 +270,7 @@ def _unsharded_offsets(parameters: Sequence[Tensor], sizes: Sequence[int]) -> tu
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[int, list[int]]:
-    """The length of a buffer of aligned slots, and where each begins."""
+    """The length of a buffer of aligned slots, and the offset of each slot."""
     total, starts = 0, []
     for size in sizes:
         starts.append(total)

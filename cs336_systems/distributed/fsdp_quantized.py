@@ -2,17 +2,17 @@
 
     FSDP(model, units=is_block, quantized=lambda unit: QuantizedTravel(...) if ... else None)
 
-A unit that loads all its matrices quantized, with one scale each, for nothing but matmuls, has no use for them in
-bf16. So each rank quantizes its rows, by the largest magnitudes of whole matrices, on which the ranks agree first, and
-bytes are gathered. The bits are those of the whole, quantized. The transposed copy is made of the bytes that arrived.
+A unit that only uses its matrices in quantized matmuls, with one scale each, does not need them in bf16. So the ranks
+first agree on the largest magnitude of each whole matrix, then each rank quantizes its rows, and the fp8 bytes are
+gathered. The bits equal those of the whole matrix, quantized. The transposed copy is made from the gathered bytes.
 
-Rows of all units are quantized together, as a forward or a backward begins, by a few launches and one collective
-(``QuantizedRows``), and only where some rank's have changed, so that micro-batches share the bytes. A change is seen by
-the shards' versions; code that writes shards must raise them (``torch.autograd.graph.increment_version``). The
-unsharded parameters have shape and dtype alone, on which autograd hangs their gradients.
+Rows of all units are quantized together when a forward or a backward begins, by a few launches and one collective
+(``QuantizedRows``), and only if some rank's rows have changed, so that micro-batches share the bytes. A change is
+detected by the shards' versions; code that writes shards must raise them (``torch.autograd.graph.increment_version``).
+The unsharded parameters have a shape and a dtype but no memory; autograd attaches gradients to them.
 
-Limits: ranks divide the rows of every parameter evenly, into shards of multiples of 16 elements; others travel as
-stored.
+Limits: ranks divide the rows of every parameter evenly, into shards of multiples of 16 elements; other parameters are
+sent as stored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,24 +28,24 @@ from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup
 from cs336_systems.distributed.peer_memory import Turns
 
 _QUANTUM = 16
-"""The number of elements of a shard that is quantized is a multiple of this: what one instruction converts."""
+"""The number of elements of a quantized shard is a multiple of this, which one instruction converts."""
 _SCALE_STRIDE = 4
-"""fp32 numbers from one scale to the next: cuBLAS refused those whose addresses were no multiples of 16 bytes."""
+"""The stride between scales in fp32 numbers: cuBLAS refused scales at addresses that were no multiples of 16 bytes."""
 
 
 Part = tuple[Tensor, Tensor, int, Tensor]
-"""Rows of a parameter, the place of their bytes (uint8, as many elements), the number of their matrix, and the place of
-its inverse scale, () in fp32."""
+"""Rows of a parameter, the tensor for their bytes (uint8, as many elements), the number of their matrix, and the tensor
+for its inverse scale, () in fp32."""
 
 
 class PartsQuantizer(Protocol):
-    """Quantizes matrices in parts, as often as it is called; ``kernels.quantize_reference`` has one."""
+    """Quantizes the parts of matrices, and can be called repeatedly; ``kernels.quantize_reference`` has one."""
 
     def absmax(self) -> Tensor:
-        """The largest magnitude of each matrix in these parts, (n_matrices,) fp32, without sign where it is NaN."""
+        """The largest magnitude of each matrix in these parts, (n_matrices,) fp32; a NaN has its sign bit cleared."""
 
     def quantize_(self, absmax: Tensor) -> None:
-        """Write bytes and inverse scales, by the largest magnitudes of the whole matrices, (n_matrices,) fp32."""
+        """Write bytes and inverse scales, given the largest magnitudes of the whole matrices, (n_matrices,) fp32."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class QuantizedTravel:
     """How the matrices of a unit are quantized.
 
     Attributes:
-        matrices: by name the parameters of the unit that are its rows, one after the other, by their names in it.
-        dtype: of eight bits.
-        make_quantizer: makes one of (parts, ``dtype``, the dtype that elements are rounded to first).
-        transpose: a matrix (N, K) of ``dtype`` to (K, N), row-major.
-        deliver: takes the function from a matrix's name and whether it is to be transposed to (values, inverse scale).
+        matrices: for each matrix, the names in the unit of the parameters that are its consecutive rows.
+        dtype: an 8-bit dtype.
+        make_quantizer: makes a quantizer from (parts, ``dtype``, the dtype that elements are rounded to first).
+        transpose: maps a matrix (N, K) of ``dtype`` to (K, N), row-major.
+        deliver: receives a function that maps a matrix's name and whether to transpose it to (values, inverse scale).
     """
 
     matrices: Mapping[str, Sequence[str]]
@@ -67,7 +67,7 @@ class QuantizedTravel:
     deliver: Callable[[Callable[[str, bool], tuple[Tensor, Tensor]]], None]
 
     def serves(self, parameters: Sequence[Tensor], world_size: int) -> bool:
-        """Whether ranks can quantize their rows of all these parameters."""
+        """Whether each rank can quantize its rows of all these parameters."""
         n_parts = sum(map(len, self.matrices.values()))
         return len(parameters) == n_parts and all(
             p.shape[0] % world_size == 0 and p.numel() // world_size % _QUANTUM == 0 for p in parameters
@@ -75,17 +75,17 @@ class QuantizedTravel:
 
 
 class QuantizedRows:
-    """This rank's rows of all groups that travel quantized; the ranks that share them take ``turns``."""
+    """This rank's rows of all groups that are sent quantized, and ``turns`` of the ranks that share the groups."""
 
     def __init__(self, turns: Turns) -> None:
         self.groups: list[QuantizedGroup] = []
         self._turns = turns
-        self._quantizers: list[PartsQuantizer] = []  # one for all groups that are quantized in the same way
-        self._made_of: list[int] = []  # versions of the shards that the bytes were made of
+        self._quantizers: list[PartsQuantizer] = []  # one quantizer for all groups that are quantized in the same way
+        self._made_of: list[int] = []  # versions of the shards from which the bytes were made
 
     @property
     def stale(self) -> bool:
-        """Whether this rank's rows have changed since it quantized them, or never were quantized."""
+        """Whether this rank's rows have changed since they were quantized, or never were quantized."""
         return self._made_of != self._versions()
 
     def _versions(self) -> list[int]:
@@ -99,7 +99,7 @@ class QuantizedRows:
         with self._turns.on_stream():
             found = [quantizer.absmax() for quantizer in self._quantizers]
             maxima = torch.cat(found)
-            # As integers, whose order is that of magnitudes, and in which NaN is the largest.
+            # As integers, which have the order of the magnitudes and in which NaN is the largest.
             dist.all_reduce(maxima.view(torch.int32), dist.ReduceOp.MAX, group=self._turns.group)
             for quantizer, own in zip(self._quantizers, maxima.split([len(x) for x in found]), strict=True):
                 quantizer.quantize_(own)
@@ -118,7 +118,7 @@ class QuantizedRows:
 
 
 class QuantizedGroup(ShardedGroup):
-    """A group of the parameters of one unit, all of which travel quantized; ``rows`` are all such of a module."""
+    """A group of the parameters of one unit, all sent quantized; ``rows`` are those of all such groups of a module."""
 
     _travels_as_stored = False
 
@@ -151,16 +151,16 @@ class QuantizedGroup(ShardedGroup):
         travel.deliver(self.matrix)
 
     def parts(self, name: str, number: int) -> list[Part]:
-        """This rank's rows of a matrix, which has this number among those of all groups."""
+        """This rank's rows of the matrix with this number among the matrices of all groups."""
         scale = self._inverse_scales[name]
         return [(self.parameters[i].memory, self._kept[i], number, scale) for i in self._parts[name]]
 
     def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Flat tensors in which the bytes of each parameter arrive, and those of this rank's rows."""
+        """Flat tensors that receive the bytes of each parameter, and the bytes of this rank's rows."""
         return self._byte_outputs, self._kept
 
     def free(self) -> None:
-        """Give the memory of the bytes back, those of transposed copies too."""
+        """Free the memory of the bytes and of their transposed copies."""
         super().free()
         self._transposed.clear()
 

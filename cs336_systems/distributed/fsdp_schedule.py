@@ -4,18 +4,18 @@ Forward and backward are one list of runs (``fsdp_units.py``), walked to its end
 
     forward   run i    gather its groups (unless they were gathered ahead), start the gathers of the next ``prefetch``
                        runs, wait for its own, run, free
-    backward  run i    the gradient has reached an output of it: free the groups that only later runs used, take the
-                       gradients of the freed ones, gather its own and those of the ``prefetch`` runs before it, send
-                       the gradients, wait
+    backward  run i    when the gradient has reached an output of run i: free the groups that only later runs used, take
+                           their gradients, gather the groups of run i and of the ``prefetch`` runs before it, send the
+                           gradients, wait
 
-Backward walks the list whole. A run that this rank's gradient passes by is gathered and reduced in its place all the
-same, as other ranks may compute with it. A group that several runs use stays between the first and the last of them, in
-either direction: a tied embedding is gathered once. Each backward ends with its gradients averaged, as the call of
-``backward`` returns; one that an error has ended leaves behind what the parameters' ``grad`` hold by then.
+    Backward walks the whole list. A run that this rank's gradient skips is still gathered and reduced in its turn, as
+    other ranks may compute with it. A group that several runs use stays gathered from the first to the last of them, in
+    either direction: a tied embedding is gathered once. All gradients of a backward are averaged when ``backward``
+    returns; after an error, parameters keep the gradients that they had received in ``grad`` by then.
 
-Limits: no gradients of gradients, and no backward inside a backward, as reentrant checkpoints have. When a checkpointed
-segment of several units runs again, units that backward's look-ahead has not reached are gathered for it, one by one,
-and again for their backward: where a model has such segments, the losses of all ranks must use the same outputs.
+    Limits: no double backward, and no backward inside a backward, so no reentrant checkpoints. When a checkpointed
+    segment of several units is recomputed, units that backward has not prefetched are gathered for it one by one, and
+    gathered again for their backward: in a model with such segments, the losses of all ranks must use the same outputs.
 """
 
 import weakref
@@ -36,7 +36,7 @@ from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup, 
 from cs336_systems.distributed.fsdp_units import Backward, Elsewhere, Forward, Run, ShardedUnits, Unit
 from cs336_systems.distributed.presence import Agreement
 
-_NO_TASK = -1  # autograd's number of the running backward where none runs on this thread
+_NO_TASK = -1  # autograd's number of the running backward when none runs on this thread
 
 
 def inside_backward() -> bool:
@@ -55,7 +55,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 class GatherOrder:
-    """Runs units with their parameters unsharded, gathered ``prefetch`` ahead, and leaves averages on the shards."""
+    """Runs units with unsharded parameters, gathers ``prefetch`` units ahead, and averages gradients into shards."""
 
     def __init__(self, sharded: ShardedUnits, prefetch: int) -> None:
         self.groups = sharded.groups
@@ -64,14 +64,14 @@ class GatherOrder:
         self._turns, self._quantized_rows = sharded.turns, sharded.quantized_rows
         self._agreement = Agreement(sharded.turns.group, sharded.turns.replicas)
         self._complete: dict[Hashable, Forward] = {}
-        """The last forward of each part that came to its end: the next one of that part is expected to be like it."""
+        """For each part, the last forward that completed; its next forward is expected to call the same units."""
         self._forward = Forward()
-        self._n_to_come = 0  # the number of forwards since the last backward that a backward may come to
+        self._n_to_come = 0  # the number of forwards since the last backward that still may have a backward
         self._backward: Backward | None = None
         self._running: Unit | None = None
         self._n_tasks = 0
         self._reserved: dict[ShardedGroup, int] = {}
-        """Groups of the first unit of a task that is expected, with the task's number, until it comes to the unit."""
+        """Groups of the first unit of an expected task, with the task's number, until the task reaches the unit."""
         self.gradients = Gradients(sharded.groups, sharded.replicated)
         slots = dict.fromkeys(slot for unit in sharded.units for slot in unit.param_slots)
         guards = {parameter: Elsewhere(parameter) for group in self.groups for parameter in group.parameters}
@@ -80,27 +80,27 @@ class GatherOrder:
 
         def announce(_: Tensor) -> None:
             order = ours()  # Python cannot collect cycles through tensors' hooks
-            if order is not None and inside_backward():  # and not by the products of a block that were put off
+            if order is not None and inside_backward():  # not in deferred matmuls of a block's backward
                 order._current_backward()
 
         for parameter in self.replicated.parameters:
             if not (parameter.unsharded_param.is_floating_point() or parameter.unsharded_param.is_complex()):
                 continue
             requires_grad = parameter.unsharded_param.requires_grad
-            parameter.unsharded_param.requires_grad_()  # a hook is for those that are frozen too: it may be for a while
+            parameter.unsharded_param.requires_grad_()  # hooks need it; a frozen parameter may be unfrozen later
             parameter.unsharded_param.register_post_accumulate_grad_hook(announce)
             parameter.unsharded_param.requires_grad_(requires_grad)
 
     # tasks of a pipeline
 
     def expect(self, part: Hashable, backward: bool, *, now: bool) -> None:
-        """A task begins: gather meanwhile the first unit of the next task, and keep it until that comes to it.
+        """When a task begins, gather the first unit of the next task, and keep it until that task reaches it.
 
         Args:
             part: the part that the next task runs; None if that is neither forward nor backward.
-            backward: whether it runs the part backward.
-            now: gather at once, as the task that begins is neither forward nor backward; these gather when they begin,
-                after ranks have agreed on them.
+            backward: whether the next task runs the part backward.
+            now: gather at once, because the task that begins is neither forward nor backward. A forward or backward
+                gathers when ranks have agreed that it begins.
         """
         self._n_tasks += 1
         previous = self._complete.get(part) if part is not None else None
@@ -112,7 +112,7 @@ class GatherOrder:
                 self._gather_reserved()
 
     def expect_nothing(self) -> None:
-        """Drop what was reserved: the last task has failed, or none follows."""
+        """Drop the reserved groups, as the last task has failed or no task follows."""
         self._reserved.clear()
         if not inside_backward():
             self._free_idle()
@@ -122,7 +122,7 @@ class GatherOrder:
             group.gather()
 
     def _reached(self, unit: Unit) -> None:
-        """The task that runs has come to the unit, which is no longer reserved for it."""
+        """End the reservation of a unit that the running task has reached."""
         for group in unit.groups:
             if self._reserved.get(group) == self._n_tasks:
                 del self._reserved[group]
@@ -131,7 +131,7 @@ class GatherOrder:
 
     @contextmanager
     def forward(self, part: Hashable = None) -> Iterator[None]:
-        """Let the wrapped module, or a part of it, run in the body, from its beginning to its end."""
+        """Run the whole forward of the wrapped module, or of a part of it, in the body."""
         if inside_backward():
             yield
             return
@@ -172,7 +172,7 @@ class GatherOrder:
         if recomputing:
             self._current_backward()
             forward, ahead = Forward(), []
-            # What backward has gathered ahead is the unit's own backward's, which frees it.
+            # Groups that backward has prefetched are freed by the unit's own backward.
             stays = [group for group in unit.groups if group.state is not GroupState.SHARDED]
         else:
             self.forget_failed_backward()
@@ -180,7 +180,7 @@ class GatherOrder:
             if forward.left()[:1] != [unit]:
                 self._agree(f"calls {unit.name}", gathers=True)
                 forward.as_expected = False
-                self._free_idle()  # of an older value perhaps
+                self._free_idle()  # perhaps made from an older value
             forward.units.append(unit)
             ahead = forward.expected[len(forward.units) :][: self.prefetch] if forward.as_expected else []
         position, started = len(forward.units) - 1, len(forward.runs)
@@ -212,16 +212,16 @@ class GatherOrder:
         return output
 
     def _break_off_reading(self) -> None:
-        """End reading after an error on this rank; others may still copy, and wait for this rank in no gather."""
+        """End reading after an error on this rank; others may still copy, and do not wait for this rank."""
         if self._turns.taken:
             self._turns.break_off()
             self._forward.as_expected = False
 
     def _agree(self, what: str, gathers: bool = False) -> None:
-        """Make sure that all ranks are about to do the same, unless it is to call the unit that is expected.
+        """Check that all ranks are about to do the same; not needed before the call of an expected unit.
 
-        Others may follow the last forward until its end, and wait for this rank in every gather: it takes part in them.
-        If it then ``gathers``, rows that travel quantized are made anew, by all ranks, where some have changed.
+        Other ranks may be repeating the last forward to its end, and wait for this rank in every gather, so this rank
+        first takes part in those. If the next action ``gathers`` and any rank's rows have changed, all requantize.
         """
         forward = self._forward
         if left := forward.left():
@@ -237,7 +237,7 @@ class GatherOrder:
         try:
             stale = self._agreement.check(what, gathers and self._quantized_rows.stale)
         except RuntimeError:
-            self._n_to_come = 0  # ranks that have disagreed start again alike
+            self._n_to_come = 0  # after a disagreement all ranks start again from the same state
             self._break_off_reading()
             raise
         if stale:
@@ -246,7 +246,7 @@ class GatherOrder:
                 self._turns.meet()
 
     def _record(self, forward: Forward | None, unit: Unit, started: int, output: Any) -> None:
-        """Have the unit's backward announced, if there will be one: refused for a unit that backward itself runs."""
+        """Register a hook for the unit's backward, if there will be one; it raises if backward has run the unit."""
         outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         if not outputs or not torch.is_grad_enabled():
             return
@@ -262,25 +262,25 @@ class GatherOrder:
     # backward
 
     def _current_backward(self) -> Backward:
-        """The backward pass that autograd is running; its end will be announced."""
+        """The backward pass that autograd is running; a callback at its end is queued."""
         if self._backward is None or self._backward.lives() is None:
             self.forget_failed_backward()
             end = partial(self._after_backward)
             self._backward = Backward(weakref.ref(end))
-            Variable._execution_engine.queue_callback(end)  # autograd holds it as long as the pass lives
+            Variable._execution_engine.queue_callback(end)  # autograd keeps it alive until the pass ends
             self._agree("begins a backward", gathers=True)
             self._turns.begin_reading()
             self._gather_reserved()
         return self._backward
 
     def _before_backward(self, run: Run) -> None:
-        """The gradient has reached an output of the run.
+        """Prepare the run's backward when the gradient has reached one of its outputs.
 
-        Everything after the run is finished then: of the nodes that are ready, autograd's engine takes the one made
-        last, and ``AccumulateGrad`` before any other.
+        The backward of all later runs has then finished: of the nodes that are ready, autograd's engine takes
+        ``AccumulateGrad`` first, and otherwise the one made last.
 
         Raises:
-            RuntimeError: backward is to be differentiated itself.
+            RuntimeError: this is a double backward (``create_graph=True``).
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -303,13 +303,13 @@ class GatherOrder:
             backward.open.append(run)
 
     def _walk_out(self, besides: Forward | None = None) -> None:
-        """Walk the forwards that this backward has come to, but for one, to their beginning."""
+        """Walk all forwards that this backward has reached, except one, back to their beginning."""
         for forward in self._current_backward().walks:
             if forward is not besides:
                 self._walk(forward, -1)
 
     def _walk(self, forward: Forward, number: int) -> None:
-        """Come to all runs after the number, which the gradient has passed by on this rank, and leave those inside."""
+        """Visit the runs after the number, which this rank's gradient has skipped, and close those that are open."""
         backward = self._current_backward()
         passed_by = reversed(forward.runs[number + 1 : max(0, backward.walks[forward])])
         backward.walks[forward] = reached = min(backward.walks[forward], number)
@@ -320,21 +320,21 @@ class GatherOrder:
             self._come_to(run)
 
     def _come_to(self, run: Run) -> None:
-        """Gather what the run needs for its backward, free and reduce what is needed no more."""
+        """Gather the groups that the run's backward needs; free and reduce those that are no longer needed."""
         backward, forward, number = self._current_backward(), run.forward, run.number
         window = forward.runs[max(0, number - self.prefetch) : number + 1][::-1]
         needed = {group for each in (*window, *backward.open) for group in each.unit.groups}
         for group in self._gathered():
             if group not in needed and not forward.uses(group, number):
                 self._free(group)
-        # Which groups are reduced, and in which order, follows from the order of the runs alone, never from which
-        # parameters received a gradient: ranks may differ in that, and their collectives must not.
+        # Which groups are reduced, and in which order, depends only on the order of the runs, never on which
+        # parameters received a gradient: that may differ between ranks, but their collectives must not.
         for group in list(backward.producing):
             if group not in needed and not forward.uses(group, number):
                 del backward.producing[group]
                 self.gradients.take(group)
-        # Once gradients are cast, and those before them averages, there is room for weights. These are gathered before
-        # the last gradients are sent, as they are needed sooner.
+        # Casting these gradients and finishing the previous reduction has freed memory for weights. Weights are
+        # gathered before these gradients are sent, as they are needed sooner.
         for each in window:
             for group in each.unit.groups:
                 group.gather()
@@ -344,7 +344,7 @@ class GatherOrder:
 
     @torch.no_grad()
     def _after_backward(self) -> None:
-        """End a backward pass: come to the runs that it has not come to, and reduce and free whatever is left."""
+        """End a backward pass: visit the runs that it has not reached, then reduce and free all remaining groups."""
         backward = self._current_backward()
         self._walk_out()
         if self._n_to_come > 1 or self._turns.taken:
@@ -360,14 +360,14 @@ class GatherOrder:
         self._backward = None
 
     def finish(self) -> None:
-        """Average the gradients that backward passes have accumulated, if none has averaged them."""
+        """Average the gradients that backward passes have accumulated, unless that has been done."""
         self.forget_failed_backward()
         if self.gradients.unfinished and self.gradients.synchronize:
             self._agree("averages accumulated gradients")
             self.gradients.average()
 
     def forget_failed_backward(self) -> None:
-        """If an error has ended a backward pass, give up the gradients that have not come to ``grad``."""
+        """If an error has ended a backward pass, drop the gradients that have not reached ``grad``."""
         if self._backward is None:
             return
         for run in self._backward.open:
@@ -393,7 +393,7 @@ class GatherOrder:
 
 
 def _refuse_backward_inside(name: str, _: Tensor) -> None:
-    """Raise RuntimeError: a unit that was called inside a backward is to be differentiated there."""
+    """Raise RuntimeError for a backward through a unit that was called inside a backward."""
     raise RuntimeError(
         f"{name} is under FSDP, where no backward runs inside a backward: checkpoint it with use_reentrant=False"
     )

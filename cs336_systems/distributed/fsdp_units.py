@@ -5,11 +5,11 @@ outermost module that holds a matrix itself (``Linear``, ``Embedding``, ``Multih
 and every outermost one that has been compiled. A predicate names larger units, such as a model's blocks; whatever it
 leaves over is divided by default. No unit lies in another.
 
-A *group* is a set of parameters that the same units use, in one dtype; it travels in one collective. A parameter that
-several units share, as a tied embedding is, is a group of its own.
+A *group* is a set of parameters of one dtype that the same units use; it is sent in one collective. A parameter that
+several units share, such as a tied embedding, is in a group with only those that the same units share.
 
-Forward and backward follow an order that calls of units alone decide (``Forward``), never which tensors are alive or
-which parameters received a gradient: ranks may differ in those, and their collectives must not.
+Forward and backward follow an order that depends only on the calls of units (``Forward``), never on which tensors are
+alive or which parameters received a gradient: those may differ between ranks, but their collectives must not.
 
 Limits: a module whose weights its parent reads without calling it must lie in a unit with that parent (name the
 parent in the predicate; otherwise the read raises); ranks must run the same units in the same order.
@@ -34,9 +34,9 @@ from cs336_systems.distributed.wrapped import NotCopied
 
 
 class Elsewhere(Tensor):
-    """Stands for a sharded parameter, in a forward, where no unit that has it whole is running.
+    """Replaces a sharded parameter in a forward while no unit that gathers it is running.
 
-    Dtype, device and shape are those of the whole, for code that asks for no more; what would compute is refused.
+    Its dtype, device and shape, which code may read, are the whole parameter's; computing with it is refused.
     """
 
     _is_param = True
@@ -53,7 +53,7 @@ class Elsewhere(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuse to compute with it, by a RuntimeError."""
+        """Raise RuntimeError, as no operation may compute with it."""
         guard = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         raise RuntimeError(
             f"{guard._name} is read outside of its own module's call, where a rank has only a part of it: name the "
@@ -63,16 +63,16 @@ class Elsewhere(Tensor):
 
 @dataclass(eq=False)
 class ParameterSlot:
-    """An attribute of a module that refers to a parameter; units that have the module in common share it."""
+    """An attribute of a module that refers to a parameter; units that contain the same module share it."""
 
     module: nn.Module
     attribute: str
     parameter: ManagedParameter
-    users: int = 0  # the number of units that need it at this moment
+    users: int = 0  # the number of units that need it now
 
     def __post_init__(self) -> None:
         self.resting: Tensor = self.parameter.sharded_param
-        """The module refers to this while no unit needs the parameter unsharded."""
+        """What the module refers to while no unit needs the parameter unsharded."""
 
     def check(self) -> None:
         """Raise RuntimeError if the user has registered another parameter in the module."""
@@ -81,13 +81,13 @@ class ParameterSlot:
             raise RuntimeError(f"{self.parameter.names[0]} was replaced under FSDP: copy values into it instead")
 
     def rest(self, tensor: Tensor) -> None:
-        """Let the module refer to the tensor whenever no unit needs the parameter unsharded."""
+        """Make the module refer to the tensor whenever no unit needs the parameter unsharded."""
         self.resting = tensor
         if not self.users:
             self.register(tensor)
 
     def register(self, tensor: Tensor) -> None:
-        """Let the module refer to the tensor."""
+        """Make the module refer to the tensor."""
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]  # a tenth of setattr's time
         else:
@@ -102,7 +102,7 @@ Travels = Callable[[nn.Module], QuantizedTravel | None]
 class Unit:
     """A module that has its parameters unsharded while it runs."""
 
-    name: str  # the module's name in the wrapped module, which itself goes by the name of its class
+    name: str  # the module's name in the wrapped module; the wrapped module itself has its class's name
     module: nn.Module
     groups: list[ShardedGroup] = field(default_factory=list)
     param_slots: list[ParameterSlot] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Unit:
         for slot in self.param_slots:
             slot.users += 1
             parameter = slot.parameter
-            parameter.unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)  # the user's to change
+            parameter.unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)  # the user may change it
             slot.register(parameter.unsharded_param)
 
     def to_sharded(self) -> None:
@@ -123,23 +123,23 @@ class Unit:
                 slot.register(slot.resting)
 
     def run_by(self, run: Callable[..., Any]) -> None:
-        """Have a call of the module call ``run(self, its own __call__, args, kwargs)`` from now on."""
+        """Make calls of the module call ``run(self, the module's own __call__, args, kwargs)`` from now on."""
         self.module._fsdp_call = functools.partial(run, self)  # type: ignore[assignment]
         module_class: Any = type(self.module)
         self.module.__class__ = _unit_class(module_class)
 
 
 class Forward:
-    """The units that a forward has run, beside those of the previous one, which it is expected to run.
+    """The units that a forward has run, and those of the previous forward, which it is expected to run.
 
-    The first expects nothing, and so gathers nothing ahead. Calls of units between the end of a forward and its
-    backward, as by a loss in chunks, are the forward's as well.
+    The first forward expects no units and so prefetches none. Calls of units between the end of a forward and its
+    backward, such as those of a loss computed in chunks, count as the forward's.
     """
 
     def __init__(self, previous: "Forward | None" = None) -> None:
         self.units: list[Unit] = []  # the units that it has run, in the order in which they began
-        self.runs: list[Run] = []  # the runs that backward comes back to, in the order in which they ended
-        self.serial = 0  # the number of this forward among those since the last backward that a backward may come to
+        self.runs: list[Run] = []  # the runs that will have a backward, in the order in which they ended
+        self.serial = 0  # the number of this forward among those since the last backward that may have a backward
         self.n_inside: int | None = None  # the number of units that it ran before its end
         self._expected_inside = previous.n_inside if previous else 0
         self.expected: list[Unit] = previous.units if previous else []
@@ -148,20 +148,20 @@ class Forward:
         self._first_run: dict[ShardedGroup, int] = {}
 
     def left(self) -> list[Unit]:
-        """Units that are expected before the forward ends, or after that before anything else begins."""
+        """Units still expected before the forward ends or, after its end, before anything else begins."""
         until = len(self.expected) if self.n_inside is not None else self._expected_inside
         return self.expected[len(self.units) : until] if self.as_expected else []
 
     def keeps(self, group: ShardedGroup, position: int) -> bool:
-        """Whether the group is used again so soon after the unit at the position that it stays."""
+        """Whether the group stays after the unit at the position, because it is used again soon."""
         if not self.as_expected:
             return False
-        # Backward starts at the last run, so once that has begun nothing is freed.
+        # Backward starts at the last run, so nothing is freed once that has begun.
         last_has_begun = len(self.units) == len(self.expected)
         return self._last_use[group] > position or (last_has_begun and bool(self.runs))
 
     def add_run(self, unit: Unit, started: int) -> "Run":
-        """Note a call to which backward will come back."""
+        """Record a call that will have a backward."""
         run = Run(self, unit, started, len(self.runs))
         self.runs.append(run)
         for group in unit.groups:
@@ -169,38 +169,38 @@ class Forward:
         return run
 
     def uses(self, group: ShardedGroup, number: int) -> bool:
-        """Whether the group is used by one of the runs up to the number."""
+        """Whether one of the runs up to the number uses the group."""
         return group in self._first_run and self._first_run[group] <= number
 
 
 @dataclass(eq=False)
 class Run:
-    """One call of a unit in a forward that backward will come back to."""
+    """One call of a unit in a forward, which will have a backward."""
 
     forward: Forward
     unit: Unit
     started: int
-    """The number of runs that had ended when this one began: less than ``number`` where it holds vectors alone."""
+    """The number of runs that had ended when this one began; it is less than ``number`` if other runs lie inside."""
     number: int  # the number of runs that had ended before this one did
 
 
 @dataclass
 class Backward:
-    """One backward pass; ``lives`` is empty once autograd has given it up."""
+    """One backward pass; the weak reference ``lives`` is dead once autograd has dropped the pass."""
 
     lives: "weakref.ref[Any]"
     walks: dict[Forward, int] = field(default_factory=dict)
-    """The number of the run that it has come to, in each forward."""
+    """For each forward, the number of the run that this backward has reached."""
     open: list[Run] = field(default_factory=list)
-    """The runs that it is inside of, whose recomputation needs their parameters."""
+    """The runs that it is inside, whose recomputation needs their parameters."""
     producing: dict[ShardedGroup, None] = field(default_factory=dict)
-    """The groups whose gradients it is making, in the order in which it came to them."""
+    """The groups whose gradients it is computing, in the order in which it reached them."""
 
 
 class _CalledByRunner(NotCopied):
-    """A base that a unit's class has before its own bases.
+    """A base class put before the others of a unit's class.
 
-    Hooks would not do: ``module.compile()`` moves a module's hooks into the compiled code; ``__call__`` stays outside.
+    Hooks would not work: ``module.compile()`` moves them into the compiled code, whereas ``__call__`` stays outside.
     """
 
     _fsdp_call: Callable[..., Any]
@@ -221,7 +221,7 @@ def _unit_class(module_class: Any) -> type:
 
 
 _Found = dict[tuple[nn.Module, str], tuple[nn.Parameter, dict[nn.Module | None, None]]]
-"""Each attribute of a module that is a parameter, and the modules of the units that it lies in, None for no unit."""
+"""Each attribute of a module that is a parameter, and the modules of the units that contain it, None for no unit."""
 
 
 def _find_slots(
@@ -238,7 +238,7 @@ def _find_slots(
     ):
         unit = outer = module
     elif unit is None and casts and own:
-        unit = module  # without its children: it has its vectors whole already
+        unit = module  # without its children, as its vectors are whole already
     for attribute, parameter in own.items():
         found.setdefault((module, attribute), (parameter, {}))[1][unit] = None
     for child in module.children():
@@ -246,11 +246,11 @@ def _find_slots(
 
 
 class ShardedUnits:
-    """A module's units and groups; making them replaces its parameters by their shards, of rank 0's values.
+    """A module's units and groups; the constructor replaces its parameters by shards with rank 0's values.
 
-    That goes group by group, in the order of ``module.modules()``. Parameters on ``meta`` are made module by module
-    just before (``_materialise``), so that only groups that are not complete yet are whole. A parameter on another
-    device, or a module on ``meta`` that cannot be initialised, is a ValueError.
+    That goes group by group, in the order of ``module.modules()``. Parameters on ``meta`` are materialised module by
+    module just before (``_materialise``), so only incomplete groups are held whole. Raises ValueError for a parameter
+    on another device, or a module on ``meta`` that cannot be initialised.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class ShardedUnits:
         waiting_for = {key: {holder for p in group for holder, _ in places[p]} for key, group in members.items()}
 
         self.turns = turns
-        self.quantized_rows = QuantizedRows(self.turns)  # the rows of the groups that travel quantized
+        self.quantized_rows = QuantizedRows(self.turns)  # the rows of the groups that are sent quantized
         run_of = {parameter: run for run in neighbours(names) for parameter in run}
         made: dict[nn.Parameter, nn.Parameter] = {}
         managed: dict[nn.Parameter, ManagedParameter] = {}
@@ -317,14 +317,14 @@ class ShardedUnits:
         self.replicated = ReplicatedParameters(names_of_vectors, wholes, compute_dtype=compute_dtype, turns=self.turns)
         managed |= dict(zip(vectors, self.replicated.parameters, strict=True))
         for owner in module.modules():
-            if isinstance(owner, nn.RNNBase):  # on a GPU it would move weights new to it into cuDNN's own buffer
+            if isinstance(owner, nn.RNNBase):  # on a GPU it would move new weights into a buffer of cuDNN's
                 owner.flatten_parameters = lambda: None  # type: ignore[method-assign]
 
         units: dict[nn.Module, Unit] = {}
         name_of = {module: name for name, module in module.named_modules()}
         for place, (parameter, own) in found.items():
             ours = managed[parameter]
-            if ours.unsharded_param is ours.sharded_param:  # nothing to gather, nor to cast
+            if ours.unsharded_param is ours.sharded_param:  # nothing to gather or to cast
                 continue
             slot = ParameterSlot(*place, ours)
             for holder in own:
@@ -338,7 +338,7 @@ class ShardedUnits:
         self.groups = list(dict.fromkeys(group_of.values()))
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Give all ranks rank 0's values: first those with its place among their shards, then all with theirs."""
+        """Broadcast rank 0's values: first to ranks of the same place in other shard groups, then within each group."""
         if self.turns.replicas is not None:
             broadcast_from_rank_0(tensors, self.turns.replicas)
         broadcast_from_rank_0(tensors, self.turns.group)
@@ -352,8 +352,8 @@ def _materialise(
 ) -> None:
     """Give the module's own parameters and buffers storage, and values if they were on ``meta``.
 
-    Neighbours are given theirs together, whichever module they belong to. Modules come in the order of a constructor
-    that calls ``reset_parameters`` of each, so with equal seeds the values are those of the whole model on one device.
+    Neighbours get storage together, whichever module they belong to. Modules are visited in the order in which a
+    constructor would call each ``reset_parameters``, so equal seeds give the values of the whole model on one device.
     """
     was_meta = False
     for attribute, parameter in owner._parameters.items():

@@ -4,16 +4,16 @@
     BucketedDDP(model, process_group=mesh.same_weights)      # the ranks that hold the same weights
     FSDP(model, process_group=mesh.shards, replicas=mesh.group("replica"))
 
-Ranks along ``replica`` and ``shard``, together ``data``, have sequences of their own. Those along ``context`` share
-each sequence: every rank holds some of its tokens. Those along ``tensor`` share every matrix: each holds some of its
-rows or columns. Neighbours in the default group are neighbours along ``tensor``, which sends most, so that it stays
-inside a host.
+Ranks along ``replica`` and ``shard``, together ``data``, have different sequences. Ranks along ``context`` share each
+sequence: every rank holds some of its tokens. Ranks along ``tensor`` share every matrix: each holds some of its rows or
+columns. Consecutive ranks of the default group are neighbours along ``tensor``, which sends most, so that its traffic
+stays inside a host.
 
-Those along ``pipeline`` share sequences, too: each is a stage with some of the blocks. They send least, and so are
-farthest from each other in the default group.
+Ranks along ``pipeline`` also share sequences: each is a stage with some of the blocks. They send least, so their ranks
+are farthest apart in the default group.
 
-Ranks that differ in data and context alone hold the same weights, and average their gradients: they are the group of
-every wrapper and every sharded optimizer, but under hybrid sharding FSDP divides weights over shard and context alone.
+Ranks that differ only in data and context hold the same weights and average their gradients: they are the group of
+every wrapper and sharded optimizer. Only FSDP with hybrid sharding divides weights over just shard and context.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ DIMENSIONS = ("pipeline", "replica", "shard", "context", "tensor")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The dimensions of the default group, and this rank's place in each."""
+    """The dimensions of the default group, and this rank's coordinate in each."""
 
     rank: Rank
     devices: DeviceMesh
@@ -39,7 +39,7 @@ class Mesh:
 
     @classmethod
     def over(cls, rank: Rank, *, pipeline: int = 1, replicas: int = 1, context: int = 1, tensor: int = 1) -> "Mesh":
-        """Divide the default group, once for each division; a collective. Raises as ``mesh_shape``."""
+        """Divide the default group, once for each shape; a collective. Raises as ``mesh_shape``."""
         shape = mesh_shape(rank.world_size, context, tensor, replicas=replicas, pipeline=pipeline)
         key = dist.distributed_c10d._get_default_group(), shape
         if key not in divisions:
@@ -55,13 +55,13 @@ class Mesh:
         return self.devices.shape[DIMENSIONS.index(dimension)]
 
     def place(self, dimension: str) -> int:
-        """This rank's number along a dimension, or along ``data``."""
+        """This rank's coordinate along a dimension, or along ``data``."""
         if dimension == "data":
             return self.place("replica") * self.size("shard") + self.place("shard")
         return self.devices.get_local_rank(dimension)
 
     def group(self, dimension: str) -> dist.ProcessGroup | None:
-        """This rank and the others along a dimension; None (to torch: all ranks) if there are no others."""
+        """The group of ranks along a dimension; None (to torch: all ranks) if this rank is alone."""
         return self.devices.get_group(dimension) if self.size(dimension) > 1 else None
 
     def messages(self, by: str, mailbox: Mailbox) -> GroupMessages:

@@ -1,4 +1,4 @@
-"""Messages between ranks: activations and their gradients, handed on by stages of a pipeline or a ring of layers.
+"""Messages between ranks: activations and their gradients, sent between pipeline stages or ranks that stream layers.
 
     messages = GroupMessages(rank, group)             # a collective; or CopiedMessages
     under_way = messages.send(activations, peer=1)    # rank 1 calls messages.receive(into, peer=0)
@@ -6,11 +6,11 @@
 
 Receivers take a sender's messages in the order in which they are sent.
 
-Where the GPUs of all ranks can reach each other's memory, a message is copies: the sender's copy engine writes it piece
-by piece into the receiver's mailbox and raises a flag after each, the receiver's copies each piece out and raises a
-flag at the sender (``copy_stream.py``). No kernel waits. Elsewhere messages are those of torch's process groups, one
-for messages to ranks of higher numbers and one for the others, so that neither kind waits behind the other. Under NCCL
-a message is a kernel that waits for its partner; its ``MAX_CTAS`` thread blocks hold multiprocessors meanwhile.
+If the GPUs of all ranks can access each other's memory, a message is a series of copies: the sender's copy engine
+writes each piece into the receiver's mailbox and raises a flag there; the receiver's copies the piece out and raises a
+flag at the sender (``copy_stream.py``). No kernel waits. Otherwise messages use torch's process groups, one for
+messages to higher ranks and one for the others, so that neither kind waits behind the other. Under NCCL a message is a
+kernel that waits for its peer, and its ``MAX_CTAS`` thread blocks occupy multiprocessors meanwhile.
 """
 
 import os
@@ -33,18 +33,15 @@ from cs336_systems.distributed.peer_memory import PeerMemory, why_not_mapped
 from cs336_systems.distributed.process_group import Rank, nccl_options
 
 MAX_CTAS = 2
-"""Most thread blocks of a message. Two copy some 40 GB/s over NVLink: 1.7 ms for 8,192 x 4,096 numbers in bf16."""
+"""The most thread blocks of a message. Two copy some 40 GB/s over NVLink: 1.7 ms for 8,192 x 4,096 bf16 numbers."""
 PIECE_BYTES = 16 * 2**20
-"""Bytes of a piece, unless ``Mailbox.holding`` needs larger ones. By arithmetic 16 MiB take 50 us over NVLink, of
-which calls and flags are a few."""
+"""Bytes of a piece, unless ``Mailbox.holding`` needs larger ones. By calculation 16 MiB take 50 us over NVLink, a few
+of them for calls and flags."""
 
 
 @dataclass(frozen=True)
 class Mailbox:
-    """The memory in which a rank keeps what one other rank has copied to it, until it receives that.
-
-    All ranks have the same sizes.
-    """
+    """The size of the buffer into which one other rank copies pieces for this rank to receive; equal on all ranks."""
 
     piece_bytes: int = PIECE_BYTES
     """Bytes of a piece; the last of a message may have fewer."""
@@ -53,37 +50,37 @@ class Mailbox:
 
     @classmethod
     def holding(cls, n_messages: int, message_bytes: int) -> "Mailbox":
-        """A mailbox for ``n_messages`` whole messages of up to ``message_bytes``, each in at most two pieces.
+        """Make a mailbox for ``n_messages`` whole messages of up to ``message_bytes``, each in at most two pieces.
 
         A piece is a whole number of MiB, and at least ``PIECE_BYTES``.
         """
         return cls(max(PIECE_BYTES, -(-message_bytes // (2 * 2**20)) * 2**20), 2 * n_messages)
 
     def n_bytes(self, n_ranks: int) -> int:
-        """Bytes of all mailboxes of one GPU: one for each of the other ``n_ranks - 1`` ranks."""
+        """Total bytes of the ``n_ranks - 1`` mailboxes of one GPU, one for each other rank."""
         return (n_ranks - 1) * self.n_pieces * self.piece_bytes
 
 
 class Underway(Protocol):
-    """A message that has begun."""
+    """A message in progress."""
 
     def wait(self) -> Any:
-        """Let the current stream (on a CPU: the caller) wait for its end."""
+        """Make the current stream (on a CPU: the caller) wait for its end."""
 
 
 def open_messages(
     rank: Rank, group: dist.ProcessGroup | None = None, by: str = "auto", *, mailbox: Mailbox = Mailbox()
 ) -> "GroupMessages":
-    """Messages between the ranks of a group, all if None; a collective. Their ``how`` says which, and why.
+    """Open messages between the ranks of a group (None: all ranks); a collective. ``how`` says which kind and why.
 
     Args:
-        by: ``messages``, by torch's process groups; ``copies``, for which CPUs use process groups, too; ``auto``,
-            copies if these GPUs can map each other's memory, else process groups.
+        by: ``messages`` for torch's process groups; ``copies`` for copies on GPUs and process groups on CPUs; ``auto``
+            for copies if these GPUs can map each other's memory, else process groups.
         mailbox: the size of each mailbox, for copies; the same on all ranks.
 
     Raises:
-        ValueError: ``copies`` is asked for, and these GPUs cannot map each other's memory.
-        OSError: there is no room for the mailboxes of copies.
+        ValueError: ``by`` is ``copies``, but these GPUs cannot map each other's memory.
+        OSError: there is no room for the mailboxes.
     """
     if by == "messages" or not _on_gpu(rank):
         return GroupMessages(rank, group)
@@ -96,7 +93,7 @@ def open_messages(
 
 
 def ring_messages(rank: Rank) -> "GroupMessages":
-    """Messages between all ranks, by copies where they can be, with each way open; a collective. Raises OSError as
+    """Open messages between all ranks, by copies if possible, and connect each pair; a collective. Raises OSError as
     ``open_messages``."""
     found = open_messages(rank)
     found.connect(permutations(range(rank.world_size), 2))
@@ -104,7 +101,7 @@ def ring_messages(rank: Rank) -> "GroupMessages":
 
 
 def planned_as_copies(messages: "GroupMessages | None") -> bool:
-    """Whether a plan assumes copies (``copied_messages`` of ``Rates.of``): on GPUs, whether messages are copies; a plan
+    """Whether a plan assumes copies (``copied_messages`` of ``Rates.of``). On GPUs, whether messages are copies; a plan
     made on a CPU, or without messages, is for GPUs that can copy."""
     return messages is None or messages.copied or not _on_gpu(messages.rank)
 
@@ -114,18 +111,18 @@ def _on_gpu(rank: Rank) -> bool:
 
 
 class GroupMessages:
-    """Messages by torch's process groups, which arrive in the order of sending; making them is a collective.
+    """Messages by torch's process groups, which arrive in the order of sending; construction is a collective.
 
-    Peers are numbers in ``group``. Tensors are contiguous, and of the same shape and dtype on both sides.
+    Peers are ranks in ``group``. Tensors are contiguous, and have the same shape and dtype on both sides.
 
     Args:
-        rank: this process, as ``process_group.joined`` gives it.
-        group: the ranks between which messages go; all if None.
-        reason: why they do not go by copies, for ``how``.
+        rank: this process, as ``process_group.joined`` yields it.
+        group: the ranks that exchange messages; None means all.
+        reason: why copies are not used, for ``how``.
     """
 
     copied = False
-    """Whether copy engines carry messages, not kernels."""
+    """Whether copy engines send messages, not kernels."""
 
     def __init__(self, rank: Rank, group: dist.ProcessGroup | None = None, reason: str | None = None) -> None:
         self.rank, self.ranks = rank, dist.get_process_group_ranks(group)
@@ -139,20 +136,20 @@ class GroupMessages:
         self._up, self._down = (dist.new_group(self.ranks, use_local_synchronization=True, **how) for _ in range(2))
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Open the way from each first rank to the second, before any message; all ranks give the same pairs."""
+        """Connect each pair (sender, receiver) before any message; all ranks pass the same pairs."""
         probe = torch.zeros(1, device=self.rank.device)
         for source, target in pairs:  # NCCL connects when it is first used
             if self.place in (source, target):
                 (self.send(probe, target) if self.place == source else self.receive(probe, source)).wait()
 
     def send(self, tensor: Tensor, peer: int) -> Underway:
-        """Begin to send, once the current stream has done its work so far."""
+        """Begin to send once the current stream's work so far is done."""
         work = dist.isend(tensor, group=self._up if peer > self.place else self._down, group_dst=peer)
         assert work is not None
         return work
 
     def receive(self, tensor: Tensor, peer: int) -> Underway:
-        """Begin to receive into a tensor, once the current stream has done its work so far."""
+        """Begin to receive into a tensor once the current stream's work so far is done."""
         work = dist.irecv(tensor, group=self._up if peer < self.place else self._down, group_src=peer)
         assert work is not None
         return work
@@ -164,14 +161,14 @@ class _Copying:
 
     wait: Wait
     memory: Tensor
-    """Memory that the copies read or write, held until they are done."""
+    """Memory that the copies read or write, kept alive until they are done."""
 
 
 class CopiedMessages(GroupMessages):
-    """Messages by copies between GPUs of one host, in pieces, through a mailbox of each receiver for each sender.
+    """Messages by copies between GPUs of one host, in pieces, through one mailbox per pair of receiver and sender.
 
-    The driver has no time-out for a stream that waits for a flag. So a thread looks at the flags: when this rank waits
-    for some and none has changed for ``rank.timeout_s``, it says so on stderr and ends the process, as NCCL's watchdog
+    The driver has no time-out for a stream that waits for a flag, so a thread watches the flags: if this rank waits for
+    some and none has changed for ``rank.timeout_s``, it reports this on stderr and ends the process, as NCCL's watchdog
     does.
 
     Raises:
@@ -188,18 +185,18 @@ class CopiedMessages(GroupMessages):
     def _open(self, group: dist.ProcessGroup) -> None:
         rank, n = self.rank, len(self.ranks)
         self._sending = {peer: self._make_stream() for peer in range(n) if peer != self.place}
-        """A stream for each rank: a message that one has not taken yet must not hold up those to others."""
+        """A stream for each rank: a message that one rank has not received yet must not delay messages to others."""
         self._receiving = self._make_stream()
         self._sent, self._taken = [0] * n, [0] * n
-        """Pieces so far, to and from each rank."""
+        """The number of pieces so far, to and from each rank."""
         self._boxes = PeerMemory(self._mailbox.n_bytes(n), torch.uint8, rank.device, group)
         self._flags = PeerMemory(2 * n, torch.int32, rank.device, group)
-        """For each rank, int32: at s the number of pieces that rank s has written into its mailbox, at n + t the number
-        of its own that rank t has taken out."""
-        # All ranks meet here: else a flag might be raised before its owner has set it to zero.
+        """For each of n ranks, int32: at s the number of pieces that rank s has written into its mailbox, at n + t the
+        number of its pieces that rank t has taken out."""
+        # A barrier: else a flag might be raised before its owner has set it to zero.
         dist.all_reduce(torch.zeros(1, device=rank.device), group=group)
         self._awaited = [0] * (2 * n)
-        """The numbers for which this rank waits, or has waited, at its own flags."""
+        """The values for which this rank waits, or has waited, at its own flags."""
         on_gpu = rank.device.type == "cuda"
         self._side = torch.cuda.Stream(rank.device) if on_gpu else None
         self._seen = torch.zeros(2 * n, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
@@ -210,21 +207,21 @@ class CopiedMessages(GroupMessages):
         return CopyStream(self.rank.device)
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Nothing: memory that is mapped needs no connection."""
+        """Do nothing: mapped memory needs no connection."""
 
     def send(self, tensor: Tensor, peer: int) -> Underway:
         own, stream = self.place, self._sending[peer]
         stream.follow()
         for address, n_bytes in self._pieces(tensor):
             self._sent[peer] = number = self._sent[peer] + 1
-            # Ranks of a ring cannot wait for each other in a circle: all follow one order of messages (``order.py``),
-            # in which a receive stands where its send does. A send waits until earlier pieces are taken, of this
-            # message or one before; a receive waits until the same piece is sent. So the first message that has not
-            # ended goes on, even if a GPU runs the work of all its streams in the order in which it is enqueued. That
-            # happens: CUDA loads a kernel when it is first called, and loading may wait for all streams ("Lazy Loading"
-            # in the CUDA Programming Guide). Two ranks of a test waited for ever because of it. Stages of a pipeline
-            # may each send before they receive, so their mailboxes have room for ``Schedule.messages_ahead`` messages.
-            self._await(stream, len(self.ranks) + peer, number - self._mailbox.n_pieces)  # its place is free
+            # Ranks that stream layers cannot deadlock: all follow one order of messages (``order.py``), in which a send
+            # and its receive have the same position. A send waits until earlier pieces, of this or an earlier message,
+            # are taken; a receive waits until its piece is sent. So the first unfinished message always proceeds, even
+            # if a GPU runs the work of all its streams in the order in which it was enqueued. That happens: CUDA loads
+            # a kernel when it is first called, and loading may wait for all streams ("Lazy Loading" in the CUDA
+            # Programming Guide); it has made two ranks of a test hang. Stages of a pipeline may each send before they
+            # receive, so their mailboxes have room for ``Schedule.messages_ahead`` messages.
+            self._await(stream, len(self.ranks) + peer, number - self._mailbox.n_pieces)  # its slot is free
             stream.copy(self._place(peer, own, number), address, n_bytes)
             stream.raise_flag(self._flag(peer, own), number)
         return _Copying(stream.reached(), tensor)
@@ -240,7 +237,7 @@ class CopiedMessages(GroupMessages):
         return _Copying(stream.reached(), tensor)
 
     def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, int]]:
-        """Address and bytes of each piece of a contiguous tensor."""
+        """The address and number of bytes of each piece of a contiguous tensor."""
         assert tensor.is_contiguous()
         for start in range(0, tensor.nbytes, self._mailbox.piece_bytes):
             yield tensor.data_ptr() + start, min(self._mailbox.piece_bytes, tensor.nbytes - start)
@@ -254,28 +251,28 @@ class CopiedMessages(GroupMessages):
         return self._flags.of_rank[owner].data_ptr() + flag * self._flags.of_rank[owner].itemsize
 
     def _place(self, owner: int, sender: int, number: int) -> int:
-        """Where a piece of the sender lies in the owner's mailbox."""
+        """The address of a sender's piece in the owner's mailbox."""
         box, n = (sender - owner - 1) % len(self.ranks), self._mailbox.n_pieces
         return self._boxes.of_rank[owner].data_ptr() + (box * n + number % n) * self._mailbox.piece_bytes
 
     def late(self) -> tuple[list[int], list[int]]:
-        """This rank's flags, as the copy that an earlier call began found them, and the ranks for which it waits."""
+        """This rank's flags, as copied by an earlier call, and the ranks for which it waits."""
         awaited, n = list(self._awaited), len(self.ranks)
-        with torch.cuda.stream(self._side):  # of no effect on a CPU, as None; the host does not wait
+        with torch.cuda.stream(self._side):  # no effect on a CPU, where it is None; the host does not wait
             self._seen.copy_(self._flags.of_rank[self.place], non_blocking=True)
         flags = self._seen.tolist()
-        # As the GPU compares them: numbers go on from 2^31 - 1 at -2^31.
+        # Compared as on the GPU, where numbers wrap around from 2^31 - 1 to -2^31.
         behind = [0 < (number - flag) % 2**32 < 2**31 for number, flag in zip(awaited, flags, strict=True)]
         return flags, sorted({self.ranks[i % n] for i, waits in enumerate(behind) if waits})
 
 
 def _watch(of: "weakref.ref[CopiedMessages]") -> None:
-    """End the process once it has waited for messages, and no flag has changed, for the time-out."""
+    """End the process if it has waited for messages for the time-out without a change of any flag."""
     flags, since = None, time.monotonic()
     while (messages := of()) is not None:
         rank = messages.rank
         if rank.device.type == "cuda":
-            torch.cuda.set_device(rank.device)  # for this thread, which would otherwise make a context on GPU 0
+            torch.cuda.set_device(rank.device)  # in this thread, which would otherwise create a context on GPU 0
         now, late = messages.late()
         del messages
         if now != flags or not late:
@@ -284,5 +281,5 @@ def _watch(of: "weakref.ref[CopiedMessages]") -> None:
             whom = f"rank {late[0]}, which has" if len(late) == 1 else f"ranks {', '.join(map(str, late))}, which have"
             said = f"rank {rank.rank} has waited {rank.timeout_s:g} s for a message of {whom} gone or is stuck"
             print(said, file=sys.stderr, flush=True)
-            os._exit(1)  # the main thread may wait inside a call of the driver
+            os._exit(1)  # the main thread may be blocked in a call of the driver
         time.sleep(1)

@@ -1,11 +1,11 @@
 """Gathers the rows of all ranks, by a collective or by copies from memory that the ranks of a host have mapped.
 
-A collective is a kernel, which takes multiprocessors from what runs beside it. Where ranks map each other's memory, a
-rank fetches the rows of the others by its copy engines, and ranks agree on when rows are read and when they are written
-(``Turns``). ``wait`` makes the current stream (on a CPU: the caller) wait for either.
+A collective is a kernel, which takes multiprocessors from concurrent work. If ranks map each other's memory, each rank
+instead fetches the others' rows by its copy engines, and ranks alternate between reading and writing rows (``Turns``).
+``wait`` makes the current stream (on a CPU: the caller) wait for either.
 
-On GPUs memory is mapped by torch's symmetric memory (over NVLink, or PCIe where GPUs reach each other), whose
-``_low_contention_all_gather`` copies likewise. On CPUs it is a file in memory that all ranks have open.
+On GPUs torch's symmetric memory maps the memory (over NVLink, or over PCIe with peer access); its
+``_low_contention_all_gather`` copies in the same way. On CPUs it is a file in memory that all ranks have open.
 """
 
 import os
@@ -21,16 +21,16 @@ from torch import Tensor
 
 from cs336_systems.distributed.process_group import on_every_rank
 
-_mapped: "Counter[torch.device]" = Counter()  # bytes that this process has mapped for others, by GPU
+_mapped: "Counter[torch.device]" = Counter()  # for each GPU, bytes of this process that other ranks map
 
 
 def mapped_bytes(device: torch.device) -> int:
-    """Bytes that this process has mapped for others on a GPU, which ``torch.cuda.max_memory_allocated`` leaves out."""
+    """Bytes on a GPU that other ranks map, which ``torch.cuda.max_memory_allocated`` leaves out."""
     return _mapped[device]
 
 
 def why_not_mapped(device: torch.device, process_group: dist.ProcessGroup) -> str | None:
-    """Say why these ranks cannot map each other's memory, the same on all; None if they can; a collective."""
+    """Say why these ranks cannot map each other's memory, or None if they can; all get the same; a collective."""
     places = on_every_rank(lambda: (socket.gethostname(), device.index), process_group)
 
     def reason() -> str | None:
@@ -49,10 +49,10 @@ def why_not_mapped(device: torch.device, process_group: dist.ProcessGroup) -> st
 
 
 class PeerMemory:
-    """Zeros of every rank, ``of_rank[rank]`` (numel,); making them is a collective, OSError where there is no room."""
+    """Mapped zeros of every rank, ``of_rank[rank]`` (numel,). Making them is a collective; OSError without memory."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup) -> None:
-        size = max(1, numel)  # nothing cannot be mapped
+        size = max(1, numel)  # no bytes cannot be mapped
         map_all = _map_symmetric if device.type == "cuda" else _map_files
         self.of_rank = [memory[:numel] for memory in map_all(size, dtype, device, process_group)]
         if device.type == "cuda":
@@ -65,7 +65,7 @@ def _map_symmetric(
 ) -> list[Tensor]:
     import torch.distributed._symmetric_memory as symmetric
 
-    # New memory each time. That of a pool may have been mapped before, and ranks need not take the same piece of it.
+    # New memory each time: a pool's may have been mapped before, and ranks might get different pieces of it.
     own = symmetric.empty(size, dtype=dtype, device=device)
     handle = symmetric.rendezvous(own, process_group)
     mapped = [handle.get_buffer(rank, (size,), dtype) for rank in range(process_group.size())]
@@ -74,7 +74,7 @@ def _map_symmetric(
 
 
 def _map_files(size: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup) -> list[Tensor]:
-    file = os.memfd_create("rows of a rank")  # without a name, so that nothing is left of it, however the process ends
+    file = os.memfd_create("rows of a rank")  # unlinked, so that nothing is left of it, however the process ends
     mapped: list[Tensor] = []
 
     def reserve() -> str:
@@ -86,17 +86,17 @@ def _map_files(size: int, dtype: torch.dtype, device: torch.device, process_grou
 
     try:
         paths = on_every_rank(reserve, process_group)
-        on_every_rank(open_all, process_group)  # until all have it open
+        on_every_rank(open_all, process_group)  # until all ranks have it open
     finally:
         os.close(file)
     return mapped
 
 
 class Turns:
-    """The stream of gathers, and when the ranks of a group read each other's rows and when they write their own.
+    """The stream of gathers, and the turns in which the ranks of a group read each other's rows and write their own.
 
     Args:
-        taken: whether ranks copy rows; where they only use collectives, nothing is awaited or sent here.
+        taken: whether ranks copy rows; if they only use collectives, turns are not needed and do nothing.
         replicas: the ranks with the same rows, this one among them, if there are others.
     """
 
@@ -105,18 +105,18 @@ class Turns:
     ) -> None:
         self.device, self.group, self.taken, self.replicas = device, group, taken, replicas
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        """Gathers are issued there, so that casts do not wait in line behind the computation."""
+        """The stream of gathers, so that casts do not queue behind the computation."""
         self._token = torch.zeros(1, device=device) if taken else torch.empty(0)
         self.reading = False
-        """Whether ranks read what they have mapped: outside, code that writes would not wait for it."""
+        """Whether ranks may read mapped rows: at other times code that writes rows would not wait for reads."""
 
     @property
     def n_ranks(self) -> int:
-        """The ranks over which gradients are averaged: those of the group, and of its replicas."""
+        """The number of ranks over which gradients are averaged: the group's size times the number of replicas."""
         return self.group.size() * (self.replicas.size() if self.replicas else 1)
 
     def on_stream(self) -> AbstractContextManager:
-        """Run the body on the stream of gathers, after all that the current stream was given before."""
+        """Run the body on the stream of gathers, after the current stream's work so far."""
         if self._stream is None:
             return nullcontext()
         # The memory may have been another tensor's a moment ago, and the optimizer may still be writing the shards.
@@ -124,7 +124,7 @@ class Turns:
         return torch.cuda.stream(self._stream)
 
     def begin_reading(self) -> None:
-        """Copies wait from now on for what all ranks have written on their current streams."""
+        """Make later copies wait for the writes so far on all ranks' current streams."""
         if not self.taken:
             return
         with self.on_stream():
@@ -132,7 +132,7 @@ class Turns:
         self.reading = True
 
     def end_reading(self) -> None:
-        """The current stream waits from now on for the copies that all ranks have begun."""
+        """Make the current stream wait for the copies that all ranks have begun."""
         if not self.taken:
             return
         self.reading = False
@@ -140,16 +140,16 @@ class Turns:
         self._wait_for_copies()
 
     def break_off(self) -> None:
-        """End reading after an error, in which others may not take part; the host waits for nobody."""
+        """End reading after an error, without other ranks, which may not take part; the host does not wait."""
         self.reading = False
-        self._wait_for_copies()  # what they write may be given up next, and be another tensor's
+        self._wait_for_copies()  # the memory that copies write may be freed next and reused
 
     def _wait_for_copies(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def meet(self) -> None:
-        """The stream of copies waits from now on for those of all ranks."""
+        """Make the stream of gathers wait for those of all ranks."""
         where: AbstractContextManager = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with where:
             dist.all_reduce(self._token, group=self.group)
@@ -158,7 +158,7 @@ class Turns:
 class PackedGather:
     """An all-gather of several tensors as one message; ``wait`` waits for it and unpacks it.
 
-    Each of ``inputs`` is (n,), and the one of ``outputs`` that it goes to (world_size * n,), of the same dtype.
+    Each of ``inputs`` is (n,); the corresponding one of ``outputs`` is (world_size * n,), of the same dtype.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -177,10 +177,10 @@ class PackedGather:
 def all_gather(
     process_group: dist.ProcessGroup, outputs: list[Tensor], inputs: list[Tensor]
 ) -> "dist.Work | PackedGather":
-    """Start to gather each of the flat ``inputs`` into the one of ``outputs``, in one collective for all of them.
+    """Start to gather each of the flat ``inputs`` into the corresponding one of ``outputs``, all in one collective.
 
     On CPUs the message is packed here: gloo's own coalesced all-gather corrupts the heap (torch 2.11), as its two
-    workers note the operation that they have finished in one ``std::string``, without a lock, which that name outgrows.
+    workers write the name of a finished operation to one ``std::string`` without a lock, and the name makes it grow.
     """
     if dist.get_backend(process_group) != "gloo":
         return process_group.allgather_into_tensor_coalesced(outputs, inputs)
@@ -188,9 +188,9 @@ def all_gather(
 
 
 class Copies:
-    """An all-gather by this rank alone; the others must leave what is read as it is.
+    """An all-gather by this rank alone; the others must not change their inputs meanwhile.
 
-    Each of ``outputs`` is (world_size * n,), and those of ``inputs`` that go to it, one of each rank, (n,).
+    Each of ``outputs`` is (world_size * n,); the corresponding ``inputs``, one of each rank, are (n,).
     """
 
     def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]]) -> None:
@@ -203,9 +203,9 @@ class Copies:
         self._done: torch.cuda.Event | None = None
 
     def begin(self) -> "Copies":
-        """Copy on the current stream; none of the same must be under way."""
+        """Copy on the current stream; these copies must not be in progress already."""
         for place, shard in self._pairs:
-            place.copy_(shard)  # of contiguous memory, which CUDA leaves to a copy engine
+            place.copy_(shard)  # of contiguous memory, which CUDA gives to a copy engine
         if self._device.type == "cuda":
             self._done = torch.cuda.current_stream(self._device).record_event()
         return self

@@ -5,10 +5,10 @@
     pipeline = Pipeline(plan, stage, GroupMessages(rank, stages))
     pipeline.run(work, like)                                 # work(operation, input) -> result
 
-A stage works through its list (``costs/parallelism/schedules.py``). Results for other stages are sent as soon as they
-are queued. By process groups, the messages that the next operation needs are received while this one runs; by copies,
-they reach this stage's mailbox meanwhile, and are taken out right before the next operation. The order of messages
-between two stages is the sender's, which the receiver knows from the same schedule.
+A stage runs its list of operations (``costs/parallelism/schedules.py``) and sends each result for another stage as soon
+as its operation is enqueued. With process groups, the inputs of the next operation are received while this one runs;
+with copies, they arrive in this stage's mailbox meanwhile and are copied out right before the next operation. Messages
+between two stages have the sender's order, which the receiver knows from the same schedule.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -25,18 +25,18 @@ from cs336_systems.distributed.process_group import peer_errors_as
 from cs336_systems.model import TransformerLM
 
 Work = Callable[[Operation, Tensor | None], Tensor | None]
-"""Does an operation of this stage, given the result of the part before (of F) or after (of B); returns its own."""
+"""Runs an operation of this stage, given the result of the part before (for F) or after (for B); returns its own."""
 
 
 class ModuleElsewhere(nn.Module):
-    """Stands for a module that another stage has, and draws what that would, so that every stage's numbers are those
-    of a model in one process."""
+    """Replaces a module that another stage has, and draws that module's random numbers, so that every stage is
+    initialised as a model in one process is."""
 
     place: Tensor
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._away = (module,)  # a tuple, in which torch finds no module
+        self._away = (module,)  # a tuple, so that torch does not register the module
         for tensor in module.parameters():
             tensor.untyped_storage().resize_(0)  # a dry run counts storages on meta, too
         self.register_buffer("place", torch.empty(0, device="meta"), persistent=False)  # moves with the model
@@ -54,7 +54,7 @@ class ModuleElsewhere(nn.Module):
 
 
 def keep_stage(model: TransformerLM, plan: Schedule, blocks: Sequence[slice], stage: int) -> None:
-    """Take from a model on ``meta`` what other stages have; names of parameters stay as they are.
+    """Remove other stages' modules from a model on ``meta``, without changing the names of parameters.
 
     A tied embedding is on both the first and the last stage.
 
@@ -70,7 +70,7 @@ def keep_stage(model: TransformerLM, plan: Schedule, blocks: Sequence[slice], st
 
 
 def keep_modules(model: TransformerLM, layers: Container[int], **ends: bool) -> None:
-    """Put ``ModuleElsewhere`` in the place of all blocks but these ``layers``, and of those ``ends`` not here."""
+    """Replace all blocks except ``layers``, and the ``ends`` that are not on this stage, by ``ModuleElsewhere``."""
     for number in range(len(model.layers)):
         if number not in layers:
             model.layers[number] = ModuleElsewhere(model.layers[number])
@@ -80,7 +80,7 @@ def keep_modules(model: TransformerLM, layers: Container[int], **ends: bool) -> 
 
 
 def on_two_stages(model: nn.Module) -> tuple[str, ...]:
-    """The names of this stage's parameters that another stage has, too: a tied embedding at both ends."""
+    """The names of parameters that this stage shares with another: a tied embedding at both ends."""
     shared: tuple[str, ...] = getattr(model, "on_two_stages", ())
     return shared
 
@@ -89,24 +89,24 @@ class Pipeline:
     """This rank's stage of a schedule.
 
     Args:
-        messages: between the stages, in their order; connecting them is a collective.
+        messages: messages between the stages, numbered in order; connecting them is a collective.
     """
 
     def __init__(self, plan: Schedule, stage: int, messages: GroupMessages) -> None:
         self.plan, self.stage, self.messages = plan, stage, messages
         self._under_way: object = None
-        """Messages of a run that has not ended well: copies may still read and write their memory."""
+        """Messages of a run that failed: copies may still read and write their memory."""
         messages.connect(pair for pair in permutations(range(plan.stages), 2) if plan.channel(*pair))
 
     def run(self, work: Work, like: Tensor, plan: Schedule | None = None) -> None:
-        """Do all operations of this stage.
+        """Run all operations of this stage.
 
         Args:
             like: a tensor of the shape, dtype and device of activations between parts.
-            plan: the lists of the stages, if they are others than this pipeline's; from its ``forwards``.
+            plan: the stages' lists of operations, if not this pipeline's; from its ``forwards``.
 
         Raises:
-            RuntimeError: an earlier run has raised here: the next one would take its messages for its own.
+            RuntimeError: an earlier run has raised: this one would receive that one's messages.
             torch.distributed.DistError: another stage has gone, or sends nothing within the group's timeout. Under
                 ``CopiedMessages`` the process ends instead.
         """
@@ -118,16 +118,16 @@ class Pipeline:
         self._under_way = None
 
     def exchange_ends(self, tensor: Tensor) -> Tensor:
-        """Return the tensor that the other end of the model gives, of the same shape and dtype.
+        """Exchange tensors of equal shape and dtype with the stage at the other end of the model; returns the other's.
 
-        Called on the stages of the model's first and last part, if they differ. Raises DistError as ``run``.
+        Called on the stages of the model's first and last part, if these stages differ. Raises DistError as ``run``.
         """
         ends = [self.plan.places[part][0] for part in (0, -1)]
         (other,) = (end for end in ends if end != self.stage)
         theirs = torch.empty_like(tensor)
         with peer_errors_as(f"stage {self.stage} exchanged gradients with stage {other} in vain"):
             ways = [partial(self.messages.send, tensor), partial(self.messages.receive, theirs)]
-            # Both stages enqueue the lower one's message first: if both sent first, on streams that hold each other up,
+            # Both stages enqueue the lower stage's message first: if both sent first, on streams that block each other,
             # each could fill a mailbox and wait for ever.
             for each in [begin(other) for begin in (ways if self.stage < other else ways[::-1])]:
                 each.wait()
@@ -141,9 +141,9 @@ class _Run:
         self.plan, self.stage, self._messages, self._like, self._work = plan, stage, messages, like, work
         self._coming = {source: list(plan.channel(source, stage)) for source in range(plan.stages)}
         self._there: dict[tuple[int, Operation], tuple[Tensor, Underway | None]] = {}
-        """Results that have been received, or are being so, or are this stage's own, until they are taken."""
+        """Results received, being received, or computed by this stage, until they are used."""
         self._sent: dict[Operation, tuple[int, Tensor, Underway]] = {}
-        """Results that are on their way to other stages."""
+        """Results that are being sent to other stages."""
         self.under_way = self._there, self._sent
 
     def __call__(self) -> None:
@@ -154,8 +154,8 @@ class _Run:
             for earlier in arrived[operation]:
                 self._finish(earlier)
             if following is not None and not self._messages.copied:
-                # Not for copies: the sender's reach the mailbox by themselves. And a GPU may run streams in the order
-                # in which they were given work: a copy that waits for the next operation's input would then hold up
+                # Not for copies: the sender's reach the mailbox without the receiver. And a GPU may run streams in the
+                # order in which work was enqueued: a copy that waits for the next operation's input would then block
                 # this operation, perhaps for ever.
                 self._expect(following)
             result = self._work(operation, given)
@@ -165,12 +165,12 @@ class _Run:
         assert not self._there and not any(self._coming.values()), (self._there.keys(), self._coming)
 
     def _remote(self, operation: Operation) -> list[tuple[int, Operation]]:
-        """The result that an operation takes from another part of the model, if there is one."""
+        """The result that an operation takes from another stage, if there is one."""
         own = (self.stage, Operation("F", operation.microbatch, operation.chunk))
         return [each for each in self.plan.inputs(self.stage, operation) if each != own and operation.kind != "W"]
 
     def _expect(self, operation: Operation) -> None:
-        """Begin to receive what an operation needs, and before that what was sent before it."""
+        """Begin to receive an operation's input, after all earlier messages of the same sender."""
         for source, result in self._remote(operation):
             while source != self.stage and (source, result) not in self._there:
                 coming, into = self._coming[source].pop(0), torch.empty_like(self._like)

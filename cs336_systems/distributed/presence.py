@@ -4,14 +4,14 @@ Each rank sends a heartbeat every second, and its reason when it leaves, so that
 out.
 
     presence = presence_of_this_rank()          # begins the heartbeats
-    with presence.waiting(store, {1: "a key"}): # what rank 1 is to set; if it has left, this sets it to "has left: ..."
+    with presence.waiting(store, {1: "a key"}): # rank 1 should set it; if rank 1 has left, this sets "has left: ..."
         store.get("a key")
     leave("ValueError: ...")
 
-An all-gather of one expert's weights on rank 0 and of another's on rank 1 hangs, aborts, or mixes the two. Ranks under
-FSDP therefore tell each other where a forward and a backward begin and end, and which units they call if these are not
-the ones of the last forward (``Agreement``). They talk through the store, from host to host: no device waits, and no
-collective is added. One comparison takes about 0.2 ms of the host (2 ranks of one machine); a step has three.
+If rank 0 gathers one expert's weights while rank 1 gathers another's, the collective hangs, aborts or mixes the two.
+Ranks under FSDP therefore tell each other when a forward or a backward begins and ends, and which units they call if
+these differ from the last forward's (``Agreement``). They communicate between hosts through the store: no device waits,
+and no collective is added. One comparison takes about 0.2 ms of host time (2 ranks of one machine); a step has three.
 """
 
 import atexit
@@ -26,7 +26,7 @@ import torch.distributed as dist
 HAS_LEFT = "has left: "
 
 _SILENCE_S = 7.0
-"""Seconds without a word after which a rank counts as gone: many times what Python's threads wait for each other."""
+"""Seconds without a heartbeat after which a rank counts as gone: many times what Python threads wait for each other."""
 _BEAT_S = 1.0
 
 
@@ -39,13 +39,13 @@ class Presence:
         self._rank = dist.get_rank()
         self._left = threading.Event()
         self._awaited: tuple[Any, Mapping[int, str]] | None = None
-        self._heard: dict[int, tuple[bytes, float]] = {}  # the last word of a rank, and since when it has been that
+        self._heard: dict[int, tuple[bytes, float]] = {}  # the last heartbeat of a rank, and when it was first seen
         threading.Thread(target=self._live, name="presence", daemon=True).start()
         atexit.register(self.leave, "its process has ended")
 
     @contextmanager
     def waiting(self, store: Any, keys: Mapping[int, str]) -> Iterator[None]:
-        """In the body this rank waits for these ranks' keys; ``store`` is a connection for who watches meanwhile."""
+        """Watch ranks while the body waits for the keys that they set; ``store`` is a connection for the watcher."""
         self._awaited = store, keys
         try:
             yield
@@ -53,7 +53,7 @@ class Presence:
             self._awaited = None
 
     def leave(self, cause: str) -> None:
-        """Say why this rank leaves, unless it has done so."""
+        """Publish why this rank leaves, unless that has been done."""
         if not self._left.is_set():
             self._left.set()
             atexit.unregister(self.leave)
@@ -62,7 +62,7 @@ class Presence:
 
     def _live(self) -> None:
         n = 0
-        with suppress(Exception):  # the store has gone, and with it whoever listens
+        with suppress(Exception):  # the store has gone, so no rank can read it
             while not self._left.wait(_BEAT_S):
                 n += 1
                 self._store.set(f"here {self._rank}", str(n))
@@ -84,11 +84,11 @@ class Presence:
 
 
 _present: dict[dist.ProcessGroup, Presence] = {}
-"""This rank's presence in the default group, once someone has asked for it."""
+"""This rank's presence by default group; empty before ``presence_of_this_rank`` is called."""
 
 
 def presence_of_this_rank() -> Presence:
-    """The presence in today's default group."""
+    """This rank's presence in the current default group."""
     group = dist.distributed_c10d._get_default_group()
     if group not in _present:
         leave("it has joined another process group")
@@ -97,17 +97,17 @@ def presence_of_this_rank() -> Presence:
 
 
 def leave(cause: str) -> None:
-    """Say why this rank leaves the default group, if it has said that it is there."""
+    """Publish why this rank leaves the default group, if it has a presence there."""
     for presence in _present.values():
         presence.leave(cause)
     _present.clear()
 
 
 class Agreement:
-    """Compares what ranks say, one sentence each, in turns.
+    """Compares what ranks are about to do, as one sentence per rank and turn.
 
     Args:
-        replicas: the ranks with the same place in other groups like ``process_group``, which are compared, too.
+        replicas: the ranks with the same place in other shard groups, which are compared, too.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, replicas: dist.ProcessGroup | None = None) -> None:
@@ -125,16 +125,16 @@ class Agreement:
         if not self._alone:
             self._presence = presence_of_this_rank()
             self._second_store: Any = self._store.clone()
-            self._name = f"FSDP {self._store.add(f'FSDP of rank {self._rank}', 1)}"  # wrapped in one order everywhere
+            self._name = f"FSDP {self._store.add(f'FSDP of rank {self._rank}', 1)}"  # ranks wrap in the same order
         self._n = 0
 
     def check(self, what: str, flag: bool = False) -> bool:
-        """Wait for what the other ranks are about to do, as the end of a sentence that begins with the rank's number.
+        """Compare what this rank and the others are about to do; ``what`` ends a sentence that begins with the rank.
 
-        Returns whether the flag is up on any rank.
+        Returns whether the flag is set on any rank.
 
         Raises:
-            RuntimeError: they are about to do something else; on every rank, and before any has done it.
+            RuntimeError: ranks are about to do different things; raised on every rank, before any has begun.
             DistError: a rank has left.
         """
         if self._alone:
@@ -144,7 +144,7 @@ class Agreement:
         with self._presence.waiting(self._second_store, dict(zip(self._ranks, keys, strict=True))):
             values = [value.decode().rsplit("\n", 1) for value in self._store.multi_get(keys)]
         said, flags = zip(*values, strict=True)
-        if self._n:  # whoever has come to this turn has read the last one
+        if self._n:  # a rank in this turn has read the last turn's keys
             self._store.delete_key(f"{self._name}/{self._n - 1}/{self._rank}")
         self._n += 1
         other = next((rank for rank, theirs in enumerate(said) if theirs != said[0]), None)

@@ -6,9 +6,9 @@ a group of one. ``rank_variables`` describes ranks that a process of this machin
     with joined("cuda") as rank:                       # torchrun --nproc-per-node 8 script.py, or python script.py
         dist.all_reduce(torch.ones(1, device=rank.device))
 
-The first rank that fails is the one worth reading about; its peers fail a moment later because it is gone. ``joined``
-holds an error of the latter kind back for ``PEER_LOST_HOLD_S``, so that launchers see the cause first and end the rest.
-A rank that fails closes or aborts its group on the way out and never waits for peers.
+When a rank fails, its peers fail a moment later because it is gone. ``joined`` delays such a peer's error by
+``PEER_LOST_HOLD_S``, so that launchers report the first error and end the other ranks. A rank that fails closes or
+aborts its group as it leaves, and never waits for peers.
 """
 
 import itertools
@@ -32,37 +32,37 @@ from cs336_systems.processes import n_cores
 T = TypeVar("T")
 
 PEER_LOST_HOLD_S = 2.0
-"""How long a rank keeps quiet about a lost peer: above the one second to which torchrun's error records resolve."""
+"""Seconds by which a rank delays the error of a lost peer: more than the one second that torchrun's records resolve."""
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 SHARE_GPUS = "CS336_SYSTEMS_SHARE_GPUS"
-"""The environment variable that, set to 1, lets ranks share GPUs of which there are too few: to try, not to time."""
+"""The environment variable that, set to 1, lets more ranks than GPUs share GPUs: for trials, not for timing."""
 
 _RANKS_PER_CORE = 16
-"""The most ranks on a CPU, by core: 16 take minutes for a tiny model on one, and some 150 MB of memory each."""
+"""The most ranks per CPU core: 16 on one core take minutes for a tiny model, and some 150 MB of memory each."""
 
 _PEER_LOST_SIGNS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
     *("Timed out waiting", "Application timeout caused pair closure"),
 )
-"""How gloo, whose errors are plain RuntimeErrors, says that another rank has gone."""
+"""Messages by which gloo, whose errors are plain RuntimeErrors, reports that another rank has gone."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """This process in the default group, which is initialised."""
+    """This process in the initialised default group."""
 
     rank: int
-    local_rank: int  # the number among the ranks of this node
+    local_rank: int  # the rank within this node
     world_size: int
     device: torch.device
     backend: str
     timeout_s: float = field(default=600.0, compare=False)
-    """How long a collective, and joining, may wait for the other ranks."""
+    """Seconds that a collective, or joining, may wait for the other ranks."""
     group: int = field(default=0, compare=False)
-    """Its number among the groups that this process has joined under its launcher, from 0."""
+    """The number of this group among those that the process has joined under its launcher, from 0."""
 
 
 def launched() -> bool:
@@ -76,7 +76,7 @@ def launched_world_size() -> int | None:
 
 
 def per_rank(total: int, world_size: int, what: str = "global batch size") -> int:
-    """``total`` over ``world_size``; ValueError unless it divides, and both are positive."""
+    """``total / world_size``; ValueError unless that is an integer and both are positive."""
     if total < 1 or world_size < 1 or total % world_size:
         raise ValueError(f"{what} {total} cannot be divided evenly over {world_size} ranks")
     return total // world_size
@@ -85,9 +85,9 @@ def per_rank(total: int, world_size: int, what: str = "global batch size") -> in
 def check_same_across_ranks(value: Any, what: str, group: dist.ProcessGroup | None = None) -> None:
     """Raise ValueError on every rank of the group unless all hold an equal ``value``; a collective.
 
-    The value is picklable; of a sequence the error names the first difference. ``what`` is its name, a plural.
+    The value must be picklable; for a sequence the error names the first difference. ``what`` is its name, a plural.
     """
-    if dist.get_backend(group) == "fake":  # whose other ranks do not exist
+    if dist.get_backend(group) == "fake":  # a dry run's group, whose other ranks do not exist
         return
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -105,11 +105,11 @@ def check_same_across_ranks(value: Any, what: str, group: dist.ProcessGroup | No
 
 
 def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Run ``action`` on each rank of the group; all get all results, by pickle, or one's exception; a collective."""
+    """Run ``action`` on each rank of the group; all get all results or one exception, by pickle; a collective."""
     result, raised = None, None
     try:
         result = action()
-    except Exception as error:  # the others wait for this rank's word
+    except Exception as error:  # the other ranks wait for this rank's result
         raised = error
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, (result, raised), group=group)
@@ -120,13 +120,13 @@ def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
 
 
 def on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run ``action`` on the group's first rank; all get its result, by pickle, or its exception; a collective."""
+    """Run ``action`` on the group's first rank; all ranks get its result or exception, by pickle; a collective."""
     results: list[Any] = on_every_rank(lambda: action() if dist.get_rank(group) == 0 else None, group)
     return results[0]
 
 
 def check_device(device: str, ranks_here: int) -> None:
-    """Raise Unsupported unless this machine has the device, and a GPU or part of a core for each of the ranks."""
+    """Raise Unsupported unless this machine has the device, and enough GPUs or cores for the ranks."""
     if device not in _BACKENDS:
         raise ValueError(f"no backend for device {device!r}: known are {', '.join(_BACKENDS)}")
     if device == "cpu":
@@ -144,17 +144,17 @@ def check_device(device: str, ranks_here: int) -> None:
 
 @contextmanager
 def joined(device: str = "cpu", *, timeout_s: float = 600.0) -> Iterator[Rank]:
-    """Be a rank of the default process group: NCCL on ``cuda``, gloo on ``cpu``; leave it whatever happens.
+    """Join the default process group, NCCL on ``cuda`` or gloo on ``cpu``; leave it when the body ends or raises.
 
-    A process may join again after it has left, if all ranks do. A GPU is the one of index LOCAL_RANK; where
-    ``SHARE_GPUS`` allows more ranks than GPUs, they take them in turn.
+    A process may join again after it has left, if all ranks do. A rank uses the GPU of index LOCAL_RANK; if
+    ``SHARE_GPUS`` allows more ranks than GPUs, ranks are assigned round-robin.
 
     Args:
-        timeout_s: how long a collective, and joining, may wait for the other ranks.
+        timeout_s: seconds that a collective, or joining, may wait for the other ranks.
 
     Raises:
-        ValueError: a variable of the launcher is missing or no number, there is no such device, or too few of it.
-        RuntimeError: the port of the rendezvous is taken, or the other ranks did not come in time.
+        ValueError: a variable of the launcher is missing or not a number, or there are too few such devices.
+        RuntimeError: the port of the rendezvous is taken, or the other ranks did not join in time.
     """
     number, local_rank, world_size = _environment() if launched() else (0, 0, 1)
     check_device(device, local_rank + 1)
@@ -163,7 +163,7 @@ def joined(device: str = "cpu", *, timeout_s: float = 600.0) -> Iterator[Rank]:
         turn, index = divmod(local_rank, torch.cuda.device_count())
         bound = torch.device("cuda", index)
         torch.cuda.set_device(bound)
-        if turn:  # NCCL refuses two ranks of one host on one GPU; this makes them ranks of two hosts to it
+        if turn:  # NCCL refuses two ranks of one host on one GPU; with this it takes them for ranks of two hosts
             os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()} {turn}")
     group = next(_groups) if launched() else 0
     rank = Rank(number, local_rank, world_size, bound, _BACKENDS[device], timeout_s, group)
@@ -182,10 +182,10 @@ def joined(device: str = "cpu", *, timeout_s: float = 600.0) -> Iterator[Rank]:
 
 @contextmanager
 def alone(rank: Rank) -> Iterator[Rank]:
-    """Leave the group and be the only rank of another one, on the same device, as all ranks do; then join again.
+    """Leave the group for the body, in which each rank is alone in a group on the same device; then join again.
 
     Raises:
-        torch.distributed.DistError: another rank's body has raised, or it did not come back within the group's timeout.
+        torch.distributed.DistError: another rank's body has raised, or has not ended within the group's timeout.
     """
     store = _store_of(rank)
     again = dist.PrefixStore(f"absence {store.add(f'absences of {rank.rank}', 1)}", store)
@@ -200,27 +200,27 @@ def alone(rank: Rank) -> Iterator[Rank]:
         again.set(f"word of {rank.rank}", "failed")
         raise
     again.set(f"word of {rank.rank}", "back")
-    words = [again.get(f"word of {each}").decode() for each in range(rank.world_size)]  # waits for each
+    words = [again.get(f"word of {each}").decode() for each in range(rank.world_size)]  # waits for each rank
     if "failed" in words:
         raise dist.DistError(f"rank {words.index('failed')} has failed by itself")
     _join(rank, again)
 
 
 _limited: dict[int, dist.ProcessGroup] = {}
-"""The groups of ``limited_group`` by their most thread blocks; they are left with the default group that made them."""
+"""The groups of ``limited_group`` by their limit; they are left together with the default group that made them."""
 divisions: dict[tuple[dist.ProcessGroup, tuple[int, ...]], Any] = {}
-"""The meshes of ``mesh.py`` by default group and shape; their groups, too, are left with that group."""
+"""The meshes of ``mesh.py`` by default group and shape; their groups are left together with that group."""
 
 
 captured: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""CUDA graphs that hold collectives, reset before their groups are left: NCCL waits for them when it leaves a group."""
+"""CUDA graphs that contain collectives. They are reset before their groups are left, as NCCL would wait for them."""
 
 
 def limited_group(rank: Rank, max_ctas: int) -> dist.ProcessGroup:
     """Make another group of all ranks, whose NCCL kernels have at most ``max_ctas`` thread blocks each.
 
-    A thread block takes a multiprocessor from what runs beside it; with fewer, collectives alone may be slower. Making
-    the group, once for a number, is a collective. Source: ``maxCTAs`` of ``ncclConfig_t`` in NCCL's documentation.
+    A thread block takes a multiprocessor from concurrent work; with fewer, collectives by themselves may be slower. The
+    first call for a number is a collective. Source: ``maxCTAs`` of ``ncclConfig_t`` in NCCL's documentation.
 
     Raises:
         ValueError: the number is not positive, or the backend is not NCCL.
@@ -239,12 +239,12 @@ def nccl_options(rank: Rank, max_ctas: int) -> dist.ProcessGroupNCCL.Options:
     """Options of a group whose kernels have at most ``max_ctas`` thread blocks each."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = max_ctas
-    options._timeout = timedelta(seconds=rank.timeout_s)  # as ``new_group`` is told, which else warns
+    options._timeout = timedelta(seconds=rank.timeout_s)  # the value given to ``new_group``, which warns if they differ
     return options
 
 
 def _store_of(rank: Rank) -> dist.Store:
-    """The store in which the ranks of this group meet; the launcher's outlives a restart, which its keys name."""
+    """The store through which this group's ranks rendezvous; the launcher's outlives a restart, which its keys name."""
     if not launched():
         return dist.HashStore()
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -252,7 +252,7 @@ def _store_of(rank: Rank) -> dist.Store:
 
 
 def _join(rank: Rank, store: dist.Store) -> None:
-    """Make the default group, once all ranks have come."""
+    """Make the default group once all ranks have joined."""
     timeout = timedelta(seconds=rank.timeout_s)
     store.set_timeout(timeout)
     dist.init_process_group(
@@ -263,7 +263,7 @@ def _join(rank: Rank, store: dist.Store) -> None:
         timeout=timeout,
         device_id=rank.device if rank.device.type == "cuda" else None,  # makes communicators now: errors show here
     )
-    # One that left at once would break the connections of another that is still making its own.
+    # A rank that left at once would break the connections of one that is still connecting.
     store.set(f"joined {rank.rank}", "")
     store.wait([f"joined {each}" for each in range(rank.world_size)])
 
@@ -282,7 +282,7 @@ def _environment() -> tuple[int, int, int]:
 
 
 def rank_variables(number: int, world_size: int, port: int) -> dict[str, str]:
-    """The variables that torchrun would set for a rank on this machine, whose launcher hosts the store at ``port``.
+    """The variables that torchrun would set for a rank on this machine, with a store of the launcher's at ``port``.
 
     The cores of this process are divided among the ranks.
     """
@@ -293,23 +293,23 @@ def rank_variables(number: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def take_place(variables: dict[str, str]) -> None:
-    """Make this fresh process the rank that the variables describe, with as many threads as they say."""
+    """Make this new process the rank that the variables describe, with their number of threads."""
     os.environ.update(variables)
     if n_threads := os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(int(n_threads))  # the fork server has imported torch, which reads the variable then
+        torch.set_num_threads(int(n_threads))  # the fork server has imported torch, which reads the variable at import
 
 
 _groups = itertools.count()
-"""Groups that this process has joined: a later one must not read the addresses of an earlier one from the store."""
+"""The number of groups that this process has joined: a later group must not read an earlier one's addresses."""
 
 _stores: dict[str, dist.Store] = {}
-"""The launcher's store by its address; kept, for the process that hosts it must not close it between groups."""
+"""The launcher's store by its address; it is kept, as the process that hosts it must not close it between groups."""
 
 
 def launcher_store(timeout: timedelta) -> dist.Store:
-    """The key-value store of the launcher, which outlives groups; rank 0 hosts it where the launcher does not.
+    """The key-value store of the launcher, which outlives groups; rank 0 hosts it if the launcher does not.
 
-    A port that is in use, or where nobody listens in time, is a RuntimeError.
+    Raises RuntimeError if the port is in use, or if no store answers there in time.
     """
     address, rank = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", os.environ["RANK"]
     if address not in _stores:
@@ -343,8 +343,8 @@ def _leave(rank: Rank, failed: bool) -> None:
 def peer_errors_as(sentence: str) -> Iterator[None]:
     """Turn an error of a message in the body into a DistError that begins with the sentence.
 
-    Gloo knows no more of another rank than its address. It raises where a message begins if the other has gone by then,
-    else where it is waited for: both belong into the body.
+    Gloo's errors name only the other rank's address. Gloo raises when a message begins if the other rank has already
+    gone, else when the message is waited for, so both calls belong in the body.
     """
     try:
         yield
@@ -353,7 +353,7 @@ def peer_errors_as(sentence: str) -> Iterator[None]:
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Whether an error, or what caused it, says no more than that another rank has gone."""
+    """Whether an error, or its cause, only reports that another rank has gone."""
     return any(
         isinstance(each, dist.DistError) or any(sign in str(each) for sign in _PEER_LOST_SIGNS)
         for each in (error, error.__cause__)

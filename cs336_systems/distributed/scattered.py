@@ -1,9 +1,9 @@
 """ZeRO 1 and 2 in ``ShardedOptimizer``: gradients reduce-scattered during backward, bucket by bucket, and freed.
 
-When the last gradient of a bucket arrives, its gradients are gathered in one flat tensor and reduce-scattered, or
-reduced to the bucket's owner if it has one, and ``.grad`` is None again. The flat tensor lives until the next bucket is
-complete. What stays is the mean over the ranks, of this rank's shard, in which the backwards of a step add up. Each
-backward reduces every bucket once, in their order.
+When the last gradient of a bucket is ready, its gradients are packed into one flat tensor and reduce-scattered, or
+reduced to the bucket's owner if it has one, and ``.grad`` is set to None. The flat tensor lives until the next bucket
+is complete. Only the mean over the ranks of this rank's shard is kept; it accumulates over the backwards of a step.
+Each backward reduces every bucket once, in order.
 """
 
 import weakref
@@ -20,16 +20,16 @@ from cs336_systems.distributed.shards import ParameterBucket, in_memory_order
 
 
 class _BucketGradients:
-    """The gradients of one bucket: those that backward makes, and the mean of this rank's shard."""
+    """The gradients of one bucket: those that backward computes, and the mean of this rank's shard."""
 
     def __init__(self, bucket: ParameterBucket, names: Mapping[Tensor, str]) -> None:
         self.bucket = bucket
         self.whole = Bucket(bucket.parameters, names, bucket.offsets, bucket.flat.numel())
         self.mean: Tensor | None = None  # the sum of the means of the backwards so far, flat; None if there was none
-        self._under_way: tuple[dist.Work, Tensor, Tensor] | None = None  # a reduction, what it reads and what it writes
+        self._under_way: tuple[dist.Work, Tensor, Tensor] | None = None  # a reduction, its input and its output
 
     def reduce(self) -> set[Tensor]:
-        """Start the reduce-scatter; returns the parameters that had a gradient: an absent one counts as zero."""
+        """Start the reduce-scatter, with zeros for absent gradients; returns the parameters that had one."""
         present = {parameter for parameter in self.bucket.parameters if parameter.grad is not None}
         if self.bucket.trainable:
             self.finish()
@@ -46,7 +46,7 @@ class _BucketGradients:
         return present
 
     def finish(self) -> None:
-        """Wait for the reduce-scatter, if one is under way, add its mean to the shard's, and free the rest."""
+        """Wait for the reduce-scatter, if one is in progress, add its mean to the shard's, and free the rest."""
         if self._under_way is not None:
             work, _, shard = self._under_way
             work.wait()
@@ -56,7 +56,7 @@ class _BucketGradients:
                 self.mean = shard if self.mean is None else self.mean.add_(shard)
 
     def give(self, unused: set[Tensor]) -> None:
-        """Let what this rank updates have its gradients, but for parameters that no rank has one of."""
+        """Set the gradients of this rank's pieces, except of parameters that have a gradient on no rank."""
         self.finish()
         shard = self.bucket.shard_of(self.bucket.flat)
         for parameter, piece in self.bucket.own.items():
@@ -75,7 +75,7 @@ class _BucketGradients:
 class GradientScatter:
     """Starts each bucket's reduce-scatter when its last gradient arrives, in the order of the buckets on every rank.
 
-    Its hooks do not keep it alive: when the optimizer goes, they do nothing.
+    Its hooks do not keep it alive: once the optimizer is gone, they do nothing.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -83,14 +83,14 @@ class GradientScatter:
         self.enabled = True  # whether backward reduces gradients, or leaves them whole
         self._in_order: list[_BucketGradients] = []
         self._of: dict[Tensor, _BucketGradients] = {}
-        self._n_reduced = 0  # buckets that were reduced since this backward, or this step, began
-        self._backward: int | None = None  # autograd's number of the backward that is making gradients
-        self._used: set[Tensor] = set()  # parameters that this rank had a gradient of in this step
+        self._n_reduced = 0  # buckets reduced since this backward, or this step, began
+        self._backward: int | None = None  # autograd's number of the backward that is running
+        self._used: set[Tensor] = set()  # parameters with a gradient on this rank in this step
         self._unused: set[Tensor] | None = None
-        """Parameters without a gradient on any rank; None where ranks have reduced since they last exchanged that."""
+        """Parameters without a gradient on any rank; None if ranks have reduced since they last exchanged this."""
 
     def watch(self, buckets: Iterable[ParameterBucket], names: Mapping[Tensor, str]) -> None:
-        """Reduce the gradients of these buckets, too, after those of earlier calls; ``names`` are for errors."""
+        """Also reduce the gradients of these buckets, after those of earlier calls; ``names`` are for errors."""
         for bucket in buckets:
             own = _BucketGradients(bucket, names)
             self._in_order.append(own)
@@ -118,7 +118,7 @@ class GradientScatter:
             self._backward = None
 
     def _reduce_next(self, all_: bool = False) -> None:
-        """Reduce what is complete in the order of the buckets, or all that is left."""
+        """Reduce, in order, the next buckets that are complete, or all remaining ones."""
         for own in self._in_order[self._n_reduced :]:
             if own.whole.waiting_for and not all_:
                 return
@@ -129,10 +129,10 @@ class GradientScatter:
             self._n_reduced += 1
 
     def reduce_the_rest(self) -> list[dist.Work]:
-        """Start what backward has not: on a rank without a backward, and gradients that were left whole.
+        """Reduce the buckets that backward has not: on a rank without a backward, or after ``no_sync``.
 
-        What no rank has a gradient of stays without one, so that the optimizer skips it. The ranks exchange a byte per
-        parameter to know; only a rank that lacks a gradient needs the answer, and waits for it.
+        A parameter without a gradient on any rank stays without one, so that the optimizer skips it. To find these, the
+        ranks exchange a byte per parameter; only a rank that lacks a gradient waits for the result.
         """
         if self._n_reduced == len(self._in_order) and any(parameter.grad is not None for parameter in self._of):
             self._n_reduced = 0
@@ -148,11 +148,11 @@ class GradientScatter:
         return [exchange]
 
     def give(self, bucket: ParameterBucket) -> None:
-        """Let the tensors of this rank have their gradients, once everything is reduced."""
+        """Set the gradients of this rank's pieces once everything is reduced."""
         self._of[bucket.parameters[0]].give(self._unused or set())
 
     def clear(self) -> None:
-        """Begin a step anew, without gradients."""
+        """Drop all gradients and begin a new step."""
         for own in self._in_order:
             own.clear()
         self._n_reduced, self._unused = 0, None
@@ -160,7 +160,7 @@ class GradientScatter:
 
 
 def _weakly(method: Callable[..., None], *bound: Any) -> Callable[..., None]:
-    """The method as a hook, as long as its object lives."""
+    """A hook that calls the method while its object lives."""
     reference = weakref.WeakMethod(method)
 
     def hook(*arguments: Any) -> None:

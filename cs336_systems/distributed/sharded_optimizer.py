@@ -19,16 +19,16 @@ gradients that it needs and updates its slices, then all ranks gather the parame
 ``scattered.py`` reduces gradients, and ``costs/sharding.py`` has the arithmetic for the busiest link in each
 collective.
 
-With several backwards per step, ``"reduce-scatter"`` (ZeRO stage 1) adds up whole gradients under ``no_sync()`` and
+With several backwards per step, ``"reduce-scatter"`` (ZeRO stage 1) accumulates whole gradients under ``no_sync()`` and
 sends them once, with the last backward. ``"shard"`` (stage 2) never holds more than two buckets of whole gradients:
-each backward sends, and the means add up in the shard. With one backward per step both give the same bits. In both,
+each backward sends, and the means accumulate in the shard. With one backward per step both give the same bits. In both,
 ``.grad`` is None after a backward that has sent: clip by the optimizer's own ``clip_grad_norm_``, as torch's would find
 nothing to clip. ``step`` consumes the gradients; to drop them without a step, call the optimizer's ``zero_grad``.
 
-The optimizer class must update each parameter by itself (LBFGS does not). In the two ZeRO forms it must also update
-each element by itself, as SGD, Adam and AdamW do, and Adafactor and LAMB do not. A class that must see some parameters
-whole, as Muon its matrices, names in ``WHOLE`` an option that is true for their groups: each of these parameters has an
-owner, to whom its gradient is reduced. If the optimizer draws random numbers per element, it needs a method
+The optimizer class must update each parameter independently (LBFGS does not). In the two ZeRO forms it must also update
+each element independently, as SGD, Adam and AdamW do, and Adafactor and LAMB do not. A class that needs some parameters
+whole, as Muon needs matrices, names in ``WHOLE`` an option that is true for their groups: each of these parameters has
+an owner, to whom its gradient is reduced. If the optimizer draws random numbers per element, it needs a method
 ``locate(tensor, number, offset)``, which is told the number of the parameter that ``tensor`` is a slice of and the
 slice's first element. ``step`` runs the optimizer once per bucket, so that sending one bucket overlaps with updating
 the next. It returns when all parameters have arrived or, after ``send_under_forward``, while those of later layers are
@@ -72,9 +72,9 @@ REDUCE_SCATTER, SHARD = "reduce-scatter", "shard"
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Works as ``optimizer_cls(params, **kwargs)`` does, but keeps the state of this rank's share only.
+    """Works as ``optimizer_cls(params, **kwargs)`` does, but keeps only the state of this rank's shard.
 
-    ``param_groups`` hold the whole model's parameters, and the step uses what schedulers write there. ``state`` is this
+    ``param_groups`` hold the whole model's parameters, and schedulers may change their options. ``state`` is this
     rank's: its keys are the tensors that this rank updates, which are parameters in the default form and
     one-dimensional slices of them in the others.
 
@@ -122,12 +122,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.world_size = self.member.world_size
         self._kwargs = kwargs
         self._whole: str = getattr(optimizer_cls, "WHOLE", "")
-        """The option of groups whose parameters one rank each must update, whole."""
+        """The option that is true for groups whose parameters must each be updated whole, by one rank."""
         self.local: torch.optim.Optimizer | None = None
-        """The optimizer of this rank's share; its param_groups correspond to these one by one."""
+        """The optimizer of this rank's shard; its param_groups correspond to these one by one."""
         self._buckets: list[ParameterBucket] = []  # none in a world of one rank, which updates everything where it lies
         self.pieces: dict[Tensor, Piece] = {}
-        """The piece of each parameter that this rank updates; parameters of which it updates nothing are missing."""
+        """The piece of each parameter that this rank updates; parameters without such a piece are missing."""
         self._names: dict[Tensor, str] = {}
         self._group_of: dict[Tensor, int] = {}
         self._loads = [0] * self.world_size
@@ -164,7 +164,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._lay_out(added, runs)
 
     def _agreed(self, groups: Sequence[dict[str, Any]]) -> Runs:
-        """How to lay out the parameters of new groups, which is the same on every rank."""
+        """Agree on a layout for the parameters of new groups, equal on every rank."""
         parameters = list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
         runs = runs_of(parameters)
         if self.world_size > 1:
@@ -247,7 +247,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for bucket, readers in self._sending:
             if self._scatter is not None:
                 self._scatter.give(bucket)
-            # What the optimizer counts in its groups counts steps, so only the last of its calls may change them.
+            # Counters that the optimizer keeps in its groups count steps, so only its last call may change them.
             last = bucket is self._sending[-1][0]
             if last or bucket.own:
                 own = [piece.tensor for piece in bucket.own.values()]
@@ -298,7 +298,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._arrivals.wait()
 
     def _plan_sending(self) -> None:
-        """Note in which order buckets are sent, each with the modules that wait for it, if ``step`` does not."""
+        """Record the order in which buckets are sent, each with the modules that wait for it, unless ``step`` waits."""
         self._sending = (self._arrivals or Arrivals()).in_order(self._buckets)
 
     def reduced_gradients(self) -> list[Tensor]:
@@ -341,7 +341,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return norm
 
     def _take_gradients(self) -> list[dist.Work]:
-        """Look at what backward has left, and start to reduce it where that is for this class to do."""
+        """Check the gradients that backward has left, and reduce the remaining ones in the two ZeRO forms."""
         for bucket in self._buckets:
             bucket.check()
         if self._scatter is not None:
@@ -356,7 +356,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"the gradient of {name} must be dense, got layout {parameter.grad.layout}")
 
     def _update(self, tensors: list[Tensor], options: list[dict[str, Any]], kwargs: dict[str, Any]) -> None:
-        """Step this rank's optimizer over some of its tensors only, its groups with these options."""
+        """Step this rank's optimizer over some of its tensors, with these options for its groups."""
         assert self.local is not None
         groups = self.local.param_groups
         everything = [group["params"] for group in groups]
@@ -377,7 +377,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward accumulate whole gradients without reducing them; in the form ``"shard"`` it reduces."""
+        """Make backward accumulate whole gradients without reducing them, except in the form ``"shard"``."""
         if self._scatter is None or self.reduce_gradients == SHARD:
             yield
             return
@@ -409,12 +409,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [tensor for group in self.local.param_groups for tensor in group["params"]]
 
     def _refuse(self, *_: Any) -> NoReturn:
-        """Copies, pickles and state dicts come here: raise RuntimeError."""
+        """Raise RuntimeError, in place of copying, pickling and state dicts."""
         raise RuntimeError("a ShardedOptimizer holds this rank's share of the state: save it by save_checkpoint")
 
     state_dict = load_state_dict = __reduce_ex__ = _refuse  # type: ignore[assignment]
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a group: all that it holds besides its parameters."""
+    """The options of a group: all of its entries but the parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}

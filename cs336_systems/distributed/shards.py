@@ -1,4 +1,4 @@
-"""Which rank updates which parameters, and how the others get them: flat buckets, owned by one rank or cut into shards.
+"""Which rank updates which parameters, and how others receive them: flat buckets, owned by a rank or cut into shards.
 
 Parameters move into flat tensors once, at construction (``param.data`` becomes a view), so that a collective sends many
 of them without copying any. A *bucket* is one flat tensor, whose parameters are updated and sent together:
@@ -6,11 +6,11 @@ of them without copying any. A *bucket* is one flat tensor, whose parameters are
     owned       Each parameter has one owner, and a bucket holds parameters of one owner, who broadcasts them.
     scattered   A bucket is cut into equal shards, one per rank, wherever the cut falls; all ranks gather the shards.
 
-Parameters are laid out in runs (``buckets.py``): those that are multiplied as one matrix stay one, whose rows one
-bucket holds, in the owned kind for one owner. Every rank must lay out the same runs in the same order.
+Parameters are laid out in runs (``buckets.py``): those that are multiplied as one matrix stay one matrix in one bucket,
+and have one owner in the owned kind. Every rank must lay out the same runs in the same order.
 
-Parameters may still be arriving while training continues (``Arrivals``): each module waits for its own as its forward
-begins, and ``wait_for_parameters(model)`` waits before anyone else reads them.
+Parameters may still be arriving while training continues (``Arrivals``): each module waits for its own when its forward
+begins. Call ``wait_for_parameters(model)`` before other code reads them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ Runs = list[list[Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """The elements of a parameter that this rank updates, from ``start`` on in memory order.
+    """The elements of a parameter that this rank updates, beginning at ``start`` in memory order.
 
     ``tensor`` is what its optimizer sees: the parameter, a view of it, or a one-dimensional view of a part of it.
     """
@@ -41,7 +41,7 @@ class Piece:
 
 
 class Member(NamedTuple):
-    """This rank's number among those of a group; None stands for the default group, or for one rank without one."""
+    """This rank's number in a group; None means the default group, or a single rank without a group."""
 
     rank: int
     world_size: int
@@ -49,7 +49,7 @@ class Member(NamedTuple):
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> "Member":
-        """This rank in a group, or alone where no group was joined; ValueError if it is not among the group's."""
+        """This rank in a group, or alone if no group was joined; ValueError if it is not in the group."""
         joined = dist.is_available() and dist.is_initialized()
         if joined and dist.get_rank(group) < 0:
             raise ValueError(f"rank {dist.get_rank()} is not in the process group whose ranks share the state")
@@ -74,14 +74,14 @@ class ParameterBucket:
         self._views: dict[Tensor, Tensor] = {}
         for run, offset in zip(runs, plan.offsets, strict=True):
             begin = offset // itemsize
-            # Each run with a storage of its own on the same memory, for ``torch.save`` writes whole storages.
+            # Each run has its own storage object on the same memory, because ``torch.save`` writes whole storages.
             rows = torch.from_dlpack(self.flat[begin : begin + sum(parameter.numel() for parameter in run)])
             for parameter, start in zip(run, starts_in(run), strict=True):
                 self.offsets.append(begin + start)
                 self._views[parameter] = in_memory_order(rows[start:], parameter)
         for parameter, view in self._views.items():
             parameter.data = view.copy_(parameter.detach())
-        self.own: dict[Tensor, Piece] = {}  # by parameter, the one piece of it that this rank updates, if any
+        self.own: dict[Tensor, Piece] = {}  # by parameter, the piece of it that this rank updates, if any
         if owner is not None:
             self.own = {parameter: Piece(0, parameter) for parameter in self.parameters if owner == member.rank}
             return
@@ -94,15 +94,15 @@ class ParameterBucket:
                     self.own[parameter] = Piece(start, self.flat[begin + start : begin + stop])
 
     def shard_of(self, flat: Tensor) -> Tensor:
-        """This rank's shard of a tensor that is as long as the bucket; all of it, if the bucket has an owner."""
+        """This rank's shard of a tensor as long as the bucket; the whole tensor if the bucket has an owner."""
         return flat if self.owner is not None else flat.chunk(self.member.world_size)[self.member.rank]
 
     def take_views(self) -> None:
-        """Let what the owner updates be views of its parameters, whose gradients are not those that backward leaves."""
+        """Make the owner's pieces views of its parameters, so that their gradients are separate from backward's."""
         self.own = {parameter: Piece(0, self._views[parameter]) for parameter in self.own}
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether one of the parameters is a view of the bucket, not moved by another optimizer or by hand."""
+        """Whether a parameter still is a view of the bucket, not moved by another optimizer or by hand."""
         return parameter.data_ptr() == self._views[parameter].data_ptr()
 
     def check(self) -> None:
@@ -115,11 +115,11 @@ class ParameterBucket:
 
     @property
     def trainable(self) -> bool:
-        """Whether a step can change anything in it: the same answer on every rank."""
+        """Whether a step can change anything in the bucket; the same on every rank."""
         return any(parameter.requires_grad or parameter.grad is not None for parameter in self.parameters)
 
     def send(self) -> list[dist.Work]:
-        """Start telling the other ranks what this one has updated, without waiting."""
+        """Start to send this rank's updates to the other ranks, without waiting."""
         if not self.trainable:
             return []
         if self.owner is not None:
@@ -134,17 +134,17 @@ def in_memory_order(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def runs_of(parameters: Sequence[Tensor]) -> Runs:
-    """The parameters in runs, none of which is frozen in part: what is frozen now has runs of its own."""
+    """The parameters in runs, each either all trainable or all frozen at present."""
     return neighbours(parameters, alike=lambda parameter: parameter.requires_grad)
 
 
 def owned_buckets(runs: Runs, member: Member, size: int, loads: list[int]) -> list[ParameterBucket]:
-    """Buckets of at most ``size`` bytes with owners, balanced by bytes: trainable runs first, others have no state.
+    """Buckets of at most ``size`` bytes with owners, balanced by bytes: trainable runs first, as others have no state.
 
-    Owners take turns in the list, so that all of them update at the same time.
+    The list alternates between owners, so that all of them update at the same time.
 
     Args:
-        loads: bytes of trainable parameters that each rank has already; what is added here is added there.
+        loads: bytes of trainable parameters that each rank already owns; the bytes assigned here are added in place.
     """
     owners = owners_of(runs, member, loads)
     by_owner = [
@@ -169,10 +169,10 @@ def owners_of(runs: Runs, member: Member, loads: list[int]) -> dict[Tensor, int]
 def scattered_buckets(
     runs: Iterable[Sequence[Tensor]], member: Member, size: int, owners: Mapping[Tensor, int] | None = None
 ) -> list[ParameterBucket]:
-    """Buckets of at most ``size`` bytes that are cut into shards, but for those of runs that have owners.
+    """Buckets of at most ``size`` bytes that are cut into shards, except those of runs that have owners.
 
-    Owners, dtypes, devices, and what is frozen now, have buckets of their own. They are in the order of their last
-    runs, so those whose parameters become ready early come early.
+    Runs of different owners, dtypes or devices, or of which only one is frozen, are in different buckets. Buckets are
+    in the order of their last runs, so those whose parameters become ready early come early.
 
     Args:
         owners: of runs, by their first parameters.
@@ -195,15 +195,15 @@ def _n_bytes(run: Sequence[Tensor]) -> int:
 
 
 class Arrivals:
-    """Watches modules: their forwards, and whoever reads or writes their state dicts, wait for their parameters.
+    """Makes modules' forwards, and reads and writes of their state dicts, wait for the modules' parameters.
 
-    It does not keep the modules alive, and a copy watches nothing.
+    It does not keep the modules alive; a copy of it watches nothing.
 
     Args:
         modules: in the order in which forward calls them; a parameter may be in several.
 
     Raises:
-        ValueError: a module is compiled, and would have the waiting compiled with it.
+        ValueError: a module is compiled, which would compile the wait as well.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
@@ -220,13 +220,13 @@ class Arrivals:
                 self._handles.append(part.register_load_state_dict_pre_hook(self._wait_for_all))
 
     def __reduce__(self) -> tuple[type["Arrivals"], tuple[()]]:
-        """Let deepcopy and pickle of modules, which bring along their hooks, take an empty one."""
+        """Make deepcopy and pickle of modules, which include their hooks, copy an empty object."""
         return Arrivals, ()
 
     def in_order(self, buckets: Iterable[ParameterBucket]) -> list[tuple[ParameterBucket, list[nn.Module]]]:
-        """The buckets as forward needs them, each with the modules that read it, of which the first decides.
+        """The buckets in the order in which forward first reads them, each with the modules that read it.
 
-        A bucket with a parameter that is in no module has no readers, and comes before those that have some.
+        A bucket with a parameter that is in none of the modules has no readers, and comes before all others.
         """
         watched = frozenset[Tensor]().union(*self._parameters.values())
         placed: list[tuple[ParameterBucket, list[int]]] = []
@@ -238,7 +238,7 @@ class Arrivals:
         return [(bucket, [modules[i] for i in places]) for bucket, places in placed]
 
     def expect(self, works: list[dist.Work], readers: Iterable[nn.Module]) -> None:
-        """Have the modules wait for these collectives."""
+        """Make the modules wait for these collectives."""
         for module in readers:
             self._under_way.setdefault(module, []).extend(works)
 
@@ -250,19 +250,19 @@ class Arrivals:
         self.wait()
 
     def wait(self) -> None:
-        """Wait until everything is there for what the current stream, which must be the one that trains, does next."""
+        """Make later work on the current stream, which must be the training stream, see all parameters."""
         for module in list(self._under_way):
             self._wait_for(module)
 
     def close(self) -> None:
-        """Wait, and leave the modules alone."""
+        """Wait, then remove the hooks."""
         self.wait()
         for handle in self._handles:
             handle.remove()
 
 
 def wait_for_parameters(model: nn.Module) -> None:
-    """Wait until all parameters of the model are there, for whatever the current stream does next."""
+    """Make later work on the current stream see all parameters of the model."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(arrivals := getattr(hook, "__self__", None), Arrivals):

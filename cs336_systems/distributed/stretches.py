@@ -5,18 +5,17 @@
     stored = read_index(folder, names_of_files)          # name -> StoredTensor
     fill(Stretch((4, 6), start=6, values=torch.empty(3, 6)), stored["model/w"])
 
-Every rank writes one safetensors file, in which a tensor is the rank's stretch of it, flat. ``tensors.json`` says where
-each tensor's stretches are: ``{"model/w": {"shape": [4, 6], "dtype": "F32", "stretches": [["rank-0.safetensors", 0,
-12], ...]}}``, with file, first element and number of elements. Reading intersects these intervals with the one that is
-wanted. Elements are counted in row-major order; where a rank's share is consecutive in another order of the dimensions,
-as slices of a transposed weight are, ``"order"`` lists the dimensions, outermost first. Where tensor ranks divide a
-tensor along another dimension than the first, ``"parts": [1, 2]`` says that its two parts along dimension 1 follow each
-other. Files are written a tensor at a
-time, so that host memory holds one tensor besides what is saved.
+Every rank writes one safetensors file, in which each tensor is the rank's flat stretch of it. ``tensors.json`` says
+where each tensor's stretches are: ``{"model/w": {"shape": [4, 6], "dtype": "F32", "stretches": [["rank-0.safetensors",
+0, 12], ...]}}``, with file, first element and number of elements. Reading intersects these intervals with the requested
+one. Elements are counted in row-major order; if a rank's stretch is consecutive in another order of the dimensions, as
+slices of a transposed weight are, ``"order"`` lists the dimensions, outermost first. If tensor ranks divide a tensor
+along another dimension than the first, ``"parts": [1, 2]`` says that its two parts along dimension 1 are stored one
+after the other. Files are written one tensor at a time, so that host memory holds one tensor besides those saved.
 
-Checkpoints of layout 2, whose files ``torch.distributed.checkpoint`` wrote, are read without running what they hold:
-where tensors are is in ``.metadata``, a pickle, which builds plain records of a few known names and nothing else. A
-tensor is boxes (offsets and sizes in the whole), each of them an archive of ``torch.save`` within a ``.distcp`` file.
+Checkpoints of layout 2, whose files ``torch.distributed.checkpoint`` wrote, are read without executing their contents:
+the positions of tensors are in ``.metadata``, a pickle, from which only plain records of a few known names are built.
+A tensor is stored as boxes (offsets and sizes in the whole), each an archive of ``torch.save`` in a ``.distcp`` file.
 """
 
 import io
@@ -51,13 +50,13 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """Consecutive elements of a whole tensor of this shape, in memory that is written from or read into.
+    """Consecutive elements of a whole tensor of this shape, and the memory to save them from or load them into.
 
     Attributes:
         start: the first element's position in the whole tensor, its dimensions permuted to ``order`` and flattened.
         values: the elements, flattened in row-major order, in a plain tensor.
-        order: dimensions, outermost first; empty for their own order.
-        parts: (dimension, number of equal parts along it): elements are counted part by part; empty for one.
+        order: the dimensions, outermost first; empty for their own order.
+        parts: (dimension, number of equal parts along it): elements are counted part by part; empty for one part.
     """
 
     shape: tuple[int, ...]
@@ -72,7 +71,7 @@ class Stretch:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "Stretch":
-        """All of a tensor."""
+        """The stretch that is the whole tensor."""
         return cls(tuple(tensor.shape), 0, tensor)
 
     def like(self, values: Tensor) -> "Stretch":
@@ -90,8 +89,8 @@ class StoredTensor:
     """A tensor of a checkpoint; shape, order and parts as those of ``Stretch``.
 
     Attributes:
-        pieces: first element, number of elements, and a function that reads those from ``begin`` to ``end`` of these;
-            together they are all elements.
+        pieces: for each piece its first element, its number of elements, and a function that reads its elements
+            ``begin`` to ``end``; together the pieces are the whole tensor.
     """
 
     shape: tuple[int, ...]
@@ -116,7 +115,7 @@ def fill(stretch: Stretch, stored: StoredTensor) -> None:
     stop = stretch.start + stretch.values.numel()
     if (stretch.order, stretch.parts) == (stored.order, stored.parts):
         elements = stored.read(stretch.start, stop)
-    else:  # which takes the whole tensor: what is consecutive in one order is scattered in another
+    else:  # this reads the whole tensor, as consecutive elements in one order are scattered in another
         whole = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         there = stored.read(0, prod(stored.shape))
         for part in _in_order(whole, stored.order, stored.parts):
@@ -153,7 +152,7 @@ class WrittenFile:
 
 @torch.no_grad()
 def write_stretches(path: Path, stretches: Mapping[str, Stretch]) -> WrittenFile:
-    """Write a safetensors file that is on the disk when this returns; ValueError for dtypes it has not, or OSError."""
+    """Write a safetensors file and flush it to disk; ValueError for unsupported dtypes, or OSError."""
     header, entries, end = {}, {}, 0
     for name, stretch in sorted(stretches.items(), key=lambda item: -item[1].values.itemsize):  # so all are aligned
         if (dtype := _NAMES.get(stretch.values.dtype)) is None:
@@ -172,7 +171,7 @@ def write_stretches(path: Path, stretches: Mapping[str, Stretch]) -> WrittenFile
 
 
 def write_index(folder: Path, files: Sequence[WrittenFile]) -> WrittenFile:
-    """Write ``tensors.json``, one line a tensor, of the files of all ranks; raises OSError."""
+    """Write ``tensors.json`` for the files of all ranks, one line per tensor; raises OSError."""
     tensors: dict[str, dict[str, Any]] = {}
     for name, entry in (item for file in files for item in file.entries.items()):
         tensors.setdefault(name, entry | {"stretches": []})["stretches"] += entry["stretches"]
@@ -236,7 +235,7 @@ _RECORDS = (
 
 
 class _Record:
-    """Stands for an object of these names, with the attributes that were pickled."""
+    """Replaces an object of a known class; it has the attributes that were pickled."""
 
     def __init__(self, *arguments: Any) -> None:
         self.state: Any = arguments

@@ -6,10 +6,10 @@
     write_out(model, block_ops, keep, Products(ranks))
     fill_from_whole(model, ranks)                     # then: model.to_empty(device=d).reset_parameters()
 
-q | k | v and gate | up are divided by their outputs, output and down by their inputs (Shoeybi et al. 2019, section 3),
-embedding and head by words. Norms are whole on every rank, but see only its rows of the residual stream (Korthikanti et
-al. 2022, section 4.2.2), so their gradients are added up over the ranks. A block sends in forward and in backward two
-gathers and two reduce-scatters of its rows. Numbers are those of one process but for rounding of sums.
+q | k | v and gate | up are divided by output features, output and down by input features (Shoeybi et al. 2019, section
+3), embedding and head by vocabulary. Norms are replicated, but see only the rank's rows of the residual stream
+(Korthikanti et al. 2022, section 4.2.2), so their gradients are summed over the ranks. A block has two all-gathers and
+two reduce-scatters of rows in forward, and as many in backward. Results equal those of one process up to rounding.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ DIVIDED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "w1", "w3", "token_embeddings", "lm_head"), 0),
     **dict.fromkeys(("output_proj", "w2"), 1),
 }
-"""The dimension along which a module's parameters are divided; modules that are not here are whole on every rank."""
+"""The dimension along which a module's parameters are divided; other modules are replicated."""
 
 
 class GroupRanks(TensorRanks):
@@ -62,19 +62,19 @@ class GroupRanks(TensorRanks):
 
 
 def as_integers(magnitudes: Tensor) -> Tensor:
-    """The bits of fp32 numbers without sign as int32, whose order is that of the numbers; NaN is the largest."""
+    """The bits of non-negative fp32 numbers as int32, which have the same order; NaN is the largest."""
     return magnitudes.view(torch.int32)
 
 
 def tensor_dim(name: str) -> int | None:
-    """The dimension along which tensor ranks divide the parameter of this name, None if each has it whole."""
+    """The dimension along which tensor ranks divide the parameter of this name; None if it is replicated."""
     return DIVIDED.get(name.split(".")[-2])
 
 
 def fill_from_whole(model: nn.Module, ranks: TensorRanks) -> None:
     """Make each ``reset_parameters`` draw the whole module's parameters and keep this rank's part.
 
-    One module at a time is whole while it is drawn. Checkpoints read ``model.tensor_ranks``, set here.
+    Only one module at a time is whole, while it is drawn. Checkpoints read ``model.tensor_ranks``, set here.
     """
     model.tensor_ranks = ranks  # type: ignore[assignment]
     for name, module in model.named_modules():
@@ -96,7 +96,7 @@ def _draw(module: nn.Module, dim: int, ranks: TensorRanks) -> None:
 
 @torch.no_grad()
 def take_parts(model: nn.Module, whole: nn.Module) -> None:
-    """Copy what this rank has of a whole model's parameters: parts, if ``fill_from_whole`` has seen ``model``."""
+    """Copy a whole model's parameters into ``model``; only this rank's parts if ``fill_from_whole`` has seen it."""
     ranks: TensorRanks = getattr(model, "tensor_ranks", ALONE)
     others = dict(whole.named_parameters())
     for name, own in model.named_parameters():
@@ -126,7 +126,7 @@ class _Embedding(torch.autograd.Function):
 
 
 class _OfAllRows(torch.autograd.Function):
-    """``apply(gain, ranks)`` is the gain, whose gradient is added up over the ranks, as each has rows of its own."""
+    """``apply(gain, ranks)`` returns the gain; its gradient is summed over the ranks, as each has different rows."""
 
     @staticmethod
     def forward(ctx: Any, gain: Tensor, ranks: TensorRanks) -> Tensor:
@@ -140,10 +140,10 @@ class _OfAllRows(torch.autograd.Function):
 
 
 def tensor_ops(ops: ModelOps, ranks: TensorRanks) -> ModelOps:
-    """The operations outside of blocks for a rank's part of a model; its loss takes the targets of all rows.
+    """The operations outside the blocks for a rank's part of a model; the loss takes the targets of all rows.
 
     ``ops.linear_cross_entropy`` must take ``ranks=``, as that of ``blocks.head_ops`` does. Without targets the model
-    raises ValueError: no rank has whole logits.
+    raises ValueError, as no rank has whole logits.
     """
 
     def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:

@@ -2,17 +2,17 @@
 
     ranks = TravellingRanks(mesh.group("tensor"), device)      # in place of GroupRanks
 
-``arriving`` returns a rank's own rows at once, so that they are multiplied while those of the others come. ``sums``
-computes first the rows that other ranks need, and this rank's own while those are fetched (Wang et al. 2023, "Overlap
+``arriving`` returns a rank's own rows at once, so that they are multiplied while the others' rows arrive. ``sums``
+first computes the rows that other ranks need, and this rank's own while those are fetched (Wang et al. 2023, "Overlap
 Communication with Dependent Computation via Decomposition in Large Deep Learning Models"; torch's
 ``fused_all_gather_matmul`` is another implementation). All ranks exchange directly with each other, not around a ring.
 
-On GPUs ranks map each other's memory. A rank writes what others need into a slot of its own memory and raises a flag in
-the memory of each reader, whose copy engine then fetches it, on a stream of its own (``copy_stream.py``). On CPUs gloo
-sends rows as messages.
+On GPUs ranks map each other's memory. A rank writes the rows that others need into a slot of its own memory and raises
+a flag in the memory of each reader, whose copy engine then fetches them on a separate stream (``copy_stream.py``). On
+CPUs gloo sends rows as messages.
 
-Small numbers of rows go by collectives, which were faster there (``costs.parallelism.step.COPIED_FROM``), most likely
-because the host takes longer to start copies than products take.
+Small numbers of rows are sent by collectives, which were faster there (``costs.parallelism.step.COPIED_FROM``), most
+likely because the host takes longer to start copies than matmuls take.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -28,44 +28,44 @@ from cs336_systems.distributed.tensor import GroupRanks, as_integers
 from cs336_systems.model.tensor_ranks import ALONE, Arriving, Part, TensorRanks
 
 N_SLOTS = 3
-"""Exchange n takes the slot of exchange n - 3. Before it begins, a rank has waited for its fetches of n - 2, so every
-peer has raised its flag of n - 2, which it does after its own fetches of n - 3: nobody reads that slot any more."""
+"""Exchange n reuses the slot of exchange n - 3. Before it begins, a rank has waited for its fetches of n - 2, so every
+peer has raised its flag of n - 2, which it does after its own fetches of n - 3: no rank still reads that slot."""
 MAX_PARTS = 64
-"""The most views of slots that are kept. At one more all are dropped, as shapes that vary so much go on varying."""
+"""The most cached views of slots. At one more all are dropped, as shapes that vary so much will go on varying."""
 
 
 class Exchange(Protocol):
-    """Every rank lets every other fetch as many bytes; all ranks make the same exchanges in the same order.
+    """Every rank fetches equally many bytes from every other; all ranks make the same exchanges in the same order.
 
-    The functions that are returned make the current stream (on a CPU: the caller) wait.
+    The returned functions make the current stream (on a CPU: the caller) wait.
     """
 
     def begin(self, like: Tensor) -> "Exchange":
-        """The next exchange, in which each rank fetches from each other a tensor of the shape and dtype of ``like``."""
+        """Begin an exchange, in which each rank fetches from every other a tensor of ``like``'s shape and dtype."""
 
     def offer(self, x: Tensor) -> None:
-        """Let all others fetch x, which the caller leaves as it is until it has waited for ``copy``, the last step."""
+        """Let all others fetch x, which the caller must not change before it has waited for ``copy``, the last step."""
 
     def place(self, peer: int, like: Tensor) -> Tensor:
-        """Memory of the shape and dtype of ``like``, to be filled with what that rank fetches."""
+        """Memory of the shape and dtype of ``like``, to fill with the data that ``peer`` fetches."""
 
     def send(self, peer: int) -> None:
-        """Let that rank fetch what the current stream has written to its ``place``."""
+        """Let that rank fetch the data that the current stream has written to its ``place``."""
 
     def fetch(self, peer: int, into: Tensor) -> Wait:
-        """Begin to fetch what that rank offers or has sent, into memory that was allocated before ``begin``."""
+        """Begin to fetch the data that the rank offers or has sent, into memory allocated before ``begin``."""
 
     def copy(self, x: Tensor, into: Tensor) -> Wait:
-        """Begin to copy what this rank offers, after what others fetch."""
+        """Begin to copy the data that this rank offers, after the fetches."""
 
 
 class TravellingRanks(GroupRanks):
-    """The ranks of a process group, whose rows travel while products run.
+    """The ranks of a process group, whose rows are sent while matmuls run.
 
-    ``gather`` and ``scatter`` are collectives; ``total`` and ``largest_`` go the way of the newest rows.
+    ``gather`` and ``scatter`` are collectives; ``total`` and ``largest_`` use copies if the last rows were copied.
 
     Args:
-        copied_from: the fewest elements of a rank's rows that are copied; fewer go by collectives.
+        copied_from: the fewest elements of a rank's rows that are copied; fewer are sent by collectives.
 
     Raises:
         ValueError: these GPUs cannot map each other's memory.
@@ -80,7 +80,7 @@ class TravellingRanks(GroupRanks):
         self._exchanges: Exchange = kind(group, device)
         self._peers = [(self.rank + step) % self.n_ranks for step in range(1, self.n_ranks)]
         self._copied = copied_from == 0
-        """Whether the newest rows were copied."""
+        """Whether the last rows were copied, not sent by a collective."""
 
     def arriving(self, x: Tensor, *, whole: bool = True) -> Arriving:
         self._copied = x.numel() >= self.copied_from
@@ -95,7 +95,7 @@ class TravellingRanks(GroupRanks):
             parts.append((self._rows(rows, peer), each[peer], exchange.fetch(peer, each[peer])))
         own = each[self.rank]
         if whole:
-            return Arriving(rows, tuple(parts), finish=exchange.copy(x, own))  # after what others wait for
+            return Arriving(rows, tuple(parts), finish=exchange.copy(x, own))  # after the rows for which others wait
         return Arriving(rows, tuple(parts), finish=lambda: own.copy_(x))
 
     def sums(self, compute: Callable[[Tensor, slice], object], like: Tensor, width: int) -> Tensor:
@@ -182,15 +182,15 @@ class _Messages:
 
 
 class _Slots:
-    """Exchanges through slots, here without other ranks, as in a dry run: memory is taken, nothing is fetched."""
+    """Exchanges through slots. This class has no other ranks, as in a dry run: it takes memory and fetches nothing."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device, self._rank = group, device, group.rank()
         self._number, self._room = 0, 0
         self._slots: list[dict[int, Tensor]] = []
-        """By rank, as far as this one can read them."""
+        """Slots by rank, of the ranks whose memory this one can read."""
         self._same = False
-        """Whether all others fetch the same (``offer``), not each its own (``place``)."""
+        """Whether all others fetch the same data (``offer``), not each its own (``place``)."""
 
     def begin(self, like: Tensor) -> "_Slots":
         room = (self._group.size() - 1) * like.nbytes
@@ -231,7 +231,7 @@ class _Slots:
 
 
 class _Mapped(_Slots):
-    """Exchanges by copies from slots of other GPUs, which are mapped, on a separate stream."""
+    """Exchanges by copies from the mapped slots of other GPUs, on a separate stream."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
@@ -255,7 +255,7 @@ class _Mapped(_Slots):
 
     def _make(self, n_bytes: int) -> None:
         self._stream.synchronize()
-        dist.barrier(self._group)  # others may be reading the slots that go
+        dist.barrier(self._group)  # others may be reading the slots that are freed
         self._parts.clear()
         self._mapped = [PeerMemory(n_bytes, torch.uint8, self._device, self._group) for _ in range(N_SLOTS)]
         self._slots = [dict(enumerate(memory.of_rank)) for memory in self._mapped]
@@ -263,7 +263,7 @@ class _Mapped(_Slots):
 
     def begin(self, like: Tensor) -> "_Mapped":
         super().begin(like)
-        for wait in self._waits.pop(self._number - 2, ()):  # does nothing where the caller has waited already
+        for wait in self._waits.pop(self._number - 2, ()):  # does nothing if the caller has waited already
             wait()
         self._waits[self._number] = []
         return self
@@ -299,12 +299,12 @@ class _Mapped(_Slots):
         return wait
 
     def _address(self, owner: int, peer: int, like: Tensor) -> int:
-        """Where ``_part`` lies."""
+        """The address of ``_part``."""
         return self._slot_places[self._number % N_SLOTS][owner] + self._offset(owner, peer, like)
 
 
 def tensor_ranks(group: dist.ProcessGroup | None, device: torch.device, by: str, copied_from: int = 0) -> TensorRanks:
-    """The ranks that share matrices, whose rows come by ``collectives`` or by ``copies``; ``ALONE`` without a group.
+    """The tensor ranks, whose rows are sent by ``collectives`` or by ``copies``; ``ALONE`` without a group.
 
     Args:
         copied_from: as for ``TravellingRanks``.
