@@ -201,13 +201,13 @@ ATTENTION = ResultTable(
         Column("scores seen %", "seen_scores", optional=True, rank=2),
         Column("blocks skipped %", "skipped_blocks", optional=True, rank=2),
         Column("mask GiB", "mask_memory", optional=True, rank=2),
-        Column("kept GiB", "kept_for_backward", note="what forward leaves for backward", rank=2),
+        Column("kept GiB", "kept_for_backward", note="memory kept by forward for backward", rank=2),
         Column("peak GiB", "peak_memory"),
         Column("predicted GiB", "predicted_peak_memory", rank=3),
         Column(
             *("largest error", lambda line: line.largest("error_"), ".1e"),
             rank=2,
-            note="of the output and the gradients, relative",
+            note="largest relative error of output and gradients",
         ),
     ),
 )

@@ -105,25 +105,30 @@ BLOCK_TABLE = ResultTable(
     columns=(
         Column("forward ms", "forward"),
         Column("backward ms", "backward"),
-        Column("both ms", "step", spread=True, rank=MAIN, note="of all layers"),
+        Column("both ms", "step", spread=True, rank=MAIN, note="forward and backward of all layers"),
         Column(
             "/ compiled",
             lambda line: line.repeats_over("step", line.peer(how="compiled")),
             ".3f",
             rank=MAIN,
-            note="of several turns median and range",
+            note="total time / the compiled block's; median and range over repeats",
         ),
         Column("TFLOP/s", "model_tflops", rank=2, note="model FLOPs, causal"),
         Column(
-            "kept GiB", "kept", ".2f", note="for backward, per block, its input included", optional=True, little=True
+            "kept GiB",
+            "kept",
+            ".2f",
+            note="kept for backward per block, including its input",
+            optional=True,
+            little=True,
         ),
         Column("predicted GiB", "kept_predicted", ".2f", rank=2, little=True),
         Column(
-            "peak GiB", "peak", ".1f", rank=2, note="weights and their gradients included", optional=True, little=True
+            "peak GiB", "peak", ".1f", rank=2, note="including weights and their gradients", optional=True, little=True
         ),
         Column("error", "error_out", ".1e", rank=3, note="relative Frobenius norm against fp64, on a short sequence"),
         Column("dx's error", "error_dx", ".1e", rank=3),
-        Column("weights' error", "error_dweight", ".1e", rank=3, note="of the worst weight's gradient"),
+        Column("weights' error", "error_dweight", ".1e", rank=3, note="largest of any weight's gradient"),
     ),
 )
 

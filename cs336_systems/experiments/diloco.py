@@ -214,10 +214,16 @@ TABLE = ResultTable(
     labels={"world_size": "replicas", "agree_every": "H", "total_batch_tokens": "tokens per step"},
     columns=(
         Column("held-out loss", "held_out_loss", ".4f", spread=True, rank=MAIN),
-        Column("% above", _percent_above, "+.2f", rank=MAIN, note="data parallelism, seed by seed: median and range"),
+        Column(
+            "% above",
+            _percent_above,
+            "+.2f",
+            rank=MAIN,
+            note="held-out loss above data parallelism's, per seed; median and range",
+        ),
         Column("sent MiB", "sent", rank=2, note="by each replica in the whole run, over a ring"),
-        Column("bytes/token", "sent_per_token", note="sent by all replicas, over the tokens that they learn"),
-        Column("times less", _times_less, ",.0f", note="than data parallelism sends"),
+        Column("bytes/token", "sent_per_token", note="bytes sent by all replicas / tokens trained on"),
+        Column("times less", _times_less, ",.0f", note="data parallelism's bytes / DiLoCo's"),
         Column("step ms", "step", rank=3),
     ),
 )

@@ -210,19 +210,27 @@ RUNS = ResultTable(
     settings=(*_JOB, "save_every", "how", "steps", "kills"),
     always=("how", "steps", "kills"),
     columns=(
-        Column("noticed s", "notice", ".2f", spread=True, note="from the kill until the last of the others knew"),
-        Column("next step s", "next_step", ".2f", spread=True, rank=MAIN, note="from the kill to the next step's end"),
-        Column("healed s", "healed", ".2f", spread=True, note="from the kill until it had the others' state"),
-        Column("its state took s", "took", ".2f", optional=True, note="to come, while the others trained"),
-        Column("their step s", "beside", ".2f", optional=True, note="the others' longest meanwhile"),
-        Column("steps lost", "lost_steps", ".0f", spread=True, note="for each kill, made a second time"),
-        Column("tokens lost", "lost_tokens", ",.0f", note="in them"),
-        Column("step ms", "mean_step", ",.0f", note="mean, where nobody died"),
+        Column("noticed s", "notice", ".2f", spread=True, note="from the kill until all other replicas had noticed it"),
+        Column(
+            "next step s", "next_step", ".2f", spread=True, rank=MAIN, note="from the kill to the end of the next step"
+        ),
+        Column(
+            "healed s",
+            "healed",
+            ".2f",
+            spread=True,
+            note="from the kill until the restarted replica had the others' state",
+        ),
+        Column("its state took s", "took", ".2f", optional=True, note="time to receive it, while the others trained"),
+        Column("their step s", "beside", ".2f", optional=True, note="the others' longest step meanwhile"),
+        Column("steps lost", "lost_steps", ".0f", spread=True, note="steps repeated per kill"),
+        Column("tokens lost", "lost_tokens", ",.0f", note="tokens in the lost steps"),
+        Column("step ms", "mean_step", ",.0f", note="mean of steps without a kill"),
         Column("goodput %", "goodput", ".1f", rank=MAIN),
-        Column("predicted %", _predicted, ".1f", optional=True, note="from the median kill"),
+        Column("predicted %", _predicted, ".1f", optional=True, note="goodput from the median kill"),
         Column("tokens/s of undisturbed %", _of_undisturbed, ".1f", optional=True),
-        Column("loss", "loss", ".5f", note="held-out, at the end"),
-        Column("change %", _loss_change, "+.3f", optional=True, note="of the loss, by kills"),
+        Column("loss", "loss", ".5f", note="held-out loss at the end"),
+        Column("change %", _loss_change, "+.3f", optional=True, note="of the loss, against the run without kills"),
     ),
 )
 

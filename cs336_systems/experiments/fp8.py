@@ -126,11 +126,18 @@ BLOCK_TABLE = ResultTable(
         Column("forward ms", "forward"),
         Column("backward ms", "backward"),
         Column("both ms", "step", spread=True, rank=MAIN),
-        Column("x", _speedup, ".3f", rank=MAIN, note="times as fast as stored, of several turns median and range"),
+        Column(
+            "x", _speedup, ".3f", rank=MAIN, note="speed-up over unquantized products; median and range over repeats"
+        ),
         Column("TFLOP/s", "tflops", ".0f", little=True),
-        Column("least cosine", "least_cosine", ".4f", note="of a gradient with that of fp32, on a short sequence"),
+        Column(
+            "least cosine",
+            "least_cosine",
+            ".4f",
+            note="smallest cosine of any gradient with its fp32 gradient, on a short sequence",
+        ),
         Column("mean cosine", "mean_cosine", ".4f"),
-        Column("kept GiB", "kept", ".2f", rank=2, optional=True, note="for backward", little=True),
+        Column("kept GiB", "kept", ".2f", rank=2, optional=True, note="kept for backward", little=True),
         Column("peak GiB", "peak", ".1f", rank=3, optional=True, little=True),
     ),
 )

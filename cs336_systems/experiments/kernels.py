@@ -136,19 +136,21 @@ KERNEL_TABLE = ResultTable(
     labels={"n_samples": "samples"},
     columns=(
         Column("forward ms", "forward", spread=True, rank=MAIN),
-        Column("forward GB/s", "forward_bandwidth", ",.0f", rank=2, note="bytes that must move, over the time"),
-        Column("forward % of copy", "forward_copy_share", ".0f", note="GB/s over those of a large copy, same process"),
+        Column("forward GB/s", "forward_bandwidth", ",.0f", rank=2, note="least bytes to read and write / time"),
+        Column("forward % of copy", "forward_copy_share", ".0f", note="GB/s / a large copy's in the same process"),
         Column(
             *("forward extra GiB", "forward_extra", ".2f"),
             rank=2,
-            note="at the peak of a call, beyond its inputs and what it leaves",
+            note="peak memory of a call beyond its inputs and outputs",
             optional=True,
         ),
         Column("backward ms", "backward", spread=True, rank=MAIN),
         Column("backward GB/s", "backward_bandwidth", ",.0f", rank=2),
         Column("backward % of copy", "backward_copy_share", ".0f"),
         Column("error", lambda line: line.largest("error_out"), ".1e", note="relative Frobenius norm against fp64"),
-        Column("gradients' error", lambda line: line.largest("error_grad"), ".1e", note="of the worst gradient"),
+        Column(
+            "gradients' error", lambda line: line.largest("error_grad"), ".1e", note="largest error of any gradient"
+        ),
     ),
 )
 

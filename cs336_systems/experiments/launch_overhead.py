@@ -154,7 +154,7 @@ TIMES = ResultTable(
     always=("operation", "size"),
     labels={"size": "n"},
     columns=(
-        Column("host issues us", ISSUE, rank=MAIN, note="until the host is free again"),
+        Column("host issues us", ISSUE, rank=MAIN, note="host time of the call"),
         *(Column(f"{way} us", way, rank=MAIN) for way in (EAGER, COMPILED, GRAPH)),
         Column(
             "eager / graph", _eager_over_graph, ".2f", note="the device waits for the host while it is well above 1"

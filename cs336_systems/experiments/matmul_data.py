@@ -150,7 +150,7 @@ SPEEDS = ResultTable(
             "ratio to normal",
             lambda line: line.repeats_over("matmul_tflops", line.peer(data=REFERENCE)),
             ".3f",
-            note="within a repeat, of several median and range",
+            note="per repeat; median and range over repeats",
         ),
         *(Column(unit, name, ".0f", optional=True) for name, unit in _STATES.items()),
     ),

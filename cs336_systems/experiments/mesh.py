@@ -240,22 +240,33 @@ MESH = ResultTable(
     },
     columns=(
         Column("step ms", "step", spread=True, rank=MAIN),
-        Column("predicted ms", predicted_ms, optional=True, note="the step, by costs/parallelism/seconds.py"),
+        Column("predicted ms", predicted_ms, optional=True, note="step time, from costs/parallelism/seconds.py"),
         Column("forward ms", "forward", rank=3),
         Column("backward ms", "backward", rank=3),
         Column("passes ms", "passes", rank=3, optional=True, note="forward and backward of all micro-batches"),
         Column("optimizer ms", "optimizer", rank=3),
         Column("tokens/s", "tokens_per_s", ",.0f"),
         Column("scaling %", lambda line: scaling(line, **ALONE), ".1f", optional=True, note=SCALING),
-        Column("idle %", "idle", ".1f", optional=True, note="of passes, on average over stages"),
-        Column("predicted idle %", "predicted_idle", ".1f", optional=True, note="from measured times of operations"),
-        Column("hidden %", "hidden_share", ".1f", rank=2, optional=True, note="communication beside other kernels"),
-        Column("waited ms", "waited", ".2f", rank=2, optional=True, note="only communication runs"),
+        Column("idle %", "idle", ".1f", optional=True, note="of forward and backward, averaged over stages"),
+        Column(
+            "predicted idle %", "predicted_idle", ".1f", optional=True, note="from the measured times of operations"
+        ),
+        Column(
+            "hidden %",
+            "hidden_share",
+            ".1f",
+            rank=2,
+            optional=True,
+            note="share of communication that overlaps with other kernels",
+        ),
+        Column("waited ms", "waited", ".2f", rank=2, optional=True, note="time in which only communication runs"),
         Column("collectives", "collectives", ".0f", rank=3),
-        Column("messages MiB", "messages", note="outputs of gathers and reduce-scatters, what is reduced or sent"),
-        Column("predicted MiB", "predicted_messages", rank=3, note="the messages"),
+        Column(
+            "messages MiB", "messages", note="outputs of gathers and reduce-scatters, inputs of all-reduces and sends"
+        ),
+        Column("predicted MiB", "predicted_messages", rank=3, note="predicted messages MiB"),
         Column("peak GiB", "peak_memory"),
-        Column("predicted GiB", "predicted_peak", rank=2, note="the peak"),
+        Column("predicted GiB", "predicted_peak", rank=2, note="predicted peak memory"),
     ),
 )
 """One line per cell: times, throughput and scaling from one rank, communication, memory."""

@@ -225,7 +225,7 @@ def _share(metric: str, line: Line) -> float | None:
     return line.median(f"simulated_{metric}") if found is None else found
 
 
-SCALING = "tokens/s over those of one GPU times the number of GPUs, both measured, else both simulated"
+SCALING = "tokens/s / (GPUs x the tokens/s of one GPU), both measured, else both simulated"
 """Note of a column of ``_scaling``."""
 
 
@@ -252,19 +252,39 @@ STREAMING_TABLE = ResultTable(
     },
     columns=(
         Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN, optional=True),
-        Column("simulated", "simulated_tokens_per_s", ",.0f", rank=MAIN, note="tokens/s"),
-        Column("sim / measured", "simulated_over_measured", ".3f", note="time of a step", optional=True),
+        Column("simulated", "simulated_tokens_per_s", ",.0f", rank=MAIN, note="simulated tokens/s"),
+        Column(
+            "sim / measured", "simulated_over_measured", ".3f", note="simulated / measured step time", optional=True
+        ),
         Column("over one %", _scaling, ".1f", note=SCALING, optional=True),
         Column("MFU %", "mfu", ".1f", optional=True),
         Column("HFU %", "hfu", ".1f", optional=True),
         Column("sim MFU %", "simulated_mfu", ".1f", rank=2),
         Column("sim HFU %", "simulated_hfu", ".1f", rank=2),
-        Column("in %", partial(_share, "link_in"), ".0f", rank=2, note="of the step, the link to the device is busy"),
-        Column("out %", partial(_share, "link_out"), ".0f", rank=2, note="the same, from the device"),
-        Column("idle %", partial(_share, "compute_idle"), ".1f", rank=2, note="of the step, no kernel runs"),
-        Column("again %", partial(_share, "recompute"), ".1f", rank=2, note="of the step, spent on recomputation"),
-        Column("in use GiB", "device_in_use", ".2f", note="of the device", optional=True, little=True),
-        Column("on the host GiB", "host_in_use", ".2f", rank=2, note="of the process", optional=True, little=True),
+        Column(
+            "in %",
+            partial(_share, "link_in"),
+            ".0f",
+            rank=2,
+            note="share of the step in which the link to the device is busy",
+        ),
+        Column(
+            "out %", partial(_share, "link_out"), ".0f", rank=2, note="share in which the link from the device is busy"
+        ),
+        Column(
+            "idle %", partial(_share, "compute_idle"), ".1f", rank=2, note="share of the step in which no kernel runs"
+        ),
+        Column("again %", partial(_share, "recompute"), ".1f", rank=2, note="share of the step spent on recomputation"),
+        Column("in use GiB", "device_in_use", ".2f", note="device memory", optional=True, little=True),
+        Column(
+            "on the host GiB",
+            "host_in_use",
+            ".2f",
+            rank=2,
+            note="host memory of the process",
+            optional=True,
+            little=True,
+        ),
         Column("tokens a step", "planned_tokens_per_step", ",.0f", rank=3),
         Column("step ms", "step", rank=3, optional=True),
     ),

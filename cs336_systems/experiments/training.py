@@ -293,17 +293,23 @@ TRAINING_TABLE = ResultTable(
             Column(f"{name}/s", partial(_of_conversations, f"{name}_per_s"), ",.0f", optional=True, note=note)
             for name, note in (("useful_tokens", "without padding"), ("targets", "tokens of answers"))
         ),
-        Column("x pre-training", _over_pre_training, ".3f", optional=True, note="useful tokens, in the same command"),
         Column(
-            "x TRL", _over_trl, ".3f", optional=True, note="useful tokens, over its fastest way in the same command"
+            "x pre-training",
+            _over_pre_training,
+            ".3f",
+            optional=True,
+            note="useful tokens/s / pre-training's in the same command",
+        ),
+        Column(
+            "x TRL", _over_trl, ".3f", optional=True, note="useful tokens/s / its fastest setting's in the same command"
         ),
         Column("x input gradients", _over_input_gradients, ".3f", optional=True),
-        Column("x", _speedup, ".3f", optional=True, note="times as fast as stored products in the same command"),
-        Column("x one rank", _over_one_rank, ".3f", optional=True, note="times as fast as one, in the same command"),
+        Column("x", _speedup, ".3f", optional=True, note="speed-up over unquantized products in the same command"),
+        Column("x one rank", _over_one_rank, ".3f", optional=True, note="speed-up over one rank in the same command"),
         Column("speed of light %", "speed_of_light", ".1f", optional=True),
         Column("peak GiB", "peak_memory", ".1f", optional=True, little=True),
         Column("predicted GiB", "predicted_peak_memory", ".1f", optional=True, little=True),
-        Column("loss", _first_loss, ".4f", optional=True, note="nats per token, of the first step after the warm-up"),
+        Column("loss", _first_loss, ".4f", optional=True, note="nats per token in the first step after the warm-up"),
         Column("library", lambda line: line.last.get("library") or None, optional=True),
     ),
 )
