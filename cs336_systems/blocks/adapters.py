@@ -16,7 +16,7 @@ matrices, adapters read the quantized values but multiply in the block's dtype.
 
 These products are small and would take longer than their FLOPs suggest (``kernels/lora.py``). With fused kernels a
 block has four launches for h, three that add to y, four for dh, three that add to dx and four for gradients. The two
-others are fused: gate | up's addition into its product, down's addition to dx into SwiGLU's backward.
+remaining additions are fused: gate | up's into its product, down's addition to dx into SwiGLU's backward.
 """
 
 import math
@@ -77,7 +77,7 @@ class _Factor(nn.Module):
 
 
 def adapt(model: TransformerLM, lora: Lora) -> None:
-    """Freeze the model and give its written-out blocks adapters; do so before anything wraps it.
+    """Freeze the model and add adapters to its written-out blocks; call this before wrapping the model.
 
     Raises:
         ValueError: a matrix has fewer rows or columns than the rank.

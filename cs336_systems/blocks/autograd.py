@@ -4,13 +4,13 @@
     write_out(model, REFERENCE, "products")          # same parameters, names and state dict
     write_out(model, REFERENCE, "input", inputs_on_host=True)
 
-What is kept for backward goes through ``save_for_backward``, so hooks on saved tensors see it, a second backward is
-refused or served as anywhere, and changes in place are noticed. To autograd the block is one node whose inputs are its
+Tensors kept for backward go through ``save_for_backward``, so hooks on saved tensors see them, a second backward
+behaves as in any module, and in-place changes are detected. For autograd the block is one node whose inputs include its
 parameters: gradient hooks, DDP, sharded optimizers and FSDP work as on the reference block. Under FSDP the block must
 be one unit (``units=lambda module: isinstance(module, TransformerBlock)``), since it reads its children's weights
-itself. A block's input may be in host memory from forward to backward (``host_inputs.py``); hooks on saved tensors do
-not see it then, nor are changes in place noticed. ``torch.compile`` leaves the block as it is. Hooks on modules inside
-it are not run.
+itself. A block's input may be in host memory from forward to backward (``host_inputs.py``); hooks on saved tensors then
+do not see it, and in-place changes of it are not detected. ``torch.compile`` does not compile the block. Hooks on
+modules inside it are not run.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,17 +43,17 @@ from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 Works = list[Callable[[], None]]
 
 _put_off: list[Works] = []
-"""The lists of ``put_off`` that are open, the innermost last; autograd's own threads read this, too."""
+"""The lists of open ``put_off`` contexts, the innermost last; autograd's own threads read this, too."""
 
 
 @contextmanager
 def put_off(works: Works) -> Iterator[None]:
-    """Let backwards of written-out blocks leave out the gradients of weights while the context is open.
+    """Defer the gradients of weights in backwards of written-out blocks while the context is open.
 
-    A function is added to ``works`` for each block that backward comes to. Called, it computes the gradients and hands
-    them to autograd, which accumulates them and runs hooks on parameters; until then the block's activations stay.
-    Torch also runs these hooks when backward comes to the block, as for every parameter whose gradient is None: so
-    wrappers must not send gradients meanwhile (``no_sync``).
+    For each block, backward adds a function to ``works`` that computes the gradients and passes them to autograd, which
+    accumulates them and runs hooks on parameters; until it is called, the block's activations are kept. Torch also runs
+    these hooks during backward itself, as for every parameter whose gradient is None, so wrappers must not send
+    gradients then (``no_sync``).
     """
     _put_off.append(works)
     try:
@@ -101,7 +101,7 @@ class _BlockFunction(torch.autograd.Function):
             saved.keep(x=ctx.away.fetch())
         del tensors
         once = not torch._C._autograd._get_current_graph_task_keep_graph()
-        if once:  # autograd would hold all of it until this returns
+        if once:  # autograd would keep all of it alive until this returns
             ctx.maybe_clear_saved_tensors()
             ctx.away = None
         wants_dx, _, _, _, *wanted = ctx.needs_input_grad[3:]
@@ -124,10 +124,10 @@ class _BlockFunction(torch.autograd.Function):
 
 
 def _gradients_there(parameters: Mapping[str, Tensor], *, in_backward: bool) -> BlockGradients | None:
-    """The parameters' own gradients, if a backward may add to them where they are.
+    """The parameters' own gradients, if backward may accumulate into them in place.
 
-    A product that adds to its result reads and writes a gradient once; autograd, given another, reads two and writes
-    one besides.
+    A matmul that accumulates reads and writes a gradient once. If autograd is given a separate gradient, it also reads
+    two gradients and writes one.
     """
     gradients: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
@@ -142,7 +142,7 @@ def _gradients_there(parameters: Mapping[str, Tensor], *, in_backward: bool) -> 
 
 
 def _finish(later: Later, vectors: BlockGradients, parameters: Mapping[str, Tensor]) -> None:
-    """Compute the gradients of matrices that were put off, and accumulate those of all parameters."""
+    """Compute the deferred gradients of matrices, and accumulate those of all parameters."""
     there = _gradients_there(parameters, in_backward=False)
     target = there or BlockGradients.empty(parameters, parameters)
     for product in later:
@@ -157,7 +157,7 @@ def _finish(later: Later, vectors: BlockGradients, parameters: Mapping[str, Tens
         return
     for name, parameter in parameters.items():
         if there is None:
-            parameter.grad = gradients[name]  # autograd would copy it, apart from those beside which it lies
+            parameter.grad = gradients[name]  # autograd would copy it, away from its neighbours in memory
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():
             hook(parameter)
 
@@ -166,14 +166,13 @@ class WrittenOutBlock(TransformerBlock):
     """A reference block whose forward and backward are ``block.py``'s: x (B, S, d_model) -> same.
 
     Args:
-        block_ops: the operations between products; they must serve the device and the dtype.
-        keep: what is kept for backward, a level and switches of ``costs/kept.py``.
-        host_inputs: where the input is kept; on the device if None.
-        products: of matrices as they are stored, or quantized; the latter are this block's own if they remember.
+        block_ops: the operations between products; they must support the device and the dtype.
+        keep: which activations are kept for backward: a level and switches of ``costs/kept.py``.
+        host_inputs: where the input is kept; None means on the device.
+        products: unquantized or quantized products; those that remember weights must not be shared with other blocks.
 
     Raises:
-        ValueError: no such level or switch; in forward, x or a parameter has another dtype than the rest, or autocast
-            is on.
+        ValueError: no such level or switch; in forward, x and the parameters differ in dtype, or autocast is on.
     """
 
     def __init__(
@@ -188,15 +187,15 @@ class WrittenOutBlock(TransformerBlock):
         super().__init__(config, **placement)
         self.config, self.block_ops, self.products = config, block_ops, products
         self.adapter_scale = 0.0
-        """The factor of the adapters' products, if the matrices have some (``adapters.py``)."""
+        """The factor of the adapters' products, if the matrices have adapters (``adapters.py``)."""
         self.kept, self.host_inputs = kept_names(keep, quantized=products.quantized), host_inputs
         merge_(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "WrittenOutBlock":
-        """``nn.Module._apply``, which ``to`` and ``to_empty`` call: it moves every parameter by itself.
+        """``nn.Module._apply``, which ``to`` and ``to_empty`` call; it moves every parameter separately.
 
         Raises:
-            RuntimeError: weights are in memory as what is made of them alone (``QuantizedProducts.frozen``).
+            RuntimeError: weights exist only in quantized form (``QuantizedProducts.frozen``).
         """
         for name, p in self.named_parameters():
             if p.numel() and not (p.is_meta or p.untyped_storage().nbytes()):
@@ -207,11 +206,11 @@ class WrittenOutBlock(TransformerBlock):
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Merge the weights of a copy or a pickle, whose parameters have memory of their own each."""
+        """Merge the weights of a copy or an unpickled block, whose parameters are separate in memory."""
         super().__setstate__(state)
         merge_(self)
 
-    @_disable_dynamo  # torch.compiler.disable imports the whole compiler where it decorates; this when first called
+    @_disable_dynamo  # torch.compiler.disable imports the compiler when it decorates, this when first called
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None = None) -> Tensor:
         parameters = dict(self.named_parameters())
         if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
@@ -224,7 +223,7 @@ class WrittenOutBlock(TransformerBlock):
         return _BlockFunction.apply(self, kept, tuple(parameters), x, cos, sin, starts, *parameters.values())
 
     def weights(self, parameters: Mapping[str, Tensor]) -> BlockWeights:
-        """The weights for a pass; products are told which parameters hold them."""
+        """The weights for a pass; also tells products which parameters hold them."""
         self.products.at([parameter for name, parameter in parameters.items() if ".lora_" not in name])
         return BlockWeights.of(parameters, self.adapter_scale)
 
@@ -232,10 +231,10 @@ class WrittenOutBlock(TransformerBlock):
 def head_ops(kernels: str, ops: ModelOps, z_loss: float = 0.0) -> ModelOps:
     """Give ``ops`` the loss in chunks, by a name of ``config.KERNELS``; ``fused`` brings the final norm, too.
 
-    Norm and head stay modules, so that wrappers and ranges see both called.
+    Norm and head stay modules, so that wrappers and profiler ranges see the calls of both.
 
     Args:
-        z_loss: that of ``linear_cross_entropy``, where gradients are taken; a loss that is only evaluated has none.
+        z_loss: as for ``linear_cross_entropy``; only used while gradients are enabled, not in evaluation.
     """
     fused = kernels == "fused"
 
@@ -245,7 +244,7 @@ def head_ops(kernels: str, ops: ModelOps, z_loss: float = 0.0) -> ModelOps:
 
     if not fused:
         return replace(ops, linear_cross_entropy=loss)
-    from cs336_systems.kernels.rms_norm import rms_norm  # brings Triton along, which not every machine has
+    from cs336_systems.kernels.rms_norm import rms_norm  # imports Triton, which not every machine has
 
     return replace(ops, rms_norm=rms_norm, linear_cross_entropy=loss)
 
@@ -253,12 +252,12 @@ def head_ops(kernels: str, ops: ModelOps, z_loss: float = 0.0) -> ModelOps:
 def write_out(
     model: TransformerLM, block_ops: BlockOps, keep: str, products: Products = STORED, *, inputs_on_host: bool = False
 ) -> None:
-    """Exchange the model's blocks for written-out ones with the same parameters; do so before anything wraps it.
+    """Replace the model's blocks by written-out ones with the same parameters; call this before wrapping the model.
 
     Args:
         inputs_on_host: keep the blocks' inputs in host memory.
-        keep: of all blocks, or of each as ``costs.kept.keep_of_blocks`` reads it.
-        products: of those blocks that their recipe quantizes, if they are quantized.
+        keep: for all blocks, or for each as ``costs.kept.keep_of_blocks`` parses it.
+        products: quantized ones are used only in those blocks that their recipe quantizes.
 
     Raises:
         ValueError: no such level or switch.

@@ -7,15 +7,16 @@ q and k | v may be two products instead (``saved.APART``). If heads of q and k h
 without them: attention reads a normed and rotated copy of q and k, which backward computes again.
 
 Callers choose what is kept for backward (``saved.py``), where gradients go (``grads``: in place, so micro-batches
-accumulate without a second buffer), the operations (``ops.py``) and the matrix products (``products.py``). Whatever was
-not kept is recomputed by the functions of forward (``stages.py``), so gradients have the same bits whatever is kept.
+accumulate without a second buffer), the operations (``ops.py``) and the matrix products (``products.py``). Activations
+that were not kept are recomputed by the functions of forward (``stages.py``), so gradients have the same bits in any
+case.
 
     weights, saved = BlockWeights.of(dict(block.named_parameters())), Saved(kept_names("products"))
     y = forward(x, weights, saved, REFERENCE, config, cos, sin)
     dx = backward(dy, weights, saved, grads, REFERENCE, config, cos, sin)
 
-Given a list (``later``), backward appends to it the four products that give matrices' gradients, which can wait until a
-pipeline stage is idle (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2). ``recall`` recomputes ahead of
+Given a list (``later``), backward appends to it the four products for matrices' gradients, which can wait until a
+pipeline stage is idle (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2). ``recall`` recomputes before
 backward, into the caller's memory.
 
 All tensors share one dtype, except statistics, rotary tables and the operands of quantized products. Shape legend:
@@ -52,7 +53,7 @@ class _Recalled:
         self.stay = frozenset(saved.tensors)
 
     def __getitem__(self, name: str) -> Any:
-        """A tensor, or a norm to be read."""
+        """A tensor, or a norm as an operand."""
         if name not in self.there:
             self.there |= self._again(name)
         return self.there[name]
@@ -70,7 +71,7 @@ class _Recalled:
         return found
 
     def forget(self, *names: str) -> None:
-        """Free tensors that backward no longer needs, unless ``saved`` still has them."""
+        """Free tensors that backward no longer needs, unless ``saved`` still refers to them."""
         for name in names:
             self.there.pop(name, None)
             self.operands.pop(name, None)
@@ -133,7 +134,7 @@ def forward(
     if attended is None:
         y, rstd1 = stages.norm(1, x)
         normed1 = stages.read("normed1", y, columns="normed1" in saved.names)
-        del y  # frees it, as below, unless it is kept
+        del y  # freed, as below, unless it is kept
         saved.keep(x=x_BSD, rstd1=rstd1)
         projected = {name: stages.project(name, x, normed1) for name in saved.projections}
         saved.keep(**projected, **products.kept("normed1", normed1))  # waits for the rows of all ranks
@@ -141,7 +142,7 @@ def forward(
         attended, lse = stages.attend(projected)
         del projected
         saved.keep(attended=attended, lse=lse)
-        attended = saved.tensors.get("attended", attended)  # at its place, if it has one
+        attended = saved.tensors.get("attended", attended)  # in the caller's memory, if given
         del lse
     residual, y, rstd2 = stages.add(x, attended)
     del attended
@@ -227,7 +228,7 @@ def backward(
     gate_up, with_product = recalled.take("gate_up"), write.wants("down") and "product" not in recalled.operands
     dy_read = products.read_gradient("dy", dy, maxima, columns=grads.down is not None)
     if products.ranks.under_products and write.wants("gate_up"):
-        recalled.operand("normed2")  # its rows travel during the next product
+        recalled.operand("normed2")  # its rows are sent during the next product
     dproduct = products.backward(ops, dy_read, stages.columns_of("down"))
     low = stages.addition_backward("down", dy_read)
     asked: dict[str, Any] = {"low": low, "with_product": with_product, "columns": grads.gate_up is not None}

@@ -1,14 +1,13 @@
 """The fused kernels as a written-out block calls them: every operation between its matrix products is one launch.
 
-Products are torch's, kernels of our own for the shapes where those are faster, SwiGLU included, or what was measured to
-be fastest (``kernels/matmul.py``). Attention is causal, on slices of q | k | v, with gradients written into
-given slices:
+Matmuls are torch's, our own kernels (some with SwiGLU) for shapes where those are faster, or the fastest that was
+measured (``kernels/matmul.py``). Attention is causal, reads slices of q | k | v, and writes gradients into given
+slices:
 
     ops = dataclasses.replace(KERNELS, **FLASH_ATTENTION)
 
-Gradients have the same bits every run with ``FLASH_ATTENTION``, with ``HOPPER_ATTENTION`` where torch is told to use
-deterministic algorithms, and with ``HOPPER_ATTENTION_IN_ORDER``; only then do those of different levels agree to the
-bit.
+Gradients are bit-identical from run to run with ``FLASH_ATTENTION``, with ``HOPPER_ATTENTION`` if torch is told to use
+deterministic algorithms, and with ``HOPPER_ATTENTION_IN_ORDER``. Only then are they bit-identical between levels.
 """
 
 from collections.abc import Callable
@@ -77,7 +76,7 @@ def attention_ops(
     place.
 
     Args:
-        options: functions for the last arguments of ``backward_op``, which are called at each of its calls.
+        options: functions that return the last arguments of ``backward_op``, called at each of its calls.
     """
 
     def forward(

@@ -1,14 +1,14 @@
-"""Block inputs in host memory between forward and backward: at most two blocks' are on the device.
+"""Block inputs in host memory between forward and backward: at most two blocks' inputs are on the device.
 
     inputs = HostInputs(n_blocks)
-    away = inputs.send(x)                # in forward: the copy runs beside the block
-    x = away.fetch()                     # in backward: unchanged; starts to fetch the one sent before it, too
+    away = inputs.send(x)                # in forward: the copy overlaps with the block
+        x = away.fetch()                     # in backward: unchanged; also starts to fetch the previous block's input
 
 With ``keep="input"``, activation memory is then independent of depth, apart from the statistics of norms. It costs no
-time where a block's forward takes as long as its input takes over the link: 2 P operations a token against 2 d_model
+time if a block's forward takes at least as long as the copy of its input: 2 P operations a token against 2 d_model
 bytes, at 700 TFLOP/s and 55 GB/s a block of P > 12,700 d_model parameters (Qwen2.5-1.5B has 30,000 d_model, 7B 65,000).
-The host memory is pinned in one slab for all blocks when the first input comes, and used again; passes that are open at
-the same time, or inputs of another size, take a slab more.
+One slab of host memory for all blocks is pinned at the first input and reused; concurrent passes, or inputs of another
+size, take another slab.
 """
 
 import weakref
@@ -21,7 +21,7 @@ from cs336_systems.kernels.host_memory import Coming, HostLink, aligned, host_sl
 
 
 class Away:
-    """One input; when it is forgotten its host memory is used again."""
+    """One input; when it is garbage-collected, its host memory is reused."""
 
     def __init__(self, link: HostLink, host: Tensor, before: "Away | None") -> None:
         self._link, self._host = link, host
@@ -29,7 +29,7 @@ class Away:
         self._coming: Coming | None = None
 
     def fetch(self) -> Tensor:
-        """The input on its device; again if asked again."""
+        """The input on its device; may be called repeatedly."""
         self.start()
         assert self._coming is not None
         (x,) = self._coming.wait()
@@ -45,10 +45,10 @@ class Away:
 
 
 class HostInputs:
-    """Host memory for the inputs of a model's blocks, and the way there.
+    """Host memory for the inputs of a model's blocks, and the copies to and from it.
 
     Args:
-        n_blocks: whose inputs are away at the same time.
+        n_blocks: the number of blocks whose inputs are offloaded at the same time.
     """
 
     def __init__(self, n_blocks: int) -> None:
@@ -58,10 +58,10 @@ class HostInputs:
         self._last: weakref.ref[Away] | None = None
 
     def send(self, x: Tensor) -> Away:
-        """Start copying; x may be read afterwards, and not be changed.
+        """Start copying; afterwards x may be read but not changed.
 
         Raises:
-            RuntimeError: there is not as much host memory.
+            RuntimeError: there is too little host memory.
         """
         if x.device not in self._links:
             self._links[x.device] = HostLink(x.device)

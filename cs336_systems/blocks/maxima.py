@@ -1,9 +1,9 @@
-"""The largest magnitude of each operand of a quantized product, and the functions that find it and quantize.
+"""The largest magnitude of each operand of a quantized product, and the functions that compute it and quantize.
 
-Kernels record the largest magnitude of what they write; a tensor without a record is read once more to find it. The
-gradient that a block passes to the one below carries its magnitude as an attribute, which autograd keeps with the
-tensor: a hook that replaces the tensor, or writes to it, is noticed. Tensor ranks agree on the largest magnitude of all
-gathered rows before it is read, so that one scale serves all rows.
+Kernels record the largest magnitude of their output; a tensor without a record is read once more to compute it. The
+gradient that a block passes to the block below carries its magnitude as an attribute, which autograd keeps with the
+tensor; if a hook replaces the tensor or writes to it, the attribute is not used. Tensor ranks agree on the largest
+magnitude of all gathered rows before it is used, so that all rows have one scale.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,24 +18,24 @@ from cs336_systems.kernels import quantize_reference as plain
 from cs336_systems.model.tensor_ranks import ALONE, TensorRanks
 
 _HANDED_ON = "_largest_magnitude"
-"""An attribute of gradients: the magnitude, () in fp32, and the version of the gradient that it is of."""
+"""An attribute of gradients: the magnitude, () in fp32, and the gradient's version to which it belongs."""
 
 
 @dataclass(frozen=True)
 class FusedQuantizers:
-    """Kernels that quantize what they compute, with one scale, and store it in no other way."""
+    """Kernels that quantize their result with one scale, and store it only quantized."""
 
     rms_norm_absmax: Callable[..., Tensor]
     add_rms_norm_absmax: Callable[..., tuple[Tensor, Tensor]]
     rms_norm_quantize: Callable[..., Any]
     empty_slopes: Callable[[Tensor], Tensor]
-    """Memory for the slopes of SwiGLU, which the next reads."""
+    """Memory for the slopes of SwiGLU, which ``swiglu_backward_quantize`` reads."""
     swiglu_backward_quantize: Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Quantizers:
-    """The functions that find magnitudes and quantize, and SwiGLU of gate | up: plain ones, or kernels."""
+    """The functions that compute magnitudes and quantize, and SwiGLU of gate | up: plain PyTorch or kernels."""
 
     absmax: Callable[[Tensor], Tensor] = plain.absmax
     row_and_column_absmax: Callable[[Tensor], tuple[Tensor, Tensor]] = plain.row_and_column_absmax
@@ -45,7 +45,7 @@ class Quantizers:
     parts_quantizer: Callable[..., Any] = plain.PartsQuantizer
     swiglu: Callable[..., Tensor] = swiglu
     raised: bool = False
-    """Whether the block's operations note the largest magnitudes of what they write."""
+    """Whether the block's operations record the largest magnitudes of their outputs."""
     fused: FusedQuantizers | None = None
 
 
@@ -53,9 +53,9 @@ class FoundMaxima(Maxima):
     """Largest magnitudes in fp32, (n,), in the order of the n ``names``.
 
     Args:
-        known: whether they are there already, as ranks agreed on them.
-        slopes: those of SwiGLU that forward noted, if it did.
-        ranks: those that agree, each with rows of its own, on the magnitudes of ``GATHERED``.
+        known: whether the values are final, as ranks agreed on them.
+        slopes: SwiGLU's slopes, if forward recorded them.
+        ranks: the ranks that hold different rows and agree on the magnitudes of ``GATHERED``.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class FoundMaxima(Maxima):
         return self._each[name]
 
     def found(self, name: str) -> Tensor:
-        """The magnitude that was noted before."""
+        """The magnitude that was recorded earlier."""
         assert name in self._known, name
         return self._each[name]
 
@@ -98,14 +98,14 @@ class FoundMaxima(Maxima):
             setattr(dx, _HANDED_ON, (self._each["dx"], dx._version))
 
     def take_over(self, dy: Tensor) -> None:
-        """Note the largest magnitude that dy (B, S, D) brings along, if it does."""
+        """Record the largest magnitude that is attached to dy (B, S, D), if there is one."""
         absmax, version = getattr(dy, _HANDED_ON, (None, None))
         if absmax is not None and version == dy._version:
             self._each["dy"] = absmax
             self._known.add("dy")
 
     def steepest(self, gate_up: Tensor) -> dict[str, Tensor]:
-        """The arguments by which SwiGLU notes its slopes for backward."""
+        """The keyword arguments that make SwiGLU record its slopes for backward."""
         if self._quantizers.fused is None:
             return {}
         self.slopes = self._quantizers.fused.empty_slopes(gate_up)

@@ -1,16 +1,17 @@
 """The operations that a written-out block calls: their formulas in plain PyTorch, and sets of them as values.
 
 The functions here define the operations, on plain tensors and without autograd, for any device and float dtype. Sums
-are taken in at least fp32; attention holds every score, forward and backward. ``block_ops`` gives the set that commands
-and cases name: these, or fused kernels in their places (``fused.py``). Every set must be deterministic, and give the
-same bits where two of its operations compute one value, since a block may keep the one or recompute the other:
+are taken in at least fp32; attention holds all scores in memory, forward and backward. ``block_ops`` returns the set
+that a command or case names: these functions, or fused kernels instead (``fused.py``). Every set must be deterministic,
+and two of its operations that compute the same value must give the same bits, since a block may keep one value or
+recompute the other:
 
 * ``add_rms_norm_forward`` norms the residual that it returns, rounded, as ``rms_norm_forward`` of it would;
 * ``swiglu_backward_`` recomputes the product that ``swiglu_product_`` wrote;
 * ``swiglu_product_`` without an adapter's part computes the gate | up that ``product_`` would.
 
-Where products are quantized by kernels, operations that write what products read, the norm's backward among them, take
-``absmax=``: one fp32 element, which they raise to the largest magnitude of what they write.
+If kernels quantize products, operations that write operands of products, including the norm's backward, take
+``absmax=``: one fp32 element, which they raise to the largest magnitude of their output.
 
 Shape legend: B batch, S sequence, R = B S rows, D d_model, F d_ff, H query heads, K key/value heads, E d_head,
 P = (H + 2 K) E; N and K also a weight's rows and columns. Statistics (``rstd``, ``lse``) are at least fp32.
@@ -29,7 +30,7 @@ from cs336_systems.kernels.lora_reference import LowRank, expand_, factor_gradie
 from cs336_systems.model.ops import widened
 
 PRODUCTS = frozenset({"product_", "add_product_", "product_backward_", "weight_backward_"})
-"""The operations that are a matrix product and nothing else."""
+"""The operations that are only a matrix product."""
 
 
 def rms_norm_forward(x_RD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -72,7 +73,7 @@ def product_backward_(dx_RK: Tensor, dy_RN: Tensor, weight_NK: Tensor) -> None:
 
 
 def weight_backward_(gradient_NK: Tensor, dy_RN: Tensor, x_RK: Tensor, accumulate: bool) -> None:
-    """gradient = dy^T x, or that and what it was; beta = 0 overwrites whatever was there."""
+    """gradient = dy^T x, plus gradient if ``accumulate``; beta = 0 overwrites even NaN."""
     gradient_NK.addmm_(dy_RN.T, x_RK, beta=int(accumulate))
 
 
@@ -83,7 +84,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_product_(gate_up: Tensor, x_RD: Tensor, weight: Tensor, product: Tensor, low: LowRank | None = None) -> None:
-    """product = silu(gate) * up (R, F); gate | up (R, 2F) becomes x weight^T and, if it is there, low."""
+    """product = silu(gate) * up (R, F), after gate | up (R, 2F) = x weight^T (+ low, if given)."""
     product_(gate_up, x_RD, weight)
     if low is not None:
         expand_(gate_up, low)
@@ -94,8 +95,8 @@ def swiglu_product_(gate_up: Tensor, x_RD: Tensor, weight: Tensor, product: Tens
 def swiglu_backward_(dproduct: Tensor, gate_up: Tensor, *, with_product: bool, low: LowRank | None = None) -> None:
     """Write the gradient of gate | up over it and, ``with_product``, silu(gate) * up over dproduct (R, F).
 
-    With s = sigmoid(gate): dup = dproduct silu(gate), dgate = dproduct up s (1 + gate (1 - s)). If low is there, it is
-    added to dproduct before.
+    With s = sigmoid(gate): dup = dproduct silu(gate), dgate = dproduct up s (1 + gate (1 - s)). If low is given, it is
+    first added to dproduct.
     """
     if low is not None:
         expand_(dproduct, low)
@@ -155,7 +156,7 @@ def norm_rotate_backward_(
 ) -> tuple[Tensor, Tensor]:
     """(dq_gain (E), dk_gain (E)); the gradient of what ``norm_rotate`` returned becomes that of q and k, in place.
 
-    It rotates back, then takes ``rms_norm_backward`` of each head. The gradient of v stays; rows may lie apart.
+    It rotates back, then applies ``rms_norm_backward`` to each head. v's gradient is unchanged; rows may be strided.
     """
     d_head, found = q_gain.shape[0], []
     for start, n, gain in ((0, n_heads, q_gain), (n_heads, n_kv_heads, k_gain)):
@@ -192,11 +193,11 @@ def _scores(q_BKGSE: Tensor, k_BK1SE: Tensor, causal: bool, starts: Tensor | Non
 def attention_forward(
     q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, causal: bool = True, starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(softmax(q k^T / sqrt(E)) v, log-sum-exp of the scores (B, H, S)); causal, the last query sees every key.
+    """(softmax(q k^T / sqrt(E)) v, log-sum-exp of the scores (B, H, S)); causal: the last query sees every key.
 
     A query sees no key before its document's first, which ``starts`` (B, S) int32 says if several share a sequence.
 
-    Strides are those of slices of q | k | v. An output whose memory is (B, S, H, E) saves a copy.
+    Inputs have the strides of slices of q | k | v. An output whose memory is (B, S, H, E) saves a copy.
     """
     n_groups = k_BKSE.shape[1]
     scores = _scores(_grouped(q_BHSE, n_groups), _grouped(k_BKSE, n_groups), causal, starts)
@@ -220,7 +221,7 @@ def attention_backward(
     """Write (dq, dk, dv) into ``gradients``, slices of one gradient of q | k | v.
 
     With p = exp(scores - lse): dv = p^T do, ds = p (do v^T - sum(do o)), dq = ds k and dk = ds^T q, both scaled. Output
-    and lse may be those over more keys than these: gradients are then these keys' share.
+    and lse may be over more keys than these; gradients are then the part due to these keys.
     """
     n_groups, scale = k_BKSE.shape[1], q_BHSE.shape[-1] ** -0.5
     q, k, v, o, do, lse = (_grouped(x, n_groups) for x in (q_BHSE, k_BKSE, v_BKSE, o_BHSE, do_BHSE, lse_BHS))
@@ -242,7 +243,7 @@ def attention_merge_(o_BHSE: Tensor, lse_BHS: Tensor, part_o_BHSE: Tensor, part_
 
 @dataclass(frozen=True)
 class BlockOps:
-    """One function for each operation; each is called as the one that stands here as its plain form."""
+    """One function for each operation, with the signature of the plain function that is its default here."""
 
     rms_norm_forward: Callable[..., tuple[Tensor, Tensor]] = rms_norm_forward
     add_rms_norm_forward: Callable[..., tuple[Tensor, Tensor, Tensor]] = add_rms_norm_forward
@@ -260,7 +261,7 @@ class BlockOps:
     attention_forward: Callable[..., tuple[Tensor, Tensor]] = attention_forward
     attention_backward: Callable[..., object] = attention_backward
     rotates_back: bool = False
-    """Whether ``attention_backward`` takes cos and sin, and then does what ``rotate_`` would do to its gradients."""
+    """Whether ``attention_backward`` takes cos and sin, and then rotates its gradients back as ``rotate_`` would."""
     attention_merge_: Callable[..., object] = attention_merge_
     lora_shrink: Callable[..., Tensor] = shrink
     lora_expand_: Callable[..., object] = expand_
@@ -275,16 +276,16 @@ def block_ops(kernels: str, attention: str, *, deterministic: bool = False) -> B
     """The operations of a name in ``config.KERNELS`` with attention of one in ``config.WRITTEN_OUT_ATTENTIONS``.
 
     Args:
-        deterministic: the same bits every run, whatever torch has been told.
+        deterministic: bit-identical results from run to run, whatever torch's setting.
 
-    Raises:
-        ValueError: these do not go together.
+        Raises:
+            ValueError: these cannot be combined.
     """
     if attention == "reference":
         if kernels != "reference":
             raise ValueError(f"kernels {kernels} need attention flash or hopper, got {attention}")
         return REFERENCE
-    from cs336_systems.blocks import fused  # brings Triton along, which not every machine has
+    from cs336_systems.blocks import fused  # imports Triton, which not every machine has
 
     hopper = fused.HOPPER_ATTENTION_IN_ORDER if deterministic else fused.HOPPER_ATTENTION
     own: dict[str, Any] = {"flash": fused.FLASH_ATTENTION, "hopper": hopper}[attention]

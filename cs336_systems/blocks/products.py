@@ -6,8 +6,8 @@ Each product is y = x W^T. Forward and the two products of its backward sum over
     dx = dy W         over columns of dy, rows of W    rows of dy      times columns of W
     dW = dy^T x       over rows of dy and of x         columns of dy   times columns of x
 
-So a matrix is read by its rows or by its columns, and an ``Operand`` holds it in the one or two ways in which it will
-be read. An unquantized matrix serves both as it is stored, for the products of ``ops.py``.
+So a matrix is read by its rows or by its columns, and an ``Operand`` holds it in the one or two layouts in which it
+will be read. An unquantized matrix can be read in both ways as it is stored, by the products of ``ops.py``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from cs336_systems.kernels.lora_reference import LowRank, Scaled
 from cs336_systems.model.tensor_ranks import ALONE, EVERYTHING, Arriving, TensorRanks
 
 GATHERED = ("normed1", "normed2", "dy", "dresidual")
-"""Names of what each tensor rank computes for its own rows, while products read the rows of all."""
+"""Names of tensors that each tensor rank computes for its own rows, and of which products read all ranks' rows."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Operand:
     rows: Any = None
     columns: Any = None
     arriving: Arriving | None = None
-    """How the rows come from other ranks, if they do."""
+    """How the rows arrive from other ranks, if they do."""
     transpose: Callable[[], Any] | None = None
-    """Makes columns of rows that have arrived, where columns do not come with them."""
+    """Makes columns from rows that have arrived, if columns are not sent with them."""
 
     def parts(self) -> Iterator[tuple[slice, Any]]:
-        """Slices of the rows, and the rows, which have arrived by then."""
+        """Yield slices of the rows, and the rows, which have arrived by then."""
         return iter(self.arriving or ((EVERYTHING, self.rows),))
 
     def wait(self) -> None:
@@ -46,9 +46,9 @@ class Operand:
             self.arriving.wait()
 
     def whole_columns(self) -> Any:
-        """The columns with all rows, for which this waits; None if ``read`` was told that they will not be read.
+        """Wait for all rows and return the columns; None if ``read`` was told that columns will not be read.
 
-        Columns that are made from rows are made anew by each call.
+        Columns that are made from rows are made again in each call.
         """
         if self.columns is None and self.transpose is None:
             return None
@@ -57,18 +57,18 @@ class Operand:
 
 
 class Maxima:
-    """The largest magnitudes of what products read, by name, for products that need them; these need none."""
+    """The largest magnitudes of operands, by name, for products that need them; unquantized ones do not."""
 
     def raised(self, name: str) -> dict[str, Tensor]:
-        """The argument by which the operation that writes the tensor of this name notes its largest magnitude."""
+        """The keyword argument that makes the operation that writes this tensor record its largest magnitude."""
         return {}
 
     def of(self, name: str, x: Any) -> Tensor | None:
-        """The largest magnitude of x, noted before or found now."""
+        """The largest magnitude of x, recorded earlier or computed now."""
         return None
 
     def hand_on(self, dx: Tensor) -> None:
-        """Let dx (B, S, D), which leaves the block as the dy of another, bring along its magnitude, if noted."""
+        """Attach its magnitude, if recorded, to dx (B, S, D), which is another block's dy."""
 
     def kept(self) -> dict[str, Tensor]:
         """The magnitudes that are kept for backward, by names of ``costs.kept.kept_names``."""
@@ -76,17 +76,17 @@ class Maxima:
 
 
 class Products:
-    """Products of matrices as they are stored. Quantized ones override everything, and read other operands.
+    """Products of matrices as they are stored. Quantized products override all methods and read other operands.
 
     Args:
-        ranks: those that share the block's matrices.
+        ranks: the ranks that share the block's matrices.
     """
 
     quantized = False
-    """Whether operands are kept as ``costs/kept.py`` says of quantized blocks."""
+    """Whether operands are kept as ``costs/kept.py`` describes for quantized blocks."""
 
     adds_apart = False
-    """Whether sums of ``add_forward_`` have other bits where ``out`` is ``base``, which must then not be given."""
+    """Whether ``add_forward_`` gives other bits if ``out`` is ``base``; then it must not be called so."""
 
     ranks: TensorRanks = ALONE
 
@@ -94,7 +94,7 @@ class Products:
         self.ranks = ranks
 
     def gathers(self, name: str) -> bool:
-        """Whether what ``read`` and ``read_gradient`` return under this name has the rows of several ranks."""
+        """Whether the operand of this name that ``read`` or ``read_gradient`` returns has the rows of several ranks."""
         return self.ranks.n_ranks > 1 and name in GATHERED
 
     def _read(self, name: str, x: Tensor, columns: bool) -> Operand:
@@ -104,11 +104,11 @@ class Products:
         return Operand(arriving.whole, arriving.whole if columns else None, arriving)
 
     def maxima(self, x: Tensor, kept: Mapping[str, Tensor] | None = None) -> Maxima:
-        """The magnitudes of activations: to be found in forward, on the device of x, or those that forward kept."""
+        """The magnitudes of activations: to be computed in forward, on x's device, or those that forward kept."""
         return NONE
 
     def gradient_maxima(self, dy: Tensor) -> Maxima:
-        """The magnitudes of gradients, to be found in backward, but that of dy if it brings it along."""
+        """The magnitudes of gradients, to be computed in backward, except that of dy if it is attached to dy."""
         return NONE
 
     def norm(
@@ -120,18 +120,18 @@ class Products:
         raised: Mapping[str, Tensor],
         rstd_R: Tensor | None = None,
     ) -> tuple[Any, Tensor]:
-        """(RMSNorm of x, to be read, and rstd).
+        """(RMSNorm of x as an operand, rstd).
 
         Args:
-            raised: for the norm, as of ``Maxima``.
-            rstd_R: where it is known, and the largest magnitude of the result with it.
+            raised: the keyword argument of ``Maxima`` for the norm.
+            rstd_R: if it is known, and with it the largest magnitude of the result.
         """
         return ops.rms_norm_forward(x_RD, gain_D, eps, **raised)
 
     def add_norm(
         self, ops: BlockOps, x_RD: Tensor, branch_RD: Tensor, gain_D: Tensor, eps: float, raised: Mapping[str, Tensor]
     ) -> tuple[Tensor, Any, Tensor]:
-        """(x + branch, RMSNorm of it, to be read, and rstd)."""
+        """(x + branch, its RMSNorm as an operand, rstd)."""
         return ops.add_rms_norm_forward(x_RD, branch_RD, gain_D, eps, **raised)
 
     def read(self, name: str, x_RK: Any, maxima: Maxima, *, rows: bool = True, columns: bool = True) -> Operand:
@@ -146,11 +146,11 @@ class Products:
         return self._read(name, dy_RN, columns)
 
     def read_weight(self, name: str, weight_NK: Tensor, *, rows: bool = False, columns: bool = False) -> Operand:
-        """A weight by its name in ``BlockWeights``."""
+        """Read a weight by its name in ``BlockWeights``."""
         return Operand(weight_NK, weight_NK)
 
     def at(self, parameters: Sequence[Tensor]) -> None:
-        """Tell, before a pass reads weights, which parameters hold them; none where they move."""
+        """Set the parameters that hold the weights, before a pass reads weights; none if parameters move."""
 
     def forward_(self, ops: BlockOps, out: Tensor, x: Operand, weight: Any, bias: Tensor | None = None) -> None:
         """x W^T, and a bias for each column."""
@@ -174,7 +174,7 @@ class Products:
     def swiglu_forward_(
         self, ops: BlockOps, gate_up: Tensor, x: Operand, weight: Any, maxima: Maxima, low: LowRank | None = None
     ) -> Tensor:
-        """SwiGLU of gate | up = x W^T and, if it is there, low; gate | up is written besides."""
+        """SwiGLU of gate | up = x W^T (+ low, if given); also writes gate | up."""
         product = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         assert low is None or x.arriving is None, "an adapter's part has all rows"
         for part, rows in x.parts():
@@ -193,10 +193,10 @@ class Products:
         with_product: bool,
         columns: bool,
     ) -> tuple[Operand | None, Operand]:
-        """(SwiGLU's product again or None, the gradient of gate | up), which may be where the tensors were.
+        """(SwiGLU's product recomputed or None, the gradient of gate | up); both may overwrite the inputs.
 
-        The product is to be read by its columns; ``columns`` says whether the gradient will be, too. If low is there,
-        it is added to dproduct before.
+        The product is read by its columns; ``columns`` says whether the gradient is, too. If low is given, it is first
+        added to dproduct.
         """
         asked: dict[str, Any] = {"with_product": with_product} | gradient_maxima.raised("dgate_up")
         ops.swiglu_backward_(dproduct, gate_up, low=low, **asked)
@@ -217,26 +217,26 @@ class Products:
         )
 
     def backward_weight_(self, ops: BlockOps, gradient: Tensor, dy: Any, x: Any, accumulate: bool) -> None:
-        """dy^T x, of columns; written into ``gradient``, or added to it."""
+        """dy^T x, from columns; written into ``gradient``, or added to it."""
         ops.weight_backward_(gradient, dy, x, accumulate)
 
     def by_rows(self, x: Operand) -> Scaled:
-        """A matrix (R, K) for adapters, with the values that its rows have for products."""
+        """A matrix (R, K) for adapters, with the same values as the rows that products read."""
         x.wait()
         return Scaled(x.rows)
 
     def by_columns(self, x: Operand) -> Scaled:
-        """A matrix (R, K) for adapters, with the values that its columns have for products."""
+        """A matrix (R, K) for adapters, with the same values as the columns that products read."""
         return Scaled(x.whole_columns())
 
     def kept(self, name: str, operand: Operand) -> dict[str, Tensor]:
-        """The tensors that are kept of one of ``costs.kept.OPERANDS``, by names in ``KEPT``."""
+        """The tensors to keep of one of ``costs.kept.OPERANDS``, by names in ``KEPT``."""
         if operand.columns is not None:  # else only this rank's rows will be read
             operand.wait()
         return {name: operand.rows}
 
     def recall(self, name: str, tensors: Mapping[str, Tensor]) -> Operand:
-        """The operand of what was kept, to be read by its columns."""
+        """An operand from the kept tensors, to be read by its columns."""
         return Operand(tensors[name], tensors[name])
 
 
@@ -245,5 +245,5 @@ STORED = Products()
 
 
 def stored(ranks: TensorRanks) -> Products:
-    """The products of matrices as they are stored, which these ranks share."""
+    """Unquantized products of matrices that these ranks share."""
     return STORED if ranks.n_ranks == 1 else Products(ranks)

@@ -3,9 +3,9 @@
     products = block_products("reference", Recipe("e4m3"))
     y = forward(x, weights, saved, REFERENCE, config, cos, sin, products=products)
 
-Scaling is current: each scale comes from the tensor at hand. Hopper's fp8 products sum over the last dimension of both
-operands. So a matrix that is read both ways is stored both ways, in one pass; with one scale for the whole tensor, the
-second is the first one's transpose. ``quantized_matmul.py`` multiplies.
+Scaling is current: each scale is computed from the tensor itself. Hopper's fp8 products sum over the last dimension of
+both operands. So a matrix that is read both by rows and by columns is stored in both layouts, in one pass; with one
+scale for the whole tensor, the second is the first one's transpose. ``quantized_matmul.py`` multiplies.
 
 Tensor ranks gather bytes. Each rank quantizes its own rows by the largest magnitude on any rank (``maxima.py``), so the
 gathered bytes are those of the whole tensor quantized on one rank; its transpose is made from them. Each rank has its
@@ -14,9 +14,9 @@ own scale for its weights and for what it computes from its own heads or its own
 Weights are quantized at each use, or, with ``remember``, once until they change. A change shows in the parameters'
 versions, which in-place operations and ``FusedAdamW`` raise. Collectives into flat memory and replayed graphs write
 without raising them; their caller must (``torch.autograd.graph.increment_version``), as ``training.TrainStep`` does.
-Frozen weights (beside adapters) exist only in fp8 after their first use: two bytes a number. FSDP fills and frees the
-same parameters again and again, so it must not remember. It may quantize weights itself and hand them over
-(``receive``), as ``distributed/fsdp_quantized.py`` does to move half the bytes.
+Frozen weights (with adapters) exist only in fp8 after their first use, in two layouts: two bytes per number. Under FSDP
+weights must not be remembered, as it refills the same parameters in each pass. FSDP may quantize weights itself and
+pass them in (``receive``), as ``distributed/fsdp_quantized.py`` does to send half the bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 @dataclass(frozen=True)
 class UnstoredNorm:
-    """RMSNorm of x (R, D), which is computed when it is quantized and never stored."""
+    """RMSNorm of x (R, D), which is computed while it is quantized, and stored only quantized."""
 
     x_RD: Tensor
     gain_D: Tensor
@@ -68,21 +68,21 @@ class QuantizedProducts(Products):
         self._weights: dict[str, Operand] = {}
         self._versions: list[tuple[Any, ...]] = []
         self.frozen = False
-        """Whether weights never change. Remembered weights then free their own memory, which nothing else reads."""
+        """Whether weights never change. The unquantized memory of remembered weights is then freed."""
         self.arrived: Arrived | None = None
-        """Gives weights that FSDP has quantized and moved; None if weights are quantized here."""
+        """Returns weights that FSDP has quantized and gathered; None if weights are quantized here."""
 
     @property
     def adds_apart(self) -> bool:  # type: ignore[override]
-        """True where cuBLASLt adds, which rounds a product first if it adds in place (``kernels/cublaslt.py``)."""
+        """True if cuBLASLt adds, which rounds a product first if it adds in place (``kernels/cublaslt.py``)."""
         return self.ranks.n_ranks == 1 and self.recipe.scaling == "tensor"
 
     def for_another_block(self) -> "QuantizedProducts":
-        """Make equal products that remember weights of their own."""
+        """Make equal products with their own memory of weights."""
         return QuantizedProducts(self.recipe, self.quantizers, self.remember, self.ranks)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle without what is remembered."""
+        """Copy and pickle without the remembered weights."""
         return QuantizedProducts, (self.recipe, self.quantizers, self.remember, self.ranks)
 
     def maxima(self, x: Tensor, kept: Mapping[str, Tensor] | None = None) -> Maxima:
@@ -182,7 +182,7 @@ class QuantizedProducts(Products):
             self._weights.clear()
 
     def receive(self, arrived: "Arrived") -> None:
-        """Read weights from this function from now on; the parameters may have no memory."""
+        """Read weights from this function from now on; the parameters need no memory then."""
         self.arrived = arrived
 
     def forward_(self, ops: BlockOps, out: Tensor, x: Operand, weight: Quantized, bias: Tensor | None = None) -> None:
@@ -262,7 +262,7 @@ class QuantizedProducts(Products):
         return Scaled(values.T, scale)
 
     def _scaled(self, x: Quantized) -> Scaled:
-        """A matrix with one scale is left to the reader to scale; several scales are applied here."""
+        """Several scales are applied here; a single scale is left for the reader to apply."""
         if self.recipe.scaling == "tensor":
             return Scaled(x.values, x.scale)
         scale = spread(x.scale, x.values.shape[1]) if self.recipe.scaling == "block" else x.scale
@@ -285,7 +285,7 @@ class QuantizedProducts(Products):
         *,
         square: bool = False,
     ) -> Operand:
-        """Quantize x; ``square``: scales by block are for 128 x 128 numbers."""
+        """Quantize x; with ``square``, each scale by block covers 128 x 128 numbers."""
         quantizers, asked = self.quantizers, dict[str, Any](rows=rows, transposed=columns)
         match self.recipe.scaling:
             case "tensor":
@@ -312,7 +312,7 @@ Arrived = Callable[[str, bool], tuple[Tensor, Tensor]]
 
 
 def _operand(found: Any, dtype: torch.dtype) -> Operand:
-    """The operand of a quantizer's result for a tensor of this dtype."""
+    """Make an operand from a quantizer's result for a tensor of this dtype."""
     rows = None if found.q is None else Quantized(found.q, found.inverse_scale, dtype)
     return Operand(rows, None if found.q_t is None else Quantized(found.q_t, found.inverse_scale_t, dtype))
 
@@ -339,6 +339,6 @@ def block_products(kernels: str, recipe: Recipe, *, remember: bool = False, rank
         return stored(ranks)
     if kernels == "reference":
         return QuantizedProducts(recipe, Quantizers(), remember, ranks)
-    from cs336_systems.blocks.fused import QUANTIZERS  # brings Triton along, which not every machine has
+    from cs336_systems.blocks.fused import QUANTIZERS  # imports Triton, which not every machine has
 
     return QuantizedProducts(recipe, QUANTIZERS, remember, ranks)

@@ -1,14 +1,14 @@
 """Multiplies two fp8 matrices: ``torch._scaled_mm`` on CUDA devices, emulated elsewhere.
 
-The emulation multiplies the same quantized values and adds them up in fp32, so a recipe can be judged without a GPU. It
-leaves out how Hopper accumulates (measured by DeepSeek-V3, arXiv 2412.19437, and SageAttention2, arXiv 2411.10958):
-32 products and the sum so far are shifted to the largest exponent among them and keep 13 bits behind its point; the
-rest is cut off, and so is the rest of the new sum. With fast accumulation this goes on for the whole product; without
-it, for 128 products at a time, whose sums are added in fp32.
+The emulation multiplies the same quantized values and accumulates in fp32, so a recipe can be judged without a GPU. It
+does not model how Hopper accumulates (measured by DeepSeek-V3, arXiv 2412.19437, and SageAttention2, arXiv 2411.10958):
+32 products and the sum so far are aligned to their largest exponent and truncated to 13 fractional bits, and the new
+sum is truncated, too. With fast accumulation the whole dot product is summed this way; without it, 128 products at a
+time, whose sums are added in fp32.
 
-A bias is added before the product is rounded, with scales by block afterwards. A sum with an addend is rounded once. On
-CUDA devices the product is also rounded before the sum if the addend is the output (``kernels/cublaslt.py``), or with
-scales by row or block, because ``_scaled_mm`` takes no addend.
+A bias is added before the product is rounded, but after rounding with scales by block. A sum with an addend is rounded
+once. On CUDA devices the product is also rounded before the sum if the addend is the output (``kernels/cublaslt.py``),
+or with scales by row or block, because ``_scaled_mm`` takes no addend.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from cs336_systems.kernels.matmul import multiply_scaled_
 
 @dataclass(frozen=True)
 class Quantized:
-    """A matrix (M, K): fp8 values and the scales to multiply them by."""
+    """A matrix (M, K): fp8 values and the scales by which to multiply them."""
 
     values: Tensor
     scale: Tensor

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 APART = ("q", "keys_values")
-"""Two projections, with results (R, H E) and (R, 2 K E), in place of ``qkv``."""
+"""Two projections, with results (R, H E) and (R, 2 K E), instead of ``qkv``."""
 
 
 def low_rank_name(name: str) -> str:
-    """The name of h of a matrix's adapter, (R, n r), which is kept beside the tensors of ``costs.kept.KEPT``."""
+    """The name of a matrix's adapter's h, (R, n r), which is kept besides the tensors of ``costs.kept.KEPT``."""
     return f"{name}_h"
 
 
@@ -22,8 +22,8 @@ class Saved:
     """Tensors by their names in ``costs.kept.KEPT``, in ``APART``, or as ``low_rank_name`` gives them.
 
     Args:
-        names: of those to keep; a forward after which no backward comes keeps none.
-        places: memory for some of them, shaped as they are; for the rest, torch's.
+        names: the tensors to keep; none for a forward without a backward.
+        places: memory for some of them, in their shapes; the others get new memory.
     """
 
     def __init__(self, names: Iterable[str], places: Mapping[str, Tensor] | None = None) -> None:
@@ -37,7 +37,7 @@ class Saved:
         return ("qkv",) if self.names.isdisjoint(APART) else APART
 
     def keep(self, **tensors: Tensor) -> None:
-        """Keep those tensors that are to be kept, each at its place if it has one."""
+        """Keep those tensors that are in ``names``, each in its memory from ``places`` if there is one."""
         self.tensors |= {name: self._placed(name, tensor) for name, tensor in tensors.items() if name in self.names}
 
     def _placed(self, name: str, tensor: Tensor) -> Tensor:

@@ -30,14 +30,14 @@ class Stages:
     cos: Tensor
     sin: Tensor
     places: Mapping[str, Tensor]
-    """Memory for results of products, by the names of ``Saved``."""
+    """The caller's memory for results of products, by the names of ``Saved``."""
     starts: Tensor | None
     """The first position of each token's document, (B, S) int32, if several share a sequence."""
     low_rank: dict[str, Tensor] = field(default_factory=dict)
-    """Adapters' h by the names in ``Saved``: those that forward kept; others are added when they are computed."""
+    """Adapters' h by the names in ``Saved``: those that forward kept, and others once they are computed."""
 
     def place(self, name: str, like: Tensor, width: int) -> Tensor:
-        """Memory for a result of a product: the caller's, or new."""
+        """Memory for the result of a product: the caller's if given, else new."""
         if name in self.places:
             return self.places[name]
         return like.new_empty(like.shape[0] * self.products.ranks.n_ranks, width)
@@ -49,7 +49,7 @@ class Stages:
         return self.products.read_weight(name, getattr(self.weights, name), columns=True).columns
 
     def read(self, name: str, x: Any, *, rows: bool = True, columns: bool = True) -> Operand:
-        """An activation as products read it, by its name in ``Saved``."""
+        """An activation as an operand of products, by its name in ``Saved``."""
         return self.products.read(name, x, self.maxima, rows=rows, columns=columns)
 
     def adapter(self, name: str) -> Adapter | None:
@@ -57,7 +57,7 @@ class Stages:
         if name in APART:
             if (whole := self.adapter("qkv")) is None:
                 return None
-            ends = whole.b.shape[1], self.config.d_query, 1  # where q's share ends
+            ends = whole.b.shape[1], self.config.d_query, 1  # where q's rows end
             rows_a, rows_b, parts = (slice(end) if name == "q" else slice(end, None) for end in ends)
             return replace(whole, a=whole.a[rows_a], b=whole.b[rows_b], widths=whole.widths[parts])
         a, b = (getattr(self.weights, f"{name}_{each}") for each in "ab")
@@ -68,7 +68,7 @@ class Stages:
         return Adapter(a, b, widths.get(name, (config.d_model,)), self.weights.adapter_scale)
 
     def addition(self, name: str, x_RK: Operand) -> LowRank | None:
-        """The term that the matrix's adapter, if it has one, adds to the product of operand and matrix."""
+        """The term that the matrix's adapter, if there is one, adds to the product of operand and matrix."""
         if (adapter := self.adapter(name)) is None:
             return None
         kept = low_rank_name(name)
@@ -97,15 +97,15 @@ class Stages:
         return gain, self.config.rms_norm_eps, self.maxima.raised(f"normed{number}")
 
     def norm(self, number: int, x_RD: Tensor, rstd_R: Tensor | None = None) -> tuple[Any, Tensor]:
-        """The block's first or second norm of x, to be read, and its rstd, which may be given."""
+        """(The block's first or second norm of x as an operand, rstd); a known rstd may be given."""
         return self.products.norm(self.ops, x_RD, *self._norm(number), rstd_R)
 
     def n_heads(self, name: str) -> tuple[int, int]:
-        """Numbers of query heads and of key/value heads in the projection of this name."""
+        """The numbers of query heads and key/value heads in the projection of this name."""
         return 0 if name == "keys_values" else self.config.n_heads, 0 if name == "q" else self.config.kv_heads
 
     def project(self, name: str, x_RD: Tensor, normed1_RD: Operand) -> Tensor:
-        """q | k | v (R, P), or the one in ``APART`` with this name; rotated, unless q and k have norms."""
+        """q | k | v (R, P), or the projection in ``APART`` of this name; rotated, unless q and k have norms."""
         weight, bias, (n_heads, n_kv_heads) = self.rows_of("qkv"), self.weights.qkv_bias, self.n_heads(name)
         if name in APART:
             rows = slice(self.config.d_query) if name == "q" else slice(self.config.d_query, None)
@@ -118,7 +118,7 @@ class Stages:
         return out
 
     def norm_rotate_backward_(self, dqkv: Tensor, projected: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The gradients of both gains. In dqkv, the gradient of q | k becomes that before norm and rotation."""
+        """The gradients of both gains. In dqkv, replace the gradient of q | k by the one before norm and rotation."""
         parts = zip(dqkv.split([rows.shape[1] for rows in projected.values()], dim=1), projected.items(), strict=True)
         dgains = [
             self.ops.norm_rotate_backward_(part, rows, *self._qk_norms, *self.n_heads(name))
@@ -164,7 +164,7 @@ class Stages:
 
     @property
     def documents(self) -> dict[str, Tensor]:
-        """``starts`` as an argument of attention; not every attention takes it."""
+        """``starts`` as a keyword argument, only if given: not every attention takes it."""
         return {} if self.starts is None else {"starts": self.starts}
 
     def attend(self, projected: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -173,7 +173,7 @@ class Stages:
         return o_BHSE.transpose(1, 2).reshape(-1, self.config.d_query), lse
 
     def add(self, x_RD: Tensor, attended_RD: Tensor) -> tuple[Tensor, Any, Tensor]:
-        """The residual stream after attention, its norm, to be read, and the norm's rstd."""
+        """(The residual stream after attention, its norm as an operand, the norm's rstd)."""
         attended = self.read("attended", attended_RD, columns=False)
         branch = self.products.sum_forward(self.ops, attended, self.rows_of("output"))
         self.adapt_("output", branch, attended)
@@ -189,7 +189,7 @@ class Stages:
         return gate_up
 
     def feed(self, x_RD: Tensor, normed2_RD: Operand) -> tuple[Tensor, Tensor]:
-        """gate | up, and its SwiGLU."""
+        """(gate | up, its SwiGLU)."""
         gate_up, weight = self.place("gate_up", x_RD, self.weights.gate_up.shape[0]), self.rows_of("gate_up")
         how = self.maxima, self.addition("gate_up", normed2_RD)
         return gate_up, self.products.swiglu_forward_(self.ops, gate_up, normed2_RD, weight, *how)

@@ -1,4 +1,4 @@
-"""Writes the gradients of a block's weights in its backward, or leaves those of matrices for later."""
+"""Writes the gradients of a block's weights in its backward, or defers those of matrices."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from cs336_systems.blocks.weights import BlockGradients
 from cs336_systems.kernels.lora_reference import LowRank
 
 Later = list[Callable[[BlockGradients, bool], None]]
-"""Functions that compute gradients of matrices: each takes where they go, and whether to add to what is there."""
+"""Functions that compute gradients of matrices, given their memory and whether to accumulate into it."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class GradientWriter:
         return any(getattr(self.gradients, each) is not None for each in (name, f"{name}_a", f"{name}_b"))
 
     def adapter(self, name: str, dy_RN: Operand, x_RM: Operand, low: LowRank | None) -> None:
-        """Write the gradients of the matrix's adapter, if it has one; ``low`` is what
-        ``Stages.addition_backward`` gives."""
+        """Write the gradients of the matrix's adapter, if it has one; ``low`` is the result of
+        ``Stages.addition_backward``."""
         adapter = self.stages.adapter(name)
         if adapter is None or low is None:
             return

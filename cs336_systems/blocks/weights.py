@@ -1,10 +1,10 @@
 """A block's weights as its matrix products read them: q, k, v in one matrix, gate and up in another.
 
-The reference block's parameters stay what they are, by name and shape, in state dicts, optimizers and checkpoints.
-``merge_`` lays those that are multiplied together one after the other in one memory; ``BlockWeights.of`` then sees the
-whole matrix there without a copy. FSDP and sharded optimizers, which move parameters, keep such neighbours together
-(``distributed/buckets.py``). Parameters that are no longer adjacent are copied together while a block runs: correct, at
-the cost of reading and writing them once.
+The reference block's parameters keep their names and shapes in state dicts, optimizers and checkpoints. ``merge_`` puts
+those that are multiplied together one after the other in one storage; ``BlockWeights.of`` then views the whole matrix
+without a copy. FSDP and sharded optimizers, which move parameters, keep such neighbours together
+(``distributed/buckets.py``). Parameters that are no longer adjacent are copied together while a block runs, which is
+correct, but reads and writes them once more.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,12 +31,12 @@ PARTS |= {
     for name in ADAPTED
     for letter in "AB"
 }
-"""The parameters of a block that each weight holds, from its first row on: the reference block's, and adapters'."""
+"""The parameters of a block whose rows, in order, are each weight's: those of the reference block and of adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Optional:
-    """The weights that not every block has, or their gradients. P = (H + 2 K) E is the width of q | k | v."""
+    """The weights that only some blocks have, or their gradients. P = (H + 2 K) E is the width of q | k | v."""
 
     qkv_bias: Tensor | None = None
     """(P,)"""
@@ -83,14 +83,14 @@ class BlockWeights(_Optional):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor], adapter_scale: float = 0.0) -> "BlockWeights":
-        """Make weights of a block's parameters: views where they lie one after the other, else copies."""
+        """Make weights from a block's parameters: views if these are adjacent in memory, else copies."""
         held = {name: merged([parameters[part].detach() for part in parts]) for name, parts in _held(parameters)}
         return cls(**held, adapter_scale=adapter_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockGradients(_Optional):
-    """Memory into which backward writes the gradients of ``BlockWeights``; None for those that nobody wants."""
+    """Memory into which backward writes the gradients of ``BlockWeights``; None for gradients that are not needed."""
 
     ln1: Tensor | None = None
     qkv: Tensor | None = None
@@ -103,10 +103,10 @@ class BlockGradients(_Optional):
     def empty(
         cls, parameters: Mapping[str, Tensor], wanted: Iterable[str], *, vectors_only: bool = False
     ) -> "BlockGradients":
-        """Memory for those that hold one of the wanted parameters, which the first backward overwrites.
+        """Memory for the gradients of weights with a wanted parameter, which the first backward overwrites.
 
         Args:
-            vectors_only: give memory to gains and biases alone; matrices are on ``meta``.
+            vectors_only: allocate memory only for gains and biases; matrices are on ``meta``.
         """
         wanted = frozenset(wanted)
         found: dict[str, Tensor] = {}
@@ -115,16 +115,16 @@ class BlockGradients(_Optional):
             if not wanted.isdisjoint(parts):
                 shape = sum(_rows(parameters, parts)), *first.shape[1:]
                 if vectors_only and first.dim() > 1:
-                    found[name] = first.new_empty((), device="meta").expand(shape)  # a dry run counts what is on meta
+                    found[name] = first.new_empty((), device="meta").expand(shape)  # a dry run counts tensors on meta
                 else:
                     found[name] = first.new_empty(shape)
         return cls(**found)
 
     @classmethod
     def there(cls, gradients: Mapping[str, Tensor]) -> "BlockGradients | None":
-        """The gradients of some parameters, to be added to where they are; None if backward cannot write there.
+        """The gradients of some parameters, to be accumulated in place; None if backward cannot write there.
 
-        It cannot where those of parameters that are multiplied together do not lie one after the other.
+        It cannot if the gradients of parameters that are multiplied together are not adjacent in memory.
         """
         found: dict[str, Tensor] = {}
         for name, parts in PARTS.items():
@@ -155,16 +155,16 @@ def _rows(parameters: Mapping[str, Tensor], parts: Iterable[str]) -> list[int]:
 
 
 def merged(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of all parts: one tensor that views them if they lie one after the other in one memory, else a copy.
+    """The rows of all parts in one tensor: a view if they are adjacent in one storage, else a copy.
 
-    Of parts that have no memory, one on ``meta``.
+    If the parts have no memory, the result is on ``meta``.
     """
     whole = adjacent(parts)
     return torch.cat(list(parts)) if whole is None else whole
 
 
 def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
-    """``merged`` of parts that lie one after the other, else None."""
+    """``merged`` of parts that are adjacent in memory, else None."""
     first = parts[0]
     if len(parts) == 1 and first.is_contiguous():
         return first
@@ -174,16 +174,16 @@ def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
             return None
         end += part.numel()
     shape = sum(part.shape[0] for part in parts), *first.shape[1:]
-    if not first.untyped_storage().nbytes():  # what stands for weights that are elsewhere
+    if not first.untyped_storage().nbytes():  # a placeholder for weights that are elsewhere
         return first.new_empty(shape, device="meta")
     return first.as_strided(shape, first.stride(), first.storage_offset())
 
 
 @torch.no_grad()
 def merge_(block: nn.Module) -> None:
-    """Lay the parameters that are multiplied together into one memory; values, names and objects stay.
+    """Move parameters that are multiplied together into one storage; values, names and objects stay the same.
 
-    Those on ``meta`` share a storage without memory, so that who gives them memory can tell; merge after ``to_empty``.
+    Those on ``meta`` share a storage without memory, which shows that they belong together; merge after ``to_empty``.
     """
     parameters = dict(block.named_parameters())
     for _, parts in _held(parameters):
