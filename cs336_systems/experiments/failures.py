@@ -219,7 +219,7 @@ RUNS = ResultTable(
             "healed",
             ".2f",
             spread=True,
-            note="from the kill until the restarted replica had the others' state",
+            note="from the kill until the restarted replica had its state",
         ),
         Column("its state took s", "took", ".2f", optional=True, note="time to receive it, while the others trained"),
         Column("their step s", "beside", ".2f", optional=True, note="the others' longest step meanwhile"),

@@ -146,7 +146,7 @@ SHARES = ResultTable(
     always=("size", "compile"),
     columns=(
         Column("step ms", "step", spread=True, rank=MAIN, note="without profiler"),
-        Column("busy ms", "busy", note="time in which operators run"),
+        Column("busy ms", "busy", note="operators run"),
         *(Column(f"{name}: % of time", partial(_share, name, "time"), ".1f") for name in costs.FAMILIES),
         *(Column(f"{name}: % of FLOPs", partial(_share, name, "flops"), ".2f", rank=2) for name in costs.FAMILIES),
     ),

@@ -184,7 +184,7 @@ FULLY_SHARDED = ResultTable(
     labels={"batch_size": "batch per rank", "world_size": "ranks", "fsdp": "implementation"},
     columns=(
         Column("step ms", "step", spread=True, rank=MAIN),
-        Column("/ FSDP2", _over_fsdp2, ".3f", rank=0, note="median step time / the fastest FSDP2's, per repeat"),
+        Column("/ FSDP2", _over_fsdp2, ".3f", rank=0, note="step / the fastest FSDP2's, per repeat"),
         Column(
             "loss off %",
             "loss_error",
@@ -208,14 +208,14 @@ FULLY_SHARDED = ResultTable(
             note="parameters, gradients and optimizer state of the rank with most, minus predicted",
         ),
         Column("peak GiB", "peak_memory"),
-        Column("predicted GiB", "predicted_peak", rank=2, optional=True, note="predicted peak memory"),
+        Column("predicted GiB", "predicted_peak", rank=2, optional=True, note="the peak"),
         Column("MHz", "sm_mhz", ".0f", rank=2, optional=True, note="clock of rank 0's GPU in the timed steps"),
-        Column("W", "power_w", ".0f", rank=2, optional=True, note="power of rank 0's GPU"),
+        Column("W", "power_w", ".0f", rank=2, optional=True, note="its power"),
         Column("sent MiB", "sent_per_rank", rank=2, note=SENT),
         Column("predicted MiB", "predicted_sent", rank=3),
         Column("gathers", "gathers", ".0f", rank=3),
-        Column("late", "late_gathers", ".0f", rank=2, note="gathers that were not complete when needed"),
-        Column("waited ms", "gather_wait", ".3f", spread=True, rank=2, note="time waited for all gathers of a step"),
+        Column("late", "late_gathers", ".0f", rank=2, note="gathers not complete when needed"),
+        Column("waited ms", "gather_wait", ".3f", spread=True, rank=2, note="for all gathers of a step"),
     ),
 )
 """One line per cell: step times, states and peak, communication and waits for weights."""

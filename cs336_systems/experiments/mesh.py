@@ -240,7 +240,7 @@ MESH = ResultTable(
     },
     columns=(
         Column("step ms", "step", spread=True, rank=MAIN),
-        Column("predicted ms", predicted_ms, optional=True, note="step time, from costs/parallelism/seconds.py"),
+        Column("predicted ms", predicted_ms, optional=True, note="the step, from costs/parallelism/seconds.py"),
         Column("forward ms", "forward", rank=3),
         Column("backward ms", "backward", rank=3),
         Column("passes ms", "passes", rank=3, optional=True, note="forward and backward of all micro-batches"),
@@ -257,16 +257,16 @@ MESH = ResultTable(
             ".1f",
             rank=2,
             optional=True,
-            note="share of communication that overlaps with other kernels",
+            note="communication overlapped with other kernels",
         ),
-        Column("waited ms", "waited", ".2f", rank=2, optional=True, note="time in which only communication runs"),
+        Column("waited ms", "waited", ".2f", rank=2, optional=True, note="only communication runs"),
         Column("collectives", "collectives", ".0f", rank=3),
         Column(
             "messages MiB", "messages", note="outputs of gathers and reduce-scatters, inputs of all-reduces and sends"
         ),
         Column("predicted MiB", "predicted_messages", rank=3, note="predicted messages MiB"),
         Column("peak GiB", "peak_memory"),
-        Column("predicted GiB", "predicted_peak", rank=2, note="predicted peak memory"),
+        Column("predicted GiB", "predicted_peak", rank=2, note="the peak"),
     ),
 )
 """One line per cell: times, throughput and scaling from one rank, communication, memory."""

@@ -43,7 +43,7 @@ _COLLECTIVES = {
 SENT = "per rank and step, over a ring"
 """Note of a column of ``sent_metric``."""
 
-SCALING = "tokens/s / (ranks x the tokens/s of one rank on the same host and commit)"
+SCALING = "tokens/s / (ranks x tokens/s of one rank, same host and commit)"
 """Note of a column of ``scaling``."""
 
 

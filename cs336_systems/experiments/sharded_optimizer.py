@@ -235,7 +235,7 @@ TIMES = ResultTable(
             ".3f",
             rank=0,
             optional=True,
-            note="median step time / replicated, per repeat",
+            note="median step, per repeat",
         ),
         Column(
             "GiB per link",

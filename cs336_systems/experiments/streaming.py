@@ -252,7 +252,7 @@ STREAMING_TABLE = ResultTable(
     },
     columns=(
         Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN, optional=True),
-        Column("simulated", "simulated_tokens_per_s", ",.0f", rank=MAIN, note="simulated tokens/s"),
+        Column("simulated", "simulated_tokens_per_s", ",.0f", rank=MAIN, note="tokens/s"),
         Column(
             "sim / measured", "simulated_over_measured", ".3f", note="simulated / measured step time", optional=True
         ),
@@ -266,15 +266,11 @@ STREAMING_TABLE = ResultTable(
             partial(_share, "link_in"),
             ".0f",
             rank=2,
-            note="share of the step in which the link to the device is busy",
+            note="of the step the link to the device is busy",
         ),
-        Column(
-            "out %", partial(_share, "link_out"), ".0f", rank=2, note="share in which the link from the device is busy"
-        ),
-        Column(
-            "idle %", partial(_share, "compute_idle"), ".1f", rank=2, note="share of the step in which no kernel runs"
-        ),
-        Column("again %", partial(_share, "recompute"), ".1f", rank=2, note="share of the step spent on recomputation"),
+        Column("out %", partial(_share, "link_out"), ".0f", rank=2, note="the same for the link from the device"),
+        Column("idle %", partial(_share, "compute_idle"), ".1f", rank=2, note="of the step no kernel runs"),
+        Column("again %", partial(_share, "recompute"), ".1f", rank=2, note="of the step, recomputation"),
         Column("in use GiB", "device_in_use", ".2f", note="device memory", optional=True, little=True),
         Column(
             "on the host GiB",
