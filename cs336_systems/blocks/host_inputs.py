@@ -2,7 +2,7 @@
 
     inputs = HostInputs(n_blocks)
     away = inputs.send(x)                # in forward: the copy overlaps with the block
-        x = away.fetch()                     # in backward: unchanged; also starts to fetch the previous block's input
+    x = away.fetch()                     # in backward: unchanged; also starts to fetch the previous block's input
 
 With ``keep="input"``, activation memory is then independent of depth, apart from the statistics of norms. It costs no
 time if a block's forward takes at least as long as the copy of its input: 2 P operations a token against 2 d_model

@@ -2,7 +2,7 @@
 
     with BackgroundSaver(folder, model, optimizer, keep_last=2) as saver:
         saver.reserve(budget_bytes)              # after the first step: allocates host memory for copies in a thread
-            saver.save(step, extra={"loader": ...})  # waits for the previous save, then copies
+        saver.save(step, extra={"loader": ...})  # waits for the previous save, then copies
         for saved in saver.finished(): ...       # how saves ended since the last call
         for saved in saver.wait(): ...
 
