@@ -7,39 +7,39 @@ Formula (Loshchilov & Hutter 2019, algorithm 2, as in ``training/optimizer.py``)
     v = beta2 v + (1 - beta2) g^2
     p = (1 - lr weight_decay) p - lr / (1 - beta1^t)  m / (sqrt(v / (1 - beta2^t)) + eps)
 
-in fp32, whatever the tensors hold; p is updated by m and v as they are before they are rounded. Where a bf16 parameter
-has a master in fp32, it is the master that is read and updated, and the parameter is what the master rounds to.
+in fp32, whatever the tensors' dtypes; p is updated with m and v before these are rounded. If a bf16 parameter has an
+fp32 master, the master is read and updated, and the parameter becomes the rounded master.
 
-Rounding to bf16. Neighbouring numbers differ by 1/256 to 1/128 of themselves. An update of a weight below half of that
-is always lost if rounded to nearest, and v can never fall: 1 - beta2 = 0.001 is less than half of 1/256. So whatever is
-bf16, weights without masters and both moments, is rounded stochastically: up with the probability of its place between
-its neighbours, which is right on average (Gupta et al. 2015; for Adam's weights Ozkara et al. 2025, arXiv 2502.20566;
-that averages over many steps stop moving when rounded to nearest: Topollai & Choromanska 2026, arXiv 2603.16731).
-Adding 16 random bits below the bits of a bf16 within an fp32 and cutting off does that exactly, and leaves what is a
-bf16 already where it is. fp32 tensors are never rounded so.
+Rounding to bf16. Neighbouring bf16 numbers differ by 1/256 to 1/128 of their size. A smaller update than half of that
+is always lost by rounding to nearest, and v can never fall: 1 - beta2 = 0.001 is less than half of 1/256. So bf16
+weights without masters and bf16 moments are rounded stochastically: up with a probability equal to the position between
+the two neighbours, so that the mean is right (Gupta et al. 2015; for Adam's weights Ozkara et al. 2025, arXiv
+2502.20566; moving averages rounded to nearest stop moving: Topollai & Choromanska 2026, arXiv 2603.16731). Adding 16
+random bits to the low half of the fp32 number and truncating does exactly this, and leaves numbers that are bf16
+already unchanged. fp32 tensors are never rounded this way.
 
 Random bits. Philox-4x32 (Salmon et al. 2011) with 7 rounds, the fewest that pass BigCrush there; key: the seed;
-counter: (element's pair, 64 bits; step; tensor's number). Its 128 bits serve the three roundings of two elements. The
-element is counted in the whole tensor, of which what is here may be a shard that begins at ``offset``: so neither
-shards, alignment, chunks nor the order of programs change a bit.
+counter: (element's pair, 64 bits; step; tensor's number). Its 128 bits are used for the three roundings of two
+elements. Elements are counted in the whole tensor, also if this one is a shard that begins at ``offset``: so no bit
+depends on sharding, alignment, chunks or the order of programs.
 
 How. Two launches, for any number of tensors of one combination of dtypes (``tensor_table.py``). The first, one lane per
-tensor, counts the step and computes its coefficients in fp64: steps are counted on the device, as only there it is
-known whether one is skipped. Hyperparameters lie on the device too, and later ones are copied to the same place. So a
-CUDA graph may hold both launches while a schedule changes the learning rate. In the second each program updates a chunk
-of one tensor; it begins while the first still runs, and waits for its end (``gdc_wait``) before it reads what that one
-writes. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go element
-by element, with as many bits of Philox for one element as for two otherwise.
+tensor, counts the step and computes its coefficients in fp64: steps are counted on the device, because only the device
+knows whether one is skipped. Hyperparameters are in device memory too, and are updated in place, so a CUDA graph may
+contain both launches while a schedule changes the learning rate. In the second launch each program updates a chunk of
+one tensor; it begins while the first still runs, and waits for its end (``gdc_wait``) before it reads its results.
+Whole blocks of aligned tensors are read in 16 bytes per thread; ends, and tensors that are not aligned, element by
+element, each with as many Philox bits as two elements use otherwise.
 
 A scale that is not finite skips the step: p, m, v and t stay. The host never waits.
 
-Traffic per element: reads p, m, v, g and writes p, m, v: 14 bytes where all are bf16, 28 where all are fp32. A master
-adds 6: it is read and written in p's place, and p written. A whole block of bf16 takes 66 instructions per element
+Traffic per element: reads p, m, v, g and writes p, m, v: 14 bytes if all are bf16, 28 if all are fp32. A master adds 6:
+it is read and written instead of p, and p is written, too. A whole block of bf16 takes 66 instructions per element
 (counted in SASS), 35 of them for random bits and rounding; in the time of 16 bytes at 4.3 TB/s an H200 can issue about
 110.
 
-Limits: dense tensors whose moments and gradients lie as they do in memory; tensors must not overlap. ``sqrt`` and the
-division are the approximate ones of the hardware, within 2 ulp, and flush denormals of fp32.
+Limits: dense tensors, whose moments and gradients have the same memory layout; tensors must not overlap. ``sqrt`` and
+the division are the hardware's approximate ones, within 2 ulp, and flush fp32 denormals.
 """
 
 from collections.abc import Sequence
@@ -161,7 +161,7 @@ def update_block(
     """
     beta1, rest1, beta2, rest2, root_correction, eps, decay, step_size = own
     g = tl.load(g_at, mask=inside).to(tl.float32) * scale
-    # A sum of two products takes one of them in unrounded; left to the compiler, blocks and ends choose differently.
+    # Of a sum of two products the FMA leaves one unrounded; the compiler would choose differently in blocks and ends.
     m = tl.fma(tl.load(m_at, mask=inside).to(tl.float32), beta1, g * rest1)
     v = tl.fma(tl.load(v_at, mask=inside).to(tl.float32), beta2, g * g * rest2)
     change = step_size * (m / tl.fma(tl.sqrt(v), root_correction, eps))
@@ -236,15 +236,15 @@ def adamw_(updates: Sequence[Update], scale: Tensor | None = None, *, table: Upd
     """One step of AdamW in place: parameters, moments and steps.
 
     Args:
-        updates: whose dtypes agree; two launches for all of them.
-        scale: one element of fp32 or bf16 on the device, by which gradients are multiplied; where it is not finite
+        updates: tensors with the same combination of dtypes; two launches for all of them.
+        scale: one element of fp32 or bf16 on the device, by which gradients are multiplied; if it is not finite,
             nothing is updated and no step is counted; 1 if None.
-        table: for a caller who comes again with the same tensors.
+        table: kept between calls by callers that pass the same tensors again.
 
     Raises:
         ValueError: dtypes differ among updates or are neither bf16 nor fp32, layouts or devices differ within one, the
             scale is not one element there, or Triton does not run there; the message names the tensor's number.
-        RuntimeError: what the table holds changed while a CUDA graph is captured.
+        RuntimeError: the table's contents changed while a CUDA graph is captured.
     """
     if not updates:
         return

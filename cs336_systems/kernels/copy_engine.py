@@ -1,18 +1,18 @@
-"""Tiles that Hopper's copy engine moves: descriptors of tensors, and rings of tiles in shared memory.
+"""Tiles that Hopper's copy engine (TMA) moves: descriptors of tensors, and rings of tiles in shared memory.
 
-A descriptor says where a tensor lies, in up to five dimensions with strides of whole 16 bytes, and which box of it one
-copy moves. Boxes that reach past an end are filled with zeros on the way in and cut on the way out: no kernel checks
-rows or columns of such copies.
+A descriptor holds a tensor's address, up to five dimensions, strides of whole 16 bytes, and the box that one copy
+moves. Parts of a box beyond the tensor's end are loaded as zeros and not stored, so no kernel checks rows or columns of
+such copies.
 
-A ``Ring`` is how tiles travel from the producer warp to the consumers. Each of its ``STAGES`` slots has two mbarriers:
+A ``Ring`` passes tiles from the producer warp to the consumers. Each of its ``STAGES`` slots has two mbarriers:
 
-    full     completed by the copy engine when the bytes it was told to expect have landed
-    empty    completed when every consumer that reads it has arrived, each once, after its last read
+    full     completed by the copy engine when the expected number of bytes has arrived
+    empty    completed when every consumer that reads the slot has arrived, each once, after its last read
 
-Both count steps: step s lives in slot s % STAGES, in the (s // STAGES)-th turn of that slot. An mbarrier has one bit of
-memory: waiting for parity p returns once the phase of that parity is complete, and a fresh barrier counts as having
-completed parity 1. So consumers of turn t wait on ``full`` for parity t & 1, the producer waits on ``empty`` for parity
-(t & 1) ^ 1, and passes at once in turn 0.
+Both count steps: step s uses slot s % STAGES, in the (s // STAGES)-th turn of that slot. An mbarrier stores one parity
+bit: waiting for parity p returns once the phase of that parity is complete, and a new barrier counts as having
+completed parity 1. So consumers of turn t wait on ``full`` for parity t & 1, and the producer waits on ``empty`` for
+parity (t & 1) ^ 1, which returns at once in turn 0.
 """
 
 from typing import Any, dataclass_transform

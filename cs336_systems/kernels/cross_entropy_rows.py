@@ -1,4 +1,4 @@
-"""The rows of a chunk of logits, each turned into its loss, its log-sum-exp and its gradient where it lies.
+"""Loss, log-sum-exp and gradient of each row of a chunk of logits; the gradient overwrites the logits.
 
 Formula, for logits (C, V), targets (C), n the number of targets that count and a scale of 1/n:
 
@@ -6,9 +6,9 @@ Formula, for logits (C, V), targets (C), n the number of targets that count and 
     losses[t]      = lse[t] - logits[t, targets[t]] + z_loss lse[t]^2        0 where the target does not count
     dlogits[t, v]  = scale (exp(logits[t, v] - lse[t]) (1 + 2 z_loss lse[t]) - [v = targets[t]])
 
-Method. A program per row reads the row twice: once for maximum and sum, and backwards for the gradient, so that what
-was read last, and is likely to be in the caches still, comes first. At 151,936 words in bf16 one row is in work on a
-multiprocessor (1,024 threads of 64 registers each): 40 MB on an H200, whose L2 holds 50.
+Method. A program per row reads the row twice: once for maximum and sum, and then from its end to its beginning for the
+gradient, so that the part read last, which the caches most likely still hold, comes first. At 151,936 words in bf16 a
+multiprocessor works on one row at a time (1,024 threads of 64 registers each): 40 MB on an H200, whose L2 holds 50.
 
 Traffic: logits read and written once, if caches serve the second reading; 20 GB at 32,768 x 151,936 in bf16, 5 ms at
 4.3 TB/s. It takes 6.2 ms there on an H200 (LOG.md).
@@ -25,8 +25,8 @@ from cs336_systems.kernels.linear_cross_entropy import IGNORED, agree_, own_plac
 from cs336_systems.model.tensor_ranks import TensorRanks
 
 LONG_ROW = 2**15
-"""A row of so many words or more gets 32 warps instead of 8, and a multiprocessor for itself: then few long rows are in
-work, which the caches can keep. 4,096 rows of 151,936 words take 0.78 ms so, and 0.85 with two on a multiprocessor."""
+"""A row of at least this many words gets 32 warps instead of 8, and a multiprocessor for itself; caches then hold all
+rows in progress. 4,096 rows of 151,936 words take 0.78 ms this way, and 0.85 with two on a multiprocessor."""
 LONG_ROW_REGISTERS = 64
 """Registers per thread, with which 1,024 threads fill a multiprocessor."""
 SCALE_BLOCK = 4096
@@ -43,7 +43,7 @@ def cross_entropy_rows_kernel(
     """Program i: losses[i] and lses[i] of row i of logits, and its gradient times scale[0] in its place.
 
     Rows begin at multiples of ``stride``; between ``n_words`` and ``stride`` they are -inf. With KNOWN, losses and
-    lses are there already, of a vocabulary of which the row has a part, and targets may be outside of it.
+    lses are inputs, over a vocabulary of which the row has a part, and targets may be outside of that part.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0)
@@ -76,7 +76,7 @@ def cross_entropy_rows_kernel(
         tl.store(losses + row, tl.where(counts, lse - target_logit + z_loss * lse * lse, 0.0))
 
     if GRADIENT:
-        tl.debug_barrier()  # every thread has read the target's logit, over which one of them will write
+        tl.debug_barrier()  # every thread has read the target's logit, which one of them will overwrite
         one = tl.load(scale) if KNOWN else tl.where(exists, tl.load(scale), float("nan"))
         factor = tl.where(counts, one * (1.0 + 2.0 * z_loss * lse) / total, 0.0)
         for i in range(0, n_blocks):
@@ -102,7 +102,7 @@ def launch_rows(
     """Fill fp32 losses and lse of a chunk; with ``gradient``, logits become their gradient times ``scale`` (1,).
 
     Args:
-        known: losses and lse are there already; targets may be ``linear_cross_entropy.ELSEWHERE``.
+        known: losses and lse are inputs; targets may be ``linear_cross_entropy.ELSEWHERE``.
     """
     stride, n_words = logits_CV.stride(0), logits_CV.shape[1]
     vector = 16 // logits_CV.itemsize
@@ -142,7 +142,7 @@ def launch_rows_of_ranks(
 
 @triton.jit
 def scale_kernel(x, factor, out, n_elements, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """out = x times the one factor, or, with ADD, that and what out was."""
+    """out = x times the one factor; with ADD, out += that."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n_elements
     scaled = tl.load(x + at, mask=inside).to(tl.float32) * tl.load(factor)

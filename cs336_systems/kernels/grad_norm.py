@@ -1,12 +1,12 @@
-"""The L2 norm of many tensors together, which stays on the device, as clipping by it asks (``training/clipping.py``).
+"""The joint L2 norm of many tensors; the result stays on the device, as clipping needs (``training/clipping.py``).
 
     norm  = sqrt(sum_t sum_i t[i]^2)
 
-How. Two launches for any number of tensors, of either dtype. A program sums the squares of a chunk of one tensor
-(``tensor_table.py``) in fp32, each lane its own elements and then the lanes in pairs, and writes one fp32 partial sum;
-a single program, launched meanwhile and waiting for the last of them, adds the partial sums in fp64, in a fixed order,
-and takes the root. So the result is the same bits every time. NaN and inf anywhere
-give a norm of NaN or inf. With AdamW's ``grad_scale`` gradients are never written back.
+How. Two launches for any number of tensors, of either dtype. In the first, a program sums the squares of a chunk of one
+tensor (``tensor_table.py``) in fp32, each lane its own elements and then the lanes in pairs, and writes one fp32
+partial sum. The second is a single program, which overlaps the first and waits for its end; it adds the partial sums in
+fp64, in a fixed order, and takes the root. So the result has the same bits every time. Any NaN or inf gives a norm of
+NaN or inf. With AdamW's ``grad_scale`` gradients are never written back.
 
 Traffic: every tensor once, and 4 bytes per 65,536 elements twice.
 
@@ -90,8 +90,8 @@ def grad_norm(tensors: Sequence[Tensor], table: TensorTable | None = None) -> Te
 
     Args:
         tensors: bf16 or fp32, any sizes, dense in memory; at least one, all on one device.
-        table: from ``norm_table``, for a caller who comes again with the same tensors: their addresses are then
-            copied to the device once.
+        table: from ``norm_table``, kept between calls with the same tensors: their addresses are then copied to the
+            device once.
 
     Raises:
         ValueError: there are no tensors, or one is of another dtype, on another device, not dense, or where Triton

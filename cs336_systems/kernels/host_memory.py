@@ -1,31 +1,31 @@
 """Host memory: how much of it this process can still take, slabs of it pinned for a device, and copies to and from it.
 
-The machine's own figure of free memory does not hold inside a container. In sandboxes it may also be too small, as some
-report a total that grows with what is used. So where the control group sets a limit, that limit counts.
+Inside a container the kernel's figure of free memory does not apply. In sandboxes it may also be too small, as some
+report a total that grows with use. So if the control group sets a limit, that limit is used.
 
 A slab is one piece of memory, on the host or on a device, and tensors are views of it.
 
-    host = host_slab(75 * 2**30, device)          # pinned, so that copies to and from the device run by themselves
+    host = host_slab(75 * 2**30, device)          # pinned, so that copies to and from the device are asynchronous
     weights = host.take((4096, 4096), torch.bfloat16)
     again = host.view(0, (4096, 4096), torch.bfloat16)
 
-Torch's own pinned allocator rounds every block up to a power of two, too much for a slab that fills a machine. Here
-the system maps memory, in huge pages where it can, every core touches its share, and CUDA pins what is there. A slab
-needs no closing: its memory is unpinned and given back when the slab and the last tensor in it are gone.
+Torch's pinned allocator rounds every block up to a power of two, too much for a slab that fills a machine. Here the
+system maps memory, in huge pages if possible, all cores fault it in, and CUDA then pins it. A slab needs no closing:
+its memory is unpinned and freed when the slab and the last tensor in it are gone.
 
 A ``HostLink`` copies between a device and host memory while the device computes.
 
     link = HostLink(device)
     coming = link.fetch([host])          # starts at once
-    (tensor,) = coming.wait()            # work that is queued from here on finds the values there
-    link.send([tensor], [host])          # copies the values after all work queued so far
-    link.release()                       # work that is queued from here on waits for everything that was sent
+    (tensor,) = coming.wait()            # work enqueued later sees the values
+    link.send([tensor], [host])          # copies the values after all work enqueued so far
+    link.release()                       # work enqueued later waits for all sends
 
-Each direction has a stream, as both run at full speed at once (102 of twice 55.5 GB/s on an H200). The host waits for
-nothing: a caller that reads host memory synchronizes with the device first. A tensor that is sent stays alive until the
-device has waited for its copy, so memory is bounded by order, not by how far the host runs ahead: a later send makes
-the device wait for the ones before it, except the newest and as many bytes as ``in_flight_bytes``. Host memory should
-be pinned, or the host waits after all. On a CPU everything is copied at once.
+Each direction has a stream, as both run at full speed at once (102 of twice 55.5 GB/s on an H200). The host never
+waits: a caller that reads host memory must synchronize with the device first. A tensor that is sent stays alive
+until the device has waited for its copy, so memory is bounded however far the host runs ahead: a later send makes
+the device wait for earlier ones, except the newest and up to ``in_flight_bytes``. Host memory should be pinned, or
+the host waits after all. On a CPU copies are synchronous.
 """
 
 import mmap
@@ -47,13 +47,13 @@ from cs336_systems.hardware import GIB
 from cs336_systems.kernels.allocating import computes, imagined_on_host
 
 ALIGNMENT = 256
-"""Bytes, of every tensor in a slab: more than any copy engine or kernel asks for."""
+"""Bytes; the alignment of every tensor in a slab, more than any copy engine or kernel needs."""
 _UNLIMITED = ("max", str(2**63 - mmap.PAGESIZE))
 """The contents of a limit file without a limit: v2 has this word, v1 its largest number of whole pages."""
 
 
 def free_host_bytes() -> int:
-    """Bytes that a new process could still take: the kernel's figure or the control group's, whichever is less."""
+    """Bytes that a new process could still allocate: the smaller of the kernel's and the control group's figures."""
     available = psutil.virtual_memory().available
     limit = control_group_headroom()
     return available if limit is None else min(available, limit)
@@ -66,7 +66,7 @@ def allowed_host_bytes() -> int:
 
 
 def highest_resident_bytes() -> int:
-    """The most bytes that this process has had resident at any time."""
+    """The peak resident set of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -75,7 +75,7 @@ def control_group_headroom(
 ) -> int | None:
     """Bytes left under the tightest memory limit of this process's control groups, v1 and v2; None without a limit.
 
-    A limit binds every group below it, so all ancestors are asked; inside a container the visible root is the
+    A limit applies to every group below it, so all ancestors are read; inside a container the visible root is the
     container's own group.
     """
     try:
@@ -116,17 +116,17 @@ def _headroom_of(folder: Path, limit_file: str, usage_file: str, prefix: str) ->
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on the device, without waiting for it.
+    """Copy a CPU tensor to the device, without waiting for the copy.
 
     Raises:
-        RuntimeError: a CUDA graph is captured, which would copy at each replay from memory that is gone by then.
+        RuntimeError: a CUDA graph is captured, whose replays would copy from freed memory.
     """
     check_uncaptured(device)
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def check_uncaptured(device: torch.device) -> None:
-    """Raise RuntimeError while a CUDA graph is captured, whose replays would not know of new values of the host."""
+    """Raise RuntimeError while a CUDA graph is captured, whose replays would not see new values from the host."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "addresses, hyperparameters or targets would come from the host while a CUDA graph is captured: take a "
@@ -140,7 +140,7 @@ def aligned(n_bytes: int) -> int:
 
 
 class Slab:
-    """One piece of memory that hands out tensors by offset, or one after the other.
+    """One piece of memory from which tensors are taken by offset, or one after the other.
 
     Args:
         memory: uint8, one dimension, contiguous.
@@ -220,16 +220,16 @@ def _pin(pages: mmap.mmap, address: int, n_bytes: int, device: torch.device) -> 
 
 @dataclass(frozen=True, eq=False)
 class Coming:
-    """Tensors on the device whose values are on their way."""
+    """Tensors on the device that are being fetched."""
 
     tensors: list[Tensor]
     done: torch.cuda.Event | None
-    """None if the values are there already."""
+    """None if the values have arrived already."""
     hosts: Sequence[Tensor] = ()
-    """Where they go, if that is to the host."""
+    """Their destination, if that is on the host."""
 
     def wait(self) -> list[Tensor]:
-        """Let the device's current stream wait for the values; the host does not wait."""
+        """Make the device's current stream wait for the values; the host does not wait."""
         if self.done is not None:
             torch.cuda.current_stream(self.tensors[0].device).wait_event(self.done)
         return self.tensors
@@ -239,7 +239,7 @@ class HostLink:
     """Copies from and to one device, each direction in its own order.
 
     Args:
-        in_flight_bytes: bytes that may be on their way to the host besides the newest send.
+        in_flight_bytes: bytes that may be in flight to the host besides the newest send.
     """
 
     def __init__(self, device: torch.device, in_flight_bytes: int = 0) -> None:
@@ -248,7 +248,7 @@ class HostLink:
         self._leaving: deque[Coming] = deque()
 
     def fetch(self, hosts: Sequence[Tensor]) -> Coming:
-        """Start copies to the device, or return the source of a send to these very tensors that is still under way."""
+        """Start copies to the device, or return the source of an unfinished send to these same host tensors."""
         for leaving in reversed(self._leaving):  # the newest, if several went to the same place
             if list(map(id, leaving.hosts)) == list(map(id, hosts)):
                 self._leaving.remove(leaving)
@@ -257,7 +257,7 @@ class HostLink:
         return Coming(tensors, self._copy(self._inward, tensors, hosts))
 
     def send(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
-        """Start copying the tensors' present values to the host; nobody may change the tensors after that."""
+        """Start copying the tensors' present values to the host; the tensors must not be changed afterwards."""
         done = self._copy(self._outward, hosts, tensors)
         self._leaving.append(Coming(list(tensors), done, list(hosts)))
         before = sum(tensor.nbytes for one in list(self._leaving)[:-1] for tensor in one.tensors)
@@ -265,7 +265,7 @@ class HostLink:
             before -= sum(tensor.nbytes for tensor in self._leaving.popleft().wait())
 
     def release(self) -> None:
-        """Let the device wait for everything that was sent, and drop the tensors that were kept alive for it."""
+        """Make the device wait for all sends, and drop the tensors that were kept alive for them."""
         while self._leaving:
             self._leaving.popleft().wait()
 
@@ -276,7 +276,7 @@ class HostLink:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
             return None
-        # Before that the device still computes what is sent, and uses the memory of what is fetched for something else.
+        # Earlier work may still compute the data to send, or use the memory into which data is fetched.
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for target, source in zip(targets, sources, strict=True):

@@ -1,34 +1,35 @@
 """Kernels launched, and registered as torch operators, at little cost to the host, which limits short sequences.
 
-Triton compiles a kernel for each set of constants, dtypes, alignments and divisors of its arguments, and goes through
-all of them at each launch to find the form that fits. ``launch`` remembers the form by a finer key that is quicker to
-make. It replaces ``kernel[grid](*arguments, **constants_and_options)``:
+Triton compiles a variant of a kernel for each set of constants, dtypes, alignments and divisors of its arguments, and
+examines all of them at each launch to find the variant. ``launch`` caches variants by a finer key that is cheaper to
+compute. It replaces ``kernel[grid](*arguments, **constants_and_options)``:
 
     launch(kernel, grid, *arguments, **constants_and_options)
 
 It does less than Triton: Triton's own settings (``triton.knobs``) and the globals that a kernel reads must not change
 after its first launch, its hooks are not called, and kernels that need scratch memory are refused.
 
-``Prepared`` is cheaper still, for a caller who launches a kernel again and again on tensors of one form:
+``Prepared`` is cheaper still, for a caller that launches a kernel repeatedly on tensors of one form:
 
     run = Prepared(kernel, n_programs, *arguments, **constants_and_options)
     run(stream, *addresses)
 
-``launch`` looks at every argument of every call. A caller of ``Prepared`` knows that only addresses have changed: it
-keeps one for each shape, strides and dtype, and sees to it that tensors are as aligned as the first ones. For a
-descriptor the driver makes a *tensor map*: 128 bytes that say address, shape, strides, dtype, box and swizzle, and
-nothing of who owns that memory. A map stays right for whatever tensor of the same form lies at the address later, so
-maps are kept by address, as allocators give the same addresses out again and again.
+``launch`` examines every argument of every call. A caller of ``Prepared`` guarantees that only addresses change: it
+keeps one ``Prepared`` for each set of shapes, strides and dtypes, and ensures that tensors are aligned like the first
+ones. For a descriptor the driver makes a *tensor map*: 128 bytes that hold address, shape, strides, dtype, box and
+swizzle, but not the owner of the memory. A map stays valid for any later tensor of the same form at the address, so
+maps are cached by address, as allocators reuse addresses.
 
-``operator`` makes a function a torch operator: opaque to ``torch.compile``, seen by dispatch modes, and cheap to call.
+``operator`` makes a function a torch operator: opaque to ``torch.compile``, visible to dispatch modes, and cheap to
+call.
 
     @operator("flash_attention_forward", _results)
     def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]: ...
 
 registers ``cs336_systems::flash_attention_forward`` for every device, and callers call the operator from then on. It
-does not use ``torch.library.custom_op``, whose calls pass through Python once more: on a CPU they take 28 us of the
-host, these 12. An operator has no formula for autograd; the ``torch.autograd.Function`` that calls it is that formula.
-Attention's kernels alone are operators: the others serve hand-written backward, which is not compiled.
+does not use ``torch.library.custom_op``, whose calls pass through Python once more: on a CPU they take 28 us of host
+time, these 12. An operator has no autograd formula; the ``torch.autograd.Function`` that calls it provides one. Only
+attention's kernels are operators: the others are called by hand-written backwards, which are not compiled.
 """
 
 import inspect
@@ -47,22 +48,22 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from cs336_systems.kernels.allocating import FUNCTIONS, computes
 
 MAX_REMEMBERED = 4096
-"""Forms kept; at one more they are dropped. Keys hold sequence lengths, so a process may meet very many."""
+"""The most cached variants; at one more all are dropped. Keys contain sequence lengths, so there may be very many."""
 
 MAX_KEPT_MAPS = 1024
-"""Maps kept for one parameter; at one address more they are dropped, as a process that meets so many will meet more."""
+"""The most maps cached per parameter; at one more all are dropped, as so many addresses will not be the last."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that kernels take, unless their own limits say otherwise."""
+"""Dtypes that kernels support, unless their docstrings say otherwise."""
 _LIBRARY = torch.library.Library("cs336_systems", "FRAGMENT")
 
 _ALIGNMENT_BYTES = 16
 
 H200_MULTIPROCESSORS = 132
-"""Streaming multiprocessors of an H200 and of an H100 SXM, which predictions are for."""
+"""Streaming multiprocessors of an H200 and of an H100 SXM, for which predictions are made."""
 
 
 def ceil_div(n: int, d: int) -> int:
-    """n / d rounded up; ``triton.cdiv`` is made for compilers and takes microseconds."""
+    """n / d rounded up; ``triton.cdiv`` is meant for compile time and takes microseconds."""
     return -(-n // d)
 
 
@@ -89,9 +90,9 @@ def needs_other_device(kernel: Any, device: torch.device) -> bool:
 
 
 def overlaps(kernel: Any) -> bool:
-    """Whether ``launch_pdl`` lets ``kernel`` begin before the one in front of it has ended: from Hopper on.
+    """Whether ``launch_pdl`` lets ``kernel`` begin before the previous kernel has ended: from Hopper on.
 
-    The kernel must then call ``gdc_wait`` before it reads what that one writes.
+    The kernel must then call ``gdc_wait`` before it reads that kernel's results.
     """
     return computes() and _overlaps(kernel)
 
@@ -105,7 +106,7 @@ def _overlaps(kernel: Any) -> bool:
 
 
 class Form:
-    """A kernel compiled for one form of its arguments, and called without Triton's Python around the launch.
+    """A kernel compiled for one form of its arguments, launched without Triton's Python code.
 
     Raises:
         RuntimeError: the kernel needs scratch memory, which is allocated in that Python.
@@ -123,7 +124,7 @@ class Form:
         self._same = compiled.function, *options, compiled.packed_metadata, None, None, None  # no hooks
 
     def __call__(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> None:
-        """Run on the current device, which must be the one that this was made on.
+        """Run on the current device, which must be the one on which this was made.
 
         Args:
             arguments: tensors or their addresses, ints and floats; for a descriptor, the tensor map, shape and strides.
@@ -167,7 +168,7 @@ def launch(kernel: Any, grid: tuple[int], *arguments: Any, **constants_and_optio
 
 
 def _what_matters(argument: Any) -> Hashable:
-    """The properties of an argument by which Triton chooses a form."""
+    """The properties of an argument by which Triton chooses a variant."""
     if type(argument) is int:
         return argument
     if isinstance(argument, float):
@@ -176,7 +177,7 @@ def _what_matters(argument: Any) -> Hashable:
 
 
 class TensorMaps(dict[int, list[Any]]):
-    """The tensor map, shape and strides that Triton's launcher takes in place of a descriptor, by address."""
+    """The tensor map, shape and strides that Triton's launcher takes instead of a descriptor, cached by address."""
 
     def __init__(self, descriptor: TensorDescriptor, metadata: Any) -> None:
         """Maps are of tensors like that of ``descriptor``; ``metadata`` is the compiled kernel's, of this parameter."""

@@ -8,29 +8,29 @@ Formula, for x (T, D), weight (V, D), targets (T), with the sums over the target
     dlogits[t, v]  = 1/n (exp(logits[t, v] - lse[t]) (1 + 2 z_loss lse[t]) - [v = targets[t]])
     dx             = dlogits weight,   dweight = dlogits^T x
 
-A loss is a scalar, so its gradients are known before backward begins, but for one factor. They are computed in forward,
-one chunk of tokens at a time: a product gives the chunk's logits, each row is turned into its gradient where it lies,
-and two more products read that. What exists beyond the results is one chunk of logits. dweight sums over the chunks in
-its own dtype, in which a CUDA device rounds each product and each sum (LOG.md, 1 December). A sum kept in fp32 would be
-twice as large as a chunk of logits, and those, rounded to bf16, cost more precision than sixteen roundings of the sum.
+A loss is a scalar, so its gradients are known before backward begins, except for one factor. They are computed in
+forward, one chunk of tokens at a time: a matmul gives the chunk's logits, each row is overwritten by its gradient, and
+two more matmuls read that. Only one chunk of logits exists besides the results. dweight sums over the chunks in its own
+dtype, in which a CUDA device rounds each product and each sum (LOG.md, 1 December). A sum in fp32 would be twice as
+large as a chunk of logits, and rounding logits to bf16 costs more precision than sixteen roundings of the sum.
 
-In plain PyTorch it runs on any device and in any float dtype; ``fused``, rows are turned by ``cross_entropy_rows.py``
-and products are those of ``matmul.py``, in fp32 and bf16 (in fp16, 1/n would underflow in dlogits).
+In plain PyTorch it runs on any device and in any float dtype. With ``fused``, ``cross_entropy_rows.py`` computes losses
+and gradients of rows, and ``matmul.py`` the products, in fp32 and bf16 (in fp16, 1/n would underflow in dlogits).
 
 FLOPs: 6 T V D, of which 4 T V D for the gradients. At 32,768 x 151,936 and d 4096 in bf16 an H200 takes 183 to 185 ms
 fused, 660 to 670 TFLOP/s (LOG.md).
 
     loss = linear_cross_entropy(x, weight, targets, fused=True)        # x (..., D), weight (V, D), targets (...) -> ()
 
-A target of ``IGNORED`` does not count. The host never waits for a GPU, so the targets' device decides which rows have
-logits:
+A target of ``IGNORED`` does not count. The host never waits for a GPU, so the targets' device decides for which rows
+logits are computed:
 
-* on the CPU: the host knows which count, and only these rows have logits. Each chunk takes its rows of x together, and
-  puts their gradients back among zeros. Targets out of range are refused.
-* on a GPU: every row has logits, because only the GPU knows how many count. Out of range, if ``fused``, they make loss
-  and gradients NaN. CUDA graphs and ``linear_cross_entropy_forward_backward`` have this form alone.
+* on the CPU: only for rows whose targets count, as the host knows them. Each chunk gathers its rows of x, and scatters
+  their gradients among zeros. Targets out of range are refused.
+* on a GPU: for every row, because only the GPU knows how many count. With ``fused``, targets out of range make loss and
+  gradients NaN. CUDA graphs and ``linear_cross_entropy_forward_backward`` always do this.
 
-If no target counts, the mean is NaN and gradients are zero, as of ``torch.nn.functional.cross_entropy``.
+If no target counts, the mean is NaN and gradients are zero, as in ``torch.nn.functional.cross_entropy``.
 """
 
 from collections.abc import Callable
@@ -52,10 +52,10 @@ IGNORED = -100
 ELSEWHERE, NOWHERE = -1, -2
 """The targets that are not among this rank's words: among another's, or no rank's."""
 PLAIN_CHUNK = 1024
-"""Tokens of a chunk in plain PyTorch, which holds logits in fp32 besides."""
+"""Tokens per chunk in plain PyTorch, which also holds the logits in fp32."""
 FUSED_ROWS = 128
-"""Rows of a product's tile. Fused, a multiple of them have logits: fewer hardly save time, and launches, which are
-prepared for each shape, would meet another one in every micro-batch."""
+"""Rows of a matmul's tile. With ``fused``, logits are computed for a multiple of them: fewer rows hardly save time, and
+launches, which are prepared for each shape, would be prepared anew in every micro-batch."""
 
 
 def row_width(n_words: int) -> int:
@@ -64,9 +64,9 @@ def row_width(n_words: int) -> int:
 
 
 def rows_that_count(targets_T: Tensor, n_ranks: int, multiple: int) -> Tensor | None:
-    """(ranks, N): which of each rank's equally many rows have targets that count; None if N would be all of them.
+    """(ranks, N): indices of the rows of each rank whose targets count; None if N would be all rows.
 
-    N is a multiple of ``multiple``, and the same for all: other rows follow those that count. Targets are on the CPU.
+    N is a multiple of ``multiple`` and equal for all ranks; other rows fill up the end. Targets are on the CPU.
     """
     counts_RT = (targets_T != IGNORED).view(n_ranks, len(targets_T) // n_ranks)
     n = -(-int(counts_RT.sum(1).max()) // multiple) * multiple
@@ -76,7 +76,7 @@ def rows_that_count(targets_T: Tensor, n_ranks: int, multiple: int) -> Tensor | 
 
 
 def own_places(targets_C: Tensor, n_words: int, ranks: TensorRanks) -> Tensor:
-    """Targets as places among this rank's ``n_words`` words, ``ELSEWHERE`` or ``NOWHERE``; ``IGNORED`` stays."""
+    """Targets as indices among this rank's ``n_words`` words, ``ELSEWHERE`` or ``NOWHERE``; ``IGNORED`` stays."""
     if ranks.n_ranks == 1:
         return targets_C
     places = targets_C - ranks.rank * n_words
@@ -121,7 +121,7 @@ def plain_rows(
     """Fill losses and lse of a chunk; with ``gradient``, logits become their gradient over the denominator.
 
     Args:
-        ranks: those that share the vocabulary, of which the logits are this rank's words.
+        ranks: the ranks that share the vocabulary; the logits are of this rank's words.
     """
     found, x = own_places(targets_C, logits_CV.shape[1], ranks), logits_CV.to(lse_C.dtype)
     counts, here = found != IGNORED, found >= 0
@@ -147,12 +147,12 @@ def _in_chunks(
     ranks: TensorRanks = ALONE,
     rows_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, lse (T,)), at least fp32; dx, if it is asked for, is written, and grad_weight written or added to.
+    """(loss, lse (T,)), at least fp32; writes dx, if given, and writes or accumulates into grad_weight.
 
-    Each of several ranks has some rows of x, some words, all targets; lse is then all rows', chunk by chunk.
+    Each of several ranks has some rows of x, some words and all targets; lse then has all ranks' rows, chunk by chunk.
 
     Args:
-        rows_N: the rows of x that have logits, by default all; lse and targets are of these, and dx of others is zero.
+        rows_N: the rows of x with logits, by default all; lse and targets have these rows, and dx of others is zero.
     """
     n_tokens, n_words, n_ranks = len(x_TD), len(weight_VD), ranks.n_ranks
     n_rows = n_tokens if rows_N is None else len(rows_N)
@@ -173,7 +173,7 @@ def _in_chunks(
     losses = torch.empty(n_rows * n_ranks, dtype=wide, device=x_TD.device)
     lse = torch.empty_like(losses)
     own_chunk = max(1, min(chunk // n_ranks, n_tokens))
-    # As large as for all rows, whose number may change from call to call: sizes that change leave gaps in memory.
+    # As large as for all rows: the number of rows may differ in each call, and sizes that change fragment memory.
     buffer = torch.empty(own_chunk * n_ranks, width, dtype=x_TD.dtype, device=x_TD.device)
     taken = x_TD.new_empty(0 if rows_N is None else own_chunk, x_TD.shape[1])
     if grad_weight is not None and not (n_rows or accumulate):
@@ -198,7 +198,7 @@ def _in_chunks(
         if dx_TD is None:
             continue
         if n_ranks == 1:
-            dx = dx_TD[part] if rows_N is None else own  # which nobody reads any more
+            dx = dx_TD[part] if rows_N is None else own  # which is no longer read
             multiply(dx, logits, weight_VD)
         else:
             dx = ranks.scatter(torch.mm(logits, weight_VD))
@@ -230,8 +230,8 @@ def linear_cross_entropy_forward_backward(
 
     Args:
         targets_T: int64 in [0, V), or ``IGNORED``.
-        grad_weight: like weight_VD; dweight is added to it in place, and it is what is returned.
-        frozen: compute no dweight; None is returned in its place.
+        grad_weight: like weight_VD; dweight is added to it in place, and it is returned.
+        frozen: compute no dweight; None is returned instead.
         denominator: () on the device of x, by which the sum over the targets that count is divided; by default their
             number. It may be the number over all micro-batches or ranks.
         z_loss: adds z_loss * lse^2 to each target's loss.
@@ -255,10 +255,10 @@ def linear_cross_entropy_forward_backward(
 
 
 class _Known(torch.autograd.Function):
-    """``apply(x, weight, fused, (loss, dx, dweight))`` is the loss, whose gradients by x and weight are known already.
+    """``apply(x, weight, fused, (loss, dx, dweight))`` returns the loss, whose gradients are known already.
 
-    Backward multiplies them, in place, by the gradient that arrives; copies of them, if another backward is to come.
-    Fused, the weight's is added to the gradient that it has, if there is one.
+    Backward multiplies them by the incoming gradient, in place, or copies them if another backward may follow. With
+    ``fused``, the weight's gradient is added to an existing one.
     """
 
     @staticmethod
@@ -275,7 +275,7 @@ class _Known(torch.autograd.Function):
         if torch._C._autograd._get_current_graph_task_keep_graph():
             found = [None if gradient is None else gradient.clone() for gradient in found]
         else:
-            ctx.maybe_clear_saved_tensors()  # autograd would copy what it holds itself
+            ctx.maybe_clear_saved_tensors()  # autograd would copy a tensor to which it refers itself
         scale_: Callable[..., object] = Tensor.mul_
         if ctx.fused:
             from cs336_systems.kernels.cross_entropy_rows import scale_
@@ -304,16 +304,16 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of ``x @ weight.T``, in nats: x (..., D), weight (V, D), int64 targets (...) -> (), at least fp32.
 
-    Where gradients are wanted, they are computed here, without the logits of all tokens.
+    If gradients are needed, they are computed here, without the logits of all tokens.
 
     Args:
-        targets: where x is, or on the CPU.
+        targets: on the device of x, or on the CPU.
         z_loss: adds z_loss * logsumexp(logits)^2 to each target's loss.
         chunk: tokens whose logits exist at a time; chosen if None.
-        fused: whether by Triton kernels.
-        ranks: those that share weight, of which this one has equally many words, and x, of which it has rows; targets
-            are of all rows, in the order of ranks.
-        every_row: whether rows of ignored targets have logits also if these are on the CPU.
+        fused: whether to use Triton kernels.
+        ranks: the ranks that divide the vocabulary of weight evenly, and the rows of x; targets are of all rows, in
+            the order of ranks.
+        every_row: whether to compute logits of rows with ignored targets also if targets are on the CPU.
 
     Raises:
         ValueError: as ``linear_cross_entropy_forward_backward``, or an unknown reduction.

@@ -6,8 +6,8 @@ For y = x W^T + h B^T with h = s x A^T, where A and B are trained:
     expand_             y += h B^T          dx += dh A
     factor_gradients_   dA = dh^T x         dB = dy^T h
 
-A matrix has n parts (q, k, v: 3; gate, up: 2), whose columns of y lie one after the other. Each has an A and a B of
-rank r of its own: h (R, n r) has the columns of each part's, and columns of part i of y get h_i B_i^T.
+A matrix has n parts (q, k, v: 3; gate, up: 2), whose columns of y are consecutive. Each part has its own A and B of
+rank r: h (R, n r) has the columns of each part's h, and columns of part i of y get h_i B_i^T.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Scaled(NamedTuple):
-    """A matrix in the dtype of the factors, or a quantized one: values in fp8, all to be multiplied by one scale."""
+    """A matrix in the dtype of the factors, or a quantized one: fp8 values with one scale for all."""
 
     values: Tensor
     scale: Tensor | None = None
@@ -30,7 +30,7 @@ class Scaled(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """A matrix (R, N) of low rank that is to be added to another: part i of its columns is h_i F_i^T."""
+    """A low-rank matrix (R, N), to be added to another: part i of its columns is h_i F_i^T."""
 
     h: Tensor
     """(R, n r)"""

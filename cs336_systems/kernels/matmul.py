@@ -6,11 +6,11 @@
     multiply_scaled_(out, a, b, scales)          # of fp8 matrices; with an addend, too
     swiglu_product_(gate_up, x, weight, z)       # gate | up = x W^T, and its product z, in one launch
 
-Method. Torch takes cuBLASLt's first candidate. Under the power limit, where large products run, others can be faster
+Method. Torch uses cuBLASLt's first candidate. Under the power limit, which bounds large matmuls, others can be faster
 (LOG.md): each candidate, and our own kernel (``products.py``), multiplies normally distributed numbers for a while, and
-the fastest is remembered. Only kernels with the bits of the one taken by default take part: a choice, which may differ
-from run to run, changes no number. By default torch multiplies, our kernel at shapes in ``products.FASTER``, and
-cuBLASLt's first candidate where fp8 products add.
+the fastest is used from then on. Only kernels that give the default kernel's bits are candidates, so a choice, which
+may differ from run to run, changes no result. The defaults are our kernel at shapes in ``products.FASTER``, cuBLASLt's
+first candidate for fp8 products with an addend, and torch otherwise.
 
 Shape legend: a (M, K), b (K, N), out (M, N).
 """
@@ -28,11 +28,11 @@ from cs336_systems.kernels.cublaslt import Spec, candidates, serves, spec
 from cs336_systems.kernels.lora_reference import LowRank
 
 ROUNDS, SECONDS = 2, 0.05
-"""How often each candidate is measured, and for how long; candidates take turns."""
+"""The number of measurements of each candidate, interleaved with the others', and their length."""
 LEAST_GAIN = 0.02
-"""Share of time below which a product keeps the kernel that it has: what is faster alone may not be among others."""
+"""The least relative gain for which a product changes its kernel: one that is faster alone may not be so in a step."""
 WARM_SECONDS = 0.5
-"""Time of each product before its measurements, after which the clock is that under the power limit."""
+"""Seconds of warm-up before a product's measurements, after which the clock has settled under the power limit."""
 
 Multiply = Callable[..., None]
 _chosen: dict[Spec, Multiply] = {}
@@ -43,7 +43,7 @@ class Asked:
     """A product to be measured; the numbers in its tensors are overwritten.
 
     Attributes:
-        addend: of the form of the one that it will be given: out, or another tensor; None without.
+        addend: out, or another tensor, as it will be passed later; None without one.
         scales: of fp8 operands, as ``multiply_scaled_`` takes them.
         fast: as ``multiply_scaled_`` takes it.
     """
@@ -121,7 +121,7 @@ def product_backward_(dx: Tensor, dy: Tensor, weight: Tensor) -> None:
 
 
 def weight_backward_(gradient: Tensor, dy: Tensor, x: Tensor, accumulate: bool) -> None:
-    """gradient (N, K) = dy (R, N) transposed times x (R, K), or that and what it was."""
+    """gradient (N, K) = dy (R, N) transposed times x (R, K), or gradient += that."""
     multiply_(gradient, dy.T, x, gradient if accumulate else None)
 
 
@@ -169,7 +169,7 @@ def _ours(out: Tensor, a: Tensor, b: Tensor, addend: None) -> None:
 
 
 def _first(asked: Spec) -> Multiply:
-    """The kernel that is taken where none was chosen."""
+    """The kernel that is used if none was chosen."""
     if asked.dtypes[1].itemsize > 1:
         return _unmeasured
     return candidates(asked)[0] if asked.adds else partial(_scaled_by_torch, fast=asked.fast)
@@ -204,7 +204,7 @@ def _result(asked: Asked, kernel: Multiply) -> Tensor:
 
 
 def _gives(expected: Tensor, asked: Asked, kernel: Multiply) -> bool:
-    """Whether the kernel serves the product, with these bits."""
+    """Whether the kernel supports the product and gives these bits."""
     asked.out.fill_(1)
     try:
         _call(asked, kernel)
@@ -214,7 +214,7 @@ def _gives(expected: Tensor, asked: Asked, kernel: Multiply) -> bool:
 
 
 def _seconds(call: Callable[[], None], at_least: float) -> float:
-    """Mean seconds of calls that together take about so long, once warm."""
+    """Mean seconds per call over about this much time, after warm-up."""
     call()
     torch.cuda.synchronize()
     start, n_calls, more = time.perf_counter(), 0, 1

@@ -154,10 +154,10 @@ def norm_rotate(
     n_heads: int,
     n_kv_heads: int,
 ) -> Tensor:
-    """q | k (R, (H + K) E): the first H + K heads of each row of qkv, each normed and rotated; autograd sees nothing.
+    """q | k (R, (H + K) E): the first H + K heads of each row of qkv, each normed and rotated; without autograd.
 
     Args:
-        qkv_RW: rows may lie apart, their elements are neighbours. Row r has position r % S; tokens are whole sequences.
+        qkv_RW: rows may be strided, elements are contiguous. Row r has position r % S; tokens are whole sequences.
         q_gain_E, k_gain_E: gains of the norms, shared by all heads of q, and of k.
         cos_SE2, sin_SE2: (S, E/2), fp32.
         n_heads, n_kv_heads: H and K; one of them may be 0, for rows of q, or of k | v, alone.
@@ -198,8 +198,8 @@ def norm_rotate_backward_(
     """(dq_gain (E), dk_gain (E)), and in place, in the first H + K heads of each row of dqkv, the gradient of qkv.
 
     Args:
-        dqkv_RW: there, the gradient of what ``norm_rotate`` returned; what follows, as that of v, is left as it is.
-        qkv_RW: what ``norm_rotate`` was given, as are the other arguments.
+        dqkv_RW: in its first H + K heads, the gradient of ``norm_rotate``'s result; the rest (v's) is unchanged.
+        qkv_RW: the argument of ``norm_rotate``, as are the other arguments.
 
     Raises:
         ValueError: as of ``norm_rotate``.

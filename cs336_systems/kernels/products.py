@@ -7,13 +7,13 @@ memory, a ring of 48 KB steps of 64 along the sum; two warpgroups multiply half 
 fp32) and send them to memory, a half of the columns at a time, while the next tile's operands arrive. Tiles go column
 by column within bands of rows, so that what the running programs read stays in the L2 cache.
 
-With SwiGLU, what an adapter adds (``lora_reference.py``) is one more step along the sum: of [h of gates | h of ups] and
-of B, which for ups begins so many columns further right. A copy finds zeros left and right of a matrix, so each half is
-multiplied with its own h. The sum is rounded once.
+With SwiGLU, an adapter's term (``lora_reference.py``) is one more step along the sum: of [h of gates | h of ups] and B,
+which for ups is read from ``rank`` columns left of its first. A copy reads zeros left and right of a matrix, so each
+half is multiplied by its own h. The sum is rounded once.
 
-A GPU that multiplies without pause is bound by its power limit: an H200 runs this at 1.4 of its 2.0 GHz (LOG.md). The
-kernel is used for weights of the shapes in ``FASTER``, others go to torch (``matmul.py``); its results were cuBLAS's to
-the bit in all 35 that were compared.
+Under continuous matmuls a GPU is bound by its power limit: an H200 runs this at 1.4 of its 2.0 GHz (LOG.md). The kernel
+is used for weights of the shapes in ``FASTER``, torch for all others (``matmul.py``). Its results were bit-identical to
+cuBLAS's in all 35 comparisons.
 
 Limits: bf16 and fp16, compute capability 9.0, rows that begin at multiples of 16 bytes, with SwiGLU columns of the
 result a multiple of 256, and enough tiles to fill the device twice; other tensors go to torch.
@@ -43,11 +43,11 @@ from cs336_systems.kernels.lora_reference import LowRank
 DEPTH = gl.constexpr(64)
 """Elements of one step along the sum: 128 bytes, the widest row that shared memory swizzles."""
 BAND = gl.constexpr(2048)
-"""Rows of the result that are computed together, so that they share the weight's tiles in the L2 cache."""
+"""Rows of the result that are computed together and so share the weight's tiles in the L2 cache."""
 ROWS = gl.constexpr(64)
 """Rows of a tile that each of the two consumers computes."""
 COLUMNS = gl.constexpr(256)
-"""Columns of a tile, whose halves are sent one by one; with SwiGLU the left half holds gates, the right one ups."""
+"""Columns of a tile, stored one half at a time; with SwiGLU the left half holds gates, the right half ups."""
 
 
 FASTER = frozenset(
@@ -78,11 +78,11 @@ class Buffering(NamedTuple):
 
     stages: int
     buffers: int
-    """Halves of a consumer's part on their way out."""
+    """Buffers for halves of a consumer's part that are being stored."""
 
 
 PLAIN, GATED = Buffering(3, 2), Buffering(4, 1)
-"""Prototypes at 32,768 x 9728 x 896 reached 761 TFLOP/s plain, and 731 with the other's; with SwiGLU 645, and 613."""
+"""Prototypes at 32,768 x 9728 x 896: plain 761 TFLOP/s, with SwiGLU's setting 731; SwiGLU 645, with plain's 613."""
 
 
 @aggregate
@@ -113,7 +113,7 @@ class Work:
     tiles: Tiles
     depth: gl.tensor
     rank: gl.tensor
-    """The rank of each half of the columns; 0 where nothing of low rank is added."""
+    """The rank of each half of the columns; 0 if no low-rank matrix is added."""
     left: gl.shared_memory_descriptor
     """The left operand's tiles: for each slot of the ring, the first consumer's part and the second's."""
     right: Ring
@@ -161,7 +161,7 @@ def product_producer(work, left, right, h, factor):
 
 @gluon.jit
 def multiply(work, acc, step, WHO: gl.constexpr, FIRST: gl.constexpr):
-    """Start adding the matmul of a step, and wait for the one before."""
+    """Start a step's matmul, added to the sum, and wait for the previous step's."""
     right = work.right.wait(step).permute((1, 0))
     left = work.left.index(2 * work.right.slot(step) + WHO)
     acc = warpgroup_mma(left, right, acc, use_acc=not FIRST, is_async=True)
@@ -179,7 +179,7 @@ def halves(acc, LAYOUT: gl.constexpr):
 def send(work, descriptor, values, row, column, n_sent, WHO: gl.constexpr):
     """Store through shared memory; returns how many were sent."""
     buffer = work.out.index(WHO * work.BUFFERS + n_sent % work.BUFFERS)
-    tma.store_wait(work.BUFFERS - 1)  # what this buffer held has left it
+    tma.store_wait(work.BUFFERS - 1)  # the buffer's last contents have been stored
     gl.thread_barrier()  # several warps send parts, and each waits for its own
     buffer.store(values)
     fence_async_shared()
@@ -260,9 +260,9 @@ def _prepared(
     device: torch.device,
     swiglu: bool,
 ) -> Prepared | None:
-    """A launch for the addresses of x, weight, out, SwiGLU's product, h and B; None if the kernel does not serve these.
+    """A launch that takes the addresses of x, weight, out, SwiGLU's product, h and B; None if they are not supported.
 
-    Without a part of low rank, h is x and B is the weight once more.
+    Without a low-rank part, x and the weight are passed as h and B.
     """
     tensors = list(zip(shapes, strides, dtypes, strict=True))
     (n_rows, depth), (n_columns, _) = shapes[:2]
@@ -311,7 +311,7 @@ def is_hopper(device: torch.device) -> bool:
 def launch_product(
     x: Tensor, weight: Tensor, out: Tensor, product: Tensor | None = None, low: LowRank | None = None
 ) -> bool:
-    """Fill out and, with SwiGLU, its product; False, and nothing is done, where the kernel does not serve.
+    """Fill out and, with SwiGLU, its product; do nothing and return False if the kernel does not support these.
 
     Args:
         low: of two parts, a matrix that is added to out; with SwiGLU only.

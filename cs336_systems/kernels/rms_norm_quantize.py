@@ -1,15 +1,15 @@
-"""RMSNorm into fp8, with one scale, as matmuls read it; y is stored in no other way.
+"""RMSNorm into fp8, with one scale, as matmuls read it; y is stored only in fp8.
 
-Formula: ``rms_norm.py``, rounded to the dtype of x, then quantized as ``quantize_reference.py`` says. To the bit what
-``rms_norm_forward`` and ``quantize`` give one after the other.
+Formula: ``rms_norm.py``, rounded to the dtype of x, then quantized as in ``quantize_reference.py``. The bits are those
+of ``rms_norm_forward`` followed by ``quantize``.
 
-Method: one scale needs the largest magnitude before anything is quantized. So forward's kernel runs without storing y,
-for rstd, the largest magnitude and, where a branch is added, the residual. Then x is read again, and y computed and
-quantized in tiles of four rows in each thread, as ``quantize.py`` does. Backward, which reads y transposed, finds both
-statistics kept and needs the second part alone.
+Method: with one scale, the largest magnitude must be known before anything is quantized. So forward's kernel first
+computes rstd, the largest magnitude and, if a branch is added, the residual, without storing y. Then x is read again,
+and y is computed and quantized in tiles of four rows per thread, as in ``quantize.py``. Backward, which reads y
+transposed, has both statistics and needs only the second part.
 
-Traffic per element of bf16, plain or transposed: forward reads 4 bytes and writes 1, where two launches that store y
-between them move 7; again in backward 3, where they move 7.
+Traffic per element of bf16, plain or transposed: forward reads 4 bytes and writes 1, whereas two launches that store y
+in between move 7 bytes; recomputation in backward moves 3, instead of 7.
 
 Limits: as ``rms_norm.py`` and ``quantize.py``.
 

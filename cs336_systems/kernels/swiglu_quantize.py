@@ -1,16 +1,16 @@
 """SwiGLU's backward into fp8: dgate | dup as matmuls read it, with one scale, and z recomputed, neither stored in bf16.
 
-Formula: ``swiglu.py``, rounded to the dtype of its operands, then quantized as ``quantize_reference.py`` says. To the
-bit what ``swiglu_backward_`` and ``quantize`` give one after the other.
+Formula: ``swiglu.py``, rounded to the dtype of its operands, then quantized as in ``quantize_reference.py``. The bits
+are those of ``swiglu_backward_`` followed by ``quantize``.
 
-Method: one scale needs the largest magnitude before anything is quantized, and dgate | dup is as large as anything in a
-block. So it is computed twice, which costs a few instructions: a first pass finds the largest magnitude, a second
-quantizes, in tiles of four rows in each thread as ``quantize.py`` does. The largest magnitude of z is known from
-forward.
+Method: with one scale, the largest magnitude must be known before anything is quantized, and dgate | dup is one of the
+largest tensors in a block. So it is computed twice, which costs a few instructions: a first pass finds the largest
+magnitude, a second quantizes, in tiles of four rows per thread as in ``quantize.py``. The largest magnitude of z is
+known from forward.
 
-The first pass bounds before it computes: no gradient of a block exceeds its largest dz times its steepest slope, which
-forward noted (``swiglu.py``). Where that is no more than the largest magnitude so far, gate and up are not read. The
-result is the same bits whatever was skipped.
+The first pass computes a bound first: no gradient of a block exceeds its largest dz times its steepest slope, which
+forward recorded (``swiglu.py``). If the bound does not exceed the largest magnitude so far, gate and up are not read.
+Skipping changes no bit of the result.
 
 Traffic in bytes of bf16 per element of z: the first pass reads 2 and, where the bound does not exclude it, 4 more; the
 second reads 6 and writes 4, and 1 for z; 13 to 17 in all, where three launches that store bf16 between them move 23
