@@ -1,16 +1,16 @@
 """Run blocks so that backward needs less memory: the activations that a policy drops are computed a second time.
 
-What is dropped and run again is a plan (``costs/checkpointing.py`` defines the policies and cites them). Here a plan is
-executed: an ``int`` runs a block, a tuple goes through ``torch.utils.checkpoint``, which keeps the segment's input and
-runs it again in backward, nested segments too. The gradients have the same bits as without it, as long as the
-operations are deterministic and draw no random numbers: those would be drawn anew. Segments of which some or all
-parameters are frozen, and inputs without gradients, are fine.
+A plan says which segments are recomputed (``costs/checkpointing.py`` defines the policies and cites them). This file
+executes a plan: an ``int`` runs a block, a tuple runs through ``torch.utils.checkpoint``, which keeps the segment's
+input and runs the segment again in backward; segments may be nested. The gradients have the same bits as without
+checkpointing, if the operations are deterministic and draw no random numbers, which would be drawn anew. Segments whose
+parameters are partly or all frozen, and inputs without gradients, are supported.
 
-Selective policies also keep the results of some operations (``create_selective_checkpoint_contexts``): every matrix
-product, or attention alone; or the one in the last blocks and the other in those before them. They watch operators, so
-they must see them: under ``torch.compile`` the whole checkpointed block is one compiled function, since a block
-compiled by itself would hide what it calls. The block's hooks, which gather its weights under FSDP, run outside of it.
-Other policies stay outside.
+Selective policies also keep the results of some operations (``create_selective_checkpoint_contexts``): all matmuls, or
+only attention; or all matmuls in the last blocks and only attention in earlier ones. They observe operators: under
+``torch.compile`` the whole checkpointed block is therefore one compiled function, since a block compiled by itself
+would hide its operators. The block's hooks, which gather its weights under FSDP, run outside of the compiled function.
+Other policies are not compiled.
 
     stack = checkpointed_stack("every-4", REFERENCE_OPS.stack)
     model = TransformerLM(config, replace(REFERENCE_OPS, stack=stack))       # the same parameters by the same names
@@ -56,7 +56,7 @@ def checkpointed_stack(policy: str, stack: Stack, *, compiled: bool = False) -> 
     """``stack`` under a policy.
 
     Args:
-        stack: runs the blocks that it is given, one after the other.
+        stack: runs the given blocks, one after the other.
         compiled: compile each block with its checkpoint inside; for selective policies only, as the others leave that
             to the blocks.
 
@@ -74,7 +74,7 @@ def checkpointed_stack(policy: str, stack: Stack, *, compiled: bool = False) -> 
 
 
 def unsupported_reason(policy: str, attention: str) -> str | None:
-    """Why a policy cannot be had with the named attention, in one sentence, or None if it can.
+    """Why a policy does not work with the named attention, in one sentence, or None if it does.
 
     Raises:
         ValueError: there is no such policy.
@@ -98,7 +98,7 @@ def _run_plan(plan: Segments, stack: Stack, blocks: Sequence[Block], x: Tensor, 
 
 
 def _selective_stack(policy: str, stack: Stack, compiled: bool) -> Stack:
-    """Every block by itself, under the policy that is its own."""
+    """Every block as a separate segment under its own policy."""
     runners = {kept: _selective_block(contexts, compiled) for kept, contexts in _CONTEXTS.items()}
 
     def run_blocks(blocks: Sequence[Block], x: Tensor, *where: Tensor) -> Tensor:
@@ -132,8 +132,8 @@ def _selective_block(contexts: Callable[[], tuple[Any, Any]], compiled: bool) ->
 class _Keep:
     """Decides for one block, operator by operator, whose results are kept.
 
-    ``keep-attention`` must tell the reference's two batched products apart: the one after the softmax is the one with
-    the values. Backward calls the operators in forward's order, so that it decides alike there.
+    ``keep-attention`` must distinguish the reference's two batched products: the one after the softmax is with the
+    values. Recomputation calls the operators in forward's order, so decisions are the same.
     """
 
     def __init__(self, policy: str) -> None:
@@ -157,5 +157,5 @@ def _keep_attention_contexts() -> tuple[Any, Any]:
 
 
 _CONTEXTS = {KEEP_MATMULS: _keep_matmuls_contexts, KEEP_ATTENTION: _keep_attention_contexts}
-"""A function for each policy: torch.compile tells functions apart by their code, not by what they close over, and would
-run one policy's graph for the other."""
+"""A function for each policy: torch.compile distinguishes functions by their code, not by their closures, and would run
+one policy's graph for the other."""

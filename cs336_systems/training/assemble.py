@@ -2,17 +2,18 @@
 
 Optimisations are applied from outside, in one order:
 
-1. the operations are chosen, attention by name and the stack of blocks by checkpointing policy, and handed to the model
+1. the operations are chosen, attention by name and the stack of blocks by checkpointing policy, and passed to the model
    as a value;
 2. the model is built in the precision's parameter dtype, on its device (on ``meta`` for our FSDP, which never holds it
-   whole), and its blocks' backward is written out, if asked, each with what it keeps and how its products are
-   quantized; the model then computes its own loss. Adapters are put beside their matrices, and the rest is frozen;
-3. blocks and loss are compiled, if asked: each block by itself, as torchtitan does, because equal blocks then share one
-   compilation (or the whole model, for comparison, or the loss alone). Checkpointed segments run compiled blocks, but a
-   selective policy is compiled with its block, because it must see the block's operators;
-4. the model is wrapped for its ranks (``parallel.py``), after compiling: nothing can be gathered in compiled code;
-5. the optimizer is made over the parameters as they now are, with what it keeps in host memory, and the step, which
-   may replay itself as a CUDA graph.
+   whole). If requested, its blocks are replaced by ones with a hand-written backward, each with the activations that it
+   keeps and the quantization of its products; the model then computes its own loss. Adapters are added, and all other
+   parameters frozen;
+3. blocks and loss are compiled, if requested: each block separately, as torchtitan does, because equal blocks then
+   share one compilation (or the whole model, for comparison, or only the loss). Checkpointed segments run compiled
+   blocks, but a selective policy is compiled with its block, because it must see the block's operators;
+4. the model is wrapped for its ranks (``parallel.py``), after compiling, as compiled code cannot gather parameters;
+5. the optimizer is made over the resulting parameters, with its states in host memory if requested, and the step, which
+   may be replayed as a CUDA graph.
 
     step = assemble(TrainingCase(size="small", dtype="bf16"))
     step = assemble(case, rank)                            # inside ``distributed.process_group.joined``
@@ -64,7 +65,7 @@ def assemble(case: TrainingCase, rank: Rank | None = None) -> TrainStep:
     """Build the model, apply what the case asks for, and return its training step.
 
     Args:
-        rank: this process among those that share the step; it decides the device.
+        rank: this process among those that share the step; it determines the device.
 
     Raises:
         Unsupported: the device, the attention or the checkpointing cannot do what the case asks for (a ValueError).
@@ -74,10 +75,10 @@ def assemble(case: TrainingCase, rank: Rank | None = None) -> TrainStep:
 
 
 def mesh_of(case: TrainingCase, rank: Rank | None) -> Mesh | None:
-    """The ranks in the dimensions that the case asks for, None if each has a batch of its own; a collective.
+    """The mesh of ranks that the case describes, None if every rank has its own batch; a collective.
 
     Raises:
-        ValueError: their number cannot be divided so, or there are none.
+        ValueError: the number of ranks cannot be divided this way, or there are none.
     """
     parallel = case.parallel
     if parallel.ranks_per_batch * parallel.replicas == 1:
@@ -90,7 +91,7 @@ def mesh_of(case: TrainingCase, rank: Rank | None) -> Mesh | None:
 
 
 def build_model(case: TrainingCase, rank: Rank | None = None) -> TransformerLM:
-    """Steps 1 to 3 but for the loss: the model of this rank before it is wrapped; raises as ``assemble``."""
+    """Steps 1 to 3 except for the loss: this rank's model before it is wrapped; raises as ``assemble``."""
     device = rank.device if rank else torch.device(case.device)
     check_supported(case, device)
     if case.matmul_kernels == "measured":
@@ -102,7 +103,7 @@ def build_model(case: TrainingCase, rank: Rank | None = None) -> TransformerLM:
 def build_unchecked(
     case: TrainingCase, device: torch.device, mesh: Mesh | None, ops: ModelOps = REFERENCE_OPS
 ) -> TransformerLM:
-    """``build_model`` for a device that is known to serve the case, or where nothing will be computed."""
+    """``build_model`` without a check of the device, if it is known to support the case or nothing will be computed."""
     ops, config = case_ops(case, ops), case.config
     tensor, context = (mesh.group(name) if mesh else None for name in ("tensor", "context"))
     if by_torch := case.parallel.tensor_by_torch:
@@ -158,8 +159,8 @@ def finish(
     """Steps 4 and 5: wrap the model, make its optimizer and its step; raises as ``assemble``.
 
     Args:
-        guard: clips, by the norm of the whole model, and passes over gradients that are not finite.
-        masked: some targets may be ignored; all others of a step then weigh the same, whatever rank has them.
+        guard: clips by the norm of the whole model, and skips steps whose gradients are not finite.
+        masked: some targets may be ignored; all others of a step then have equal weight, on whichever rank they are.
         hyperparameters: for ``make_parallel_optimizer``.
     """
     loss_function = None if case.written_out else masked_cross_entropy if masked else cross_entropy
@@ -214,7 +215,7 @@ def finish(
 
 
 def mailbox_of(case: TrainingCase, plan: Schedule) -> Mailbox:
-    """A mailbox large enough for a plan's passes, and for its forwards alone.
+    """A mailbox large enough for a plan's training passes, and for its evaluation (``forwards``).
 
     A message is the activations of one micro-batch, or their gradient.
     """
@@ -224,7 +225,7 @@ def mailbox_of(case: TrainingCase, plan: Schedule) -> Mailbox:
 
 
 def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
-    """The operations of the case's model: attention by its name, head and loss by the kernels', the stack by policy."""
+    """The operations of the case's model: attention, kernels of head and loss, and the checkpointing policy's stack."""
     if case.attention != "reference":
         ops = replace(ops, attention=attention_op(case.attention))
     if case.written_out:
@@ -234,7 +235,7 @@ def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
 
 
 def random_batch(case: TrainingCase, rank: Rank | None = None) -> tuple[Tensor, Tensor]:
-    """Token ids and targets of a step, int64 on the device; from the case's seed, each rank along data its own.
+    """Random token ids and targets of a step, int64 on the device, from the case's seed; they differ along data.
 
     Each is (accumulate * batch, context / context ranks); a context rank has its own tokens of each sequence.
     """
@@ -249,9 +250,9 @@ def random_batch(case: TrainingCase, rank: Rank | None = None) -> tuple[Tensor, 
 
 
 def check_supported(case: TrainingCase, device: torch.device) -> None:
-    """Raise Unsupported, in one sentence, if the device or one of the options cannot serve the case.
+    """Raise Unsupported, with one sentence, if the device or one of the options does not support the case.
 
-    What needs no device stands in ``refusals.py``; ValueError for a name that is unknown.
+    Checks that need no device are in ``refusals.py``; ValueError for an unknown name.
     """
     config, gathered = case.config, case.parallel.compute_dtype  # FSDP casts weights to the latter
     dtype = torch.bfloat16 if gathered == "bf16" else matmul_dtype(case.precision)

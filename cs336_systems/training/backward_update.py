@@ -2,14 +2,15 @@
 
     update = BackwardUpdate(fsdp, optimizer)
     loss.backward()                        # updates each group after its reduction, and gives its gradients up
-    update.finish()                        # what came last: what is replicated
+    update.finish()                        # updates the replicated parameters, whose gradients come last
 
-Each parameter's update reads nothing but its own gradient and state, so the bits are those of a step after backward.
-What it buys is memory: gradients of shards never exist together. Not time: AdamW runs between the kernels of backward
-and not beside them, on a stream of their own too (12.2 of 13.8 ms of an 8B step on two H200s stayed exposed, LOG.md).
+Each parameter's update reads only its own gradient and state, so the bits are those of a step after backward. This
+saves memory, as gradients of shards never exist all together. It saves no time: AdamW runs between the kernels of
+backward and does not overlap with them, even on a separate stream (12.2 of 13.8 ms of an 8B step on two H200s
+stayed exposed, LOG.md).
 
-It excludes what needs all gradients before the first update: clipping, and skipping a step. A backward that fails may
-have updated some parameters already.
+Clipping and skipping a step are impossible, as they need all gradients before the first update. A backward that
+fails may have updated some parameters already.
 """
 
 from collections.abc import Iterable
@@ -35,16 +36,16 @@ class BackwardUpdate:
             p.sharded_param: group for group in fsdp.groups for p in group.parameters
         }
         self._arrived: dict[Tensor, None] = {}
-        """Parameters whose gradients are averages, to be updated together."""
+        """Parameters whose gradients are averaged, to be updated together."""
         self._updated: set[Tensor] = set()
         for parameter in self._names:
             parameter.register_post_accumulate_grad_hook(self._arrive)
 
     def _arrive(self, parameter: Tensor) -> None:
-        """A parameter's gradient is the average.
+        """Handle that a parameter's gradient has been averaged.
 
         Raises:
-            RuntimeError: it has been updated in this backward already.
+            RuntimeError: the parameter has been updated in this backward already.
         """
         if parameter in self._updated:
             raise RuntimeError(
@@ -59,7 +60,7 @@ class BackwardUpdate:
 
     @torch.no_grad()
     def _update(self, parameters: Iterable[Tensor]) -> None:
-        """Step the optimizer as if no others had gradients."""
+        """Step the optimizer as if no other parameters had gradients."""
         chosen = dict.fromkeys(parameters)
         aside = [(p, p.grad) for p in self._names if p.grad is not None and p not in chosen]
         for parameter, _ in aside:
@@ -75,7 +76,7 @@ class BackwardUpdate:
             parameter.grad = None
 
     def finish(self) -> None:
-        """Update what has not been; all parameters are the next step's then."""
+        """Update the remaining parameters and begin a new step."""
         if self._arrived:
             self._update(list(self._arrived))
         self._updated.clear()

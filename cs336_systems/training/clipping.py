@@ -4,13 +4,13 @@
     guard(model, optimizer, loss)        # in place of optimizer.step()
     guard.norm, guard.loss               # before clipping, and before the step; fp32, shape (), the same on every rank
 
-Gradients may be whole on every rank, or shards of FSDP or of a ``ShardedOptimizer``, whose squares are then added up
-over the ranks: one number. They are scaled by min(1, max_norm / (norm + 1e-6)), as ``torch.nn.utils.clip_grad_norm_``
-does (Pascanu et al. 2013), where the optimizer reads them.
+Gradients may be whole on every rank, or shards of FSDP or of a ``ShardedOptimizer``, whose squares are then summed over
+the ranks: one number. They are scaled by min(1, max_norm / (norm + 1e-6)), as ``torch.nn.utils.clip_grad_norm_`` does
+(Pascanu et al. 2013), when the optimizer reads them.
 
-A step whose norm or loss, the mean over the ranks, is NaN or inf changes neither parameters nor moments, and is not
-counted. The host, which reads the norm a step late, may by then have queued the next one. So no later step changes
-anything either: whoever stops finds the model as it was before the step that went wrong.
+A step whose norm or loss (the mean over the ranks) is NaN or inf changes neither parameters nor moments, and is not
+counted. The host reads the norm one step late, when it may have enqueued the next step. So no later step changes
+anything either: the model stays as it was before the failed step.
 """
 
 import math
@@ -34,9 +34,9 @@ class GradientGuard:
     """Steps an optimizer: ``FusedAdamW``, torch's fused AdamW, or a ``ShardedOptimizer`` of one of these.
 
     Args:
-        max_norm: of the clipped gradient; infinite for no clipping.
-        mesh: the ranks, where some share a batch; the norm is then that of the whole model, in which a matrix that
-            tensor ranks divide counts once, and so does a gain that all of them hold.
+        max_norm: the largest norm after clipping; infinite for no clipping.
+        mesh: the ranks, if some share a batch; the norm is then the whole model's, in which a matrix that tensor ranks
+            divide counts once, and so does a gain that all of them hold.
 
     Raises:
         ValueError: ``max_norm`` is not positive.
@@ -46,31 +46,31 @@ class GradientGuard:
         check_max_norm(max_norm)
         self.max_norm, self.mesh = max_norm, mesh
         self.norm: Tensor | None = None
-        """The norm of the last step, at one place of memory, so that a CUDA graph can write it."""
+        """The norm of the last step, at a fixed address, so that a CUDA graph can write it."""
         self.loss: Tensor | None = None
-        """The loss of the last step, the mean over the ranks, at one place too; 0 if none was given."""
+        """The loss of the last step, the mean over the ranks, also at a fixed address; 0 if none was given."""
         self._halted: Tensor | None = None
         self._tables: dict[str, Any] = {}
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor | None = None) -> None:
-        """Step on the gradients that are there; a collective where there are several ranks.
+        """Step on the present gradients; a collective if there are several ranks.
 
         Args:
-            loss: this rank's, one element on the device; if it is given on one rank, it is on all.
+            loss: this rank's, one element on the device; given on all ranks or on none.
         """
         scale, skipped = self.scale(*self._norm_and_loss(model, optimizer, loss))
         inner = optimizer.local if isinstance(optimizer, ShardedOptimizer) else optimizer
-        if isinstance(inner, torch.optim.AdamW):  # which torch's own GradScaler tells so
+        if isinstance(inner, torch.optim.AdamW):  # attributes that torch's GradScaler sets
             inner.grad_scale, inner.found_inf = scale.reciprocal(), skipped  # type: ignore[attr-defined]
             optimizer.step()
         else:
             optimizer.step(grad_scale=scale)  # type: ignore[call-overload]
 
     def scale(self, norm: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Note norm and loss; returns (factor for the gradients, NaN to pass over them; 1 if that is so, else 0).
+        """Record norm and loss; returns (factor for the gradients, NaN to skip the step; 1 if it is skipped, else 0).
 
-        For who steps an optimizer piece by piece; all arguments and results are () on the device.
+        For callers that step an optimizer piece by piece; all arguments and results are () on the device.
         """
         if self.norm is None or self.loss is None or self._halted is None:
             self.norm, self.loss, self._halted = torch.empty_like(norm), torch.empty_like(norm), torch.zeros_like(norm)
@@ -113,10 +113,10 @@ class GradientGuard:
     def _norm_on(
         self, mesh: Mesh, shares: dict[str, Tensor], whole: dict[str, Tensor], twice: Sequence[str], mean: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As ``_norm_and_loss``: each element's square over the number of ranks that hold it, added up over all.
+        """As ``_norm_and_loss``, by summing over all ranks each element's square / the number of ranks that hold it.
 
         Args:
-            twice: names of parameters that two stages of a pipeline hold.
+            twice: names of parameters that two pipeline stages hold.
         """
         n_alike, squares = mesh.same_weights.size(), torch.zeros_like(mean)
         for kind, gradients, n_held in (("shares", shares, mesh.size("replica")), ("whole", whole, n_alike)):
@@ -133,7 +133,7 @@ class GradientGuard:
         return shared[0].sqrt(), shared[1]
 
     def norm_of(self, name: str, gradients: list[Tensor], device: torch.device) -> Tensor:
-        """L2, of all gradients together, at least fp32, shape (); ``name`` says which of several sets they are."""
+        """The joint L2 norm of all gradients, at least fp32, shape (); ``name`` identifies one of several sets."""
         if device.type != "cuda" or not gradients:
             return joint_norm(gradients, device)
         from cs336_systems.kernels.grad_norm import grad_norm, norm_table  # brings Triton along
@@ -144,7 +144,7 @@ class GradientGuard:
 def gradients_of(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
-    """(Gradients of which this rank has a share, None if there are none such; those that it has whole), by name."""
+    """(Gradients of which this rank has a shard, None if there are none; gradients that it has whole), by name."""
     if isinstance(model, FSDP):
         shards = {p.names[0]: p.sharded_param.grad for group in model.groups for p in group.parameters}
         replicated = {p.names[0]: p.sharded_param.grad for p in model.replicated}
@@ -152,7 +152,7 @@ def gradients_of(
             {name: one.detach() for name, one in each.items() if one is not None} for each in (shards, replicated)
         )
         return {name: one for name, one in shares.items() if one.numel()}, whole
-    named = dict(getattr(model, "module", model).named_parameters())  # a wrapper's have other names
+    named = dict(getattr(model, "module", model).named_parameters())  # a wrapper's parameters have other names
     whole = {name: p.grad for name, p in named.items() if p.grad is not None}
     if (host_gradients := getattr(optimizer, "host_gradients", None)) is not None:
         whole = {str(number): one for number, one in enumerate(host_gradients.tensors())}

@@ -6,25 +6,25 @@ to launch one. A graph holds all launches of a step and takes one call.
     step = assemble(TrainingCase("cuda", "small", batch_size=1, optimizer="fused", cuda_graph="on"))
     loss = step(*batch)          # as TrainStep, to the bit; the fourth call captures
 
-The first steps (``case.UNCAPTURED_STEPS``) run uncaptured on a stream of their own: they compile kernels, and allocate
-optimizer states and workspaces. The next is captured, then replayed. Nothing is run for capturing alone: every call is
-one step of training on its batch, which is copied to where the graph reads it.
+The first steps (``case.UNCAPTURED_STEPS``) run uncaptured on a separate stream: they compile kernels, and allocate
+optimizer states and workspaces. The next step is captured, then replayed. No extra work is run for capturing: every
+call is one step of training on its batch, which is copied into the graph's input.
 
-Two graphs, because of the gradients. Forward and backward of all micro-batches are the first; in it the first backward
-makes the gradients, which stay where they are from then on, hidden from the parameters between steps. The optimizer is
-the second, captured after it has run once on these gradients: the table of their addresses
+There are two graphs, because of the gradients. The first has forward and backward of all micro-batches; in it the first
+backward allocates the gradients, which keep their addresses from then on and are detached from the parameters between
+steps. The second has the optimizer, captured after it has run once on these gradients: the table of their addresses
 (``kernels/tensor_table.py``) is on the device by then, and is not copied again. Only ``FusedAdamW`` is captured: it
-reads what a schedule changes from device memory, to which that is copied before a replay. Torch's optimizers pass these
-as launch arguments, so they run uncaptured.
+reads scheduled values from device memory, into which they are copied before a replay. Torch's optimizers take these as
+launch arguments, so they run uncaptured.
 
-Capturing allocates what a step does, in the same order, from a pool of its own; what the uncaptured steps had cached
-for that is given back before.
+Capturing allocates the same memory as a step, in the same order, from a separate pool; memory cached by the uncaptured
+steps is released before.
 
-Every row has logits, also rows with ignored targets, because their number would change shapes. ``TrainStep`` leaves
-such rows out if targets are on the CPU, and then the bits differ.
+Logits are computed for every row, also with ignored targets, because a varying number of rows would change shapes.
+``TrainStep`` skips such rows if targets are on the CPU, and then the bits differ.
 
-Limits: one rank, or tensor ranks by collectives, which the graphs hold; whole steps; batches of one shape; parameters
-must stay where they are. What synchronizes with the device or copies from pageable memory cannot be captured.
+Limits: one rank, or tensor ranks by collectives, which the graphs contain; whole steps; batches of one shape;
+parameters must keep their memory. Synchronization with the device and copies from pageable memory cannot be captured.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class CapturedStep(TrainStep):
         self._inputs: tuple[Tensor, ...] = ()
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._states: Any = None
-        """The optimizer's states when it was captured, of which loading makes others."""
+        """The optimizer's states at capture; loading a state dict replaces them."""
 
     def phases(self, mode: str, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
         """The one phase ``step``.
@@ -101,11 +101,11 @@ class CapturedStep(TrainStep):
         self.loss = self._captured_loss.clone()
 
     def _capture_passes(self, batch: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
-        """Forward and backward of all micro-batches; the loss and the gradients are where they will always be."""
+        """Run forward and backward of all micro-batches; loss and gradients have their final addresses."""
         self._inputs = tuple(tensor.clone() for tensor in batch)
         passes = super().phases("step", *self._inputs)
         del passes["optimizer"]
-        self._weights_changed()  # what is made of them is part of every step
+        self._weights_changed()  # values computed from them are recomputed in every step
         try:
             graph = _captured(lambda: [phase() for phase in passes.values()], self._stream)
             parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
@@ -117,9 +117,9 @@ class CapturedStep(TrainStep):
         return graph
 
     def _update_uncaptured(self) -> None:
-        """The optimizer's step on the captured gradients, and if it can be captured its graph for the steps to come."""
+        """Step the optimizer on the captured gradients, then capture its graph for later steps if possible."""
         if self._update_graph is not None:
-            self._stream.synchronize()  # its last replay may be under way
+            self._stream.synchronize()  # its last replay may still be running
             self._update_graph = None
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
@@ -132,7 +132,7 @@ class CapturedStep(TrainStep):
 
 
 def _captured(launch: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """The graph of what ``launch`` gives to the device, of which nothing runs.
+    """Capture the work that ``launch`` enqueues, without running it.
 
     Raises:
         Unsupported: something cannot be captured; one sentence.
@@ -141,7 +141,7 @@ def _captured(launch: Callable[[], object], stream: torch.cuda.Stream) -> torch.
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     cause: Exception | None = None
     try:
-        # A loader's thread may pin memory meanwhile, which is no part of the step.
+        # A loader's thread may pin memory meanwhile, which is not part of the step.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             try:
                 launch()

@@ -4,10 +4,10 @@
     peak.n_bytes, peak.moments, peak.parts
 
 The step is the one that ``assemble`` builds. Tensors on ``meta`` take no memory and hardly any time; a dispatch mode
-sees every operator and follows the storages that it makes until they are freed. Our own operators run down to their
-launches, which are left out, so that the buffers of launchers count; what torch's libraries allocate inside an operator
-is added by arithmetic (``_WORKSPACES``). On CUDA each storage counts as a block of torch's caching allocator, and
-cuBLAS's workspaces come on top. Ranks are predicted as rank 0 of a process group that sends nothing.
+sees every operator and tracks the storages that it allocates until they are freed. Our own operators run up to their
+launches, which are skipped, so that the launchers' buffers count; memory that torch's libraries allocate inside an
+operator is calculated (``_WORKSPACES``). On CUDA each storage counts as a block of torch's caching allocator, and
+cuBLAS's workspaces are added. A rank of several is predicted as rank 0 of a process group that sends nothing.
 
 Limits: eager execution (a compiled step is followed as if it were eager); the CUDA context and fragmentation are left
 out, as ``torch.cuda.max_memory_allocated`` leaves them out. Sizes are in bytes.
@@ -46,7 +46,7 @@ _RESIZE = torch.UntypedStorage.resize_
 
 @dataclass(eq=False)
 class _Storage:
-    """Bytes that are alive together; moments are given by their number."""
+    """Bytes that are allocated at the same time; moments are given by their number."""
 
     part: str
     made_in: int
@@ -55,15 +55,15 @@ class _Storage:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Follows every storage that operators make until it is freed; those on ``meta`` take no memory."""
+    """Tracks every storage that operators allocate until it is freed; storages on ``meta`` take no memory."""
 
     def __init__(self, block_bytes: Callable[[int], int]) -> None:
         super().__init__()
         self.part = "parameters"
-        """The part of memory to which belongs what is made now."""
+        """The part of memory to which new tensors belong."""
         self.moments = ["states"]
         self.changes: list[tuple[int, _Storage, int]] = []
-        """Number of the moment, storage, bytes more; in order."""
+        """(Number of the moment, storage, change in bytes), in order."""
         self.alive: dict[int, _Storage] = {}
         self._block_bytes = block_bytes
 
@@ -79,7 +79,7 @@ class LiveStorages(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Say no, as torch would import its compiler, three seconds, to keep it from looking into this mode."""
+        """Return False, else torch imports its compiler, three seconds, to exclude this mode from compilation."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,7 +119,7 @@ class LiveStorages(TorchDispatchMode):
         self._change(storage, 0)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Stand for ``resize_``, which is no operator, and count the storage anew if it is counted. FSDP gathers so."""
+        """Replace ``resize_``, which is no operator, and recount a counted storage. FSDP uses it to gather."""
         _RESIZE(storage, size)
         if (one := self.alive.get(storage._cdata)) is not None:
             one.part = "gathered parameters"
@@ -132,13 +132,13 @@ class LiveStorages(TorchDispatchMode):
         self._change(storage, 0)
 
     def label(self, part: str, tensors: Iterable[Tensor | None]) -> None:
-        """Say what part of memory the tensors are."""
+        """Assign the tensors to a part of memory."""
         for tensor in tensors:
             if tensor is not None and (one := self.alive.get(tensor.untyped_storage()._cdata)) is not None:
                 one.part = part
 
     def peak(self, start: int, workspaces: int) -> PeakMemory:
-        """The largest moment from this change on, above the library's workspaces."""
+        """The peak from this change on, without the library's workspaces."""
         parts = dict.fromkeys((*PARTS, "host"), 0) | {"tables and workspaces": workspaces}
         total, most, at_most = workspaces, -1, parts
         moments: dict[str, int] = {}
@@ -157,10 +157,10 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _accumulates(tensor: Tensor) -> bool:
-    """Whether autograd's engine, which is about to add to this gradient, would do so in place without a dispatch mode.
+    """Whether autograd's engine would add to this gradient in place if there were no dispatch mode.
 
-    It does if nothing else has the gradient's memory (torch/csrc/autograd/input_buffer.cpp, accumulate). The engine
-    calls from C++, so that the Python function below the dispatch mode's is the one that started backward.
+    It does if nothing else refers to the gradient's memory (torch/csrc/autograd/input_buffer.cpp, accumulate). The
+    engine calls from C++, so the Python frame below the dispatch mode's is the one that started backward.
     """
     caller = sys._getframe(2)
     if caller.f_code.co_name != "_engine_run_backward" or not tensor.is_contiguous():
@@ -206,14 +206,14 @@ _WORKSPACES: dict[str, Callable[[Any, Any], int]] = {
     "logsumexp": lambda args, made: args[0].nbytes,  # the exponentials
     "_softmax_backward_data": lambda args, made: args[0].nbytes,  # gradient times result (cuda/SoftMax.cu)
 }
-"""Bytes that operators allocate inside while they run, as functions of their arguments and results."""
+"""Bytes that operators allocate internally while they run, as functions of their arguments and results."""
 
 _WITHOUT_BODY = ("hopper_attention_forward", "hopper_attention_backward", "hopper_attention_backward_into")
-"""Our operators whose launchers need a GPU's driver; they are followed by their results."""
+"""Our operators whose launchers need a GPU's driver; only their results are tracked."""
 
 
 class _Autocast(TorchFunctionMode):
-    """``torch.autocast`` for ``meta``, which has none: the reference model's operations as they run under it.
+    """``torch.autocast`` for ``meta``, which has none: casts the reference model's operations as autocast does.
 
     Products are of ``dtype``; CUDA computes softmax in fp32. Casts of weights are kept until forward has ended.
     """
@@ -251,7 +251,7 @@ class _Autocast(TorchFunctionMode):
 
 @contextmanager
 def _one_of(world_size: int, number: int) -> Iterator[Rank]:
-    """This process as one of so many ranks that send nothing, in place of the group that it may have joined."""
+    """Make this process one of ``world_size`` ranks that send nothing, in place of a group that it has joined."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
 
     joined = c10d._get_default_group() if dist.is_initialized() else None
@@ -281,14 +281,14 @@ def dry_run(
     world_size: int = 1,
     workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
 ) -> PeakMemory:
-    """The peak of allocated memory on one rank in one pass of ``mode``, every pass but the first.
+    """The peak of allocated memory on one rank in any pass of ``mode`` but the first.
 
-    Of a pipeline it is that of the fullest stage.
+    For a pipeline it is the peak of the fullest stage.
 
     Args:
-        case: what runs; whether its device can serve it is not asked.
-        world_size: ranks that share the step, if the case's ``parallel`` says that they do.
-        workspace_bytes: cuBLAS's, per thread that multiplies; ignored but on CUDA.
+        case: the step to run; whether its device supports it is not checked.
+        world_size: the number of ranks, if the case's ``parallel`` says that ranks share the step.
+        workspace_bytes: cuBLAS's, per thread that calls it; only used on CUDA.
 
     Raises:
         ValueError: no such mode, or a name in the case is unknown.
@@ -303,7 +303,7 @@ def _dry_run_of(case: TrainingCase, mode: str, world_size: int, number: int, wor
     on_cuda = case.device.startswith("cuda")
     live = LiveStorages(cuda_block_bytes if on_cuda else int)
     dtype = "fp32" if case.precision.autocast else case.dtype
-    in_flight = case.accumulate if case.parallel.pipeline > 1 else 2  # else a third micro-batch is as the second
+    in_flight = case.accumulate if case.parallel.pipeline > 1 else 2  # else a third micro-batch is like the second
     accumulate = min(case.accumulate, in_flight)
     # Torch's fused AdamW refuses meta; ours has the same states and no more temporaries.
     optimizer = "fused" if case.optimizer == "torch-fused" else case.optimizer
@@ -350,7 +350,7 @@ def _dry_run_of(case: TrainingCase, mode: str, world_size: int, number: int, wor
 
 
 def _note_moments(step: TrainStep, live: LiveStorages) -> None:
-    """Have the parts of the model say when they run."""
+    """Register hooks that mark when the parts of the model run."""
     model = step.model if isinstance(step.model, TransformerLM) else step.model.module
     assert isinstance(model, TransformerLM)
 

@@ -2,20 +2,20 @@
 
 The formula is that of ``optimizer.AdamW``; with fp32 states the two agree within rounding. Besides:
 
-* moments in bf16 or fp32, as the parameter or as ``state_dtype`` says; all that is bf16 is rounded stochastically,
-  which is what makes training with 8 bytes per parameter (p, g, m, v) work;
+* moments in the parameter's dtype or in ``state_dtype``, bf16 or fp32; bf16 is rounded stochastically, which makes
+  training with 8 bytes per parameter (p, g, m, v) possible;
 * ``step(grad_scale=...)`` clips without writing gradients back, and skips a step whose gradients are not finite,
   without waiting for the device; a skipped step is not counted;
-* ``master`` keeps fp32 weights of bf16 parameters, which are then what these round to;
-* ``offload`` keeps states in host memory (``host_states.py``), to the bit without any other effect.
+* ``master`` keeps fp32 weights of bf16 parameters, which then are the rounded masters;
+* ``offload`` keeps states in host memory (``host_states.py``); results are bit-identical.
 
-Two launches per combination of dtypes and step; groups may differ in every hyperparameter and still share them. What
-changes by step is read from device memory: a CUDA graph that holds a step is right for the next one after
-``upload_hyperparameters``, which waits for nothing.
+There are two launches per combination of dtypes and step; groups may differ in every hyperparameter and still share
+launches. Values that change by step are read from device memory: a CUDA graph of a step is valid for later steps after
+``upload_hyperparameters``, which does not wait.
 
-Random bits depend on the seed, the step, the parameter's number (its place among all parameters of the optimizer) and
-the element's place in it. So replicas stay equal, and shards are updated bit for bit as the whole: those of FSDP say
-themselves at which element of the whole they begin (``first_element``), and ``ShardedOptimizer`` tells by ``locate``.
+Random bits depend on the seed, the step, the parameter's number among all parameters of the optimizer, and the
+element's position in it. So replicas stay equal, and shards get the same bits as the whole: FSDP's shards have the
+position of their first element as an attribute (``first_element``), and ``ShardedOptimizer`` calls ``locate``.
 """
 
 import inspect
@@ -34,7 +34,7 @@ from cs336_systems.training.host_states import HostGradients, place, staged_adam
 from cs336_systems.training.optimizer import check_hyperparameters, loss_of
 
 MAX_DESCRIPTIONS = 64
-"""How often tables may describe each parameter, on average: buckets, however many, do so once."""
+"""The most times, on average, that tables may describe a parameter: any number of buckets describes each once."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _STATES = ("exp_avg", "exp_avg_sq", "master")
@@ -100,20 +100,20 @@ class FusedAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed})
 
     def upload_hyperparameters(self) -> None:
-        """Have launches that are replayed use the groups' lr, betas, eps and weight_decay as they are now."""
+        """Make replayed launches use the groups' present lr, betas, eps and weight_decay."""
         of = {id(parameter): _hyperparameters(group) for group in self.param_groups for parameter in group["params"]}
         for parameters, table in self._tables.items():
             table.set_hyperparameters([of[parameter] for parameter in parameters])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, those in host memory too."""
-        # torch's own imports torch._dynamo, three seconds, to tell torch.compile that it must not look into it
+        # torch's version imports torch._dynamo, three seconds, to exclude itself from torch.compile
         inspect.unwrap(torch.optim.Optimizer.zero_grad)(self, set_to_none)
         if self.host_gradients is not None:
             self.host_gradients.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, numbered after those that are there; raises ValueError as the constructor does."""
+        """Add parameters, numbered after the existing ones; raises ValueError as the constructor does."""
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
         added = self.param_groups[-1]["params"]
         for parameter in added:
@@ -127,7 +127,7 @@ class FusedAdamW(torch.optim.Optimizer):
             self._places[parameter] = (len(self._places), getattr(parameter, "first_element", 0))
 
     def locate(self, parameter: Tensor, number: int, offset: int = 0) -> None:
-        """Say that ``parameter`` is a shard: of the tensor of this number, from this element on, in memory order.
+        """Declare ``parameter`` a shard of the tensor of this number, beginning at this element in memory order.
 
         Raises:
             ValueError: it is none of the optimizer's parameters.
@@ -145,7 +145,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 or inf, nothing is updated and the step is not counted.
 
         Raises:
-            ValueError: a gradient is sparse or laid out otherwise than its parameter, or the scale is not as above.
+            ValueError: a gradient is sparse or has another memory layout than its parameter, or the scale is invalid.
         """
         loss = loss_of(closure)
         if self.host_gradients is not None:
@@ -166,19 +166,19 @@ class FusedAdamW(torch.optim.Optimizer):
                 staged_adamw_(updates, staged, self._links[device], grad_scale)
             else:
                 adamw_(updates, grad_scale, table=self._table(updates))
-            # Which autograd would see in an operation of torch, and who keeps something made of the weights compares.
+            # Operations of torch raise versions, which autograd and caches made from the weights compare.
             torch.autograd.graph.increment_version([update.parameter for update in updates])
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict once the devices have written what lies in host memory."""
+        """Return torch's state dict, after waiting for the device's writes to host memory."""
         for device in self._links:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but into states of this optimizer's dtypes and places, not of the parameter's."""
+        """Load as torch does, but into states in this optimizer's dtypes and on its devices, not the parameter's."""
         super().load_state_dict({**state_dict, "state": {}})
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -207,7 +207,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return moments | ({"master": torch.float32} if has_master else {})
 
     def _make_states(self, parameters: Sequence[Tensor]) -> None:
-        """Make the states that are not there yet, all that are in host memory in one slab."""
+        """Allocate missing states; those in host memory share one slab."""
         new = {parameter: self._state_dtypes(parameter) for parameter in parameters if not self.state[parameter]}
         away = {p: {name: dtypes[name] for name in self.offload if name in dtypes} for p, dtypes in new.items()}
         for device in {parameter.device for parameter in new}:

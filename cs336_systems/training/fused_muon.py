@@ -1,8 +1,8 @@
 """Muon (``muon.py``) with this suite's fused AdamW, for GPUs: bf16 is rounded stochastically.
 
-Most updates of a weight are smaller than half the distance between two bf16 numbers, and to nearest they would be lost
-(``kernels/adamw.py``). Random bits are torch's, from the seed, the matrix's number among all parameters of the model's
-optimizer, and the number of its updates: the same whoever owns the matrix, and after a resume.
+Most updates of a weight are smaller than half the distance between two bf16 numbers, and would be lost by rounding to
+nearest (``kernels/adamw.py``). Random bits are torch's, from the seed, the matrix's number among all parameters of the
+optimizer, and the number of its updates, so they do not depend on the owner of the matrix or on resuming.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,7 +52,7 @@ class FusedMuon(Muon, FusedAdamW):
         if parameter.device.type != "meta":
             if parameter not in self._n_made:
                 self._n_made[parameter] = int(self.state[parameter]["step"])
-            # A step that the guard passes over is counted here alone; it lets no later one change anything.
+            # A step that the guard skips is counted only here; the guard then lets no later step change anything.
             made, number = self._n_made[parameter], self._places[parameter][0]
             self._n_made[parameter] += 1
             seed = (group["seed"] * _PRIME + made) * _PRIME + number
@@ -63,12 +63,12 @@ class FusedMuon(Muon, FusedAdamW):
 
 
 def _rounded(value: Tensor, generator: torch.Generator | None, whole: torch.Size, first: int) -> Tensor:
-    """Round fp32 numbers to those of bf16, up or down at random so that the mean is right, as ``kernels/adamw.py``.
+    """Round fp32 numbers to bf16 stochastically, as ``kernels/adamw.py`` does.
 
-    They are those of a matrix of shape ``whole`` from element ``first`` on, and have the random bits that they would
-    have among all of it.
+    They are elements of a matrix of shape ``whole``, beginning at ``first``, and get the random bits that they would
+    get if the whole matrix were rounded.
     """
     noise = torch.randint(0, 2**16, whole, generator=generator, dtype=torch.int32, device=value.device)
     noise = noise.flatten()[first : first + value.numel()].view(value.shape)
     bits = noise.add_(value.view(torch.int32)).bitwise_and_(-(2**16))
-    return torch.where(value.isnan(), value, bits.view(torch.float32))  # the sum may make a number of a NaN
+    return torch.where(value.isnan(), value, bits.view(torch.float32))  # the sum may turn a NaN into a number

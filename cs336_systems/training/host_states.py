@@ -1,9 +1,9 @@
 """States and gradients in host memory: AdamW's step fetches, updates and sends them back in pieces.
 
-While one batch of pieces is updated, the next is on its way to the device and the one before on its way back, so a step
-takes as long as the link takes for the longer direction, and the device holds three batches: 3 x 128 MiB for moments in
-bf16. A piece is a stretch of one tensor; as AdamW goes element by element and counts them in the whole tensor
-(``kernels/adamw.py``), where tensors are cut changes no bit.
+While one batch of pieces is updated, the next is being fetched and the previous one sent back, so a step takes as long
+as the link takes for the slower direction, and the device holds three batches: 3 x 128 MiB for moments in bf16. A piece
+is a stretch of one tensor; AdamW is elementwise and counts elements in the whole tensor (``kernels/adamw.py``), so
+where tensors are cut changes no bit.
 
     hosts = place({p: {"exp_avg": torch.bfloat16} for p in parameters}, device)      # one slab for all of them
     staged_adamw_(updates, {"exp_avg"}, link, scale)
@@ -30,10 +30,10 @@ PIECE_ELEMENTS = 128
 
 
 def place(dtypes: Mapping[Tensor, Mapping[str, torch.dtype]], device: torch.device) -> dict[Tensor, dict[str, Tensor]]:
-    """Zeros like each parameter, by the names given for it, in one slab of host memory, pinned if ``device`` is a GPU.
+    """For each parameter, zeros like it by the given names, in one slab of host memory, pinned for a GPU ``device``.
 
     Raises:
-        RuntimeError: there is not as much host memory.
+        RuntimeError: there is too little host memory.
     """
     n_bytes = sum(aligned(p.numel() * dtype.itemsize) for p, named in dtypes.items() for dtype in named.values())
     slab = host_slab(n_bytes, device)
@@ -53,7 +53,7 @@ def staged_adamw_(
     link: HostLink,
     scale: Tensor | None,
 ) -> None:
-    """``adamw_``, with stochastic rounding, where the fields named in ``staged`` are in host memory: the same bits.
+    """``adamw_`` with stochastic rounding for updates whose ``staged`` fields are in host memory; the same bits.
 
     Raises:
         ValueError: as ``adamw_``.
@@ -85,7 +85,7 @@ def staged_adamw_(
 
 
 def _batches(updates: Sequence[Update]) -> list[list[Update]]:
-    """All elements of all tensors in pieces, each a stretch of memory, dealt out to batches."""
+    """All elements of all tensors in pieces, each a stretch of memory, divided among batches."""
     batches: list[list[Update]] = [[]]
     room = BATCH_ELEMENTS
     for update in updates:
@@ -101,7 +101,7 @@ def _batches(updates: Sequence[Update]) -> list[list[Update]]:
 
 
 def _piece(update: Update, begin: int, end: int) -> Update:
-    """Elements of an update in memory order; each piece counts the step for itself, the first for all."""
+    """Elements of an update in memory order; each piece has its own step count, and the first one's is kept."""
     stretches: dict[str, Any] = {
         name: tensor.detach().as_strided((end - begin,), (1,), tensor.storage_offset() + begin)
         for name, tensor in update.tensors.items()
@@ -111,15 +111,15 @@ def _piece(update: Update, begin: int, end: int) -> Update:
 
 
 class HostGradients:
-    """Gradients that leave for host memory as backward makes them: the device holds only those on their way.
+    """Offloads gradients to host memory as backward computes them; the device holds only those in flight.
 
-    Micro-batches add up as autograd adds them: what is on the host comes back, the new gradient is added to it, and the
-    sum leaves. What comes next is fetched ahead, in the order of the backward before. The norm is that of
-    ``grad_norm`` over the gradients in the order of the parameters, to the bit: the squares of each are added up while
-    it is here. Host memory takes one slab, as large as all gradients. Gradients must be dense, and are for one rank.
+    Micro-batches accumulate as in autograd: the sum on the host is fetched, the new gradient is added, and the sum is
+    sent back. Gradients are prefetched in the order of the previous backward. The norm has the bits of ``grad_norm``
+    over the gradients in the order of the parameters: each one's squares are summed while it is on the device. Host
+    memory takes one slab, as large as all gradients. Gradients must be dense, and there must be only one rank.
 
     Raises:
-        RuntimeError: there is not as much host memory.
+        RuntimeError: there is too little host memory.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -130,10 +130,10 @@ class HostGradients:
         self._link = HostLink(device, IN_FLIGHT_BYTES)
         self._tables: dict[Tensor, TensorTable] = {parameter: norm_table() for parameter in trainable}
         self._sums: dict[Tensor, Tensor] = {}
-        """The sums of squares of the gradients that are there, by chunks."""
+        """The sums of squares of the present gradients, by chunks."""
         self._coming: dict[Tensor, Coming] = {}
         self._arrived: dict[Tensor, None] = {}
-        """The parameters whose gradients came in this backward, in order."""
+        """The parameters whose gradients this backward has computed, in order."""
         self._next: dict[Tensor, Tensor] = {}
         """The parameter whose gradient followed another's in the last backward."""
         for parameter in trainable:
@@ -144,7 +144,7 @@ class HostGradients:
         return self._hosts[parameter] if parameter in self._sums else None
 
     def tensors(self) -> list[Tensor]:
-        """The gradients that are there, in the order of the parameters."""
+        """The present gradients, in the order of the parameters."""
         return [host for parameter, host in self._hosts.items() if parameter in self._sums]
 
     def norm(self) -> Tensor:

@@ -12,21 +12,21 @@ O has singular values near 1, so the root mean square of its elements is about 1
 update 0.2 lr: about that of AdamW's, so that a learning rate and weight decay that serve AdamW serve Muon as well.
 
 q, k and v are orthogonalised separately, and so are gate and up, although blocks multiply each group as one matrix:
-they are separate maps, and in the polar factor of all rows together the update of one would depend on the others'
+they are separate maps, and if their rows were orthogonalised together, the update of one would depend on the others'
 gradients. They are separate parameters already (``blocks/weights.py``), so nothing has to be split.
 
-The AdamW of all else is torch's fused one on a CPU and this suite's on a GPU (``fused_muon.py``). The products of the
-iteration are in bf16, and all else is computed in fp32.
+All other parameters use torch's fused AdamW on a CPU and this suite's on a GPU (``fused_muon.py``). The matmuls of the
+iteration are in bf16; everything else is computed in fp32.
 
 Measured on a CPU (train.py's size tiny on the standard library, fp32, one seed; learning rates 0.003, 0.01, 0.02):
 after 800 steps the held-out loss is 5.00, 4.66, 4.56 with Muon, and 4.99, 4.73, 4.76 with AdamW; Muon passes AdamW's
 best in a run of 600 steps (4.72). So the best learning rate is not quite the same, and a larger one is worth a try.
 A model of 100M parameters on an H100: profiles/h200.md.
 
-Several ranks do not repeat each other's work. Under ZeRO 1 and 2 each matrix has a rank that updates it. Under FSDP
-each rank has some rows of every matrix and of its moment: G + 0.95 M of as many matrices as there are ranks travel, in
-fp32, so that each rank has one of them whole, and O travels back in bf16 (``RowsOfRanks``; as "Distributed Muon" of Liu
-et al., section 2.3, except that there every rank gathers all matrices).
+Ranks divide the work. Under ZeRO 1 and 2 each matrix has a rank that updates it. Under FSDP each rank has some rows of
+every matrix and of its moment: for as many matrices at a time as there are ranks, G + 0.95 M is sent in fp32 so that
+each rank has one matrix whole, and O is sent back in bf16 (``RowsOfRanks``; like "Distributed Muon" of Liu et al.,
+section 2.3, except that there every rank gathers all matrices).
 
 Limits: no tensor parallelism, no adapters, no states in host memory, no FP32 master weights, no CUDA graph
 (``refusals.py``).
@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from cs336_systems.training.optimizer import loss_of
 
 MUON = "muon"
-"""The key of a parameter group that is true where Muon updates it."""
+"""The key of a parameter group that is true if Muon updates the group."""
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of X, X^3 and X^5 in a step of the iteration: the steepest slope at 0 that ends within about 0.3 of 1 (Jordan)."""
@@ -76,7 +76,7 @@ def muon_groups(model: nn.Module, *, decay_vectors: bool) -> list[dict[str, Any]
 
 
 class WholeMatrices:
-    """Matrices that this rank has whole."""
+    """Matrices of which this rank has all rows."""
 
     def shape(self, matrix: Tensor) -> torch.Size:
         return matrix.shape
@@ -105,7 +105,7 @@ class RowsOfRanks(WholeMatrices):
         return self._shapes[matrix]
 
     def together(self, matrices: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        """As many as there are ranks, of about one size."""
+        """Groups of as many matrices as there are ranks, of similar size."""
         ordered, n = sorted(matrices, key=lambda matrix: self.shape(matrix).numel()), self._n_ranks
         return (ordered[i : i + n] for i in range(0, len(ordered), n))
 
@@ -130,16 +130,16 @@ class RowsOfRanks(WholeMatrices):
 
 
 class Muon(torch.optim.Optimizer):
-    """Updates groups with ``muon`` by Muon, and leaves the others to the AdamW with which it is mixed.
+    """Updates groups with ``muon`` by Muon, and the others by the AdamW class with which it is combined.
 
     ``state`` of a matrix is ``step``, as AdamW counts it, and ``momentum_buffer``.
     """
 
     WHOLE: ClassVar[str] = MUON
-    """The groups of which ``ShardedOptimizer`` cuts no parameter."""
+    """The key of groups whose parameters ``ShardedOptimizer`` does not cut."""
 
     matrices = WholeMatrices()
-    """Where the rest of each matrix is, if its tensor here is a part."""
+    """The layout of matrices of which this rank's tensors are parts."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; ValueError if Muon is to update one that is no matrix, or as AdamW raises it."""
@@ -192,21 +192,21 @@ class Muon(torch.optim.Optimizer):
             state["step"] += 1 if taken is None else taken
 
     def _make_states(self, parameters: Sequence[Tensor]) -> None:
-        """Make the states that are not there yet."""
+        """Allocate missing states."""
         raise NotImplementedError
 
     def _step_others(self, scale: Tensor | None) -> None:
-        """Step AdamW over the groups that are there now."""
+        """Step AdamW over the present groups."""
         raise NotImplementedError
 
     def _store(self, parameter: Tensor, group: dict[str, Any], values: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy values to where they are kept, the matrix and its moment, rounded to the dtype there."""
+        """Copy values into the matrix and its moment, rounded to their dtypes."""
         for place, value in values:
             place.copy_(value)
 
 
 class TorchMuon(Muon, torch.optim.AdamW):
-    """Muon for matrices, and for the rest torch's AdamW, which is given ``fused=True``."""
+    """Muon for matrices, and torch's AdamW with ``fused=True`` for all other parameters."""
 
     def step(self, closure: Callable[[], float] | None = None, *, grad_scale: Tensor | None = None) -> Any:
         """As ``Muon.step``; by default with the scale that ``GradientGuard`` leaves for torch's AdamW."""

@@ -1,8 +1,8 @@
 """AdamW from the paper's formula; the choice between it, torch's fused kernel and ours (``fused_adamw.py``).
 
 Loshchilov & Hutter 2019, algorithm 2: weight decay acts on the parameter directly, decoupled from the moments; both
-moments are bias-corrected. One tensor at a time, a dozen small kernels each: what fusing saves is measurable with
-``--optimizer reference torch-fused fused``. State is two tensors like the parameter, in the parameter's dtype.
+moments are bias-corrected. It updates one tensor at a time, with a dozen small kernels each; compare fused optimizers
+with ``--optimizer reference torch-fused fused``. State is two tensors like the parameter, in the parameter's dtype.
 """
 
 import inspect
@@ -40,7 +40,7 @@ class AdamW(torch.optim.Optimizer):
         check_hyperparameters(lr, betas, eps, weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    # torch's own import torch._dynamo, three seconds, to tell torch.compile that it must not look into them
+    # torch's versions import torch._dynamo, three seconds, to exclude themselves from torch.compile
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
@@ -94,7 +94,7 @@ def check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, wei
 
 
 def decay_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Two groups of an optimizer: matrices, and norms and biases, which do not decay."""
+    """Two groups for an optimizer: matrices, and norms and biases, which get no weight decay."""
     every = list(parameters)
     matrices, others = ([p for p in every if (p.dim() > 1) == wanted] for wanted in (True, False))
     return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]

@@ -6,8 +6,8 @@
     fsdp                     this suite's FSDP; its units are the blocks
     fsdp2                    torch's fully_shard of embedding, blocks, and norm with head, as torchtitan does
 
-Wrappers that share parameters take a model on ``meta`` or on its device and return a module whose parameters the
-optimizer gets. Buffers are constants in this model, so no wrapper broadcasts them.
+Wrappers that shard parameters take a model on ``meta`` or on its device and return a module whose parameters are passed
+to the optimizer. Buffers are constants in this model, so wrappers need not broadcast them.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def _group(parallel: Parallel, rank: Rank, mesh: Mesh | None) -> Group:
 
 
 def _torch_ddp(model: TransformerLM, parallel: Parallel, rank: Rank, mesh: Mesh | None) -> nn.Module:
-    """Gradients as bucket views, as ours has them; otherwise torch's defaults, such as a first bucket of 1 MiB."""
+    """Gradients are bucket views, as in our DDP; otherwise torch's defaults, such as a first bucket of 1 MiB."""
     group = _group(parallel, rank, mesh)
     replica = nn.parallel.DistributedDataParallel(
         model,
@@ -86,7 +86,7 @@ def _fsdp(model: TransformerLM, parallel: Parallel, rank: Rank, mesh: Mesh | Non
 
 
 def _travel(unit: nn.Module) -> QuantizedTravel | None:
-    """How the weights of a block travel, if all of them are read quantized, with one scale for each."""
+    """How the weights of a block are sent quantized, if all of them are used quantized with one scale each."""
     products = unit.products if isinstance(unit, WrittenOutBlock) else None
     if not (isinstance(products, QuantizedProducts) and products.recipe.scaling == "tensor"):
         return None
@@ -106,7 +106,7 @@ def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank, mesh: Mesh | No
 
     kind = rank.device.type
     ranks = DeviceMesh.from_group(mesh.same_weights, kind) if mesh else init_device_mesh(kind, (rank.world_size,))
-    # Block inputs are in the compute dtype already, but for the tables of angles, which ours leaves in fp32 too.
+    # Block inputs are in the compute dtype already, except the rotary tables, which our FSDP leaves in fp32, too.
     compute_dtype = _DTYPES[parallel.compute_dtype]
     reduce_dtype = None if compute_dtype is None else torch.float32
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
@@ -131,20 +131,20 @@ WRAPPERS: dict[str, Callable[[TransformerLM, Parallel, Rank, Mesh | None], nn.Mo
 
 
 def wrap(model: TransformerLM, parallel: Parallel, rank: Rank | None, mesh: Mesh | None = None) -> nn.Module:
-    """The model under its wrapper, which is the model itself for ``none``.
+    """The wrapped model; the model itself for ``none``.
 
     Args:
-        mesh: of the ranks; None if all hold the same weights.
+        mesh: the mesh of the ranks; None if all hold the same weights.
 
     Raises:
-        ValueError: there is no such wrapper, or nobody is there to share the step with.
+        ValueError: there is no such wrapper, or no process group.
     """
     if parallel.wrapper == "none":
         return model
     check_known("wrapper", parallel.wrapper, ("none", *WRAPPERS))
     if rank is None:
         raise ValueError(f"wrapper {parallel.wrapper!r} needs a process group, this process has joined none")
-    if parallel.wrapper in ("fsdp", "fsdp2"):  # which fill the same parameters again and again
+    if parallel.wrapper in ("fsdp", "fsdp2"):  # which refill the same parameters in each pass
         for block in model.layers:
             if isinstance(block, WrittenOutBlock) and isinstance(block.products, QuantizedProducts):
                 block.products.remember = False
@@ -160,14 +160,14 @@ def make_parallel_optimizer(
     group: Group = None,
     **hyperparameters: Any,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a name in ``config.OPTIMIZERS``, over what is not frozen, its state where ``parallel`` says.
+    """The optimizer of a name in ``config.OPTIMIZERS`` over trainable parameters; ``parallel`` says where its state is.
 
     ``replicated``: on every rank. ``owned``: each tensor's on one rank, for gradients that a wrapper averages.
-    ``scattered``: ZeRO stage 1, which reduces the gradients itself; ``scattered-gradients``: stage 2, which keeps its
-    share of them. ``torch-zero``: torch's ZeroRedundancyOptimizer.
+    ``scattered``: ZeRO stage 1, which reduces the gradients itself; ``scattered-gradients``: stage 2, which keeps only
+    its shard of them. ``torch-zero``: torch's ZeroRedundancyOptimizer.
 
     Args:
-        decay: what ``weight_decay`` is for: all parameters, or ``matrices``, which leaves out norms and biases.
+        decay: the parameters that ``weight_decay`` applies to: all, or ``matrices``, without norms and biases.
         group: the ranks that hold the same weights; None for all.
         hyperparameters: of the optimizer.
 
@@ -188,7 +188,7 @@ def make_parallel_optimizer(
             optimizer.matrices = RowsOfRanks(shapes, model.process_group)
         return optimizer
     if parallel.optimizer_state == "torch-zero":
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # brings TorchScript along, and its warnings
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # imports TorchScript, with its warnings
 
         return ZeroRedundancyOptimizer(params, cls, group, parameters_as_bucket_view=True, **options)
     forms = {"owned": None, "scattered": REDUCE_SCATTER, "scattered-gradients": SHARD}

@@ -4,13 +4,13 @@
     loss = step(*random_batch(case, rank))             # the same batch on all stages; the loss on all of them
 
 Each stage runs its list of a schedule (``costs/parallelism/schedules.py``): forward and backward of its blocks through
-autograd, and gradients of weights where the schedule has put them, by ``blocks.put_off``. Losses and gradients are the
-same bits under every schedule as in one process with as many micro-batches, as each part adds them up in their order,
-except the gradient of a tied embedding, whose two parts are added up in another order.
+autograd, and gradients of weights at the schedule's positions, by ``blocks.put_off``. Under every schedule losses and
+gradients are bit-identical to one process with the same micro-batches, as each part accumulates in their order. The
+exception is the gradient of a tied embedding, whose two parts are summed in another order.
 
-Gradients of ranks with the same weights are averaged when all micro-batches are done; until then, under FSDP too, each
-rank keeps whole gradients. Under FSDP each pass of a part gathers that part's blocks, the first of them during the
-operation before.
+Gradients of ranks with the same weights are averaged when all micro-batches are done; until then each rank keeps whole
+gradients, also under FSDP. Under FSDP each pass of a part gathers that part's blocks, the first of them during the
+previous operation.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class _StageStep(TrainStep):
         raise NotImplementedError
 
     def _everywhere(self, losses: list[Tensor]) -> Tensor:
-        """The sum of losses of the last part's stage, on every stage."""
+        """Broadcast the sum of losses from the stage with the last part to every stage."""
         wide = torch.promote_types(self._parameters[0].dtype, torch.float32)
         loss = torch.stack(losses).sum() if losses else torch.zeros((), dtype=wide, device=self.device)
         last = self.pipeline.plan.places[-1][0]
@@ -116,7 +116,7 @@ class PipelinedStep(_StageStep):
 
     def _run(self, mode: str, token_ids: Tensor, targets: Tensor) -> None:
         batches, share = micro_batches(self.accumulate, token_ids, targets), self._shares(targets)
-        alive: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # without the output, which others take
+        alive: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # without the output, which is sent on
         later: dict[tuple[int, int], Works] = {}
         losses: list[Tensor] = []
         trains = mode != "forward"
@@ -162,7 +162,7 @@ class PipelinedStep(_StageStep):
             self.optimizer.zero_grad(set_to_none=True)
 
     def _gathering(self, work: Work, plan: Schedule) -> Work:
-        """The same work; under FSDP the first weights of each operation are gathered during the one before."""
+        """The same work; under FSDP the first weights of each operation are gathered during the previous one."""
         model, order, stage = self.model, plan.orders[self.pipeline.stage], self.pipeline.stage
         if not isinstance(model, FSDP):
             return work
@@ -181,8 +181,8 @@ class PipelinedStep(_StageStep):
     def _load_kernels(self, token_ids: Tensor, targets: Tensor, *, trains: bool) -> None:
         """Run this stage's work once on zeros, before the first messages of this shape.
 
-        A GPU loads a kernel when it is first launched, and may wait for all that runs before it does: also for a
-        message that comes only after this launch.
+        A GPU loads a kernel when it is first launched, and may first wait for all running work, even for a message that
+        arrives only after this launch.
         """
         key = (token_ids.shape, trains)
         if self.device.type != "cuda" or key in self._loaded:
@@ -202,7 +202,7 @@ class PipelinedStep(_StageStep):
                 for product in later:
                     product()
         if isinstance(self.model, FSDP):
-            self.model.zero_grad()  # also what it has accumulated
+            self.model.zero_grad()  # accumulated gradients, too
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         torch.cuda.synchronize(self.device)
@@ -215,7 +215,7 @@ class PipelinedStep(_StageStep):
         return y
 
     def _like(self, token_ids: Tensor) -> Tensor:
-        """Activations of these tokens between two parts: of them all, or of this tensor rank's share."""
+        """The activations of these tokens between two parts: of all of them, or of this tensor rank's."""
         n, length = token_ids.shape[:2]
         shape = (n, length) if self._n_tensor == 1 else (1, n * length // self._n_tensor)
         return self._parameters[0].new_empty(*shape, self._width)

@@ -14,9 +14,9 @@ from cs336_systems.training.precision import parameter_dtype
 
 
 def products_of(case: TrainingCase, device: torch.device) -> Iterator[Asked]:
-    """The products of a micro-batch for which ``kernels.matmul`` may choose a kernel, with tensors of their own.
+    """The products of a micro-batch for which ``kernels.matmul`` may choose a kernel, with newly allocated tensors.
 
-    Left out are products with a bias, gate | up where its kernel computes SwiGLU, too, and blocks that fp8 skips.
+    Not included: products with a bias, gate | up if its kernel also computes SwiGLU, and blocks that fp8 skips.
     """
     from cs336_systems.kernels.products import FASTER  # brings Triton along
 

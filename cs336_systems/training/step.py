@@ -4,7 +4,7 @@
 ranks, optimizer, clearing of gradients. It knows nothing of how it is measured.
 
 With N micro-batches the loss is the mean over all of their targets except ``IGNORED`` ones: each backward adds the
-gradient of its own loss times its share of the targets, 1/N where all count. With several ranks the gradients stay on
+gradient of its own loss times its fraction of the targets, 1/N if all count. With several ranks, gradients stay on
 their rank until the last backward, which averages their sum over the ranks.
 
     step = assemble(TrainingCase(size="small"))
@@ -93,12 +93,12 @@ class TrainStep:
         model: maps int64 token ids (batch, seq) to logits (batch, seq, vocab); without ``loss_function``, token ids and
             targets to a scalar loss.
         optimizer: the optimizer of the model's parameters.
-        precision: decides about autocast and TF32; the parameters already have its dtype.
+        precision: determines autocast and TF32; the parameters already have its dtype.
         loss_function: maps logits and targets to a scalar, the mean over tokens; None if the model computes its loss.
         accumulate: the number of micro-batches into which the batch of an optimizer step is divided.
         guard: if given, clips the gradients and steps the optimizer, unless they are not finite.
-        counted_over: ranks whose gradients are averaged, over which targets are counted, one number in each step: then
-            every target of all ranks weighs the same. Without it each rank's batch does.
+        counted_over: the ranks over which gradients are averaged; they sum their numbers of targets in each step, so
+            that all targets of all ranks have equal weight. Without it, each rank's batch has equal weight.
         update: if given, updates parameters during backward.
 
     Raises:
@@ -127,9 +127,9 @@ class TrainStep:
         self._trained = tuple(parameter for parameter in self._parameters if parameter.requires_grad)
         self.device = self._parameters[0].device
         self.loss: Tensor | None = None
-        """The last batch's loss so far, detached. With ``counted_over`` its mean over these ranks is the loss."""
+        """The loss of the last batch so far, detached. With ``counted_over``, the loss is its mean over these ranks."""
         self.before_update: Callable[[TrainStep], bool] | None = None
-        """Called when gradients are reduced, before they are clipped, which it may change; False drops the step."""
+        """Called between reduction and clipping of gradients; may change them, and returns False to skip the step."""
 
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Run one step on ids and targets (batch, seq); returns the loss before the update, a detached scalar.
@@ -146,7 +146,7 @@ class TrainStep:
         if self.loss_function is None:
             loss: Tensor = self.model(token_ids, targets)
             return loss
-        logits = self.model(token_ids)  # not where the parameters are, if FSDP2 keeps these on the host
+        logits = self.model(token_ids)  # not the parameters' device, if FSDP2 keeps these on the host
         return self.loss_function(logits, targets.to(logits.device, non_blocking=True))
 
     def phases(self, mode: str, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
@@ -172,9 +172,9 @@ class TrainStep:
         return phases
 
     def _shares(self, targets: Tensor) -> Callable[[int, Tensor], Tensor]:
-        """Return a function of a micro-batch's number and mean loss: its part of what ranks average to the loss.
+        """Return a function that maps a micro-batch's number and mean loss to its term in the loss that ranks average.
 
-        Targets of ``IGNORED`` do not count. The first micro-batch counts the others.
+        Targets of ``IGNORED`` do not count. Targets are counted in the first micro-batch.
         """
         if self.accumulate == 1 and self.counted_over is None:
             return lambda part, loss: loss
@@ -216,7 +216,7 @@ class TrainStep:
                 graph_loss.pop().backward()
             if not last:
                 return
-            # Others have averaged inside backward, or leave it to the optimizer.
+            # Other wrappers have averaged inside backward, or the optimizer averages.
             if isinstance(self.model, (DDP, FSDP)):
                 self.model.finish_gradient_synchronization()
             if mode == "backward":
@@ -245,5 +245,5 @@ class TrainStep:
         self._weights_changed()
 
     def _weights_changed(self) -> None:
-        """Raise the version counters of the weights, so that what was computed from them is known to be stale."""
+        """Raise the version counters of the weights, so that values computed from them are known to be stale."""
         torch.autograd.graph.increment_version(self._trained)
