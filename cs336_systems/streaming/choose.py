@@ -1,8 +1,8 @@
 """Chooses the plan of a step under memory caps: of all that fit, the one whose simulated step is the fastest.
 
-The step of every plan that fits both caps is estimated (``estimate.py``); schedules are built of the best ones and
-simulated, small steps are taken from the best of these, and the fastest wins. Unless its tokens are given, a step has
-enough rounds that the optimizer adds less than 2 % to it.
+The step time of every plan that fits both caps is estimated (``estimate.py``); schedules of the best plans are built
+and simulated, a local search starts from the best of these, and the fastest plan is chosen. Unless its tokens are
+given, a step has enough rounds that the optimizer adds less than 2 % to it.
 
     choice = choose(config, 8192, Caps(24 * GIB, 75 * GIB), Rates.of(hardware))
     choice.plan, choice.tokens_per_s  # and explain.reasons(choice)
@@ -32,33 +32,33 @@ DEVICE_OVERHEAD = int(1.05 * GIB)
 """Bytes of the CUDA context and kernels (measured on an H200: 0.74 GiB), of cuBLAS's workspaces and of what torch
 reserves unused."""
 HOST_OVERHEAD = 3 * GIB
-"""Bytes by which the process grows beside its slab, measured on an H200."""
+"""Bytes of the process besides its slab, measured on an H200."""
 
 LEAST_CHUNK = 8192
-"""Tokens of a chunk: with fewer, kernels are too short to hide what the host does between them."""
+"""The fewest tokens of a chunk: with fewer, kernels are too short to hide the host's work between them."""
 MOST_CHUNK = 32_768
 """Tokens of a chunk, unless 32 pieces of a sequence are larger."""
 MOST_PIECES = 32
 """Chunks of a sequence."""
 MOST_CHUNKS = 16
-"""Chunks of a round, where they are not those of one sequence."""
+"""Chunks of a round, unless they are those of one sequence."""
 OPTIMIZER_SHARE = 0.02
-"""The most of a step that the optimizer may add, where the tokens of a step are not given."""
+"""The largest share of a step that the optimizer may add, if the tokens of a step are not given."""
 INPUT_EVERY = (1, 2, 3, 4)
 """Values of n: plans keep x of every n-th layer. n is above 1 only where restoring x takes less time than attention."""
 SIMULATED = 40
-"""Kinds of plans of which a schedule is built."""
+"""The number of kinds of plans of which a schedule is built."""
 EFFORT = 80_000
-"""Operations that are simulated of these, and as many on the way from the best of them to better ones."""
+"""Operations to simulate for these plans, and again for the local search from the best of them."""
 STARTS = 8
-"""Plans from each of which small steps are taken first, besides the best of each order and chunks of a round:
-neighbours of the seventh can be 3 % faster than those of the first, and those of another shape 7 %."""
+"""Plans from which the local search starts, besides the best of each order and number of chunks: neighbours of the
+seventh can be 3 % faster than those of the first, and those of another shape 7 %."""
 START_SHARE = 4
-"""Each start takes a quarter of the effort."""
+"""The fraction of the effort for each start: a quarter."""
 SIMULATED_ROUNDS = 3
 """Rounds that are simulated while plans are compared: the first, one that is like all others, and the last."""
 LEAST_GAIN = 3e-4
-"""The relative gain for which a small step is taken."""
+"""The least relative gain for which the local search moves."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class Caps:
     device_overhead: int = DEVICE_OVERHEAD
     host_overhead: int = HOST_OVERHEAD
     table_share: float = TABLE_SHARE
-    """Bytes of the device for each byte of the host's slab, which is pinned."""
+    """Bytes of device memory (page tables) per byte of the pinned host slab."""
 
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """A plan that fits, and what it should cost."""
+    """A plan that fits, and its predicted cost."""
 
     plan: Plan
     schedule: Schedule
@@ -104,7 +104,7 @@ class ChosenPlan:
 
     @cached_property
     def device_parts(self) -> dict[str, int]:
-        """Bytes on the device, the page tables of the host's slab among what is not torch's."""
+        """Bytes on the device; page tables of the host's slab count as memory outside of torch."""
         work = self.plan.work
         tables = math.ceil(self.caps.table_share * sum(region.n_bytes for region in self.schedule.regions.values()))
         rings = {name: ring.n_bytes for name, ring in self.schedule.rings.items()}
@@ -119,7 +119,7 @@ class ChosenPlan:
 
 
 class CapsTooSmallError(ValueError):
-    """No plan fits: one sentence on what is short, by how much, and the smallest caps that would do."""
+    """No plan fits; the message says which memory is too small, by how much, and the smallest sufficient caps."""
 
 
 def choose(
@@ -142,7 +142,7 @@ def choose(
     """The plan whose simulated step has the most tokens per second.
 
     Args:
-        tokens_per_step: tokens of all rounds; None to take as many as hide the optimizer.
+        tokens_per_step: tokens of all rounds; None means enough to hide the optimizer.
         chunk: tokens of a chunk, chosen if None; so are ``chunks`` of a round.
         least_chunk: tokens of a chunk, where chunks are chosen.
         recipe: of blocks' matmuls.
@@ -151,7 +151,7 @@ def choose(
 
     Raises:
         CapsTooSmallError: nothing fits.
-        ValueError: a chunk that does not divide, or tokens of a step that no chunks make up.
+        ValueError: the chunk does not divide a sequence or step, or no chunks add up to the tokens of a step.
     """
     works = [
         StreamedWork(
@@ -206,7 +206,7 @@ class Search:
         """Operations that have been simulated."""
 
     def best(self, effort: int) -> ChosenPlan:
-        """The best plan by estimates first, then by simulation, then by small steps from the best ones.
+        """Find the best plan by estimates, then by simulation, then by a local search from the best ones.
 
         Raises:
             CapsTooSmallError: nothing fits.
@@ -218,7 +218,7 @@ class Search:
             self.rate(plan)
         ranking = self.ranking()
         shapes = {(plan.order, plan.work.chunk, plan.chunks): plan for plan in reversed(ranking)}
-        for start in dict.fromkeys((*ranking[:STARTS], *shapes.values())):  # small steps keep the shape of a round
+        for start in dict.fromkeys((*ranking[:STARTS], *shapes.values())):  # the search keeps the shape of a round
             self._climb(start, self.operations + effort // START_SHARE)
         for best in self.ranking()[:1]:
             self._climb(best, self.operations + effort)
@@ -229,10 +229,11 @@ class Search:
         raise CapsTooSmallError(self._shortage())
 
     def estimated(self) -> list[Plan]:
-        """The best of each kind of plans, the fastest first.
+        """The best plan of each kind, the fastest first.
 
-        A kind is an order, chunks, whether context is kept, of how many layers x is, how many layers' weights are
-        resident, and of how many quarters of these layers the gradients are, too: small steps seldom change those.
+        A kind is an order, the number of chunks, whether context is kept, the number of layers whose x is kept, the
+        number of layers with resident weights, and the quarters of these with resident gradients: the local search
+        seldom changes those.
         """
         best: dict[tuple, tuple[Plan, float]] = {}
         for work in self.works:
@@ -273,7 +274,8 @@ class Search:
                     yield Plan(work, chunks, 1, order, keep, *state, *how, ring_bytes, self.caps.table_share, lead)
 
     def _filled(self, blank: Plan, seconds: WorkSeconds) -> tuple[Plan, float]:
-        """The plan with the best that it can keep, and its rounds; and its estimated speed, 0 if it does not fit."""
+        """(The plan with its number of rounds and the best activations that it can keep, its estimated speed or 0 if it
+        does not fit)."""
         if (best := best_keep(blank, seconds, self.caps.host - self.caps.host_overhead)) is None:
             return blank, 0.0
         (of_round, keep), end = best, seconds.of_optimizer(blank)
@@ -333,7 +335,7 @@ class Search:
         return _ranked((plan, rate) for plan, rate in self.tried.items() if rate)
 
     def _climb(self, best: Plan, most: int) -> None:
-        """Steps to faster neighbours, large steps first, until ``most`` operations have been simulated."""
+        """Move to faster neighbours, by large steps first, until ``most`` operations have been simulated."""
         for parts in (8, 32, best.pairs):
             improved = True
             while improved:
@@ -345,10 +347,10 @@ class Search:
                         best, improved = after, True
 
     def _shortage(self) -> str:
-        """A sentence on what is missing, and the smallest caps that would do.
+        """A sentence on the memory that is too small, and the smallest sufficient caps.
 
         Raises:
-            ValueError: no caps would do, as no chunks make up a step.
+            ValueError: no caps are sufficient, as no chunks add up to a step.
         """
         caps, works = self.caps, self.works
         given = f"{_gib(caps.device)} GiB of device and {_gib(caps.host)} GiB of host memory"
@@ -381,7 +383,7 @@ class Search:
 
 
 def _gib(n_bytes: float) -> str:
-    """GiB, rounded up to a tenth, or to two digits of what is smaller."""
+    """GiB, rounded up to a tenth, or to two digits if it is smaller."""
     step = 10.0 ** min(-1, math.floor(math.log10(n_bytes / GIB)) - 1)
     return f"{math.ceil(round(n_bytes / GIB / step, 6)) * step:.10g}"
 

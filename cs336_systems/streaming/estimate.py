@@ -1,8 +1,8 @@
-"""How long a plan's step takes, before any schedule is built: sums over one round, and the small steps between plans.
+"""Estimates a plan's step time without a schedule, by sums over one round, and defines the neighbours of a plan.
 
-Time is that of the slowest lane in each phase: forward and backward where rounds are sequential, both together where
-they are interleaved, but for the beginning of the first and the end of the last one. What is kept is raised in one
-order, best bytes first: attention's output of all pairs of layer and chunk, then products.
+A phase takes the time of its slowest lane. Phases are forward and backward if rounds are sequential, and both together
+if they are interleaved, except for the beginning of the first round and the end of the last. Kept activations are added
+in the order of their value per byte: attention's output of all pairs of layer and chunk, then products.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +16,8 @@ from cs336_systems.costs.streaming import StreamedWork
 from cs336_systems.streaming.plan import Keep, Plan
 
 SHARPNESS = 8
-"""Exponent of the corner between a step that kernels bound and one that the link bounds: where both take the same time
-the estimate is 9 % longer than either, as simulated steps are."""
+"""Exponent that smooths the transition between compute-bound and link-bound steps: if both take the same time, the
+estimate is 9 % longer than either, as simulated steps are."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class WorkSeconds:
         return self.forward + self.backward + self.ends
 
     def of_round(self, plan: Plan, keep: Keep, *, alone: bool) -> float:
-        """Seconds of a round by itself, or of one's backward with the next one's forward."""
+        """Seconds of one round, or of a round's backward together with the next round's forward."""
         layer, link = plan.work.layer_bytes, self.rates.link_seconds
         n_input, n_attention = plan.pairs - keep.attention, keep.attention - keep.products
         forward, ends = plan.chunks * self.forward, plan.chunks * self.ends
@@ -87,7 +87,7 @@ class WorkSeconds:
         return _together(forward + backward, link(2 * weights + kept + gradients, kept + gradients)) + ends
 
     def of_optimizer(self, plan: Plan) -> float:
-        """Seconds of the step's end, if the optimizer waits for the end of backward."""
+        """Seconds from backward to the end of the step, if the optimizer waits for the end of backward."""
         if plan.work.lora:  # whose adapters are on the device
             return self.optimizer
         return max(self.rates.link_seconds(plan.host_state_bytes, plan.updated_bytes), self.optimizer)
@@ -99,9 +99,9 @@ def _together(compute: float, link: float) -> float:
 
 
 def best_keep(plan: Plan, seconds: WorkSeconds, host_bytes: int) -> tuple[float, Keep] | None:
-    """The fewest seconds of a round within the plan's ``ring_bytes`` and ``host_bytes``, and what it then keeps.
+    """The least seconds of a round within the plan's ``ring_bytes`` and ``host_bytes``, and the activations then kept.
 
-    Seconds of interleaved rounds are those of a backward beside the next forward. None if nothing fits.
+    For interleaved rounds, the seconds of a backward together with the next forward. None if nothing fits.
     """
     assert plan.ring_bytes is not None
     alone = plan.order == "sequential"
@@ -124,8 +124,8 @@ def _keep_steps(least: Keep, most: Keep) -> list[Keep]:
 def neighbours(plan: Plan, parts: int) -> Iterator[Callable[[Plan], Plan | None]]:
     """Functions from a plan to a neighbour, or to None beyond the ends.
 
-    They change what is kept, or how many layers are resident, by one of ``parts`` of it, and exchange resident weights
-    for kept products in about as much of the device's memory.
+    They change the kept activations or the number of resident layers by one part in ``parts``, and exchange resident
+    weights for kept products in about the same device memory.
     """
     pairs, n_layers = max(1, plan.pairs // parts), max(1, plan.n_layers // parts)
     for (attention, products), sign in product(((1, 0), (0, 1), (1, 1)), (1, -1)):

@@ -1,4 +1,4 @@
-"""Why a plan is as it is, in sentences: which lane binds, what is recomputed, what more memory would bring.
+"""Explains a plan in sentences: which lane is the bottleneck, what is recomputed, the gain from more memory.
 
 for sentence in explanation(choice, lambda caps: choose(config, length, caps, rates)): print(sentence)
 """
@@ -43,7 +43,7 @@ def binds(choice: ChosenPlan) -> str:
 
 
 def explanation(choice: ChosenPlan, again: Callable[[Caps], ChosenPlan] | None = None) -> Iterator[str]:
-    """The plan in sentences: what lives where, what binds, and with ``again`` what more memory would bring."""
+    """The plan in sentences: what is stored where, the bottleneck, and with ``again`` the gain from more memory."""
     slots = ", ".join(f"{ring.n_items} of {name}" for name, ring in choice.schedule.rings.items())
     places = ", ".join(f"{region.n_items} of {name}" for name, region in choice.schedule.regions.items())
     yield f"The device has slots, {slots}; the host has places, {places or 'none'}."

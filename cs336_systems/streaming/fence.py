@@ -5,9 +5,10 @@
         ...
     fence.check()                                                        # RuntimeError if a cap was passed
 
-Device use is what torch has reserved, the slab included, and what else the driver reports: CUDA's context, kernels and
-libraries. Another process on the same GPU would be taken for part of the context. Host use is this process's largest
-resident set since the fence was made, the slab included; slabs of an earlier run are gone by then.
+Device use is the memory that torch has reserved, including the slab, and the rest that the driver reports: CUDA's
+context, kernels and libraries. Another process on the same GPU would be counted as part of the context. Host use is
+this process's peak resident set since the fence was made, including the slab; slabs of an earlier run are freed by
+then.
 """
 
 import gc
@@ -32,14 +33,14 @@ class InUse:
     device: int
     host: int
     context: int
-    """Those on the device that are not torch's."""
+    """Device bytes outside of torch's allocator."""
 
 
 def check_cpu_caps(device_bytes: int, host_bytes: int) -> None:
     """Checks caps for a step on a CPU, whose device is the host's memory as well.
 
     Raises:
-        ValueError: together they are more than what is free.
+        ValueError: together they exceed the free memory.
     """
     if (n_bytes := device_bytes + host_bytes) > (free := allowed_host_bytes()):
         has = f"the {free / GIB:.2f} GiB of memory that are free here, where the device is a CPU"
@@ -47,16 +48,16 @@ def check_cpu_caps(device_bytes: int, host_bytes: int) -> None:
 
 
 class Fence:
-    """Caps on one device and its host; what earlier work of the process has left behind is freed, or counts.
+    """Caps on one device and its host; memory left by earlier work of the process is freed, or counts.
 
     Raises:
-        ValueError: the device has not as much memory, or its context alone takes what it may have.
+        ValueError: the device has less memory than the cap, or its context alone exceeds the cap.
     """
 
     def __init__(self, device: torch.device, device_bytes: int, host_bytes: int) -> None:
         self.device, self.device_bytes, self.host_bytes = device, device_bytes, host_bytes
         self.overhead = 0
-        """Bytes of the device that are not torch's, or that torch does not give back."""
+        """Device bytes outside of torch's allocator, or that torch does not release."""
         gc.collect()  # steps, which refer to themselves
         self._highest_before = highest_resident_bytes()
         if device.type != "cuda":
@@ -85,7 +86,7 @@ class Fence:
 
     def in_use(self) -> InUse:
         """The memory that was in use since the fence is up."""
-        highest, host = highest_resident_bytes(), psutil.Process().memory_info().rss  # which some sandboxes know alone
+        highest, host = highest_resident_bytes(), psutil.Process().memory_info().rss  # which some sandboxes only have
         if highest > self._highest_before:
             host = max(highest, host)
         if self.device.type != "cuda":
@@ -94,10 +95,10 @@ class Fence:
         return InUse(torch.cuda.max_memory_reserved(self.device) + context, host, context)
 
     def check(self) -> InUse:
-        """Returns what was in use.
+        """Returns the memory that was in use.
 
         Raises:
-            RuntimeError: more than a cap allows.
+            RuntimeError: it exceeds a cap.
         """
         used = self.in_use()
         for what, n_bytes, cap in (("device", used.device, self.device_bytes), ("host", used.host, self.host_bytes)):

@@ -1,10 +1,10 @@
 """Runners of the operations of a schedule: a GPU's streams, or a CPU with a simulated host link.
 
-Both take the list in its order and never look ahead. On a GPU each lane is a stream; a thread enqueues everything and
-waits for nothing, and what an operation waits for is an event. The simulated link uses the worst order that a schedule
-allows: a copy begins as soon as its lane and dependencies permit, which destroys what it will overwrite, and ends,
-which is when it reads, only if nothing else can run. So a missing dependency changes bits. It waits only for messages
-to be received, and only if it can do nothing else.
+Both process the list in its order and never look ahead. On a GPU each lane is a stream; a thread enqueues everything
+without waiting, and operations wait for each other by events. The simulated link uses the worst order that a schedule
+allows: a copy begins as soon as its lane and dependencies permit, when it invalidates its target, and ends, when it
+reads its source, only if nothing else can run. So a missing dependency changes bits. It waits only for messages to be
+received, and only if it can do nothing else.
 
     lanes = Streams(device) if device.type == "cuda" else PretendedLink()
     lanes.run(schedule, compute, copy)
@@ -25,13 +25,13 @@ from cs336_systems.streaming.schedule import Operation, Schedule
 
 Compute = Callable[[Operation], None]
 Copy = Callable[[Operation], tuple[Tensor, Tensor]]
-"""Returns (source, target) of a copy, uint8 of one size; for a message both are the memory that it reads or writes."""
+"""Returns (source, target) of a copy, uint8 of equal size; for a message both are the memory it reads or writes."""
 
 _BESIDE = (Lane.IN, Lane.OUT, Lane.SEND, Lane.RECEIVE)
-"""The lanes of copies and messages, which run beside kernels."""
+"""The lanes of copies and messages, which overlap with kernels."""
 
 RUBBISH = 0xFF
-"""The value of every byte that a pretended copy is about to write: NaN in any float."""
+"""The value of every byte that a simulated copy is about to write: NaN in any float dtype."""
 
 
 class Streams:
@@ -92,11 +92,11 @@ class Streams:
 
 
 class PretendedLink:
-    """One thread that runs three lanes in an order which the schedule allows.
+    """One thread that runs three lanes in an order that the schedule allows.
 
     Args:
-        seed: chooses how often copies end although a kernel could run, and of which lane; with None they never do, and
-            of two the one ends that began last.
+        seed: of the random choice when and on which lane a copy ends although a kernel could run. With None, copies end
+            only if no kernel can run, the one that began last first.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -104,7 +104,7 @@ class PretendedLink:
         self.often, self.inward = (0.0, 0.0) if self.choose is None else (self.choose.random(), self.choose.random())
 
     def run(self, schedule: Schedule, compute: Compute, copy: Copy, messages: GroupMessages | None = None) -> None:
-        """Raises RuntimeError if operations wait for each other in a circle, DistError if another rank is gone."""
+        """Raises RuntimeError if operations deadlock, DistError if another rank is gone."""
         operations = schedule.operations
         sent: list[tuple[Operation, Underway]] = []
         coming: dict[int, Underway] = {}
@@ -116,7 +116,7 @@ class PretendedLink:
             if not queues[lane] or lane in begun:
                 return False
             i = queues[lane][0]
-            # Where all ranks meet this thread waits for them, so what they need to get there must have been sent.
+            # In collectives this thread waits for all ranks, so messages that they need first must have been sent.
             unsent = operations[i].meets and (Lane.SEND in begun or any(j < i for j in queues[Lane.SEND]))
             return not unsent and ended.issuperset(operations[i].waits)
 
@@ -182,5 +182,5 @@ def _named(operation: Operation) -> AbstractContextManager[None]:
 
 
 Lanes = Streams | PretendedLink
-"""Runners of one step's operations after those of the step before; when ``run`` returns, work on the current stream
-comes after them."""
+"""Runs one step's operations after the previous step's; work that the current stream is given after ``run`` returns
+waits for them."""

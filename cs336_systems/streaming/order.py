@@ -1,13 +1,13 @@
 """The kernels of a step in their order: a plan without its slots and copies.
 
-Forward goes layer by layer, all chunks of one before the next; backward descends through layers and chunks. Sequential
-rounds follow one another; interleaved ones alternate the backward of round r at layer L - 1 - k with the forward of
-round r + 1 at layer k: weights do not change inside a step, and the link then works both ways all the time. Forward can
-lead by some layers more, so that one rank of a ring has backward to do while another has the head.
+Forward runs all chunks of a layer before the next layer; backward goes through layers and chunks in reverse. Sequential
+rounds follow one another; interleaved rounds alternate the backward of round r at layer L - 1 - k with the forward of
+round r + 1 at layer k: weights do not change inside a step, and the link is then used in both directions all the time.
+Forward can lead by some more layers, so that one rank has backward work while another runs the head.
 
-All ranks of a ring follow this one order, and each runs its own layers' part. A message is sent right after the kernel
-that wrote it and received at the same place in the order, so ranks cannot wait for each other in a circle. What is
-between two layers lies with the receiver.
+All ranks follow this one order, and each runs the part of its own layers. A message is sent right after the kernel that
+wrote it and received at the same position of the order, so ranks cannot deadlock. The receiver stores the activations
+between two layers.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from cs336_systems.streaming.schedule import Item, Kind
 
 
 class Use(NamedTuple):
-    """How an operation uses an item; one that does not read it needs nothing of what it held before."""
+    """How an operation uses an item; if it does not read the item, earlier contents are not needed."""
 
     item: Item
     reads: bool
@@ -71,7 +71,7 @@ def compute_order(plan: Plan) -> Iterator[Task]:
 
 
 def forward_order(plan: Plan) -> Iterator[Task]:
-    """The forward of one round by itself, for an evaluation."""
+    """Only the forward of one round, for an evaluation."""
     for layer in range(plan.work.config.n_layers):
         for chunk in range(plan.chunks):
             yield from _forward(plan, layer, 0, chunk, learns=False)
@@ -155,7 +155,7 @@ def _own_backward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Task]:
     if level != "products":
         if level == "input":
             uses = _writes(Item("attention", *at)) + (_reads(own, *before) if is_long else ())
-        else:  # k and v are there: q alone is recomputed
+        else:  # k and v are kept: only q is recomputed
             uses = _reads(Item("attention", *at))
         uses += _reads(Item("weights", layer)) + with_statistics(Item("input", *at)) + _writes(Item("products", *at))
         yield Task(Kind.RECOMPUTE, *at, uses, level)
@@ -176,7 +176,7 @@ def _gradients(plan: Plan, layer: int) -> tuple[Item, ...]:
 
 
 def _restore(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Task]:
-    """Restores x of a layer that has none; the products on the way lie where those of forward do."""
+    """Restores x of a layer that has not kept it; intermediate products use the slots of forward's."""
     for below in range(plan.restored_from(layer), layer):
         at = below, r, chunk
         uses = _reads(Item("weights", below), Item("input", *at), Item("attention", *at))

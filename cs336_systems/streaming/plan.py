@@ -1,13 +1,13 @@
-"""The plan of a step under memory caps: all that is decided about it, and the bytes that follow from that.
+"""The plan of a step under memory caps: all decisions about it, and the bytes that follow from them.
 
     plan = choose(config, context_length, Caps(24 * GIB, 75 * GIB), rates).plan    # choose.py
     schedule = build(plan)                                                         # build.py
 
 A step is ``rounds`` times forward and backward over ``chunks`` chunks of tokens, and then the optimizer. The state of a
-layer (weights, gradients, moments) is resident, in slots of its own, or streams through a ring of slots. Resident
-layers are spread over the model, so that the link's work is even. What forward keeps for backward goes through rings,
-too. A ring has at least the slots with which copies and kernels overlap; the rest of ``ring_bytes`` goes to kept
-activations, an equal share of each kind, and those without a slot stay on the host until backward needs them.
+layer (weights, gradients, moments) is resident, in its own slots, or streams through a ring of slots. Resident layers
+are spread over the model, so that traffic on the link is even. Activations kept for backward go through rings, too. A
+ring has at least the slots that copies and kernels need to overlap; the rest of ``ring_bytes`` holds kept activations,
+an equal fraction of each kind, and those without a slot stay on the host until backward needs them.
 """
 
 import math
@@ -64,16 +64,16 @@ class Plan:
     keep_context: bool = True
     """Whether k and v of sequences longer than a chunk are kept; if not, backward recomputes them."""
     input_every: int = 1
-    """n: x is kept of every n-th layer, the first one included. That of the others is restored: recomputed from what
-    the layers below, down to one whose x is kept, keep of x and attention. No pair keeps products then."""
+    """n: every n-th layer, beginning with the first, keeps x. The x of other layers is restored, that is, recomputed
+    from x and attention's outputs kept by the layers below, down to one with x. No pair keeps products then."""
     clipping: bool = True
     """Whether gradients are clipped by their global norm, for which the optimizer waits for the end of backward."""
     ring_bytes: int | None = None
-    """Device memory for all slots; with None, rings have as many slots as it takes to copy nothing."""
+    """Device memory for all slots; None means enough slots to copy nothing."""
     table_share: float = 0.0
     """Device memory that page tables take for each byte on the host."""
     lead: int = 0
-    """Layers by which forward is further than one round ahead of the backward beside it, in interleaved rounds."""
+    """In interleaved rounds, the layers by which forward is more than one round ahead of the concurrent backward."""
 
     def __post_init__(self) -> None:
         check_known("order", self.order, ORDERS)
@@ -164,10 +164,10 @@ class Plan:
         return layer + 1 < self.work.config.n_layers and (layer + 1) % self.input_every > 0
 
     def restored_from(self, layer: int) -> int:
-        """The layer from whose x that of ``layer`` is restored before its backward; itself where x is there.
+        """The layer from whose x that of ``layer`` is restored before its backward; itself if its x is available.
 
-        What a group's last layer has restored on its way stays for the layers below it if there is room: in sequential
-        rounds as much as groups above have left, with the x that they had kept. In interleaved ones the next round has
+        The x that a group's last layer has restored on the way stays for the layers below it if there is room: in
+        sequential rounds, the room of the groups above and of their kept x; in interleaved rounds, the next round uses
         that room.
         """
         first, depth = layer - layer % self.input_every, self.work.config.n_layers
@@ -182,7 +182,7 @@ class Plan:
         return sum(layer - self.restored_from(layer) for layer in range(self.n_layers))
 
     def kept_counts(self, keep: Keep) -> dict[str, int]:
-        """How many slots what forward leaves in a round would fill, by ring."""
+        """The number of slots, by ring, that the activations kept in a round would fill."""
         context = {"context": self.pairs // self.work.chunks_per_sequence} if self._keeps_context else {}
         inputs = math.ceil(self.n_layers / self.input_every) * self.chunks
         return {"input": inputs, **context, "attention": keep.attention, "products": keep.products}
@@ -245,7 +245,7 @@ class Plan:
 
     @property
     def _dy_slots(self) -> int:
-        """Slots of ``dy``: twice the chunks where it comes from the head while backward of the round before goes on."""
+        """Slots of ``dy``: twice the chunks if the head writes it while backward of the previous round still runs."""
         work, last = self.work, self.work.config.n_layers
         from_head = work.rank in (work.owner(last - 1), work.owner(last))
         return self.chunks * (2 if from_head and self.lead and min(work.layers) <= self.lead else 1)
@@ -256,7 +256,7 @@ class Plan:
         return self.least_ring_bytes + math.ceil(self.table_share * on_host)
 
     def share_on_device(self, keep: Keep) -> float:
-        """The share of what forward leaves that has a slot until backward; what has one needs no page tables."""
+        """The fraction of kept activations that have a slot until backward, and so need no page tables."""
         assert self.ring_bytes is not None
         kept = self.kept_bytes(keep)
         if self.ring_bytes - self.least_ring_bytes - self.table_share * self.host_state_bytes >= kept:
@@ -265,7 +265,7 @@ class Plan:
         return max(0.0, min(1.0, left / (kept * (1 - self.table_share))))
 
     def kept_bytes(self, keep: Keep) -> int:
-        """Bytes of the slots that what forward leaves in a round would fill."""
+        """Bytes of the slots that the activations kept in a round would fill."""
         return sum(n * self.slot_bytes[ring] for ring, n in self.kept_counts(keep).items())
 
     # bytes on the host
@@ -295,7 +295,7 @@ class Plan:
         return self.host_state_bytes + kept + self._in_flight_bytes(keep)
 
     def evicted_bytes(self, keep: Keep) -> float:
-        """Bytes that a round sends to the host and fetches back, of what forward leaves."""
+        """Bytes of kept activations that a round sends to the host and fetches back."""
         work = self.work
         kept = sum(
             n * work.item_bytes(ring) * (work.chunks_per_sequence if ring == "context" else 1)

@@ -1,9 +1,10 @@
 """A step under memory caps as data: operations on three lanes, the slots they use, and the events they wait for.
 
-A step is R rounds and the optimizer; a round is forward and backward over chunks of tokens. Its operations stand in one
-list, in the order in which one thread enqueues them; each lane (``in``, ``compute``, ``out``) runs its own in that
-order. An operation begins when those before it on its lane have ended, and those that it waits for: these always stand
-earlier in the list, so one pass enqueues it all. The same list is executed, simulated and checked.
+A step is R rounds and the optimizer; a round is forward and backward over chunks of tokens. One list holds all
+operations in the order in which one thread enqueues them; each lane (``in``, ``compute``, ``out``) runs its own
+operations in that order. An operation begins when the earlier operations of its lane, and those that it waits for, have
+ended; the latter are always earlier in the list, so one pass enqueues everything. The same list is executed, simulated
+and checked.
 
     for i, operation in enumerate(schedule.operations):
         for j in operation.waits:
@@ -11,7 +12,7 @@ earlier in the list, so one pass enqueues it all. The same list is executed, sim
         run(operation)
         events[i].record(streams[operation.lane])
 
-Device memory is rings of equal slots, host memory regions of equal places. What lies in them are items:
+Device memory consists of rings of equal slots, host memory of regions of equal places. They contain items:
 
     weights, gradients        of a layer; weights alone where adapters are trained, which have no slots
     exp_avg, exp_avg_sq, ...  of a layer: what the optimizer keeps, an item each
@@ -23,18 +24,18 @@ Device memory is rings of equal slots, host memory regions of equal places. What
     dy                        of (round, chunk): the stream's gradient; head writes it, each backward writes over it
     dcontext                  of (layer, round, chunk): dk and dv, summed over the chunks that attend to this one
 
-A level of ``costs/kept.py`` says which of these a (layer, chunk) still has when backward comes: ``input``,
-``attention`` too, or ``products`` too. Forward writes all of them, each into a slot; backward reads all of them, each
-in a slot, after the ``recompute`` just before it has written what was not kept. ``context`` is kept for all chunks or
-for none: a layer's backward needs that of whole sequences, so that ``keys`` of all their chunks come first. Where a
-layer's ``input`` is not kept at all, ``restore`` writes x, and the ``keys`` and ``recompute`` that follow write the
-norms' statistics. Embedding, head and final norm never move and have no slots.
+A level of ``costs/kept.py`` says which of these a (layer, chunk) keeps until backward: ``input``; also ``attention``;
+or also ``products``. Forward writes all of them into slots; backward reads all of them from slots, after the
+``recompute`` just before it has written those that were not kept. ``context`` is kept for all chunks or for none: a
+layer's backward needs the context of whole sequences, so ``keys`` of all their chunks run first. If a layer's ``input``
+is not kept, ``restore`` writes x, and the following ``keys`` and ``recompute`` write the norms' statistics. Embedding,
+head and final norm never move and have no slots.
 
-Where ``context`` is an item of its own, k and v are a matmul of their own (``blocks/saved.py``: ``APART``), so that
-they round in recomputation as they did in forward.
+If ``context`` is a separate item, k and v are computed by a separate matmul (``blocks/saved.py``: ``APART``), so that
+they round in recomputation as in forward.
 
-Slots of ``context`` and ``dcontext`` come in groups, one after the other in memory, as many as a sequence has chunks:
-chunk c of a sequence lies in slot g G + c, so that a sequence's keys are one tensor.
+Slots of ``context`` and ``dcontext`` form groups of consecutive memory, with a slot for each chunk of a sequence: chunk
+c of a sequence is in slot g G + c, so that a sequence's keys are one tensor.
 """
 
 from collections.abc import Mapping
@@ -57,14 +58,14 @@ class Kind(StrEnum):
     HEAD = "head"
     """Runs final norm, head and loss of a chunk with the gradients of all three; writes dy."""
     LOSS = "loss"
-    """Stands in place of ``head`` where no backward follows: the loss alone."""
+    """Replaces ``head`` if no backward follows: computes only the loss."""
     RESTORE = "restore"
     """Recomputes x of the next layer for a chunk, from a layer's x and attention's output."""
     KEYS = "keys"
     """Recomputes ``context`` of a layer and a chunk of a long sequence before the layer's backward, and of x that was
     restored the first norm's statistic."""
     RECOMPUTE = "recompute"
-    """Recomputes what the level of a layer and a chunk has not kept."""
+    """Recomputes the activations that the level of a layer and a chunk does not keep."""
     BACKWARD = "backward"
     """Runs the backward of a layer on a chunk, from dy to dy; adds to the layer's gradients."""
     EMBED_BACKWARD = "embed backward"
@@ -80,7 +81,7 @@ class Kind(StrEnum):
 
 
 RECOMPUTES = (Kind.RESTORE, Kind.KEYS, Kind.RECOMPUTE)
-"""Kinds of operations that compute what forward has computed before."""
+"""Kinds of operations that recompute results of forward."""
 
 BACKWARDS = (Kind.BACKWARD, Kind.EMBED_BACKWARD)
 """The last operation of a rank's round is of one of these kinds."""
@@ -116,11 +117,11 @@ class Place(NamedTuple):
     region: str
     number: int
     where: str = "host"
-    """Tells it from the slot of the same name and number, as tuples are equal whose fields are."""
+    """Distinguishes it from the slot of the same name and number, as tuples with equal fields are equal."""
 
 
 class Held(NamedTuple):
-    """An item in its slot, as an operation finds or leaves it."""
+    """An item in its slot, as an operation reads or writes it."""
 
     item: Item
     slot: Slot
@@ -137,7 +138,7 @@ class Operation:
     """Counted from 0 over all sequences of the round."""
     reads: tuple[Held, ...]
     writes: tuple[Held, ...]
-    """An item that is read and written in one slot stands in both."""
+    """An item that is read and written in one slot is in both lists."""
     waits: tuple[int, ...]
     """Indices in the schedule of operations on other lanes."""
     place: Place | None = None
@@ -161,7 +162,7 @@ class Operation:
         return self.kind is Kind.OPTIMIZER and self.layer < 0
 
     def slot(self, what: str, chunk: int | None = None, layer: int | None = None) -> Slot:
-        """Where an item that this operation uses lies; of several, that of a chunk or a layer.
+        """The slot of an item that this operation uses; of several items, the one of a chunk or a layer.
 
         Raises:
             KeyError: it uses no such item.
@@ -196,7 +197,7 @@ class Schedule:
     slots: Mapping[Item, Slot]
     """State that stays in its slot from step to step: weights, gradients and moments of resident layers."""
     places: Mapping[Item, Place]
-    """State whose home is the host, before the step and after it."""
+    """State that is on the host before and after the step."""
 
     def of(self, lane: Lane) -> list[int]:
         """The indices of a lane's operations, in its order."""

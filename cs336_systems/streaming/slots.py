@@ -1,9 +1,9 @@
-"""Which item lies in which slot while the kernels of a step run in their order (``order.py``).
+"""The assignment of items to slots while the kernels of a step run in their order (``order.py``).
 
-An item that a ring has no room for leaves it between two uses and returns for the second. As the order is known, the
-one that leaves is that whose next use is the farthest (Belady 1966): among items of one size the fewest copies. One
-slot is left free for what comes next. A stay takes the slot that has been free the longest, so that copies have the
-longest time: into it since it was left, out of it until it is taken.
+If a ring is full, an item leaves it between two uses and is copied back for the second. As the order is known, the item
+with the farthest next use is evicted (Belady 1966), which takes the fewest copies among items of one size. One slot is
+kept free for the next item. A stay takes the slot that has been free the longest, so that copies into and out of it
+have the most time.
 
 Time is counted in kernels' operations and messages.
 """
@@ -20,12 +20,12 @@ from cs336_systems.streaming.plan import STATE_RINGS, Plan
 from cs336_systems.streaming.schedule import Item, Kind
 
 SPARE = 1
-"""Slots of a ring that hold nothing from one use to another, unless all fits: the next item comes in there."""
+"""Slots of a ring that hold nothing between uses, unless all items fit: the next item is copied into them."""
 EVICTION_LAG = 2
 """Operations of kernels that a copy out of a slot is assumed to last: with fewer, steps are up to 9 % slower."""
 
 GROUPED = ("context", "dcontext")
-"""Rings in which the items of a sequence's chunks lie in neighbouring slots."""
+"""Rings in which the items of a sequence's chunks have consecutive slots."""
 
 
 _TAKE_X = (Kind.FORWARD, Kind.HEAD, Kind.LOSS, Kind.SEND)
@@ -33,7 +33,7 @@ _TAKE_X = (Kind.FORWARD, Kind.HEAD, Kind.LOSS, Kind.SEND)
 
 
 class Unit(NamedTuple):
-    """A taker of a slot: an item, or in a grouped ring the items of one sequence, which take a slot each."""
+    """The unit of assignment: an item, or in a grouped ring the items of one sequence, which take a slot each."""
 
     ring: str
     item: Item
@@ -47,9 +47,9 @@ class Stay:
     uses: list[tuple[int, Use]] = field(default_factory=list)
     """Its uses, each with its time."""
     returns: bool = False
-    """Whether a later stay reads what is there at the end of this one."""
+    """Whether a later stay reads the contents at the end of this one."""
     home: bool = False
-    """Whether what was written must reach the host before the step ends, as state does whose home that is."""
+    """Whether written contents must reach the host before the step ends, as state that is kept there must."""
     slot: int = -1
 
     @property
@@ -104,7 +104,7 @@ def resident_slot(plan: Plan, item: Item) -> int:
 
 
 def find_stays(plan: Plan, tasks: Sequence[Task]) -> tuple[list[Stay], dict[str, int]]:
-    """All stays in shared slots, in the order in which they begin; and the slots of each ring, in units.
+    """All stays in shared slots, in the order in which they begin, and the number of slots of each ring, in units.
 
     Raises:
         TooFewSlotsError: a ring has too few slots.
@@ -136,7 +136,7 @@ class _Sweep:
                 self.at[t].append(unit)
 
     def run(self, slots: int | None) -> list[Stay]:
-        """The stays in a ring of ``slots``; None for as many slots as it takes to copy nothing."""
+        """The stays in a ring of ``slots``; None means enough slots to copy nothing."""
         stays, most = self._sweep(None)
         if slots is not None and most > slots:
             stays, _ = self._sweep(slots)
@@ -145,7 +145,7 @@ class _Sweep:
         return stays
 
     def _sweep(self, slots: int | None) -> tuple[list[Stay], int]:
-        """The stays, and the most units that lie in slots at one time."""
+        """The stays, and the largest number of units that are in slots at the same time."""
         room = None if slots is None else max(1, slots - (SPARE if self.ring not in GROUPED else 0))
         live: dict[Unit, Stay] = {}
         stays: list[Stay] = []
@@ -174,7 +174,7 @@ class _Sweep:
     def _make_room(
         self, live: dict[Unit, Stay], now: list[Unit], position: dict[Unit, int], room: int, *, must: bool = True
     ) -> None:
-        """End stays until at most ``room`` are left, but none of a unit that is in use now."""
+        """End stays until at most ``room`` are left, except those of units in use."""
         while len(live) > room:
             free = [unit for unit in live if unit not in now and not self._stays(unit, position[unit])]
             if not free:
@@ -185,7 +185,7 @@ class _Sweep:
             live.pop(victim).returns = True
 
     def _needed_again(self, unit: Unit, i: int) -> bool:
-        """Whether a later use reads what lies there, instead of writing it anew, a sequence with its first chunk."""
+        """Whether the next use reads the contents instead of overwriting them; a sequence's first chunk decides."""
         if i == len(self.uses[unit]):
             return False
         use = self.uses[unit][i][1]
@@ -199,7 +199,7 @@ class _Sweep:
 
 
 class _Slot(NamedTuple):
-    """A slot that a stay may take; the first in order has been free the longest."""
+    """A slot that a stay may take; slots are ordered by how long they have been free, the longest first."""
 
     ready: int
     """The time from which it can be taken, after a copy out of it."""
@@ -209,12 +209,12 @@ class _Slot(NamedTuple):
 
 
 def _assign(ring: str, stays: list[Stay], slots: int | None) -> tuple[list[Stay], int]:
-    """Gives each stay the slot that has been free the longest, or the one where its unit still lies, which joins the
-    two; returns the stays, and how many slots there are.
+    """Gives each stay the slot that has been free the longest, or the slot that still holds its unit, which joins the
+    two stays; returns the stays and the number of slots.
     """
     found: list[Stay] = []
     free: list[_Slot] = []  # in order
-    lying: dict[Unit, tuple[_Slot, Stay]] = {}  # what a later stay reads, if its slot is not taken before
+    lying: dict[Unit, tuple[_Slot, Stay]] = {}  # contents that a later stay reads, if the slot is not taken before
     for stay in sorted(stays, key=lambda stay: stay.first):
         left = lying.pop(stay.unit, None)
         if left is not None and left[0] in free:
