@@ -1,8 +1,8 @@
 """Activation-checkpointing policies as plans of what backward recomputes, which training executes and costs count.
 
-A plan says for the blocks of a model, in order, what each leaves for backward. An ``int`` is a block that runs and
-keeps its activations. A tuple is a segment that keeps its input alone; backward recomputes it before going through it,
-and what it leaves then is a plan, too. For four blocks:
+A plan says, for the blocks of a model in order, what each keeps for backward. An ``int`` is a block that keeps its
+activations. A tuple is a segment that keeps only its input; backward recomputes the segment before its own backward,
+and the tuple is the plan of what is kept then. For four blocks:
 
     none             0, 1, 2, 3
     every-3          (0, 1, 2), (3,)
@@ -17,14 +17,15 @@ Segments, and segments inside segments, are Chen et al. 2016 ("Training deep net
 4.2 and 4.4). ``recursive`` is the bisection that Griewank & Walther 2000 ("revolve") refine: it never drops the right
 half of a half, because backward needs it next, so that each level costs half a forward.
 
-Long segments do not pay. Where activations set the peak, it is when backward comes to the first segment: its k blocks'
-activations are alive, every later block's gradients are, and of the n / k inputs one is left. So each block more in a
-segment adds its activations less its gradients, no term in n / k stands against that, and ``recursive`` needs what
-``full`` does. ``first-m`` goes from none to full in steps, ``keep-matmuls-k`` from keep-matmuls to keep-attention.
+Long segments do not save memory. If activations determine the peak, it occurs when backward reaches the first segment:
+the activations of its k blocks and the gradients of all later blocks are alive, and one of the n / k inputs is left. So
+each further block in a segment adds its activations minus its gradients, no term in n / k offsets that, and
+``recursive`` needs as much as ``full``. ``first-m`` goes from none to full in steps, ``keep-matmuls-k`` from
+keep-matmuls to keep-attention.
 
 A fused attention is one operator and counts as a matrix product that returns its result. With the reference attention,
-``keep-matmuls`` keeps the scores as well, and ``keep-attention`` keeps the product with the values: backward also needs
-the probabilities, so scores and softmax are recomputed, and only that one matmul is spared.
+``keep-matmuls`` also keeps the scores, and ``keep-attention`` keeps the product with the values: backward needs the
+probabilities, too, so scores and softmax are recomputed, and only that one matmul is saved.
 """
 
 import re
@@ -33,7 +34,7 @@ from typing import TypeAlias
 from cs336_systems.config import did_you_mean
 
 Segments: TypeAlias = "tuple[int | Segments, ...]"
-"""A plan for blocks in order: an ``int`` keeps its activations, a tuple its input alone."""
+"""A plan for blocks in order: an ``int`` keeps its activations, a tuple only its input."""
 
 KEEP_MATMULS = "keep-matmuls"
 KEEP_ATTENTION = "keep-attention"
@@ -110,8 +111,8 @@ def _halved(start: int, stop: int) -> Segments:
 def recomputed_blocks(plan: Segments) -> tuple[int, int]:
     """(blocks, segments) that backward recomputes, each counted as often as it is.
 
-    Eager recomputation stops at the last tensor that backward needs, which is the input of the segment's last matrix:
-    that product is left out once per segment.
+    Eager recomputation stops at the last tensor that backward needs, which is the input of the segment's last matrix,
+    so one product per segment is not recomputed.
     """
     blocks = segments = 0
     for part in plan:

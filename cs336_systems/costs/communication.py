@@ -1,4 +1,4 @@
-"""The cost of a collective by arithmetic: its bytes, its seconds on a ring, and algorithm and bus bandwidth.
+"""Calculates the cost of a collective: its bytes, its seconds on a ring, and algorithm and bus bandwidth.
 
 The model is alpha-beta: a message takes ``alpha_s`` to start and ``beta_s_per_byte`` for each byte. On a ring of n
 ranks every collective is a number of steps in which each rank sends one chunk to its neighbour (Patarasuk and Yuan,
@@ -38,12 +38,12 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_t
 
 @dataclass(frozen=True)
 class RingCost:
-    """The steps and bytes of a collective on a ring, which alpha and beta are multiplied with."""
+    """The steps and bytes of a collective on a ring, by which alpha and beta are multiplied."""
 
     steps: int
     """Messages that a rank sends one after another."""
     wire_bytes: float
-    """Bytes that cross each link in one direction: what a rank sends, or in a broadcast forwards."""
+    """Bytes that cross each link in one direction: those that a rank sends or, in a broadcast, forwards."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def busbw(collective: str, world_size: int, total_bytes: float, seconds: float) 
 def fit(points: Sequence[tuple[RingCost, float]]) -> Link:
     """The link of least relative error over measured (cost, seconds): alpha and beta, neither below zero.
 
-    Each residual is divided by the measured time, for otherwise the largest message would decide alone. The two normal
-    equations are solved in closed form; where one unknown comes out negative it is zero and the other is fitted alone.
+    Each residual is divided by the measured time, as otherwise only the largest message would matter. The two normal
+    equations are solved in closed form; an unknown that would be negative is set to zero and the other fitted alone.
 
     Raises:
         ValueError: fewer than two points that send anything, a time that is not positive, or points from which

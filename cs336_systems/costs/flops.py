@@ -14,7 +14,7 @@ Two questions:
   blocks that activation checkpointing recomputes, and matmuls that hand-written blocks have not kept. HFU is hardware
   FLOP/s over the peak.
 
-Embedding lookups are free; the output head is not. Sequence lengths are in tokens, results are whole operations.
+Embedding lookups count nothing; the output head counts. Sequence lengths are in tokens, results are integers.
 """
 
 from dataclasses import dataclass
@@ -129,7 +129,7 @@ def hardware_flops(
 def _recomputed_flops(
     config: ModelConfig, tokens: int, forward: ForwardFlops, flash: bool, checkpoint: str, compiled: bool
 ) -> int:
-    """FLOPs of matmuls that backward recomputes: blocks, less what a policy kept and what nobody needs."""
+    """FLOPs of matmuls that backward recomputes: those of blocks, without kept ones and ones that are not needed."""
     blocks, segments = recomputed_blocks(make_plan(checkpoint, config.n_layers))
     attention = forward.attention // config.n_layers
     block = (forward.projections + forward.feed_forward) // config.n_layers + attention
@@ -149,9 +149,8 @@ MATMUL, SOFTMAX, NORMALISATION, ELEMENTWISE, OPTIMIZER = FAMILIES
 def step_flops_by_operator(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, int]:
     """Operations of forward, backward and AdamW over (batch_size, seq_len) tokens, by family of operator.
 
-    Matmuls are nearly all of them; the rest shows how little it is. An operation between two numbers is one, so is a
-    comparison, and so is one call of exp, log, sqrt or sigmoid. Attention materialises its scores, as the reference
-    does, and nothing is recomputed.
+    Nearly all of them are matmuls. An operation between two numbers, a comparison, and a call of exp, log, sqrt or
+    sigmoid count as one each. Attention materialises its scores, as the reference does, and nothing is recomputed.
     """
     tokens = batch_size * seq_len
     scores = config.n_layers * batch_size * config.n_heads * seq_len**2

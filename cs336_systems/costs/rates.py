@@ -1,14 +1,14 @@
 """The rates that an engine's kernels sustain on a card, from the card's published figures.
 
-    products     peak of the dtype, times what its power lets large products have of it (``hardware.py``), times the
-                 engine's share
-    attention    the engine's share of the same: forward and backward, with narrow heads and short sequences
-    memory       the engine's share of the memory's bandwidth, in passes over norms, SwiGLU, moments
-    link         the engine's share of the host link, one way and both ways at once; a desktop's memory feeds both
+    products     the dtype's peak, times the fraction of it that the power limit allows in large matmuls
+                 (``hardware.py``), times the engine's fraction
+    attention    the engine's fraction of the same, for forward and backward, narrow heads and short sequences
+    memory       the engine's fraction of the memory's bandwidth, in passes over norms, SwiGLU, moments
+    link         the engine's fraction of the host link, one way and both ways at once; a desktop's memory feeds both
     messages     from one GPU to another of a host, by copy engines over NVLink or by kernels that wait
 
-``Sustained`` holds an engine's shares: ``OURS`` are fitted on an H200. Other engines, whose published steps hold the
-predictor to account, have shares of their own beside their figures (``answers/ml_dataflow.py``, ``answers/llmq.py``).
+``Sustained`` holds an engine's fractions: ``OURS`` are fitted on an H200. Other engines, against whose published steps
+the predictor is checked, have fractions beside their figures (``answers/ml_dataflow.py``, ``answers/llmq.py``).
 
     Rates.of(hardware_named("rtx-4090")).products           # FLOP/s
 """
@@ -26,45 +26,45 @@ in TFLOP/s forward and backward, at d_head 128: 598 and 513 on 4,096 tokens, 657
 
 
 LINK_SHARE = 0.7
-"""The share of a GPU's NVLink that collectives reach (fitted to 1 MB to 1 GB between two H200s: writeup.md). Copies
-from one GPU to another have not been measured and are assumed to reach it, too."""
+"""The fraction of a GPU's NVLink rate that collectives reach (fitted to 1 MB to 1 GB between two H200s: writeup.md).
+Copies from one GPU to another have not been measured and are assumed to reach it, too."""
 MESSAGE_BYTES_PER_S = 40e9
 """Bytes/s of a message that two thread blocks carry over NVLink (``distributed/pipeline.py``)."""
 
 IN_BESIDE_GPU, OUT_BESIDE_GPU = 0.25, 0.11
-"""The time that copies to and from a GPU take longer for each other GPU that copies from or to the same host, relative
-to their time alone. Fitted to the ring of two H200s (row of streaming-ring at 066fc93b), whose copies took 25 % longer
-in and 11 % longer out than simulated without them. Of more GPUs than two there is no row yet."""
+"""The relative slowdown of a GPU's host copies for each other GPU that copies from or to the same host. Fitted to two
+H200s that stream together (row of streaming-ring at 066fc93b), whose copies took 25 % longer in and 11 % longer out
+than simulated without it. There is no row with more than two GPUs yet."""
 
 
 @dataclass(frozen=True)
 class Sustained:
-    """Shares of a card's rates that the kernels of an engine reach."""
+    """Fractions of a card's rates that the kernels of an engine reach."""
 
     products: float
-    """Of the peak that the card's power allows; so are those of attention."""
+    """Fraction of the peak that the card's power allows; attention's fractions are of the same."""
     attention_forward: float
     attention_backward: float
     memory: float
     """Reads and writes together."""
     link_alone: float
-    """Share of the host link's published rate that copies one way reach while there are none the other way."""
+    """Fraction of the host link's published rate that copies in one direction reach while the other is idle."""
     link_out_both: float
-    """That share for copies from the device while both ways are busy."""
+    """The same for copies from the device while both directions are busy."""
     in_beside_out: float = 1.0
-    """Speed of copies to the device over that of copies from it, while both ways are busy."""
+    """Rate of copies to the device / rate of copies from it, while both directions are busy."""
     narrow_forward: float = 0.765
     """Factors of attention's rates with narrow heads (at 16,384 tokens on an H200 502 of 657 TFLOP/s)."""
     narrow_backward: float = 0.90
     """(527 of 592 TFLOP/s.)"""
     quantized: float = 0.0
-    """Of the peak in fp8, as products; 0 of an engine without."""
+    """Fraction of the fp8 peak, as for products; 0 for an engine without fp8."""
     operands: float = 0.0
-    """FLOPs in bf16 that take as long as a byte that products load or store and their arithmetic does not hide: small
-    matrices have more of them."""
+    """bf16 FLOPs that take as long as one byte that products load or store without overlap: small matrices have more of
+    these bytes."""
     added: float = 1.0
-    """Passes over the gradients of weights that each micro-batch but the first makes beside the products' own writes: 1
-    where a product adds to them (it reads them once), 3 where another kernel does (it reads both and writes)."""
+    """Passes over the gradients of weights that each micro-batch but the first makes besides the products' writes: 1 if
+    a product accumulates (it reads them once), 3 if another kernel does (it reads two and writes one)."""
 
 
 OURS = Sustained(
@@ -107,8 +107,8 @@ _GAINS = (
 def ours_on(hardware: Hardware, moment: str | None = None) -> Sustained:
     """``OURS`` on a card, as it was when a row was measured (UTC, ISO 8601; None: now).
 
-    What the kernel for Hopper has gained counts on data centre cards from Hopper on; newer ones, which cannot run it,
-    are taken to have one as good.
+    Gains of the Hopper kernel count on data centre cards from Hopper on; newer cards, which cannot run it, are assumed
+    to have an equally good kernel.
     """
     found = OURS
     for gain in _GAINS:
@@ -125,7 +125,7 @@ class Rates(Sustained):
     beside_copies: float = 0.995
     """Relative speed of kernels while one copy runs; two cost twice as much."""
     copy_latency_s: float = 10e-6
-    """Seconds from the end of what a copy waits for to its first byte."""
+    """Seconds from the end of a copy's last dependency to its first byte."""
     messages: float = MESSAGE_BYTES_PER_S
     """From one GPU to another of its host, each way."""
     in_beside_gpu: float = IN_BESIDE_GPU
@@ -146,8 +146,8 @@ class Rates(Sustained):
 
         Args:
             sustained: the engine's shares; None for this suite's on that card.
-            copied_messages: whether copy engines carry messages between GPUs; else two thread blocks do. That kernels
-                run longer beside those is left out.
+            copied_messages: whether copy engines send messages between GPUs; else two thread blocks do, whose slowdown
+                of other kernels is not modelled.
 
         Raises:
             ValueError: a peak, the memory's rate or the link is not published.

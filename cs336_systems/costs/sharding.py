@@ -1,4 +1,4 @@
-"""Sharded optimizer state by arithmetic: bytes that each rank holds, and bytes that it sends per step.
+"""Calculates, for sharded optimizer state, the bytes that each rank holds and the bytes that it sends per step.
 
 Three forms of data parallelism on W ranks, with P bytes of parameters, as many of gradients, and k P of optimizer state
 (k = 2 for AdamW, 1 for SGD with momentum):
@@ -9,12 +9,12 @@ Three forms of data parallelism on W ranks, with P bytes of parameters, as many 
     scattered    a rank, its slices     reduce-scatter   all-gather    2 (W-1)/W P                k P/W
 
 ``owned`` is the CS336 handout's sharded optimizer, ``scattered`` ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1):
-an all-reduce is a reduce-scatter and an all-gather, so ZeRO replaces the half of it that a rank has no use for by the
-sending of parameters that the other form adds. Parameters stay whole on every rank in all three, gradients in two.
+an all-reduce is a reduce-scatter and an all-gather, so ZeRO replaces the all-gather of gradients, which ranks do not
+need, by the all-gather of parameters. Parameters stay whole on every rank in all three forms, gradients in two.
 
-``owned`` cannot cut a tensor, so the fullest rank holds up to a largest tensor more than its share; ``scattered`` cuts
-anywhere. Links are those of the ring of ``communication.py``, and the busiest one counts in each collective. Sizes are
-in bytes; the padding that aligns tensors in flat buffers is computed, not guessed.
+``owned`` cannot cut a tensor, so the fullest rank may hold up to one largest tensor more than 1/W; ``scattered`` cuts
+anywhere. Links are those of the ring of ``communication.py``, and each collective counts its busiest link. Sizes are in
+bytes, including the padding that aligns tensors in flat buffers.
 """
 
 from collections.abc import Sequence
@@ -28,19 +28,19 @@ from cs336_systems.hardware import MIB
 FORMS = ("replicated", "owned", "scattered")
 
 ALIGNMENT_BYTES = 128
-"""Tensors in a flat buffer begin at multiples of this: a cache line, and more than any vectorised load asks for."""
+"""Bytes; tensors in a flat buffer begin at multiples of it: a cache line, and more than any vectorised load needs."""
 
 DEFAULT_BUCKET_SIZE_MB = 100.0
 """Two NVLink-connected H200 reach 277 GB/s with 100 MiB and 198 with 10; larger ones leave less to overlap."""
 
 
 def greedy_partition(sizes: Sequence[int], world_size: int, loads: Sequence[int] = ()) -> list[int]:
-    """The rank that each size goes to: largest first, to the rank with the least so far, the lowest of equals.
+    """Assign each size to a rank: largest first, to the rank with the least load so far, the lowest of equals.
 
     No rank's load exceeds the mean by more than the largest size (Graham 1969).
 
     Args:
-        loads: what the ranks hold already; nothing by default.
+        loads: the present load of each rank; zero by default.
     """
     totals = list(loads) or [0] * world_size
     owners = [0] * len(sizes)
@@ -129,7 +129,7 @@ def state_bytes_by_rank(
 
 
 def link_bytes_per_step(form: str, n_bytes: int, world_size: int) -> float:
-    """Bytes of the busiest link of a ring in one direction, collective after collective; bound the time of sending.
+    """Bytes in one direction over each collective's busiest link, summed over collectives; bounds the time of sending.
 
     Broadcasts of different owners leave different links idle, but run one after another: each counts in full, though
     over a step a link carries only (W-1)/W of them. Padding is left out.

@@ -12,9 +12,9 @@ A step has parts, which may multiply in dtypes of their own:
     adapters    6 x their parameters, if they are trained in place of the weights (LoRA); blocks and head, whose frozen
                 weights get no gradients, are then 4 x their parameters
 
-each over the peak of its dtype, added up, and divided by the number of devices. With blocks in fp8 the bound falls by
-less than half, as the other parts stay; in one dtype a share of it is MFU. What recomputation repeats is not
-counted, nor is what only moves bytes.
+each divided by the peak of its dtype, summed, and divided by the number of devices. With blocks in fp8 the bound falls
+by less than half, as the other parts stay; in one dtype a share of it is MFU. Recomputation and operations that only
+move bytes are not counted.
 
 ``least_ms`` bounds each kind of work in each phase instead, passes over memory included:
 
@@ -33,7 +33,7 @@ from cs336_systems.hardware import Hardware
 _TRAINING = 3
 """Forward's products, and two more for each in backward."""
 _FROZEN = 2
-"""As many where the weight is frozen: backward gives the input's gradient alone."""
+"""As many if the weight is frozen: backward computes only the input's gradient."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,7 @@ def speed_of_light(
         hardware: None for a device without published peaks: the operations are counted, the times unknown.
         block_dtype: of the blocks' products, where those are quantized "fp8".
         dtype: of attention and head.
-        n_stored_blocks: whose products are of ``dtype`` all the same, as a recipe that skips blocks leaves them; a part
-            of its own.
+        n_stored_blocks: blocks that the recipe skips, whose products stay in ``dtype``; they are a separate part.
         lora: adapters, in ``dtype``, that are trained instead of the weights.
 
     Raises:
@@ -119,7 +118,7 @@ def least_ms(
 
         products        every matmul once, at the dtype's dense peak
         attention       scores and values, 2 matmuls in forward and 5 in backward, the causal half
-        elementwise     what lies between them, at memory's rate: each tensor read and written once by fused kernels
+        elementwise     all operations in between, at memory's rate: fused kernels read and write each tensor once
         optimizer       parameter, gradient and moments read, all but the gradient written, of this rank's shard
 
     Recomputation is above the bound. Statistics, gains and tables of angles are left out. A matmul leaves memory nearly

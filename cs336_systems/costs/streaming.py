@@ -1,20 +1,20 @@
-"""A training step under memory caps, in bytes and seconds: what each operation holds, copies and computes.
+"""A training step under memory caps: bytes and seconds of each operation's memory, copies and computation.
 
 A step is R rounds and an optimizer step; a round is forward and backward over chunks of n tokens, each several short
-sequences or a piece of a long one. Layers' weights, gradients and moments, and what forward keeps for backward, may lie
-on the host and come over the link. With B bytes/s of the link each way and F FLOP/s that are sustained,
+sequences or a piece of a long one. Layers' weights, gradients and moments, and kept activations, may be on the host and
+are copied over the link. With B bytes/s of the link in each direction and F sustained FLOP/s,
 
     weights hide under forward         where a layer sees W F / (2 P B) = F / B tokens per visit (bf16, P parameters)
     what forward keeps leaves in time  up to B t_f bytes a token and layer, t_f = (2 P + 2 S d) / F, causal
     sequential rounds                  out during forward, in during backward: each way is idle half of the time
     interleaved rounds                 forward of the next round under backward: B (t_f + t_b) each way
 
-What is kept for backward travels in three parts, of which a level of ``costs/kept.py`` has the first one, two or three:
-``input``, ``attention``, ``products``. Where a sequence is longer than a chunk, attention needs k and v of all its
-chunks before in both directions: they are a part of their own, ``context``, that is kept of all or none.
+Kept activations are copied in three parts, of which a level of ``costs/kept.py`` has the first one, two or three:
+``input``, ``attention``, ``products``. If a sequence is longer than a chunk, attention needs k and v of all its earlier
+chunks, in forward and backward: they are a separate part, ``context``, that is kept for all chunks or for none.
 
-Where adapters are trained (LoRA), weights stream and are never written: nothing but activations goes out. Adapters,
-their gradients and their moments stay on the device.
+If adapters are trained (LoRA), weights stream and are never written, so only activations are copied to the host.
+Adapters, their gradients and their moments stay on the device.
 
 FLOPs: causal attention counts half of its square; backward has two matmuls for each of forward's, and attention's 2.5;
 recomputation counts in HFU, not in MFU. Seconds: matmuls and attention at sustained rates, passes of norms, rotation,
@@ -40,7 +40,7 @@ from cs336_systems.costs.memory import WIDE, rotary_bytes
 from cs336_systems.costs.rates import Rates
 
 LEVELS = ALL_LEVELS[:3]
-"""The levels of which a plan chooses. The fourth would save passes over memory alone, for half of all bytes more."""
+"""The levels from which a plan chooses. The fourth would only save passes over memory, for half as many bytes again."""
 
 MOMENTS = {"exp_avg": 2, "exp_avg_sq": 2}
 """Bytes a parameter that the optimizer keeps, rounded stochastically; with bf16 weights and gradients 8 in total."""
