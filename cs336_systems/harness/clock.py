@@ -5,9 +5,9 @@ Two questions, two functions:
 * ``time_phases`` for a training step: the phases of one step are timed inside that step, so forward, backward and
   optimizer add up to the whole. The device is idle when a step begins and is waited for when it ends, so each sample
   stands alone; the host's launch latency is inside, as it is in training.
-* ``time_kernel`` for one operation: repetitions are queued without waiting, and the L2 cache is overwritten before
-  each, so that no warm cache is part of the sample. That takes the device some 0.1 ms; what the host takes longer than
-  that to launch is in the sample, unless the device is told to wait for it (``host_first``).
+* ``time_kernel`` for one operation: repetitions are enqueued without waiting, and the L2 cache is overwritten before
+  each, so that no sample has a warm cache. That takes the device some 0.1 ms; if the host takes longer than that to
+  launch, the excess is in the sample, unless the device is made to wait for the host (``host_first``).
 
 On a GPU both read CUDA events, which the device itself stamps between kernels (the committed samples step by 32 ns).
 Compilation and autotuning happen in warm-up steps, whose times are returned beside the samples and never among them.
@@ -55,7 +55,7 @@ class PhaseTimes:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished everything it was given."""
+    """Wait until the device has finished all enqueued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -185,7 +185,7 @@ def time_kernel(
 
 
 def _launch_cycles(operation: Callable[[], object]) -> int:
-    """Clock cycles that last twice as long as the host takes to launch the operation, and 0.1 ms besides."""
+    """Clock cycles that last twice as long as the host takes to launch the operation, plus 0.1 ms."""
     start = time.perf_counter()
     operation()
     return int(_CYCLES_PER_S * (2 * (time.perf_counter() - start) + 1e-4))

@@ -17,7 +17,7 @@ all, or, if a launcher such as torchrun has started it, the one rank of its own 
 agree through its store on how each cell has ended. So a rank that raises, hangs or is killed is a row in both cases,
 and the grid goes on. A process of the launcher that dies itself ends the command, whose rows are kept.
 
-Processes may stay for the next cell as long as no cell leaves them in doubt. Importing this module imports no torch.
+Processes may be reused for the next cell until a cell fails in them. Importing this module imports no torch.
 """
 
 import functools
@@ -136,9 +136,9 @@ class _Team:
         """The processes by rank; a process that joins no group has the key 0."""
 
     def measure(self, cell: Any, report: Report) -> None:
-        """Measure one cell; ``report`` takes what rank 0 says, or the first rank that fails.
+        """Measure one cell; ``report`` is called with the report of rank 0, or of the first rank that fails.
 
-        Where the cell ran is known from rank 0, or from the first rank that told: another may die before rank 0 has.
+        Provenance comes from rank 0, or from the first rank that sent it, as another may die before rank 0 has.
 
         Raises:
             Unsupported: the launcher has started another number of ranks, or this machine is too small for so many.
@@ -221,9 +221,9 @@ class _Team:
 def _serve(
     connection: Connection, measure: Measure, device: str, timeout_s: float, place: dict[str, str] | None
 ) -> None:
-    """Body of a fresh process: measure what arrives until the parent hangs up, or until a cell fails on a rank.
+    """Body of a fresh process: measure cells until the parent closes the pipe, or until a cell fails on a rank.
 
-    A rank tells of a failure once it has left its group, and if it only lost a peer, a little later than that one.
+    A rank reports a failure once it has left its group and, if it only lost a peer, a little later than that peer.
     """
     import torch
 

@@ -87,7 +87,7 @@ class Launcher:
     def agree(self, report: dict[str, Any]) -> None:
         """End the cell on all processes: ``report`` takes rank 0's metrics, or how the cell has failed.
 
-        Of several failures the lowest rank's counts, but that of a rank which lost a peer only if there is no other.
+        Of several failures the lowest rank's is reported, but the loss of a peer only if there is no other failure.
 
         Raises:
             RuntimeError: a process of the launcher does not end the cell in time.

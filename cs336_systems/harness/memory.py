@@ -1,4 +1,4 @@
-"""Memory that a step will take, that it took, and that a machine has.
+"""The memory that a step will take (predicted), that it took (measured), and that is free.
 
 The peak is predicted (``training/dry_run.py``) for one micro-batch of eager reference blocks and attention, for any
 number of hand-written blocks with fused kernels, quantized by tensor or not, with everything whole on every rank, and
@@ -63,7 +63,7 @@ _used = False
 
 
 def mark_used() -> None:
-    """Say that a cell has been measured in this process, or that it is not one cell's alone."""
+    """Record that a cell has been measured in this process, or that several cells share it."""
     global _used
     _used = True
 
@@ -82,10 +82,10 @@ class PeakMeter:
             self.baseline = psutil.Process().memory_info().rss
 
     def requested_bytes(self) -> int | None:
-        """The most bytes that were asked for on a GPU: the peak without what the allocator rounds up; None on a CPU.
+        """The most bytes requested on a GPU: the peak without the allocator's rounding; None on a CPU.
 
-        By default a block that is free already is handed out whole if less than 1 MiB of it would be left over, so that
-        the peaks of programs that need the same memory may differ; ``profiling/memory.py`` tells by how much.
+        By default the allocator does not split a cached block if less than 1 MiB would be left over, so the peaks of
+        programs that need the same memory may differ; ``profiling/memory.py`` shows by how much.
         """
         if self.device.type != "cuda":
             return None
@@ -177,7 +177,7 @@ def _states(case: TrainingCase, world_size: int) -> dict[str, int]:
 def check_fit(case: TrainingCase, mode: str = "step", rank: Rank | None = None, *, force: bool = False) -> int:
     """Predicted peak in bytes (see ``predicted_bytes``), if it fits beside those of this machine's other ranks.
 
-    A collective if there is a ``rank``: nobody builds a model before all have looked.
+    A collective if there is a ``rank``: no rank builds a model before all have checked.
 
     Raises:
         PredictedOutOfMemory: it exceeds what is free, and ``force`` is not set; the message holds both figures.

@@ -87,14 +87,14 @@ def pooled(run: pd.DataFrame) -> pd.DataFrame:
 
 
 def _inverse_times(run: pd.DataFrame, time: str) -> list[float]:
-    """The median of one over each sample of a time, by repeat: the rate of one unit of work; none without samples."""
+    """The median of 1 / time over the samples of each repeat: the rate of one unit of work; empty without samples."""
     if "samples" not in run:
         return []
     return [float(np.median(1 / np.asarray(found))) for found in run["samples"][run["metric"] == time] if found]
 
 
 def newest(rows: pd.DataFrame, settings: list[str]) -> pd.DataFrame:
-    """Rows as they were, but of each cell the newest run alone, pooled: one row per metric, one for a failed cell.
+    """Only the newest run of each cell, pooled: one row per metric, or one row for a failed cell.
 
     Args:
         settings: the columns that tell one cell from another.
@@ -104,6 +104,6 @@ def newest(rows: pd.DataFrame, settings: list[str]) -> pd.DataFrame:
 
 
 def by_repeat(run: pd.DataFrame, metric: str) -> pd.Series:
-    """The medians of a metric of a run, by repeat."""
+    """The median of a metric in each repeat of a run."""
     own = run[run["metric"] == metric]
     return pd.Series(own["median"].to_numpy(), index=repeats(own))
