@@ -76,7 +76,7 @@ def one_stage(measure: Callable[..., Any], share: Callable[[Any], Hashable] | No
 
 
 def measured_by(module: str, function: str = "measure") -> Callable[..., Any]:
-    """A function of a module of this folder, which is imported where it is called: it takes torch, a question none."""
+    """A function of a module of this folder, imported when called: it needs torch, which benchmarks must not import."""
     return functools.partial(_call, f"{__package__}.{module}", function)
 
 
@@ -123,7 +123,7 @@ def presented(
 
 @dataclass(frozen=True)
 class Experiment:
-    """A question's own parts.
+    """The parts of a benchmark.
 
     Attributes:
         name: stem of the file of rows, and the command's name in messages.
@@ -133,7 +133,7 @@ class Experiment:
         present: prints tables and draws figures, mostly ``presented(tables, figures)``.
         headlines: metrics of each cell's line on stderr.
         options: the dataclass of its command line, as ``options_of`` makes it.
-        measured: whether a cell counts as an answer; ceilings do not.
+        measured: whether a cell counts as measured; ceilings do not.
         default_worlds: numbers of ranks on a device where the command line does not say; by default one rank per GPU.
         preloaded: (options) -> modules that fresh processes find imported.
     """
@@ -218,7 +218,7 @@ class Experiment:
 
 
 def command(experiment: Experiment, description: str | None) -> Callable[..., int]:
-    """The ``main`` of a question's command: (arguments) -> exit code; ``description`` is for ``--help``."""
+    """The ``main`` of a benchmark's command: (arguments) -> exit code; ``description`` is for ``--help``."""
 
     def main(arguments: list[str] | None = None) -> int:
         options = parse(experiment.options, arguments, description)
@@ -255,7 +255,7 @@ def check_dtypes(options: Any) -> None:
 
 
 def _say_load(outcomes: Sequence[Outcome]) -> None:
-    """Say beside the tables, if they have times, that the machine was busy: with more than a process for each core."""
+    """If the tables have times, warn below them if the machine was busy, with more than one process per core."""
     from cs336_systems.harness.sweep import outcome_rows
     from cs336_systems.report.compare import overload
 

@@ -1,4 +1,4 @@
-"""Runs whose processes are killed, and what their logs say that a kill has cost (``failures.py``).
+"""Runs whose processes are killed, and the cost of each kill as read from their logs (``failures.py``).
 
 Replicas are those of ``train.py --agree every-step``. A restarted run is data-parallel training whose ranks a watcher
 here ends and starts again as soon as one of them is dead, each in a new interpreter, as torchrun does.
@@ -47,16 +47,16 @@ from cs336_systems.processes import end_with_parent
 
 @dataclass(frozen=True)
 class Kill:
-    """What a kill has cost; seconds are counted from the signal.
+    """The cost of a kill; seconds are counted from the signal.
 
     Attributes:
-        notice_s: until the last of the others knew that the step was lost; None where no log says it.
+        notice_s: until all other replicas had noticed that the step was lost; None if no log says so.
         stop_s: until the last of the others began the step again.
-        next_step_s: until it had made it.
-        healed_s: until the killed replica was back with the state of the others; None if the run ended before.
-        took_s: the time for which it fetched their state; None as for ``healed_s``.
+        next_step_s: until that replica had finished it.
+        healed_s: until the killed replica had rejoined with the others' state; None if the run ended before.
+        took_s: the time in which it fetched their state; None as for ``healed_s``.
         beside_s: the longest time between two steps of the others meanwhile; None as for ``healed_s``.
-        lost_steps: steps, or parts of one, that were made a second time.
+        lost_steps: steps, or parts of one, that were repeated.
         lost_tokens: the tokens in them.
     """
 
@@ -79,7 +79,7 @@ def records_in(log: Path) -> list[Record]:
 def kills_of_replicas(
     logs: Mapping[str, Sequence[Record]], hits: Sequence[tuple[Fault, float]], context_length: int
 ) -> list[Kill]:
-    """What each kill has cost, of those after which the others made their step.
+    """The cost of each kill after which the others finished their step.
 
     Args:
         logs: the records of each replica, by its name.
@@ -153,7 +153,7 @@ def of_the_run(logs: Sequence[Sequence[Record]], n_steps: int) -> list[Metric]:
 
 
 def measure(cell: FailureCell) -> list[Metric]:
-    """Run the cell, and read from its logs what became of its time.
+    """Run the cell, and read the times from its logs.
 
     Raises:
         Unsupported: torchft is not installed, or there are fewer GPUs than ranks.
@@ -191,10 +191,10 @@ _TOLD_S = 5.0
 
 
 class Progress:
-    """Says on stderr what befalls processes as it happens, in seconds since the run began.
+    """Reports events of processes on stderr as they happen, in seconds since the run began.
 
-    So a run that is cut off has told when a process was killed, when each of the others knew and made its next step,
-    and when the killed one was back.
+    So even a run that is cut off has reported when a process was killed, when each of the others noticed and finished
+    its next step, and when the killed one rejoined.
     """
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ def _replicas(cell: FailureCell, options: TrainOptions) -> tuple[list[list[Recor
 
 
 def kills_of_restarts(log: Sequence[Record], hits: Sequence[float], tokens_per_step: int) -> list[Kill]:
-    """What each kill has cost that was followed by a step; lost are the steps after the checkpoint.
+    """The cost of each kill that was followed by a step; the steps after the checkpoint are lost.
 
     Args:
         log: the records of all sessions.

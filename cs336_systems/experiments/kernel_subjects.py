@@ -1,7 +1,8 @@
-"""Each kernel's subject: the tensors it is measured on, the formula beside it, and the bytes that must move.
+"""Each kernel's subject: the tensors on which it is measured, its formula, and the least bytes to read and write.
 
-Tensors are (rows, width) of the cell's dtype and normal, unless a function says otherwise. Errors are told from the
-formula in fp64, where ``scaled_bytes`` does not round. Other libraries' kernels are in ``kernel_peers.py``.
+Tensors are (rows, width), normally distributed, in the cell's dtype, unless a function says otherwise. Errors are
+differences from the formula in fp64, where ``scaled_bytes`` does not round. Other libraries' kernels are in
+``kernel_peers.py``.
 """
 
 import functools

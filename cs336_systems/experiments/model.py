@@ -92,7 +92,7 @@ _PEER = {name: getattr(TrainingCase, name) for name in ("kernels", "keep", "chec
 
 
 def make_cells(options: Any) -> list[ModelCell]:
-    """The grid, in turns with its peers; under a memory budget with what fits it, which is told on stderr.
+    """The grid, interleaved with its peers; under a memory budget only the settings that fit, reported on stderr.
 
     Raises:
         ValueError: a value that no cell can have, a budget that nothing fits, or rows that are none to compare with.
@@ -121,7 +121,7 @@ def make_cells(options: Any) -> list[ModelCell]:
 
 
 def _within_budget(cells: Sequence[ModelCell], budget_gib: float) -> list[ModelCell]:
-    """The cells as they recompute least within the budget; what was chosen for them is said on stderr.
+    """The cells with the least recomputation within the budget; the choices are reported on stderr.
 
     Raises:
         ValueError: nothing fits the budget.
@@ -181,7 +181,7 @@ SETTINGS = (
 
 
 def _over_compiled(line: Line) -> Spread | None:
-    """The step's ratio to that of the compiled reference model, turn by turn, where blocks are written out."""
+    """The step's ratio to that of the compiled reference model, per repeat, for hand-written blocks."""
     if line.settings.get("keep", "autograd") == "autograd":
         return None
     reference = {name: getattr(TrainingCase, name) for name in ("kernels", "keep", *RECIPE) if name in line.settings}
