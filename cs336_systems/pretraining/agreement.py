@@ -4,8 +4,8 @@
     agreement = agreement_of(options, rank, lighthouse, name)       # of a replica (``replica_agreement.py``)
 
 The trainer calls, in this order: ``join`` once its state is prepared; for each step ``begin`` before it takes data,
-``step.before_update`` inside, and ``end``; and ``leave``. A replica whose steps the others do not have takes over their
-state in ``join``, ``begin`` or ``end``, which then return another number of steps than the trainer's.
+``step.before_update`` inside, and ``end``; and ``leave``. A replica whose number of steps differs from the others'
+fetches their state in ``join``, ``begin`` or ``end``, which then return another number of steps than the trainer's.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ OUTER_MOMENTUM = "outer_momentum"
 
 
 class StoppedWaiting(RuntimeError):
-    """A world that waits for others is asked to end, and they do not come."""
+    """A world that waits for others has been requested to end, and the others do not come."""
 
 
 Trouble = Callable[[int], bool]
@@ -39,14 +39,14 @@ Trouble = Callable[[int], bool]
 
 
 class Agreement:
-    """A world that trains alone, and what the trainer asks of those that do not.
+    """The agreement of a world that trains alone, and the interface of those with other worlds.
 
     Attributes:
         on: whether there may be other worlds.
-        number: of this world among those that are there; -1 before ``join``.
-        n_there: how many are there.
-        kept: whether the last step counts; if not, its data come again.
-        at_average: whether the last step ended in an average, so that one may save, evaluate or stop.
+        number: the number of this world among the live ones; -1 before ``join``.
+        n_there: the number of live worlds.
+        kept: whether the last step counts; if not, its data are used again.
+        at_average: whether the last step ended in an average, after which it is possible to save, evaluate or stop.
         reasons: (n,) of this world's ranks that have each reason to stop, and after a step at an average of all.
         hopeless: why this world must stop: its own numbers were not finite twice in a row.
         stop: who asks this world to end, as the trainer sets it before ``join``.
@@ -61,7 +61,7 @@ class Agreement:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that this rank has sent to other worlds, but for a state that one took over."""
+        """Bytes that this rank has sent to other worlds, except for states that they fetched."""
         return 0.0
 
     @property
@@ -102,7 +102,7 @@ class Agreement:
         return []
 
     def leave(self) -> None:
-        """Let go of the other worlds; they notice."""
+        """Leave the other worlds, which are notified."""
 
 
 def agreement_of(
@@ -122,7 +122,7 @@ def agreement_of(
 
 
 class FirstAlone:
-    """A sink that hands on what the first world logs, and warnings of all; what precedes steps once it is the first."""
+    """A sink that passes on the first world's records and all warnings; records before steps, once it is first."""
 
     def __init__(self, sink: "Sink", agreement: Agreement) -> None:
         self._sink, self._agreement = sink, agreement
@@ -144,7 +144,7 @@ class FirstAlone:
 
 
 def checksum(tensors: list[Tensor]) -> int:
-    """A sum over the bits of tensors, which tells weights apart, without regard to order."""
+    """A sum over the bits of tensors, to compare weights; it does not depend on order."""
     total = 0
     for tensor in tensors:
         bits = tensor.detach().contiguous().view(torch.uint8 if tensor.element_size() == 1 else torch.int16)

@@ -1,7 +1,7 @@
 """Chooses --batch-size, --keep and --offload of a run whose command gives none of the three (``--choose-fastest``).
 
-They are the fastest that ``card_plan.py`` predicts to fit the GPU that is here, with all other options as given. The
-tokens of a step stay as the options say. A checkpoint holds the choice, and a run that resumes keeps it if it fits.
+They are the fastest that ``card_plan.py`` predicts to fit this machine's GPU, with all other options as given. The
+tokens of a step stay as given. A checkpoint holds the choice, and a run that resumes keeps it if it fits.
 
     options = replace(options, attention=attention_on(device, options, config))
     choice = choose_fastest(options, config, device, world_size, origin)
@@ -52,7 +52,7 @@ class Choice:
 
 
 def attention_on(device: torch.device, options: TrainOptions, config: ModelConfig) -> str:
-    """Return the name of the attention that a run of this model has on a device that is here."""
+    """Return the name of the attention that a run of this model uses on a device of this machine."""
     head = torch.empty(1, 1, 1, config.d_head, dtype=matmul_dtype(PRECISIONS[options.dtype]), device=device)
     return options.attention_on(device.type, hopper=hopper_limits(head) is None)
 
@@ -60,7 +60,7 @@ def attention_on(device: torch.device, options: TrainOptions, config: ModelConfi
 def choose_fastest(
     options: TrainOptions, config: ModelConfig, device: torch.device, world_size: int, origin: Path | None
 ) -> Choice | str:
-    """The choice that the run began with if it fits, else the fastest that is predicted to fit; or why there is none.
+    """The choice with which the run began if it fits, else the fastest that is predicted to fit; or why there is none.
 
     Args:
         origin: the folder or checkpoint from which the run goes on, if there is one.
@@ -98,16 +98,16 @@ def choose_fastest(
 
 
 def _host_gib(world_size: int) -> float:
-    """Return GiB of all hosts for these ranks, from which a plan takes what a process takes, once for each rank.
+    """Return GiB of all hosts for these ranks, from which a plan subtracts a process's own memory once per rank.
 
-    The ranks that are here have taken most of that already, so it is added to what is free, but for one on each host.
+    The running ranks have taken most of that already, so it is added to the free memory, except for one rank per host.
     """
     n_hosts = world_size / int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return (n_hosts * free_bytes(torch.device("cpu")) + (world_size - n_hosts) * HOST_OVERHEAD) / GIB
 
 
 def _too_large(before: Choice, plan: CardPlan, free: int) -> str:
-    """Why the choice that the run began with does not fit here, to follow another sentence; empty if it does."""
+    """Why the choice with which the run began does not fit here, to follow another sentence; empty if it does."""
     way = replace(plan, own=before.of(plan.own)).as_asked
     if way is None:
         return ""

@@ -14,7 +14,7 @@ Beside the file of conversations (``Dataset.chat``) NAME.marks has a byte for ea
 answer, and ``BEGIN`` at the first of a conversation.
 
 Ids beyond the vocabulary are refused when they are written. Opening a file compares its size with its header; the
-loader looks at every id that it deals out.
+loader checks every id that it returns.
 """
 
 import json
@@ -289,11 +289,11 @@ def describe(
 
 @contextmanager
 def published(out: Path) -> Iterator[Path]:
-    """A hidden folder, which gets the name, and an earlier folder's place, if the block ends well; else it goes.
+    """A hidden folder, which replaces the folder of the name if the block ends without an error, and else is removed.
 
-    Its files are on the disk before it has the name, and may be read as the usual umask says, whoever wrote them. Where
-    the name is a link, the folder that it leads to is replaced. A kill leaves ``.NAME.PID.tmp``, which can be removed,
-    and beside it ``.NAME.PID.old`` if it came between two renames: the earlier folder, to be given its name again.
+    Its files are on disk before it is renamed, and have the permissions of the usual umask. If the name is a link, the
+    folder that it refers to is replaced. A kill leaves ``.NAME.PID.tmp``, which can be removed, and also
+    ``.NAME.PID.old`` if it came between two renames: the earlier folder, which should be renamed back.
 
     Raises:
         OSError: something cannot be written; it names the place in ``out``.

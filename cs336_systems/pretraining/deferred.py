@@ -1,13 +1,13 @@
-"""Numbers of a step, copied to the host once the next step is queued, so that the device never waits.
+"""Numbers of a step, read on the host once the next step is enqueued, so that the device never waits.
 
     deferred = Deferred(device, ("loss", "norm"))
     deferred.begin()                                 # the time before it is around the step
     done = deferred.push(*train(step))               # of the step before, None for the first
     done = deferred.flush()                          # the last step
 
-``push`` starts a copy of the step's scalars to pinned memory, behind the step on its stream, and then waits for the
-copy of the step before. So the host is at most one step ahead of the device, and a loss is reported one step late, on a
-CPU too, where the values are there at once.
+``push`` starts a copy of the step's scalars to pinned memory, after the step on its stream, and then waits for the
+previous step's copy. So the host is at most one step ahead of the device, and a loss is reported one step late, also on
+a CPU, where values are available at once.
 """
 
 import time
@@ -44,7 +44,7 @@ class Deferred:
         self._begun = self._work_begun = _Moment(self._device)
 
     def begin(self) -> None:
-        """The step itself begins; without this call it does where the step before it ended."""
+        """Mark the beginning of the step itself; without this call it begins where the previous step ended."""
         self._work_begun = _Moment(self._device)
 
     def push(self, *values: Tensor) -> Done | None:
@@ -73,7 +73,7 @@ class Deferred:
 
 
 class _Moment:
-    """A moment of the device's work."""
+    """A point in time of the device's work."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None

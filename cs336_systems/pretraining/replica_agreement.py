@@ -1,18 +1,19 @@
-"""Fault-tolerant replicas: torchft tells which are alive, and one that comes back takes over another's state.
+"""Fault-tolerant replicas: torchft determines which are alive, and a replica that rejoins fetches another's state.
 
-``every-step`` (``every_step.py``) averages gradients in each step over the replicas that are there; if one dies in it,
-the step is dropped, and its sequences are dealt again among the others: nothing is lost or trained twice. ``diloco``
+``every-step`` (``every_step.py``) averages gradients in each step over the live replicas; if one dies during a step,
+the step is dropped and its sequences are divided again among the others: nothing is lost or trained twice. ``diloco``
 (``diloco.py``; Douillard et al. 2023, arXiv 2311.08105; in fragments and with a delay, 2501.18512) lets each replica
-train by itself for H steps and averages the changes of weights as gradients of an outer optimizer: what a replica that
-dies has learned since the last average is lost, and a failed average takes all replicas back to the one before.
+train independently for H steps and averages the changes of weights as gradients of an outer optimizer: the training of
+a replica that dies is lost since the last average, and a failed average takes all replicas back to the previous one.
 
-Both wait for the quorum, because the live replicas decide which sequences each takes. A replica that joins, or has
-missed steps, takes over the state of another (``healing.py``): weights, moments, outer state, place in the data. All
-wait for every replica that sends heartbeats, so a replica sends none until it is ready to train. Peers find each other
-by host name, on ports of all interfaces and without passwords: keep replicas on a trusted network.
+Both wait for the quorum, because the set of live replicas determines which sequences each takes. A replica that joins,
+or has missed steps, fetches the state of another (``healing.py``): weights, moments, outer state, position in the data.
+All wait for every replica that sends heartbeats, so a replica sends none until it is ready to train. Peers find each
+other by host name, on ports of all interfaces and without passwords: keep replicas on a trusted network.
 
-torchft counts steps of its own, from 0 in each session of the replicas; the trainer's number of steps is in the state.
-All begin with the state of the one that has made the most steps; one with more that comes later says which it drops.
+torchft has its own count of steps, from 0 in each session of the replicas; the trainer's number of steps is in the
+state. All begin with the state of the replica with the most steps; one with more steps that joins later reports which
+steps it drops.
 """
 
 import fcntl
@@ -54,7 +55,7 @@ HEARTBEAT_S = 0.1
 CONNECT_S = 10.0
 """Seconds for which torchft waits for a connection."""
 _QUORUM_S = 3600
-"""The longest wait for a quorum: under DiLoCo, for those who are still training. Who is gone is known by heartbeats."""
+"""The longest wait for a quorum; under DiLoCo other replicas may still be training. Heartbeats tell which are gone."""
 _LIGHTHOUSE_RETRIES = _QUORUM_S
 """Attempts to reach a lighthouse that has died: torchft spreads them over the time of the quorum, one a second."""
 _NAME_BYTES = 64
@@ -64,7 +65,7 @@ _MAY_DIFFER = ("--out", "--replica", "--lighthouse", "--fail")
 
 
 class ReplicaAgreement(Agreement, ABC):
-    """The part that both ways to agree share: the quorum, who is there, and the state that a replica takes over.
+    """The common part of both kinds of agreement: the quorum, the live replicas, and the state that a replica fetches.
 
     Making one is a collective of the replica's ranks.
 
@@ -74,13 +75,13 @@ class ReplicaAgreement(Agreement, ABC):
 
     on = True
     in_pieces = False
-    """Whether a replica takes over the others' state in pieces, while they train (``healing.py``)."""
+    """Whether a replica fetches the others' state in pieces, while they train (``healing.py``)."""
 
     def __init__(self, options: TrainOptions, rank: Rank, lighthouse: str, name: str, trouble: Trouble) -> None:
         if not 0 < len(name.encode()) <= _NAME_BYTES or "/" in name:
             raise ValueError(f"--replica needs a name of at most {_NAME_BYTES} bytes without /, got {name!r}")
         for each in ("torchft", "torchft.manager", "torchft.process_group", "torchft.local_sgd"):
-            logging.getLogger(each).setLevel(logging.CRITICAL)  # it says at length what the records say
+            logging.getLogger(each).setLevel(logging.CRITICAL)  # its log repeats the records at length
         self.number, self._options, self._rank, self._name, self._trouble = -1, options, rank, name, trouble
         self.reasons = torch.zeros(len(REASONS), device=rank.device)
         self._life = f"{name}/{on_rank_0(lambda: secrets.token_hex(4))}"
@@ -149,7 +150,7 @@ class ReplicaAgreement(Agreement, ABC):
         return out / f"replica-{self._name}"
 
     def join(self, prepared: PreparedRun, made: int) -> int:
-        """Join the others, and wait until there are as many as --replicas, or some that have trained.
+        """Join the others, and wait until there are --replicas of them, or some that have trained.
 
         Raises:
             ValueError: another process is this replica, with the same --out.
@@ -189,14 +190,14 @@ class ReplicaAgreement(Agreement, ABC):
             ) from None
 
     def _warm_up(self) -> None:
-        """Make a step whose loss is NaN, so that it changes nothing: it loads or compiles kernels and makes the
+        """Run a step whose loss is NaN, so that it changes nothing: it loads or compiles kernels and allocates the
         optimizer's states, for which the others would wait later."""
         step, guard = self._step, self._step.guard
         assert guard is not None
         batch = [self._prepared.own(each) for each in next(self._prepared.loader)]
         self._prepared.loader.go_back()
         step.before_update = self.rehearse
-        step.guard = GradientGuard(guard.max_norm, guard.mesh)  # its own would pass over all later steps, too
+        step.guard = GradientGuard(guard.max_norm, guard.mesh)  # its own would skip all later steps, too
         step(*batch)
         step.guard = guard
         wait_for_parameters(step.model)
@@ -216,11 +217,11 @@ class ReplicaAgreement(Agreement, ABC):
 
     @abstractmethod
     def before_update(self, step: TrainStep) -> bool:
-        """Called by the step when its gradients are there; returns whether it counts."""
+        """Called by the step when its gradients are ready; returns whether the step counts."""
 
     @property
     def _all_there(self) -> bool:
-        """Whether training may begin, or has begun; some of those who are there may still fetch state."""
+        """Whether training may begin, or has begun; some live replicas may still fetch state."""
         return self._group.n_members >= self._options.replicas or self._made > self._first_step
 
     def told(self) -> list[Record]:
@@ -251,7 +252,7 @@ class ReplicaAgreement(Agreement, ABC):
         return False
 
     def is_to_end(self) -> bool:
-        """Called by the manager again and again while it waits for a quorum; True gives it up after some seconds."""
+        """Called repeatedly by the manager while it waits for a quorum; True makes it give up after some seconds."""
         return self.stop is not None and self.stop.asked is not None
 
     def after_quorum(self, seconds: float) -> None:
@@ -276,11 +277,11 @@ class ReplicaAgreement(Agreement, ABC):
             self._records.append(Membership(*where, seconds, healed, gone, self._apart_for(), *times))
 
     def _apart_for(self) -> tuple[int, int]:
-        """The sequences of all replicas that are not in the weights of all."""
+        """The sequences of all replicas that are not yet part of the common weights."""
         return 0, 0
 
     def _exchange_lives(self) -> list[str]:
-        """Name and life of each who is there; a replica that comes back has another life."""
+        """Name and life of each live replica; one that is restarted has another life."""
         rows = torch.zeros(self.n_there, _NAME_BYTES + 10, dtype=torch.int32, device=self._rank.device)
         own = self._life.encode()
         if self.number >= 0:
@@ -291,7 +292,7 @@ class ReplicaAgreement(Agreement, ABC):
         return [bytes(row).rstrip(b"\0").decode() for row in rows.tolist()]
 
     def _state(self) -> dict[str, Any]:
-        """All that a peer takes over, of this rank; memory of its own on a CPU, where training goes on in it."""
+        """This rank's state that a peer fetches; a copy on a CPU, where training goes on in the original memory."""
         self._wait_for_update()
         tensors, settings = self._tensors()
         if self._rank.device.type == "cpu":
@@ -299,7 +300,7 @@ class ReplicaAgreement(Agreement, ABC):
         return self._description(settings) | {"tensors": tensors}
 
     def _wait_for_update(self) -> None:
-        """Wait until the last update of weights and moments is done: threads read them on streams of their own."""
+        """Wait until the last update of weights and moments is done, as threads read them on other streams."""
         if self._rank.device.type == "cuda":
             self._updated.synchronize()
 
@@ -310,7 +311,7 @@ class ReplicaAgreement(Agreement, ABC):
         return {name: each.values.detach() for name, each in stretches.items()}, settings
 
     def _description(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """State besides tensors that a peer takes over."""
+        """State besides tensors that a peer fetches."""
         about = {"alike": self._alike, "made": self._made_by_peer(), "loader": self._prepared.loader.state_dict()}
         return about | {"settings": settings, "trains": self._joined and self.manager.current_step() > 0}
 
@@ -320,13 +321,13 @@ class ReplicaAgreement(Agreement, ABC):
 
     @property
     def newness(self) -> int:
-        """A number that is larger for more steps, and another for each replica, so that one of those that have made as
-        many is the peer of all others, which compare their weights with its."""
+        """A number that is larger for more steps and differs for each replica, so that of those with equally many steps
+        one is the peer of all others, which compare their weights with its."""
         return (self._made << 16) + int(self._life[-4:], 16)
 
     def prefers_its_own(self, state: dict[str, Any]) -> bool:
-        """Whether this replica keeps its state rather than take over a peer's, as it has made more steps and nobody
-        trains yet; once others train it drops them, and says so."""
+        """Whether this replica keeps its state instead of fetching a peer's, because it has more steps and no replica
+        trains yet; once others train it drops those steps, and reports it."""
         n_more = self._made - state["made"]
         if n_more > 0 and state["trains"]:
             said = f"replica {self._name} drops the last {n_more:,} of its {self._made:,} steps: "
@@ -360,7 +361,7 @@ class ReplicaAgreement(Agreement, ABC):
         torch.autograd.graph.increment_version(tuple(self._step.model.parameters()))
 
     def _gradients(self, step: TrainStep) -> list[Tensor]:
-        """This rank's gradients, or shards of them, after whatever is to befall this replica now."""
+        """This rank's gradients, or shards of them, after injecting any fault that is due now."""
         gradients = own_gradients(step)
         if self._trouble(self._made):
             for gradient in gradients:

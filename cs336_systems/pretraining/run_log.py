@@ -5,14 +5,14 @@
     run = read_run(folder / LOG)
     run.steps[["step", "loss", "tokens_per_s", "speed_of_light"]]
 
-A run that resumes appends to its log. The first rank alone has one, and one process at a time writes it: the file is
-locked, where its file system has locks. Every line is written in one piece, so at every moment the file is whole lines
-and at most one that is torn, at its end: one that is being written, or that a kill or a full disk cut off. A reader
-leaves it out, a resumed run cuts it off. Of steps that a resumed run made a second time, the later records hold.
+A run that resumes appends to its log. Only the first rank has a log, and one process at a time writes it: the file is
+locked, if its file system supports locks. Every line is written in one piece, so the file always consists of whole
+lines and at most one incomplete line at its end, which is being written, or was cut off by a kill or a full disk.
+Readers skip it, and a resumed run removes it. For steps that a resumed run repeated, the later records are used.
 
-A sink that cannot write (its disk is full) is reported to the others, and training goes on; only that sink lacks the
-records. Where it cannot take the options, with which a session begins, there is no session: later records would be read
-as an earlier session's.
+If a sink cannot write (its disk is full), this is reported to the others, and training goes on; only that sink lacks
+the records. If it cannot write the options, with which a session begins, the session is refused: later records would be
+read as an earlier session's.
 """
 
 import fcntl
@@ -50,7 +50,7 @@ _DTYPES: dict[Any, str] = {int: "int64", float: "float64", float | None: "float6
 
 
 class Sink(Protocol):
-    """Takes every record; OSError if it cannot take this one. Who inherits it has nothing to close."""
+    """Takes every record; OSError if it cannot take this one. The base class has nothing to close."""
 
     def write(self, record: Record) -> None: ...
     def close(self) -> None:
@@ -76,7 +76,7 @@ class LogFile:
             raise
 
     def write(self, record: Record) -> None:
-        """Append the record's line, or nothing of it.
+        """Append the record's whole line, or nothing.
 
         Raises TypeError if it holds a value that JSON does not have, such as a tensor; OSError if it cannot be written.
         """
@@ -102,14 +102,14 @@ class LogFile:
 
 
 class RunLog:
-    """Hands each record to every sink."""
+    """Passes each record to every sink."""
 
     def __init__(self, *sinks: Sink) -> None:
         self._sinks = sinks
         self._failing: list[Sink] = []
 
     def write(self, record: Record) -> None:
-        """Hand the record over now; OSError if a sink cannot take the options."""
+        """Pass on the record now; OSError if a sink cannot take the options."""
         self._hand(record, self._sinks)
 
     def say(self, text: str, level: Level = "info") -> None:
@@ -142,7 +142,7 @@ class RunLog:
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record that are drawn, by names such as ``train/loss``; nothing of most kinds."""
+    """The numbers of a record to plot, by names such as ``train/loss``; most kinds have none."""
     drawn = {
         LoggedStep: ("train", ("loss", "norm", "learning_rate", "seconds")),
         Evaluation: ("evaluation", ("loss",)),
@@ -209,7 +209,7 @@ class WeightsAndBiases:
 
 @dataclass(frozen=True)
 class Run:
-    """The records of a log, in their order, but for those that a resumed run overtook; bytes of and after its lines."""
+    """The records of a log, in order, without those that a resumed run replaced; bytes of and after its lines."""
 
     path: Path
     records: tuple[Record, ...]
