@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 _BAR = 30
 """Characters of a step's whole time."""
 _ERRORS = {"H100 SXM": 0.05, "H200": 0.05, "RTX 3090": 0.12, "RTX PRO 6000 Blackwell": 0.12}
-"""By card, the relative error that nine of ten predictions stayed below: for an H100 and an H200 of this suite's own
-steps, else of published ones (profiles/your-card.md; ``scripts/parallelism.py cards``)."""
+"""By card, the relative error that nine of ten predictions stayed below: on an H100 and an H200 for this suite's own
+steps, on others for published ones (profiles/your-card.md; ``scripts/parallelism.py cards``)."""
 _UNFITTED, _SEVERAL_GPUS = 0.2, 4
-"""That error for cards on whose steps nothing was fitted, and for more GPUs than so many."""
+"""The same error for cards to whose steps nothing was fitted, and for more GPUs than these."""
 _HOSTS = f"Hosts are taken to have {GPUS_PER_HOST} GPUs, each with {8 * NETWORK_BYTES_PER_S / 1e9:g} Gbit/s to others."
 _MULTI_NODE = "TORCHRUN='uv run torchrun' scripts/launch/multi_node.sh"
 _PLANNED = {*TRIED, *RECIPE[:1], "init", "size", "context_length", "total_batch_tokens", "accumulate", "choose_fastest"}
 _PLANNED |= {"device", "device_gib", "host_gib", "chunk"}
-"""Options of train.py of which a plan has values of its own."""
+"""Options of train.py for which a plan has its own values."""
 _FP8_GAIN = 0.03
-"""The least gain for which fp8 pays, as it loses accuracy."""
+"""The least speed-up for which fp8 is recommended, as it loses accuracy."""
 
 
 def plan_asked(

@@ -23,7 +23,7 @@ from cs336_systems.harness.runs import newest_run
 from cs336_systems.report.tables import Table, settings_split
 
 MARGIN = 0.02
-"""The largest difference, as a share, that is called none."""
+"""The largest relative difference that counts as none."""
 
 ENOUGH_PROCESSES = 3
 """The fewest processes that show how much processes differ."""

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 MISSING = "–"
 
 MAIN, SETTING = -1, 0
-"""Ranks of what a narrow terminal drops last: the main result; what tells lines apart."""
+"""Ranks of the columns that a narrow terminal drops last: the main result; settings that distinguish lines."""
 
 COMMAND = ("argv", "commit", "host")
-"""Columns that tell the rows of one command from those of another; rows of one are compared as a ratio."""
+"""Columns that identify the rows of one command; ratios are taken within one command."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ class Line:
         return None if own is None or not other else own / other
 
     def repeats_over(self, metric: str, peer: Line | None, alike: Collection[str] = COMMAND) -> Spread | None:
-        """The metric's ratios to the peer's in the same command, by repeat; None if that has not measured both.
+        """The metric's ratio to the peer's in the same command, per repeat; None if that command has not measured both.
 
-        The peer may have been measured again since, by another command, and be shown as of that. What does not depend
-        on the moment, such as a loss, is compared where ``alike``, fewer columns, agree.
+        The peer's own line may show a newer command. A metric that does not depend on when it was measured, such as a
+        loss, is compared if ``alike``, fewer columns, agree.
         """
         from cs336_systems.harness.runs import by_repeat
 

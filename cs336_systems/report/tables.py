@@ -1,7 +1,7 @@
-"""Tables for people: Markdown, LaTeX, CSV, and a terminal of any width; what all lines share stands in the caption.
+"""Tables in Markdown, LaTeX and CSV, and for a terminal of any width; settings that all lines share are in the caption.
 
-A column is of figures or of words, as its cells are; figures are aligned right. On a terminal a line of a table stays
-one line: where there is no room, columns are left out in the order of their rank, and named below.
+A column holds numbers, which are aligned right, or words. On a terminal a table's line stays one line: if there is too
+little room, columns are left out in the order of their rank, and named below.
 """
 
 from __future__ import annotations
