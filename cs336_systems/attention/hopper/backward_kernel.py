@@ -40,7 +40,7 @@ class Tiles:
     v: Ring
     q: Ring
     do: gl.shared_memory_descriptor
-    """Output gradients of the queries in the same slot of ``q``, which come and go with them."""
+    """Output gradients of the queries in the same slot of ``q``, loaded and released together."""
     stats: gl.shared_memory_descriptor
     """Statistics of those queries, (STAGES, BLOCK_Q, STATISTICS)."""
     minus_lse: gl.shared_memory_descriptor
@@ -51,12 +51,12 @@ class Tiles:
     """dS^T of two steps, (2, BLOCK_K, BLOCK_Q); each consumer writes its keys and reads all."""
     ds_full: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
-    """Each consumer's part of a dq tile on the way out, and in the end its rows of dk, then dv."""
+    """Each consumer's part of a dq tile before it is copied out, and at the end its rows of dk, then dv."""
 
 
 @gluon.jit
 def backward_producer(plan, q, k, v, do, stats, taken, ends, tiles):
-    """One warp: keys and values of a tile once, then each query tile with its statistics and output gradients."""
+    """One warp: load a tile's keys and values once, then each query tile with its statistics and output gradients."""
     step = 0
     turn = 0
     position = gl.program_id(0)
@@ -116,8 +116,7 @@ def product_minus(left, right, weights, stats, registers, STATISTICS_LAST: gl.co
 def dq_product(tiles, keys, step, valid, WHO: gl.constexpr):
     """Start this consumer's part of dS K, as soon as both consumers have written their dS^T of this step.
 
-    The consumers take half of the columns each. Unless ``valid``, nothing is waited for, and nobody looks at the
-    product.
+    Each consumer takes half of the columns. Unless ``valid``, it waits for nothing, and the product is not read.
     """
     COLUMNS: gl.constexpr = tiles.q.tiles.shape[2] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -132,8 +131,8 @@ def dq_product(tiles, keys, step, valid, WHO: gl.constexpr):
 def add_dq(plan, dq, turns, key_tile, tiles, part, row, WHO: gl.constexpr):
     """Add this consumer's part of a dq tile, whose first query is this row of the sums, to global memory.
 
-    The numbers go in the order in which threads hold them, four of a thread side by side: in rows of a tile two rows of
-    threads would meet in a bank of shared memory. ``halves_of_sums`` finds them there.
+    Numbers are stored in the order in which threads hold them, four of a thread side by side: row-major storage would
+    cause bank conflicts in shared memory. ``halves_of_sums`` reads this order.
     """
     BLOCK_Q: gl.constexpr = tiles.ds.shape[2]
     BLOCK_D: gl.constexpr = tiles.q.tiles.shape[2]
@@ -141,7 +140,7 @@ def add_dq(plan, dq, turns, key_tile, tiles, part, row, WHO: gl.constexpr):
     tile = tiles.dq.index(WHO)
     # Row: warp, half, group of four threads. Column: eight columns, thread of four, one of two.
     part = part.reshape([4, 2, 8, part.shape[1] // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    tma.store_wait(0)  # the part before has left
+    tma.store_wait(0)  # the previous part has been copied out
     tile.store(part.reshape([PART_ROWS, 32]))
     fence_async_shared()
     turn = turns + row // BLOCK_Q * 2 + WHO
@@ -243,13 +242,13 @@ def backward_consumer(
                 dk_sum, dv_sum = warpgroup_mma_wait(1, (dk_next, dv_next))
                 tiles.q.release(step)
                 dq_row = head_row + tile * BLOCK_Q
-            # After the last step this multiplies whatever the slot holds, and nobody looks at the product.
+            # After the last step this multiplies whatever the slot holds, and the product is not read.
             next_q = tiles.q.wait(step + 1, step + 1 < end_step).permute((1, 0))
             next_stats = tiles.stats.index(tiles.q.slot(step + 1))
             scores_t = product_minus(own_keys, next_q, tiles.minus_lse, next_stats, s_t, STATISTICS_LAST)
             if not LATE_DQ:
                 dq_part = warpgroup_mma_wait(2, (dq_part,))
-            if not LATE_DQ or step > first_step:  # before the first step there was none
+            if not LATE_DQ or step > first_step:  # there is none before the first step
                 add_dq(plan, dq, turns, work.first_key // BLOCK_K, tiles, dq_part, dq_row, WHO)
             if LATE_DQ:
                 dk_sum, dv_sum = warpgroup_mma_wait(2, (dk_next, dv_next))

@@ -47,11 +47,11 @@ class Tiles:
 
     items: Ring
     q: Ring
-    """Two slots for each consumer, which that one alone releases: of this item, and of the next."""
+    """Two slots for each consumer, which only that consumer releases: for this item and the next."""
     k: Ring
     v: Ring
     o: gl.shared_memory_descriptor
-    """Each consumer's rows on the way out."""
+    """Each consumer's rows of the output, before they are copied out."""
     turns: gl.shared_memory_descriptor
     """The barrier at which each consumer awaits its turn."""
 
@@ -94,20 +94,20 @@ def masked(plan, starts, batch, scores, queries, keys):
 
 @gluon.jit
 def await_turn(tiles, blocks, WHO: gl.constexpr):
-    """Wait until the consumer before this one has passed on the turn of this block; the first: of the block before."""
+    """Wait until the previous consumer has passed on this block's turn; the first consumer: the previous block's."""
     mbarrier.wait(tiles.turns.index(WHO), blocks & 1 if WHO > 0 else blocks & 1 ^ 1)
 
 
 @gluon.jit
 def pass_turn(tiles, WHO: gl.constexpr):
-    """Let the consumer after this one start its block; after the last comes the first."""
+    """Let the next consumer start its block; the first one follows the last."""
     CONSUMERS: gl.constexpr = tiles.o.shape[0]
     mbarrier.arrive(tiles.turns.index((WHO + 1) % CONSUMERS), count=1)
 
 
 @gluon.jit
 def let_go(tiles, step):
-    """Release a key tile that other consumers see, and this one does not."""
+    """Release a key tile that other consumers see but this one does not."""
     tiles.k.wait(step)
     tiles.k.release(step)
     tiles.v.wait(step)
@@ -215,7 +215,7 @@ def forward_consumer(plan, o, lse, starts, tiles, scale_log2, WHO: gl.constexpr,
         lse_row = lse + (batch * plan.n_heads + head).to(gl.int64) * plan.n_queries
         gl.store(lse_row + queries, (row_max + gl.log2(row_sum)) * LN_2, mask=queries < plan.n_queries)
         acc = acc * gl.convert_layout(1.0 / row_sum, o_rows)[:, None]
-        tma.store_wait(0)  # of the item before: its tile has left shared memory
+        tma.store_wait(0)  # the previous item's tile has been copied out of shared memory
         o_tile.store(acc.to(dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(o, [batch, head, first_query, 0], o_tile)

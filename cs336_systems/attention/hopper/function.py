@@ -80,7 +80,7 @@ def backward_into_op(
 
 
 class HopperKernels(torch.autograd.Function):
-    """``HopperFlashAttention`` of inputs that somebody has asked about: checks nothing."""
+    """``HopperFlashAttention`` for inputs that have been checked already: checks nothing."""
 
     @staticmethod
     def forward(

@@ -13,16 +13,16 @@ from torch import Tensor
 from cs336_systems.kernels.copy_engine import ALIGNMENT_BYTES, can_be_copied
 
 L2_BUDGET_BYTES = 32 * 1024**2
-"""Bytes that the heads of one section may read again and again; the L2 cache has 50 MiB, in two halves."""
+"""The most bytes that the heads of one section reread; the L2 cache has 50 MiB, in two halves."""
 
 
 def has_copyable_strides(x: Tensor) -> bool:
-    """Whether the copy engine can read ``x`` where it lies, but for the alignment of its first element."""
+    """Whether the copy engine can read ``x`` without a copy, apart from the alignment of its first element."""
     return can_be_copied(x.shape, x.stride(), x.dtype)
 
 
 def copyable(x: Tensor) -> Tensor:
-    """``x``, or a copy if the copy engine cannot read it where it lies: laid out like it, or contiguous."""
+    """``x``, or a copy that the copy engine can read, with the same layout if possible, else contiguous."""
     if not has_copyable_strides(x):
         return x.clone(memory_format=torch.contiguous_format)
     return x if x.data_ptr() % ALIGNMENT_BYTES == 0 else x.clone()
@@ -36,7 +36,7 @@ def aligned(numbers: Tensor) -> Tensor:
 
 
 def writable(x: Tensor) -> Tensor:
-    """``x``, or contiguous memory for its values if the copy engine cannot write them where they lie."""
+    """``x``, or contiguous memory for its values if the copy engine cannot write into ``x``."""
     if has_copyable_strides(x) and x.data_ptr() % ALIGNMENT_BYTES == 0:
         return x
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -58,7 +58,7 @@ _ON_IT = nullcontext()
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Inside, the device of ``x`` is the current one, as launches need it; where it is already, this costs little."""
+    """Make the device of ``x`` current in the body, as launches need it; cheap if it is current already."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return _ON_IT
     return torch.cuda.device_of(x)
@@ -75,12 +75,12 @@ def _counter_of_stream(device: torch.device, stream: int) -> Tensor:
     current = torch.cuda.current_stream(device)
 
     def make() -> Tensor:
-        torch.cuda.set_device(device)  # a thread begins on device 0, on which leaving the stream would make a context
+        torch.cuda.set_device(device)  # a new thread is on device 0, where leaving the stream would create a context
         with torch.cuda.stream(current):
             return torch.zeros(1, dtype=torch.int32, device=device)
 
-    # In another thread: torch.compile(mode="reduce-overhead") warms up with the memory of its graphs, in which nothing
-    # may be kept, and that memory serves the calling thread only.
+    # In another thread: torch.compile(mode="reduce-overhead") warms up in its graphs' memory pool, where nothing may be
+    # kept; only the calling thread allocates from that pool.
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(make).result()
 
@@ -88,8 +88,8 @@ def _counter_of_stream(device: torch.device, stream: int) -> Tensor:
 def counter(device: torch.device, stream: int) -> Tensor:
     """A 0 in int32 for ``primitives.take_item``, which a kernel leaves 0, so that it need not be written each time.
 
-    Kernels of one stream, the current one, which run one after another, share it. A launch that a graph captures, and
-    that may run beside them, has its own, which each replay sets to 0.
+    Kernels on the current stream, which run one after another, share it. A launch captured in a graph, which may run
+    concurrently, has its own, which each replay sets to 0.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
@@ -97,15 +97,15 @@ def counter(device: torch.device, stream: int) -> Tensor:
 
 
 def section_heads(bytes_per_head: int, n_batch_heads: int) -> int:
-    """How many heads to work on at a time, so that what their tiles share stays in the L2 cache."""
+    """The number of heads per section, so that the data that their tiles share stays in the L2 cache."""
     return min(max(L2_BUDGET_BYTES // bytes_per_head, 1), n_batch_heads)
 
 
 def balanced_section(steps: Sequence[int], n_heads: int, least: int, n_programs: int) -> int:
-    """How many heads to work on at a time: of ``least``, twice that and so on, the fewest with a good end.
+    """The number of heads per section: of ``least``, twice that and so on, the first that is nearly the best.
 
-    The last program is then done at most 2 % later than with the best number. At the end of a section its short tiles
-    fill the time until the longest one is done, if there are enough of them.
+    The last program then ends at most 2 % later than with the best number. At the end of a section its short tiles fill
+    the time until the longest one is done, if there are enough of them.
 
     Args:
         steps: of each tile of a head, in the order in which programs take them.
@@ -116,7 +116,7 @@ def balanced_section(steps: Sequence[int], n_heads: int, least: int, n_programs:
 
 
 def end_of_work(steps: Sequence[int], n_heads: int, section: int, n_programs: int) -> int:
-    """Steps until the last program is done, each of which takes the next tile when it has done one."""
+    """Steps until the last program is done, if each takes the next tile when it has finished one."""
     busy_until = [0] * n_programs
     for first in range(0, n_heads, section):
         for n_steps in steps:

@@ -3,7 +3,7 @@
     preprocess    reads o, do, lse; writes lse / scale and delta in parts that a matmul can subtract, and zeros for dq
     postprocess   reads the fp32 sums of dq; writes dq. For blocks, which rotate q and k, it also rotates dq and dk back
 
-Queries are padded to a multiple of 128 in what is written in between, so that no step reads past a head's end.
+Intermediate tensors pad queries to a multiple of 128, so that no step reads past a head's end.
 
 Shape legend: B batch, H query heads, Q queries, D head dim.
 """
@@ -29,7 +29,7 @@ LSE_OF_NOTHING = tl.constexpr(2.0**30)
 def split(numbers, tile, FIRST: tl.constexpr):
     """Return ``tile`` with fp32 ``numbers`` (rows,) in columns FIRST, FIRST + 1, ..., split into parts.
 
-    Each holds, divided by its weight, what the parts before leave over.
+    Each part is the remainder after the previous parts, divided by its weight.
     """
     columns = tl.arange(0, tile.shape[1])
     for part in tl.static_range(PARTS):
@@ -47,7 +47,7 @@ def hopper_preprocess_kernel(
 ):  # fmt: skip
     """stats (B H, padded, STATISTICS): three parts of lse / scale, three of delta = rowsum(o * do), zeros; dq: zeros.
 
-    Where delta or lse / scale is not finite in this dtype (2 ** 31 and more in fp16), the query's P and dP are NaN.
+    If delta or lse / scale is not finite in this dtype (2 ** 31 and more in fp16), the query's P and dP are NaN.
     """
     n_tiles = padded // ROWS
     rows = tl.program_id(0) % n_tiles * ROWS + tl.arange(0, ROWS)
@@ -76,9 +76,9 @@ def hopper_preprocess_kernel(
 def halves_of_sums(summed, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """The first and the second D / 2 columns of the fp32 sums of 64 queries, (64, BLOCK_D / 2) each.
 
-    In memory: first one consumer's half, BLOCK_D / 2 columns, then the other's; in one, eight columns after the other:
-    four numbers of each of 128 threads, which are two of its row and two of the row eight further, as wgmma's result
-    has them.
+    Memory holds first one consumer's half (BLOCK_D / 2 columns), then the other's. Each half is stored in groups of
+    eight columns, with four numbers of each of 128 threads: two of its row and two of the row eight below, as in
+    wgmma's result.
     """
     PART_COLUMNS: tl.constexpr = BLOCK_D // 2
     sums = tl.load(summed + tl.arange(0, 64 * BLOCK_D))
@@ -102,7 +102,7 @@ def _heads(gradient, stride_b, stride_h, stride, batch, head, rows, pairs):
 def _store_turned_back(
     x, y, at, exists, cos, sin, absmax, rows, pairs, DTYPE: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """Store both halves of rows, in fp32, turned back by their positions' angles if there are any."""
+    """Store both halves of rows, in fp32, rotated back by their positions' angles if given."""
     if cos is not None:
         angles = rows[:, None] * (D // 2) + pairs
         cosine, sine = tl.load(cos + angles, mask=exists, other=0.0), tl.load(sin + angles, mask=exists, other=0.0)
@@ -127,8 +127,8 @@ def hopper_postprocess_kernel(
 ):  # fmt: skip
     """dq (B, H, Q, D) in its dtype from the fp32 sums, each 64 rows of BLOCK_D in the order of ``halves_of_sums``.
 
-    With cos and sin (Q, D / 2) dq, rounded, is then turned back by them, and dk in place, as ``rotary.py`` would. With
-    absmax the largest magnitude of dq, dk and dv is noted. Heads are those of q, then those of k, then those of v.
+    With cos and sin (Q, D / 2), dq after rounding, and dk in place, are rotated back as by ``rotary.py``. With absmax,
+    the largest magnitude of dq, dk and dv is recorded. Heads are those of q, then those of k, then those of v.
     """
     n_tiles = tl.cdiv(n_queries, ROWS)
     first = tl.program_id(0) % n_tiles * ROWS
@@ -209,7 +209,7 @@ def prepare_postprocess(
         example(f32),
         example(dtype),
         *((example(dtype), example(dtype), example(f32), example(f32)) if rotated else (None,) * 4),
-        torch.empty(2)[1:] if noted else None,  # one of several numbers, at any address
+        torch.empty(2)[1:] if noted else None,  # an element of a larger tensor, at any address
         *(step for each in strides for step in each[:3]),
         n_heads,
         n_kv_heads,

@@ -1,6 +1,6 @@
 """Which program works on which tiles, in which order: query tiles in forward, key tiles in backward.
 
-Producers and consumers of a program do the same arithmetic on a position, and so need to tell each other no more.
+Producers and consumers of a program do the same arithmetic on a position, so only the position is communicated.
 """
 
 from triton.experimental import gluon
@@ -43,7 +43,7 @@ class QueryPlan(Plan):
 
     Positions go section by section; a section is ``section_heads`` query heads whose keys and values fit the L2 cache
     together. Inside a section the longest tiles of all its heads come first. Program p takes position p and, when that
-    is loaded, the next that nobody has taken.
+    is loaded, the next position that no program has taken.
     """
 
     @gluon.jit
@@ -60,7 +60,7 @@ class QueryPlan(Plan):
 
     @gluon.jit
     def n_key_tiles(self, first_query, n_rows: gl.constexpr):
-        """How many key tiles these queries see: at least one, all of it masked for queries that see none."""
+        """The number of key tiles that these queries see: at least one, fully masked for queries that see none."""
         end = self.n_keys
         if self.CAUSAL:
             end += gl.minimum(first_query + n_rows, self.n_queries) - self.n_queries
@@ -84,7 +84,7 @@ class QueryPlan(Plan):
 
     @gluon.jit
     def n_clear(self, first_query):
-        """How many key tiles all queries from ``first_query`` on see entirely: those need no mask."""
+        """The number of key tiles that all queries from ``first_query`` on see entirely: those need no mask."""
         keys = gl.maximum(first_query + self.n_keys - self.n_queries + 1, 0) if self.CAUSAL else self.n_keys
         return keys // self.BLOCK_K
 
@@ -105,13 +105,13 @@ class KeyTile:
 class KeyPlan(Plan):
     """Which key tile is at which position of the order in which programs take them.
 
-    As in ``QueryPlan``, but of key/value heads, and what fits the L2 cache are the queries, output gradients and dq
-    that their key tiles share; more heads where a section's programs would not end together
-    (``host.balanced_section``). Key tiles of a head come from the first to the last: if causal, the longest first.
+    As in ``QueryPlan``, but with key/value heads: the queries, output gradients and dq that their key tiles share fit
+    the L2 cache. A section has more heads if its programs would not end together (``host.balanced_section``). Key tiles
+    of a head come from the first to the last: if causal, the longest first.
 
-    Sums of dq in order take them from the last to the first, and add to a tile of dq in that order. All tiles of a head
-    begin at their first query, a causal one at its diagonal: the tile before has then just left the queries that this
-    one comes to. From the first to the last each would wait until the one before has caught up.
+    If dq is summed in order, key tiles come from the last to the first and add to a dq tile in that order. Each begins
+    at the first query that it sees, if causal at its diagonal, which the previous tile has just left. From the first to
+    the last, each tile would wait until the previous one has caught up.
     """
 
     padded: gl.tensor
@@ -137,7 +137,7 @@ class KeyPlan(Plan):
         if self.PACKED:
             last_key = gl.minimum(first_key + self.BLOCK_K, self.n_keys) - 1
             end_tile = gl.cdiv(self.document_end(ends, batch_head // n_kv_heads, last_key), self.BLOCK_Q)
-            end_tile = gl.maximum(end_tile, first_tile + 1)  # keys that no query sees meet one tile, all of it masked
+            end_tile = gl.maximum(end_tile, first_tile + 1)  # keys that no query sees visit one fully masked tile
         return KeyTile(batch_head // n_kv_heads, batch_head % n_kv_heads, first_key, first_tile, end_tile)
 
     @gluon.jit
@@ -163,7 +163,7 @@ class KeyPlan(Plan):
 
     @gluon.jit
     def adds_before(self, key_tile, first_query):
-        """How many adds to the tile of dq with this first query come before a key tile's, if adds are in order."""
+        """The number of adds to the dq tile with this first query that precede a key tile's, if adds are in order."""
         n_key_tiles = gl.cdiv(self.n_keys, self.BLOCK_K)
         if self.CAUSAL:
             end = first_query + self.BLOCK_Q + self.n_keys - self.n_queries

@@ -1,4 +1,4 @@
-"""The small device functions that the Hopper kernels share: masks, the draw of work, adds by TMA."""
+"""The small device functions that the Hopper kernels share: masks, drawing of work, adds by TMA."""
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -19,14 +19,14 @@ ROWS = gl.constexpr(64)
 STATISTICS = gl.constexpr(16)
 """Columns of a query's row of statistics: 16, the smallest inner dimension of a wgmma in bf16 and fp16."""
 PARTS = gl.constexpr(3)
-"""Columns per number: it is the sum of its parts, each times its ``part_weight``."""
+"""Columns per number, one for each part: the number is the sum of its parts, each times its ``part_weight``."""
 
 
 @gluon.constexpr_function
 def part_weight(part):
-    """The factor of a part. Each part holds what the one before rounds off: fp16 keeps 11 bits, bf16 8.
+    """The factor of a part. Each part holds the rounding error of the previous one: fp16 has 11 bits, bf16 8.
 
-    In fp16 numbers must stay below 2 ** 31, and what is below 2 ** -32 is lost.
+    In fp16 numbers must be below 2 ** 31, and bits below 2 ** -32 are lost.
     """
     return 2.0 ** (15 - 11 * part)
 
@@ -76,7 +76,7 @@ def take_item(taken, n_items):
 
 @gluon.jit
 def announce(items, turn, item):
-    """Producer: tell the consumers which item follows that of this turn. ``items`` is a ring of single numbers."""
+    """Producer: send the consumers the number of the next item. ``items`` is a ring of single numbers."""
     slot = items.slot(turn)
     mbarrier.wait(items.empty.index(slot), items.parity(turn) ^ 1)
     items.tiles.index(slot).store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
@@ -85,7 +85,7 @@ def announce(items, turn, item):
 
 @gluon.jit
 def announced(items, turn):
-    """Consumer: which item follows that of this turn."""
+    """Consumer: receive the number of the next item."""
     item = gl.max(items.wait(turn).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
     items.release(turn)
     return item

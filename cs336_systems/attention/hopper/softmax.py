@@ -1,6 +1,6 @@
-"""Forward's online softmax on Hopper: the maximum and the sums of a row, and what came before rescaled by them.
+"""Forward's online softmax on Hopper: a row's maximum and sums, and rescaling of earlier results.
 
-A consumer's 64 rows lie as a matmul leaves them: a row in four threads, two rows in each thread.
+A consumer's 64 rows have the layout of a matmul's result: a row in four threads, two rows in each thread.
 """
 
 from triton.experimental import gluon
@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from cs336_systems.attention.hopper.primitives import NEVER
 
 SLACK = gl.constexpr(8.0)
-"""How far scores times log2(e) may exceed the maximum that they are relative to: P is at most 256, even in fp16."""
+"""The most by which scores times log2(e) may exceed the running maximum: P is at most 256, also in fp16."""
 
 
 @gluon.jit
@@ -20,7 +20,7 @@ def by_thread(scores):
 
 @gluon.jit
 def thread_sums(p):
-    """(ROWS, 4): the sum of what each thread has of a row; no thread needs another's numbers."""
+    """(ROWS, 4): the sum over each thread's part of a row, without communication between threads."""
     return gl.sum(gl.sum(by_thread(p), 3), 1)
 
 
@@ -47,13 +47,13 @@ def online_softmax(scores, row_max, row_sums, scale_log2):
 
 @gluon.constexpr_function
 def rescale_operands(n):
-    """Outputs, which are also the first inputs, and the factor of each."""
+    """Assembly constraints: outputs, which are also the first inputs, and the factor of each."""
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
 
 
 @gluon.constexpr_function
 def rescale_instructions(n):
-    """Multiply a thread's n numbers of two rows, two of either in turns, unless all factors in the warp are 1."""
+    """Multiply a thread's n numbers, alternately two of either of its rows, unless all factors in the warp are 1."""
     first, second = f"${2 * n}", f"${2 * n + 2}"
     multiply = " ".join(f"mul.f32 ${i}, ${i}, {second if i & 2 else first};" for i in range(n))
     return (
