@@ -157,7 +157,7 @@ class NamedState:
             ValueError: the checkpoint has no optimizer, one over other parameters, or one of another kind.
         """
         theirs = [group["params"] for group in settings["optimizer"] or []]
-        difference: str | None = f"its groups have {list(map(len, theirs))} parameters, here are others"
+        difference: str | None = f"its groups have {list(map(len, theirs))} parameters, this optimizer's differ"
         if list(map(sorted, groups)) == list(map(sorted, theirs)):
             difference = _another_kind(optimizer, settings)
         if difference:
@@ -207,7 +207,7 @@ class NamedState:
 def united(groups_of_ranks: Sequence[list[list[str]]]) -> list[list[str]]:
     """For each group, the union over ranks of its names; ValueError if ranks differ in their number of groups."""
     if len(lengths := {len(groups) for groups in groups_of_ranks}) > 1:
-        raise ValueError(f"optimizers of the ranks have {sorted(lengths)} groups, and need as many each")
+        raise ValueError(f"optimizers of the ranks have {sorted(lengths)} groups, but all need the same number")
     return [list(dict.fromkeys(chain(*of_ranks))) for of_ranks in zip(*groups_of_ranks, strict=True)]
 
 
@@ -239,7 +239,7 @@ def _another_kind(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any])
     n_of_torch = sum(name.startswith(_TORCH) for name in (ours, theirs))
     short, long = sorted((name.rpartition(".")[2] for name in (ours, theirs)), key=len)
     if (n_of_torch == 2 and theirs != ours) or not long.endswith(short):
-        return f"it is of {theirs}, here is {ours}"
+        return f"it is of {theirs}, this one is {ours}"
     for saved, group in zip(settings["optimizer"], optimizer.param_groups, strict=True):
         switches = {key for each in (saved, group) for key, value in each.items() if isinstance(value, bool)}
         for key in sorted(switches.difference(_ONLY_HOW)):

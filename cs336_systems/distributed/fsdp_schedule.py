@@ -284,7 +284,7 @@ class GatherOrder:
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{run.unit.name} is under FSDP, which frees weights after backward and so knows no gradients of "
+                f"{run.unit.name} is under FSDP, which frees weights after backward and so cannot compute gradients of "
                 "gradients: call backward without create_graph=True"
             )
         with torch.no_grad():

@@ -37,7 +37,7 @@ def why_not_mapped(device: torch.device, process_group: dist.ProcessGroup) -> st
         if len(hosts := {host for host, _ in places}) > 1:
             return f"ranks are on {len(hosts)} hosts"
         if device.type != "cuda":
-            return None if hasattr(os, "memfd_create") else "files in memory are Linux's"
+            return None if hasattr(os, "memfd_create") else "memfd_create is only on Linux"
         if len(set(places)) < len(places):
             return f"several ranks see their GPU as number {device.index}"
         for other in {number for _, number in places} - {device.index}:

@@ -267,7 +267,7 @@ def goodput_table(rows: pd.DataFrame) -> Table:
     """The goodput that the newest pair of runs predicts of jobs on many nodes; raises ValueError if there is none."""
     pairs = list(_pairs(rows))
     if not pairs:
-        raise ValueError("no run of replicas has a restarted one beside it")
+        raise ValueError("no run of replicas has a restarted run for comparison")
     return _goodput_of(*pairs[-1])
 
 

@@ -140,7 +140,7 @@ def of_the_run(logs: Sequence[Sequence[Record]], n_steps: int) -> list[Metric]:
     learned = sum(step.tokens for step in steps[1:])
     pairs = [(before, now) for before, now in pairwise(steps) if now.step not in hit and now.tokens == whole]
     if not pairs:
-        raise RuntimeError(f"there is no step of {n_steps} in which nobody died")
+        raise RuntimeError(f"there is no step of {n_steps} in which no process died")
     plain = fmean(now.at - before.at for before, now in pairs)
     stalls = [each.stall_seconds for log in logs for each in log if isinstance(each, LoggedCheckpoint)]
     return [

@@ -209,7 +209,7 @@ def norm_rotate_backward_(
         _check(rows, q_gain, k_gain, cos, sin, n_heads, n_kv_heads)
     check_alike(dqkv=dqkv, qkv=qkv)
     if dqkv.shape[0] != qkv.shape[0]:
-        raise ValueError(f"dqkv {tuple(dqkv.shape)} and qkv {tuple(qkv.shape)} have not as many rows")
+        raise ValueError(f"dqkv {tuple(dqkv.shape)} and qkv {tuple(qkv.shape)} differ in their number of rows")
     half, n_tokens = cos.shape[1], qkv.shape[0]
     block_vectors, block_half = _block(half)
     programs = 2 if qkv.is_cpu else PROGRAMS_PER_MULTIPROCESSOR * n_multiprocessors(qkv.device)
