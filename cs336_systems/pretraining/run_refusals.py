@@ -129,6 +129,7 @@ def _over_caps(options: "TrainOptions") -> str | None:
 REFUSALS: tuple[tuple[Callable[["TrainOptions"], bool], str], ...] = (
     (lambda o: o.seed >= 2**32, "--seed must be less than 2^32, as many as NumPy's generator has, got {o.seed}"),
     (lambda o: not all(0 <= beta < 1 for beta in o.betas), "--betas must lie in [0, 1), got {o.betas[0]} {o.betas[1]}"),
+    (lambda o: o.outer_momentum >= 1, "--outer-momentum must lie in [0, 1), got {o.outer_momentum:g}"),
     (
         lambda o: o.deterministic and o.attention == "hopper" and o.kept["keep"] == "autograd",
         "--deterministic and --attention hopper need blocks with a hand-written backward, not --keep autograd",

@@ -42,6 +42,7 @@ def test_each_dtype_runs_on_gpus(dtype):
         "--agree-every 7": "--steps 60 is no multiple of --agree-every 7",
         "--agree-every 10 --agree-fragments 3": "no multiple of --agree-fragments 3",
         "--agree-every 10 --agree-delay 10": "--agree-delay 10 must be less",
+        "--agree-every 10 --outer-momentum 0.9 1.5": r"--outer-momentum must lie in \[0, 1\), got 1.5",
         "--replicas 3": "--total-batch-tokens 1,024 is no multiple of 768",
         "--first-steps 20 --agree-every 10": "--first-steps 20 of --steps 60 under --schedule cosine",
         "--first-steps 60 --agree-every 10 --schedule wsd": "--first-steps 60 of --steps 60",

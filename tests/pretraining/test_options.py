@@ -145,6 +145,7 @@ AGREE = {"agree": "every-step", "replicas": 2}
         ({"agree_every": 5}, "--agree-every 5 is for --agree diloco, got --agree None"),
         (AGREE | {"agree": "diloco", "agree_every": 0}, "--agree-every must be positive, got 0"),
         (AGREE | {"agree": "diloco", "agree_every": 3, "agree_fragments": 2}, "no multiple of --agree-fragments 2"),
+        (AGREE | {"agree": "diloco", "outer_momentum": 1.0}, "--outer-momentum must lie in [0, 1), got 1"),
         ({"keep": "autograd-inpu"}, "did you mean autograd-input"),
         ({"keep": "autograd-input"} | QUANTIZED, "e4m3 with keep autograd"),
         ({"fp8_skip_last": 1}, "--fp8-skip-last 1 is for quantized matmuls"),
