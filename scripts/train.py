@@ -57,6 +57,8 @@ _OF_PLANS = {flag(each.name) for each in fields(Asked)} - {"--host-gib"}
 def main(arguments: list[str] | None = None) -> int:
     """Parse, train, draw, export, say what came of it; returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
+    if {PRINT_PLAN, _PRINT, _PRINT_MEMORY} & set(given) and os.environ.get("RANK", "0") != "0":
+        return 0  # the first rank prints for all
     try:
         if PRINT_PLAN in given:
             return _print_plan(given)

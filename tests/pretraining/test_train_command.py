@@ -101,6 +101,16 @@ def test_no_memory_is_printed_of_adapters_that_are_too_large(main):
     assert "a LoRA rank of 65 is larger than layers.0.attn.q_proj.weight, which is 64 x 64" in err
 
 
+@pytest.mark.parametrize("what", ["--print-config", "--print-memory", "--print-plan"])
+def test_the_first_of_several_ranks_prints_for_all(main, monkeypatch, what):
+    card = ["--gpu", "h100"] if what == "--print-plan" else []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        code, out, err = main("--size", "tiny", what, *card)
+        assert (code, err, bool(out)) == (0, "", rank == "0")
+
+
 @pytest.mark.slow
 def test_memory_is_printed_without_training(main, tmp_path):
     offload = ["m", "v", "residual"]
