@@ -169,6 +169,8 @@ class CardPlan:
             raise ValueError(f"--attention hopper runs on H100 and H200 only, not on {hardware.name}")
         if "keep" in given and not case.written_out:
             raise ValueError(f"{PRINT_PLAN} plans blocks with a hand-written backward, not --keep {options.keep}")
+        if "keep" in given and "+" in case.keep:
+            raise ValueError(f"{PRINT_PLAN} plans blocks that all keep the same, not --keep {options.keep}")
         if case.kernels != "fused":
             raise ValueError(f"{PRINT_PLAN} plans steps of --kernels fused, and --kernels is {case.kernels}")
         if case.lora is not None:

@@ -377,6 +377,7 @@ def test_classes_of_kernels_sum_up_to_the_step(card):
         ("--gpu h100 --gpus 2 --pipeline 2 --accumulate 2", "plans data and tensor ranks, not --context, --pipeline"),
         ("--gpu h100 --init nowhere", "nowhere"),
         ("--gpu h100 --keep autograd --kernels reference", "a hand-written backward, not --keep autograd"),
+        ("--gpu h100 --keep 2xall+products", "plans blocks that all keep the same, not --keep 2xall+products"),
         ("--gpu h100 --offload m v", "with --keep input --batch-size 1 --offload m v needs --host-gib 4.9 or more"),
         (
             "--gpu h100 --device-gib 24",
